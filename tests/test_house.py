@@ -95,6 +95,8 @@ MODULES = {
     "fastps/store/server_process": "tests/processes/test_server.py",
     "fastps/store/server_loop": "tests/processes/test_server.py",
     "fastps/diagnostics/device_worlds": "tests/diagnostics/test_device_chaos.py",
+    "fastps/diagnostics/served_worlds": "tests/diagnostics/test_device_chaos.py",
+    "fastps/device/first": "tests/device/test_server_of_several.py",
     "fastps/diagnostics/node_edges": "tests/diagnostics/test_node_chaos.py",
     "fastps/diagnostics/node_mutants": "tests/diagnostics/test_node_chaos.py",
     "fastps/diagnostics/node_worlds": "tests/diagnostics/test_node_chaos.py",

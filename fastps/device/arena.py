@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from fastps.device.interface import Device, Event, Stream
 from fastps.device.memory import DeviceMemory
-from fastps.device.plan import LEAST_BYTES, SHOWN
+from fastps.device.plan import LEAST_BYTES, SHOWN, owners_at
 from fastps.device.work_items import MOST_ITEMS, WorkItems
 from fastps.errors import UnsupportedError
 from fastps.kernels.cuda import host_fold, launch_args
@@ -74,12 +74,13 @@ class DeviceArena(DeviceMemory):
         `slot`: the one that is pushed next; homes that do not reach this device find their part of it in host memory.
         """
         stream = self._device.compute_stream()
-        if slot is not None and self._rank in self._slot_copies:
-            slots, copies = self._lane_slots[self._rank], self._slot_copies[self._rank]
+        if slot is not None and self._slot_owners[self._rank] in self._slot_copies:
+            slots, copies = self._open_slots(self._rank)
+            layout = self._slots_at(self._rank)
             for shard, region in enumerate(self._regions):
                 if region.floats and not self._device.can_reach(self._identity(self.owner_lanes[shard]).decode()):
-                    offset = self._slots.offset(self._rank, slot, region.first)
-                    self._device.copy(copies + offset, slots + offset, self._slots.bytes * region.floats, stream)
+                    offset = layout.offset(self._rank, slot, region.first)
+                    self._device.copy(copies + offset, slots + offset, layout.bytes * region.floats, stream)
         self._device.record(self._computed, stream)
         if self._layout.faults.continues:
             self._device.synchronize_event(self._computed)
@@ -121,19 +122,20 @@ class DeviceArena(DeviceMemory):
         self._device.synchronize_all()
 
     def _present_peers(self) -> Iterator[tuple[int, Event, Event]]:
-        """Each other present lane and its two events. A lane that has left waited for its folds before it left."""
+        """Each other present owner and its two events. A lane that has left waited for its folds before it left."""
         for lane, (_, state) in enumerate(self._store.arena.members()):
-            if lane == self._rank or state not in PRESENT:
+            if lane == self._lane or state not in PRESENT:
                 continue
             if self._layout.faults.continues and lane < self._layout.lanes:
                 continue  # a worker, which does not fold, and whose events may never come
-            if lane not in self._peers:
-                table = self.handle_table(lane)
-                if table["ready"] < SHOWN:
-                    continue  # the lane has posted no push yet
-                handles = bytes(table["computed"]), bytes(table["folded"])
-                self._peers[lane] = self._device.open_event(handles[0]), self._device.open_event(handles[1])
-            yield lane, *self._peers[lane]
+            for owner in owners_at(self._layout, lane):
+                if owner not in self._peers:
+                    table = self.handle_table(owner)
+                    if table["ready"] < SHOWN:
+                        continue  # the lane has posted no push yet
+                    handles = bytes(table["computed"]), bytes(table["folded"])
+                    self._peers[owner] = self._device.open_event(handles[0]), self._device.open_event(handles[1])
+                yield owner, *self._peers[owner]
 
     # -- the fold ------------------------------------------------------------------------------------
 
@@ -154,7 +156,7 @@ class DeviceArena(DeviceMemory):
         for push in call.pushes:
             hypers, present = self._store.slot_words(push.lane, push.slot)
             slots, copies = self._open_slots(push.lane)
-            gradient = (slots or copies) + self._slots.offset(push.lane, push.slot, region.first)
+            gradient = (slots or copies) + self._slots_at(push.lane).offset(push.lane, push.slot, region.first)
             made.append(launch_args.DevicePush(gradient, hypers, present[span], push.scale, push.rate_scale))
         item, counted = launch_args.make_launch_args(
             shape, call.mode, made, steps_in, buffers, scale=call.scale, rate_scale=call.rate_scale

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceLostError
+from fastps.device.cuda_errors import NamedRuntime
+from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceFailedError, DeviceLostError
 from fastps.device.regions import Region, handle_of, make_region, open_region, release
 from fastps.kernels.cuda import runtime as cuda
 
@@ -90,7 +91,7 @@ class CudaDevice:
 
     def __init__(self, index: int = 0, api: Cuda | None = None) -> None:
         self._cuda = CupyCuda() if api is None else api
-        self._runtime = self._cuda.runtime
+        self._runtime = NamedRuntime(self._cuda.runtime, f"GPU {index}")
         self.index = index
         if not 0 <= index < self._runtime.getDeviceCount():
             raise DeviceError(
@@ -98,11 +99,14 @@ class CudaDevice:
             )
         self._runtime.setDevice(index)
         self.identity = str(self._runtime.deviceGetPCIBusId(index))
+        self._runtime = NamedRuntime(self._cuda.runtime, f"GPU {index} ({self.identity})")
+        self._launch = self._runtime.checked(self._cuda.launch_fold, "launch_fold")
         self._owned: dict[int, int] = {}  # address to size
         self._shared: dict[int, Region] = {}  # host memory that processes share
         self._streams: list[int] = []
         self._opened: set[int] = set()
         self._pinned: list[int] = []
+        self._peers: set[int] = set()  # to which peer access is enabled
 
     def _use(self) -> Any:
         """The runtime, with this device set as the calling thread's current device."""
@@ -130,14 +134,7 @@ class CudaDevice:
         """See Device."""
         runtime = self._use()
         size = -(-size // SHARED_BYTES) * SHARED_BYTES
-        try:
-            address = int(runtime.malloc(size))
-        except self._runtime.CUDARuntimeError as error:
-            free, total = runtime.memGetInfo()
-            raise DeviceError(
-                f"expected {size:,} bytes of memory on GPU {self.index}, found {free:,} free of {total:,}: use fewer workers or"
-                f" a smaller model, or let the fold run on the CPU with FASTPS_PLACEMENT=host ({error})"
-            ) from error
+        address = int(runtime.malloc(size))
         runtime.memsetAsync(address, 0, size, 0)
         runtime.streamSynchronize(0)
         self._owned[address] = size
@@ -151,13 +148,30 @@ class CudaDevice:
         """See Device. CUDA fails in the process that exported the handle, and between GPUs without peer access."""
         try:
             address = int(self._use().ipcOpenMemHandle(handle[:HANDLE_BYTES], IPC_LAZY_PEER_ACCESS))
-        except self._runtime.CUDARuntimeError as error:
+        except DeviceError as error:
+            if isinstance(error, DeviceFailedError):
+                raise
             raise DeviceLostError(
                 f"expected another process's memory to open on GPU {self.index}, found that CUDA refuses ({error}): it"
                 " has ended, or the GPUs have no peer access; FASTPS_PLACEMENT=host needs none"
             ) from error
         self._opened.add(address)
         return address
+
+    def borrow(self, other: "CudaDevice", address: int) -> None:
+        """See Device. Memory from allocate_host is open to every GPU of the process; else peer access has to be enabled."""
+        if address in other._shared or other.index == self.index or other.index in self._peers:
+            return
+        try:
+            self._use().deviceEnablePeerAccess(other.index)
+        except DeviceError as error:
+            if isinstance(error, DeviceFailedError):
+                raise
+            raise DeviceError(
+                f"expected peer access from GPU {self.index} to GPU {other.index}, found that CUDA refuses ({error}):"
+                " FASTPS_PLACEMENT=host needs none"
+            ) from error
+        self._peers.add(other.index)
 
     def allocate_host(self, size: int) -> int:
         """See Device."""
@@ -175,7 +189,9 @@ class CudaDevice:
         """Page-lock shared host memory. Kernels use the host's address: CUDA's addresses are unified on every 64-bit Linux."""
         try:
             self._use().hostRegister(region.address, region.size, HOST_REGISTER_SHARED)
-        except self._runtime.CUDARuntimeError as error:
+        except DeviceError as error:
+            if isinstance(error, DeviceFailedError):
+                raise
             release(region)
             raise DeviceError(
                 f"expected to page-lock {region.size:,} bytes of host memory, found that CUDA refuses ({error}): raise"
@@ -233,7 +249,9 @@ class CudaDevice:
         """See Device."""
         try:
             event = int(self._use().ipcOpenEventHandle(handle[:HANDLE_BYTES]))
-        except self._runtime.CUDARuntimeError as error:
+        except DeviceError as error:
+            if isinstance(error, DeviceFailedError):
+                raise
             raise DeviceLostError(f"expected another process's event to open, found that CUDA refuses ({error})") from error
         return event
 
@@ -251,10 +269,7 @@ class CudaDevice:
 
     def synchronize(self, stream: int) -> None:
         """See Device."""
-        try:
-            self._use().streamSynchronize(stream)
-        except self._runtime.CUDARuntimeError as error:
-            raise DeviceError(f"work on GPU {self.index} failed: {error}") from error
+        self._use().streamSynchronize(stream)
 
     def synchronize_all(self) -> None:
         """See Device."""
@@ -274,10 +289,15 @@ class CudaDevice:
         """See Device."""
         self._use()
         if blocks:
-            self._cuda.launch_fold(self.index, rule, dtype, order, tiles, blocks, stream)
+            self._launch(self.index, rule, dtype, order, tiles, blocks, stream)
 
-    def shut(self) -> None:
-        """See Device. Other processes must have closed this process's memory before."""
+    def shut(self, *, waits: bool = True) -> None:
+        """See Device. Other processes must have closed this process's memory before.
+
+        Without `waits` everything stays until the process ends: CUDA frees nothing that queued work may still use.
+        """
+        if not waits:
+            return
         runtime = self._use()
         runtime.deviceSynchronize()
         # The process's end destroys the events: another process may be about to wait for one, which CUDA leaves undefined.

@@ -4,18 +4,40 @@ With it the module that has every CUDA call runs between real processes without 
 what CUDA itself does, only a GPU shows. Others record its calls and check them against the rules.
 """
 
+import contextlib
 import ctypes
+import inspect
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from fastps.device.host import HostDevice, Teeth
-from fastps.device.interface import DeviceError
+from fastps.device.interface import DeviceError, DeviceFailedError, DeviceMemoryError
 
 _DEFAULT_STREAM = 0
+_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+
+
+class HostCudaError(DeviceError):
+    """An error with a code of CUDA's, as CuPy raises it."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@contextlib.contextmanager
+def _numbered(teeth: Teeth) -> Iterator[None]:
+    """Raise the errors of a device of host memory as those of CUDA."""
+    try:
+        yield
+    except DeviceMemoryError as error:
+        raise HostCudaError(_MEMORY_ALLOCATION, "cudaErrorMemoryAllocation: out of memory") from error
+    except DeviceFailedError as error:
+        raise HostCudaError(teeth.status, f"simulated error {teeth.status}") from error
 
 
 class HostCuda:
@@ -36,7 +58,8 @@ class HostCuda:
     def launch_fold(self, device: int, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
         """See Cuda."""
         runtime = self.runtime
-        runtime.devices[device].launch_fold(rule, dtype, order, tiles, blocks, runtime.streams[stream])
+        with _numbered(runtime.teeth):
+            runtime.devices[device].launch_fold(rule, dtype, order, tiles, blocks, runtime.streams[stream])
 
     def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> Any:
         """See Cuda. Returns a NumPy array."""
@@ -49,15 +72,26 @@ class HostCuda:
 
 
 class HostRuntime:
-    """The functions of the CUDA runtime, as cupy.cuda.runtime names them, without its errors' numbers."""
+    """The functions of the CUDA runtime, as cupy.cuda.runtime names them. Errors of devices have CUDA's codes."""
 
     CUDARuntimeError = DeviceError
+
+    def __getattribute__(self, name: str) -> Any:
+        found = object.__getattribute__(self, name)
+        if name.startswith("_") or not inspect.ismethod(found):
+            return found
+
+        def call(*arguments: Any) -> Any:
+            with _numbered(self.teeth):
+                return found(*arguments)
+
+        return call
 
     def __init__(self, gpus: Sequence[str], teeth: Teeth) -> None:
         self.devices = [HostDevice(gpu, teeth=teeth) for gpu in gpus]
         self.streams: dict[int, Any] = {}
         self._gpus = list(gpus)
-        self._teeth = teeth
+        self.teeth = teeth
         self._events: dict[int, Any] = {}
         self._numbers = itertools.count(1)
         self._registered: dict[int, Any] = {}
@@ -92,16 +126,20 @@ class HostRuntime:
 
     def deviceCanAccessPeer(self, device: int, peer: int) -> int:
         """Whether two devices reach each other. Devices that the teeth name are reached by none but themselves."""
-        named = self._teeth.unreachable
+        named = self.teeth.unreachable
         return int(self._gpus[device] not in named and self._gpus[peer] not in named)
+
+    def deviceEnablePeerAccess(self, peer: int) -> None:
+        """Let the thread's device use the memory of another."""
+        self._device.lend(self.devices[peer])
 
     def deviceSynchronize(self) -> None:
         """Wait for all streams of the thread's device."""
         self._device.synchronize_all()
 
     def memGetInfo(self) -> tuple[int, int]:
-        """Free and all memory: this device does not count."""
-        return 0, 0
+        """Free and all memory."""
+        return self._device.free_memory(), self.teeth.memory
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ class _Process:
     events: dict[int, _Event] = field(default_factory=dict)
     streams: dict[int, int] = field(default_factory=dict)  # to the process's number of a device
     current: dict[int, int] = field(default_factory=dict)
+    enabled: set[tuple[str, str]] = field(default_factory=set)  # pairs of buses between which peer access is enabled
 
 
 class CudaRules:
@@ -138,6 +139,9 @@ class CudaRules:
         if memory.device and memory.device != mine:
             reached = frozenset((mine, memory.device)) in self._peers
             self._need(call, reached, f"expected peer access from {mine} to {memory.device}", "none")
+            if memory.process == call.process:  # memory that was opened by a handle has it enabled
+                is_enabled = (mine, memory.device) in of.enabled
+                self._need(call, is_enabled, f"expected enabled peer access from {mine} to {memory.device}", "that it is not")
 
     def _touch(self, call: Call, of: _Process, address: int, size: int) -> None:
         """The bytes lie in memory that the process has open and its thread's device reaches."""
@@ -166,6 +170,12 @@ class CudaRules:
 
     def _call_deviceCanAccessPeer(self, call: Call, of: _Process, device: int, peer: int) -> None:
         self._need(call, device != peer, "expected two devices", "one")
+
+    def _call_deviceEnablePeerAccess(self, call: Call, of: _Process, peer: int) -> None:
+        pair = self._bus(of, self._device(call, of)), self._bus(of, peer)
+        self._need(call, frozenset(pair) in self._peers, f"expected peer access from {pair[0]} to {pair[1]}", "none")
+        self._need(call, pair not in of.enabled, "expected peer access that is not enabled", "that it is")
+        of.enabled.add(pair)
 
     def _call_memGetInfo(self, call: Call, of: _Process) -> None:
         self._device(call, of)

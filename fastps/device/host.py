@@ -15,14 +15,15 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fastps.device.interface import DeviceError, DeviceLostError
+from fastps.device.interface import DeviceError, DeviceLostError, gone, no_room
 from fastps.device.regions import Region, handle_of, make_region, open_region, release
 from fastps.kernels.cuda import host_fold, launch_args
 
@@ -43,6 +44,9 @@ class Teeth:
         late_s: the longest time until a completed event is seen.
         unreachable: the devices to which there is no peer access.
         dies_at: the process is killed before this operation of the device, counted from 1; 0: never.
+        lost_at: the device is lost from this operation on; 0: never.
+        status: CUDA's code for that, where CUDA is simulated over this device.
+        memory: bytes of the device's memory for this process; 0: no limit.
     """
 
     seed: int = 0
@@ -50,11 +54,17 @@ class Teeth:
     late_s: float = 0.0
     unreachable: frozenset[str] = frozenset()
     dies_at: int = 0
+    lost_at: int = 0
+    status: int = 719
+    memory: int = 0
 
 
 @dataclass
 class HostEvent:
-    """An event: its memory, which knows the recording process, and two counters in it, of records made and records done."""
+    """An event: its memory, which knows the recording process, and counters in it.
+
+    They count records made and records done; the third is 1 once a stream that has failed was to make a record.
+    """
 
     region: Region
     words: npt.NDArray[np.int64]
@@ -65,25 +75,28 @@ class HostStream:
     """A queue of work and the thread that runs it; without a thread work runs immediately, as on the host itself."""
 
     thread: threading.Thread | None = None
-    work: "queue.SimpleQueue[Callable[[], None] | None]" = field(default_factory=queue.SimpleQueue)
+    work: "queue.SimpleQueue[tuple[Callable[[], None], HostEvent | None] | None]" = field(default_factory=queue.SimpleQueue)
     failure: Exception | None = None
 
-    def do(self, piece: Callable[[], None]) -> None:
-        """Queue a piece of work. After a failure no further work runs."""
+    def do(self, piece: Callable[[], None], event: HostEvent | None = None) -> None:
+        """Queue a piece of work, a record of `event` if that is given. After a failure no further work runs."""
         if self.thread is None:
             piece()
         else:
-            self.work.put(piece)
+            self.work.put((piece, event))
 
     def run(self) -> None:
         """Run queued work until None arrives. The thread's main function."""
-        while (piece := self.work.get()) is not None:
+        while (found := self.work.get()) is not None:
+            piece, event = found
             if self.failure is None:
                 try:
                     piece()
                 except Exception as error:
                     self.failure = error
                     logger.info("work on a stream of process %d failed, and no more runs: %s", os.getpid(), error)
+            if self.failure is not None and event is not None:
+                event.words[2] = 1
 
 
 class HostDevice:
@@ -116,12 +129,18 @@ class HostDevice:
         self._events: list[HostEvent] = []
         self._streams: list[HostStream] = []
         self._pinned: list[npt.NDArray[np.uint8]] = []
+        self._lenders: list[HostDevice] = []
+        self._is_ended = self._is_lost = False
         self._computing = HostStream() if computes_at_once else self.make_stream()
 
     def _operate(self) -> None:
-        """Count an operation of the host or a stream; die before it if it is the one."""
-        if next(self._operations) == self._teeth.dies_at:
+        """Count an operation of the host or a stream; die before it if it is the one. Raises DeviceFailedError if lost."""
+        number = next(self._operations)
+        if number == self._teeth.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._teeth.lost_at and number >= self._teeth.lost_at and not self._is_ended:
+            self._is_lost = True
+            raise gone(self.identity, f"its operation {self._teeth.lost_at} failed")
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -137,7 +156,14 @@ class HostDevice:
     def allocate(self, size: int) -> int:
         """See Device."""
         self._operate()
+        if self._teeth.memory and size > self.free_memory():
+            raise no_room(size, self.identity, self.free_memory(), self._teeth.memory)
         return self._keep(make_region(size, self.identity))
+
+    def free_memory(self) -> int:
+        """Bytes of the device's memory that are left; 0 without a limit."""
+        used = sum(each.size for each in self._regions.values() if each.identity == self.identity)
+        return max(0, self._teeth.memory - used)
 
     def allocate_host(self, size: int) -> int:
         """See Device."""
@@ -164,13 +190,29 @@ class HostDevice:
 
     open_host = open
 
+    def borrow(self, other: "HostDevice", address: int) -> None:
+        """See Device. Everything that the other device has is then open, as where CUDA enables peer access."""
+        self._operate()
+        if not other._regions[address].identity == _HOST and not self.can_reach(other.identity):
+            raise DeviceError(f"expected peer access from {self.identity} to {other.identity}, found none")
+        self.lend(other)
+
+    def lend(self, other: "HostDevice") -> None:
+        """Open everything that another device of this process has."""
+        if other not in self._lenders:
+            self._lenders.append(other)
+
+    def _open_regions(self) -> list[Region]:
+        return [region for device in (self, *self._lenders) for region in list(device._regions.values())]
+
     def _keep(self, region: Region) -> int:
         self._regions[region.address] = region
         return region.address
 
     def close(self, address: int) -> None:
         """See Device. Views that still live see poison."""
-        self._operate()
+        if not self._is_lost:
+            self._operate()
         if address not in self._regions:
             raise DeviceError(f"expected memory of this device to close, found {address:#x}, which is not open")
         release(self._regions.pop(address))
@@ -199,7 +241,7 @@ class HostDevice:
     def _check(self, spans: Iterable[launch_args.Span]) -> None:
         """Raise DeviceError for an access to what is not open here. Called when the work runs."""
         for address, size in spans:
-            if not size or any(region.holds(address, size) for region in list(self._regions.values())):
+            if not size or any(region.holds(address, size) for region in self._open_regions()):
                 continue
             if not any(0 <= address - memory.ctypes.data <= memory.nbytes - size for memory in list(self._pinned)):
                 raise DeviceError(
@@ -232,7 +274,7 @@ class HostDevice:
     def make_event(self) -> HostEvent:
         """See Device."""
         self._operate()
-        return self._event_of(make_region(16, _HOST))
+        return self._event_of(make_region(24, _HOST))
 
     def export_event(self, event: HostEvent) -> bytes:
         """See Device."""
@@ -251,7 +293,7 @@ class HostDevice:
         release(event.region)
 
     def _event_of(self, region: Region) -> HostEvent:
-        event = HostEvent(region, np.frombuffer(region.memory, np.int64, 2))
+        event = HostEvent(region, np.frombuffer(region.memory, np.int64, 3))
         self._events.append(event)
         return event
 
@@ -266,7 +308,7 @@ class HostDevice:
         def done() -> None:
             event.words[1] = number
 
-        stream.do(done)
+        stream.do(done, event)
 
     def wait(self, event: HostEvent, stream: HostStream) -> None:
         """See Device."""
@@ -279,7 +321,7 @@ class HostDevice:
         if stream.thread is not None:
             reached = threading.Event()
             # After a failure the thread skips this piece, too, so the loop checks for one.
-            stream.work.put(reached.set)
+            stream.work.put((reached.set, None))
             while not reached.wait(0.01) and stream.failure is None:
                 pass
         if stream.failure is not None:
@@ -291,15 +333,29 @@ class HostDevice:
             self.synchronize(stream)
 
     def synchronize_event(self, event: HostEvent) -> None:
-        """See Device."""
+        """See Device. Raises the error of a stream that has failed."""
         self._operate()
-        self._await(event, int(event.words[0]))
+        try:
+            self._await(event, int(event.words[0]))
+        except DeviceError:
+            for stream in (self._computing, *self._streams):
+                if stream.failure is not None:
+                    raise stream.failure from None
+            raise
 
     def _await(self, event: HostEvent, number: int) -> None:
-        """Wait until the record of that number is done. Raises DeviceLostError if its process ends before."""
+        """Wait until the record of that number is done.
+
+        Raises DeviceLostError if its process ends before, and DeviceError if the work before it has failed, or if this device
+        is shut meanwhile: no wait may outlast what it waits for.
+        """
         polls = 0
         while int(event.words[1]) < number:
             polls += 1
+            if self._is_ended:
+                raise DeviceError("expected a device in use, found it shut")
+            if event.words[2]:
+                raise DeviceError("expected work on a device to come to its end, found that it has failed")
             if polls % _LOOK_EVERY == 0 and not event.region.owner_lives():
                 raise DeviceLostError(
                     "expected a process to finish its work on a device, found that it has ended: restart the job"
@@ -345,8 +401,9 @@ class HostDevice:
 
         stream.do(piece)
 
-    def shut(self) -> None:
-        """See Device."""
+    def shut(self, *, waits: bool = True) -> None:
+        """See Device. Work that is under way ends; none of what is queued runs."""
+        self._is_ended = True
         for stream in self._streams:
             stream.failure = stream.failure or DeviceError("the device is shut")
             stream.work.put(None)
@@ -358,3 +415,10 @@ class HostDevice:
         self._events.clear()
         for address in list(self._regions):
             self.close(address)
+
+
+def host_devices(
+    identities: Sequence[str], delay_s: float = 0.0, unreachable: Mapping[str, frozenset[str]] = MappingProxyType({})
+) -> list[HostDevice]:
+    """The devices of a server. `unreachable`: for each device those to which there is no peer access."""
+    return [HostDevice(each, delay_s, teeth=Teeth(unreachable=unreachable.get(each, frozenset()))) for each in identities]

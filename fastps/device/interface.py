@@ -8,6 +8,7 @@ on a stream. Any process can make its stream wait for an event; the stream then 
 Folds, pulls and reads of optimizer state are the only such waits.
 """
 
+import os
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +33,30 @@ class DeviceLostError(DeviceError):
     """Memory or an event belonged to a process that has ended. The job cannot go on, and must be restarted."""
 
 
+class DeviceMemoryError(DeviceError):
+    """A device has too little free memory for an allocation."""
+
+
+class DeviceFailedError(DeviceError):
+    """A device is lost to this process: a hardware fault (an Xid), or a kernel that did what none may. No work on it runs."""
+
+
+def no_room(size: int, gpu: str, free: int, total: int, cause: object = "") -> DeviceMemoryError:
+    """The error for an allocation of `size` bytes that does not fit."""
+    return DeviceMemoryError(
+        f"expected {size:,} bytes of memory on {gpu}, found {free:,} free of {total:,}: spread the job over more GPUs, use an"
+        f" update rule with less state, or let the fold run on the CPU with FASTPS_PLACEMENT=host{cause and f' ({cause})'}"
+    )
+
+
+def gone(gpu: str, cause: object) -> DeviceFailedError:
+    """The error for a device that is lost to this process."""
+    return DeviceFailedError(
+        f"expected {gpu} to do its work, found it lost to process {os.getpid()} ({cause}): look for an Xid in the kernel's log"
+        " (dmesg), start the job again from a checkpoint, and leave this GPU out if it happens again"
+    )
+
+
 class Device(Protocol):
     """One device as one process uses it. Sizes are in bytes, and addresses count bytes. Not thread-safe.
 
@@ -53,7 +78,7 @@ class Device(Protocol):
     # -- memory ----------------------------------------------------------------------------------------------------------
 
     def allocate(self, size: int) -> int:
-        """Allocate zeroed memory, aligned to 256 bytes; returns its address. Raises DeviceError if there is too little."""
+        """Allocate zeroed memory, aligned to 256 bytes; returns its address. Raises DeviceMemoryError."""
         ...
 
     def export(self, address: int) -> bytes:
@@ -62,6 +87,10 @@ class Device(Protocol):
 
     def open(self, handle: bytes) -> int:
         """Map another process's allocation; returns its address in this process. Raises DeviceLostError for a stale handle."""
+        ...
+
+    def borrow(self, other: Any, address: int) -> None:
+        """Let this device's work use an allocation of another device of this process, to which it has peer access."""
         ...
 
     def allocate_host(self, size: int) -> int:
@@ -147,6 +176,9 @@ class Device(Protocol):
         """
         ...
 
-    def shut(self) -> None:
-        """Release everything that is left. The device must not be used afterwards."""
+    def shut(self, *, waits: bool = True) -> None:
+        """Release everything that is left. The device must not be used afterwards.
+
+        Without `waits` queued work may never have run: it may wait for a process that waits for this one, or has failed.
+        """
         ...

@@ -1,25 +1,37 @@
 """The memory of an arena on devices: where a shard's weights, state and gradients are, and how another process maps them.
 
-The control words stay in the shared arena. Each shard has a home, the device of its owner lane, which the layout names; its
-weights and state are one allocation there. A lane's slots lie on the lane's own device, or, with a server, on the server's.
-Every lane writes a handle table in the arena: its device, and the handles of its two events and of the memory that it owns.
+The control words stay in the shared arena. Each shard has a home, the device of its owner, which the layout names; its weights
+and state are one allocation there. A lane's slots lie on the lane's own device. A server owns all of it, and has a device
+object for each GPU. Every owner writes a handle table in the arena: its device, and handles of its two events and its memory.
 
 Where a device is not reached, the lane copies its gradients to host memory before it posts them, and the home mirrors its
 weights there. A lane shows its model the home's weights themselves where it shares the home, and else a replica on its own
 device, which a pull copies.
 
 Memory does not survive its owner: the job then ends with an error that names the worker, and must be restarted. A job that goes
-on without lost workers has a server, which owns all memory.
+on without lost workers has a server.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fastps.device.first import FirstVersion
 from fastps.device.interface import HANDLE_BYTES, Device, Stream
-from fastps.device.plan import FILLED, LEAST_BYTES, SHOWN, Region, handle_table_dtype, regions_of, slots_of
+from fastps.device.plan import (
+    FILLED,
+    LEAST_BYTES,
+    SHOWN,
+    Region,
+    Slots,
+    handle_table_dtype,
+    owners_at,
+    regions_of,
+    slot_owners,
+    slots_of,
+)
 from fastps.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -29,24 +41,28 @@ _NOTHING = bytes(HANDLE_BYTES)
 
 
 class DeviceMemory:
-    """The memory of one lane's side of the arena on devices, its own and what it has mapped of other lanes."""
+    """The memory of one owner's side of the arena on devices, its own and what it has mapped of other owners."""
 
     def __init__(self, store: "JobMemory", rank: int, device: Device) -> None:
+        """`rank`: the owner's number: a lane, or that of a device of the server."""
         self._store = store
         self._layout = store.layout
         self._rank = rank
+        self._lane = min(rank, self._layout.lanes)
         self._device = device
         self._regions = regions_of(self._layout)
-        self._slots = slots_of(self._layout)
+        self._slot_owners = slot_owners(self._layout)
+        self._slots = {owner: slots_of(self._layout, owner) for owner in self._slot_owners}
         self._parameters = [
             [index for index, parameter in enumerate(self._layout.parameters) if parameter.shard == shard]
             for shard in range(len(self._regions))
         ]
         self._bases = [0] * len(self._regions)  # 0: out of reach
         self._mirrors = [0] * len(self._regions)  # 0: the home has none
-        self._lane_slots: dict[int, int] = {}  # by the lane that owns them
+        self._lane_slots: dict[int, int] = {}  # by their owner
         self._slot_copies: dict[int, int] = {}
-        self._own: set[int] = set()  # of those, this lane's allocations
+        self._own: set[int] = set()  # of those, the allocations of this process
+        self._siblings: Mapping[int, DeviceMemory] = {}
         self._replica: int | None = None
         self._computed, self._folded = device.make_event(), device.make_event()
         self._stream: Stream = device.make_stream()
@@ -64,9 +80,13 @@ class DeviceMemory:
         """Whether other lanes map memory of this lane."""
         return bool(self._own)
 
-    def _slot_owner(self, lane: int) -> int:
-        """The lane that owns a lane's slots."""
-        return self._layout.lanes if self._layout.has_server else lane
+    def know(self, siblings: "Mapping[int, DeviceMemory]") -> None:
+        """Use the memory of the other devices of this process, by their owners' numbers, without handles."""
+        self._siblings = siblings
+
+    def _slots_at(self, lane: int) -> Slots:
+        """The layout of the allocation that has a lane's slots."""
+        return self._slots[self._slot_owners[lane]]
 
     def show(self, *, is_first: bool = True) -> None:
         """Allocate the shards and slots that this lane owns, and write its handle table. The caller holds the shard locks.
@@ -74,7 +94,7 @@ class DeviceMemory:
         `is_first`: whether this is the lane's first owner; a later one finds the first weights written.
         """
         table, device = np.zeros((), handle_table_dtype(len(self._regions))), self._device
-        is_apart = not device.reaches_all and not self._layout.has_server
+        is_apart = not device.reaches_all and (self._lane == self._rank or len(owners_at(self._layout, self._lane)) > 1)
         for shard, region in enumerate(self._regions):
             if self.owner_lanes[shard] == self._rank:
                 self._bases[shard] = self._allocated(region.size)
@@ -82,11 +102,11 @@ class DeviceMemory:
                 if is_apart:
                     self._mirrors[shard] = self._allocated(region.mirror_size, on_host=True)
                     table["mirrors"][shard] = np.void(device.export_host(self._mirrors[shard]))
-        if self._slot_owner(self._rank) == self._rank:
-            self._lane_slots[self._rank] = self._allocated(self._slots.size)
+        if self._rank in self._slot_owners:
+            self._lane_slots[self._rank] = self._allocated(self._slots[self._rank].size)
             table["slots"] = np.void(device.export(self._lane_slots[self._rank]))
             if is_apart:
-                self._slot_copies[self._rank] = self._allocated(self._slots.size, on_host=True)
+                self._slot_copies[self._rank] = self._allocated(self._slots[self._rank].size, on_host=True)
                 table["slot_copies"] = np.void(device.export_host(self._slot_copies[self._rank]))
         table["identity"] = device.identity.encode()
         table["computed"] = np.void(device.export_event(self._computed))
@@ -100,20 +120,20 @@ class DeviceMemory:
         self._own.add(address)
         return address
 
-    def handle_table(self, lane: int) -> Any:
-        """A lane's handle table. It may change unless the caller holds the shard locks."""
-        dtype = handle_table_dtype(len(self._regions))
-        room = self._store.extra_view(lane)
-        return room[self._layout.extra_bytes - dtype.itemsize :].view(dtype).reshape(())
+    def handle_table(self, owner: int) -> Any:
+        """An owner's handle table. It may change unless the caller holds the shard locks."""
+        dtype, lane = handle_table_dtype(len(self._regions)), min(owner, self._layout.lanes)
+        begin = self._layout.extra_bytes - (owner - lane + 1) * dtype.itemsize
+        return self._store.extra_view(lane)[begin : begin + dtype.itemsize].view(dtype).reshape(())
 
     def is_shown(self) -> bool:
         """Whether the owners of all shards, and of this lane's slots, wrote their handles. The caller holds the shard locks."""
-        owners = {*self.owner_lanes, self._slot_owner(self._rank)}
+        owners = {*self.owner_lanes, self._slot_owners[self._rank]}
         return all(self.handle_table(owner)["ready"] >= SHOWN for owner in owners)
 
     def is_filled(self) -> bool:
-        """Whether lane 0 wrote the first weights, as far as it reaches. The caller holds the shard locks."""
-        return bool(self.handle_table(0)["ready"] >= FILLED)
+        """Whether the server, or lane 0 as far as it reaches, wrote the first weights. The caller holds the shard locks."""
+        return bool(self.handle_table(self._layout.lanes if self._layout.has_server else 0)["ready"] >= FILLED)
 
     def is_ready(self) -> bool:
         """Whether all first weights are in their places. The caller holds the shard locks."""
@@ -123,7 +143,7 @@ class DeviceMemory:
     def _is_apart(self, owner: int) -> bool:
         """Whether lane 0 writes a home's first weights into its mirror: it could not reach it, and does not try."""
         table = self.handle_table(owner)
-        return owner != 0 and bytes(table["mirrors"][self.owner_lanes.index(owner)]) != _NOTHING
+        return 0 < owner < self._layout.lanes and bytes(table["mirrors"][self.owner_lanes.index(owner)]) != _NOTHING
 
     def open(self) -> None:
         """Map the homes and slots that this lane uses, and make its replica. The caller holds the shard locks."""
@@ -136,25 +156,51 @@ class DeviceMemory:
             if (handle := bytes(table["mirrors"][shard])) != _NOTHING:
                 self._mirrors[shard] = self._device.open_host(handle)
             if not self._bases[shard] and not self._mirrors[shard]:
-                raise UnsupportedError(
-                    f"expected peer access between {self._device.identity} and {self._identity(owner).decode()} in both"
-                    " directions or in neither, found it in one: use FASTPS_PLACEMENT=host"
-                )
+                raise self._one_way(owner)
         if self._rank < self._layout.lanes:
             self._open_slots(self._rank)
+            if self._identity(self._slot_owners[self._rank]) != self._device.identity.encode():
+                raise UnsupportedError(
+                    f"expected worker {self._rank} on {self._identity(self._slot_owners[self._rank]).decode()}, where the"
+                    f" server has its slots, found it on {self._device.identity}: start the workers with `fastps run --gpus`,"
+                    " or use FASTPS_PLACEMENT=host"
+                )
             if len(self.near_shards()) < len(self._regions):
                 self._replica = self._device.allocate(max(LEAST_BYTES, 4 * self._layout.buffer_floats))
 
     def _open_slots(self, lane: int) -> tuple[int, int]:
-        """Map a lane's slots; returns their address, and that of their copies in host memory where they are not reached."""
-        owner = self._slot_owner(lane)
+        """Map a lane's slots; returns their address, and that of their copies in host memory, or 0.
+
+        The lane itself maps both, others the copies only where they do not reach the slots.
+        """
+        owner = self._slot_owners[lane]
         if owner not in self._lane_slots and owner not in self._slot_copies:
-            table = self.handle_table(owner)
-            if self._device.can_reach(self._identity(owner).decode()):
-                self._lane_slots[owner] = self._device.open(bytes(table["slots"]))
-            else:
-                self._slot_copies[owner] = self._device.open_host(bytes(table["slot_copies"]))
+            is_reached = self._device.can_reach(self._identity(owner).decode())
+            if is_reached:
+                self._lane_slots[owner] = self._mapped(owner, "slots")
+            if not is_reached or (lane == self._rank and bytes(self.handle_table(owner)["slot_copies"]) != _NOTHING):
+                self._slot_copies[owner] = self._mapped(owner, "slot_copies")
         return self._lane_slots.get(owner, 0), self._slot_copies.get(owner, 0)
+
+    def _mapped(self, owner: int, what: str) -> int:
+        """Map the slots of an owner, or their copies in host memory. Raises UnsupportedError if there are none."""
+        on_host = what == "slot_copies"
+        if owner in self._siblings:
+            sibling = self._siblings[owner]
+            address = (sibling._slot_copies if on_host else sibling._lane_slots)[owner]
+            self._device.borrow(sibling._device, address)
+            self._own.add(address)  # which this process does not unmap
+            return address
+        handle = bytes(self.handle_table(owner)[what])
+        if handle == _NOTHING:
+            raise self._one_way(owner)
+        return self._device.open_host(handle) if on_host else self._device.open(handle)
+
+    def _one_way(self, owner: int) -> UnsupportedError:
+        return UnsupportedError(
+            f"expected peer access between {self._device.identity} and {self._identity(owner).decode()} in both"
+            " directions or in neither, found it in one: use FASTPS_PLACEMENT=host"
+        )
 
     def unmap(self) -> None:
         """Unmap the memory of other lanes. No views of it may exist any more, and no work on it may be queued."""
@@ -167,9 +213,9 @@ class DeviceMemory:
         self._slot_copies.clear()
 
     def own_shards(self) -> list[int]:
-        """The shards that this lane folds: those on its own device. With a server, only the server's lane folds."""
-        if self._layout.has_server and self._rank < self._layout.lanes:
-            return []
+        """The shards that this owner folds: those on its own device. With a server, only the server's devices fold."""
+        if self._layout.has_server:
+            return [shard for shard, owner in enumerate(self.owner_lanes) if owner == self._rank]
         return self.near_shards()
 
     def near_shards(self) -> list[int]:
@@ -179,26 +225,36 @@ class DeviceMemory:
     def _is_near(self, shard: int) -> bool:
         return self._identity(self.owner_lanes[shard]) == self._device.identity.encode()
 
-    def _identity(self, lane: int) -> bytes:
-        """The device of a lane that has shown its handles."""
-        if lane not in self._identities:
-            self._identities[lane] = bytes(self.handle_table(lane)["identity"].item())
-        return self._identities[lane]
+    def _identity(self, owner: int) -> bytes:
+        """The device of an owner that has shown its handles."""
+        if owner not in self._identities:
+            self._identities[owner] = bytes(self.handle_table(owner)["identity"].item())
+        return self._identities[owner]
 
-    def fill(self, weights: Sequence[npt.NDArray[np.float32]]) -> None:
-        """Write the first weights (float32, one array per parameter), state and average; return when the copies are done.
+    def fill(self, first: FirstVersion) -> None:
+        """Write the first weights, state and average; return when the copies are done. A device of the server fills its shards.
 
-        A home that has a mirror finds them there, and takes them by `take_first`.
+        A home that has a mirror finds its weights there, and takes them by `take_first`. Raises UnsupportedError for such a
+        home in a job that resumes.
         """
         for shard, owner in enumerate(self.owner_lanes):
+            if self._layout.has_server and owner != self._rank:
+                continue
             is_direct = not self._is_apart(owner)
+            if first.is_resumed and not is_direct:
+                raise UnsupportedError(
+                    f"expected peer access from {self._device.identity} to {self._identity(owner).decode()} to resume a job on"
+                    " GPUs, found none: use FASTPS_PLACEMENT=host, or a server process"
+                )
             for index in self._parameters[shard]:
-                source = self._staged(weights[index].reshape(-1))
+                source = self._staged(first.weights[index])
                 if self._mirrors[shard]:
                     self._write(self._mirrors[shard] + self._inside(index), source, index)
                 if is_direct:
-                    self._begin_at_home(index, source)
-        self.handle_table(0)["ready"] = FILLED
+                    self._write(self.weights_address(0, index), source, index)
+                    for plane in first.written:
+                        self._write(self.plane_address(0, plane, index), self._staged(first.planes[plane][index]), index)
+        self.handle_table(self._rank)["ready"] = FILLED
 
     def take_first(self) -> None:
         """Take the first weights of this lane's shards from their mirrors, if lane 0 wrote them there."""
@@ -210,7 +266,7 @@ class DeviceMemory:
         self.handle_table(self._rank)["ready"] = FILLED
 
     def _begin_at_home(self, index: int, source: int) -> None:
-        """Write a parameter's first weights, which are at `source`, and its first state."""
+        """Write a parameter's first weights, which are at `source`, and the first state of a job that does not resume."""
         rule, length = self._layout.rule, self._layout.parameters[index].length
         self._write(self.weights_address(0, index), source, index)
         if self._layout.policy.ema:
@@ -263,7 +319,7 @@ class DeviceMemory:
                 f"the slots of lane {lane} are on a GPU that {self._device.identity} does not reach: expected peer access, or"
                 " FASTPS_PLACEMENT=host"
             )
-        return slots + self._slots.offset(lane, slot, self._layout.parameters[index].offset)
+        return slots + self._slots_at(lane).offset(lane, slot, self._layout.parameters[index].offset)
 
     def _inside(self, index: int) -> int:
         """The offset in bytes of a parameter in weights buffer 0 of its home."""

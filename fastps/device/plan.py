@@ -1,7 +1,11 @@
-"""What lies where on the devices of a job, as data: each shard's home, the layout of an allocation, and the handle tables."""
+"""What lies where on the devices of a job, as data: each shard's home, the layout of an allocation, and the handle tables.
+
+Memory has an owner, which has a number. A worker's number is its lane. A server has one device for each GPU of the job, and its
+device k has number `lanes` + k.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +22,9 @@ LEAST_BYTES = 256  # of an allocation, because an empty one is not possible
 
 
 def handle_table_dtype(shards: int) -> np.dtype[Any]:
-    """The dtype of a lane's handle table, at the end of its room for model buffers. Read and write it under the shard locks.
+    """The dtype of an owner's handle table, in its lane's room for model buffers. Read and write it under the shard locks.
 
-    `slots` and `slot_copies` name the slots that the lane owns, on its device and in host memory; `memory` and `mirrors` the
+    `slots` and `slot_copies` name the slots that it owns, on its device and in host memory; `memory` and `mirrors` the
     shards that it owns, on its device and their weights in host memory. A handle of zeros names nothing.
     """
     handle = f"V{HANDLE_BYTES}"
@@ -90,21 +94,21 @@ class Region:
 
 @dataclass(frozen=True)
 class Slots:
-    """The layout of one allocation of slots: of one lane, or, with a server, of all lanes one after the other."""
+    """The layout of an owner's one allocation of slots: those of `lanes`, one lane after the other."""
 
     floats: int
     slots: int
-    lanes: int
+    lanes: tuple[int, ...]
     bytes: int  # of one gradient value
 
     def offset(self, lane: int, slot: int, first: int) -> int:
         """The offset in bytes of float `first` of a slot."""
-        return self.bytes * (self.floats * ((lane if self.lanes > 1 else 0) * self.slots + slot) + first)
+        return self.bytes * (self.floats * (self.lanes.index(lane) * self.slots + slot) + first)
 
     @property
     def size(self) -> int:
         """Total size in bytes."""
-        return max(LEAST_BYTES, self.bytes * self.floats * self.slots * self.lanes)
+        return max(LEAST_BYTES, self.bytes * self.floats * self.slots * len(self.lanes))
 
 
 def regions_of(layout: "Layout") -> list[Region]:
@@ -112,7 +116,42 @@ def regions_of(layout: "Layout") -> list[Region]:
     return [Region(first, last - first, layout.buffers, layout.planes) for first, last in layout.shards]
 
 
-def slots_of(layout: "Layout") -> Slots:
-    """The slots that one lane owns: its own, or those of all lanes if a server owns the memory."""
-    lanes = layout.lanes if layout.has_server else 1
+def slot_owners(layout: "Layout") -> tuple[int, ...]:
+    """The owner of each lane's slots: the lane itself, or a device of the server."""
+    if layout.slot_owners:
+        return layout.slot_owners
+    return (layout.lanes,) * layout.lanes if layout.has_server else tuple(range(layout.lanes))
+
+
+def slots_of(layout: "Layout", owner: int) -> Slots:
+    """The slots that an owner has."""
+    lanes = tuple(lane for lane, found in enumerate(slot_owners(layout)) if found == owner)
     return Slots(layout.buffer_floats, layout.slots, lanes, launch_args.DTYPE_BYTES[layout.gradient_type])
+
+
+def owners_at(layout: "Layout", lane: int) -> range:
+    """The owners that a lane's process is: the lane itself, or the devices of the server."""
+    if lane < layout.lanes:
+        return range(lane, lane + 1)
+    return range(lane, 1 + max(*layout.owner_lanes, *slot_owners(layout)))
+
+
+def placed_on(layout: "Layout", gpus: Sequence[str]) -> "Layout":
+    """This layout with its shards and slots on the GPUs of the workers: `gpus` has each worker's, and [] means one for all.
+
+    Each shard gets a home, and each lane room for handles. With several GPUs and one shard there are as many shards as GPUs,
+    unless the discipline needs one.
+    """
+    numbers = {gpu: number for number, gpu in enumerate(dict.fromkeys(gpus))}
+    count = max(1, len(numbers))
+    if count > 1 and len(layout.shards) == 1 and layout.policy.grant != "round-robin":
+        layout = layout.with_shards(count)
+    owners = [gpus.index(gpu) for gpu in numbers] or [0]
+    slots: tuple[int, ...] = ()
+    if layout.has_server:
+        owners = [layout.lanes + number for number in range(count)]
+        slots = tuple(layout.lanes + (numbers[gpus[lane]] if gpus else 0) for lane in range(layout.lanes))
+    homes_of = homes([4 * (end - begin) for begin, end in layout.shards], owners)
+    tables = count if layout.has_server else 1
+    extra_bytes = layout.extra_bytes + tables * handle_table_bytes(len(homes_of))
+    return replace(layout, owner_lanes=homes_of, slot_owners=slots, extra_bytes=extra_bytes)

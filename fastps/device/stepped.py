@@ -177,6 +177,10 @@ class SteppedNode:
                 f"{what}: expected memory that process {process} has open, found {block.accesses.name}, which"
                 f" {'is freed' if not block.mapped else 'it has not opened'}"
             )
+        if block.owner == process and block.identity not in (None, device.identity) and block.address not in device.borrowed:
+            raise DeviceError(
+                f"{what}: expected {block.accesses.name} to be borrowed by {device.identity}, found that it is not"
+            )
         if block.identity is not None and not device.can_reach(block.identity):
             raise DeviceError(f"{what}: expected peer access from {device.identity} to {block.identity}, found none")
         return block
@@ -194,6 +198,7 @@ class SteppedDevice:
         self.identity = identity
         self.node = node
         self.process = process
+        self.borrowed: set[int] = set()
         node.clocks.setdefault(process, {})
         self._computing = self.make_stream("compute stream")
 
@@ -243,6 +248,12 @@ class SteppedDevice:
         return block.address
 
     open_host = open
+
+    def borrow(self, other: "SteppedDevice", address: int) -> None:
+        """See Device."""
+        if other.process != self.process:
+            raise DeviceError(f"expected another device of process {self.process}, found one of process {other.process}")
+        self.borrowed.add(address)
 
     def close(self, address: int) -> None:
         """See Device."""
@@ -379,9 +390,10 @@ class SteppedDevice:
                 block = self.node.find(address, size, self.process, self, text)
                 block.accesses.add((address - block.address, size), writes, stream.number, stream.clock, text)
 
-    def shut(self) -> None:
+    def shut(self, *, waits: bool = True) -> None:
         """See Device."""
-        self.synchronize_all()
+        if waits:
+            self.synchronize_all()
         for block in list(self.node.blocks.values()):
             if self.process in block.mapped and block.owner != self.process:
                 block.mapped.discard(self.process)

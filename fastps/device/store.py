@@ -11,10 +11,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from fastps.device.arena import PRESENT, DeviceArena
-from fastps.device.interface import Device, DeviceError
+from fastps.device.first import FirstVersion
+from fastps.device.interface import Device, DeviceError, DeviceFailedError, DeviceMemoryError
 from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDiedError
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import Lane
@@ -23,6 +22,8 @@ from fastps.membership.job_memory import Views
 from fastps.membership.peers import Peers
 from fastps.membership.rendezvous import Listener
 from fastps.store.served_worker import ServedWorker
+from fastps.store.server_process import AgentPlan, DevicePlan
+from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.store.worker import Worker
 
@@ -41,10 +42,12 @@ class DeviceWorker(Worker):
         self._devices: DeviceArena | None = None  # None until setup is complete; no folds and no waits for streams before
         super().__init__(store, rank, listener, generation)
         try:
-            arena = DeviceArena(store, rank, store.device)
-            store.devices = arena
-            self._begin(arena)
+            with self._deaths_first():
+                arena = DeviceArena(store, rank, store.device)
+                store.devices = arena
+                self._begin(arena)
         except BaseException as error:
+            self._abandon(True)
             super().close(f"{type(error).__name__}: {error}")
             raise
         self._devices = arena
@@ -55,10 +58,11 @@ class DeviceWorker(Worker):
         self._with_locks(lambda: arena.show(is_first=self.generation == 0))
         self._await_devices(arena, arena.is_shown)
         self._with_locks(arena.open)
-        if self.rank == 0 and self.generation == 0:
+        if self.rank == 0 and self.generation == 0 and not self.store.layout.has_server:
             assert isinstance(self.store, DeviceStore)
-            first = self.store.take_first_weights()
+            first = self.store.take_first()
             self._with_locks(lambda: arena.fill(first))
+            first.close()
         self._await_devices(arena, arena.is_filled)
         self._with_locks(arena.take_first)
         self._await_devices(arena, arena.is_ready)
@@ -111,7 +115,8 @@ class DeviceWorker(Worker):
         samples: int = 0,
     ) -> None:
         """See Worker.push. Pushes the gradients that work queued on the compute stream up to now will have written."""
-        self.devices.mark_computed(None if null else self.slot)
+        with self._deaths_first():
+            self.devices.mark_computed(None if null else self.slot)
         super().push(hypers, presence=presence, scale=scale, null=null, samples=samples)
         if self._needs_others:
             self.lane.wake_all()  # the lanes that fold the other shards may be asleep
@@ -138,12 +143,13 @@ class DeviceWorker(Worker):
 
     @contextlib.contextmanager
     def _deaths_first(self) -> Iterator[None]:
-        """Raise WorkerDiedError instead of a DeviceError that a worker's death explains."""
+        """Raise WorkerDiedError instead of a DeviceError that a worker's death explains. Other errors name this worker."""
         try:
             yield
-        except DeviceError:
-            self.look_around()
-            raise
+        except DeviceError as error:
+            if not isinstance(error, DeviceFailedError | DeviceMemoryError):
+                self.look_around()
+            raise type(error)(f"worker {self.rank}: {error}") from error
 
     @property
     def weights(self) -> Mapping[str, Any]:
@@ -154,6 +160,7 @@ class DeviceWorker(Worker):
         """See Worker.close. Waits until the others have left, because they read this worker's memory; not after a failure."""
         arena, self._devices = self._devices, None
         if self.closed or self.forked or failure is not None or arena is None:
+            self._abandon(failure is not None and not self.closed)
             super().close(failure, stays=stays)
             return
         try:
@@ -161,6 +168,7 @@ class DeviceWorker(Worker):
             self.wait_for_others()
             arena.synchronize_all()
         except Exception as error:
+            self._abandon(True)
             super().close(f"{type(error).__name__}: {error}")
             raise
         finally:
@@ -169,6 +177,12 @@ class DeviceWorker(Worker):
         super().close()
         if arena.owns_memory:
             self._wait_until_closed()
+
+    def _abandon(self, is_failed: bool) -> None:
+        """After a failure, let the store's end wait for no work: it may wait for a process that waits for this one."""
+        if is_failed:
+            assert isinstance(self.store, DeviceStore)
+            self.store.waits_for_work = False
 
     def _wait_until_closed(self) -> None:
         """Wait until no other lane maps this lane's memory, or one of them has died."""
@@ -209,21 +223,30 @@ class DeviceStore(Store):
     served_class = ServedDeviceWorker
     device: Device
     devices: DeviceArena | None = None
-    _first: Views | None = None
+    waits_for_work = True  # when it closes: False after a failure
+    _first: FirstVersion | None = None
+    _served: Sequence[Device] = ()
 
     def use(self, device: Device) -> "DeviceStore":
         """Set this process's device; returns the store. A forked child sets its own device."""
         self.device = device
         return self
 
-    def own_memory(self, lane: Lane) -> None:
-        """Allocate all memory in this process, the server on `lane`, and fold all shards here.
+    def own_memory(self, lane: Lane, devices: Sequence[Device], first: FirstVersion) -> None:
+        """Allocate all memory in this process, the server on `lane`, write the first version, and fold all shards here.
 
-        Call it before the server serves, because it writes the handle table without the shard locks.
+        `devices`: one for each of the job's GPUs, in the layout's order. Call it before the server serves, because it writes
+        the handle tables without the shard locks.
         """
-        arena = self.devices = DeviceArena(self, lane.index, self.device)
-        arena.show()
-        lane.fold_with(arena.fold, arena.own_shards())
+        self._served = devices
+        arenas = {lane.index + number: DeviceArena(self, lane.index + number, device) for number, device in enumerate(devices)}
+        for arena in arenas.values():
+            arena.know(arenas)
+            arena.show()
+        for arena in arenas.values():
+            arena.fill(first)
+        by_shard = {shard: arena for arena in arenas.values() for shard in arena.own_shards()}
+        lane.fold_with(lambda call: by_shard[call.shard].fold(call), by_shard)
 
     def attach(self, rank: int | None = None) -> Worker:
         """See Store. Waits until all workers whose devices hold shards have attached. Raises UnsupportedError."""
@@ -247,13 +270,24 @@ class DeviceStore(Store):
             )
         return super().attach(rank)
 
-    def write_first(self, write_weights: Callable[[Views], None]) -> None:
-        """Keep the first weights until this process's worker 0 has attached and made its device's memory."""
-        self._first = [np.zeros(parameter.length, np.float32) for parameter in self.layout.parameters]
-        write_weights(self._first)
+    def _write_beginning(self, write_weights: Callable[[Views], None], resume: StartState | None) -> None:
+        """Write the first version into host memory, until the memory on devices exists."""
+        self._first = FirstVersion(self.layout, is_resumed=resume is not None)
+        super()._write_beginning(write_weights, resume)
 
-    def take_first_weights(self) -> Views:
-        """Return the first weights, and forget them. Raises UsageError in a process that did not create the store."""
+    def _device_plan(self, make: Callable[[], list[Any]]) -> DevicePlan:
+        first = self._first
+        assert first is not None
+        return DevicePlan(make, first.descriptor, first.is_resumed)
+
+    def _answer_joiners(self, server_devices: Callable[[], list[Any]] | None, agent: AgentPlan | None) -> None:
+        """See Store. A server has the first version by then."""
+        super()._answer_joiners(server_devices, agent)
+        if self.layout.has_server:
+            self.take_first().close()
+
+    def take_first(self) -> FirstVersion:
+        """Return the first version, and forget it. Raises UsageError in a process that did not create the store."""
         if self._first is None:
             raise UsageError(f"expected worker 0 in the process that created job {self.job}, found it in {os.getpid()}")
         first, self._first = self._first, None
@@ -266,7 +300,9 @@ class DeviceStore(Store):
         return self.devices
 
     def weight_views(self, buffers: int | Sequence[int]) -> Views:
-        """See Store. Arrays of the device's type."""
+        """See Store. Arrays of the device's type; before the memory on devices exists, of the first version in host memory."""
+        if self._first is not None and self.devices is None:
+            return self._first.weights
         arena = self.arena_on_devices()
         return [arena.view(arena.weights_address(buffer, index), index) for index, buffer in self._buffers_of(buffers)]
 
@@ -282,7 +318,9 @@ class DeviceStore(Store):
         return [arena.view(arena.gradient_address(lane, slot, index), index, dtype) for index in range(count)]
 
     def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
-        """See Store. Arrays of the device's type. Read them before the shard locks are released."""
+        """See Store. Arrays as of `weight_views`. Read them before the shard locks are released."""
+        if self._first is not None and self.devices is None:
+            return self._first.planes[plane]
         arena = self.arena_on_devices()
         arena.await_folds()
         return [arena.view(arena.plane_address(buffer, plane, index), index) for index, buffer in self._buffers_of(buffers)]
@@ -292,8 +330,13 @@ class DeviceStore(Store):
         return [(index, buffers if isinstance(buffers, int) else buffers[each.shard]) for index, each in parameters]
 
     def close(self) -> None:
-        """See Store. Also releases the device's remaining memory."""
+        """See Store. Also releases the devices' remaining memory."""
         super().close()
+        if self._first is not None:
+            self._first.close()
+        served, self._served = self._served, ()
+        for device in served:
+            device.shut(waits=self.waits_for_work)
         if self.devices is not None:
             self.devices = None
-            self.device.shut()
+            self.device.shut(waits=self.waits_for_work)

@@ -1,4 +1,4 @@
-"""Seeded simulation of jobs on several devices, and the mutants that leave one call out."""
+"""Seeded simulation of jobs on several devices, and the mutants that leave one call out. Every other job has a server."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,6 +7,7 @@ from typing import Any
 from fastps.device.hazards import HazardError
 from fastps.diagnostics.device_worlds import POST_FIRST, RELEASE_FIRST, ViolationError, World
 from fastps.diagnostics.node_chaos import Findings, in_processes
+from fastps.diagnostics.served_worlds import ServedWorld
 from fastps.errors import UsageError
 
 CALLS = (
@@ -27,7 +28,14 @@ CALLS = (
 )
 """Every record of an event, and every wait for one, of a job in its steady state."""
 
-MUTANTS = {key.replace(" ", "-"): key for key in (*CALLS, POST_FIRST, RELEASE_FIRST)}
+SERVED_CALLS = (
+    "host waits for computed",
+    "compute stream waits for folded of a further device",
+    "copies stream waits for folded of a further device",
+)
+"""The calls that only a job with a server makes, which goes on without lost workers."""
+
+MUTANTS = {key.replace(" ", "-"): key for key in (*CALLS, *SERVED_CALLS, POST_FIRST, RELEASE_FIRST)}
 """By the name on the command line: what is left out, or which two steps are swapped."""
 
 
@@ -39,7 +47,8 @@ def simulate(devices: int, first: int, count: int, *, mutant: str | None = None,
     """
     findings = Findings()
     for seed in range(first, first + count):
-        world = World(seed, devices, MUTANTS[mutant] if mutant is not None else None)
+        kind = ServedWorld if seed % 2 else World
+        world = kind(seed, devices, MUTANTS[mutant] if mutant is not None else None)
         found: list[dict[str, Any]] = []
         try:
             world.run()

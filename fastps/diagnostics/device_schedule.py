@@ -15,9 +15,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from fastps.device.arena import DeviceArena
+from fastps.device.first import FirstVersion
 from fastps.device.interface import DeviceError
 from fastps.device.plan import handle_table_bytes, homes
 from fastps.device.stepped import SteppedDevice, SteppedEvent, SteppedNode, SteppedStream
@@ -184,7 +183,9 @@ class _Job:
             arena.show()
         for arena in self.arenas:
             arena.open()
-        self.arenas[0].fill([np.zeros(parameter.length, np.float32) for parameter in self.layout.parameters])
+        first = FirstVersion(self.layout, is_resumed=False)
+        self.arenas[0].fill(first)
+        first.close()
         self.node.meet()
         for arena in self.arenas:
             arena.take_first()

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.device.arena import DeviceArena
+from fastps.device.first import FirstVersion
 from fastps.device.hazards import HazardError
 from fastps.device.interface import DeviceError
 from fastps.device.plan import handle_table_bytes, homes
@@ -48,8 +49,9 @@ SPECS = (
     ("policy:fold=quorum,grant=next-version,count=2,scale=mean", False),
 )
 POST_FIRST, RELEASE_FIRST = "post before the record", "release before the record"
-_MOST_STEPS, _MOST_TURNS, _AFTER_DEATH = 5, 100_000, 80
-_ITEMS = 2
+_MOST_STEPS, MOST_TURNS, _AFTER_DEATH = 5, 100_000, 80
+GENERATION = 100  # between the process numbers of two owners of a lane
+ITEMS = 2
 _UNREAD = 77.0  # no weight has this value
 
 Floats = npt.NDArray[np.float32]
@@ -83,7 +85,7 @@ class WatchedDevice(SteppedDevice):
 
 
 @dataclass
-class _Content:
+class Content:
     """What a weights buffer of a shard holds, with the state that belongs to it."""
 
     weights: Floats
@@ -91,15 +93,18 @@ class _Content:
     steps: npt.NDArray[np.int64]
 
 
-class _Worker:
+class Worker:
     """One worker of a world: its process's device, lane and arena, and what it has read."""
 
-    def __init__(self, world: "World", rank: int, gpu: str) -> None:
-        self.world, self.rank = world, rank
-        self.device = WatchedDevice(world.node, rank, gpu, world)
-        world.memory.arena.claim(rank, os.getpid(), False)
+    def __init__(self, world: "World", rank: int, gpu: str, generation: int = 0) -> None:
+        """`generation`: how many workers had this lane before."""
+        self.world, self.rank, self.generation = world, rank, generation
+        self.process = rank + generation * GENERATION
+        self.device = world.device_of(self.process, gpu)
+        if world.memory.arena.claim(rank, os.getpid(), generation > 0) != generation:
+            raise ViolationError(f"lane {rank} has another owner than number {generation}")
         self.lane = WorkerLane(world.memory.arena, rank)
-        self.arena = DeviceArena(world.memory, rank, self.device, items=_ITEMS)
+        self.arena = DeviceArena(world.memory, rank, self.device, items=ITEMS)
         self.buffers = [0] * world.shards
         self.slots: dict[int, int] = {}  # by slot: the step of its last push
         floats = world.layout.buffer_floats
@@ -109,7 +114,9 @@ class _Worker:
         self.gradients = self.device.host_memory(4 * floats * world.steps).view(np.float32).reshape(-1, floats)
         for step in range(world.steps):
             for parameter in world.layout.parameters:
-                self.gradients[step, parameter.offset + world.place_of(rank, step)] = 1
+                self.gradients[step, parameter.offset + world.place_of(rank, step, generation)] = 1
+        self.pushed = self.gradients.copy()  # which stays when the process dies
+        self.posts = 0
         self.has_left = False
 
     def script(self) -> Iterator[None]:
@@ -148,10 +155,10 @@ class _Worker:
             action()
             yield
         self.arena.show_pulled(self.buffers)
-        contents = self.world.contents
-        self.shown = np.concatenate([contents[shard][buffer].weights for shard, buffer in enumerate(self.buffers)])
+        self.shown = self._pulled()
 
     def _pin(self) -> None:
+        self.world.publish(self.process)
         if (shard := self.lane.pull_all(self.buffers)) >= 0:
             raise ViolationError(f"the commit word of shard {shard} is damaged")
 
@@ -159,7 +166,12 @@ class _Worker:
         """Pull for the first time."""
         self._pin()
         self.arena.show_pulled(self.buffers)
-        self.shown = np.zeros(self.world.layout.buffer_floats, np.float32)
+        self.shown = self._pulled()
+
+    def _pulled(self) -> Floats:
+        """What the pulled buffers hold."""
+        contents = self.world.contents
+        return np.concatenate([contents[shard][buffer].weights for shard, buffer in enumerate(self.buffers)])
 
     def _read(self) -> None:
         """Queue a read of the shown weights, as a forward pass."""
@@ -184,10 +196,13 @@ class _Worker:
 
     def _post(self) -> None:
         self.world.moment = "push"
+        self.world.publish(self.process)
+        self.posts += 1
         self._settle(self.lane.push(self.world.now(), 1.0, 1, False))
 
     def combine(self) -> None:
         """Try the locks of the shards that this worker folds."""
+        self.world.publish(self.process)
         self._settle(self.lane.try_combine(self.world.now()))
 
     def _settle(self, outcome: int) -> None:
@@ -199,6 +214,7 @@ class _Worker:
 
     def _leave(self) -> None:
         lane = self.lane
+        self.world.publish(self.process)
         if not lane.post(KIND_LEAVE, lane.steps, 0, lane.version, self.world.now()):
             raise ViolationError(f"the ring of worker {self.rank} is full")
         self.world.memory.arena.leave(self.rank)
@@ -228,18 +244,20 @@ class World:
         faults: how often what was drawn, by kind.
     """
 
+    _ends_with_the_dead = True  # whether a death explains a DeviceError
+
     def __init__(self, seed: int, devices: int, left_out: str | None = None) -> None:
         self.random = random.Random(seed)
         self.left_out = left_out
         self.seen: set[str] = set()
-        self.faults: Counter[str] = Counter(deaths=0, missing_peers=0)
+        self.faults: Counter[str] = Counter(deaths=0, missing_peers=0, rejoins=0)
         self.turns, self.moment, self._now_ns, self._is_running = 0, "", 0, False
         draw = self.random
         gpus = [f"gpu {number}" for number in range(draw.randint(1, devices))]
         count = draw.randint(max(2, len(gpus)), max(2, devices))
         self._gpus = [*gpus, *(draw.choice(gpus) for _ in range(count - len(gpus)))]
         self.steps = draw.randint(2, _MOST_STEPS)
-        spec, self._folds_all = draw.choice(SPECS)
+        spec, self.folds_all = draw.choice(SPECS)
         momentum = draw.choice((0.0, 0.5))
         update = SGD(lr=1.0, momentum=momentum)
         self.hyper = update.hyper
@@ -249,22 +267,22 @@ class World:
         self.node = SteppedNode(draw.randrange(1 << 30), self._unreachable(gpus))
         self.memory = self._memory()
         self._dies = draw.random() < 0.2
-        self._folded: Counter[tuple[int, int, int]] = Counter()
-        self.workers: list[_Worker] = []
+        self.folded: Counter[tuple[int, int, int]] = Counter()
+        self.workers: list[Worker] = []
         self._roles: dict[int, str] = {}
         planes = len(update.rule.planes)
         first = []
         for begin, end in self.layout.shards:
             length = end - begin
             state = np.zeros((planes, length), np.float32)
-            first.append(_Content(np.zeros(length, np.float32), state, np.zeros(1, np.int64)))
+            first.append(Content(np.zeros(length, np.float32), state, np.zeros(1, np.int64)))
         self.contents = [{0: content} for content in first]
         self._states = [{0: content} for content in first]
 
     def _layout_of(self, policy: Policy, update: Any, workers: int) -> Layout:
         owners = [self._gpus.index(gpu) for gpu in dict.fromkeys(self._gpus)]
         shards = self.random.randint(len(owners), len(owners) + 1)
-        rows = [(f"parameter {number}", (workers * self.steps,), (1,), 0) for number in range(shards)]
+        rows = [(f"parameter {number}", (self.places,), (1,), 0) for number in range(shards)]
         layout = Layout(place(rows, 1), 1, update.rule, policy, workers).with_shards(shards)
         homes_of = homes([4 * (end - begin) for begin, end in layout.shards], owners)
         return replace(layout, owner_lanes=homes_of, extra_bytes=handle_table_bytes(len(homes_of)))
@@ -285,9 +303,21 @@ class World:
         format_memory(memory, header, segments, shards=self.layout.host_shards, tables=[], started=len(self._gpus), **values)
         return JobMemory(descriptor, memory, self.layout, "simulated", 1.0, SYSTEM_CLOCK, [self.hyper])
 
-    def place_of(self, rank: int, step: int) -> int:
+    @property
+    def places(self) -> int:
+        """The length of a parameter: a place for each push of the job."""
+        return len(self._gpus) * self.steps
+
+    def place_of(self, rank: int, step: int, generation: int = 0) -> int:
         """The place at which a push's gradient is 1."""
-        return rank * self.steps + step
+        return (generation * len(self._gpus) + rank) * self.steps + step
+
+    def device_of(self, process: int, gpu: str) -> WatchedDevice:
+        """A device of the node as a process uses it."""
+        return WatchedDevice(self.node, process, gpu, self)
+
+    def publish(self, process: int) -> None:
+        """A process writes control words: what its host knows to be done, others know that read them. Events say more here."""
 
     def now(self) -> int:
         """The time, which moves with each look."""
@@ -323,25 +353,31 @@ class World:
             except HazardError:
                 raise
             except DeviceError as error:
-                if not self.node.dead:  # a death explains it: the job ends
+                if not self._ends_with_the_dead or not self.node.dead:
                     raise ViolationError(f"{type(error).__name__}: {error}") from error
-            for worker in self.workers:
-                if worker.rank not in self.node.dead:
-                    worker.check_reads(are_all=not self.node.dead)
-            if not self.node.dead:
-                self._check_pushes()
+            self._check()
         finally:
             self.workers.clear()
             self.memory.close()
 
+    def _check(self) -> None:
+        """Check what the job's processes have read and folded."""
+        for worker in self.workers:
+            if worker.rank not in self.node.dead:
+                worker.check_reads(are_all=not self.node.dead)
+        if not self.node.dead:
+            self._check_pushes()
+
     def _begin(self) -> None:
-        self.workers += [_Worker(self, rank, gpu) for rank, gpu in enumerate(self._gpus)]
+        self.workers += [Worker(self, rank, gpu) for rank, gpu in enumerate(self._gpus)]
         for worker in self.workers:
             worker.lane.fold_with(worker.arena.fold, ())
             worker.arena.show()
         for worker in self.workers:
             worker.arena.open()
-        self.workers[0].arena.fill([np.zeros(parameter.length, np.float32) for parameter in self.layout.parameters])
+        first = FirstVersion(self.layout, is_resumed=False)
+        self.workers[0].arena.fill(first)
+        first.close()
         self.node.meet()  # as through the shard locks, under which each step of the setup is taken
         for worker in self.workers:
             worker.arena.take_first()
@@ -350,24 +386,25 @@ class World:
             parts = worker.arena.parts()
             self._roles |= {id(part): name.split()[0] for name, part in parts.items()}
             worker.begin()
-            worker.lane.fold_with(partial(self._fold, worker), worker.arena.own_shards())
+            worker.lane.fold_with(partial(self.fold, worker.arena), worker.arena.own_shards())
         self._is_running = True
 
-    def _fold(self, worker: _Worker, call: FoldCall) -> None:
-        """Let a worker's arena fold, and note what the buffers will then hold."""
-        worker.arena.fold(call)
+    def fold(self, arena: DeviceArena, call: FoldCall) -> None:
+        """Let an arena fold, and note what the buffers will then hold."""
+        arena.fold(call)
         shard, pushes = call.shard, []
         begin, end = self.layout.shards[shard]
         for push in call.pushes:
-            step = self.workers[push.lane].slots[push.slot]
-            self._folded[shard, push.lane, step] += 1
-            gradient = self.workers[push.lane].gradients[step, begin:end]
+            worker = self.workers[push.lane]
+            step = worker.slots[push.slot]
+            self.folded[shard, worker.process, step] += 1
+            gradient = worker.pushed[step, begin:end]
             pushes.append((gradient, [self.hyper], [True], push.scale, push.rate_scale))
-        before = _Content(self.contents[shard][call.weights_in].weights, *self._state_of(shard, call.state_in))
+        before = Content(self.contents[shard][call.weights_in].weights, *self._state_of(shard, call.state_in))
         weights, state, steps = fold.fold(
             self.layout.rule.number,
             call.mode,
-            [(0, len(self.workers) * self.steps, 0)],
+            [(0, self.places, 0)],
             pushes,
             before.weights,
             before.state,
@@ -375,7 +412,7 @@ class World:
             scale=call.scale,
             rate_scale=call.rate_scale,
         )
-        after = _Content(weights, state, steps)
+        after = Content(weights, state, steps)
         self.contents[shard][call.weights_out] = self._states[shard][call.state_out] = after
 
     def _state_of(self, shard: int, buffer: int) -> tuple[Floats, npt.NDArray[np.int64]]:
@@ -394,7 +431,7 @@ class World:
         scripts = {worker.rank: worker.script() for worker in self.workers}
         dies_at = self.random.randint(1, 80 * len(scripts)) if self._dies else 0
         eager = self.random.choice((0.1, 0.5, 0.9))  # how often a worker's turn comes before a stream's
-        left = _MOST_TURNS
+        left = MOST_TURNS
         while scripts and left:
             self.turns += 1
             left -= 1
@@ -411,7 +448,7 @@ class World:
             if next(scripts[rank], self) is self:
                 del scripts[rank]
         if scripts and not self.node.dead:
-            raise ViolationError(f"after {_MOST_TURNS} turns workers {sorted(scripts)} have not ended")
+            raise ViolationError(f"after {MOST_TURNS} turns workers {sorted(scripts)} have not ended")
         while self.node.step():
             self.turns += 1
         if not self.node.dead and any(stream.work for stream in self.node.streams):
@@ -422,6 +459,6 @@ class World:
         for shard in range(self.shards):
             for worker in self.workers:
                 for step in range(self.steps):
-                    count = self._folded[shard, worker.rank, step]
-                    if count > 1 or (self._folds_all and not count):
+                    count = self.folded[shard, worker.process, step]
+                    if count > 1 or (self.folds_all and not count):
                         raise ViolationError(f"the push of worker {worker.rank}, step {step} was folded {count} times")

@@ -92,7 +92,9 @@ class Layout:
     Attributes:
         gradient_type: the precision in which gradients are pushed. They are summed and applied in single precision; "float64"
             says that all numbers of the job are in double precision.
-        owner_lanes: for each shard its owner lane, on whose device its floats lie; () if all floats lie in the arena.
+        owner_lanes: for each shard its owner lane, on whose device its floats lie; () if all floats lie in the arena. Numbers
+            from `lanes` on are the devices of the server.
+        slot_owners: for each lane the owner of its slots on devices; (): the lane itself, or the server's first device.
         server: which processes combine: the waiting "workers", or a server "process".
         max_readers: the most readers at a time. The creator decides alone, so the layouts of others may differ in it.
     """
@@ -106,6 +108,7 @@ class Layout:
     faults: FaultPolicy = DEFAULT_FAULTS
     gradient_type: GradientType = "float32"
     owner_lanes: tuple[int, ...] = ()
+    slot_owners: tuple[int, ...] = ()
     server: str = "workers"
     max_readers: int = DEFAULT_READERS
 
@@ -222,6 +225,7 @@ class Layout:
             "extra_bytes": self.extra_bytes,
             "gradient_type": self.gradient_type,
             "owner_lanes": list(self.owner_lanes),
+            "slot_owners": list(self.slot_owners),
             "server": self.server,
             "parameters": [asdict(parameter) for parameter in self.parameters],
         }
@@ -298,7 +302,7 @@ def first_difference(mine: str, theirs: str) -> str:
             raise TypeError
     except (ValueError, TypeError, KeyError):
         return "there the description is not one of fastps"
-    for key in ("abi", "byte_order", "workers", "sync", "faults", "rule", "groups", "owner_lanes", "server"):
+    for key in ("abi", "byte_order", "workers", "sync", "faults", "rule", "groups", "owner_lanes", "slot_owners", "server"):
         if own.get(key) != other.get(key):
             return f"here {key.replace('_', ' ')} is {_shown(own.get(key))}, there it is {_shown(other.get(key))}"
     for index in range(max(len(own["parameters"]), len(other["parameters"]))):

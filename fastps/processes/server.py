@@ -9,11 +9,12 @@ on the CPU; on devices it owns the memory, and the job ends with it.
 import os
 import sys
 
+from fastps.device.first import FirstVersion
 from fastps.device.interface import DeviceError
 from fastps.device.store import DeviceStore
 from fastps.errors import Error
 from fastps.store.server_loop import Server, answer_as_server, run_from_order, with_rule
-from fastps.store.server_process import Order
+from fastps.store.server_process import DevicePlan, Order
 from fastps.store.store import Store
 from fastps.system import shared_memory as memory_of
 from fastps.system.clock import SYSTEM_CLOCK
@@ -22,26 +23,41 @@ from fastps.system.clock import SYSTEM_CLOCK
 def serve(order: Order) -> None:
     """Run the ordered server until the job is over."""
     layout, compiled = with_rule(order.layout, order.rule)
-    kind = Store if order.make_device is None else DeviceStore
+    kind = Store if order.devices is None else DeviceStore
     store = kind(order.memfd, memory_of.map_shared(order.memfd), layout, order.job, order.timeout_s, SYSTEM_CLOCK, [])
     try:
         answer_as_server(store)
         server = Server(store)
-        if order.make_device is not None:
+        if order.devices is not None:
             assert isinstance(store, DeviceStore)
-            store.use(order.make_device()).own_memory(server.lane)
+            _own_memory(store, server, order.devices)
         if not store.arena.serve(os.getpid()):
             raise Error(f"job {order.job}: expected to be its first server, found that it has or had one")
         sys.stdin.read()  # until the creator answers, or has ended
         try:
             server.run()
         except BaseException as error:
+            if isinstance(store, DeviceStore):
+                store.waits_for_work = False
             store.arena.finish(store.arena.server_lane, f"{type(error).__name__}: {error}")
             raise
         store.arena.finish(store.arena.server_lane)
     finally:
         store.close()
         del compiled  # keeps the rule's code alive until now
+
+
+def _own_memory(store: DeviceStore, server: Server, devices: DevicePlan) -> None:
+    """Allocate the job's memory on devices. The creator reads the reason of a failure in the server's lane."""
+    first = FirstVersion(store.layout, is_resumed=devices.is_resumed, descriptor=devices.first)
+    try:
+        store.own_memory(server.lane, devices.make(), first)
+    except DeviceError as error:
+        store.waits_for_work = False
+        store.arena.finish(store.arena.server_lane, f"the server: {error}")
+        raise
+    finally:
+        first.close()
 
 
 def main() -> int:

@@ -55,13 +55,28 @@ class AgentPlan:
 
 
 @dataclass(frozen=True)
+class DevicePlan:
+    """What a server that owns memory on devices is told besides.
+
+    Attributes:
+        make: makes its devices, one for each GPU of the job; must pickle.
+        first: the descriptor of the first version, which the server inherits.
+        is_resumed: whether that comes from a checkpoint.
+    """
+
+    make: Callable[[], list[Any]]
+    first: int
+    is_resumed: bool
+
+
+@dataclass(frozen=True)
 class Order:
     """The message that starts a server.
 
     Attributes:
         memfd: the arena, under the same descriptor number in the server.
         rule: a user rule, pickled by value; empty for a built-in rule.
-        make_device: makes the device that the server owns, for a job whose shards lie on a device.
+        devices: the plan of the devices that the server owns, for a job whose shards lie on devices.
         agent: what a node's agent is told besides; None for a plain server.
     """
 
@@ -70,14 +85,14 @@ class Order:
     timeout_s: float
     memfd: int
     rule: bytes
-    make_device: Callable[[], Any] | None
+    devices: DevicePlan | None
     agent: Any = None
 
 
 class ServerProcess:
     """A server that this process started. In a forked child the object does nothing."""
 
-    def __init__(self, store: JobMemory, make_device: Callable[[], Any] | None = None, agent: AgentPlan | None = None) -> None:
+    def __init__(self, store: JobMemory, devices: DevicePlan | None = None, agent: AgentPlan | None = None) -> None:
         """Start the server and wait until it serves. Call `begin` once the store answers. Raises AttachError.
 
         An agent serves once the nodes have met, for which it has the job's timeout; it ends when all nodes have left.
@@ -85,7 +100,7 @@ class ServerProcess:
         self._parent = os.getpid()
         self._is_agent = agent is not None
         layout, rule = picklable(store.layout)
-        order = Order(store.job, layout, store.timeout_s, store.descriptor, rule, make_device, agent and agent.order)
+        order = Order(store.job, layout, store.timeout_s, store.descriptor, rule, devices, agent and agent.order)
         self._start_s = _START_S + (store.timeout_s if agent is not None else 0.0)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", agent.module if agent is not None else "fastps.processes.server"],
@@ -96,7 +111,11 @@ class ServerProcess:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             },
-            pass_fds=[store.descriptor, *(agent.inherited if agent is not None else ())],
+            pass_fds=[
+                store.descriptor,
+                *(agent.inherited if agent is not None else ()),
+                *((devices.first,) if devices is not None else ()),
+            ],
             start_new_session=True,  # Ctrl-C and SIGHUP must reach only the workers
         )
         try:

@@ -31,7 +31,7 @@ from fastps.membership import discovery, rendezvous
 from fastps.membership.job_memory import JobMemory, Views
 from fastps.store.row_slots import check_tables
 from fastps.store.served_worker import ServedWorker
-from fastps.store.server_process import AgentPlan, ServerProcess, chosen_server
+from fastps.store.server_process import AgentPlan, DevicePlan, ServerProcess, chosen_server
 from fastps.store.start import StartState
 from fastps.store.worker import Worker
 from fastps.system import numa, shared_memory
@@ -142,14 +142,14 @@ class Store(JobMemory):
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
         finish: "Callable[[Store], None] | None" = None,
-        server_device: Callable[[], Any] | None = None,
+        server_devices: Callable[[], list[Any]] | None = None,
         agent: AgentPlan | None = None,
     ) -> "Store":
         """Create the arena of a layout. `write_weights` receives one flat view per parameter and writes version 0 into it.
 
         With `resume` the weights, the optimizer state, the version and the clocks come from the checkpoint. `finish` may write
-        more before any process can join. `server_device` makes the device of a server that owns device memory; it must pickle.
-        `agent` is the plan of a node's agent, which serves this arena.
+        more before any process can join. `server_devices` makes the devices of a server that owns device memory; it must
+        pickle. `agent` is the plan of a node's agent, which serves this arena.
         """
         values = layout.policy.values(layout.workers)
         if resume is not None:
@@ -175,7 +175,7 @@ class Store(JobMemory):
             store._write_beginning(write_weights, resume)
             if finish is not None:
                 finish(store)
-            store._answer_joiners(server_device, agent)
+            store._answer_joiners(server_devices, agent)
         except BaseException as error:
             if store is not None:
                 store.close()
@@ -209,11 +209,16 @@ class Store(JobMemory):
         for average, weights in zip(self.plane_views(0, self.layout.planes - 1), self.weight_views(0), strict=True):
             average[:] = weights
 
-    def _answer_joiners(self, server_device: Callable[[], Any] | None, agent: AgentPlan | None) -> None:
+    def _device_plan(self, make: Callable[[], list[Any]]) -> DevicePlan:
+        """The plan of the devices of a server that owns device memory. Raises UsageError: a store in host memory has none."""
+        raise UsageError("expected shards on devices for a server that has devices, found them in host memory")
+
+    def _answer_joiners(self, server_devices: Callable[[], list[Any]] | None, agent: AgentPlan | None) -> None:
         """Start the server, if the job has one, and then the listener: a worker must not attach before the server serves."""
         if self.layout.has_server:
             rendezvous.check_free(self.job, "host")  # a running job of this name also has the server's name, so fail first
-            self.server = ServerProcess(self, server_device, agent)
+            devices = self._device_plan(server_devices) if server_devices is not None else None
+            self.server = ServerProcess(self, devices, agent)
         self.answer_at("host")
         if self.server is not None:
             self.server.begin()
@@ -279,7 +284,8 @@ class Store(JobMemory):
             kind = self.served_class if self.layout.has_server else self.worker_class
             return kind(self, rank, listener, generation)
         except BaseException:
-            self.arena.finish(rank, "it could not join")
+            if self.arena.lane_state(rank) != arena.LANE_FAILED:  # else the worker has said why
+                self.arena.finish(rank, "it could not join")
             self.stop_answering(listener)
             raise
 

@@ -4,8 +4,7 @@ p.grad points into the worker's slots on its own GPU. p.data points at the publi
 else at a replica, which a pull copies. close() waits for the other workers, because they read this one's memory.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.utils.dlpack
 
 from fastps.device.interface import Device
 from fastps.device.placement import gpus_of_workers
-from fastps.device.plan import handle_table_bytes, homes
+from fastps.device.plan import placed_on
 from fastps.device.store import DeviceStore
 from fastps.errors import UnsupportedError
 from fastps.job.layout import Layout
@@ -37,34 +36,21 @@ class DevicePlacement(HostPlacement):
 
         return CudaDevice(self._tensors[0].device.index or 0)
 
-    def server_device(self) -> Callable[[], Device]:
-        """A function that makes the device of the same GPU in the server process, which sees the GPUs of worker 0."""
-        from fastps.device.cuda import CudaDevice
-
-        return partial(CudaDevice, self._tensors[0].device.index or 0)
+    def server_devices(self) -> Callable[[], list[Device]]:
+        """A function that makes a device of each of the job's GPUs in the server process, which sees them as worker 0 does."""
+        count = max(1, len(set(self.gpus_of_workers())))
+        return partial(_gpus, range(count) if count > 1 else [self._tensors[0].device.index or 0])
 
     def layout(self, layout: Layout) -> Layout:
-        """Give each shard an owner, and each lane room for its handles: the server, or the first worker on each GPU.
+        """Give each shard a home, and each lane room for its handles: see fastps.device.plan.placed_on.
 
-        With several GPUs and one shard there are as many shards as GPUs, unless the discipline needs one. Raises
-        UnsupportedError for parameters in half precision, and for a server beside several GPUs.
+        Raises UnsupportedError for parameters in half precision.
         """
         if layout.shown_type != "float32":
             raise UnsupportedError(
                 f"expected float32 parameters where shards are on a GPU, found {layout.shown_type}: use FASTPS_PLACEMENT=host"
             )
-        gpus = self.gpus_of_workers()
-        first = [gpus.index(gpu) for gpu in dict.fromkeys(gpus)] or [0]
-        if layout.has_server and len(first) > 1:
-            raise UnsupportedError(
-                f"expected all workers on the server's GPU, found {', '.join(gpus)}: use FASTPS_PLACEMENT=host, or no server"
-            )
-        if len(first) > 1 and len(layout.shards) == 1 and layout.policy.grant != "round-robin":
-            layout = layout.with_shards(len(first))
-        begins_ends = layout.shards
-        owners = homes([4 * (end - begin) for begin, end in begins_ends], [layout.lanes] if layout.has_server else first)
-        extra_bytes = layout.extra_bytes + handle_table_bytes(len(begins_ends))
-        return replace(layout, owner_lanes=owners, extra_bytes=extra_bytes)
+        return placed_on(layout, self.gpus_of_workers())
 
     def gpus_of_workers(self) -> list[str]:
         """The GPU of each worker; [] if the launcher gave none, and all use one."""
@@ -73,18 +59,23 @@ class DevicePlacement(HostPlacement):
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """See HostPlacement.join. Ignores `write_state`: earlier state is published after joining.
 
-        Raises UnsupportedError for a job to resume, and if a worker's GPU is not the one that the launcher gave it.
+        Raises UnsupportedError if a worker's GPU is not the one that the launcher gave it.
         """
-        if to.resumed is not None:
-            raise UnsupportedError("a job whose shards are on a GPU cannot be resumed yet: use FASTPS_PLACEMENT=host")
         to = to.at_its_place()
         job, rank = to.identity.name, to.identity.rank
         device = self.make_device()
         if rank == 0:
-            served_by = self.server_device() if layout.has_server else None
+            served_by = self.server_devices() if layout.has_server else None
             first = writer_of(self._tensors)
             store = DeviceStore.create_for(
-                layout, first, hypers, job=job, server_device=served_by, timeout_s=to.timeout_s, clock=to.clock
+                layout,
+                first,
+                hypers,
+                resume=to.resumed,
+                job=job,
+                server_devices=served_by,
+                timeout_s=to.timeout_s,
+                clock=to.clock,
             )
         else:
             store = DeviceStore.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
@@ -118,3 +109,9 @@ class DevicePlacement(HostPlacement):
         if self._push_dtype == torch.float32:
             return self.tensor_views(store, views)
         return [tensor.view(self._push_dtype) for tensor in self.tensor_views(store, [view.view("int16") for view in views])]
+
+
+def _gpus(indices: Sequence[int]) -> list[Device]:
+    from fastps.device.cuda import CudaDevice
+
+    return [CudaDevice(index) for index in indices]

@@ -46,6 +46,13 @@ def job() -> list[Step]:
         (1, "eventSynchronize", (21,), None),
         (1, "hostRegister", (HOST + MIB2, 4096, 3), None),
         (1, "hostUnregister", (HOST + MIB2,), None),
+        (1, "deviceGetPCIBusId", (1,), "gpu 1"),
+        (1, "setDevice", (1,), None),
+        (1, "streamCreateWithFlags", (1,), 13),
+        (1, "deviceEnablePeerAccess", (0,), None),
+        (1, "memcpyAsync", (HOST, A, 64, 4, 13), None),
+        (1, "streamDestroy", (13,), None),
+        (1, "setDevice", (0,), None),
         (1, "free", (A,), None),
         (1, "streamDestroy", (11,), None),
         (1, "eventDestroy", (21,), None),
@@ -163,6 +170,11 @@ BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
         "memory that is not registered",
     ),
     "registered for one device": (changed(1, "hostRegister", (HOST + MIB2, 4096, 0)), "kernels of every device"),
+    "memory of its other device without enabled access": (without(1, "deviceEnablePeerAccess"), "expected enabled peer access"),
+    "access enabled twice": (
+        added((1, "deviceEnablePeerAccess", (0,), None), (1, "deviceEnablePeerAccess")),
+        "peer access that is not enabled",
+    ),
     "not registered": (changed(1, "hostUnregister", (HOST,)), "memory that was registered"),
 }
 

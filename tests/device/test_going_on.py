@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.device.host import HostDevice, Teeth
+from fastps.device.host import HostDevice, Teeth, host_devices
 from fastps.device.plan import handle_table_bytes
 from fastps.device.store import DeviceStore
 from fastps.job.fault_policy import FaultPolicy
@@ -34,8 +34,8 @@ def make_store(sync: str, workers: int, server: str = "process") -> DeviceStore:
     def write(views: list[Any]) -> None:
         views[0][:] = 1.0
 
-    make = partial(HostDevice, "one", 0.001) if layout.has_server else None
-    store = DeviceStore.create_for(layout, write, [update.hyper], timeout_s=20, server_device=make)
+    make = partial(host_devices, ["one"], 0.001) if layout.has_server else None
+    store = DeviceStore.create_for(layout, write, [update.hyper], timeout_s=20, server_devices=make)
     assert isinstance(store, DeviceStore)
     return store
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import fastps
-from fastps.device.host import HostDevice
+from fastps.device.host import HostDevice, host_devices
 from fastps.device.plan import handle_table_bytes
 from fastps.device.store import DeviceStore
 from fastps.job.layout import Layout, place
@@ -391,8 +391,8 @@ def _device_store(sync: str, workers: int, update: fastps.job.update_rules.Updat
         for view in views:
             view[:] = 1.0
 
-    make = partial(HostDevice, "one", 0.002)
-    store = DeviceStore.create_for(layout, write, [update.hyper], timeout_s=20, server_device=make)
+    make = partial(host_devices, ["one"], 0.002)
+    store = DeviceStore.create_for(layout, write, [update.hyper], timeout_s=20, server_devices=make)
     assert isinstance(store, DeviceStore)
     return store
 

@@ -1,0 +1,233 @@
+"""Devices that are out of memory or lost: errors by name, with the GPU and the cause, in whole jobs and call by call."""
+
+import os
+import signal
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+
+import fastps
+from fastps.device.cuda import CudaDevice
+from fastps.device.cuda_errors import LOST, named
+from fastps.device.cuda_on_host import HostCuda
+from fastps.device.host import HostDevice, Teeth, host_devices
+from fastps.device.interface import DeviceError, DeviceFailedError, DeviceMemoryError
+from fastps.device.store import DeviceStore
+from fastps.kernels.shm.arena import LANE_DEAD
+from tests.device import test_device as jobs
+from tests.device import test_server_of_several as served
+from tests.support import processes
+
+
+class StatusError(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"cudaError {status}")
+        self.status = status
+
+
+@pytest.mark.parametrize("status", list(LOST))
+def test_each_code_of_a_lost_device_is_named_with_the_gpu_and_the_call(status: int) -> None:
+    found = named(StatusError(status), "GPU 3", "memcpyAsync")
+    assert isinstance(found, DeviceFailedError)
+    assert f"GPU 3 to do its work, found it lost to process {os.getpid()}" in str(found)
+    assert f"memcpyAsync: {LOST[status]}, code {status}" in str(found) and "Xid" in str(found)
+
+
+@pytest.mark.parametrize("status", [1, 2, 101, 400])
+def test_other_codes_are_device_errors_that_name_the_call(status: int) -> None:
+    found = named(StatusError(status), "GPU 3", "eventRecord")
+    assert type(found) is DeviceError and str(found) == f"eventRecord on GPU 3 failed: cudaError {status}"
+
+
+def test_a_gpu_without_room_says_what_was_asked_and_what_is_free() -> None:
+    device = CudaDevice(0, HostCuda(["0000:17:00.0"], Teeth(memory=3 << 21)))
+    device.allocate(1 << 21)
+    with pytest.raises(DeviceMemoryError) as caught:
+        device.allocate(5 << 21)
+    assert "expected 10,485,760 bytes of memory on GPU 0 (0000:17:00.0), found 4,194,304 free of 6,291,456" in str(caught.value)
+    assert "FASTPS_PLACEMENT=host" in str(caught.value)
+    device.allocate(2 << 21)
+    device.shut()
+
+
+@pytest.mark.parametrize("status", [46, 700, 719])
+def test_every_call_after_a_lost_device_names_it(status: int) -> None:
+    device = CudaDevice(0, HostCuda(["gpu 0"], Teeth(lost_at=6, status=status)))
+    event, address = device.make_event(), device.allocate(64)
+    stream, source = device.make_stream(), device.host_memory(64).ctypes.data
+
+    def work() -> None:
+        for _ in range(9):
+            device.copy(address, source, 64, stream)
+            device.record(event, stream)
+
+    for call in (work, partial(device.allocate, 64), lambda: device.wait(event, stream)):
+        with pytest.raises(DeviceFailedError, match=rf"GPU 0 \(gpu 0\).*code {status}"):
+            call()
+    device.shut(waits=False)
+    device._cuda.runtime.devices[0].shut()  # type: ignore[attr-defined]
+
+
+def test_peer_access_that_is_enabled_already_is_no_error_and_another_refusal_is() -> None:
+    device, status = CudaDevice(0, HostCuda(["gpu 0", "gpu 1"])), 704
+
+    def refuse(peer: int) -> None:
+        raise StatusError(status)
+
+    device._cuda.runtime.deviceEnablePeerAccess = refuse  # type: ignore[attr-defined]
+    other = CudaDevice(1, device._cuda)
+    address = other.allocate(64)
+    device.borrow(other, address)
+    status, device._peers = 217, set()
+    with pytest.raises(DeviceError, match="expected peer access from GPU 0 to GPU 1, found that CUDA refuses"):
+        device.borrow(other, address)
+    device.shut()
+    other.shut()
+
+
+def test_a_wait_for_work_that_has_failed_ends() -> None:
+    """Its record never comes; who waits for it, in this process or another, is told."""
+    device = HostDevice("host")
+    stream, event = device.make_stream(), device.make_event()
+    device.copy(1, device.host_memory(64).ctypes.data, 64, stream)
+    device.record(event, stream)
+    with pytest.raises(DeviceError, match="expected work on memory that is open"):
+        device.synchronize_event(event)
+    there, back = jobs.Pipe(), jobs.Pipe()
+
+    def other() -> str:
+        mine = HostDevice("other")
+        opened, waiting = mine.open_event(there.receive()), mine.make_stream()
+        mine.wait(opened, waiting)
+        try:
+            mine.synchronize(waiting)
+        except DeviceError as error:
+            return str(error)
+        finally:
+            mine.shut()
+        return "nothing"
+
+    child = processes.start(other)
+    there.send(device.export_event(event))
+    processes.finish([child], 20)
+    assert "found that it has failed" in child.outcome
+    device.shut()
+    for pipe in (there, back):
+        pipe.close()
+
+
+def test_a_device_shuts_though_the_work_that_it_waits_for_never_comes() -> None:
+    """Two processes whose streams wait for each other must both be able to end."""
+    there, back = jobs.Pipe(), jobs.Pipe()
+
+    def other() -> None:
+        mine = HostDevice("other", 60.0)
+        event, stream = mine.make_event(), mine.make_stream()
+        mine.copy(mine.allocate(64), mine.host_memory(64).ctypes.data, 64, stream)
+        mine.record(event, stream)
+        back.send(mine.export_event(event))
+        there.receive(1)
+
+    child = processes.start(other)
+    device = HostDevice("host")
+    stream = device.make_stream()
+    device.wait(device.open_event(back.receive()), stream)
+    time.sleep(0.05)
+    began = time.monotonic()
+    device.shut()
+    assert time.monotonic() - began < 5
+    os.kill(child.process_id, signal.SIGKILL)
+    processes.finish([child], 20)
+    for pipe in (there, back):
+        pipe.close()
+
+
+# -- whole jobs ------------------------------------------------------------------------------------------------------------
+
+
+def endless(store: DeviceStore, rank: int, device: Any) -> Any:
+    store.use(device)
+    try:
+        with store.attach(rank) as worker:
+            for step in range(1_000_000):
+                worker.step(jobs.gradient(rank, step))
+    finally:
+        store.close()
+
+
+def on_host(rank: int, teeth: Teeth) -> Any:
+    return HostDevice("gpu 7", 0.001, teeth=teeth if rank == 1 else Teeth())
+
+
+def on_cuda(rank: int, teeth: Teeth) -> Any:
+    return CudaDevice(0, HostCuda(["gpu 7"], teeth if rank == 1 else None))
+
+
+CASES = [
+    (on_host, Teeth(lost_at=150), "DeviceFailedError", "expected gpu 7 to do its work"),
+    pytest.param(on_host, Teeth(lost_at=20), "DeviceFailedError", "expected gpu 7 to do its work", marks=pytest.mark.slow),
+    pytest.param(on_host, Teeth(lost_at=77), "DeviceFailedError", "expected gpu 7 to do its work", marks=pytest.mark.slow),
+    (on_host, Teeth(memory=1000), "DeviceMemoryError", "bytes of memory on gpu 7, found 1,000 free of 1,000"),
+    pytest.param(on_cuda, Teeth(lost_at=300), "DeviceFailedError", "GPU 0 (gpu 7) to do its work", marks=pytest.mark.slow),
+    pytest.param(on_cuda, Teeth(memory=1 << 20), "DeviceMemoryError", "found 1,048,576 free", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("make", "teeth", "kind", "cause"), CASES)
+def test_a_device_that_fails_is_named_by_its_worker_and_by_the_others(make: Any, teeth: Teeth, kind: str, cause: str) -> None:
+    with jobs.make_store(fastps.SGD(lr=0.01), "bsp", 3, (0,)) as store:
+        children = [
+            processes.start(lambda rank=rank: endless(store, rank, make(rank, teeth)))  # type: ignore[misc]
+            for rank in range(3)
+        ]
+        processes.finish(children, 30)
+    assert [child.exit_code for child in children] == [1, 1, 1]
+    assert children[1].outcome[0] == kind and children[1].outcome[1].startswith("worker 1: ")
+    assert cause in children[1].outcome[1]
+    for rank in (0, 2):
+        assert children[rank].outcome[0] == "WorkerDiedError", children[rank].outcome
+        assert "worker 1 (process" in children[rank].outcome[1] and f"failed: {kind}: " in children[rank].outcome[1]
+        assert cause in children[rank].outcome[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost_at", [45, 60, 77])
+def test_with_a_server_the_others_go_on_without_a_worker_whose_device_is_lost(lost_at: int) -> None:
+    with served.make_store(fastps.SGD(lr=1.0), "asp", {}) as store:
+
+        def work(rank: int) -> Any:
+            teeth = Teeth(seed=rank, delay_s=0.001, lost_at=lost_at * (rank == 1))
+            device = HostDevice(served.GPUS[rank], teeth=teeth)
+            store.use(device)
+            try:
+                with store.attach(rank) as worker:
+                    worker.wait_for_start()
+                    for step in range(served.STEPS):
+                        worker.step(served.constant(rank, step))
+                    worker.wait_for_others()
+                    return {name: values.copy() for name, values in worker.weights.items()}
+            finally:
+                store.close()
+
+        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(4)]  # type: ignore[misc]
+        processes.finish(children, 40)
+        assert [child.exit_code for child in children] == [0, 1, 0, 0], [child.outcome for child in children]
+        assert children[1].outcome[0] == "DeviceFailedError" and "worker 1: expected gpu 1" in children[1].outcome[1]
+        assert store.arena.lane_state(1) == LANE_DEAD
+        posted = store.arena.counters(1)["posted"]
+        moved = (jobs.first_weights()["d"] - children[0].outcome["d"]) / served.AMOUNT
+        assert moved.round(2)[0] == 3 * served.STEPS + posted
+
+
+def _small(memory: int) -> list[HostDevice]:
+    return [HostDevice("gpu 0", teeth=Teeth(memory=memory))]
+
+
+def test_a_server_without_room_is_named_where_the_job_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "host_devices", lambda *_: None)
+    monkeypatch.setattr(served, "partial", lambda *_: partial(_small, 1000))
+    with pytest.raises(fastps.AttachError, match=r"the server: expected .* bytes of memory on gpu 0, found 1,000 free"):
+        served.make_store(fastps.SGD(lr=1.0), "asp", {}, gpus=("gpu 0",) * 2)
+    assert host_devices(["a"])[0].identity == "a"

@@ -1,0 +1,189 @@
+"""A server that owns the memory on several devices: the workers map what they need, and go on without those that die."""
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.device.host import HostDevice, Teeth, host_devices
+from fastps.device.plan import placed_on
+from fastps.device.store import DeviceStore
+from fastps.job.fault_policy import FaultPolicy
+from fastps.job.layout import Layout, place
+from fastps.job.specs import parse_policy
+from fastps.job.update_rules import Update
+from fastps.kernels.shm.arena import LANE_DEAD
+from tests.device import test_device as jobs
+from tests.device import test_several_devices as several
+from tests.support import processes
+
+GPUS = ("gpu 0", "gpu 1", "gpu 0", "gpu 1")
+NONE = {"gpu 0": frozenset({"gpu 1"}), "gpu 1": frozenset({"gpu 0"})}
+REACHES: dict[str, Mapping[str, frozenset[str]]] = {"reach each other": {}, "do not": NONE}
+AMOUNT = np.float32(1 / 1024)
+STEPS = 8
+
+
+def make_store(
+    update: Update, sync: str, reaches: Mapping[str, frozenset[str]], *, loss: str = "continue", gpus: Any = GPUS
+) -> DeviceStore:
+    """A job with a server, a worker on each of `gpus`, and a shard on each GPU. Its weights are those of the jobs on one."""
+    policy, weights = parse_policy(sync), jobs.first_weights()
+    rows = [(name, shape, jobs.contiguous(shape), 0) for name, shape in jobs.SHAPES.items()]
+    faults = FaultPolicy(on_worker_loss=loss, nonfinite="allow")  # type: ignore[arg-type]
+    layout = Layout(place(rows, policy.shards), 1, update.rule, policy, len(gpus), faults=faults, server="process")
+    layout = placed_on(layout, gpus)
+
+    def write(views: list[Any]) -> None:
+        for view, values in zip(views, weights.values(), strict=True):
+            view[:] = values.reshape(-1)
+
+    make = partial(host_devices, list(dict.fromkeys(gpus)), 0.0005, reaches)
+    store = DeviceStore.create_for(layout, write, [update.hyper], timeout_s=20, server_devices=make)
+    assert isinstance(store, DeviceStore)
+    return store
+
+
+def device_of(rank: int, reaches: Mapping[str, frozenset[str]], dies_at: int = 0) -> HostDevice:
+    teeth = Teeth(seed=rank, delay_s=0.001, late_s=0.0005, unreachable=reaches.get(GPUS[rank], frozenset()), dies_at=dies_at)
+    return HostDevice(GPUS[rank], teeth=teeth)
+
+
+def steps_of(
+    store: DeviceStore,
+    rank: int,
+    reaches: Mapping[str, frozenset[str]],
+    make: Callable[[int, int], dict[str, Any]],
+    dies_at: int = 0,
+    pause: Callable[[int], None] = lambda step: None,
+) -> Any:
+    """Take steps; returns the final weights, the lane's generation and the number of own folds."""
+    store.use(device_of(rank, reaches, dies_at))
+    try:
+        with store.attach(rank) as worker:
+            if not worker.generation:
+                worker.wait_for_start()
+            for step in range(worker.steps, worker.steps + STEPS):
+                pause(step)
+                for name, values in make(rank, step).items():
+                    worker.gradients[name][...] = values
+                worker.push(store.hypers, samples=8)
+                worker.advance()
+                worker.pull()
+            worker.wait_for_others()
+            folds = store.arena_on_devices().folds
+            return {name: np.array(values) for name, values in worker.weights.items()}, worker.generation, folds
+    finally:
+        store.close()
+
+
+def constant(rank: int, step: int) -> dict[str, Any]:
+    return {name: np.full(shape, AMOUNT) for name, shape in jobs.SHAPES.items()}
+
+
+@pytest.mark.parametrize(
+    ("reaches", "loss"),
+    [
+        (NONE, "continue"),
+        pytest.param({}, "continue", marks=pytest.mark.slow),
+        pytest.param({}, "stop", marks=pytest.mark.slow),
+        pytest.param(NONE, "stop", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_on_two_devices_has_the_bits_of_the_cpu(reaches: Mapping[str, frozenset[str]], loss: str) -> None:
+    update = fastps.Adam(lr=0.01, weight_decay=0.1)
+    expected = several.on_cpu(update, "bsp,ema=0.9", 4, STEPS)
+    with make_store(update, "bsp,ema=0.9", reaches, loss=loss) as store:
+        assert sorted(store.layout.owner_lanes) == [4, 5], "each device is a home"
+        children = [
+            processes.start(lambda rank=rank: steps_of(store, rank, reaches, jobs.gradient))  # type: ignore[misc]
+            for rank in range(4)
+        ]
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0] * 4, [child.outcome for child in children]
+    for child in children:
+        weights, _, folds = child.outcome
+        assert folds == 0, "workers fold nothing"
+        assert all(np.array_equal(weights[name], values) for name, values in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", [8, 14, 20, 26, 33, 41, 50, 61, 73, 90])
+@pytest.mark.parametrize("sync", ["asp", "ssp:2", "bsp"])
+@pytest.mark.parametrize("reaches", REACHES.values(), ids=REACHES.keys())
+def test_the_others_go_on_and_every_push_that_was_posted_counts(
+    reaches: Mapping[str, frozenset[str]], sync: str, operation: int
+) -> None:
+    """Deaths from the first operation of a worker's setup on."""
+    with make_store(fastps.SGD(lr=1.0), sync, reaches) as store:
+        children = [
+            processes.start(
+                lambda rank=rank: steps_of(store, rank, reaches, constant, operation * (rank == 1))  # type: ignore[misc]
+            )
+            for rank in range(4)
+        ]
+        processes.finish(children, 60)
+        assert [child.exit_code for child in children] == [0, -signal.SIGKILL, 0, 0], [child.outcome for child in children]
+        assert store.arena.lane_state(1) == LANE_DEAD
+        posted = store.arena.counters(1)["posted"]
+        first, found = jobs.first_weights(), [child.outcome[0] for child in children if child.outcome]
+        for name in first:
+            assert all(np.array_equal(each[name], found[0][name]) for each in found)
+            moved = np.unique(np.round((first[name] - found[0][name]) / AMOUNT, 2))
+            assert moved.size == 1, "no fold read a slot before its gradient was there"
+            assert moved[0] == (STEPS if sync == "bsp" else 3 * STEPS + posted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("reaches", REACHES.values(), ids=REACHES.keys())
+def test_another_process_takes_the_lost_workers_lane(reaches: Mapping[str, frozenset[str]], victim: int) -> None:
+    with make_store(fastps.SGD(lr=1.0), "asp", reaches) as store:
+
+        def wait_for_the_joiner(step: int) -> None:
+            deadline = time.monotonic() + 20
+            while step == STEPS - 1 and store.arena.generation(victim) == 0 and time.monotonic() < deadline:
+                time.sleep(0.002)
+
+        others = [
+            processes.start(
+                lambda rank=rank: steps_of(store, rank, reaches, constant, pause=wait_for_the_joiner)  # type: ignore[misc]
+            )
+            for rank in range(4)
+            if rank != victim
+        ]
+        lost = processes.start(lambda: steps_of(store, victim, reaches, constant, 50))
+        processes.finish([lost], 30)
+        assert lost.exit_code == -signal.SIGKILL
+        joiner = processes.start(lambda: steps_of(store, victim, reaches, constant))
+        processes.finish([*others, joiner], 40)
+        assert [child.exit_code for child in (*others, joiner)] == [0] * 4, [child.outcome for child in (*others, joiner)]
+        assert joiner.outcome[1] == 1
+        for child in others:
+            assert all(np.array_equal(child.outcome[0][name], values) for name, values in joiner.outcome[0].items())
+
+
+@pytest.mark.slow
+def test_a_worker_on_another_gpu_than_its_slots_is_told_so() -> None:
+    with make_store(fastps.SGD(lr=1.0), "asp", {}) as store:
+        store.use(HostDevice("gpu 1"))
+        with pytest.raises(fastps.UnsupportedError, match="expected worker 0 on gpu 0, where the server has its slots"):
+            store.attach(0)
+
+
+def test_the_plan_gives_each_gpu_shards_and_the_slots_of_its_workers() -> None:
+    update, rows = fastps.SGD(lr=1.0), [(name, shape, jobs.contiguous(shape), 0) for name, shape in jobs.SHAPES.items()]
+    layout = Layout(place(rows), 1, update.rule, parse_policy("bsp"), 4)
+    assert placed_on(layout, GPUS).owner_lanes == (0, 1) and placed_on(layout, GPUS).slot_owners == ()
+    served = placed_on(replace(layout, server="process"), GPUS)
+    assert sorted(served.owner_lanes) == [4, 5] and served.slot_owners == (4, 5, 4, 5)
+    assert placed_on(replace(layout, server="process"), []).owner_lanes == (4,)
+    assert placed_on(layout, []).owner_lanes == (0,)
+    ring = replace(layout, policy=parse_policy("r2sp:0.8"), server="process")
+    assert placed_on(ring, GPUS).owner_lanes == (4,) and placed_on(ring, GPUS).slot_owners == (4, 5, 4, 5)
