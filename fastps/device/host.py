@@ -295,6 +295,17 @@ class HostDevice:
         self._operate()
         self._await(event, int(event.words[0]))
 
+    def is_done(self, event: HostEvent) -> bool:
+        """See Device."""
+        failure = next((stream.failure for stream in self._streams if stream.failure is not None), None)
+        if failure is not None:
+            raise failure
+        if int(event.words[1]) < int(event.words[0]):
+            return False
+        if self._teeth.late_s:
+            time.sleep(self._random.uniform(0, self._teeth.late_s))
+        return True
+
     def _await(self, event: HostEvent, number: int) -> None:
         """Wait until the record of that number is done. Raises DeviceLostError if its process ends before."""
         polls = 0

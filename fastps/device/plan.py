@@ -20,15 +20,16 @@ LEAST_BYTES = 256  # of an allocation, because an empty one is not possible
 def handle_table_dtype(shards: int) -> np.dtype[Any]:
     """The dtype of a lane's handle table, at the end of its room for model buffers. Read and write it under the shard locks.
 
-    `slots` and `slot_copies` name the slots that the lane owns, on its device and in host memory; `memory` and `mirrors` the
-    shards that it owns, on its device and their weights in host memory. A handle of zeros names nothing.
+    `computed` and `folded` name the lane's two events of each shard, and `released` its third. `slots` and `slot_copies` name
+    the slots that the lane owns, on its device and in host memory; `memory` and `mirrors` the shards that it owns, on its
+    device and their weights in host memory. A handle of zeros names nothing.
     """
     handle = f"V{HANDLE_BYTES}"
     return np.dtype(
         [
             *(("ready", "<i8"), ("identity", "S56")),
-            *((name, handle) for name in ("computed", "folded", "slots", "slot_copies")),
-            *((name, handle, (shards,)) for name in ("memory", "mirrors")),
+            *((name, handle) for name in ("released", "slots", "slot_copies")),
+            *((name, handle, (shards,)) for name in ("computed", "folded", "memory", "mirrors")),
         ]
     )
 
@@ -37,7 +38,7 @@ def handle_table_bytes(shards: int) -> int:
     """Size of a handle table in bytes.
 
     >>> handle_table_bytes(1)
-    448
+    512
     """
     return handle_table_dtype(shards).itemsize
 
@@ -55,6 +56,16 @@ def homes(shard_bytes: Sequence[int], lanes: Sequence[int]) -> tuple[int, ...]:
         given[shard] = min(lanes, key=lambda lane: placed[lane])
         placed[given[shard]] += shard_bytes[shard]
     return tuple(given)
+
+
+def waits_before_posting(layout: "Layout") -> bool:
+    """Whether each worker waits, on the host, until its gradients are computed before it posts them.
+
+    A fold of all workers' pushes of a version waits for each of them anyway, so there a push may be posted while its gradients
+    are still computed. Every other fold, and every grant by the time of a push, goes by what has arrived: a push that is not
+    computed yet would hold up the folds behind it. A job that goes on without lost workers counts no push that may never be.
+    """
+    return layout.policy.fold != "all" or layout.faults.continues
 
 
 @dataclass(frozen=True)

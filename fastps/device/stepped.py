@@ -347,6 +347,14 @@ class SteppedDevice:
         if number:
             merge(self.node.clocks[self.process], event.known[number])
 
+    def is_done(self, event: SteppedEvent) -> bool:
+        """See Device."""
+        if event.done < event.made:
+            return False
+        if event.made:
+            merge(self.node.clocks[self.process], event.known[event.made])
+        return True
+
     # -- work --------------------------------------------------------------------------------------
 
     def copy(self, to: int, source: int, size: int, stream: SteppedStream) -> None:

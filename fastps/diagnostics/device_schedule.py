@@ -129,7 +129,8 @@ class _RecordingDevice(SteppedDevice):
         super()._touch(spans, writes, stream, text)
         made = self._recording.recorded[stream.number][stream.clock[stream.number] - 1]
         for address, size in spans:
-            if size >= 4 * _FLOATS:  # work items and tables do not grow with the model
+            # Work items and tables do not grow with the model, and the setup is over before the first step.
+            if size >= 4 * _FLOATS and made.step >= 0:
                 self._add(made.traffic, self.node.find(address, size, self.process, self, text).identity, size, writes)
 
     def _add(self, traffic: dict[str, float], there: str | None, size: int, writes: bool) -> None:
@@ -199,7 +200,7 @@ class _Job:
             slot = int(lane.slot)
             lane.set_hyper(slot, 0, *self.hyper)
             lane.set_presence(slot, presence_of(range(shards), shards))
-            arena.mark_computed(slot)
+            arena.mark_pushed(slot)
             self._settle(lane.push(self._now(), 1.0, 1, False), lane)
         waiting = dict(enumerate(self.lanes))
         for _ in range(_MOST_ROUNDS):
@@ -213,7 +214,7 @@ class _Job:
         if waiting:
             raise DeviceError(f"expected a grant for workers {sorted(waiting)}, found none")
         for rank, arena in enumerate(self.arenas):
-            arena.mark_computed()
+            arena.mark_released()
             self._pull(rank)
 
     def _pull(self, rank: int) -> None:
