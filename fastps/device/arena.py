@@ -37,6 +37,14 @@ PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_SERVING)
 
 
 @dataclass(frozen=True)
+class _CopyQueue:
+    """Where copies of one home's weights into the replica are queued: a stream, and the event behind them."""
+
+    stream: Stream
+    copied: Event
+
+
+@dataclass(frozen=True)
 class _FoldQueue:
     """Where one shard's folds are queued: a stream, and the work items on their way to it."""
 
@@ -49,6 +57,7 @@ class DeviceArena(DeviceMemory):
 
     Attributes:
         waits: whether this lane waits for its own work before it posts a push or releases weights.
+        marked: the shards whose gradients for the next push are marked.
         folds: folds that this lane has queued.
     """
 
@@ -57,14 +66,15 @@ class DeviceArena(DeviceMemory):
         super().__init__(store, rank, device)
         self.waits = waits_before_posting(self._layout)
         self._shown: dict[int, int] = {}  # by shard: the buffer of which the replica is
-        self._written, self._finished, self._copied = device.make_event(), device.make_event(), device.make_event()
+        self._written, self._finished = device.make_event(), device.make_event()
         for event in (*self._computed, *self._folded, self._released):
             device.record(event, device.compute_stream())  # so that no stream waits for an event without a record
-        self._early: set[int] = set()  # the shards whose gradients for the next push are marked
+        self.marked: set[int] = set()
         self._opened: dict[tuple[int, str, int], Event] = {}
         self._shapes = [self._shape_of(shard) for shard in range(len(self._regions))]
         self._tiles: dict[int, tuple[int, int]] = {}  # by shard: address and number of tiles
         self._queues: dict[int, _FoldQueue] = {}
+        self._copies: dict[int, _CopyQueue] = {}  # by the home's owner lane
         self._most_items = items
         self.folds = 0
 
@@ -78,16 +88,23 @@ class DeviceArena(DeviceMemory):
             raise UnsupportedError(f"this optimizer cannot fold on a device: {error}") from error
 
     def parts(self) -> dict[str, Event | Stream]:
-        """This lane's events and streams by name, for checks that leave one out. Makes the streams of the folds."""
+        """This lane's events and streams by name, for checks that leave one out. Makes the streams of folds and copies."""
         queues = {shard: self._queue_of(shard) for shard in self.own_shards()}
-        named: dict[str, Event | Stream] = {"released": self._released, "copied": self._copied}
-        named |= {"written": self._written, "finished": self._finished}
+        copies = {owner: self._copies_of(owner) for owner in sorted(set(self.owner_lanes))}
+        named: dict[str, Event | Stream] = {"released": self._released, "sends": self._sends}
+        named |= {"written": self._written, "finished": self._finished, "compute": self.compute_stream()}
         named |= {f"computed {shard}": event for shard, event in enumerate(self._computed)}
         named |= {f"folded {shard}": event for shard, event in enumerate(self._folded)}
         for shard, queue in queues.items():
             named |= {f"item {shard} {number}": event for number, event in enumerate(queue.items.events)}
             named[f"fold {shard}"] = queue.stream
-        return named | {"compute": self._device.compute_stream(), "copies": self._copies}
+        for owner, copy_queue in copies.items():
+            named |= {f"copies {owner}": copy_queue.stream, f"copied {owner}": copy_queue.copied}
+        return named
+
+    def compute_stream(self) -> Stream:
+        """The stream on which the calling thread computes."""
+        return self._device.compute_stream()
 
     # -- order ---------------------------------------------------------------------------------------
 
@@ -98,11 +115,11 @@ class DeviceArena(DeviceMemory):
         """
         if not self.waits:
             self._mark(shard, slot)
-            self._early.add(shard)
+            self.marked.add(shard)
 
     def forget(self, shard: int) -> None:
         """Take back `mark_computed`: more work on the shard's gradients was queued since, or may have been."""
-        self._early.discard(shard)
+        self.marked.discard(shard)
 
     def begin_finish(self, slot: int | None = None) -> None:
         """Where this lane waits for its own work, note the work that `is_finished` asks for: all that is queued up to now.
@@ -111,7 +128,7 @@ class DeviceArena(DeviceMemory):
         """
         if self.waits:
             if slot is not None:
-                for shard in self._copy_order():
+                for shard in self._send_order():
                     self._send(shard, slot, self._device.compute_stream())
             self._device.record(self._finished, self._device.compute_stream())
 
@@ -124,14 +141,14 @@ class DeviceArena(DeviceMemory):
 
         Call it before the push is posted, and where this lane waits for its work, after that is finished.
         """
-        for shard in self._copy_order():
+        for shard in self._send_order():
             if slot is not None and self.waits:
                 self._device.record(self._computed[shard], self._device.compute_stream())
-            elif slot is not None and shard not in self._early:
+            elif slot is not None and shard not in self.marked:
                 self._mark(shard, slot)
-            elif slot is None and shard in self._early and self.is_sent(shard):
+            elif slot is None and shard in self.marked and self.is_sent(shard):
                 self._device.wait(self._computed[shard], self._device.compute_stream())  # a copy may still read the slot
-        self._early.clear()
+        self.marked.clear()
 
     def mark_released(self) -> None:
         """Order all reads of weights that are queued up to now before any later fold. Call it before weights are released."""
@@ -141,8 +158,8 @@ class DeviceArena(DeviceMemory):
         stream = self._device.compute_stream()
         if self.is_sent(shard):
             self._device.record(self._written, stream)
-            self._device.wait(self._written, self._copies)
-            stream = self._copies
+            self._device.wait(self._written, self._sends)
+            stream = self._sends
             self._send(shard, slot, stream)
         self._device.record(self._computed[shard], stream)
 
@@ -176,31 +193,39 @@ class DeviceArena(DeviceMemory):
     def show_pulled(self, buffers: Sequence[int]) -> None:
         """Order all work computed from now on after the folds of these buffers, and after the copies of distant ones.
 
-        The copies wait for what read the replica before, and each for the fold of its shard, but not the host. Call
-        `mark_released` before.
+        The copies wait for what read the replica before, and each for the fold of its shard, but not the host. Each home's
+        have a stream, in the order of their folds: with one stream, several lanes would read from one home at a time, and the
+        links of the others would have nothing to do. Call `mark_released` before.
         """
         self.await_folds()
         if self._replica is None:
             return
-        distant = [shard for shard in self._copy_order() if not self._is_near(shard)]
-        changed = [shard for shard in distant if self._shown.get(shard) != buffers[shard] and self._regions[shard].floats]
-        if not changed:
-            return
-        self._device.wait(self._released, self._copies)
+        distant = [shard for shard in range(len(self._regions)) if not self._is_near(shard) and self._regions[shard].floats]
+        changed = [shard for shard in reversed(distant) if self._shown.get(shard) != buffers[shard]]
+        queues = {self.owner_lanes[shard]: self._copies_of(self.owner_lanes[shard]) for shard in changed}
+        for queue in queues.values():
+            self._device.wait(self._released, queue.stream)
         peers = list(self._present_peers())
         for shard in changed:
-            self._await_fold(shard, peers, self._copies)
-            region = self._regions[shard]
+            region, stream = self._regions[shard], queues[self.owner_lanes[shard]].stream
+            self._await_fold(shard, peers, stream)
             source = (self._bases[shard] or self._mirrors[shard]) + region.weights(buffers[shard])
-            self._device.copy(self._replica + 4 * region.first, source, 4 * region.floats, self._copies)
+            self._device.copy(self._replica + 4 * region.first, source, 4 * region.floats, stream)
             self._shown[shard] = buffers[shard]
-        self._device.record(self._copied, self._copies)
-        self._device.wait(self._copied, self._device.compute_stream())
+        for queue in queues.values():
+            self._device.record(queue.copied, queue.stream)
+            self._device.wait(queue.copied, self._device.compute_stream())
 
-    def _copy_order(self) -> list[int]:
-        """The shards in the order of their folds: each home's last one, whose gradients appear first, then the ones before.
+    def _copies_of(self, owner: int) -> _CopyQueue:
+        """The queue of copies from a home, made for the first one."""
+        if owner not in self._copies:
+            self._copies[owner] = _CopyQueue(self._device.make_stream(), self._device.make_event())
+        return self._copies[owner]
 
-        Each lane begins with another home: if all read one home at a time, its link would be the only one in use.
+    def _send_order(self) -> list[int]:
+        """The shards from the last to the first of each home, beginning with another home in each lane.
+
+        If all sent the shards of one home first, the other homes would have nothing to fold.
         """
         owners = self.owner_lanes
 

@@ -51,7 +51,7 @@ class DeviceMemory:
         self._computed = [device.make_event() for _ in self._regions]
         self._folded = [device.make_event() for _ in self._regions]
         self._released = device.make_event()
-        self._copies: Stream = device.make_stream()
+        self._sends: Stream = device.make_stream()
         self._identities: dict[int, bytes] = {}
 
     # -- setup: memory and handle tables -------------------------------------------------------------
@@ -234,8 +234,8 @@ class DeviceMemory:
 
     def _write(self, address: int, source: int, index: int) -> None:
         if size := 4 * self._layout.parameters[index].length:
-            self._device.copy(address, source, size, self._copies)
-            self._device.synchronize(self._copies)  # because the staging memory is used again
+            self._device.copy(address, source, size, self._sends)
+            self._device.synchronize(self._sends)  # because the staging memory is used again
 
     _staging: npt.NDArray[np.uint8] | None = None
 

@@ -9,6 +9,7 @@ import numpy as np
 from fastps.device.interface import HANDLE_BYTES
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.shm.arena import STATE_BUFFERS
+from fastps.kernels.shm.counts import MAX_SHARDS
 
 if TYPE_CHECKING:
     from fastps.job.layout import Layout
@@ -56,6 +57,19 @@ def homes(shard_bytes: Sequence[int], lanes: Sequence[int]) -> tuple[int, ...]:
         given[shard] = min(lanes, key=lambda lane: placed[lane])
         placed[given[shard]] += shard_bytes[shard]
     return tuple(given)
+
+
+def shards_of(size: int, devices: int, bucket: int | None) -> int:
+    """How many shards a model of `size` bytes has on `devices` devices, equally many on each.
+
+    The model is cut into buckets of about `bucket` bytes (None: one bucket), and each bucket into a shard for each device: so
+    the gradients that appear last are folded by all devices, and not by one while the others have nothing to do.
+
+    >>> shards_of(400, 2, None), shards_of(400, 2, 100), shards_of(410, 2, 100), shards_of(10, 1, 100)
+    (2, 8, 10, 1)
+    """
+    wanted = -(-size // bucket) if bucket is not None else 1
+    return devices * max(1, min(wanted, MAX_SHARDS // devices))
 
 
 def waits_before_posting(layout: "Layout") -> bool:

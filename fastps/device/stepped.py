@@ -368,6 +368,10 @@ class SteppedDevice:
 
         self._queue(stream, _Piece({}, text, run))
 
+    def queue(self, stream: SteppedStream, text: str, run: Callable[[SteppedStream], None]) -> None:
+        """Queue other work, named `text` in errors."""
+        self._queue(stream, _Piece({}, text, run))
+
     def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
         """See Device."""
         number, text = launch_args.DTYPES[dtype], f"fold on {stream.name}"

@@ -28,7 +28,7 @@ CALLS = (
     "compute stream waits for own folded",
     "compute stream waits for others folded",
     "compute stream waits for own copied",
-    "copies stream waits for own written",
+    "sends stream waits for own written",
     "copies stream waits for own released",
     "copies stream waits for others folded",
     "host waits for finished at the push",

@@ -13,16 +13,18 @@ import torch
 import torch.utils.dlpack
 
 from fastps.device.interface import Device
-from fastps.device.placement import gpus_of_workers
-from fastps.device.plan import handle_table_bytes, homes
-from fastps.device.store import DeviceStore
+from fastps.device.placement import bucket_bytes, gpus_of_workers
+from fastps.device.plan import handle_table_bytes, homes, shards_of, waits_before_posting
+from fastps.device.store import DeviceStore, DeviceWorker
 from fastps.errors import UnsupportedError
 from fastps.job.layout import Layout
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.store.worker import Worker
+from fastps.torch.gradients import Gradients
 from fastps.torch.join import Joining, writer_of
 from fastps.torch.placements import HostPlacement
+from fastps.torch.shard_marks import MarkedGradients, MarkedHalfGradients
 
 
 class DevicePlacement(HostPlacement):
@@ -46,8 +48,9 @@ class DevicePlacement(HostPlacement):
     def layout(self, layout: Layout) -> Layout:
         """Give each shard an owner, and each lane room for its handles: the server, or the first worker on each GPU.
 
-        With several GPUs and one shard there are as many shards as GPUs, unless the discipline needs one. Raises
-        UnsupportedError for parameters in half precision, and for a server beside several GPUs.
+        A layout of one shard is cut into as many shards as GPUs, unless the discipline needs one; into as many for each
+        FASTPS_BUCKET_MB, where shards can be folded while backward goes on. Raises UnsupportedError for parameters in half
+        precision, and for a server beside several GPUs.
         """
         if layout.shown_type != "float32":
             raise UnsupportedError(
@@ -59,8 +62,10 @@ class DevicePlacement(HostPlacement):
             raise UnsupportedError(
                 f"expected all workers on the server's GPU, found {', '.join(gpus)}: use FASTPS_PLACEMENT=host, or no server"
             )
-        if len(first) > 1 and len(layout.shards) == 1 and layout.policy.grant != "round-robin":
-            layout = layout.with_shards(len(first))
+        if len(layout.shards) == 1 and layout.policy.grant != "round-robin":
+            bucket = None if waits_before_posting(layout) else bucket_bytes()
+            count = shards_of(4 * layout.buffer_floats, len(first), bucket)
+            layout = layout.with_shards(count) if count > 1 else layout
         begins_ends = layout.shards
         owners = homes([4 * (end - begin) for begin, end in begins_ends], [layout.lanes] if layout.has_server else first)
         extra_bytes = layout.extra_bytes + handle_table_bytes(len(begins_ends))
@@ -101,6 +106,15 @@ class DevicePlacement(HostPlacement):
         except BaseException:
             store.close()
             raise
+
+    def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
+        """See HostPlacement. Shards are marked while backward goes on, unless the worker waits for its push anyway."""
+        assert isinstance(worker, DeviceWorker)
+        kind = super().gradients_kind(worker)
+        if worker.devices.waits:
+            return kind
+        shards = [parameter.shard for parameter in worker.store.layout.parameters]
+        return partial(MarkedGradients if kind is Gradients else MarkedHalfGradients, worker.devices, shards)
 
     def tensor_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over the device's memory, with the parameters' strides; made by DLPack, without a copy."""
