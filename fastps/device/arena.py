@@ -1,23 +1,29 @@
 """One lane's side of the arena on devices: which lanes fold, and in what order work on streams runs.
 
-A lane on a shard's home folds the shard: the kernel reads the slots of other devices over peer mappings.
+A lane on a shard's home folds the shard: the kernel reads the slots of other devices over peer mappings. Each shard that a lane
+folds has a stream of its own, so that no fold waits behind that of a shard whose gradients appear later.
 
-Two events per lane order all work. A lane records `computed` on its compute stream when it posts a push and when it releases
-weights, and `folded` on its fold stream after each fold. A fold waits for `computed` of every lane, and for `folded` of the
-lanes on its device; a pull waits for every lane's `folded`. The host does not wait: the commit word describes the state that
-the streams will reach, and only work that has waited for the events reads that state.
+Events order all work, two for each lane and shard, and one for each lane. A lane records a shard's `computed` once the shard's
+gradients are in the slot, while backward still computes the others; its `released` before it releases weights; and a shard's
+`folded` on the shard's stream after each fold. A fold waits for `computed` and `released` of every lane, and for `folded` of
+the lanes on its device; a pull waits for `folded` of all lanes that fold. The host does not wait: the commit word describes the
+state that the streams will reach, and only work that has waited for the events reads that state.
 
-In a job that goes on without lost workers, each worker waits, on the host, for its own work before it posts a push or releases
-weights: so a push counts only when its gradients are there, and no fold waits for the event of a process that may die. A fold
-then waits for nothing but the folds of the server itself.
+Where folds and grants go by what has arrived, and in a job that goes on without lost workers, each worker waits, on the host,
+for its own work before it posts a push or releases weights (`waits_before_posting`). So a push counts only when its gradients
+are there, and no fold waits for a push that is still computed. In a job that goes on, a fold waits for nothing but the folds of
+the server itself: the events of a process that has died may never come.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from fastps.device.interface import Device, Event, Stream
 from fastps.device.memory import DeviceMemory
-from fastps.device.plan import LEAST_BYTES, SHOWN, owners_at
+from fastps.device.plan import LEAST_BYTES, SHOWN, owners_at, waits_before_posting
 from fastps.device.work_items import MOST_ITEMS, WorkItems
 from fastps.errors import UnsupportedError
 from fastps.kernels.cuda import host_fold, launch_args
@@ -30,25 +36,46 @@ if TYPE_CHECKING:
 PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_SERVING)
 
 
+@dataclass(frozen=True)
+class _CopyQueue:
+    """Where copies of one home's weights into the replica are queued: a stream, and the event behind them."""
+
+    stream: Stream
+    copied: Event
+
+
+@dataclass(frozen=True)
+class _FoldQueue:
+    """Where one shard's folds are queued: a stream, and the work items on their way to it."""
+
+    stream: Stream
+    items: WorkItems
+
+
 class DeviceArena(DeviceMemory):
     """One lane's side of the arena on devices. Its worker makes it on attaching, and is its only user.
 
     Attributes:
+        waits: whether this lane waits for its own work before it posts a push or releases weights.
+        marked: the shards whose gradients for the next push are marked.
         folds: folds that this lane has queued.
     """
 
     def __init__(self, store: "JobMemory", rank: int, device: Device, *, items: int = MOST_ITEMS) -> None:
-        """`items`: how many work items may be in flight."""
+        """`items`: how many work items of a shard may be in flight."""
         super().__init__(store, rank, device)
+        self.waits = waits_before_posting(self._layout)
         self._shown: dict[int, int] = {}  # by shard: the buffer of which the replica is
-        self._copied: Event = device.make_event()
-        self._copies: Stream = device.make_stream()
-        device.record(self._computed, device.compute_stream())  # so that no stream waits for an event without a record
-        device.record(self._folded, self._stream)
-        self._peers: dict[int, tuple[Event, Event]] = {}
+        self._written, self._finished = device.make_event(), device.make_event()
+        for event in (*self._computed, *self._folded, self._released):
+            device.record(event, device.compute_stream())  # so that no stream waits for an event without a record
+        self.marked: set[int] = set()
+        self._opened: dict[tuple[int, str, int], Event] = {}
         self._shapes = [self._shape_of(shard) for shard in range(len(self._regions))]
         self._tiles: dict[int, tuple[int, int]] = {}  # by shard: address and number of tiles
-        self._items = WorkItems(device, items)
+        self._queues: dict[int, _FoldQueue] = {}
+        self._copies: dict[int, _CopyQueue] = {}  # by the home's owner lane
+        self._most_items = items
         self.folds = 0
 
     def _shape_of(self, shard: int) -> launch_args.Shape:
@@ -61,81 +88,182 @@ class DeviceArena(DeviceMemory):
             raise UnsupportedError(f"this optimizer cannot fold on a device: {error}") from error
 
     def parts(self) -> dict[str, Event | Stream]:
-        """This lane's events and streams by name, for checks that leave one out."""
-        named: dict[str, Event | Stream] = {"computed": self._computed, "folded": self._folded, "copied": self._copied}
-        named |= {f"item {index}": event for index, event in enumerate(self._items.events)}
-        return named | {"compute": self._device.compute_stream(), "fold": self._stream, "copies": self._copies}
+        """This lane's events and streams by name, for checks that leave one out. Makes the streams of folds and copies."""
+        queues = {shard: self._queue_of(shard) for shard in self.own_shards()}
+        copies = {owner: self._copies_of(owner) for owner in sorted(set(self.owner_lanes))}
+        named: dict[str, Event | Stream] = {"released": self._released, "sends": self._sends}
+        named |= {"written": self._written, "finished": self._finished, "compute": self.compute_stream()}
+        named |= {f"computed {shard}": event for shard, event in enumerate(self._computed)}
+        named |= {f"folded {shard}": event for shard, event in enumerate(self._folded)}
+        for shard, queue in queues.items():
+            named |= {f"item {shard} {number}": event for number, event in enumerate(queue.items.events)}
+            named[f"fold {shard}"] = queue.stream
+        for owner, copy_queue in copies.items():
+            named |= {f"copies {owner}": copy_queue.stream, f"copied {owner}": copy_queue.copied}
+        return named
+
+    def compute_stream(self) -> Stream:
+        """The stream on which the calling thread computes."""
+        return self._device.compute_stream()
 
     # -- order ---------------------------------------------------------------------------------------
 
-    def mark_computed(self, slot: int | None = None) -> None:
-        """Order all work computed up to now before any later fold: gradients written, weights read for the last time.
+    def mark_computed(self, shard: int, slot: int) -> None:
+        """Order a shard's gradients in the slot of the next push, written by work queued up to now, before the shard's fold.
 
-        `slot`: the one that is pushed next; homes that do not reach this device find their part of it in host memory.
+        `mark_pushed` then leaves the shard out, unless `forget` comes between. Does nothing where this lane waits for its work.
         """
+        if not self.waits:
+            self._mark(shard, slot)
+            self.marked.add(shard)
+
+    def forget(self, shard: int) -> None:
+        """Take back `mark_computed`: more work on the shard's gradients was queued since, or may have been."""
+        self.marked.discard(shard)
+
+    def begin_finish(self, slot: int | None = None) -> None:
+        """Where this lane waits for its own work, note the work that `is_finished` asks for: all that is queued up to now.
+
+        `slot`: the one that is pushed next, or None; homes that do not reach this device find its gradients in host memory.
+        """
+        if self.waits:
+            if slot is not None:
+                for shard in self._send_order():
+                    self._send(shard, slot, self._device.compute_stream())
+            self._device.record(self._finished, self._device.compute_stream())
+
+    def is_finished(self) -> bool:
+        """Whether the work that `begin_finish` noted is done; True where this lane does not wait. Raises DeviceError."""
+        return not self.waits or self._device.is_done(self._finished)
+
+    def mark_pushed(self, slot: int | None) -> None:
+        """Order the gradients in `slot` before any later fold, except where `mark_computed` has. None: no gradient is pushed.
+
+        Call it before the push is posted, and where this lane waits for its work, after that is finished.
+        """
+        for shard in self._send_order():
+            if slot is not None and self.waits:
+                self._device.record(self._computed[shard], self._device.compute_stream())
+            elif slot is not None and shard not in self.marked:
+                self._mark(shard, slot)
+            elif slot is None and shard in self.marked and self.is_sent(shard):
+                self._device.wait(self._computed[shard], self._device.compute_stream())  # a copy may still read the slot
+        self.marked.clear()
+
+    def mark_released(self) -> None:
+        """Order all reads of weights that are queued up to now before any later fold. Call it before weights are released."""
+        self._device.record(self._released, self._device.compute_stream())
+
+    def _mark(self, shard: int, slot: int) -> None:
         stream = self._device.compute_stream()
-        if slot is not None and self._slot_owners[self._rank] in self._slot_copies:
+        if self.is_sent(shard):
+            self._device.record(self._written, stream)
+            self._device.wait(self._written, self._sends)
+            stream = self._sends
+            self._send(shard, slot, stream)
+        self._device.record(self._computed[shard], stream)
+
+    def is_sent(self, shard: int) -> bool:
+        """Whether the shard's home does not reach this lane's slots, and finds its gradients in host memory."""
+        is_far = self._slot_owners[self._rank] in self._slot_copies and self._regions[shard].floats > 0
+        return is_far and not self._device.can_reach(self._identity(self.owner_lanes[shard]).decode())
+
+    def _send(self, shard: int, slot: int, stream: Stream) -> None:
+        """Queue the copy of a shard's gradients to host memory, if its home needs it."""
+        if self.is_sent(shard):
+            region, layout = self._regions[shard], self._slots_at(self._rank)
             slots, copies = self._open_slots(self._rank)
-            layout = self._slots_at(self._rank)
-            for shard, region in enumerate(self._regions):
-                if region.floats and not self._device.can_reach(self._identity(self.owner_lanes[shard]).decode()):
-                    offset = layout.offset(self._rank, slot, region.first)
-                    self._device.copy(copies + offset, slots + offset, layout.bytes * region.floats, stream)
-        self._device.record(self._computed, stream)
-        if self._layout.faults.continues:
-            self._device.synchronize_event(self._computed)
+            offset = layout.offset(self._rank, slot, region.first)
+            self._device.copy(copies + offset, slots + offset, layout.bytes * region.floats, stream)
 
     def await_folds(self) -> None:
         """Order all work computed from now on after all earlier folds."""
-        stream = self._device.compute_stream()
-        self._device.wait(self._folded, stream)
-        for _, _, folded in self._present_peers():
-            self._device.wait(folded, stream)
+        peers = list(self._present_peers())
+        for shard in range(len(self._regions)):
+            self._await_fold(shard, peers, self._device.compute_stream())
+
+    def _await_fold(self, shard: int, peers: Sequence[int], stream: Stream) -> None:
+        """Order later work on a stream after all earlier folds of a shard."""
+        if self._folds(self._rank, shard):
+            self._device.wait(self._folded[shard], stream)
+        for lane in peers:
+            if self._folds(lane, shard):
+                self._device.wait(self._event(lane, "folded", shard), stream)
 
     def show_pulled(self, buffers: Sequence[int]) -> None:
         """Order all work computed from now on after the folds of these buffers, and after the copies of distant ones.
 
-        The copies wait for what read the replica before, and for the folds, but not the host. Call `mark_computed` before.
+        The copies wait for what read the replica before, and each for the fold of its shard, but not the host. Each home's
+        have a stream, in the order of their folds: with one stream, several lanes would read from one home at a time, and the
+        links of the others would have nothing to do. Call `mark_released` before.
         """
         self.await_folds()
         if self._replica is None:
             return
-        distant = [shard for shard in range(len(self._regions)) if not self._is_near(shard)]
-        changed = [shard for shard in distant if self._shown.get(shard) != buffers[shard] and self._regions[shard].floats]
-        if not changed:
-            return
-        self._device.wait(self._computed, self._copies)
-        for _, _, folded in self._present_peers():
-            self._device.wait(folded, self._copies)
-        # Each lane begins with another home: if all read one home at a time, its link would be the only one in use.
-        for shard in sorted(changed, key=lambda each: (self.owner_lanes[each] - self._rank) % self._layout.lanes):
-            region = self._regions[shard]
+        distant = [shard for shard in range(len(self._regions)) if not self._is_near(shard) and self._regions[shard].floats]
+        changed = [shard for shard in reversed(distant) if self._shown.get(shard) != buffers[shard]]
+        queues = {self.owner_lanes[shard]: self._copies_of(self.owner_lanes[shard]) for shard in changed}
+        for queue in queues.values():
+            self._device.wait(self._released, queue.stream)
+        peers = list(self._present_peers())
+        for shard in changed:
+            region, stream = self._regions[shard], queues[self.owner_lanes[shard]].stream
+            self._await_fold(shard, peers, stream)
             source = (self._bases[shard] or self._mirrors[shard]) + region.weights(buffers[shard])
-            self._device.copy(self._replica + 4 * region.first, source, 4 * region.floats, self._copies)
+            self._device.copy(self._replica + 4 * region.first, source, 4 * region.floats, stream)
             self._shown[shard] = buffers[shard]
-        self._device.record(self._copied, self._copies)
-        self._device.wait(self._copied, self._device.compute_stream())
+        for queue in queues.values():
+            self._device.record(queue.copied, queue.stream)
+            self._device.wait(queue.copied, self._device.compute_stream())
+
+    def _copies_of(self, owner: int) -> _CopyQueue:
+        """The queue of copies from a home, made for the first one."""
+        if owner not in self._copies:
+            self._copies[owner] = _CopyQueue(self._device.make_stream(), self._device.make_event())
+        return self._copies[owner]
+
+    def _send_order(self) -> list[int]:
+        """The shards from the last to the first of each home, beginning with another home in each lane.
+
+        If all sent the shards of one home first, the other homes would have nothing to fold.
+        """
+        owners = self.owner_lanes
+
+        def key(shard: int) -> tuple[int, int]:
+            return owners[shard + 1 :].count(owners[shard]), (owners[shard] - self._rank) % self._layout.lanes
+
+        return sorted(range(len(owners)), key=key)
 
     def synchronize_all(self) -> None:
         """Block the host until this lane's folds and computations are done. Raises DeviceError if a fold failed."""
-        self._device.synchronize(self._stream)
+        for queue in self._queues.values():
+            self._device.synchronize(queue.stream)
         self._device.synchronize_all()
 
-    def _present_peers(self) -> Iterator[tuple[int, Event, Event]]:
-        """Each other present owner and its two events. A lane that has left waited for its folds before it left."""
+    def _present_peers(self) -> Iterator[int]:
+        """Each other present owner with events. A lane that has left waited for its folds before it left."""
         for lane, (_, state) in enumerate(self._store.arena.members()):
             if lane == self._lane or state not in PRESENT:
                 continue
             if self._layout.faults.continues and lane < self._layout.lanes:
                 continue  # a worker, which does not fold, and whose events may never come
             for owner in owners_at(self._layout, lane):
-                if owner not in self._peers:
-                    table = self.handle_table(owner)
-                    if table["ready"] < SHOWN:
-                        continue  # the lane has posted no push yet
-                    handles = bytes(table["computed"]), bytes(table["folded"])
-                    self._peers[owner] = self._device.open_event(handles[0]), self._device.open_event(handles[1])
-                yield owner, *self._peers[owner]
+                if self.handle_table(owner)["ready"] >= SHOWN:  # else the lane has posted no push yet
+                    yield owner
+
+    def _event(self, owner: int, name: str, shard: int = 0) -> Event:
+        """Another owner's event, by its name in the handle table."""
+        key = owner, name, shard
+        if key not in self._opened:
+            handles = np.atleast_1d(self.handle_table(owner)[name])
+            self._opened[key] = self._device.open_event(bytes(handles[shard]))
+        return self._opened[key]
+
+    def _folds(self, owner: int, shard: int) -> bool:
+        """Whether an owner folds a shard: the server's device that is its home, or each worker on the shard's home."""
+        if self._layout.has_server:
+            return owner == self.owner_lanes[shard]
+        return self._identity(owner) == self._identity(self.owner_lanes[shard])
 
     # -- the fold ------------------------------------------------------------------------------------
 
@@ -161,25 +289,32 @@ class DeviceArena(DeviceMemory):
         item, counted = launch_args.make_launch_args(
             shape, call.mode, made, steps_in, buffers, scale=call.scale, rate_scale=call.rate_scale
         )
-        self._await_lanes()
-        tiles, blocks = self._tiles_of(shard)
-        address = self._items.upload(item, self._stream)
-        self._device.launch_fold(shape.rule, self._layout.gradient_type, address, tiles, blocks, self._stream)
+        queue, (tiles, blocks) = self._queue_of(shard), self._tiles_of(shard)
+        self._await_lanes(shard, queue.stream)
+        address = queue.items.upload(item, queue.stream)
+        self._device.launch_fold(shape.rule, self._layout.gradient_type, address, tiles, blocks, queue.stream)
         if self._mirrors[shard] and region.floats:
             target = self._mirrors[shard] + region.weights(call.weights_out)
-            self._device.copy(target, buffers.weights_out, 4 * region.floats, self._stream)
-        self._device.record(self._folded, self._stream)
+            self._device.copy(target, buffers.weights_out, 4 * region.floats, queue.stream)
+        self._device.record(self._folded[shard], queue.stream)
         steps_out[:] = counted
         self.folds += 1
 
-    def _await_lanes(self) -> None:
-        """Order the next fold after every lane's gradients and reads, and after the folds of other lanes on this device."""
-        mine = self._device.identity.encode()
-        for lane, computed, folded in self._present_peers():
-            self._device.wait(computed, self._stream)
-            if self._identity(lane) == mine:
-                self._device.wait(folded, self._stream)
-        self._device.wait(self._computed, self._stream)
+    def _await_lanes(self, shard: int, stream: Stream) -> None:
+        """Order the shard's next fold after every lane's gradients and reads, and after other lanes' folds of it."""
+        for lane in self._present_peers():
+            self._device.wait(self._event(lane, "computed", shard), stream)
+            self._device.wait(self._event(lane, "released"), stream)
+            if self._folds(lane, shard):
+                self._device.wait(self._event(lane, "folded", shard), stream)
+        self._device.wait(self._computed[shard], stream)
+        self._device.wait(self._released, stream)
+
+    def _queue_of(self, shard: int) -> _FoldQueue:
+        """The queue of a shard's folds, made for the first one."""
+        if shard not in self._queues:
+            self._queues[shard] = _FoldQueue(self._device.make_stream(), WorkItems(self._device, self._most_items))
+        return self._queues[shard]
 
     def _tiles_of(self, shard: int) -> tuple[int, int]:
         """The address and length of the shard's tile table on this device; the shard's first fold writes it."""
@@ -189,6 +324,6 @@ class DeviceArena(DeviceMemory):
             if tiles.nbytes:
                 staging = self._device.host_memory(tiles.nbytes)
                 staging[:] = tiles
-                self._device.copy(address, staging.ctypes.data, tiles.nbytes, self._stream)
+                self._device.copy(address, staging.ctypes.data, tiles.nbytes, self._queue_of(shard).stream)
             self._tiles[shard] = address, tiles.nbytes // host_fold.TILE_BYTES
         return self._tiles[shard]

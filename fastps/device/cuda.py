@@ -27,6 +27,7 @@ STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking
 COPY_DEFAULT = 4  # cudaMemcpyDefault: the addresses determine the direction
 HOST_ALLOC_PORTABLE = 1  # cudaHostAllocPortable
 HOST_REGISTER_SHARED = 3  # cudaHostRegisterPortable and cudaHostRegisterMapped: kernels read and write it, too
+SUCCESS, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady: CuPy returns what cudaEventQuery says
 SHARED_BYTES = 1 << 21  # the runtime's advice for memory that is shared between processes
 
 
@@ -278,6 +279,13 @@ class CudaDevice:
     def synchronize_event(self, event: int) -> None:
         """See Device."""
         self._use().eventSynchronize(event)
+
+    def is_done(self, event: int) -> bool:
+        """See Device."""
+        status = int(self._use().eventQuery(event))
+        if status not in (SUCCESS, NOT_READY):
+            raise DeviceError(f"work on GPU {self.index} failed: expected an event to be done or not, found error {status}")
+        return status == SUCCESS
 
     # -- work --------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fastps.device.cuda import NOT_READY, SUCCESS
 from fastps.device.host import HostDevice, Teeth
 from fastps.device.interface import DeviceError, DeviceFailedError, DeviceMemoryError
 
@@ -238,3 +239,7 @@ class HostRuntime:
     def eventSynchronize(self, event: int) -> None:
         """Wait for an event."""
         self._device.synchronize_event(self._events[event])
+
+    def eventQuery(self, event: int) -> int:
+        """0 if an event's last record is done, else CUDA's number of the answer that it is not."""
+        return SUCCESS if self._device.is_done(self._events[event]) else NOT_READY

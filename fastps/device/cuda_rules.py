@@ -311,6 +311,11 @@ class CudaRules:
     def _call_eventSynchronize(self, call: Call, of: _Process, event: int) -> None:
         self._need(call, self._event(call, of, event).records, "expected an event that was recorded", "that it was not")
 
+    def _call_eventQuery(self, call: Call, of: _Process, event: int) -> None:
+        found = self._event(call, of, event)
+        self._need(call, found.process == call.process, "expected an event of its own", "one that it has opened")
+        self._need(call, found.records, "expected an event that was recorded", "that it was not")
+
     def _call_launch_fold(self, call: Call, of: _Process, device: int, spans: Iterable[tuple[int, int]], stream: int) -> None:
         current = self._device(call, of)
         self._need(call, current == device, "expected a launch on the thread's device", f"device {current}")

@@ -343,6 +343,17 @@ class HostDevice:
                     raise stream.failure from None
             raise
 
+    def is_done(self, event: HostEvent) -> bool:
+        """See Device."""
+        failure = next((stream.failure for stream in self._streams if stream.failure is not None), None)
+        if failure is not None:
+            raise failure
+        if int(event.words[1]) < int(event.words[0]):
+            return False
+        if self._teeth.late_s:
+            time.sleep(self._random.uniform(0, self._teeth.late_s))
+        return True
+
     def _await(self, event: HostEvent, number: int) -> None:
         """Wait until the record of that number is done.
 

@@ -163,6 +163,10 @@ class Device(Protocol):
         """Block the host until the last record of one of this process's events is done."""
         ...
 
+    def is_done(self, event: Event) -> bool:
+        """Whether the last record of one of this process's events is done. Raises DeviceError if work before it failed."""
+        ...
+
     # -- work ------------------------------------------------------------------------------------------------------------
 
     def copy(self, to: int, source: int, size: int, stream: Stream) -> None:

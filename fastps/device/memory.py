@@ -2,7 +2,7 @@
 
 The control words stay in the shared arena. Each shard has a home, the device of its owner, which the layout names; its weights
 and state are one allocation there. A lane's slots lie on the lane's own device. A server owns all of it, and has a device
-object for each GPU. Every owner writes a handle table in the arena: its device, and handles of its two events and its memory.
+object for each GPU. Every owner writes a handle table in the arena: its device, and handles of its events and its memory.
 
 Where a device is not reached, the lane copies its gradients to host memory before it posts them, and the home mirrors its
 weights there. A lane shows its model the home's weights themselves where it shares the home, and else a replica on its own
@@ -64,8 +64,10 @@ class DeviceMemory:
         self._own: set[int] = set()  # of those, the allocations of this process
         self._siblings: Mapping[int, DeviceMemory] = {}
         self._replica: int | None = None
-        self._computed, self._folded = device.make_event(), device.make_event()
-        self._stream: Stream = device.make_stream()
+        self._computed = [device.make_event() for _ in self._regions]
+        self._folded = [device.make_event() for _ in self._regions]
+        self._released = device.make_event()
+        self._sends: Stream = device.make_stream()
         self._identities: dict[int, bytes] = {}
 
     # -- setup: memory and handle tables -------------------------------------------------------------
@@ -109,8 +111,10 @@ class DeviceMemory:
                 self._slot_copies[self._rank] = self._allocated(self._slots[self._rank].size, on_host=True)
                 table["slot_copies"] = np.void(device.export_host(self._slot_copies[self._rank]))
         table["identity"] = device.identity.encode()
-        table["computed"] = np.void(device.export_event(self._computed))
-        table["folded"] = np.void(device.export_event(self._folded))
+        table["released"] = np.void(device.export_event(self._released))
+        for shard, (computed, folded) in enumerate(zip(self._computed, self._folded, strict=True)):
+            table["computed"][shard] = np.void(device.export_event(computed))
+            table["folded"][shard] = np.void(device.export_event(folded))
         shown = self.handle_table(self._rank)
         shown[...] = table
         shown["ready"] = SHOWN if is_first else FILLED  # last, for a pull reads it without the locks
@@ -286,8 +290,8 @@ class DeviceMemory:
 
     def _write(self, address: int, source: int, index: int) -> None:
         if size := 4 * self._layout.parameters[index].length:
-            self._device.copy(address, source, size, self._stream)
-            self._device.synchronize(self._stream)  # because the staging memory is used again
+            self._device.copy(address, source, size, self._sends)
+            self._device.synchronize(self._sends)  # because the staging memory is used again
 
     _staging: npt.NDArray[np.uint8] | None = None
 

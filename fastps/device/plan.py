@@ -13,6 +13,7 @@ import numpy as np
 from fastps.device.interface import HANDLE_BYTES
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.shm.arena import STATE_BUFFERS
+from fastps.kernels.shm.counts import MAX_SHARDS
 
 if TYPE_CHECKING:
     from fastps.job.layout import Layout
@@ -24,15 +25,16 @@ LEAST_BYTES = 256  # of an allocation, because an empty one is not possible
 def handle_table_dtype(shards: int) -> np.dtype[Any]:
     """The dtype of an owner's handle table, in its lane's room for model buffers. Read and write it under the shard locks.
 
-    `slots` and `slot_copies` name the slots that it owns, on its device and in host memory; `memory` and `mirrors` the
-    shards that it owns, on its device and their weights in host memory. A handle of zeros names nothing.
+    `computed` and `folded` name the owner's two events of each shard, and `released` its third. `slots` and `slot_copies` name
+    the slots that it owns, on its device and in host memory; `memory` and `mirrors` the shards that it owns, on its device and
+    their weights in host memory. A handle of zeros names nothing.
     """
     handle = f"V{HANDLE_BYTES}"
     return np.dtype(
         [
             *(("ready", "<i8"), ("identity", "S56")),
-            *((name, handle) for name in ("computed", "folded", "slots", "slot_copies")),
-            *((name, handle, (shards,)) for name in ("memory", "mirrors")),
+            *((name, handle) for name in ("released", "slots", "slot_copies")),
+            *((name, handle, (shards,)) for name in ("computed", "folded", "memory", "mirrors")),
         ]
     )
 
@@ -41,7 +43,7 @@ def handle_table_bytes(shards: int) -> int:
     """Size of a handle table in bytes.
 
     >>> handle_table_bytes(1)
-    448
+    512
     """
     return handle_table_dtype(shards).itemsize
 
@@ -59,6 +61,29 @@ def homes(shard_bytes: Sequence[int], lanes: Sequence[int]) -> tuple[int, ...]:
         given[shard] = min(lanes, key=lambda lane: placed[lane])
         placed[given[shard]] += shard_bytes[shard]
     return tuple(given)
+
+
+def shards_of(size: int, devices: int, bucket: int | None) -> int:
+    """How many shards a model of `size` bytes has on `devices` devices, equally many on each.
+
+    The model is cut into buckets of about `bucket` bytes (None: one bucket), and each bucket into a shard for each device: so
+    the gradients that appear last are folded by all devices, and not by one while the others have nothing to do.
+
+    >>> shards_of(400, 2, None), shards_of(400, 2, 100), shards_of(410, 2, 100), shards_of(10, 1, 100)
+    (2, 8, 10, 1)
+    """
+    wanted = -(-size // bucket) if bucket is not None else 1
+    return devices * max(1, min(wanted, MAX_SHARDS // devices))
+
+
+def waits_before_posting(layout: "Layout") -> bool:
+    """Whether each worker waits, on the host, until its gradients are computed before it posts them.
+
+    A fold of all workers' pushes of a version waits for each of them anyway, so there a push may be posted while its gradients
+    are still computed. Every other fold, and every grant by the time of a push, goes by what has arrived: a push that is not
+    computed yet would hold up the folds behind it. A job that goes on without lost workers counts no push that may never be.
+    """
+    return layout.policy.fold != "all" or layout.faults.continues
 
 
 @dataclass(frozen=True)
@@ -136,16 +161,17 @@ def owners_at(layout: "Layout", lane: int) -> range:
     return range(lane, 1 + max(*layout.owner_lanes, *slot_owners(layout)))
 
 
-def placed_on(layout: "Layout", gpus: Sequence[str]) -> "Layout":
+def placed_on(layout: "Layout", gpus: Sequence[str], bucket: int | None = None) -> "Layout":
     """This layout with its shards and slots on the GPUs of the workers: `gpus` has each worker's, and [] means one for all.
 
-    Each shard gets a home, and each lane room for handles. With several GPUs and one shard there are as many shards as GPUs,
-    unless the discipline needs one.
+    Each shard gets a home, and each lane room for handles. A layout of one shard is cut into as many shards as GPUs, unless the
+    discipline needs one; into as many for each `bucket` bytes, where shards can be folded while backward goes on.
     """
     numbers = {gpu: number for number, gpu in enumerate(dict.fromkeys(gpus))}
     count = max(1, len(numbers))
-    if count > 1 and len(layout.shards) == 1 and layout.policy.grant != "round-robin":
-        layout = layout.with_shards(count)
+    if len(layout.shards) == 1 and layout.policy.grant != "round-robin":
+        shards = shards_of(4 * layout.buffer_floats, count, None if waits_before_posting(layout) else bucket)
+        layout = layout.with_shards(shards) if shards > 1 else layout
     owners = [gpus.index(gpu) for gpu in numbers] or [0]
     slots: tuple[int, ...] = ()
     if layout.has_server:

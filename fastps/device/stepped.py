@@ -358,6 +358,14 @@ class SteppedDevice:
         if number:
             merge(self.node.clocks[self.process], event.known[number])
 
+    def is_done(self, event: SteppedEvent) -> bool:
+        """See Device."""
+        if event.done < event.made:
+            return False
+        if event.made:
+            merge(self.node.clocks[self.process], event.known[event.made])
+        return True
+
     # -- work --------------------------------------------------------------------------------------
 
     def copy(self, to: int, source: int, size: int, stream: SteppedStream) -> None:
@@ -369,6 +377,10 @@ class SteppedDevice:
             self._touch([(to, size)], True, on, text)
             ctypes.memmove(to, source, size)
 
+        self._queue(stream, _Piece({}, text, run))
+
+    def queue(self, stream: SteppedStream, text: str, run: Callable[[SteppedStream], None]) -> None:
+        """Queue other work, named `text` in errors."""
         self._queue(stream, _Piece({}, text, run))
 
     def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: SteppedStream) -> None:

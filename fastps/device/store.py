@@ -15,6 +15,7 @@ from fastps.device.arena import PRESENT, DeviceArena
 from fastps.device.first import FirstVersion
 from fastps.device.interface import Device, DeviceError, DeviceFailedError, DeviceMemoryError
 from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDiedError
+from fastps.job import limits
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.protocol.worker_lane import WorkerLane
@@ -30,6 +31,7 @@ from fastps.store.worker import Worker
 logger = logging.getLogger("fastps.device")
 
 _PAUSE_NS = 2_000_000
+_SLICE_NS = 50_000  # between two looks at whether a worker's own work is done; the device may be idle that long
 
 
 class DeviceWorker(Worker):
@@ -87,7 +89,7 @@ class DeviceWorker(Worker):
         if publish and self._devices is not None:
             self._devices.synchronize_all()
         elif self._devices is not None:
-            self._devices.mark_computed()
+            self._devices.mark_released()
         super().unlock_shards(publish)
 
     def _with_locks(self, call: Callable[[], Any]) -> Any:
@@ -114,9 +116,14 @@ class DeviceWorker(Worker):
         null: bool = False,
         samples: int = 0,
     ) -> None:
-        """See Worker.push. Pushes the gradients that work queued on the compute stream up to now will have written."""
+        """See Worker.push. Pushes the gradients that work queued on the compute stream up to now will have written.
+
+        Where folds and grants go by what has arrived, waits until that work is done, and the push has the time after the wait.
+        """
+        slot = None if null else self.slot
         with self._deaths_first():
-            self.devices.mark_computed(None if null else self.slot)
+            self._finish(self.devices, slot)
+            self.devices.mark_pushed(slot)
         super().push(hypers, presence=presence, scale=scale, null=null, samples=samples)
         if self._needs_others:
             self.lane.wake_all()  # the lanes that fold the other shards may be asleep
@@ -126,10 +133,23 @@ class DeviceWorker(Worker):
         if self._devices is None:
             return super().pull()
         with self._deaths_first():
-            self._devices.mark_computed()
+            self._finish(self._devices)
+            self._devices.mark_released()
             buffers = super().pull()
             self._devices.show_pulled(buffers)
         return buffers
+
+    def _finish(self, arena: DeviceArena, slot: int | None = None) -> None:
+        """Wait until this worker's own work is done, where its discipline needs that, and fold what others push meanwhile."""
+        arena.begin_finish(slot)
+        while not arena.is_finished():
+            seen = self.lane.event()
+            if self._needs_others:  # they need this worker, too: no other lane folds the shards on its device
+                self.try_combine()
+            self.lane.await_call(seen, 0, _SLICE_NS)
+            now_ns = self._clock.now_ns()
+            if now_ns - self._looked_ns > limits.LIVENESS_NS:
+                self._look(now_ns)
 
     def try_combine(self) -> None:
         """See Worker.try_combine. Raises the device's error if a fold could not be queued."""

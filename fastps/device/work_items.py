@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from fastps.device.interface import Device, Stream
 
-MOST_ITEMS = 8  # work items that may be in flight to the device at a time
+MOST_ITEMS = 4  # work items of a shard that may be in flight to the device at a time
 _LEAST_BYTES = 1 << 16
 
 

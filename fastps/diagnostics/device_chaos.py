@@ -5,37 +5,46 @@ from functools import partial
 from typing import Any
 
 from fastps.device.hazards import HazardError
-from fastps.diagnostics.device_worlds import POST_FIRST, RELEASE_FIRST, ViolationError, World
+from fastps.diagnostics.device_worlds import FORGET_NOTHING, POST_FIRST, RELEASE_FIRST, ViolationError, World
 from fastps.diagnostics.node_chaos import Findings, in_processes
 from fastps.diagnostics.served_worlds import ServedWorld
 from fastps.errors import UsageError
 
 CALLS = (
+    "record computed at the hook",
     "record computed at the push",
-    "record computed at the pull",
+    "record released",
     "record folded",
+    "record written",
     "record copied",
     "record item",
+    "record finished at the push",
+    "record finished at the pull",
     "fold stream waits for own computed",
     "fold stream waits for others computed",
+    "fold stream waits for own released",
+    "fold stream waits for others released",
     "fold stream waits for others folded",
+    "compute stream waits for own computed",
     "compute stream waits for own folded",
     "compute stream waits for others folded",
     "compute stream waits for own copied",
-    "copies stream waits for own computed",
+    "sends stream waits for own written",
+    "copies stream waits for own released",
     "copies stream waits for others folded",
+    "host waits for finished at the push",
+    "host waits for finished at the pull",
     "host waits for item",
 )
 """Every record of an event, and every wait for one, of a job in its steady state."""
 
 SERVED_CALLS = (
-    "host waits for computed",
     "compute stream waits for folded of a further device",
     "copies stream waits for folded of a further device",
 )
 """The calls that only a job with a server makes, which goes on without lost workers."""
 
-MUTANTS = {key.replace(" ", "-"): key for key in (*CALLS, *SERVED_CALLS, POST_FIRST, RELEASE_FIRST)}
+MUTANTS = {key.replace(" ", "-"): key for key in (*CALLS, *SERVED_CALLS, POST_FIRST, RELEASE_FIRST, FORGET_NOTHING)}
 """By the name on the command line: what is left out, or which two steps are swapped."""
 
 

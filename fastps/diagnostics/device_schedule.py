@@ -6,19 +6,22 @@ The real scheduler, lanes and arena on devices run a small job under `bsp` on st
 what waits for what, and what each piece reads and writes where. The bytes are then scaled to a large model, and the work is
 laid out in time: pieces run as soon as their stream and events allow; those that need the same memory or link share it equally.
 
-What it leaves out: forward and backward passes, launches, latencies, and the bandwidth of the host's own memory.
+A backward pass of a given length may precede each push; the gradients of the shards appear evenly, from the last to the first.
+It takes its time, and no bandwidth. What the model leaves out: forward passes, launches, latencies, and the bandwidth of the
+host's own memory.
 """
 
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from fastps.device.arena import DeviceArena
 from fastps.device.first import FirstVersion
 from fastps.device.interface import DeviceError
-from fastps.device.plan import handle_table_bytes, homes
+from fastps.device.placement import BUCKET_MB
+from fastps.device.plan import handle_table_bytes, homes, shards_of
 from fastps.device.stepped import SteppedDevice, SteppedEvent, SteppedNode, SteppedStream
 from fastps.job.layout import Layout, place
 from fastps.job.plan import plan
@@ -36,6 +39,8 @@ from fastps.system.clock import SYSTEM_CLOCK
 _FLOATS = 1024  # of a shard of the job that is recorded
 _STEPS = 4
 _MOST_ROUNDS = 1000
+# Of 100 million parameters: 10,000 tokens a GPU and step, at 4 operations a token and parameter and 400 TFLOP/s.
+BACKWARD_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -56,13 +61,22 @@ class Speeds:
 
 @dataclass
 class Piece:
-    """A piece of work on a stream: bytes by resource, or an event that it records or waits for, by the record's number."""
+    """A piece of work on a stream: bytes by resource, or an event that it records or waits for, by the record's number.
+
+    `seconds`: how long it takes in any case.
+    """
 
     kind: str
     traffic: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     event: int = 0
     number: int = 0
     step: int = 0
+    seconds: float = 0.0
+
+    def lasts(self, speeds: Speeds, users: Mapping[str, int], scale: float) -> float:
+        """How many seconds it takes while `users` pieces share each resource."""
+        shared = [size * scale * users[name] / speeds.of(name) for name, size in self.traffic.items()]
+        return max([self.seconds, *shared])
 
 
 @dataclass(frozen=True)
@@ -114,6 +128,13 @@ class _RecordingDevice(SteppedDevice):
         super().wait(event, stream)
         self._note(stream, "wait", event)
 
+    def compute(self, seconds: float) -> None:
+        """Queue work on the compute stream that takes its time and touches nothing."""
+        stream = self.compute_stream()
+        self.queue(stream, "backward", lambda on: None)
+        self._note(stream, "backward")
+        self._recording.recorded[stream.number][-1].seconds = seconds
+
     def copy(self, to: int, source: int, size: int, stream: SteppedStream) -> None:
         """See Device."""
         super().copy(to, source, size, stream)
@@ -128,7 +149,8 @@ class _RecordingDevice(SteppedDevice):
         super()._touch(spans, writes, stream, text)
         made = self._recording.recorded[stream.number][stream.clock[stream.number] - 1]
         for address, size in spans:
-            if size >= 4 * _FLOATS:  # work items and tables do not grow with the model
+            # Work items and tables do not grow with the model, and the setup is over before the first step.
+            if size >= 4 * _FLOATS and made.step >= 0:
                 self._add(made.traffic, self.node.find(address, size, self.process, self, text).identity, size, writes)
 
     def _add(self, traffic: dict[str, float], there: str | None, size: int, writes: bool) -> None:
@@ -144,22 +166,29 @@ class _RecordingDevice(SteppedDevice):
 
 
 class _Job:
-    """A job of one worker a device under bsp, with one shard a device."""
+    """A job of one worker a device under bsp. Each shard has one parameter.
 
-    def __init__(self, update: Update, gpus: int, *, has_peers: bool) -> None:
+    `backward_s`: the length of a backward pass; `marks`: whether its hooks mark the shards whose gradients have appeared.
+    """
+
+    def __init__(
+        self, update: Update, gpus: int, shards: int, *, has_peers: bool, backward_s: float = 0.0, marks: bool = False
+    ) -> None:
+        self._backward_s, self._marks = backward_s, marks
         names = [f"gpu {number}" for number in range(gpus)]
         pairs = {frozenset((one, other)) for one in names for other in names if one != other}
         self.node = _RecordingNode(set() if has_peers else pairs)
         self.hyper = update.hyper
-        self.layout = _layout_of(update, gpus)
+        self.layout = _layout_of(update, gpus, shards)
         self.memory = _memory_of(self.layout)
         self._now_ns = 0
         self.lanes: list[WorkerLane] = []
         self.arenas: list[DeviceArena] = []
-        for rank, name in enumerate(names):
+        self._devices = [_RecordingDevice(self.node, rank, name) for rank, name in enumerate(names)]
+        for rank, device in enumerate(self._devices):
             self.memory.arena.claim(rank, os.getpid(), False)
             self.lanes.append(WorkerLane(self.memory.arena, rank))
-            self.arenas.append(DeviceArena(self.memory, rank, _RecordingDevice(self.node, rank, name)))
+            self.arenas.append(DeviceArena(self.memory, rank, device))
         self.buffers = [[0] * len(self.layout.shards) for _ in names]
 
     def run(self) -> dict[int, list[Piece]]:
@@ -196,11 +225,13 @@ class _Job:
 
     def _step(self) -> None:
         shards = len(self.layout.shards)
-        for lane, arena in zip(self.lanes, self.arenas, strict=True):
+        for lane, arena, device in zip(self.lanes, self.arenas, self._devices, strict=True):
             slot = int(lane.slot)
+            if self._backward_s:
+                self._backward(arena, device, slot)
             lane.set_hyper(slot, 0, *self.hyper)
             lane.set_presence(slot, presence_of(range(shards), shards))
-            arena.mark_computed(slot)
+            arena.mark_pushed(slot)
             self._settle(lane.push(self._now(), 1.0, 1, False), lane)
         waiting = dict(enumerate(self.lanes))
         for _ in range(_MOST_ROUNDS):
@@ -214,8 +245,15 @@ class _Job:
         if waiting:
             raise DeviceError(f"expected a grant for workers {sorted(waiting)}, found none")
         for rank, arena in enumerate(self.arenas):
-            arena.mark_computed()
+            arena.mark_released()
             self._pull(rank)
+
+    def _backward(self, arena: DeviceArena, device: _RecordingDevice, slot: int) -> None:
+        shards = len(self.layout.shards)
+        for shard in reversed(range(shards)):
+            device.compute(self._backward_s / shards)
+            if self._marks:
+                arena.mark_computed(shard, slot)
 
     def _pull(self, rank: int) -> None:
         self.lanes[rank].pull_all(self.buffers[rank])
@@ -230,11 +268,11 @@ class _Job:
         return self._now_ns
 
 
-def _layout_of(update: Update, gpus: int) -> Layout:
-    rows = [(f"parameter {number}", (_FLOATS,), (1,), 0) for number in range(gpus)]
-    layout = Layout(place(rows), 1, update.rule, parse_policy("bsp"), gpus).with_shards(gpus)
+def _layout_of(update: Update, gpus: int, shards: int) -> Layout:
+    rows = [(f"parameter {number}", (_FLOATS,), (1,), 0) for number in range(shards)]
+    layout = Layout(place(rows), 1, update.rule, parse_policy("bsp"), gpus).with_shards(shards)
     owners = homes([4 * (end - begin) for begin, end in layout.shards], range(gpus))
-    return replace(layout, owner_lanes=owners, extra_bytes=handle_table_bytes(gpus))
+    return replace(layout, owner_lanes=owners, extra_bytes=handle_table_bytes(shards))
 
 
 def _memory_of(layout: Layout) -> JobMemory:
@@ -272,10 +310,7 @@ def lay_out(streams: dict[int, list[Piece]], speeds: Speeds, scale: float = 1.0)
         for each in running.values():
             for resource in each.piece.traffic:
                 users[resource] += 1
-        rates = {
-            stream: min(speeds.of(name) / (users[name] * size * scale) for name, size in each.piece.traffic.items())
-            for stream, each in running.items()
-        }
+        rates = {stream: 1 / each.piece.lasts(speeds, users, scale) for stream, each in running.items()}
         lasts = min(each.left / rates[stream] for stream, each in running.items())
         yield now, now + lasts, [each.piece for each in running.values()]
         now += lasts
@@ -297,7 +332,7 @@ def _start(streams: dict[int, list[Piece]], places: dict[int, int], done: dict[i
             if stream in running or places[stream] == len(pieces):
                 continue
             piece = pieces[places[stream]]
-            if piece.traffic:
+            if piece.traffic or piece.seconds:
                 running[stream] = _Running(piece)
                 continue
             if piece.kind == "wait" and done[piece.event] < piece.number:
@@ -309,18 +344,29 @@ def _start(streams: dict[int, list[Piece]], places: dict[int, int], done: dict[i
 
 
 def model(
-    update: Update, gpus: int, parameters: float = 1e8, speeds: Speeds | None = None, *, has_peers: bool = True
+    update: Update,
+    gpus: int,
+    parameters: float = 1e8,
+    speeds: Speeds | None = None,
+    *,
+    has_peers: bool = True,
+    backward_s: float = 0.0,
+    overlaps: bool = False,
 ) -> Schedule:
     """The schedule of a step: `gpus` GPUs with a worker each, `parameters` float32 parameters in equal shards, under `bsp`.
 
-    Without `has_peers` gradients and weights go through page-locked host memory.
+    Without `has_peers` gradients and weights go through page-locked host memory. A step begins with a backward pass of
+    `backward_s` seconds. There is a shard for each GPU; with `overlaps` the shards are those of FASTPS_BUCKET_MB's default, and
+    each is folded while backward goes on.
 
     >>> found = model(SGD(lr=0.1), gpus=1)
     >>> found.busiest, round(found.bound_s / found.step_s, 2)
     ('memory of gpu 0', 1.0)
     """
     speeds = speeds or Speeds()
-    streams, scale = _Job(update, gpus, has_peers=has_peers).run(), parameters / (_FLOATS * gpus)
+    shards = shards_of(int(4 * parameters), gpus, BUCKET_MB << 20 if overlaps else None)
+    job = _Job(update, gpus, shards, has_peers=has_peers, backward_s=backward_s, marks=overlaps)
+    streams, scale = job.run(), parameters / (_FLOATS * shards)
     bytes_of, steps = defaultdict[str, float](float), range(1, _STEPS)  # the first step is left out
     for piece in (each for pieces in streams.values() for each in pieces if each.step in steps):
         for resource, size in piece.traffic.items():
@@ -336,19 +382,42 @@ def model(
     return Schedule(step_s, bytes_of[busiest] / speeds.of(busiest), busiest, dict(seconds))
 
 
+_CASES = ((1, True), (2, True), (4, True), (8, True), (4, False))  # GPUs, and whether they have peer access
+_RULES: tuple[tuple[str, Update], ...] = (("SGD with momentum", SGD(lr=0.1, momentum=0.9)), ("Adam", Adam(lr=0.1)))
+
+
+def _path(gpus: int, has_peers: bool) -> str:
+    return "-" if gpus == 1 else "NVLink" if has_peers else "host memory"
+
+
+def overlap_table(backward_s: float = BACKWARD_S) -> str:
+    """What a step adds to a backward pass, without and with overlap, for 100 million parameters, as a table in Markdown."""
+    lines = ["| rule | GPUs | path | backward | added without overlap | added with overlap |", "|" + "---|" * 6]
+    for name, update in _RULES:
+        for gpus, has_peers in _CASES:
+            steps = [
+                model(update, gpus, has_peers=has_peers, backward_s=backward_s, overlaps=overlaps).step_s
+                for overlaps in (False, True)
+            ]
+            shown = " | ".join(f"{1e3 * (step_s - backward_s):.2f} ms" for step_s in steps)
+            lines.append(f"| {name} | {gpus} | {_path(gpus, has_peers)} | {1e3 * backward_s:.0f} ms | {shown} |")
+    return "\n".join(lines)
+
+
 def table() -> str:
-    """The model's figures for 100 million parameters, as a table in Markdown."""
+    """The model's figures for 100 million parameters without a backward pass, as a table in Markdown."""
     lines = ["| rule | GPUs | path | step | folds | copies | bound | of the bound |", "|" + "---|" * 8]
-    for name, update in (("SGD with momentum", SGD(lr=0.1, momentum=0.9)), ("Adam", Adam(lr=0.1))):
-        for gpus, has_peers in ((1, True), (2, True), (4, True), (8, True), (4, False)):
+    for name, update in _RULES:
+        for gpus, has_peers in _CASES:
             found = model(update, gpus, has_peers=has_peers)
-            path = "-" if gpus == 1 else "NVLink" if has_peers else "host memory"
             times = [found.step_s, found.seconds.get("fold", 0.0), found.seconds.get("copy", 0.0)]
             shown = " | ".join(f"{1e3 * each:.2f} ms" for each in times)
             bound = f"{1e3 * found.bound_s:.2f} ms ({found.busiest.split()[0]})"
-            lines.append(f"| {name} | {gpus} | {path} | {shown} | {bound} | {found.bound_s / found.step_s:.0%} |")
+            lines.append(
+                f"| {name} | {gpus} | {_path(gpus, has_peers)} | {shown} | {bound} | {found.bound_s / found.step_s:.0%} |"
+            )
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    sys.stdout.write(table() + "\n")
+    sys.stdout.write(f"{table()}\n\n{overlap_table()}\n")

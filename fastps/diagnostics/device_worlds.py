@@ -4,8 +4,13 @@ Each turn, one worker takes one action, or one stream runs one piece of work. A 
 lost or doubled push shows. What a worker reads must be the version that it pulled, whenever its stream comes to read it.
 
 A world can leave out one record of an event or one wait for one, or swap two steps: it must then fail.
+
+Gradients appear shard by shard, from the last to the first, and are marked as a hook of backward marks them, or not; some
+change after that; some pushes turn out to be null. Where folds go by what has arrived, no fold may wait for work of another
+worker that is not done.
 """
 
+import itertools
 import os
 import random
 from collections import Counter
@@ -21,7 +26,7 @@ from fastps.device.arena import DeviceArena
 from fastps.device.first import FirstVersion
 from fastps.device.hazards import HazardError
 from fastps.device.interface import DeviceError
-from fastps.device.plan import handle_table_bytes, homes
+from fastps.device.plan import handle_table_bytes, homes, waits_before_posting
 from fastps.device.stepped import SteppedDevice, SteppedEvent, SteppedNode, SteppedStream
 from fastps.job.layout import Layout, place
 from fastps.job.plan import plan
@@ -49,6 +54,8 @@ SPECS = (
     ("policy:fold=quorum,grant=next-version,count=2,scale=mean", False),
 )
 POST_FIRST, RELEASE_FIRST = "post before the record", "release before the record"
+FORGET_NOTHING = "forget no changed gradients"
+_BSP_SHARE, _MARKED_SHARE, _CHANGED_SHARE, _NULL_SHARE = 0.4, 0.7, 0.15, 0.1
 _MOST_STEPS, MOST_TURNS, _AFTER_DEATH = 5, 100_000, 80
 GENERATION = 100  # between the process numbers of two owners of a lane
 ITEMS = 2
@@ -76,12 +83,17 @@ class WatchedDevice(SteppedDevice):
     def wait(self, event: SteppedEvent, stream: SteppedStream) -> None:
         """See Device."""
         if not self._world.leaves_out("wait", event, stream):
+            self._world.check_wait(event, stream)
             super().wait(event, stream)
 
     def synchronize_event(self, event: SteppedEvent) -> None:
         """See Device."""
         if not self._world.leaves_out("host", event, None):
             super().synchronize_event(event)
+
+    def is_done(self, event: SteppedEvent) -> bool:
+        """See Device."""
+        return self._world.leaves_out("host", event, None) or super().is_done(event)
 
 
 @dataclass
@@ -107,6 +119,7 @@ class Worker:
         self.arena = DeviceArena(world.memory, rank, self.device, items=ITEMS)
         self.buffers = [0] * world.shards
         self.slots: dict[int, int] = {}  # by slot: the step of its last push
+        self.nulls: set[int] = set()  # the steps whose pushes were null
         floats = world.layout.buffer_floats
         self.reads = self.device.host_memory(4 * floats * (2 * world.steps + 2)).view(np.float32).reshape(-1, floats)
         self.reads[:] = _UNREAD
@@ -125,11 +138,14 @@ class Worker:
         for step in range(world.steps):
             self._read()
             yield
-            slot = self._write_gradient(step)
-            yield
-            for action in self._in_order([lambda slot=slot: arena.mark_computed(slot), self._post], POST_FIRST, "push"):
-                action()
-                yield
+            slot = int(lane.slot)
+            yield from self._write_gradient(step, slot)
+            is_null = step in world.void_steps or world.random.random() < _NULL_SHARE
+            marked = None if is_null else slot
+            if is_null:
+                self.nulls.add(step)
+            for action in self._in_order([self._mark_pushed, self._post], POST_FIRST):
+                yield from action(marked)
             if world.random.random() < 0.5:
                 self._read()
                 yield
@@ -144,27 +160,49 @@ class Worker:
             yield
         yield from self._pull()
         self._read()
+        arena.await_folds()
 
-    def _in_order(self, actions: list[Any], swapped: str, moment: str) -> list[Any]:
-        self.world.moment = moment
+    def _in_order(self, actions: list[Any], swapped: str) -> list[Any]:
         return actions[::-1] if self.world.left_out == swapped else actions
 
-    def _pull(self) -> Iterator[None]:
-        for action in self._in_order([self.arena.mark_computed, self._pin], RELEASE_FIRST, "pull"):
-            self.world.moment = "pull"
-            action()
+    def _finish(self, moment: str, slot: int | None = None) -> Iterator[None]:
+        """Wait for this worker's own work, where its discipline needs that, and fold what others push meanwhile."""
+        self.world.moment = moment
+        self.arena.begin_finish(slot)
+        while not self._is_finished(moment):
+            self.combine()
             yield
+
+    def _is_finished(self, moment: str) -> bool:
+        self.world.moment = moment
+        return self.arena.is_finished()
+
+    def _mark_pushed(self, slot: int | None) -> Iterator[None]:
+        yield from self._finish("push", slot)
+        self.world.moment = "push"
+        self.arena.mark_pushed(slot)
+        yield
+
+    def _mark_released(self) -> Iterator[None]:
+        yield from self._finish("pull")
+        self.arena.mark_released()
+        yield
+
+    def _pull(self) -> Iterator[None]:
+        for action in self._in_order([self._mark_released, self._pin], RELEASE_FIRST):
+            yield from action()
         self.arena.show_pulled(self.buffers)
         self.shown = self._pulled()
 
-    def _pin(self) -> None:
+    def _pin(self) -> Iterator[None]:
         self.world.publish(self.process)
         if (shard := self.lane.pull_all(self.buffers)) >= 0:
             raise ViolationError(f"the commit word of shard {shard} is damaged")
+        yield
 
     def begin(self) -> None:
         """Pull for the first time."""
-        self._pin()
+        list(self._pin())
         self.arena.show_pulled(self.buffers)
         self.shown = self._pulled()
 
@@ -182,23 +220,38 @@ class Worker:
             self.device.copy(to, address, 4 * parameter.length, self.device.compute_stream())
         self.expected.append(self.shown)
 
-    def _write_gradient(self, step: int) -> int:
-        """Queue the gradients of a step into the slot, as a backward pass, parameter by parameter."""
-        slot, lane = int(self.lane.slot), self.lane
-        for index, parameter in enumerate(self.world.layout.parameters):
-            source = self.gradients[step, parameter.offset :].ctypes.data
-            target = self.arena.gradient_address(self.rank, slot, index)
-            self.device.copy(target, source, 4 * parameter.length, self.device.compute_stream())
-        lane.set_hyper(slot, 0, *self.world.hyper)
-        lane.set_presence(slot, presence_of(range(self.world.shards), self.world.shards))
+    def _write_gradient(self, step: int, slot: int) -> Iterator[None]:
+        """Queue the gradients of a step into the slot, as a backward pass, from the last shard to the first."""
+        world, lane, draw = self.world, self.lane, self.world.random
+        for shard in reversed(range(world.shards)):
+            self._write_shard(step, slot, shard)
+            if draw.random() < _MARKED_SHARE:
+                world.moment = "hook"
+                self.arena.mark_computed(shard, slot)
+                yield
+        for shard in range(world.shards):
+            # A copy to host memory may run meanwhile: what it tears it copies again, which the check of accesses cannot know.
+            if draw.random() < _CHANGED_SHARE and not self.arena.is_sent(shard):
+                self._write_shard(step, slot, shard)
+                if world.left_out != FORGET_NOTHING:
+                    self.arena.forget(shard)
+        lane.set_hyper(slot, 0, *world.hyper)
+        lane.set_presence(slot, presence_of(range(world.shards), world.shards))
         self.slots[slot] = step
-        return slot
+        yield
 
-    def _post(self) -> None:
-        self.world.moment = "push"
+    def _write_shard(self, step: int, slot: int, shard: int) -> None:
+        for index, parameter in enumerate(self.world.layout.parameters):
+            if parameter.shard == shard:
+                source = self.gradients[step, parameter.offset :].ctypes.data
+                target = self.arena.gradient_address(self.rank, slot, index)
+                self.device.copy(target, source, 4 * parameter.length, self.device.compute_stream())
+
+    def _post(self, slot: int | None) -> Iterator[None]:
         self.world.publish(self.process)
         self.posts += 1
-        self._settle(self.lane.push(self.world.now(), 1.0, 1, False))
+        self._settle(self.lane.push(self.world.now(), 1.0, 1, slot is None))
+        yield
 
     def combine(self) -> None:
         """Try the locks of the shards that this worker folds."""
@@ -257,16 +310,18 @@ class World:
         count = draw.randint(max(2, len(gpus)), max(2, devices))
         self._gpus = [*gpus, *(draw.choice(gpus) for _ in range(count - len(gpus)))]
         self.steps = draw.randint(2, _MOST_STEPS)
-        spec, self.folds_all = draw.choice(SPECS)
+        spec, self.folds_all = SPECS[0] if draw.random() < _BSP_SHARE else draw.choice(SPECS)
         momentum = draw.choice((0.0, 0.5))
         update = SGD(lr=1.0, momentum=momentum)
         self.hyper = update.hyper
         self.layout = self._layout_of(parse_policy(spec), update, count)
         self.policy, self.shards = self.layout.policy, len(self.layout.shards)
+        self._waits = waits_before_posting(self.layout)
         self.spec = f"{spec}, {count} workers on {len(gpus)} devices"
         self.node = SteppedNode(draw.randrange(1 << 30), self._unreachable(gpus))
         self.memory = self._memory()
         self._dies = draw.random() < 0.2
+        self.void_steps = {step for step in range(self.steps) if draw.random() < _NULL_SHARE}  # in which all pushes are null
         self.folded: Counter[tuple[int, int, int]] = Counter()
         self.workers: list[Worker] = []
         self._roles: dict[int, str] = {}
@@ -281,7 +336,7 @@ class World:
 
     def _layout_of(self, policy: Policy, update: Any, workers: int) -> Layout:
         owners = [self._gpus.index(gpu) for gpu in dict.fromkeys(self._gpus)]
-        shards = self.random.randint(len(owners), len(owners) + 1)
+        shards = self.random.randint(len(owners), 2 * len(owners))
         rows = [(f"parameter {number}", (self.places,), (1,), 0) for number in range(shards)]
         layout = Layout(place(rows, 1), 1, update.rule, policy, workers).with_shards(shards)
         homes_of = homes([4 * (end - begin) for begin, end in layout.shards], owners)
@@ -333,14 +388,26 @@ class World:
         role = self._roles[id(event)]
         on = self._roles[id(stream)] if stream is not None else ""
         if verb == "record":
-            key = f"record {role}" + (f" at the {self.moment}" if role == "computed" else "")
+            key = f"record {role}" + (f" at the {self.moment}" if role in ("computed", "finished") else "")
         elif verb == "wait":
             assert stream is not None
             key = f"{on} stream waits for {'own' if event.owner == stream.process else 'others'} {role}"
         else:
-            key = f"host waits for {role}"
+            key = f"host waits for {role}" + (f" at the {self.moment}" if role == "finished" else "")
         self.seen.add(key)
         return key == self.left_out
+
+    def check_wait(self, event: SteppedEvent, stream: SteppedStream) -> None:
+        """A fold waits for no work of another worker, where each worker waits for its own before it posts or releases."""
+        if not (self._is_running and self._waits) or event.owner == stream.process or self._roles[id(stream)] != "fold":
+            return
+        role = self._roles[id(event)]
+        work = self.workers[event.owner].device.compute_stream().work if role != "folded" else ()
+        recorded = event, event.made
+        before = itertools.takewhile(lambda piece: not piece.records or (piece.event, piece.number) != recorded, work)
+        ahead = [piece.text for piece in before if piece.run is not None]
+        if ahead and event.done < event.made:
+            raise ViolationError(f"a fold waits for {role} of worker {event.owner}, which has still to do: {', '.join(ahead)}")
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -460,5 +527,5 @@ class World:
             for worker in self.workers:
                 for step in range(self.steps):
                     count = self.folded[shard, worker.process, step]
-                    if count > 1 or (self.folds_all and not count):
+                    if count > 1 or (self.folds_all and count + (step in worker.nulls) != 1):
                         raise ViolationError(f"the push of worker {worker.rank}, step {step} was folded {count} times")

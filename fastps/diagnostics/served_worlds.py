@@ -63,11 +63,12 @@ class _MortalDevice(WatchedDevice):
         self._operate()
         return super().open(handle)
 
-    def synchronize_event(self, event: SteppedEvent) -> None:
-        """See Device. The process can die before the wait and after it."""
+    def is_done(self, event: SteppedEvent) -> bool:
+        """See Device. The process can die before the look and after it."""
         self._operate()
-        super().synchronize_event(event)
+        found = super().is_done(event)
         self._operate()
+        return found
 
 
 class _Server:
@@ -135,7 +136,7 @@ class ServedWorld(World):
                 self._dying[rank] = draw.randint(3, 30 * self.steps)
 
     def _layout_of(self, policy: Policy, update: Any, workers: int) -> Layout:
-        shards = self.random.randint(len(set(self._gpus)), len(set(self._gpus)) + 1)
+        shards = self.random.randint(len(set(self._gpus)), 2 * len(set(self._gpus)))
         rows = [(f"parameter {number}", (self.places,), (1,), 0) for number in range(shards)]
         faults = FaultPolicy(on_worker_loss="continue", nonfinite="allow")
         layout = Layout(place(rows, 1), 1, update.rule, policy, workers, faults=faults, server="process").with_shards(shards)
@@ -276,7 +277,7 @@ class ServedWorld(World):
             for shard in range(self.shards):
                 for step in range(self.steps):
                     count = self.folded[shard, worker.process, step]
-                    is_due = self.folds_all and step < worker.posts
+                    is_due = self.folds_all and step < worker.posts and step not in worker.nulls
                     if count > 1 or (is_due and not count) or (count and step >= worker.posts):
                         raise ViolationError(
                             f"push {step} of worker {rank}, owner {generation} of its lane, which has"

@@ -27,7 +27,10 @@ class Gradients:
     Attributes:
         present: the parameters that have a gradient in the slot.
         is_apart: whether an error ended the last step before its push was folded; see `detach`.
+        accumulates: whether the script has said that more backwards follow before the push.
     """
+
+    accumulates = False
 
     def __init__(
         self,

@@ -12,16 +12,18 @@ import torch
 import torch.utils.dlpack
 
 from fastps.device.interface import Device
-from fastps.device.placement import gpus_of_workers
+from fastps.device.placement import bucket_bytes, gpus_of_workers
 from fastps.device.plan import placed_on
-from fastps.device.store import DeviceStore
+from fastps.device.store import DeviceStore, DeviceWorker
 from fastps.errors import UnsupportedError
 from fastps.job.layout import Layout
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.store.worker import Worker
+from fastps.torch.gradients import Gradients
 from fastps.torch.join import Joining, writer_of
 from fastps.torch.placements import HostPlacement
+from fastps.torch.shard_marks import MarkedGradients, MarkedHalfGradients
 
 
 class DevicePlacement(HostPlacement):
@@ -44,13 +46,13 @@ class DevicePlacement(HostPlacement):
     def layout(self, layout: Layout) -> Layout:
         """Give each shard a home, and each lane room for its handles: see fastps.device.plan.placed_on.
 
-        Raises UnsupportedError for parameters in half precision.
+        A layout of one shard is cut: see FASTPS_BUCKET_MB. Raises UnsupportedError for parameters in half precision.
         """
         if layout.shown_type != "float32":
             raise UnsupportedError(
                 f"expected float32 parameters where shards are on a GPU, found {layout.shown_type}: use FASTPS_PLACEMENT=host"
             )
-        return placed_on(layout, self.gpus_of_workers())
+        return placed_on(layout, self.gpus_of_workers(), bucket_bytes())
 
     def gpus_of_workers(self) -> list[str]:
         """The GPU of each worker; [] if the launcher gave none, and all use one."""
@@ -92,6 +94,15 @@ class DevicePlacement(HostPlacement):
         except BaseException:
             store.close()
             raise
+
+    def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
+        """See HostPlacement. Shards are marked while backward goes on, unless the worker waits for its push anyway."""
+        assert isinstance(worker, DeviceWorker)
+        kind = super().gradients_kind(worker)
+        if worker.devices.waits:
+            return kind
+        shards = [parameter.shard for parameter in worker.store.layout.parameters]
+        return partial(MarkedGradients if kind is Gradients else MarkedHalfGradients, worker.devices, shards)
 
     def tensor_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over the device's memory, with the parameters' strides; made by DLPack, without a copy."""

@@ -287,11 +287,11 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
 
         Several backwards before one `step()` accumulate without this, too; it exists for loops written for DDP.
         """
-        self._in_no_sync = True
+        self._in_no_sync = self._gradients.accumulates = True
         try:
             yield
         finally:
-            self._in_no_sync = False
+            self._in_no_sync = self._gradients.accumulates = False
 
     # -- the step ----------------------------------------------------------------------------------
 

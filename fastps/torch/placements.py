@@ -80,7 +80,7 @@ class HostPlacement:
     def use(self, worker: Worker) -> None:
         """Prepare this worker's arena. Raises ArenaError."""
 
-    def gradients_kind(self) -> type[Gradients]:
+    def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
         """The class that copies gradients into the slots."""
         return Gradients if all(tensor.dtype == self._push_dtype for tensor in self._tensors) else HalfGradients
 

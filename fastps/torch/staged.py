@@ -4,6 +4,7 @@ Backward's hooks queue copies of gradients, a pull queues copies of weights, and
 CuPy and works with any mix of workers on GPUs and CPUs.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ class StagedPlacement(HostPlacement):
             _runtime().cudaHostUnregister(self._locked.ctypes.data)
             self._locked = None
 
-    def gradients_kind(self) -> type[Gradients]:
+    def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
         """The class that queues copies of gradients into the slots."""
         return StagedGradients
 

@@ -80,7 +80,7 @@ def gradients_of(
     def name(index: int) -> str:
         return parameters[index].name
 
-    found = placement.gradients_kind()(
+    found = placement.gradients_kind(worker)(
         [tensors[index] for index in dense],
         [[views[index] for index in dense] for views in slots],
         keeps=keeps,

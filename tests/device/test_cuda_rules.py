@@ -43,6 +43,7 @@ def job() -> list[Step]:
         (2, "streamSynchronize", (12,), None),
         (2, "ipcCloseMemHandle", (B,), None),
         (2, "freeHost", (HOST,), None),
+        (1, "eventQuery", (21,), 600),
         (1, "eventSynchronize", (21,), None),
         (1, "hostRegister", (HOST + MIB2, 4096, 3), None),
         (1, "hostUnregister", (HOST + MIB2,), None),
@@ -156,6 +157,8 @@ BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
     "wait before record": (without(1, "eventRecord"), "an event that was recorded"),
     "wait for a destroyed event": (moved(1, "eventDestroy", (2, "streamWaitEvent")), "one that was destroyed"),
     "host waits before record": (moved(1, "eventSynchronize", (1, "eventRecord")), "an event that was recorded"),
+    "question for an event before record": (moved(1, "eventQuery", (1, "eventRecord")), "an event that was recorded"),
+    "question for another process's event": (added((2, "eventQuery", (32,), 0), (2, "streamWaitEvent")), "an event of its own"),
     "event and stream of two devices": (
         lambda steps: added((1, "streamCreateWithFlags", (1,), 19), (1, "eventRecord"))(
             added((1, "setDevice", (1,), None), (1, "eventRecord"))(changed(1, "eventRecord", (21, 19))(steps))

@@ -67,7 +67,7 @@ def steps_of(store: DeviceStore, rank: int, dies_at: int = 0, pause: Callable[[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", [45, 61, 80, 97, 110, 124])
+@pytest.mark.parametrize("operation", [45, 61, 80, 93, 104, 115])
 @pytest.mark.parametrize("sync", ["asp", "ssp:2", "bsp"])
 def test_the_others_go_on_and_every_push_that_was_posted_counts(sync: str, operation: int) -> None:
     with make_store(sync, 3) as store:

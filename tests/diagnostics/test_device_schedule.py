@@ -44,6 +44,26 @@ def test_twice_the_parameters_take_twice_the_time() -> None:
     assert twice.step_s == pytest.approx(2 * once.step_s)
 
 
+def test_backward_hides_the_folds_of_all_but_the_last_gradients() -> None:
+    backward_s, shards = 0.01, 6  # 400 MB in shards of about 64 MB
+    without, overlapped = (model(MOMENTUM, 1, PARAMETERS, backward_s=backward_s, overlaps=each) for each in (False, True))
+    fold_s = 5 * BYTES / Speeds().memory
+    assert without.step_s == pytest.approx(backward_s + fold_s)
+    assert overlapped.step_s == pytest.approx(backward_s + fold_s / shards)
+
+
+@pytest.mark.parametrize(("gpus", "has_peers", "most"), [(2, True, 0.6), (4, True, 0.7), (4, False, 0.4)])
+def test_what_backward_cannot_hide_is_the_copies_and_the_last_folds(gpus: int, has_peers: bool, most: float) -> None:
+    """A copy waits until backward has read the old weights, and a fold reads what appears last in all homes at a time."""
+    backward_s, speeds = 0.01, Speeds()
+    without, overlapped = (
+        model(MOMENTUM, gpus, PARAMETERS, has_peers=has_peers, backward_s=backward_s, overlaps=each).step_s - backward_s
+        for each in (False, True)
+    )
+    assert overlapped < most * without
+    assert overlapped > BYTES * (gpus - 1) / gpus / (speeds.peers if has_peers else speeds.host)
+
+
 def copy(resource: str, size: float) -> Piece:
     return Piece("copy", {resource: size})
 

@@ -73,7 +73,7 @@ BATCH = 8
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "FASTPS_JOB", "FASTPS_SYNC", "FASTPS_GPUS", "FASTPS_PLACEMENT"):
+    for name in ("RANK", "WORLD_SIZE", "FASTPS_JOB", "FASTPS_SYNC", "FASTPS_GPUS", "FASTPS_PLACEMENT", "FASTPS_BUCKET_MB"):
         monkeypatch.delenv(name, raising=False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -215,7 +215,9 @@ def test_a_state_dict_is_loaded_and_the_run_goes_on_from_it(kind: type[fastps.Di
     assert found[0] == found[1]
 
 
-def run_ranks(classes: list[type[fastps.DistributedOptimizer]], sync: str, monkeypatch: pytest.MonkeyPatch, job: str) -> Any:
+def run_ranks(
+    classes: list[type[fastps.DistributedOptimizer]], sync: str, monkeypatch: pytest.MonkeyPatch, job: str, **options: Any
+) -> Any:
     """Train with a worker a class, each on its share of the batches; returns what each ended with."""
     workers = len(classes)
     monkeypatch.setenv("FASTPS_JOB", f"test-{os.getpid()}-{job}")
@@ -226,7 +228,8 @@ def run_ranks(classes: list[type[fastps.DistributedOptimizer]], sync: str, monke
         os.environ["RANK"] = str(rank)
         model = make_model(seed=rank)
         mine = [(x[rank * BATCH : (rank + 1) * BATCH], y[rank * BATCH : (rank + 1) * BATCH]) for x, y in steps]
-        with classes[rank](torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), sync=sync, model=model) as optimizer:
+        inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        with classes[rank](inner, sync=sync, model=model, **options) as optimizer:
             optimizer.wait_for_start()  # under asp one may have come to its end before the other has begun
             train(model, optimizer, mine)
             optimizer.wait_for_others()

@@ -1,0 +1,111 @@
+"""Gradients on devices whose shards are folded while backward goes on: each shard is marked once its last gradient is there.
+
+Hooks of backward count a shard's gradients down. A mark is taken back where more work on these gradients was queued since: by
+another backward, by a change that torch counts (clipping, unscaling), or by a copy of a gradient that was set by hand. The push
+then marks the shard itself. A write that torch does not count, through `.data` or another library, is not noticed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fastps.device.arena import DeviceArena
+from fastps.torch.gradients import Gradients, HalfGradients
+
+
+class _Shard:
+    """What hooks have seen of one shard: the gradients that this backward has not reached, and its stream.
+
+    `versions`: of the tensors over the slot when the shard was marked; None: it is not marked.
+    """
+
+    def __init__(self, members: list[int]) -> None:
+        self.members = members
+        self.missing = set(members)
+        self.stream: Any = None
+        self.is_on_one_stream = True
+        self.versions: list[int] | None = None
+
+    def begin(self) -> None:
+        """Begin another backward, or another step."""
+        self.missing = set(self.members)
+        self.stream, self.is_on_one_stream, self.versions = None, True, None
+
+
+class ShardMarks:
+    """Marks the shards of an arena's next push. `shards`: the shard of each parameter."""
+
+    def __init__(self, arena: DeviceArena, shards: Sequence[int]) -> None:
+        self._arena = arena
+        self._shard_of = shards
+        self._shards = [
+            _Shard([index for index, shard in enumerate(shards) if shard == number]) for number in range(max(shards) + 1)
+        ]
+
+    def put(self, index: int, slot: int, views: Sequence[torch.Tensor]) -> None:
+        """A gradient is in the slot, of which `views` are tensors, or work is queued on this thread's stream that puts it."""
+        number = self._shard_of[index]
+        shard = self._shards[number]
+        if index not in shard.missing:
+            self._arena.forget(number)
+            shard.begin()
+        shard.missing.discard(index)
+        stream = self._arena.compute_stream()
+        shard.is_on_one_stream &= shard.stream is None or shard.stream == stream
+        shard.stream = stream
+        if not shard.missing and shard.is_on_one_stream:
+            shard.versions = [views[member]._version for member in shard.members]
+            self._arena.mark_computed(number, slot)
+
+    def check(self, views: Sequence[torch.Tensor]) -> None:
+        """Take back the marks of shards in which a gradient has changed since."""
+        for number, shard in enumerate(self._shards):
+            if shard.versions is not None and shard.versions != [views[member]._version for member in shard.members]:
+                self._arena.forget(number)
+
+    def clear(self) -> None:
+        """Take back all marks, and begin anew."""
+        for number, shard in enumerate(self._shards):
+            self._arena.forget(number)
+            shard.begin()
+
+
+class _Marked(Gradients):
+    """Gradients that mark their shards. Ahead of Gradients or HalfGradients among the bases."""
+
+    def __init__(self, arena: DeviceArena, shards: Sequence[int], *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._marks = ShardMarks(arena, shards)
+
+    def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
+        """Put the gradient into the slot, and mark its shard if it is the last. Where more is accumulated, mark nothing."""
+        super().put(index, slot, tensor)
+        if self.accumulates:
+            self._marks.clear()
+        elif not self.is_apart and tensor.grad is not None:
+            self._marks.put(index, slot, self.slots[slot])
+
+    def zero(self, slot: int, set_to_none: bool) -> None:
+        """Clear the gradients."""
+        self._marks.clear()
+        super().zero(slot, set_to_none)
+
+    def collect(self, slot: int) -> bytes | None:
+        """Copy gradients that did not come through the hook into the slot; the push marks the shards of those."""
+        presence = super().collect(slot)
+        self._marks.check(self.slots[slot])
+        return presence
+
+    def release(self) -> None:
+        """Give up the slot after its push."""
+        self._marks.clear()
+        super().release()
+
+
+class MarkedGradients(_Marked, Gradients):
+    """Gradients in slots of their own type."""
+
+
+class MarkedHalfGradients(_Marked, HalfGradients):
+    """Gradients in slots of another type."""

@@ -1,0 +1,109 @@
+"""Disciplines that go by what has arrived: a push on a device is posted once its gradients are there, and holds nobody up."""
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.device.host import HostDevice
+from fastps.device.plan import handle_table_bytes, waits_before_posting
+from fastps.device.store import DeviceStore
+from fastps.job.fault_policy import FaultPolicy
+from fastps.job.layout import Layout, place
+from fastps.job.specs import parse_policy
+from tests.support import processes
+
+AMOUNT, SIZE = np.float32(1 / 1024), 1025
+SLOW_S = 0.12
+
+
+def layout_of(sync: str, workers: int, owner_lanes: tuple[int, ...] = (0,), **options: Any) -> Layout:
+    rows = [(f"p{number}", (SIZE,), (1,), 0) for number in range(len(owner_lanes))]
+    layout = Layout(place(rows, 1), 1, fastps.SGD(lr=1.0).rule, parse_policy(sync), workers, **options)
+    layout = layout.with_shards(len(owner_lanes)) if len(owner_lanes) > 1 else layout
+    return replace(layout, owner_lanes=owner_lanes, extra_bytes=handle_table_bytes(len(owner_lanes)))
+
+
+def test_who_waits_is_a_matter_of_the_fold_and_of_going_on() -> None:
+    specs = ["bsp", "hardsync:64", "policy:fold=all,grant=next-version,scale=mean"]
+    specs += ["asp", "ssp:2", "dssp:1,4", "backup:1", "psp:2,0.5", "softsync:2", "r2sp:0.8"]
+    assert [waits_before_posting(layout_of(spec, 4)) for spec in specs] == [False] * 3 + [True] * 7
+    assert waits_before_posting(layout_of("bsp", 4, faults=FaultPolicy(on_worker_loss="continue"), server="process"))
+
+
+def work(store: DeviceStore, rank: int, gpus: str, steps: list[int]) -> Any:
+    """Take steps whose gradients are queued; worker 0's appear slowly.
+
+    Returns when the device was done with them, the sum of all pushes in the weights, whether each push was posted after its
+    gradients were there, and the time that the worker's counters call computing.
+    """
+    device, done = HostDevice(gpus[rank], computes_at_once=False), []
+    try:
+        with store.use(device).attach(rank) as worker:
+            worker.wait_for_start()
+            stream, gradient = device.compute_stream(), device.host_memory(4 * SIZE)
+            gradient.view(np.float32)[:] = AMOUNT
+            posted_after = []
+            for step in range(steps[rank]):
+                stream.do(partial(time.sleep, SLOW_S * (rank == 0)))
+                for index in range(len(store.layout.parameters)):
+                    address = store.arena_on_devices().gradient_address(rank, worker.slot, index)
+                    device.copy(address, gradient.ctypes.data, 4 * SIZE, stream)
+                stream.do(partial(done.append, step))
+                worker.push(store.hypers, samples=1)
+                posted_after.append(len(done) == step + 1)
+                worker.advance()
+                worker.pull()
+            device.synchronize(stream)
+            ended = time.monotonic()
+            counted = store.arena.counters(rank)["compute_ns"] / 1e9
+            worker.wait_for_others()
+            device.synchronize(stream)
+            values = np.concatenate([np.array(values) for values in worker.weights.values()])
+            assert np.unique(values).size == 1, "a fold read a slot before its gradient was there"
+            return ended, -values[0] / AMOUNT, posted_after, counted
+    finally:
+        store.close()
+
+
+def run(sync: str, gpus: str, steps: list[int], owner_lanes: tuple[int, ...]) -> list[Any]:
+    layout = layout_of(sync, len(gpus), owner_lanes)
+
+    def zeros(views: list[Any]) -> None:
+        for view in views:
+            view[:] = 0
+
+    store = DeviceStore.create_for(layout, zeros, [fastps.SGD(lr=1.0).hyper], timeout_s=20)
+    assert isinstance(store, DeviceStore)
+    with store:
+        children = [processes.start(lambda rank=rank: work(store, rank, gpus, steps)) for rank in range(len(gpus))]  # type: ignore[misc]
+        processes.finish(children, 40)
+    assert [child.exit_code for child in children] == [0] * len(gpus), [child.outcome for child in children]
+    return [child.outcome for child in children]
+
+
+@pytest.mark.parametrize(("sync", "gpus"), [("asp", "aaa"), ("asp", "abb"), ("backup:1", "abb")])
+def test_the_others_go_on_at_their_speed_beside_a_slow_device(sync: str, gpus: str) -> None:
+    """Those that share the slow worker's GPU fold themselves; on its own GPU it folds others' pushes while it computes."""
+    owners = (0,) if gpus == "aaa" else (0, 1)
+    slow, *fast = run(sync, gpus, [4, 12, 12], owners)
+    assert all(ended < slow[0] - SLOW_S for ended, *_ in fast), "they took 12 steps before the slow one took 3 of its 4"
+    assert all(posted_after for _, _, posted, _ in (slow, *fast) for posted_after in posted)
+    if sync == "asp":
+        assert {total for _, total, _, _ in (slow, *fast)} == {28.0}
+
+
+def test_the_scheduler_sees_the_times_of_the_device_under_dssp() -> None:
+    slow, fast = run("dssp:1,3,hard_bound=true", "aa", [6, 6], (0,))
+    assert all(slow[2]) and slow[3] > 6 * SLOW_S * 0.95, "computing lasts until the gradients are there"
+    assert fast[3] < SLOW_S, "and the other worker's own computing stays short: it waits for its grants"
+    assert fast[0] > slow[0] - 5 * SLOW_S, "so it is at most 4 steps ahead of what the slow device has computed"
+
+
+def test_where_all_wait_for_all_the_host_still_runs_ahead() -> None:
+    slow, fast = run("bsp", "aa", [3, 3], (0,))
+    assert not any(slow[2]) and slow[1] == fast[1] == 3.0

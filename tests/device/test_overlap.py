@@ -1,0 +1,83 @@
+"""Shards whose gradients have appeared are folded while backward still computes the others."""
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.device.host import HostDevice
+from fastps.device.plan import handle_table_bytes, shards_of
+from fastps.device.store import DeviceStore
+from fastps.job.layout import Layout, place
+from fastps.job.specs import parse_policy
+from tests.support import processes
+
+SIZE, STEPS, AMOUNT = 1025, 3, np.float32(1 / 1024)
+GAP_S = 0.2  # between the gradients of two shards
+
+
+def make_store(owner_lanes: tuple[int, ...]) -> DeviceStore:
+    update = fastps.SGD(lr=1.0)
+    rows = [(f"p{number}", (SIZE,), (1,), 0) for number in range(len(owner_lanes))]
+    layout = Layout(place(rows, 1), 1, update.rule, parse_policy("bsp"), 2).with_shards(len(owner_lanes))
+    layout = replace(layout, owner_lanes=owner_lanes, extra_bytes=handle_table_bytes(len(owner_lanes)))
+
+    def zeros(views: list[Any]) -> None:
+        for view in views:
+            view[:] = 0
+
+    store = DeviceStore.create_for(layout, zeros, [update.hyper], timeout_s=20)
+    assert isinstance(store, DeviceStore)
+    return store
+
+
+def work(store: DeviceStore, rank: int, gpus: str, marks: bool) -> Any:
+    """Steps in which the last shard's gradient appears first and the first shard's much later.
+
+    Returns, for each step, whether the last shard's fold was done before the first shard's gradient appeared.
+    """
+    device, seen = HostDevice(gpus[rank], computes_at_once=False), []
+    try:
+        with store.use(device).attach(rank) as worker:
+            worker.wait_for_start()
+            arena, stream, gradient = store.arena_on_devices(), device.compute_stream(), device.host_memory(4 * SIZE)
+            gradient.view(np.float32)[:] = AMOUNT
+            last = len(store.layout.parameters) - 1
+            folded = arena.parts()[f"folded {last}"]
+            for step in range(STEPS):
+                for shard in reversed(range(last + 1)):
+                    device.copy(arena.gradient_address(rank, worker.slot, shard), gradient.ctypes.data, 4 * SIZE, stream)
+                    if marks:
+                        arena.mark_computed(shard, worker.slot)
+                    if shard == last:
+                        stream.do(partial(time.sleep, GAP_S))
+                        made = step + 2  # the first record is that of the setup
+                        stream.do(lambda made=made: seen.append(int(folded.words[1]) >= made))  # type: ignore[misc]
+                worker.push(store.hypers, samples=1)
+                worker.advance()
+                worker.pull()
+            worker.wait_for_others()
+            device.synchronize(stream)
+            values = np.concatenate([np.array(values) for values in worker.weights.values()])
+            assert np.allclose(values, -STEPS * AMOUNT), "every gradient was there when it was folded"
+            return seen if last in arena.own_shards() else []
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("marks", [True, False], ids=["marked by hooks", "left to the push"])
+def test_a_shard_is_folded_while_backward_computes_the_others(marks: bool) -> None:
+    with make_store((0, 1, 0, 1)) as store:
+        children = [processes.start(lambda rank=rank: work(store, rank, "ab", marks)) for rank in range(2)]  # type: ignore[misc]
+        processes.finish(children, 40)
+    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+    assert [child.outcome for child in children] == [[], [marks] * STEPS]
+
+
+def test_a_large_model_has_several_shards_a_device_and_a_small_one_as_few_as_may_be() -> None:
+    assert [shards_of(size << 20, 4, 64 << 20) for size in (1, 64, 65, 1000)] == [4, 4, 8, 64]
+    assert shards_of(1 << 40, 8, 64 << 20) == 64 and shards_of(1 << 40, 5, 64 << 20) == 60, "an arena has at most 64"

@@ -1,0 +1,200 @@
+"""Hooks of backward mark a shard on a device once its last gradient is there, and nothing that changes later keeps its mark."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from fastps.device.arena import DeviceArena
+from tests.torch import test_staged as staged
+from tests.torch.test_staged import HostDeviceOptimizer, SeveralDevicesOptimizer
+
+SHARDS = [3, 2, 1, 0]  # of `make_model` in the tests, in the order in which their gradients appear
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "FASTPS_JOB", "FASTPS_SYNC", "FASTPS_GPUS", "FASTPS_PLACEMENT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FASTPS_BUCKET_MB", "0.00006")  # a cache line: as many shards as layers
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Watched:
+    """What an arena was told, and which shards were marked before each push."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.marked: list[int] = []
+        self.kept: list[list[int]] = []
+        mark_computed, mark_pushed = DeviceArena.mark_computed, DeviceArena.mark_pushed
+
+        def mark(arena: DeviceArena, shard: int, slot: int) -> None:
+            self.marked.append(shard)
+            mark_computed(arena, shard, slot)
+
+        def push(arena: DeviceArena, slot: int | None) -> None:
+            self.kept.append(sorted(arena.marked, reverse=True))
+            mark_pushed(arena, slot)
+
+        monkeypatch.setattr(DeviceArena, "mark_computed", mark)
+        monkeypatch.setattr(DeviceArena, "mark_pushed", push)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in SHARDS))
+
+
+def backward(model: torch.nn.Module, layers: slice = slice(None)) -> None:
+    inputs = torch.ones(2, 4)
+    for layer in list(model.children())[layers]:  # type: ignore[misc]
+        inputs = layer(inputs)
+    inputs.square().sum().backward()
+
+
+def clip(model: torch.nn.Module, optimizer: Any) -> None:
+    backward(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def set_one(model: torch.nn.Module, optimizer: Any) -> None:
+    backward(model)
+    list(model.parameters())[2].grad = torch.ones(4, 4)
+
+
+def change_one(model: torch.nn.Module, optimizer: Any) -> None:
+    backward(model)
+    gradient = list(model.parameters())[1].grad
+    assert gradient is not None
+    gradient.mul_(2)
+
+
+def drop_one(model: torch.nn.Module, optimizer: Any) -> None:
+    backward(model)
+    next(iter(model.parameters())).grad = None
+
+
+def accumulate(model: torch.nn.Module, optimizer: Any) -> None:
+    backward(model)
+    backward(model)
+
+
+def accumulate_part(model: torch.nn.Module, optimizer: Any) -> None:
+    backward(model)
+    backward(model, slice(0, 2))
+
+
+def accumulate_openly(model: torch.nn.Module, optimizer: Any) -> None:
+    with optimizer.no_sync():
+        backward(model)
+    backward(model)
+
+
+def only_without_sync(model: torch.nn.Module, optimizer: Any) -> None:
+    backward(model)
+    with optimizer.no_sync():
+        backward(model)
+
+
+def skip_some(model: torch.nn.Module, optimizer: Any) -> None:
+    backward(model, slice(0, 2))
+
+
+# What a step does before it pushes; which shards hooks marked, and which of the marks the push kept.
+STEPS: dict[str, tuple[Callable[[torch.nn.Module, Any], None], list[int], list[int]]] = {
+    "a backward": (lambda model, _: backward(model), SHARDS, SHARDS),
+    "clipped by hand": (clip, SHARDS, []),
+    "one set by hand": (set_one, SHARDS, [3, 1, 0]),
+    "one changed in place": (change_one, SHARDS, [3, 2, 0]),
+    "one dropped": (drop_one, SHARDS, SHARDS),
+    "two backwards": (accumulate, SHARDS * 2, SHARDS),
+    "a second backward of two layers": (accumulate_part, [*SHARDS, 1, 0], SHARDS),
+    "two backwards, the first in no_sync": (accumulate_openly, SHARDS, SHARDS),
+    "two backwards, the second in no_sync": (only_without_sync, SHARDS, []),
+    "a backward of two layers": (skip_some, [1, 0], [1, 0]),
+    "zeroed after backward": (lambda model, optimizer: (backward(model), optimizer.zero_grad(set_to_none=False)), SHARDS, []),
+}
+
+
+@pytest.mark.parametrize("name", list(STEPS))
+def test_a_push_keeps_the_marks_of_shards_that_did_not_change_since(name: str, watched: Watched) -> None:
+    act, marked, kept = STEPS[name]
+    found = []
+    for kind in (fastps.DistributedOptimizer, HostDeviceOptimizer):
+        model = make_model()
+        with kind(torch.optim.SGD(model.parameters(), lr=0.01), model=model) as optimizer:
+            for _ in range(3):
+                optimizer.zero_grad()
+                act(model, optimizer)
+                optimizer.step()
+        found.append(staged.flat(model))
+    assert found[0] == found[1]
+    assert watched.marked == marked * 3
+    assert watched.kept == [kept] * 3
+
+
+def test_a_shard_whose_gradients_come_on_two_streams_is_left_to_the_push(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTPS_BUCKET_MB", "0.0002")  # two layers a shard
+    model = make_model()
+    with HostDeviceOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model) as optimizer:
+        streams = iter([1, 1, 1, 2])
+        monkeypatch.setattr(DeviceArena, "compute_stream", lambda _: next(streams))
+        backward(model)
+        optimizer.step()
+    assert watched.kept == [[1]]
+
+
+def test_under_asp_nothing_is_marked_because_the_worker_waits(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    with HostDeviceOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="asp", model=model) as optimizer:
+        backward(model)
+        optimizer.step()
+        assert optimizer.version == 1
+    assert watched.marked == [] and watched.kept == [[]]
+
+
+def test_a_step_without_a_push_keeps_no_mark_for_the_next(watched: Watched) -> None:
+    """A scaler found an infinity. Half of the next step's backward then marks nothing that is not complete."""
+    model = make_model()
+    with HostDeviceOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model) as optimizer:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        backward(model)
+        first = next(model.parameters()).grad
+        assert first is not None
+        first[0, 0] = torch.inf
+        scaler.scale(torch.ones(1))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        backward(model, slice(1, 3))
+        optimizer.step()
+    assert watched.kept == [[3, 2, 1], [2, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_workers_on_two_gpus_with_several_shards_each_have_the_bits_of_the_cpu(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTPS_GPUS", "0,1")
+    expected = staged.run_ranks([fastps.DistributedOptimizer] * 2, "bsp", monkeypatch, f"one-{dtype}", push_dtype=dtype)
+    found = staged.run_ranks([SeveralDevicesOptimizer] * 2, "bsp", monkeypatch, f"several-{dtype}", push_dtype=dtype)
+    assert found == [expected[0]] * 2
+
+
+def test_a_size_of_shards_that_is_none_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("0", "-1", "many", "nan", "inf"):
+        monkeypatch.setenv("FASTPS_BUCKET_MB", text)
+        with pytest.raises(fastps.UsageError, match="FASTPS_BUCKET_MB: expected the megabytes of a bucket"):
+            HostDeviceOptimizer(torch.optim.SGD(make_model().parameters(), lr=0.01))
