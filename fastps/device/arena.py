@@ -7,6 +7,9 @@ weights, and `folded` on its fold stream after each fold. A fold waits for `comp
 lanes on its device; a pull waits for every lane's `folded`. The host does not wait: the commit word describes the state that
 the streams will reach, and only work that has waited for the events reads that state.
 
+A push is checked for non-finite gradients unless the job allows them: a kernel looks behind the gradients, and the worker waits
+on the host before it posts, and tells in the slot what was found. The combiner rejects such a push instead of folding it.
+
 In a job that goes on without lost workers, each worker waits, on the host, for its own work before it posts a push or releases
 weights: so a push counts only when its gradients are there, and no fold waits for the event of a process that may die. A fold
 then waits for nothing but the folds of the server itself.
@@ -15,6 +18,9 @@ then waits for nothing but the folds of the server itself.
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from fastps.device.finite_check import FiniteCheck
 from fastps.device.interface import Device, Event, Stream
 from fastps.device.memory import DeviceMemory
 from fastps.device.plan import LEAST_BYTES, SHOWN
@@ -49,6 +55,8 @@ class DeviceArena(DeviceMemory):
         self._shapes = [self._shape_of(shard) for shard in range(len(self._regions))]
         self._tiles: dict[int, tuple[int, int]] = {}  # by shard: address and number of tiles
         self._items = WorkItems(device, items)
+        checks = self._layout.faults.nonfinite != "allow" and rank < self._layout.lanes
+        self._finite = FiniteCheck(device, self._layout) if checks else None
         self.folds = 0
 
     def _shape_of(self, shard: int) -> launch_args.Shape:
@@ -80,9 +88,20 @@ class DeviceArena(DeviceMemory):
                 if region.floats and not self._device.can_reach(self._identity(self.owner_lanes[shard]).decode()):
                     offset = self._slots.offset(self._rank, slot, region.first)
                     self._device.copy(copies + offset, slots + offset, self._slots.bytes * region.floats, stream)
+        if slot is not None and self._finite is not None:
+            slots, _ = self._open_slots(self._rank)
+            self._finite.queue(slots + self._slots.offset(self._rank, slot, 0), stream)
         self._device.record(self._computed, stream)
-        if self._layout.faults.continues:
+        if self._layout.faults.continues or (slot is not None and self._finite is not None):
             self._device.synchronize_event(self._computed)
+        if slot is not None and self._finite is not None:
+            self._tell_nonfinite(slot, self._finite)
+
+    def _tell_nonfinite(self, slot: int, check: FiniteCheck) -> None:
+        """Write into the slot which parameters are non-finite. Its post orders this before a combiner's look."""
+        words = self._store.nonfinite_words(self._rank, slot)
+        bits = np.packbits(check.found(), bitorder="little")
+        words[: len(bits)] = bits
 
     def await_folds(self) -> None:
         """Order all work computed from now on after all earlier folds."""
@@ -137,9 +156,16 @@ class DeviceArena(DeviceMemory):
 
     # -- the fold ------------------------------------------------------------------------------------
 
-    def fold(self, call: FoldCall) -> None:
-        """Queue a fold; the function given to Lane.fold_with. Returns immediately; the combiner then flips the commit word."""
+    def fold(self, call: FoldCall) -> list[int] | None:
+        """Queue a fold; the function given to Lane.fold_with. Returns immediately; the combiner then flips the commit word.
+
+        If some of the pushes are non-finite it queues nothing, and returns for each push the index of such a parameter, or -1.
+        """
         shard = call.shard
+        if self._layout.faults.nonfinite != "allow":
+            told = [self._nonfinite_parameter(shard, push.lane, push.slot) for push in call.pushes]
+            if max(told, default=-1) >= 0:
+                return told
         region, base, shape = self._regions[shard], self._bases[shard], self._shapes[shard]
         buffers = launch_args.Buffers(
             base + region.weights(call.weights_in),
@@ -169,6 +195,16 @@ class DeviceArena(DeviceMemory):
         self._device.record(self._folded, self._stream)
         steps_out[:] = counted
         self.folds += 1
+        return None
+
+    def _nonfinite_parameter(self, shard: int, lane: int, slot: int) -> int:
+        """The first parameter of a shard that a push has and its worker found non-finite, or -1."""
+        words = self._store.nonfinite_words(lane, slot)
+        if not words.any():
+            return -1
+        _, present = self._store.slot_words(lane, slot)
+        found = present & np.unpackbits(words, count=len(present), bitorder="little").view(np.bool_)
+        return next((index for index in self._parameters[shard] if found[index]), -1)
 
     def _await_lanes(self) -> None:
         """Order the next fold after every lane's gradients and reads, and after the folds of other lanes on this device."""

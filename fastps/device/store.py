@@ -6,7 +6,6 @@ reach the devices; other jobs keep the arena in host memory (placement in docs/h
 """
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,8 +24,6 @@ from fastps.membership.rendezvous import Listener
 from fastps.store.served_worker import ServedWorker
 from fastps.store.store import Store
 from fastps.store.worker import Worker
-
-logger = logging.getLogger("fastps.device")
 
 _PAUSE_NS = 2_000_000
 
@@ -238,8 +235,6 @@ class DeviceStore(Store):
                 "workers that join late are not handled where shards lie on devices: expected no max_workers, or"
                 " FASTPS_PLACEMENT=host"
             )
-        if rank == 0 and faults.nonfinite != "allow":
-            logger.warning("non-finite gradients are folded unchanged when shards are on devices (docs/how-to/gpu.md)")
         if policy.overlap or policy.warm_up:
             what = "fetches weights in the background" if policy.overlap else "moves to another arena"
             raise UnsupportedError(

