@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastps.device.finite_check import FiniteCheck
+from fastps.device.finite_check import FiniteCheck, ResultsCheck
 from fastps.device.interface import Device, Event, Stream
 from fastps.device.memory import DeviceMemory
 from fastps.device.plan import LEAST_BYTES, SHOWN
@@ -57,6 +57,7 @@ class DeviceArena(DeviceMemory):
         self._items = WorkItems(device, items)
         checks = self._layout.faults.nonfinite != "allow" and rank < self._layout.lanes
         self._finite = FiniteCheck(device, self._layout) if checks else None
+        self._results = ResultsCheck(device, len(self._regions)) if self._layout.faults.nonfinite != "allow" else None
         self.folds = 0
 
     def _shape_of(self, shard: int) -> launch_args.Shape:
@@ -135,9 +136,14 @@ class DeviceArena(DeviceMemory):
         self._device.wait(self._copied, self._device.compute_stream())
 
     def synchronize_all(self) -> None:
-        """Block the host until this lane's folds and computations are done. Raises DeviceError if a fold failed."""
+        """Block the host until this lane's folds and computations are done.
+
+        Raises DeviceError if a fold failed, NonFiniteWeightsError if one had non-finite results.
+        """
         self._device.synchronize(self._stream)
         self._device.synchronize_all()
+        if self._results is not None:
+            self._results.check()
 
     def _present_peers(self) -> Iterator[tuple[int, Event, Event]]:
         """Each other present lane and its two events. A lane that has left waited for its folds before it left."""
@@ -160,9 +166,12 @@ class DeviceArena(DeviceMemory):
         """Queue a fold; the function given to Lane.fold_with. Returns immediately; the combiner then flips the commit word.
 
         If some of the pushes are non-finite it queues nothing, and returns for each push the index of such a parameter, or -1.
+        Raises NonFiniteWeightsError for an earlier fold of this lane.
         """
-        shard = call.shard
-        if self._layout.faults.nonfinite != "allow":
+        shard, flag = call.shard, 0
+        if self._results is not None:
+            self._results.check()
+            flag = self._results.flag(shard)
             told = [self._nonfinite_parameter(shard, push.lane, push.slot) for push in call.pushes]
             if max(told, default=-1) >= 0:
                 return told
@@ -183,12 +192,14 @@ class DeviceArena(DeviceMemory):
             gradient = (slots or copies) + self._slots.offset(push.lane, push.slot, region.first)
             made.append(launch_args.DevicePush(gradient, hypers, present[span], push.scale, push.rate_scale))
         item, counted = launch_args.make_launch_args(
-            shape, call.mode, made, steps_in, buffers, scale=call.scale, rate_scale=call.rate_scale
+            shape, call.mode, made, steps_in, buffers, scale=call.scale, rate_scale=call.rate_scale, nonfinite=flag
         )
         self._await_lanes()
         tiles, blocks = self._tiles_of(shard)
         address = self._items.upload(item, self._stream)
         self._device.launch_fold(shape.rule, self._layout.gradient_type, address, tiles, blocks, self._stream)
+        if self._results is not None:
+            self._results.tell(shard, self._stream)
         if self._mirrors[shard] and region.floats:
             target = self._mirrors[shard] + region.weights(call.weights_out)
             self._device.copy(target, buffers.weights_out, 4 * region.floats, self._stream)

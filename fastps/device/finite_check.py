@@ -1,7 +1,10 @@
-"""The check of a push's gradients on its worker's own device, before the push is posted.
+"""The checks for non-finite values on a device: of a push's gradients before it is posted, and of a fold's results after it.
 
 A kernel reads the slot behind the work that writes it, and names each parameter with a non-finite value. The host waits for it,
 and writes what it found into the push's slot in the arena: a combiner rejects the push by that, as on the CPU.
+
+A fold's own kernel sets a flag if finite gradients gave non-finite results. The weights are published by then, so nothing is
+rejected: the next fold of this lane, or its end, raises an error.
 """
 
 import numpy as np
@@ -9,6 +12,7 @@ import numpy.typing as npt
 
 from fastps.device.interface import Device, Stream
 from fastps.device.plan import LEAST_BYTES
+from fastps.errors import NonFiniteWeightsError
 from fastps.job.layout import Layout
 from fastps.kernels.cuda import host_fold, launch_args
 
@@ -66,3 +70,35 @@ class FiniteCheck:
             return np.zeros(self._parameters, np.bool_)
         found: npt.NDArray[np.bool_] = self._marks == self._number
         return found
+
+
+class ResultsCheck:
+    """The flags of the folds that one lane queues, one a shard, on its device and in pinned memory of the host."""
+
+    def __init__(self, device: Device, shards: int) -> None:
+        self._device = device
+        self._shards = shards
+        self._address = 0  # allocated at the first fold, because most lanes of several devices fold some shards only
+        self._told: npt.NDArray[np.int32] | None = None
+
+    def flag(self, shard: int) -> int:
+        """The address on the device that a fold of the shard sets to 1."""
+        if not self._address:
+            self._address = self._device.allocate(max(LEAST_BYTES, 4 * self._shards))
+            self._told = self._device.host_memory(4 * self._shards).view(np.int32)
+        return self._address + 4 * shard
+
+    def tell(self, shard: int, stream: Stream) -> None:
+        """Queue the copy of a shard's flag to the host, behind a fold on the stream."""
+        assert self._told is not None
+        self._device.copy(self._told.ctypes.data + 4 * shard, self.flag(shard), 4, stream)
+
+    def check(self) -> None:
+        """Raise NonFiniteWeightsError if a fold that is known to have ended had non-finite results. Does not wait."""
+        if self._told is None or not self._told.any():
+            return
+        shards = ", ".join(str(shard) for shard in np.flatnonzero(self._told))
+        raise NonFiniteWeightsError(
+            f"expected finite weights on the device {self._device.identity}, found Inf or NaN in shard {shards} after a fold of"
+            " finite gradients: lower the learning rate, or clip the gradients, and restart from a checkpoint"
+        )

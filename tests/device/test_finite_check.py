@@ -88,8 +88,8 @@ def run(update: Update, sync: str, dtype: str, places: str, amount: float | None
                     worker.pull()
                 worker.wait_for_others()
                 return {name: np.array(values) for name, values in worker.weights.items()}
-        except fastps.NonFiniteGradientError as error:
-            return error.worker, str(error)
+        except (fastps.NonFiniteGradientError, fastps.NonFiniteWeightsError, fastps.WorkerDiedError) as error:
+            return getattr(error, "worker", -1), str(error)
         finally:
             store.close()
 
@@ -144,6 +144,13 @@ def test_with_raise_every_worker_ends_with_the_name_of_the_parameter(places: str
 def test_with_allow_nothing_is_looked_for() -> None:
     weights, _, rejected = run(fastps.SGD(lr=0.1), "bsp", "float32", "one", nonfinite="allow")
     assert not np.isfinite(weights[0]["a"]).all() and [count for count, _ in rejected] == [0, 0]
+
+
+@pytest.mark.parametrize("places", ["one", "two"])
+def test_weights_that_overflow_from_finite_gradients_end_the_job_by_name(places: str) -> None:
+    outcomes, _, rejected = run(fastps.SGD(lr=1e38), "asp", "float32", places, amount=-100.0)
+    assert any("expected finite weights on the device gpu" in text for _, text in outcomes), outcomes
+    assert all("expected finite weights" in text or "worker" in text for _, text in outcomes)
 
 
 # -- the check itself --------------------------------------------------------------------------------------------------------
