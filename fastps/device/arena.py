@@ -29,6 +29,7 @@ from fastps.errors import UnsupportedError
 from fastps.kernels.cuda import host_fold, launch_args
 from fastps.kernels.protocol.fold_call import FoldCall
 from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE, LANE_SERVING
+from fastps.kernels.update import fold
 
 if TYPE_CHECKING:
     from fastps.membership.job_memory import JobMemory
@@ -55,6 +56,7 @@ class DeviceArena(DeviceMemory):
         self._shapes = [self._shape_of(shard) for shard in range(len(self._regions))]
         self._tiles: dict[int, tuple[int, int]] = {}  # by shard: address and number of tiles
         self._items = WorkItems(device, items)
+        self._by_hand: WorkItems | None = None  # of folds on the compute stream
         checks = self._layout.faults.nonfinite != "allow" and rank < self._layout.lanes
         self._finite = FiniteCheck(device, self._layout) if checks else None
         self._results = ResultsCheck(device, len(self._regions)) if self._layout.faults.nonfinite != "allow" else None
@@ -65,7 +67,8 @@ class DeviceArena(DeviceMemory):
         first = self._regions[shard].first
         segments = tuple((parameter.offset - first, parameter.length, parameter.group) for parameter in parameters)
         try:
-            return launch_args.Shape(self._layout.rule.number, self._layout.planes, self._layout.policy.ema, segments)
+            layout, shown = self._layout, self._layout.shown_type if self._halves_type else "float16"
+            return launch_args.Shape(layout.rule.number, layout.planes, layout.policy.ema, segments, shown)
         except ValueError as error:
             raise UnsupportedError(f"this optimizer cannot fold on a device: {error}") from error
 
@@ -128,10 +131,15 @@ class DeviceArena(DeviceMemory):
             self._device.wait(folded, self._copies)
         # Each lane begins with another home: if all read one home at a time, its link would be the only one in use.
         for shard in sorted(changed, key=lambda each: (self.owner_lanes[each] - self._rank) % self._layout.lanes):
-            region = self._regions[shard]
-            source = (self._bases[shard] or self._mirrors[shard]) + region.weights(buffers[shard])
-            self._device.copy(self._replica + 4 * region.first, source, 4 * region.floats, self._copies)
-            self._shown[shard] = buffers[shard]
+            region, buffer, base = self._regions[shard], buffers[shard], self._bases[shard]
+            source, halves = base or self._mirrors[shard], region.halves(buffer) if base else region.mirror_halves(buffer)
+            for begin, length in self._float_runs[shard]:
+                begin_at = source + region.weights(buffer) + 4 * begin
+                self._device.copy(self._replica + 4 * (region.first + begin), begin_at, 4 * length, self._copies)
+            if self._halves_type:
+                target = self._replica + self._replica_halves + 2 * region.first
+                self._device.copy(target, source + halves, 2 * region.floats, self._copies)
+            self._shown[shard] = buffer
         self._device.record(self._copied, self._copies)
         self._device.wait(self._copied, self._device.compute_stream())
 
@@ -182,6 +190,7 @@ class DeviceArena(DeviceMemory):
             base + region.state(call.state_in),
             base + region.state(call.state_out),
             region.floats,
+            base + region.halves(call.weights_out) if self._halves_type else 0,
         )
         span = slice(self._parameters[shard][0], self._parameters[shard][-1] + 1)  # they are contiguous
         steps_in, steps_out = self._store.all_steps(call.state_in)[span], self._store.all_steps(call.state_out)[span]
@@ -201,12 +210,44 @@ class DeviceArena(DeviceMemory):
         if self._results is not None:
             self._results.tell(shard, self._stream)
         if self._mirrors[shard] and region.floats:
-            target = self._mirrors[shard] + region.weights(call.weights_out)
-            self._device.copy(target, buffers.weights_out, 4 * region.floats, self._stream)
+            self._renew_mirror(shard, call.weights_out)
         self._device.record(self._folded, self._stream)
         steps_out[:] = counted
         self.folds += 1
         return None
+
+    def _renew_mirror(self, shard: int, buffer: int) -> None:
+        """Queue the copies of a folded buffer, as far as models show it, to the shard's mirror in host memory."""
+        region, mirror, base = self._regions[shard], self._mirrors[shard], self._bases[shard]
+        for begin, length in self._float_runs[shard]:
+            offset = region.weights(buffer) + 4 * begin
+            self._device.copy(mirror + offset, base + offset, 4 * length, self._stream)
+        if self._halves_type:
+            target, source = mirror + region.mirror_halves(buffer), base + region.halves(buffer)
+            self._device.copy(target, source, 2 * region.floats, self._stream)
+
+    def write_halves(self, buffers: Sequence[int]) -> None:
+        """Write the weights of these buffers, one a shard, once more in half precision, and wait until it is done.
+
+        Call it under the shard locks, after work on the compute stream has written the weights. It is a fold of no pushes.
+        """
+        if not self._halves_type:
+            return
+        stream = self._device.compute_stream()
+        self._by_hand = self._by_hand or WorkItems(self._device, 1)
+        for shard, buffer in enumerate(buffers):
+            region, shape = self._regions[shard], self._shapes[shard]
+            base, _, _ = self._place(self._parameters[shard][0])
+            weights, halves = base + region.weights(buffer), base + region.halves(buffer)
+            plain = launch_args.Shape(fold.RULE_SGD, 0, 0.0, shape.segments, shape.shown_type)
+            at = launch_args.Buffers(weights, weights, 0, 0, region.floats, halves)
+            steps = np.zeros(len(shape.segments), np.int64)
+            item, _ = launch_args.make_launch_args(plain, fold.FOLD_SUM, [], steps, at)
+            tiles, blocks = self._tiles_of(shard)
+            self._device.synchronize(self._stream)  # which may just have written the tiles
+            address = self._by_hand.upload(item, stream)
+            self._device.launch_fold(plain.rule, self._layout.gradient_type, address, tiles, blocks, stream)
+            self._device.synchronize(stream)
 
     def _nonfinite_parameter(self, shard: int, lane: int, slot: int) -> int:
         """The first parameter of a shard that a push has and its worker found non-finite, or -1."""

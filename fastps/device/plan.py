@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fastps.job.layout import Layout
 
 SHOWN, FILLED = 1, 2  # a handle table's `ready`: the handles are written; this lane's part of the first weights is, too
+LINE_FLOATS = 16  # of a cache line, at whose start each parameter begins
 LEAST_BYTES = 256  # of an allocation, because an empty one is not possible
 
 
@@ -61,13 +62,14 @@ def homes(shard_bytes: Sequence[int], lanes: Sequence[int]) -> tuple[int, ...]:
 class Region:
     """The layout of a shard's one allocation. The shard has `floats` floats, from float `first` of a buffer on.
 
-    The methods return offsets in bytes.
+    With `has_halves` the weights of each buffer lie there once more in half precision. The methods return offsets in bytes.
     """
 
     first: int
     floats: int
     buffers: int
     planes: int
+    has_halves: bool = False
 
     def weights(self, buffer: int) -> int:
         """The offset of a weights buffer."""
@@ -77,15 +79,23 @@ class Region:
         """The offset of a state buffer: its optimizer-state tensors, one after the other."""
         return 4 * self.floats * (self.buffers + self.planes * buffer)
 
+    def halves(self, buffer: int) -> int:
+        """The offset of a weights buffer's halves, behind everything else."""
+        return self.state(STATE_BUFFERS) + 2 * self.floats * buffer
+
+    def mirror_halves(self, buffer: int) -> int:
+        """The offset of the same in a mirror, behind its weights buffers."""
+        return self.state(0) + 2 * self.floats * buffer
+
     @property
     def mirror_size(self) -> int:
-        """Size in bytes of the weights buffers alone."""
-        return max(LEAST_BYTES, self.state(0))
+        """Size in bytes of the weights buffers alone, with their halves."""
+        return max(LEAST_BYTES, self.mirror_halves(self.buffers * self.has_halves))
 
     @property
     def size(self) -> int:
         """Total size in bytes."""
-        return max(LEAST_BYTES, self.state(STATE_BUFFERS))
+        return max(LEAST_BYTES, self.halves(self.buffers * self.has_halves))
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,33 @@ class Slots:
 
 def regions_of(layout: "Layout") -> list[Region]:
     """The region of each shard."""
-    return [Region(first, last - first, layout.buffers, layout.planes) for first, last in layout.shards]
+    has_halves = layout.shown_type != "float32"
+    return [Region(first, last - first, layout.buffers, layout.planes, has_halves) for first, last in layout.shards]
+
+
+def shown_floats(layout: "Layout", shard: int) -> list[tuple[int, int]]:
+    """(offset in the shard, length) of the floats that models show, as whole runs: all, or those of no half precision.
+
+    >>> from fastps.job.layout import Layout, place
+    >>> from fastps.job.specs import parse_policy
+    >>> from fastps.job.update_rules import SGD
+    >>> rows = [(name, (20,), (1,), 0) for name in "abcd"]
+    >>> types = ["float32", "float32", "float16", "float32"]
+    >>> shown_floats(Layout(place(rows, types=types), 1, SGD(lr=0.1).rule, parse_policy("bsp"), 1), 0)
+    [(0, 52), (96, 20)]
+    """
+    first, last = layout.shards[shard]
+    if layout.shown_type == "float32":
+        return [(0, last - first)]
+    runs: list[tuple[int, int]] = []
+    for parameter in layout.parameters:
+        if parameter.shard != shard or parameter.type != "float32" or not parameter.length:
+            continue
+        begin = parameter.offset - first
+        if runs and sum(runs[-1]) + LINE_FLOATS > begin:  # only padding lies between
+            begin = runs.pop()[0]
+        runs.append((begin, parameter.offset - first + parameter.length - begin))
+    return runs
 
 
 def slots_of(layout: "Layout") -> Slots:

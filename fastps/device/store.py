@@ -266,9 +266,24 @@ class DeviceStore(Store):
         return [arena.view(arena.weights_address(buffer, index), index) for index, buffer in self._buffers_of(buffers)]
 
     def pulled_views(self, buffers: int | Sequence[int]) -> Views:
-        """See Store. Arrays on this process's own device: of the home's weights, or of the replica that a pull has copied."""
+        """See Store. Arrays on this process's own device: of the home's weights, or of the replica that a pull has copied.
+
+        A parameter in half precision is shown in that, as bits (uint16); only its home has the master weights.
+        """
         arena = self.arena_on_devices()
-        return [arena.view(arena.shown_address(buffer, index), index) for index, buffer in self._buffers_of(buffers)]
+        return [
+            arena.view(arena.shown_address(buffer, index), index, "uint16" if arena.shows_half(index) else "float32")
+            for index, buffer in self._buffers_of(buffers)
+        ]
+
+    def half_views(self, buffers: int | Sequence[int]) -> list[Any]:
+        """See Store. Arrays of the device's type, as in `pulled_views`; of float32 parameters their floats."""
+        return self.pulled_views(buffers)
+
+    def write_halves(self, buffers: int | Sequence[int]) -> None:
+        """See Store. Does nothing before a worker has attached: the first weights bring their halves."""
+        if self.devices is not None:
+            self.devices.write_halves([buffers] * len(self.layout.shards) if isinstance(buffers, int) else buffers)
 
     def gradient_views(self, lane: int, slot: int) -> list[Any]:
         """See Store. Arrays of the device's type, uint16 for either 16-bit type."""

@@ -1,7 +1,8 @@
 """A simulated job on several devices: the real scheduler, lanes and arena on devices, driven by a seed, every access checked.
 
 Each turn, one worker takes one action, or one stream runs one piece of work. A push's gradient is 1 at one place, so that every
-lost or doubled push shows. In some jobs a share of the pushes is non-finite, and must be rejected. What a worker reads must be
+lost or doubled push shows. In some jobs a share of the pushes is non-finite, and must be rejected; in some the model shows
+weights in half precision. What a worker reads must be
 the version that it pulled, whenever its stream comes to read it.
 
 A world can leave out one record of an event or one wait for one, or swap two steps: it must then fail.
@@ -29,6 +30,7 @@ from fastps.job.plan import plan
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD
+from fastps.kernels.cuda import launch_args
 from fastps.kernels.protocol.fold_call import FoldCall
 from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE
 from fastps.kernels.protocol.worker_lane import WorkerLane
@@ -56,6 +58,13 @@ _NONFINITE_SHARE = 0.1  # of the pushes to a shard
 _UNREAD = 77.0  # no weight has this value
 
 Floats = npt.NDArray[np.float32]
+
+
+def _narrowed(weights: Floats, half: str) -> npt.NDArray[np.uint16]:
+    """The bits of weights in half precision."""
+    bits = np.zeros(len(weights), np.uint16)
+    fold.narrow(np.ascontiguousarray(weights), bits, launch_args.DTYPES[half])
+    return bits
 
 
 class ViolationError(Exception):
@@ -170,8 +179,8 @@ class _Worker:
         target = self.reads[len(self.expected)]
         for index, parameter in enumerate(self.world.layout.parameters):
             address = self.arena.shown_address(self.buffers[parameter.shard], index)
-            to = target[parameter.offset :].ctypes.data
-            self.device.copy(to, address, 4 * parameter.length, self.device.compute_stream())
+            to, size = target[parameter.offset :].ctypes.data, 2 if self.arena.shows_half(index) else 4
+            self.device.copy(to, address, size * parameter.length, self.device.compute_stream())
         self.expected.append(self.shown)
 
     def _write_gradient(self, step: int) -> int:
@@ -212,12 +221,15 @@ class _Worker:
     def check_reads(self, *, are_all: bool) -> None:
         """Compare what was read with the versions that were pulled."""
         for number, expected in enumerate(self.expected):
-            for parameter in self.world.layout.parameters:
+            for index, parameter in enumerate(self.world.layout.parameters):
                 span = slice(parameter.offset, parameter.offset + parameter.length)
-                found = self.reads[number, span]
+                found: Any = self.reads[number, span]
                 if not are_all and (found == _UNREAD).all():
                     continue
-                if not np.array_equal(found, expected[span]):
+                shown: Any = expected[span]
+                if self.arena.shows_half(index):
+                    found, shown = found.view(np.uint16)[: parameter.length], _narrowed(shown, parameter.type)
+                if not np.array_equal(found, shown):
                     raise ViolationError(
                         f"read {number} of worker {self.rank}: {parameter.name} is not as in the version that it pulled"
                     )
@@ -271,8 +283,11 @@ class World:
         owners = [self._gpus.index(gpu) for gpu in dict.fromkeys(self._gpus)]
         shards = self.random.randint(len(owners), len(owners) + 1)
         rows = [(f"parameter {number}", (workers * self.steps,), (1,), 0) for number in range(shards)]
+        half, types = self.random.choice((None, "bfloat16", "float16")), ["float32"] * shards
+        if half:
+            types = [self.random.choice((half, "float32")) for _ in types]
         faults = FaultPolicy(nonfinite=self.random.choice(("allow", "reject")))
-        layout = Layout(place(rows, 1), 1, update.rule, policy, workers, faults=faults).with_shards(shards)
+        layout = Layout(place(rows, 1, types=types), 1, update.rule, policy, workers, faults=faults).with_shards(shards)
         homes_of = homes([4 * (end - begin) for begin, end in layout.shards], owners)
         return replace(layout, owner_lanes=homes_of, extra_bytes=handle_table_bytes(len(homes_of)))
 

@@ -47,11 +47,11 @@ class DevicePlacement(HostPlacement):
         """Give each shard an owner, and each lane room for its handles: the server, or the first worker on each GPU.
 
         With several GPUs and one shard there are as many shards as GPUs, unless the discipline needs one. Raises
-        UnsupportedError for parameters in half precision, and for a server beside several GPUs.
+        UnsupportedError for parameters in double precision, and for a server beside several GPUs.
         """
-        if layout.shown_type != "float32":
+        if any(parameter.type == "float64" for parameter in layout.parameters):
             raise UnsupportedError(
-                f"expected float32 parameters where shards are on a GPU, found {layout.shown_type}: use FASTPS_PLACEMENT=host"
+                "expected parameters of at most float32 where shards are on a GPU, found float64: use FASTPS_PLACEMENT=host"
             )
         gpus = self.gpus_of_workers()
         first = [gpus.index(gpu) for gpu in dict.fromkeys(gpus)] or [0]
@@ -110,8 +110,10 @@ class DevicePlacement(HostPlacement):
         ]
 
     def shown_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """See HostPlacement.shown_views."""
-        return self.tensor_views(store, views)
+        """See HostPlacement.shown_views. 16-bit floats pass through DLPack as int16."""
+        types = [getattr(torch, parameter.type) for parameter in store.layout.parameters]
+        raw = [view if each == torch.float32 else view.view("int16") for view, each in zip(views, types, strict=True)]
+        return [tensor.view(each) for tensor, each in zip(self.tensor_views(store, raw), types, strict=True)]
 
     def slot_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
         """See HostPlacement.slot_views. 16-bit floats pass through DLPack as int16."""
