@@ -50,10 +50,9 @@ class DeviceFold:
         self._rule, self._dtype = shape.rule, dtype
         self._addresses: list[int] = []
         self._shapes = weights.shape, state.shape
-        self._pushes = len(pushes)
         self._staging = device.host_memory(_PIECE_BYTES)
         self._weights_out, self._state_out = self._room(weights.nbytes), self._room(state.nbytes)
-        self._flags = self._room(4 * max(1, len(pushes)))
+        self._flags = self._room(4)
         self._weights_in = self._sent(weights)
         state_in = self._sent(state)
         buffers = launch_args.Buffers(self._weights_in, self._weights_out, state_in, self._state_out, len(weights))
@@ -117,9 +116,9 @@ class DeviceFold:
         state = self._fetched(self._state_out, 4 * int(np.prod(self._shapes[1]))).view(np.float32)
         return weights.reshape(self._shapes[0]), state.reshape(self._shapes[1]), self.steps
 
-    def nonfinite(self) -> list[int]:
-        """Return for each push whether it had a non-finite value, 0 or 1."""
-        return self._fetched(self._flags, 4 * self._pushes).view(np.int32).tolist()  # type: ignore[no-any-return]
+    def nonfinite(self) -> bool:
+        """Return whether a `run` had non-finite results."""
+        return bool(self._fetched(self._flags, 4).view(np.int32)[0])
 
     def close(self) -> None:
         """Free the memory."""

@@ -26,6 +26,7 @@ _NAMES_OF = {
         "LayoutError",
         "NodeLostError",
         "NonFiniteGradientError",
+        "NonFiniteWeightsError",
         "ParameterChangedError",
         "PolicyError",
         "ProtocolError",

@@ -89,6 +89,10 @@ class NonFiniteGradientError(Error, ArithmeticError):
         self.worker = worker
 
 
+class NonFiniteWeightsError(Error, ArithmeticError):
+    """Finite gradients made weights on a device non-finite, and other workers may have read them."""
+
+
 class CheckpointError(Error, ValueError):
     """A checkpoint cannot be read or written, is damaged, or belongs to another model or rule."""
 

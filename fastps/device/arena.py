@@ -9,10 +9,13 @@ gradients are in the slot, while backward still computes the others; its `releas
 the lanes on its device; a pull waits for `folded` of all lanes that fold. The host does not wait: the commit word describes the
 state that the streams will reach, and only work that has waited for the events reads that state.
 
-Where folds and grants go by what has arrived, and in a job that goes on without lost workers, each worker waits, on the host,
-for its own work before it posts a push or releases weights (`waits_before_posting`). So a push counts only when its gradients
-are there, and no fold waits for a push that is still computed. In a job that goes on, a fold waits for nothing but the folds of
-the server itself: the events of a process that has died may never come.
+A push is checked for non-finite gradients unless the job allows them: a kernel looks behind the gradients, and the worker tells
+in the slot what was found. The combiner rejects such a push instead of folding it.
+
+Where folds and grants go by what has arrived, where pushes are checked, and in a job that goes on without lost workers, each
+worker waits, on the host, for its own work before it posts a push or releases weights (`waits_before_posting`). So a push
+counts only when its gradients are there, and no fold waits for a push that is still computed. In a job that goes on, a fold
+waits for nothing but the folds of the server itself: the events of a process that has died may never come.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastps.device.finite_check import FiniteCheck, ResultsCheck
 from fastps.device.interface import Device, Event, Stream
 from fastps.device.memory import DeviceMemory
 from fastps.device.plan import LEAST_BYTES, SHOWN, owners_at, waits_before_posting
@@ -29,6 +33,7 @@ from fastps.errors import UnsupportedError
 from fastps.kernels.cuda import host_fold, launch_args
 from fastps.kernels.protocol.fold_call import FoldCall
 from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE, LANE_SERVING
+from fastps.kernels.update import fold
 
 if TYPE_CHECKING:
     from fastps.membership.job_memory import JobMemory
@@ -76,6 +81,10 @@ class DeviceArena(DeviceMemory):
         self._queues: dict[int, _FoldQueue] = {}
         self._copies: dict[int, _CopyQueue] = {}  # by the home's owner lane
         self._most_items = items
+        self._by_hand: WorkItems | None = None  # of folds on the compute stream
+        checks = self._layout.faults.nonfinite != "allow"
+        self._finite = FiniteCheck(device, self._layout) if checks and rank < self._layout.lanes else None
+        self._results = ResultsCheck(device, len(self._regions)) if checks else None
         self.folds = 0
 
     def _shape_of(self, shard: int) -> launch_args.Shape:
@@ -83,7 +92,8 @@ class DeviceArena(DeviceMemory):
         first = self._regions[shard].first
         segments = tuple((parameter.offset - first, parameter.length, parameter.group) for parameter in parameters)
         try:
-            return launch_args.Shape(self._layout.rule.number, self._layout.planes, self._layout.policy.ema, segments)
+            layout, shown = self._layout, self._layout.shown_type if self._halves_type else "float16"
+            return launch_args.Shape(layout.rule.number, layout.planes, layout.policy.ema, segments, shown)
         except ValueError as error:
             raise UnsupportedError(f"this optimizer cannot fold on a device: {error}") from error
 
@@ -127,10 +137,14 @@ class DeviceArena(DeviceMemory):
         `slot`: the one that is pushed next, or None; homes that do not reach this device find its gradients in host memory.
         """
         if self.waits:
+            stream = self._device.compute_stream()
             if slot is not None:
                 for shard in self._send_order():
-                    self._send(shard, slot, self._device.compute_stream())
-            self._device.record(self._finished, self._device.compute_stream())
+                    self._send(shard, slot, stream)
+                if self._finite is not None:
+                    slots, _ = self._open_slots(self._rank)
+                    self._finite.queue(slots + self._slots_at(self._rank).offset(self._rank, slot, 0), stream)
+            self._device.record(self._finished, stream)
 
     def is_finished(self) -> bool:
         """Whether the work that `begin_finish` noted is done; True where this lane does not wait. Raises DeviceError."""
@@ -139,8 +153,11 @@ class DeviceArena(DeviceMemory):
     def mark_pushed(self, slot: int | None) -> None:
         """Order the gradients in `slot` before any later fold, except where `mark_computed` has. None: no gradient is pushed.
 
-        Call it before the push is posted, and where this lane waits for its work, after that is finished.
+        Call it before the push is posted, and where this lane waits for its work, after that is finished: it then tells in the
+        slot which gradients are non-finite.
         """
+        if slot is not None and self._finite is not None:
+            self._tell_nonfinite(slot, self._finite)
         for shard in self._send_order():
             if slot is not None and self.waits:
                 self._device.record(self._computed[shard], self._device.compute_stream())
@@ -176,6 +193,12 @@ class DeviceArena(DeviceMemory):
             offset = layout.offset(self._rank, slot, region.first)
             self._device.copy(copies + offset, slots + offset, layout.bytes * region.floats, stream)
 
+    def _tell_nonfinite(self, slot: int, check: FiniteCheck) -> None:
+        """Write into the slot which parameters are non-finite. Its post orders this before a combiner's look."""
+        words = self._store.nonfinite_words(self._rank, slot)
+        bits = np.packbits(check.found(), bitorder="little")
+        words[: len(bits)] = bits
+
     def await_folds(self) -> None:
         """Order all work computed from now on after all earlier folds."""
         peers = list(self._present_peers())
@@ -207,14 +230,24 @@ class DeviceArena(DeviceMemory):
             self._device.wait(self._released, queue.stream)
         peers = list(self._present_peers())
         for shard in changed:
-            region, stream = self._regions[shard], queues[self.owner_lanes[shard]].stream
+            stream = queues[self.owner_lanes[shard]].stream
             self._await_fold(shard, peers, stream)
-            source = (self._bases[shard] or self._mirrors[shard]) + region.weights(buffers[shard])
-            self._device.copy(self._replica + 4 * region.first, source, 4 * region.floats, stream)
+            self._copy_shown(shard, buffers[shard], self._replica, stream)
             self._shown[shard] = buffers[shard]
         for queue in queues.values():
             self._device.record(queue.copied, queue.stream)
             self._device.wait(queue.copied, self._device.compute_stream())
+
+    def _copy_shown(self, shard: int, buffer: int, replica: int, stream: Stream) -> None:
+        """Queue the copies of a distant buffer, as far as models show it, into the replica."""
+        region, base = self._regions[shard], self._bases[shard]
+        source, halves = base or self._mirrors[shard], region.halves(buffer) if base else region.mirror_halves(buffer)
+        for begin, length in self._float_runs[shard]:
+            begin_at = source + region.weights(buffer) + 4 * begin
+            self._device.copy(replica + 4 * (region.first + begin), begin_at, 4 * length, stream)
+        if self._halves_type:
+            target = replica + self._replica_halves + 2 * region.first
+            self._device.copy(target, source + halves, 2 * region.floats, stream)
 
     def _copies_of(self, owner: int) -> _CopyQueue:
         """The queue of copies from a home, made for the first one."""
@@ -235,10 +268,15 @@ class DeviceArena(DeviceMemory):
         return sorted(range(len(owners)), key=key)
 
     def synchronize_all(self) -> None:
-        """Block the host until this lane's folds and computations are done. Raises DeviceError if a fold failed."""
+        """Block the host until this lane's folds and computations are done.
+
+        Raises DeviceError if a fold failed, NonFiniteWeightsError if one had non-finite results.
+        """
         for queue in self._queues.values():
             self._device.synchronize(queue.stream)
         self._device.synchronize_all()
+        if self._results is not None:
+            self._results.check()
 
     def _present_peers(self) -> Iterator[int]:
         """Each other present owner with events. A lane that has left waited for its folds before it left."""
@@ -267,9 +305,19 @@ class DeviceArena(DeviceMemory):
 
     # -- the fold ------------------------------------------------------------------------------------
 
-    def fold(self, call: FoldCall) -> None:
-        """Queue a fold; the function given to Lane.fold_with. Returns immediately; the combiner then flips the commit word."""
-        shard = call.shard
+    def fold(self, call: FoldCall) -> list[int] | None:
+        """Queue a fold; the function given to Lane.fold_with. Returns immediately; the combiner then flips the commit word.
+
+        If some of the pushes are non-finite it queues nothing, and returns for each push the index of such a parameter, or -1.
+        Raises NonFiniteWeightsError for an earlier fold of this lane.
+        """
+        shard, flag = call.shard, 0
+        if self._results is not None:
+            self._results.check()
+            flag = self._results.flag(shard)
+            told = [self._nonfinite_parameter(shard, push.lane, push.slot) for push in call.pushes]
+            if max(told, default=-1) >= 0:
+                return told
         region, base, shape = self._regions[shard], self._bases[shard], self._shapes[shard]
         buffers = launch_args.Buffers(
             base + region.weights(call.weights_in),
@@ -277,6 +325,7 @@ class DeviceArena(DeviceMemory):
             base + region.state(call.state_in),
             base + region.state(call.state_out),
             region.floats,
+            base + region.halves(call.weights_out) if self._halves_type else 0,
         )
         span = slice(self._parameters[shard][0], self._parameters[shard][-1] + 1)  # they are contiguous
         steps_in, steps_out = self._store.all_steps(call.state_in)[span], self._store.all_steps(call.state_out)[span]
@@ -287,18 +336,62 @@ class DeviceArena(DeviceMemory):
             gradient = (slots or copies) + self._slots_at(push.lane).offset(push.lane, push.slot, region.first)
             made.append(launch_args.DevicePush(gradient, hypers, present[span], push.scale, push.rate_scale))
         item, counted = launch_args.make_launch_args(
-            shape, call.mode, made, steps_in, buffers, scale=call.scale, rate_scale=call.rate_scale
+            shape, call.mode, made, steps_in, buffers, scale=call.scale, rate_scale=call.rate_scale, nonfinite=flag
         )
         queue, (tiles, blocks) = self._queue_of(shard), self._tiles_of(shard)
         self._await_lanes(shard, queue.stream)
         address = queue.items.upload(item, queue.stream)
         self._device.launch_fold(shape.rule, self._layout.gradient_type, address, tiles, blocks, queue.stream)
+        if self._results is not None:
+            self._results.tell(shard, queue.stream)
         if self._mirrors[shard] and region.floats:
-            target = self._mirrors[shard] + region.weights(call.weights_out)
-            self._device.copy(target, buffers.weights_out, 4 * region.floats, queue.stream)
+            self._renew_mirror(shard, call.weights_out, queue.stream)
         self._device.record(self._folded[shard], queue.stream)
         steps_out[:] = counted
         self.folds += 1
+        return None
+
+    def _renew_mirror(self, shard: int, buffer: int, stream: Stream) -> None:
+        """Queue the copies of a folded buffer, as far as models show it, to the shard's mirror in host memory."""
+        region, mirror, base = self._regions[shard], self._mirrors[shard], self._bases[shard]
+        for begin, length in self._float_runs[shard]:
+            offset = region.weights(buffer) + 4 * begin
+            self._device.copy(mirror + offset, base + offset, 4 * length, stream)
+        if self._halves_type:
+            target, source = mirror + region.mirror_halves(buffer), base + region.halves(buffer)
+            self._device.copy(target, source, 2 * region.floats, stream)
+
+    def write_halves(self, buffers: Sequence[int]) -> None:
+        """Write the weights of these buffers, one a shard, once more in half precision, and wait until it is done.
+
+        Call it under the shard locks, after work on the compute stream has written the weights. It is a fold of no pushes.
+        """
+        if not self._halves_type:
+            return
+        stream = self._device.compute_stream()
+        self._by_hand = self._by_hand or WorkItems(self._device, 1)
+        for shard, buffer in enumerate(buffers):
+            region, shape = self._regions[shard], self._shapes[shard]
+            base, _, _ = self._place(self._parameters[shard][0])
+            weights, halves = base + region.weights(buffer), base + region.halves(buffer)
+            plain = launch_args.Shape(fold.RULE_SGD, 0, 0.0, shape.segments, shape.shown_type)
+            at = launch_args.Buffers(weights, weights, 0, 0, region.floats, halves)
+            steps = np.zeros(len(shape.segments), np.int64)
+            item, _ = launch_args.make_launch_args(plain, fold.FOLD_SUM, [], steps, at)
+            tiles, blocks = self._tiles_of(shard)
+            self._device.synchronize(self._queue_of(shard).stream)  # which may just have written the tiles
+            address = self._by_hand.upload(item, stream)
+            self._device.launch_fold(plain.rule, self._layout.gradient_type, address, tiles, blocks, stream)
+            self._device.synchronize(stream)
+
+    def _nonfinite_parameter(self, shard: int, lane: int, slot: int) -> int:
+        """The first parameter of a shard that a push has and its worker found non-finite, or -1."""
+        words = self._store.nonfinite_words(lane, slot)
+        if not words.any():
+            return -1
+        _, present = self._store.slot_words(lane, slot)
+        found = present & np.unpackbits(words, count=len(present), bitorder="little").view(np.bool_)
+        return next((index for index in self._parameters[shard] if found[index]), -1)
 
     def _await_lanes(self, shard: int, stream: Stream) -> None:
         """Order the shard's next fold after every lane's gradients and reads, and after other lanes' folds of it."""

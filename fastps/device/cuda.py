@@ -47,6 +47,10 @@ class Cuda(Protocol):
         """Launch the fold's kernel on a stream of the device, which is the calling thread's."""
         ...
 
+    def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
+        """Launch the kernel that checks a slot, as `launch_fold`."""
+        ...
+
     def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> Any:
         """An array over memory that it does not own."""
         ...
@@ -69,6 +73,10 @@ class CupyCuda:
     def launch_fold(self, device: int, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
         """See Cuda."""
         cuda.fold_kernel(device, rule, dtype)(self._cupy.cuda.ExternalStream(stream, device), order, tiles, blocks)
+
+    def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
+        """See Cuda."""
+        cuda.check_kernel(device, dtype)(self._cupy.cuda.ExternalStream(stream, device), args, tiles, blocks)
 
     def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> Any:
         """See Cuda. Returns a CuPy array."""
@@ -298,6 +306,12 @@ class CudaDevice:
         self._use()
         if blocks:
             self._launch(self.index, rule, dtype, order, tiles, blocks, stream)
+
+    def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
+        """See Device."""
+        self._use()
+        if blocks:
+            self._cuda.launch_check(self.index, dtype, args, tiles, blocks, stream)
 
     def shut(self, *, waits: bool = True) -> None:
         """See Device. Other processes must have closed this process's memory before.

@@ -27,7 +27,7 @@ class Call(NamedTuple):
 class RecordedCuda:
     """A Cuda that records its calls in `calls`. Calls that fail raise as before, and are not recorded.
 
-    `launch_fold` is recorded with the addresses of its work item and tiles; `compute_stream` with the stream.
+    A launch is recorded with the addresses of its work item and tiles; `compute_stream` with the stream.
     """
 
     def __init__(self, real: Cuda, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -45,6 +45,12 @@ class RecordedCuda:
         self._real.launch_fold(device, rule, dtype, order, tiles, blocks, stream)
         spans = ((order, launch_args.HEAD_BYTES), (tiles, blocks * host_fold.TILE_BYTES))
         self.note("launch_fold", (device, spans, stream))
+
+    def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
+        """See Cuda."""
+        self._real.launch_check(device, dtype, args, tiles, blocks, stream)
+        spans = ((args, launch_args.CHECK_BYTES), (tiles, blocks * host_fold.TILE_BYTES))
+        self.note("launch_check", (device, spans, stream))
 
     def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> Any:
         """See Cuda."""

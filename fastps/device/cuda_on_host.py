@@ -62,6 +62,11 @@ class HostCuda:
         with _numbered(runtime.teeth):
             runtime.devices[device].launch_fold(rule, dtype, order, tiles, blocks, runtime.streams[stream])
 
+    def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
+        """See Cuda."""
+        runtime = self.runtime
+        runtime.devices[device].launch_check(dtype, args, tiles, blocks, runtime.streams[stream])
+
     def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> Any:
         """See Cuda. Returns a NumPy array."""
         return self.runtime.devices[device].view(address, length, dtype)

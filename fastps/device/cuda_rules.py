@@ -316,12 +316,14 @@ class CudaRules:
         self._need(call, found.process == call.process, "expected an event of its own", "one that it has opened")
         self._need(call, found.records, "expected an event that was recorded", "that it was not")
 
-    def _call_launch_fold(self, call: Call, of: _Process, device: int, spans: Iterable[tuple[int, int]], stream: int) -> None:
+    def _launch(self, call: Call, of: _Process, device: int, spans: Iterable[tuple[int, int]], stream: int) -> None:
         current = self._device(call, of)
         self._need(call, current == device, "expected a launch on the thread's device", f"device {current}")
         self._on_own_device(call, of, stream)
         for address, size in spans:
             self._touch(call, of, address, size)
+
+    _call_launch_fold = _call_launch_check = _launch
 
 
 def check_record(calls: Iterable[Call], peers: Iterable[frozenset[str]] = (), ended: Iterable[Any] = ()) -> int:

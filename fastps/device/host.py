@@ -400,6 +400,19 @@ class HostDevice:
 
         self._queue(stream, work)
 
+    def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: HostStream) -> None:
+        """See Device."""
+        self._operate()
+        number = launch_args.DTYPES[dtype]
+
+        def work() -> None:
+            self._check([(args, launch_args.CHECK_BYTES), (tiles, blocks * host_fold.TILE_BYTES)])
+            for spans in launch_args.accessed_by_check(args, tiles, blocks, dtype):
+                self._check(spans)
+            host_fold.launch_check(number, args, tiles, blocks, launch_args.THREADS)
+
+        self._queue(stream, work)
+
     def _queue(self, stream: HostStream, work: Callable[[], object]) -> None:
         delay_s = self._delay_s if stream.thread is not None else 0.0
 

@@ -180,6 +180,13 @@ class Device(Protocol):
         """
         ...
 
+    def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: Stream) -> None:
+        """Queue the kernel that looks for non-finite values in a slot of gradients of a dtype.
+
+        args, tiles: addresses on the device of a check's arguments and of a table of tiles; blocks: the number of tiles.
+        """
+        ...
+
     def shut(self, *, waits: bool = True) -> None:
         """Release everything that is left. The device must not be used afterwards.
 

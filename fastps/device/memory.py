@@ -12,6 +12,7 @@ Memory does not survive its owner: the job then ends with an error that names th
 on without lost workers has a server.
 """
 
+import ctypes
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,13 @@ from fastps.device.plan import (
     handle_table_dtype,
     owners_at,
     regions_of,
+    shown_floats,
     slot_owners,
     slots_of,
 )
 from fastps.errors import UnsupportedError
+from fastps.kernels.cuda import launch_args
+from fastps.kernels.update import fold
 
 if TYPE_CHECKING:
     from fastps.membership.job_memory import JobMemory
@@ -53,6 +57,10 @@ class DeviceMemory:
         self._regions = regions_of(self._layout)
         self._slot_owners = slot_owners(self._layout)
         self._slots = {owner: slots_of(self._layout, owner) for owner in self._slot_owners}
+        self._halves_type = 0 if self._layout.shown_type == "float32" else launch_args.DTYPES[self._layout.shown_type]
+        self._float_runs = [shown_floats(self._layout, shard) for shard in range(len(self._regions))]
+        # In a replica halves come behind the floats, which a model in half precision alone does not have.
+        self._replica_halves = 4 * self._layout.buffer_floats * any(self._float_runs)
         self._parameters = [
             [index for index, parameter in enumerate(self._layout.parameters) if parameter.shard == shard]
             for shard in range(len(self._regions))
@@ -170,7 +178,8 @@ class DeviceMemory:
                     " or use FASTPS_PLACEMENT=host"
                 )
             if len(self.near_shards()) < len(self._regions):
-                self._replica = self._device.allocate(max(LEAST_BYTES, 4 * self._layout.buffer_floats))
+                halves = 2 * self._layout.buffer_floats * (self._halves_type > 0)
+                self._replica = self._device.allocate(max(LEAST_BYTES, self._replica_halves + halves))
 
     def _open_slots(self, lane: int) -> tuple[int, int]:
         """Map a lane's slots; returns their address, and that of their copies in host memory, or 0.
@@ -254,8 +263,10 @@ class DeviceMemory:
                 source = self._staged(first.weights[index])
                 if self._mirrors[shard]:
                     self._write(self._mirrors[shard] + self._inside(index), source, index)
+                    self._write_first_halves(self._mirrors[shard] + self._regions[shard].mirror_halves(0), source, index)
                 if is_direct:
                     self._write(self.weights_address(0, index), source, index)
+                    self._write_first_halves(self._bases[shard] + self._regions[shard].halves(0), source, index)
                     for plane in first.written:
                         self._write(self.plane_address(0, plane, index), self._staged(first.planes[plane][index]), index)
         self.handle_table(self._rank)["ready"] = FILLED
@@ -273,12 +284,28 @@ class DeviceMemory:
         """Write a parameter's first weights, which are at `source`, and the first state of a job that does not resume."""
         rule, length = self._layout.rule, self._layout.parameters[index].length
         self._write(self.weights_address(0, index), source, index)
+        shard = self._layout.parameters[index].shard
+        self._write_first_halves(self._bases[shard] + self._regions[shard].halves(0), source, index)
         if self._layout.policy.ema:
             self._write(self.plane_address(0, self._layout.planes - 1, index), source, index)
         for plane in range(len(rule.planes)):
             if rule.initial_value(plane):
                 source = self._staged(np.full(length, rule.initial_value(plane), np.float32))
                 self._write(self.plane_address(0, plane, index), source, index)
+
+    def _write_first_halves(self, halves: int, source: int, index: int) -> None:
+        """Write a parameter's weights, which are in host memory at `source`, in half precision into a shard's `halves`."""
+        length = self._layout.parameters[index].length
+        if not self._halves_type or not length:
+            return
+        if self._narrow is None:
+            longest = max(parameter.length for parameter in self._layout.parameters)
+            self._narrow = self._device.host_memory(2 * longest)
+        narrow = self._narrow[: 2 * length]
+        floats = np.frombuffer((ctypes.c_uint8 * (4 * length)).from_address(source), np.float32)
+        fold.narrow(floats, narrow.view(np.uint16), self._halves_type)
+        self._device.copy(halves + self._inside(index) // 2, narrow.ctypes.data, 2 * length, self._sends)
+        self._device.synchronize(self._sends)
 
     def _staged(self, values: npt.NDArray[np.float32]) -> int:
         """The address of a copy of the values, for the writes up to the next call."""
@@ -294,6 +321,7 @@ class DeviceMemory:
             self._device.synchronize(self._sends)  # because the staging memory is used again
 
     _staging: npt.NDArray[np.uint8] | None = None
+    _narrow: npt.NDArray[np.uint8] | None = None
 
     # -- addresses -----------------------------------------------------------------------------------
 
@@ -303,12 +331,24 @@ class DeviceMemory:
         return base + region.weights(buffer) + 4 * offset
 
     def shown_address(self, buffer: int, index: int) -> int:
-        """The address at which the model sees a parameter of a pulled buffer: at a home that is near, else in the replica."""
-        shard = self._layout.parameters[index].shard
-        if self._is_near(shard):
-            return self.weights_address(buffer, index)
+        """The address at which the model sees a parameter of a pulled buffer: at a home that is near, else in the replica.
+
+        A parameter in half precision is seen in that.
+        """
+        parameter, is_half = self._layout.parameters[index], self.shows_half(index)
+        if self._is_near(parameter.shard):
+            return self.half_address(buffer, index) if is_half else self.weights_address(buffer, index)
         assert self._replica is not None
-        return self._replica + 4 * self._layout.parameters[index].offset
+        return self._replica + (self._replica_halves + 2 * parameter.offset if is_half else 4 * parameter.offset)
+
+    def shows_half(self, index: int) -> bool:
+        """Whether the model shows a parameter in half precision."""
+        return self._layout.parameters[index].type != "float32"
+
+    def half_address(self, buffer: int, index: int) -> int:
+        """This process's address of a parameter's halves in a weights buffer at its home. Raises UnsupportedError."""
+        base, region, offset = self._place(index)
+        return base + region.halves(buffer) + 2 * offset
 
     def plane_address(self, buffer: int, plane: int, index: int) -> int:
         """This process's address of a parameter in an optimizer-state tensor of a state buffer. Raises UnsupportedError."""

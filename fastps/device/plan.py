@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastps.job.layout import Layout
 
 SHOWN, FILLED = 1, 2  # a handle table's `ready`: the handles are written; this lane's part of the first weights is, too
+LINE_FLOATS = 16  # of a cache line, at whose start each parameter begins
 LEAST_BYTES = 256  # of an allocation, because an empty one is not possible
 
 
@@ -81,22 +82,24 @@ def waits_before_posting(layout: "Layout") -> bool:
 
     A fold of all workers' pushes of a version waits for each of them anyway, so there a push may be posted while its gradients
     are still computed. Every other fold, and every grant by the time of a push, goes by what has arrived: a push that is not
-    computed yet would hold up the folds behind it. A job that goes on without lost workers counts no push that may never be.
+    computed yet would hold up the folds behind it. A job that goes on without lost workers counts no push that may never be,
+    and one that rejects non-finite pushes must have looked at a push before it posts it.
     """
-    return layout.policy.fold != "all" or layout.faults.continues
+    return layout.policy.fold != "all" or layout.faults.continues or layout.faults.nonfinite != "allow"
 
 
 @dataclass(frozen=True)
 class Region:
     """The layout of a shard's one allocation. The shard has `floats` floats, from float `first` of a buffer on.
 
-    The methods return offsets in bytes.
+    With `has_halves` the weights of each buffer lie there once more in half precision. The methods return offsets in bytes.
     """
 
     first: int
     floats: int
     buffers: int
     planes: int
+    has_halves: bool = False
 
     def weights(self, buffer: int) -> int:
         """The offset of a weights buffer."""
@@ -106,15 +109,23 @@ class Region:
         """The offset of a state buffer: its optimizer-state tensors, one after the other."""
         return 4 * self.floats * (self.buffers + self.planes * buffer)
 
+    def halves(self, buffer: int) -> int:
+        """The offset of a weights buffer's halves, behind everything else."""
+        return self.state(STATE_BUFFERS) + 2 * self.floats * buffer
+
+    def mirror_halves(self, buffer: int) -> int:
+        """The offset of the same in a mirror, behind its weights buffers."""
+        return self.state(0) + 2 * self.floats * buffer
+
     @property
     def mirror_size(self) -> int:
-        """Size in bytes of the weights buffers alone."""
-        return max(LEAST_BYTES, self.state(0))
+        """Size in bytes of the weights buffers alone, with their halves."""
+        return max(LEAST_BYTES, self.mirror_halves(self.buffers * self.has_halves))
 
     @property
     def size(self) -> int:
         """Total size in bytes."""
-        return max(LEAST_BYTES, self.state(STATE_BUFFERS))
+        return max(LEAST_BYTES, self.halves(self.buffers * self.has_halves))
 
 
 @dataclass(frozen=True)
@@ -138,7 +149,33 @@ class Slots:
 
 def regions_of(layout: "Layout") -> list[Region]:
     """The region of each shard."""
-    return [Region(first, last - first, layout.buffers, layout.planes) for first, last in layout.shards]
+    has_halves = layout.shown_type != "float32"
+    return [Region(first, last - first, layout.buffers, layout.planes, has_halves) for first, last in layout.shards]
+
+
+def shown_floats(layout: "Layout", shard: int) -> list[tuple[int, int]]:
+    """(offset in the shard, length) of the floats that models show, as whole runs: all, or those of no half precision.
+
+    >>> from fastps.job.layout import Layout, place
+    >>> from fastps.job.specs import parse_policy
+    >>> from fastps.job.update_rules import SGD
+    >>> rows = [(name, (20,), (1,), 0) for name in "abcd"]
+    >>> types = ["float32", "float32", "float16", "float32"]
+    >>> shown_floats(Layout(place(rows, types=types), 1, SGD(lr=0.1).rule, parse_policy("bsp"), 1), 0)
+    [(0, 52), (96, 20)]
+    """
+    first, last = layout.shards[shard]
+    if layout.shown_type == "float32":
+        return [(0, last - first)]
+    runs: list[tuple[int, int]] = []
+    for parameter in layout.parameters:
+        if parameter.shard != shard or parameter.type != "float32" or not parameter.length:
+            continue
+        begin = parameter.offset - first
+        if runs and sum(runs[-1]) + LINE_FLOATS > begin:  # only padding lies between
+            begin = runs.pop()[0]
+        runs.append((begin, parameter.offset - first + parameter.length - begin))
+    return runs
 
 
 def slot_owners(layout: "Layout") -> tuple[int, ...]:

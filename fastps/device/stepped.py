@@ -396,6 +396,19 @@ class SteppedDevice:
 
         self._queue(stream, _Piece({}, text, run))
 
+    def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
+        """See Device."""
+        number, text = launch_args.DTYPES[dtype], f"check on {stream.name}"
+
+        def run(on: SteppedStream) -> None:
+            self._touch([(args, launch_args.CHECK_BYTES), (tiles, blocks * host_fold.TILE_BYTES)], False, on, text)
+            reads, writes = launch_args.accessed_by_check(args, tiles, blocks, dtype)
+            self._touch(reads, False, on, text)
+            self._touch(writes, True, on, text)
+            host_fold.launch_check(number, args, tiles, blocks, launch_args.THREADS)
+
+        self._queue(stream, _Piece({}, text, run))
+
     def _touch(self, spans: list[Span], writes: bool, stream: SteppedStream, text: str) -> None:
         for address, size in spans:
             if size:

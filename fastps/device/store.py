@@ -6,7 +6,6 @@ reach the devices; other jobs keep the arena in host memory (placement in docs/h
 """
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,8 +26,6 @@ from fastps.store.server_process import AgentPlan, DevicePlan
 from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.store.worker import Worker
-
-logger = logging.getLogger("fastps.device")
 
 _PAUSE_NS = 2_000_000
 _SLICE_NS = 50_000  # between two looks at whether a worker's own work is done; the device may be idle that long
@@ -281,8 +278,6 @@ class DeviceStore(Store):
                 "workers that join late are not handled where shards lie on devices: expected no max_workers, or"
                 " FASTPS_PLACEMENT=host"
             )
-        if rank == 0 and faults.nonfinite != "allow":
-            logger.warning("non-finite gradients are folded unchanged when shards are on devices (docs/how-to/gpu.md)")
         if policy.overlap or policy.warm_up:
             what = "fetches weights in the background" if policy.overlap else "moves to another arena"
             raise UnsupportedError(
@@ -327,9 +322,24 @@ class DeviceStore(Store):
         return [arena.view(arena.weights_address(buffer, index), index) for index, buffer in self._buffers_of(buffers)]
 
     def pulled_views(self, buffers: int | Sequence[int]) -> Views:
-        """See Store. Arrays on this process's own device: of the home's weights, or of the replica that a pull has copied."""
+        """See Store. Arrays on this process's own device: of the home's weights, or of the replica that a pull has copied.
+
+        A parameter in half precision is shown in that, as bits (uint16); only its home has the master weights.
+        """
         arena = self.arena_on_devices()
-        return [arena.view(arena.shown_address(buffer, index), index) for index, buffer in self._buffers_of(buffers)]
+        return [
+            arena.view(arena.shown_address(buffer, index), index, "uint16" if arena.shows_half(index) else "float32")
+            for index, buffer in self._buffers_of(buffers)
+        ]
+
+    def half_views(self, buffers: int | Sequence[int]) -> list[Any]:
+        """See Store. Arrays of the device's type, as in `pulled_views`; of float32 parameters their floats."""
+        return self.pulled_views(buffers)
+
+    def write_halves(self, buffers: int | Sequence[int]) -> None:
+        """See Store. Does nothing before a worker has attached: the first weights bring their halves."""
+        if self.devices is not None:
+            self.devices.write_halves([buffers] * len(self.layout.shards) if isinstance(buffers, int) else buffers)
 
     def gradient_views(self, lane: int, slot: int) -> list[Any]:
         """See Store. Arrays of the device's type, uint16 for either 16-bit type."""

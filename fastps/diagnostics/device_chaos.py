@@ -5,7 +5,8 @@ from functools import partial
 from typing import Any
 
 from fastps.device.hazards import HazardError
-from fastps.diagnostics.device_worlds import FORGET_NOTHING, POST_FIRST, RELEASE_FIRST, ViolationError, World
+from fastps.diagnostics.device_workers import FORGET_NOTHING, POST_FIRST, RELEASE_FIRST, ViolationError
+from fastps.diagnostics.device_worlds import World
 from fastps.diagnostics.node_chaos import Findings, in_processes
 from fastps.diagnostics.served_worlds import ServedWorld
 from fastps.errors import UsageError

@@ -23,6 +23,7 @@ from fastps.device.interface import DeviceError
 from fastps.device.placement import BUCKET_MB
 from fastps.device.plan import handle_table_bytes, homes, shards_of
 from fastps.device.stepped import SteppedDevice, SteppedEvent, SteppedNode, SteppedStream
+from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.plan import plan
 from fastps.job.specs import parse_policy
@@ -144,6 +145,11 @@ class _RecordingDevice(SteppedDevice):
         """See Device."""
         super().launch_fold(rule, dtype, order, tiles, blocks, stream)
         self._note(stream, "fold")
+
+    def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
+        """See Device."""
+        super().launch_check(dtype, args, tiles, blocks, stream)
+        self._note(stream, "check")
 
     def _touch(self, spans: list[Span], writes: bool, stream: SteppedStream, text: str) -> None:
         super()._touch(spans, writes, stream, text)
@@ -270,7 +276,8 @@ class _Job:
 
 def _layout_of(update: Update, gpus: int, shards: int) -> Layout:
     rows = [(f"parameter {number}", (_FLOATS,), (1,), 0) for number in range(shards)]
-    layout = Layout(place(rows), 1, update.rule, parse_policy("bsp"), gpus).with_shards(shards)
+    faults = FaultPolicy(nonfinite="allow")  # no check, and no wait of the host
+    layout = Layout(place(rows), 1, update.rule, parse_policy("bsp"), gpus, faults=faults).with_shards(shards)
     owners = homes([4 * (end - begin) for begin, end in layout.shards], range(gpus))
     return replace(layout, owner_lanes=owners, extra_bytes=handle_table_bytes(shards))
 

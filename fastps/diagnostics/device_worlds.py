@@ -1,20 +1,17 @@
 """A simulated job on several devices: the real scheduler, lanes and arena on devices, driven by a seed, every access checked.
 
 Each turn, one worker takes one action, or one stream runs one piece of work. A push's gradient is 1 at one place, so that every
-lost or doubled push shows. What a worker reads must be the version that it pulled, whenever its stream comes to read it.
+lost or doubled push shows. In some jobs a share of the pushes is non-finite, and must be rejected; in some the model shows
+weights in half precision. What a worker reads must be the version that it pulled, whenever its stream comes to read it.
 
 A world can leave out one record of an event or one wait for one, or swap two steps: it must then fail.
 
-Gradients appear shard by shard, from the last to the first, and are marked as a hook of backward marks them, or not; some
-change after that; some pushes turn out to be null. Where folds go by what has arrived, no fold may wait for work of another
-worker that is not done.
+Where folds go by what has arrived, no fold may wait for work of another worker that is not done.
 """
 
 import itertools
-import os
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,19 +24,18 @@ from fastps.device.first import FirstVersion
 from fastps.device.hazards import HazardError
 from fastps.device.interface import DeviceError
 from fastps.device.plan import handle_table_bytes, homes, waits_before_posting
-from fastps.device.stepped import SteppedDevice, SteppedEvent, SteppedNode, SteppedStream
-from fastps.job.layout import Layout, place
+from fastps.device.stepped import SteppedEvent, SteppedNode, SteppedStream
+from fastps.diagnostics.device_workers import Floats, ViolationError, WatchedDevice, Worker
+from fastps.job.fault_policy import FaultPolicy
+from fastps.job.layout import GradientType, Layout, place
 from fastps.job.plan import plan
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD
 from fastps.kernels.protocol.fold_call import FoldCall
-from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE
-from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.shm.format import format_memory
 from fastps.kernels.update import fold
 from fastps.membership.job_memory import JobMemory
-from fastps.store.presence import presence_of
 from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK
 
@@ -53,47 +49,9 @@ SPECS = (
     ("backup:1", False),
     ("policy:fold=quorum,grant=next-version,count=2,scale=mean", False),
 )
-POST_FIRST, RELEASE_FIRST = "post before the record", "release before the record"
-FORGET_NOTHING = "forget no changed gradients"
-_BSP_SHARE, _MARKED_SHARE, _CHANGED_SHARE, _NULL_SHARE = 0.4, 0.7, 0.15, 0.1
+_BSP_SHARE, _NULL_SHARE = 0.4, 0.1
+_NONFINITE_SHARE = 0.1  # of the pushes to a shard
 _MOST_STEPS, MOST_TURNS, _AFTER_DEATH = 5, 100_000, 80
-GENERATION = 100  # between the process numbers of two owners of a lane
-ITEMS = 2
-_UNREAD = 77.0  # no weight has this value
-
-Floats = npt.NDArray[np.float32]
-
-
-class ViolationError(Exception):
-    """A promise of the protocol that a world broke."""
-
-
-class WatchedDevice(SteppedDevice):
-    """A device of a world that leaves out one kind of call."""
-
-    def __init__(self, node: SteppedNode, process: int, identity: str, world: "World") -> None:
-        super().__init__(node, process, identity)
-        self._world = world
-
-    def record(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
-        if not self._world.leaves_out("record", event, stream):
-            super().record(event, stream)
-
-    def wait(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
-        if not self._world.leaves_out("wait", event, stream):
-            self._world.check_wait(event, stream)
-            super().wait(event, stream)
-
-    def synchronize_event(self, event: SteppedEvent) -> None:
-        """See Device."""
-        if not self._world.leaves_out("host", event, None):
-            super().synchronize_event(event)
-
-    def is_done(self, event: SteppedEvent) -> bool:
-        """See Device."""
-        return self._world.leaves_out("host", event, None) or super().is_done(event)
 
 
 @dataclass
@@ -103,189 +61,6 @@ class Content:
     weights: Floats
     state: Floats
     steps: npt.NDArray[np.int64]
-
-
-class Worker:
-    """One worker of a world: its process's device, lane and arena, and what it has read."""
-
-    def __init__(self, world: "World", rank: int, gpu: str, generation: int = 0) -> None:
-        """`generation`: how many workers had this lane before."""
-        self.world, self.rank, self.generation = world, rank, generation
-        self.process = rank + generation * GENERATION
-        self.device = world.device_of(self.process, gpu)
-        if world.memory.arena.claim(rank, os.getpid(), generation > 0) != generation:
-            raise ViolationError(f"lane {rank} has another owner than number {generation}")
-        self.lane = WorkerLane(world.memory.arena, rank)
-        self.arena = DeviceArena(world.memory, rank, self.device, items=ITEMS)
-        self.buffers = [0] * world.shards
-        self.slots: dict[int, int] = {}  # by slot: the step of its last push
-        self.nulls: set[int] = set()  # the steps whose pushes were null
-        floats = world.layout.buffer_floats
-        self.reads = self.device.host_memory(4 * floats * (2 * world.steps + 2)).view(np.float32).reshape(-1, floats)
-        self.reads[:] = _UNREAD
-        self.expected: list[Floats] = []
-        self.gradients = self.device.host_memory(4 * floats * world.steps).view(np.float32).reshape(-1, floats)
-        for step in range(world.steps):
-            for parameter in world.layout.parameters:
-                self.gradients[step, parameter.offset + world.place_of(rank, step, generation)] = 1
-        self.pushed = self.gradients.copy()  # which stays when the process dies
-        self.posts = 0
-        self.has_left = False
-
-    def script(self) -> Iterator[None]:
-        """The actions of the worker's life, each up to a yield."""
-        world, lane, arena = self.world, self.lane, self.arena
-        for step in range(world.steps):
-            self._read()
-            yield
-            slot = int(lane.slot)
-            yield from self._write_gradient(step, slot)
-            is_null = step in world.void_steps or world.random.random() < _NULL_SHARE
-            marked = None if is_null else slot
-            if is_null:
-                self.nulls.add(step)
-            for action in self._in_order([self._mark_pushed, self._post], POST_FIRST):
-                yield from action(marked)
-            if world.random.random() < 0.5:
-                self._read()
-                yield
-            while not lane.advance(world.now(), world.policy.at_once):
-                self.combine()
-                yield
-            yield from self._pull()
-        self._leave()
-        yield
-        while not world.is_over():
-            self.combine()
-            yield
-        yield from self._pull()
-        self._read()
-        arena.await_folds()
-
-    def _in_order(self, actions: list[Any], swapped: str) -> list[Any]:
-        return actions[::-1] if self.world.left_out == swapped else actions
-
-    def _finish(self, moment: str, slot: int | None = None) -> Iterator[None]:
-        """Wait for this worker's own work, where its discipline needs that, and fold what others push meanwhile."""
-        self.world.moment = moment
-        self.arena.begin_finish(slot)
-        while not self._is_finished(moment):
-            self.combine()
-            yield
-
-    def _is_finished(self, moment: str) -> bool:
-        self.world.moment = moment
-        return self.arena.is_finished()
-
-    def _mark_pushed(self, slot: int | None) -> Iterator[None]:
-        yield from self._finish("push", slot)
-        self.world.moment = "push"
-        self.arena.mark_pushed(slot)
-        yield
-
-    def _mark_released(self) -> Iterator[None]:
-        yield from self._finish("pull")
-        self.arena.mark_released()
-        yield
-
-    def _pull(self) -> Iterator[None]:
-        for action in self._in_order([self._mark_released, self._pin], RELEASE_FIRST):
-            yield from action()
-        self.arena.show_pulled(self.buffers)
-        self.shown = self._pulled()
-
-    def _pin(self) -> Iterator[None]:
-        self.world.publish(self.process)
-        if (shard := self.lane.pull_all(self.buffers)) >= 0:
-            raise ViolationError(f"the commit word of shard {shard} is damaged")
-        yield
-
-    def begin(self) -> None:
-        """Pull for the first time."""
-        list(self._pin())
-        self.arena.show_pulled(self.buffers)
-        self.shown = self._pulled()
-
-    def _pulled(self) -> Floats:
-        """What the pulled buffers hold."""
-        contents = self.world.contents
-        return np.concatenate([contents[shard][buffer].weights for shard, buffer in enumerate(self.buffers)])
-
-    def _read(self) -> None:
-        """Queue a read of the shown weights, as a forward pass."""
-        target = self.reads[len(self.expected)]
-        for index, parameter in enumerate(self.world.layout.parameters):
-            address = self.arena.shown_address(self.buffers[parameter.shard], index)
-            to = target[parameter.offset :].ctypes.data
-            self.device.copy(to, address, 4 * parameter.length, self.device.compute_stream())
-        self.expected.append(self.shown)
-
-    def _write_gradient(self, step: int, slot: int) -> Iterator[None]:
-        """Queue the gradients of a step into the slot, as a backward pass, from the last shard to the first."""
-        world, lane, draw = self.world, self.lane, self.world.random
-        for shard in reversed(range(world.shards)):
-            self._write_shard(step, slot, shard)
-            if draw.random() < _MARKED_SHARE:
-                world.moment = "hook"
-                self.arena.mark_computed(shard, slot)
-                yield
-        for shard in range(world.shards):
-            # A copy to host memory may run meanwhile: what it tears it copies again, which the check of accesses cannot know.
-            if draw.random() < _CHANGED_SHARE and not self.arena.is_sent(shard):
-                self._write_shard(step, slot, shard)
-                if world.left_out != FORGET_NOTHING:
-                    self.arena.forget(shard)
-        lane.set_hyper(slot, 0, *world.hyper)
-        lane.set_presence(slot, presence_of(range(world.shards), world.shards))
-        self.slots[slot] = step
-        yield
-
-    def _write_shard(self, step: int, slot: int, shard: int) -> None:
-        for index, parameter in enumerate(self.world.layout.parameters):
-            if parameter.shard == shard:
-                source = self.gradients[step, parameter.offset :].ctypes.data
-                target = self.arena.gradient_address(self.rank, slot, index)
-                self.device.copy(target, source, 4 * parameter.length, self.device.compute_stream())
-
-    def _post(self, slot: int | None) -> Iterator[None]:
-        self.world.publish(self.process)
-        self.posts += 1
-        self._settle(self.lane.push(self.world.now(), 1.0, 1, slot is None))
-        yield
-
-    def combine(self) -> None:
-        """Try the locks of the shards that this worker folds."""
-        self.world.publish(self.process)
-        self._settle(self.lane.try_combine(self.world.now()))
-
-    def _settle(self, outcome: int) -> None:
-        if outcome in (DONE, BUSY):
-            return
-        if self.lane.fold_failure is not None:
-            raise self.lane.fold_failure
-        raise ViolationError(f"worker {self.rank} combined with outcome {outcome}")
-
-    def _leave(self) -> None:
-        lane = self.lane
-        self.world.publish(self.process)
-        if not lane.post(KIND_LEAVE, lane.steps, 0, lane.version, self.world.now()):
-            raise ViolationError(f"the ring of worker {self.rank} is full")
-        self.world.memory.arena.leave(self.rank)
-        self.has_left = True
-        self.combine()
-
-    def check_reads(self, *, are_all: bool) -> None:
-        """Compare what was read with the versions that were pulled."""
-        for number, expected in enumerate(self.expected):
-            for parameter in self.world.layout.parameters:
-                span = slice(parameter.offset, parameter.offset + parameter.length)
-                found = self.reads[number, span]
-                if not are_all and (found == _UNREAD).all():
-                    continue
-                if not np.array_equal(found, expected[span]):
-                    raise ViolationError(
-                        f"read {number} of worker {self.rank}: {parameter.name} is not as in the version that it pulled"
-                    )
 
 
 class World:
@@ -303,7 +78,7 @@ class World:
         self.random = random.Random(seed)
         self.left_out = left_out
         self.seen: set[str] = set()
-        self.faults: Counter[str] = Counter(deaths=0, missing_peers=0, rejoins=0)
+        self.faults: Counter[str] = Counter(deaths=0, missing_peers=0, rejoins=0, nonfinite=0)
         self.turns, self.moment, self._now_ns, self._is_running = 0, "", 0, False
         draw = self.random
         gpus = [f"gpu {number}" for number in range(draw.randint(1, devices))]
@@ -322,6 +97,8 @@ class World:
         self.memory = self._memory()
         self._dies = draw.random() < 0.2
         self.void_steps = {step for step in range(self.steps) if draw.random() < _NULL_SHARE}  # in which all pushes are null
+        self.nonfinite = self._drawn_nonfinite()
+        self.rejected: Counter[tuple[int, int, int]] = Counter()
         self.folded: Counter[tuple[int, int, int]] = Counter()
         self.workers: list[Worker] = []
         self._roles: dict[int, str] = {}
@@ -337,10 +114,30 @@ class World:
     def _layout_of(self, policy: Policy, update: Any, workers: int) -> Layout:
         owners = [self._gpus.index(gpu) for gpu in dict.fromkeys(self._gpus)]
         shards = self.random.randint(len(owners), 2 * len(owners))
-        rows = [(f"parameter {number}", (self.places,), (1,), 0) for number in range(shards)]
-        layout = Layout(place(rows, 1), 1, update.rule, policy, workers).with_shards(shards)
+        faults = FaultPolicy(nonfinite=self.random.choice(("allow", "reject")))
+        parameters = place(self._rows(shards), 1, types=self._types(shards))
+        layout = Layout(parameters, 1, update.rule, policy, workers, faults=faults).with_shards(shards)
         homes_of = homes([4 * (end - begin) for begin, end in layout.shards], owners)
         return replace(layout, owner_lanes=homes_of, extra_bytes=handle_table_bytes(len(homes_of)))
+
+    def _rows(self, shards: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int]]:
+        """A parameter for each shard."""
+        return [(f"parameter {number}", (self.places,), (1,), 0) for number in range(shards)]
+
+    def _types(self, shards: int) -> list[GradientType]:
+        """The parameters' types: float32, or some of them one half precision."""
+        half: GradientType = self.random.choice(("float32", "bfloat16", "float16"))
+        return [self.random.choice((half, "float32")) for _ in range(shards)]
+
+    def _drawn_nonfinite(self) -> dict[tuple[int, int, int], float]:
+        """By shard, worker and step: the value of a push's gradient that is non-finite. None in a job that allows them."""
+        if self.layout.faults.nonfinite == "allow":
+            return {}
+        draw, ranks = self.random, self._processes()
+        places = [(shard, rank, step) for shard in range(self.shards) for rank in ranks for step in range(self.steps)]
+        found = {each: draw.choice((np.nan, np.inf, -np.inf)) for each in places if draw.random() < _NONFINITE_SHARE}
+        self.faults["nonfinite"] += len(found)
+        return found
 
     def _unreachable(self, gpus: list[str]) -> set[frozenset[str]]:
         pairs = [frozenset((one, other)) for one in gpus for other in gpus if one < other]
@@ -370,6 +167,10 @@ class World:
     def device_of(self, process: int, gpu: str) -> WatchedDevice:
         """A device of the node as a process uses it."""
         return WatchedDevice(self.node, process, gpu, self)
+
+    def _processes(self) -> list[int]:
+        """The numbers of all processes that may push."""
+        return list(range(len(self._gpus)))
 
     def publish(self, process: int) -> None:
         """A process writes control words: what its host knows to be done, others know that read them. Events say more here."""
@@ -456,9 +257,12 @@ class World:
             worker.lane.fold_with(partial(self.fold, worker.arena), worker.arena.own_shards())
         self._is_running = True
 
-    def fold(self, arena: DeviceArena, call: FoldCall) -> None:
-        """Let an arena fold, and note what the buffers will then hold."""
-        arena.fold(call)
+    def fold(self, arena: DeviceArena, call: FoldCall) -> list[int] | None:
+        """Let an arena fold or reject, and note what the buffers will then hold."""
+        told = arena.fold(call)
+        self._check_told(call, told)
+        if told is not None:
+            return told
         shard, pushes = call.shard, []
         begin, end = self.layout.shards[shard]
         for push in call.pushes:
@@ -481,6 +285,20 @@ class World:
         )
         after = Content(weights, state, steps)
         self.contents[shard][call.weights_out] = self._states[shard][call.state_out] = after
+        return None
+
+    def _check_told(self, call: FoldCall, told: list[int] | None) -> None:
+        """Check that exactly the non-finite pushes of a fold are rejected, under the name of their parameter."""
+        of_shard = next(index for index, each in enumerate(self.layout.parameters) if each.shard == call.shard)
+        for index, push in enumerate(call.pushes):
+            worker = self.workers[push.lane]
+            key = call.shard, worker.process, worker.slots[push.slot]
+            expected, found = of_shard if key in self.nonfinite else -1, told[index] if told is not None else -1
+            if found != expected:
+                raise ViolationError(
+                    f"the push of worker {key[1]}, step {key[2]} was told non-finite in parameter {found}, not {expected}"
+                )
+            self.rejected[key] += found >= 0
 
     def _state_of(self, shard: int, buffer: int) -> tuple[Floats, npt.NDArray[np.int64]]:
         found = self._states[shard][buffer]
@@ -526,6 +344,10 @@ class World:
         for shard in range(self.shards):
             for worker in self.workers:
                 for step in range(self.steps):
-                    count = self.folded[shard, worker.process, step]
+                    key = shard, worker.process, step
+                    count = self.folded[key] + self.rejected[key]
                     if count > 1 or (self.folds_all and count + (step in worker.nulls) != 1):
                         raise ViolationError(f"the push of worker {worker.rank}, step {step} was folded {count} times")
+        counted, told = self.memory.arena.rejections, self.rejected.total()
+        if counted != told:
+            raise ViolationError(f"{told} pushes were rejected, and {counted} counted")

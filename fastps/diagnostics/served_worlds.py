@@ -16,7 +16,8 @@ from fastps.device.first import FirstVersion
 from fastps.device.hazards import Clock, merge
 from fastps.device.plan import placed_on
 from fastps.device.stepped import SteppedEvent, SteppedNode, SteppedStream
-from fastps.diagnostics.device_worlds import GENERATION, ITEMS, MOST_TURNS, ViolationError, WatchedDevice, Worker, World
+from fastps.diagnostics.device_workers import GENERATION, ITEMS, ViolationError, WatchedDevice, Worker
+from fastps.diagnostics.device_worlds import MOST_TURNS, World
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.policy import Policy
@@ -137,15 +138,19 @@ class ServedWorld(World):
 
     def _layout_of(self, policy: Policy, update: Any, workers: int) -> Layout:
         shards = self.random.randint(len(set(self._gpus)), 2 * len(set(self._gpus)))
-        rows = [(f"parameter {number}", (self.places,), (1,), 0) for number in range(shards)]
-        faults = FaultPolicy(on_worker_loss="continue", nonfinite="allow")
-        layout = Layout(place(rows, 1), 1, update.rule, policy, workers, faults=faults, server="process").with_shards(shards)
+        faults = FaultPolicy(on_worker_loss="continue", nonfinite=self.random.choice(("allow", "reject")))
+        parameters = place(self._rows(shards), 1, types=self._types(shards))
+        layout = Layout(parameters, 1, update.rule, policy, workers, faults=faults, server="process").with_shards(shards)
         return placed_on(layout, self._gpus)
 
     @property
     def places(self) -> int:
         """See World: also for the pushes of workers that take a lane."""
         return 2 * super().places
+
+    def _processes(self) -> list[int]:
+        """See World: a lane has at most two owners."""
+        return [self.process_of(rank, generation) for rank in range(len(self._gpus)) for generation in range(2)]
 
     def process_of(self, rank: int, generation: int) -> int:
         """The number of a worker's process."""
@@ -276,7 +281,8 @@ class ServedWorld(World):
             counters = self.memory.arena.counters(rank)
             for shard in range(self.shards):
                 for step in range(self.steps):
-                    count = self.folded[shard, worker.process, step]
+                    key = shard, worker.process, step
+                    count = self.folded[key] + self.rejected[key]
                     is_due = self.folds_all and step < worker.posts and step not in worker.nulls
                     if count > 1 or (is_due and not count) or (count and step >= worker.posts):
                         raise ViolationError(

@@ -196,6 +196,11 @@ class JobMemory(WeightsMemory):
         present = np.frombuffer(self.memory, np.uint8, 8 * -(-count // 64), self.arena.presence_offset(lane, slot))
         return hypers, np.unpackbits(present, count=count, bitorder="little").view(np.bool_)
 
+    def nonfinite_words(self, lane: int, slot: int) -> npt.NDArray[np.uint8]:
+        """The bitmap of parameters that a device found non-finite in a slot, as bytes of eight bits, the lowest first."""
+        size = 8 * -(-len(self.layout.parameters) // 64)
+        return np.frombuffer(self.memory, np.uint8, size, self.arena.nonfinite_offset(lane, slot))
+
     def all_steps(self, buffer: int) -> npt.NDArray[np.int64]:
         """How often the rule was applied to each parameter, in one state buffer."""
         return np.frombuffer(self.memory, np.int64, len(self.layout.parameters), self.arena.steps_offset(buffer))

@@ -46,11 +46,11 @@ class DevicePlacement(HostPlacement):
     def layout(self, layout: Layout) -> Layout:
         """Give each shard a home, and each lane room for its handles: see fastps.device.plan.placed_on.
 
-        A layout of one shard is cut: see FASTPS_BUCKET_MB. Raises UnsupportedError for parameters in half precision.
+        A layout of one shard is cut: see FASTPS_BUCKET_MB. Raises UnsupportedError for parameters in double precision.
         """
-        if layout.shown_type != "float32":
+        if any(parameter.type == "float64" for parameter in layout.parameters):
             raise UnsupportedError(
-                f"expected float32 parameters where shards are on a GPU, found {layout.shown_type}: use FASTPS_PLACEMENT=host"
+                "expected parameters of at most float32 where shards are on a GPU, found float64: use FASTPS_PLACEMENT=host"
             )
         return placed_on(layout, self.gpus_of_workers(), bucket_bytes())
 
@@ -112,8 +112,10 @@ class DevicePlacement(HostPlacement):
         ]
 
     def shown_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """See HostPlacement.shown_views."""
-        return self.tensor_views(store, views)
+        """See HostPlacement.shown_views. 16-bit floats pass through DLPack as int16."""
+        types = [getattr(torch, parameter.type) for parameter in store.layout.parameters]
+        raw = [view if each == torch.float32 else view.view("int16") for view, each in zip(views, types, strict=True)]
+        return [tensor.view(each) for tensor, each in zip(self.tensor_views(store, raw), types, strict=True)]
 
     def slot_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
         """See HostPlacement.slot_views. 16-bit floats pass through DLPack as int16."""

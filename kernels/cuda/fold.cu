@@ -1,5 +1,5 @@
-/* The fold on a GPU: the sum of the pushes' gradients, scale, decay, rule, moving average and the check for non-finite values,
- * in one pass over memory. NVRTC or nvcc compile this source for a GPU, and with a shim a C compiler makes a host function of
+/* The fold on a GPU: the sum of the pushes' gradients, scale, decay, rule, moving average, the weights once more in half
+ * precision and the check for non-finite results, in one pass over memory; and the check of a push's gradients. NVRTC or nvcc compile this source for a GPU, and with a shim a C compiler makes a host function of
  * it, so that every rule is compared with its oracle on machines without a GPU.
  *
  * The arithmetic is the CPU fold's, line by line, with a fused multiply-add exactly where that has one. It must be compiled
@@ -71,15 +71,25 @@ typedef struct {
 /* The head of a launch's arguments; the tables follow at the given offsets, in bytes from its beginning. */
 typedef struct {
     fps_device_address weights_in, weights_out, state_in, state_out;
-    fps_device_address nonfinite;    /* int[pushes], set to 1 where a push's gradient is non-finite; 0: not checked */
+    fps_device_address halves_out;   /* weights_out once more in half precision, for a model to read; 0: not wanted */
+    fps_device_address nonfinite;    /* an int, set to 1 if a fold's results are non-finite; 0: not checked */
     fps_device_integer state_stride; /* floats between planes */
     fps_device_integer class_of_segment, classes, entries, coefficients, gradients; /* int; the structs; addresses */
     int mode, rule_planes;
     int has_average; /* 0: none; FPS_DEVICE_MOVES; or 2: it is copied because nothing was pushed */
     int average_is_small;
     float average_fraction;
-    int pushes; /* addresses in `gradients`; for checks on the host, no kernel reads it */
+    int pushes;     /* addresses in `gradients`; for checks on the host, no kernel reads it */
+    int shown_type; /* the type of halves_out */
+    int reserved;
 } fps_launch_args;
+
+/* The arguments of a check: a slot, whose tiles name its parameters, and int[parameters]. The kernel writes `stamp` for each
+ * parameter with a non-finite value, and no other: with another stamp each time, nobody has to write zeros before. */
+typedef struct {
+    fps_device_address gradient, nonfinite;
+    int stamp, reserved;
+} fps_check_args;
 
 typedef struct {
     float weight, planes[FPS_RULE_PLANES], average;
@@ -117,6 +127,15 @@ FPS_DEVICE int fps_device_planes(const int rule) {
     return 0;
 }
 
+/* The planes that can stay non-finite while the weight is finite, one bit each. */
+FPS_DEVICE int fps_device_checked(const int rule) {
+#define FPS_DEVICE_CHECKED(number, NAME, name, planes, at_once, writes, checked, ...) \
+    if (rule == number) return checked;
+    FPS_UPDATE_RULES(FPS_DEVICE_CHECKED)
+#undef FPS_DEVICE_CHECKED
+    return 0;
+}
+
 /* Load `width` floats from `place`; FPS_DEVICE_WIDTH floats are one vector load. */
 FPS_DEVICE void fps_device_load(float *to, const float *from, fps_device_integer place, const int width) {
     if (width == FPS_DEVICE_WIDTH) {
@@ -141,12 +160,38 @@ FPS_DEVICE float fps_device_widened(unsigned short bits, const int dtype) {
     return dtype == FPS_DEVICE_FLOAT16 ? fps_float_of_half(bits) : fps_float_of_bits((unsigned int)bits << 16);
 }
 
-/* Load a push's gradient as floats; set its flag if one is non-finite (all exponent bits are 1). */
+FPS_DEVICE int fps_device_is_nonfinite(float value) { return (fps_bits_of_float(value) & 0x7f800000u) == 0x7f800000u; }
+
+/* A float rounded to the nearest bfloat16 or IEEE half, ties to even, with the bits of the CPU's loops. A half beyond the
+ * largest is an infinity. A subnormal half is rounded by a sum of floats: its last digit is that of a float near 0.5. */
+FPS_DEVICE unsigned short fps_device_narrowed(float value, int type) {
+    const unsigned int bits = fps_bits_of_float(value), size = bits & 0x7fffffffu, sign = bits >> 16 & 0x8000u;
+    unsigned int half;
+    if (type == FPS_DEVICE_BFLOAT16)
+        return (unsigned short)(size > 0x7f800000u ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+    if (size < 113u << 23) half = fps_bits_of_float(fps_float_of_bits(size) + 0.5f) - 0x3f000000u;
+    else half = (size - (112u << 23) + 0xfffu + (size >> 13 & 1u)) >> 13;
+    if (size >= 143u << 23) half = size > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    return (unsigned short)(sign | half);
+}
+
+FPS_DEVICE void fps_device_store_halves(unsigned short *to, fps_device_integer place, const float *from, const int width,
+                                        int type) {
+    if (width == FPS_DEVICE_WIDTH) {
+        ushort4 four;
+        four.x = fps_device_narrowed(from[0], type), four.y = fps_device_narrowed(from[1], type);
+        four.z = fps_device_narrowed(from[2], type), four.w = fps_device_narrowed(from[3], type);
+        *(ushort4 *)(to + place) = four;
+    } else {
+        to[place] = fps_device_narrowed(from[0], type);
+    }
+}
+
+/* Load a push's gradient as floats. */
 FPS_DEVICE void fps_device_gradient(float *to, const fps_launch_args *args, int push, fps_device_integer place,
                                     const int width, const int dtype) {
     const fps_device_address address =
         ((const fps_device_address *)((const char *)args + args->gradients))[push];
-    int i, is_finite = 1;
     if (dtype == FPS_DEVICE_FLOAT32) {
         fps_device_load(to, (const float *)address, place, width);
     } else if (width == FPS_DEVICE_WIDTH) {
@@ -155,11 +200,6 @@ FPS_DEVICE void fps_device_gradient(float *to, const fps_launch_args *args, int 
         to[2] = fps_device_widened(four.z, dtype), to[3] = fps_device_widened(four.w, dtype);
     } else {
         to[0] = fps_device_widened(((const unsigned short *)address)[place], dtype);
-    }
-    if (args->nonfinite) {
-        FPS_UNROLL
-        for (i = 0; i < width; i++) is_finite &= (fps_bits_of_float(to[i]) & 0x7f800000u) != 0x7f800000u;
-        if (!is_finite) ((int *)args->nonfinite)[push] = 1; /* a benign race: every writer writes 1 */
     }
 }
 
@@ -183,6 +223,19 @@ FPS_DEVICE void fps_device_average(const fps_launch_args *args, fps_device_eleme
     at->average = fps_device_lerp(at->average, at->weight, args->average_fraction, args->average_is_small);
 }
 
+/* Flag results that are non-finite: a sum of squares is checked, too, because it would hide what it divides. */
+FPS_DEVICE void fps_device_flag(const fps_launch_args *args, const fps_device_element *elements, const int width, const int rule) {
+    int i, plane, found = 0;
+    FPS_UNROLL
+    for (i = 0; i < width; i++) {
+        found |= fps_device_is_nonfinite(elements[i].weight);
+        FPS_UNROLL
+        for (plane = 0; plane < FPS_RULE_PLANES; plane++)
+            if (fps_device_checked(rule) >> plane & 1) found |= fps_device_is_nonfinite(elements[i].planes[plane]);
+    }
+    if (found) *(int *)args->nonfinite = 1; /* a benign race: every writer writes 1 */
+}
+
 /* Fold `width` elements from `place`, from the loads to the stores. The average follows versions, as in fps_fold_job.
  *
  * One function although it is long: elements stay in registers from the loads to the stores. */
@@ -194,7 +247,7 @@ FPS_DEVICE void fps_device_fold(const fps_launch_args *args, const fps_device_cl
     const fps_device_integer stride = args->state_stride;
     fps_device_element elements[FPS_DEVICE_WIDTH];
     float values[FPS_DEVICE_WIDTH];
-    int i, plane, entry;
+    int i, plane, entry, is_applied = args->mode == FPS_DEVICE_SUM && of->entries > 0;
     fps_device_load(values, (const float *)args->weights_in, place, width);
     FPS_UNROLL
     for (i = 0; i < width; i++) {
@@ -225,6 +278,7 @@ FPS_DEVICE void fps_device_fold(const fps_launch_args *args, const fps_device_cl
             (const fps_device_entry *)((const char *)args + args->entries) + of->first_entry;
         for (entry = 0; entry < of->entries; entry++) {
             const int push = entries[entry].push;
+            is_applied |= push >= 0;
             if (push >= 0) fps_device_gradient(values, args, push, place, width, dtype);
             FPS_UNROLL
             for (i = 0; i < width; i++) {
@@ -233,9 +287,12 @@ FPS_DEVICE void fps_device_fold(const fps_launch_args *args, const fps_device_cl
             }
         }
     }
+    if (args->nonfinite && is_applied) fps_device_flag(args, elements, width, rule);
     FPS_UNROLL
     for (i = 0; i < width; i++) values[i] = elements[i].weight;
     fps_device_store((float *)args->weights_out, place, values, width);
+    if (args->halves_out)
+        fps_device_store_halves((unsigned short *)args->halves_out, place, values, width, args->shown_type);
     FPS_UNROLL
     for (plane = 0; plane < planes; plane++)
         if (plane < args->rule_planes) {
@@ -274,3 +331,35 @@ FPS_DEVICE void fps_device_fold_tile(fps_device_address args_address, fps_device
     FPS_FOLD_KERNEL(name##_float16, number, FPS_DEVICE_FLOAT16)   \
     FPS_FOLD_KERNEL(name##_bfloat16, number, FPS_DEVICE_BFLOAT16)
 FPS_UPDATE_RULES(FPS_FOLD_KERNELS)
+
+/* Whether a word of one float, or of two halves, has a non-finite one: all bits of its exponent are 1. */
+FPS_DEVICE int fps_device_has_nonfinite(unsigned int word, const int dtype) {
+    const unsigned int exponent = dtype == FPS_DEVICE_FLOAT32 ? 0x7f800000u : dtype == FPS_DEVICE_FLOAT16 ? 0x7c00u : 0x7f80u;
+    return (word & exponent) == exponent || (dtype != FPS_DEVICE_FLOAT32 && (word >> 16 & exponent) == exponent);
+}
+
+/* Check one tile of a slot with one block: whole vectors of 16 bytes first, then the remaining values, one a thread. */
+FPS_DEVICE void fps_device_check_tile(fps_device_address args_address, fps_device_address tiles, const int dtype) {
+    const fps_check_args *args = (const fps_check_args *)args_address;
+    const fps_device_tile tile = ((const fps_device_tile *)tiles)[blockIdx.x];
+    const int size = dtype == FPS_DEVICE_FLOAT32 ? 4 : 2, values = 16 / size, vectors = tile.length / values;
+    const char *const begin = (const char *)args->gradient + size * tile.first;
+    int found = 0, place;
+    for (place = (int)threadIdx.x; place < vectors; place += (int)blockDim.x) {
+        const uint4 four = ((const uint4 *)begin)[place];
+        found |= fps_device_has_nonfinite(four.x, dtype) | fps_device_has_nonfinite(four.y, dtype)
+                 | fps_device_has_nonfinite(four.z, dtype) | fps_device_has_nonfinite(four.w, dtype);
+    }
+    for (place = vectors * values + (int)threadIdx.x; place < tile.length; place += (int)blockDim.x)
+        found |= fps_device_has_nonfinite(
+            dtype == FPS_DEVICE_FLOAT32 ? ((const unsigned int *)begin)[place] : ((const unsigned short *)begin)[place], dtype);
+    if (found) ((int *)args->nonfinite)[tile.segment] = args->stamp; /* a benign race: every writer writes the same */
+}
+
+#define FPS_CHECK_KERNEL(name, dtype)                                                \
+    FPS_KERNEL fps_check_##name(fps_device_address args, fps_device_address tiles) { \
+        fps_device_check_tile(args, tiles, dtype);                                   \
+    }
+FPS_CHECK_KERNEL(float32, FPS_DEVICE_FLOAT32)
+FPS_CHECK_KERNEL(float16, FPS_DEVICE_FLOAT16)
+FPS_CHECK_KERNEL(bfloat16, FPS_DEVICE_BFLOAT16)

@@ -27,6 +27,8 @@ cdef extern from "cuda/fold.cu" nogil:
         pass
     ctypedef struct fps_launch_args:
         pass
+    ctypedef struct fps_check_args:
+        pass
     ctypedef void (*fps_kernel)(unsigned long long args, unsigned long long tiles)
     void fps_launch_on_host(fps_kernel kernel, int blocks, int threads, unsigned long long args, unsigned long long tiles)
 
@@ -38,6 +40,7 @@ COEFFICIENTS_BYTES = sizeof(fps_device_coefficients)
 CLASS_BYTES = sizeof(fps_device_class)
 ENTRY_BYTES = sizeof(fps_device_entry)
 ARGS_BYTES = sizeof(fps_launch_args)
+CHECK_ARGS_BYTES = sizeof(fps_check_args)
 
 # The CUDA source includes no header of the host, so it repeats these numbers.
 if (FPS_DEVICE_SUM, FPS_DEVICE_EACH) != (FPS_FOLD_SUM, FPS_FOLD_EACH):
@@ -50,6 +53,9 @@ cdef extern from *:
     static const fps_kernel fps_kernels[FPS_RULE_NUMBERS][3] = {FPS_UPDATE_RULES(FPS_KERNELS_OF)};
     """
     const fps_kernel fps_kernels[FPS_RULE_NUMBERS][3]
+    fps_kernel fps_check_float32
+    fps_kernel fps_check_float16
+    fps_kernel fps_check_bfloat16
 
 
 def launch(int rule, int dtype, unsigned long long args, unsigned long long tiles, int blocks, int threads=256):
@@ -61,3 +67,12 @@ def launch(int rule, int dtype, unsigned long long args, unsigned long long tile
         raise ValueError(f"expected a number of a rule of the fold and a dtype of 0 to 2, found {rule} and {dtype}")
     with nogil:
         fps_launch_on_host(fps_kernels[rule][dtype], blocks, threads, args, tiles)
+
+
+def launch_check(int dtype, unsigned long long args, unsigned long long tiles, int blocks, int threads=256):
+    """Run the check of a slot's gradients of a dtype, as `launch`. Raises ValueError for an unknown dtype."""
+    cdef fps_kernel[3] kernels = [fps_check_float32, fps_check_float16, fps_check_bfloat16]
+    if not 0 <= dtype < 3:
+        raise ValueError(f"expected a dtype of 0 to 2, found {dtype}")
+    with nogil:
+        fps_launch_on_host(kernels[dtype], blocks, threads, args, tiles)

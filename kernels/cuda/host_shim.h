@@ -18,6 +18,9 @@ typedef struct {
     unsigned short x, y, z, w;
 } ushort4;
 typedef struct {
+    unsigned int x, y, z, w;
+} uint4;
+typedef struct {
     unsigned int x, y, z;
 } fps_dimensions;
 

@@ -61,20 +61,23 @@ _CLASS = np.dtype([("first_entry", "<i4"), ("entries", "<i4"), ("coefficients", 
 _ENTRY = np.dtype([("push", "<i4"), ("coefficients", "<i4"), ("scale", "<f4"), ("reserved", "<i4")])
 _ARGS = np.dtype(
     [
-        *((name, "<u8") for name in ("weights_in", "weights_out", "state_in", "state_out", "nonfinite")),
+        *((name, "<u8") for name in ("weights_in", "weights_out", "state_in", "state_out", "halves_out", "nonfinite")),
         *((name, "<i8") for name in ("state_stride", "class_of_segment", "classes", "entries", "coefficients", "gradients")),
         *((name, "<i4") for name in ("mode", "rule_planes", "has_average", "average_is_small")),
         ("average_fraction", "<f4"),
-        ("pushes", "<i4"),
+        *((name, "<i4") for name in ("pushes", "shown_type", "reserved")),
     ]
 )
+_CHECK_ARGS = np.dtype([("gradient", "<u8"), ("nonfinite", "<u8"), ("stamp", "<i4"), ("reserved", "<i4")])
 HEAD_BYTES = _ARGS.itemsize
+CHECK_BYTES = _CHECK_ARGS.itemsize
 for _found, _expected in (
     (_TILE, host_fold.TILE_BYTES),
     (_COEFFICIENTS, host_fold.COEFFICIENTS_BYTES),
     (_CLASS, host_fold.CLASS_BYTES),
     (_ENTRY, host_fold.ENTRY_BYTES),
     (_ARGS, host_fold.ARGS_BYTES),
+    (_CHECK_ARGS, host_fold.CHECK_ARGS_BYTES),
 ):
     assert _found.itemsize == _expected, "fold.cu and launch_args.py lay a struct out differently"
 
@@ -92,27 +95,33 @@ class DevicePush:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Addresses on the device of weights and state, to read and to write; planes are `stride` floats apart."""
+    """Addresses on the device of weights and state, to read and to write; planes are `stride` floats apart.
+
+    `halves_out` gets the new weights once more, in the shape's half precision; 0: they are not wanted.
+    """
 
     weights_in: int
     weights_out: int
     state_in: int
     state_out: int
     stride: int
+    halves_out: int = 0
 
 
 @dataclass(frozen=True)
 class Shape:
     """The constants of all folds: the rule, the planes of state with the average's as the last, and the segments.
 
-    `segments`: (offset, length, group) in floats, one a parameter. Raises ValueError for what no kernel supports: a user's
-    rule, more planes than the rule has, or a segment that does not begin on a multiple of 16 floats.
+    `segments`: (offset, length, group) in floats, one a parameter. `shown_type`: the half precision of `halves_out`. Raises
+    ValueError for what no kernel supports: a user's rule, more planes than the rule has, or a segment that does not begin on a
+    multiple of 16 floats.
     """
 
     rule: int
     planes: int
     ema_decay: float
     segments: tuple[tuple[int, int, int], ...]
+    shown_type: str = "float16"
 
     def __post_init__(self) -> None:
         if self.rule not in RULE_NAMES:
@@ -133,14 +142,19 @@ class Shape:
 
 
 def tiles_of(shape: Shape) -> Bytes:
-    """Return the table of tiles as bytes: every segment cut into runs of at most TILE_FLOATS. One table serves all folds.
+    """Return the table of tiles of a fold as bytes. One table serves all folds of a shape."""
+    return tiles_of_segments([(offset, length) for offset, length, _ in shape.segments])
 
-    >>> len(tiles_of(Shape(RULES["sgd"], 0, 0.0, ((0, 5000, 0), (5008, 0, 0))))) // host_fold.TILE_BYTES
+
+def tiles_of_segments(segments: Sequence[tuple[int, int]]) -> Bytes:
+    """Return a table of tiles as bytes: every segment (offset, length), in values, cut into runs of at most TILE_FLOATS.
+
+    >>> len(tiles_of_segments([(0, 5000), (5008, 0)])) // host_fold.TILE_BYTES
     2
     """
     rows = [
         (offset + first, min(TILE_FLOATS, length - first), index)
-        for index, (offset, length, _) in enumerate(shape.segments)
+        for index, (offset, length) in enumerate(segments)
         for first in range(0, length, TILE_FLOATS)
     ]
     return np.array(rows, _TILE).view(np.uint8).reshape(-1)
@@ -202,8 +216,8 @@ def make_launch_args(
 ) -> tuple[Bytes, Counts]:
     """Return the launch arguments of one fold, and each parameter's count of steps after it (int64[parameters], like `steps`).
 
-    Mode, scale and rate scale are those of the CPU fold. `nonfinite`: the address of zeroed int32[pushes], which the kernel
-    sets to 1 for a push with a non-finite gradient; 0: it does not check. A fold of no pushes copies everything.
+    Mode, scale and rate scale are those of the CPU fold. `nonfinite`: the address of an int32, which the kernel sets to 1 if a
+    result is non-finite, and never to 0; 0: it does not check. A fold of no pushes copies everything.
 
     Raises ValueError if hyper-parameters need more planes than there are, or for inconsistent sizes.
     """
@@ -226,7 +240,7 @@ def make_launch_args(
     args["weights_in"], args["weights_out"] = buffers.weights_in, buffers.weights_out
     args["state_in"], args["state_out"], args["state_stride"] = buffers.state_in, buffers.state_out, buffers.stride
     args["nonfinite"], args["mode"], args["rule_planes"] = nonfinite, mode, shape.rule_planes
-    args["pushes"] = len(pushes)
+    args["pushes"], args["halves_out"], args["shown_type"] = len(pushes), buffers.halves_out, DTYPES[shape.shown_type]
     _set_average(args, shape, bool(pushes))
     parts: dict[str, npt.NDArray[Any]] = {
         "class_of_segment": class_of_segment.reshape(-1).astype(np.int32),
@@ -252,8 +266,29 @@ def accessed(args: int, dtype: str) -> tuple[list[Span], list[Span]]:
     reads += [(int(address), DTYPE_BYTES[dtype] * floats) for address in table]
     writes = [(int(head["weights_out"]), sizes[0]), (int(head["state_out"]), sizes[1])]
     if head["nonfinite"]:
-        writes.append((int(head["nonfinite"]), 4 * pushes))
+        writes.append((int(head["nonfinite"]), 4))
+    if head["halves_out"]:
+        writes.append((int(head["halves_out"]), 2 * floats))
     return [span for span in reads if span[1]], [span for span in writes if span[1]]
+
+
+def write_check_args(room: Bytes, gradient: int, nonfinite: int, stamp: int) -> None:
+    """Write the arguments of a check into CHECK_BYTES of `room`.
+
+    `gradient`: the address of a slot; `nonfinite`: of int32[parameters], where the kernel writes `stamp` for each parameter
+    with a non-finite value.
+    """
+    room[:CHECK_BYTES] = np.array([(gradient, nonfinite, stamp, 0)], _CHECK_ARGS).view(np.uint8)
+
+
+def accessed_by_check(args: int, tiles: int, blocks: int, dtype: str) -> tuple[list[Span], list[Span]]:
+    """Return what a check reads and writes, as `accessed`; its tiles are at an address that this process can read, too."""
+    head = np.frombuffer((ctypes.c_uint8 * CHECK_BYTES).from_address(args), _CHECK_ARGS, 1)[0]
+    table = np.frombuffer((ctypes.c_uint8 * (blocks * _TILE.itemsize)).from_address(tiles), _TILE, blocks)
+    size = DTYPE_BYTES[dtype]
+    begin, end = int(table["first"].min()), int((table["first"] + table["length"]).max())
+    reads = [(int(head["gradient"]) + size * begin, size * (end - begin))]
+    return reads, [(int(head["nonfinite"]), 4 * (int(table["segment"].max()) + 1))]
 
 
 def _set_average(args: npt.NDArray[Any], shape: Shape, moves: bool) -> None:

@@ -1,10 +1,12 @@
-"""What a CUDA compiler makes of the fold, without a GPU: registers, spilled bytes, and the instructions of its PTX.
+"""What a CUDA compiler makes of the fold, without a GPU: registers, spilled bytes, and instructions of PTX and machine code.
 
     python -m fastps.kernels.cuda.machine_code sm_80 sm_90 sm_100
 
-prints a table of registers. It needs nvcc. The figures hold for that compiler's version, and say nothing about speed.
+prints a table of registers. It needs nvcc. The figures hold for that compiler's version, and say nothing about speed. To read
+machine code it also needs nvdisasm, which the package nvidia-cuda-nvdisasm brings.
 """
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -22,6 +24,8 @@ _RESOURCES = re.compile(
 )
 _ENTRY = re.compile(r"\.entry (\w+)\(.*?^\}", re.DOTALL | re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+(?:@!?%p\d+\s+)?([a-z][\w.]+)", re.MULTILINE)
+_CODE = re.compile(r"^\.text\.(\w+):$(.*?)(?=^//-{5}|\Z)", re.DOTALL | re.MULTILINE)
+_OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,28 @@ def instructions(architecture: str) -> dict[str, list[str]]:
         _compile(Path(folder), f"-arch={architecture}", "-ptx")
         text = (Path(folder) / "fold.out").read_text()
     return {found[1]: _INSTRUCTION.findall(found[0]) for found in _ENTRY.finditer(text)}
+
+
+def machine_instructions(architecture: str) -> dict[str, list[str]]:
+    """Compile all kernels for an architecture such as "sm_90"; returns the opcodes of each kernel's machine code, in order.
+
+    Raises as `resources`, and CudaUnavailableError without nvdisasm.
+    """
+    reader = disassembler()
+    if reader is None:
+        raise CudaUnavailableError("expected nvdisasm, found none: pip install nvidia-cuda-nvdisasm")
+    with tempfile.TemporaryDirectory() as folder:
+        _compile(Path(folder), f"-arch={architecture}", "-cubin")
+        text = subprocess.run([reader, "-c", f"{folder}/fold.out"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return {found[1]: _OPCODE.findall(found[2]) for found in _CODE.finditer(text)}
+
+
+def disassembler() -> str | None:
+    """The path of nvdisasm, on the PATH or in a folder of NVIDIA's Python packages; None if there is none."""
+    package = importlib.util.find_spec("nvidia")
+    folders = package.submodule_search_locations if package and package.submodule_search_locations else ()
+    packaged = [str(path) for folder in folders for path in sorted(Path(folder).glob("*/bin/nvdisasm"))]
+    return next(iter(packaged), shutil.which("nvdisasm"))
 
 
 def _compile(folder: Path, *options: str) -> str:

@@ -31,12 +31,13 @@ class CudaUnavailableError(RuntimeError):
 
 
 def kernel_names() -> list[str]:
-    """Return the names of all kernels, one for each rule and gradient dtype.
+    """Return the names of all kernels: a fold for each rule and gradient dtype, and a check for each dtype.
 
     >>> kernel_names()[:2]
     ['fps_fold_sgd_float32', 'fps_fold_sgd_float16']
     """
-    return [f"fps_fold_{rule}_{dtype}" for rule in RULE_NAMES.values() for dtype in DTYPES]
+    folds = [f"fps_fold_{rule}_{dtype}" for rule in RULE_NAMES.values() for dtype in DTYPES]
+    return [*folds, *(f"fps_check_{dtype}" for dtype in DTYPES)]
 
 
 def source() -> str:
@@ -78,8 +79,18 @@ def fold_kernel(device: int, rule: int, dtype: str) -> Any:
         raise ValueError(
             f"expected a rule of {sorted(RULE_NAMES)} and a dtype of {', '.join(DTYPES)}, found {rule} and {dtype}"
         )
-    kernel = _module(device).get_function(f"fps_fold_{RULE_NAMES[rule]}_{dtype}")
+    return _starter(_module(device).get_function(f"fps_fold_{RULE_NAMES[rule]}_{dtype}"))
 
+
+@functools.cache
+def check_kernel(device: int, dtype: str) -> Any:
+    """Return a function (stream, args, tiles, blocks) that launches the check of a slot. Raises as `fold_kernel`."""
+    if dtype not in DTYPES:
+        raise ValueError(f"expected a dtype of {', '.join(DTYPES)}, found {dtype}")
+    return _starter(_module(device).get_function(f"fps_check_{dtype}"))
+
+
+def _starter(kernel: Any) -> Any:
     def start(stream: Any, args: int, tiles: int, blocks: int) -> None:
         # Both parameters are 64-bit integers, which the kernel casts to pointers.
         with stream:

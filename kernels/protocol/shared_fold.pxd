@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from fastps.kernels.protocol.work_item cimport WorkItem
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_work
-from fastps.kernels.update.fold cimport FoldScratch
+from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, FoldScratch
 
 # Outcomes of a fold.
 cdef enum:
@@ -28,6 +28,7 @@ cdef class SharedFold:
     cdef object device
     cdef bint folds_nothing         # whether `device` is also called for versions without a push
     cdef object failure             # the error that it raised last, or None
+    cdef int32_t nonfinite[FPS_MAX_PUSHES]  # for each push of the item: a parameter that `device` told non-finite, or -1
     # Scratch, allocated once.
     cdef FoldScratch scratch        # one a shard: under overlap two threads of a lane may fold
     cdef WorkItem item

@@ -6,6 +6,7 @@ last chunk. So the combiner, which looks once no chunk is left to claim, knows w
 bits whichever lane folds it, and goes into buffers that nobody reads. The combiner folds again what a dead helper left undone.
 """
 
+from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from fastps.kernels.base.atomics cimport (
@@ -40,7 +41,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_ticket_left,
     fps_ticket_pack,
 )
-from fastps.kernels.update.fold cimport FPS_RULE_SUMMING, FPS_TILE, FoldScratch, fps_fold, fps_largest
+from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, FPS_RULE_SUMMING, FPS_TILE, FoldScratch, fps_fold, fps_largest
 
 cdef extern from "<sched.h>" nogil:
     int sched_getcpu()
@@ -119,6 +120,9 @@ cdef class SharedFold:
         Infinite where a value is not finite. This is a pass over one gradient, for the rare fold with non-finite results.
         """
         parameter[0] = -1
+        if self.on_device:
+            parameter[0] = self.nonfinite[index]
+            return INFINITY if self.nonfinite[index] >= 0 else 0.0
         return fps_largest(&self.item.job, &self.item.pushes[index], self.first, self.last, parameter)
 
     cdef int run(self) noexcept nogil:
@@ -153,9 +157,17 @@ cdef class SharedFold:
                 self.own |= (<uint64_t> 1) << chunk
 
     cdef int _run_on_device(self) noexcept:
-        """Queue the fold on the device. A reader of the result waits for it on the device."""
+        """Queue the fold on the device. A reader of the result waits for it on the device.
+
+        If the device tells non-finite pushes instead, nothing was queued.
+        """
+        cdef uint32_t index
         try:
-            self.device(self.item.for_device(self.shard))
+            told = self.device(self.item.for_device(self.shard))
+            if told is not None:
+                for index in range(FPS_MAX_PUSHES):
+                    self.nonfinite[index] = told[index] if index < <uint32_t> len(told) else -1
+                return FOLD_NONFINITE
         except BaseException as error:
             self.failure = error
             return FOLD_REFUSED

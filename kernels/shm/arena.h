@@ -11,7 +11,7 @@
 #include "update/rows.h"
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 14
+#define FPS_ABI 15
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the lock word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -305,6 +305,7 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint64_t, slot_bytes) /* lane-major */                                                                          \
     WORD(uint64_t, slot_presence_offset)                                                                                 \
     WORD(uint64_t, slot_versions_offset)                                                                                 \
+    WORD(uint64_t, slot_nonfinite_offset) /* a bit for each parameter that a device found non-finite, before the post */  \
     WORD(uint64_t, slot_gradient_offset)                                                                                 \
     WORD(uint64_t, extra_offset)                                                                                         \
     WORD(uint64_t, extra_bytes) /* model buffers (BatchNorm): one slot a lane */                                         \

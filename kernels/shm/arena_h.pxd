@@ -202,6 +202,7 @@ cdef extern from "shm/arena.h" nogil:
         uint64_t slot_bytes
         uint64_t slot_presence_offset
         uint64_t slot_versions_offset
+        uint64_t slot_nonfinite_offset
         uint64_t slot_gradient_offset
         uint64_t extra_offset
         uint64_t extra_bytes

@@ -152,7 +152,9 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     offset = header.slots_offset = offset + FPS_STATE_BUFFERS * header.state_bytes
     header.slot_presence_offset = groups * sizeof(fps_hyper)
     header.slot_versions_offset = header.slot_presence_offset + header.presence_words * sizeof(uint64_t)
-    header.slot_gradient_offset = _aligned(header.slot_versions_offset + shards * sizeof(uint64_t), FPS_LINE)
+    header.slot_nonfinite_offset = header.slot_versions_offset + shards * sizeof(uint64_t)
+    header.slot_gradient_offset = _aligned(
+        header.slot_nonfinite_offset + header.presence_words * sizeof(uint64_t), FPS_LINE)
     header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * gradient_bytes, PAGE)
     offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
     header.extra_bytes = _aligned(extra_bytes, PAGE)

@@ -254,6 +254,10 @@ cdef class ArenaView:
         """Byte offset of the presence bitmap in a lane's slot."""
         return self.slot(lane, slot) + self.header.slot_presence_offset - self.base
 
+    def nonfinite_offset(self, int lane, int slot):
+        """Byte offset of the bitmap of parameters that a device found non-finite, in a lane's slot."""
+        return self.slot(lane, slot) + self.header.slot_nonfinite_offset - self.base
+
     def steps_offset(self, int buffer):
         """Byte offset of int64[parameters]: how often the rule was applied to each parameter."""
         return self.state(buffer) - self.base

@@ -27,7 +27,7 @@ from tests.support.torch_optimizers import (
     batches_of,
     new_model,
 )
-from tests.torch.test_staged import KINDS, StagedOptimizer
+from tests.torch.test_staged import StagedOptimizer
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -543,12 +543,6 @@ def test_both_halves_in_one_model_are_refused() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16)]
     with pytest.raises(fastps.UnsupportedError, match="expected parameters of one half precision beside float32"):
         fastps.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
-
-
-def test_halves_are_refused_where_shards_are_on_a_gpu() -> None:
-    model = _half(torch.bfloat16)
-    with pytest.raises(fastps.UnsupportedError, match="found bfloat16: use FASTPS_PLACEMENT=host"):
-        KINDS["device"](ADAM(model.parameters()))
 
 
 def test_the_type_of_a_parameter_is_a_part_of_the_layout() -> None:

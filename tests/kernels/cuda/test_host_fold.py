@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from fastps.kernels.cuda import host_fold, launch_args
 from fastps.kernels.cuda import runtime as cuda
-from fastps.kernels.update import reference
-from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_SGD, RULE_USER
+from fastps.kernels.update import fold, reference
+from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_ADAM, RULE_SGD, RULE_USER
 from tests.kernels.update.test_fold import DECAYS, with_average
 from tests.support.fold_jobs import (
     ALL_ROWS,
@@ -63,10 +63,15 @@ def aligned(values: Any) -> Any:
     return copy
 
 
-def fold_on_device(job: Job, mode: int, dtype: str, nonfinite: Any = None) -> tuple[Result, list[Any]]:
-    """The job's result by the kernel, and the gradients that it read, in float32."""
+def fold_on_device(
+    job: Job, mode: int, dtype: str, nonfinite: Any = None, halves: Any = None, shown: str = "float16"
+) -> tuple[Result, list[Any]]:
+    """The job's result by the kernel, and the gradients that it read, in float32.
+
+    The kernel sets `nonfinite` (int32[1]), and writes `halves` (uint16[weights]) in the type `shown`.
+    """
     decay = job.ema_decay or 0.0
-    shape = launch_args.Shape(job.row.rule, len(job.state), decay, tuple(job.segments))
+    shape = launch_args.Shape(job.row.rule, len(job.state), decay, tuple(job.segments), shown)
     gradients = [aligned(narrowed(push[0], dtype)) for push in job.pushes]
     pushes = [
         launch_args.DevicePush(gradient.ctypes.data, push[1], np.array(push[2], np.bool_), *push[3:])
@@ -75,7 +80,12 @@ def fold_on_device(job: Job, mode: int, dtype: str, nonfinite: Any = None) -> tu
     weights, state = aligned(job.weights), aligned(job.state)
     weights_out, state_out = aligned(np.zeros_like(weights)), aligned(np.zeros_like(state))
     buffers = launch_args.Buffers(
-        weights.ctypes.data, weights_out.ctypes.data, state.ctypes.data, state_out.ctypes.data, len(weights)
+        weights.ctypes.data,
+        weights_out.ctypes.data,
+        state.ctypes.data,
+        state_out.ctypes.data,
+        len(weights),
+        halves.ctypes.data if halves is not None else 0,
     )
     options = {"scale": job.scale, "rate_scale": job.rate_scale, "nonfinite": 0}
     if nonfinite is not None:
@@ -166,18 +176,69 @@ def test_every_half_and_every_bfloat16_means_what_numpy_says() -> None:
         assert np.array_equal(weights, meant, equal_nan=True)
 
 
+def flag_of(job: Job, mode: int, dtype: str = "float32") -> int:
+    flag = np.zeros(1, np.int32)
+    fold_on_device(job, mode, dtype, flag)
+    return int(flag[0])
+
+
 @DTYPES
 @MODES
-def test_a_push_that_is_not_finite_is_told_and_no_other(mode: int, dtype: str) -> None:
+def test_results_that_are_not_finite_set_the_flag(mode: int, dtype: str) -> None:
     for length in (1, 17, 5000):
         for value in (np.inf, -np.inf, np.nan):
             job = make_job(SGD_ROWS[3], 4, "in_all", length, [length])
-            flags = np.zeros(4, np.int32)
-            fold_on_device(job, mode, dtype, flags)
-            assert flags.tolist() == [0, 0, 0, 0]
-            job.pushes[2][0][16 + length - 1] = value
-            fold_on_device(job, mode, dtype, flags)
-            assert flags.tolist() == [0, 0, 1, 0]
+            assert flag_of(job, mode, dtype) == 0
+            job.pushes[2][0][job.segments[0][0] + length - 1] = value
+            assert flag_of(job, mode, dtype) == 1
+
+
+@MODES
+def test_a_sum_of_squares_that_overflows_sets_the_flag_although_the_weight_is_finite(mode: int) -> None:
+    adam = next(row for row in ALL_ROWS if row.rule == RULE_ADAM)
+    job = make_job(adam, 1, "in_all", 1, [5])
+    job.pushes[0][0][job.segments[0][0] + 2] = 1e30
+    (weights, _, _), _ = fold_on_device(job, mode, "float32")
+    assert np.isfinite(weights).all() and flag_of(job, mode) == 1
+
+
+@MODES
+def test_what_no_push_has_sets_no_flag(mode: int) -> None:
+    job = make_job(SGD_ROWS[3], 2, "in_all", 1, [5, 5])
+    job.weights[job.segments[1][0]] = np.inf
+    absent = [(push[0], push[1], [True, False], *push[3:]) for push in job.pushes]
+    job = Job(job.row, job.segments, absent, job.weights, job.state, job.steps)
+    assert flag_of(job, mode) == 0
+    assert flag_of(Job(job.row, job.segments, [], job.weights, job.state, job.steps), mode) == 0
+
+
+@pytest.mark.parametrize("shown", ["float16", "bfloat16"])
+def test_any_float_is_shown_as_the_half_that_the_cpu_rounds_it_to(shown: str) -> None:
+    """The upper halves of all floats, each with lower halves at and around a tie; and whole vectors and single elements."""
+    lower = np.array([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    bits = (np.arange(65536, dtype=np.uint32)[:, None] << 16 | lower).reshape(-1)
+    weights = np.append(bits, np.uint32(0x3F800001)).view(np.float32)
+    weights = np.append(weights, np.zeros(-len(weights) % 16, np.float32))
+    length = len(weights) - 3
+    none, steps = np.zeros((0, len(weights)), np.float32), np.zeros(1, np.int64)
+    job = Job(SGD_ROWS[0], [(0, length, 0)], [], weights, none, steps)
+    found, expected = aligned(np.zeros(len(weights), np.uint16)), np.zeros(len(weights), np.uint16)
+    fold_on_device(job, FOLD_SUM, "float32", halves=found, shown=shown)
+    fold.narrow(weights, expected, launch_args.DTYPES[shown])
+    assert np.array_equal(found[:length], expected[:length]) and not found[length:].any()
+
+
+@pytest.mark.parametrize("shown", ["float16", "bfloat16"])
+@MODES
+@ROWS
+def test_every_rule_shows_its_new_weights(row: Row, mode: int, shown: str) -> None:
+    job = make_job(row, 3, "in_all", 2, (1, 4, 21))
+    found = aligned(np.zeros(len(job.weights), np.uint16))
+    (weights, _, _), _ = fold_on_device(job, mode, "bfloat16", halves=found, shown=shown)
+    expected = np.zeros(len(weights), np.uint16)
+    fold.narrow(np.ascontiguousarray(weights), expected, launch_args.DTYPES[shown])
+    for offset, length, _ in job.segments:
+        assert np.array_equal(found[offset : offset + length], expected[offset : offset + length])
 
 
 def test_what_no_kernel_can_do_is_refused() -> None:

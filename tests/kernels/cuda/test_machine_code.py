@@ -8,6 +8,7 @@ from fastps.kernels.cuda import machine_code
 from fastps.kernels.cuda.runtime import CudaUnavailableError, kernel_names
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+NEEDS_NVDISASM = pytest.mark.skipif(machine_code.disassembler() is None, reason="nvdisasm is not installed")
 NEEDS_NVCC = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 THREE_BLOCKS = 65536 // (3 * 256) // 8 * 8  # registers a thread if three blocks of 256 threads share a multiprocessor's
 
@@ -27,11 +28,32 @@ def test_every_kernel_moves_16_bytes_at_a_time_and_uses_no_atomic(architecture: 
     found = machine_code.instructions(architecture)
     assert sorted(found) == sorted(kernel_names())
     for name, made in found.items():
-        assert sum(each.startswith("ld.") and ".v4.f32" in each for each in made) >= 2, name
-        assert any(each.startswith("st.") and ".v4.f32" in each for each in made), name
-        if not name.endswith("float32"):
-            assert any(each.startswith("ld.") and ".v4.u16" in each for each in made), f"{name}: 8 bytes of halves"
+        if name.startswith("fps_check"):
+            assert any(each.startswith("ld.") and (".v4.u32" in each or ".v4.b32" in each) for each in made), name
+        else:
+            assert sum(each.startswith("ld.") and ".v4.f32" in each for each in made) >= 2, name
+            assert any(each.startswith("st.") and ".v4.f32" in each for each in made), name
+            assert any(each.startswith("st.") and ".v4.u16" in each for each in made), f"{name}: 8 bytes of shown halves"
+            if not name.endswith("float32"):
+                assert any(each.startswith("ld.") and ".v4.u16" in each for each in made), f"{name}: 8 bytes of halves"
         forbidden = ("atom", "red.", "bar.", "barrier", "ld.shared", "st.shared", "ld.local", "st.local")
+        assert [each for each in made if each.startswith(forbidden)] == [], name
+
+
+@NEEDS_NVCC
+@NEEDS_NVDISASM
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_the_machine_code_of_every_kernel_moves_16_bytes_at_a_time_and_uses_no_atomic(architecture: str) -> None:
+    found = machine_code.machine_instructions(architecture)
+    assert sorted(found) == sorted(kernel_names())
+    for name, made in found.items():
+        wide = [each for each in made if each.startswith(("LDG.", "LD.", "STG.", "ST.")) and ".128" in each]
+        if name.startswith("fps_check"):
+            assert any(each.startswith("LD") for each in wide), name
+        else:
+            assert sum(each.startswith("LD") for each in wide) >= 2, name
+            assert any(each.startswith("ST") for each in wide), name
+        forbidden = ("ATOM", "RED.", "BAR.", "LDS", "STS", "LDL", "STL")
         assert [each for each in made if each.startswith(forbidden)] == [], name
 
 
@@ -41,6 +63,12 @@ def test_spills_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert narrow != machine_code.source()
     monkeypatch.setattr(machine_code, "source", lambda: narrow)
     assert any(each.spilled_bytes for each in machine_code.resources("sm_90").values())
+
+
+def test_without_a_disassembler_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_code, "disassembler", lambda: None)
+    with pytest.raises(CudaUnavailableError, match="pip install nvidia-cuda-nvdisasm"):
+        machine_code.machine_instructions("sm_90")
 
 
 def test_without_a_compiler_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

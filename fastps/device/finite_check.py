@@ -1,0 +1,104 @@
+"""The checks for non-finite values on a device: of a push's gradients before it is posted, and of a fold's results after it.
+
+A kernel reads the slot behind the work that writes it, and names each parameter with a non-finite value. The host waits for it,
+and writes what it found into the push's slot in the arena: a combiner rejects the push by that, as on the CPU.
+
+A fold's own kernel sets a flag if finite gradients gave non-finite results. The weights are published by then, so nothing is
+rejected: the next fold of this lane, or its end, raises an error.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.device.interface import Device, Stream
+from fastps.device.plan import LEAST_BYTES
+from fastps.errors import NonFiniteWeightsError
+from fastps.job.layout import Layout
+from fastps.kernels.cuda import host_fold, launch_args
+
+
+class FiniteCheck:
+    """The check of one worker's slots on its device. Call `queue`, wait for the stream, then call `found`.
+
+    The kernel marks a parameter with the check's number, so no memory is cleared in between, and what an earlier check has
+    written counts for nothing.
+    """
+
+    def __init__(self, device: Device, layout: Layout) -> None:
+        self._device = device
+        self._dtype = layout.gradient_type
+        self._parameters = len(layout.parameters)
+        self._tiles = launch_args.tiles_of_segments([(each.offset, each.length) for each in layout.parameters])
+        self._blocks = len(self._tiles) // host_fold.TILE_BYTES
+        self._number = 0
+        self._is_awaited = True  # whether the host waited for the last check: its pinned memory is free
+        self._addresses: tuple[int, int, int] | None = None
+
+    def queue(self, slot: int, stream: Stream) -> None:
+        """Queue the check of the gradients at an address on the device, behind the stream's work."""
+        device = self._device
+        if not self._blocks:
+            return
+        if self._addresses is None:
+            self._prepare(stream)
+        assert self._addresses is not None
+        if not self._is_awaited:
+            device.synchronize(stream)  # an error ended the push before
+        self._number, self._is_awaited = self._number % 0x7FFFFFFF + 1, False
+        args, tiles, marks = self._addresses
+        launch_args.write_check_args(self._args, slot, marks, self._number)
+        device.copy(args, self._args.ctypes.data, launch_args.CHECK_BYTES, stream)
+        device.launch_check(self._dtype, args, tiles, self._blocks, stream)
+        device.copy(self._marks.ctypes.data, marks, 4 * self._parameters, stream)
+
+    def _prepare(self, stream: Stream) -> None:
+        """Allocate at the first check, because a device of a worker that never pushes needs nothing."""
+        device, size = self._device, 4 * self._parameters
+        self._args = device.host_memory(launch_args.CHECK_BYTES)
+        self._marks = device.host_memory(size).view(np.int32)
+        table = device.host_memory(self._tiles.nbytes)
+        table[:] = self._tiles
+        sizes = (launch_args.CHECK_BYTES, table.nbytes, size)
+        args, tiles, marks = (device.allocate(max(LEAST_BYTES, each)) for each in sizes)
+        device.copy(tiles, table.ctypes.data, table.nbytes, stream)
+        self._addresses = args, tiles, marks
+
+    def found(self) -> npt.NDArray[np.bool_]:
+        """Whether each parameter of the slot is non-finite (bool[parameters]). The caller has waited for the stream."""
+        self._is_awaited = True
+        if not self._blocks:
+            return np.zeros(self._parameters, np.bool_)
+        found: npt.NDArray[np.bool_] = self._marks == self._number
+        return found
+
+
+class ResultsCheck:
+    """The flags of the folds that one lane queues, one a shard, on its device and in pinned memory of the host."""
+
+    def __init__(self, device: Device, shards: int) -> None:
+        self._device = device
+        self._shards = shards
+        self._address = 0  # allocated at the first fold, because most lanes of several devices fold some shards only
+        self._told: npt.NDArray[np.int32] | None = None
+
+    def flag(self, shard: int) -> int:
+        """The address on the device that a fold of the shard sets to 1."""
+        if not self._address:
+            self._address = self._device.allocate(max(LEAST_BYTES, 4 * self._shards))
+            self._told = self._device.host_memory(4 * self._shards).view(np.int32)
+        return self._address + 4 * shard
+
+    def tell(self, shard: int, stream: Stream) -> None:
+        """Queue the copy of a shard's flag to the host, behind a fold on the stream."""
+        assert self._told is not None
+        self._device.copy(self._told.ctypes.data + 4 * shard, self.flag(shard), 4, stream)
+
+    def check(self) -> None:
+        """Raise NonFiniteWeightsError if a fold that is known to have ended had non-finite results. Does not wait."""
+        if self._told is None or not self._told.any():
+            return
+        shards = ", ".join(str(shard) for shard in np.flatnonzero(self._told))
+        raise NonFiniteWeightsError(
+            f"expected finite weights on the device {self._device.identity}, found Inf or NaN in shard {shards} after a fold of"
+            " finite gradients: lower the learning rate, or clip the gradients, and restart from a checkpoint"
+        )

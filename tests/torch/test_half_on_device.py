@@ -1,0 +1,120 @@
+"""Models in half precision whose shards are on devices: the fold's kernel writes the halves, with the bits of the CPU's."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from fastps.device.host import HostDevice, Teeth
+from fastps.device.interface import Device
+from fastps.device.placement import gpus_of_workers
+from fastps.torch.on_device import DevicePlacement
+from fastps.torch.placements import HostPlacement
+from tests.support import processes
+from tests.support.torch_optimizers import OPTIMIZERS, batches_of, new_model
+from tests.torch.test_half_parameters import Mixed, _half, _train
+from tests.torch.test_staged import HostDeviceOptimizer, SeveralDevicesOptimizer, alone  # noqa: F401 - a fixture
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+ADAM = OPTIMIZERS["adam"]
+
+
+class ApartPlacement(DevicePlacement):
+    """A DevicePlacement on one of two devices that do not reach each other."""
+
+    def make_device(self) -> Device:
+        own = gpus_of_workers()[int(os.environ["RANK"])]
+        others = frozenset(f"gpu {gpu}" for gpu in gpus_of_workers() if gpu != own)
+        return HostDevice(f"gpu {own}", 0.001, teeth=Teeth(unreachable=others))
+
+
+class ApartOptimizer(fastps.DistributedOptimizer):
+    """On devices that do not reach each other."""
+
+    def _place(self, push_dtype: torch.dtype) -> HostPlacement:
+        return ApartPlacement(self._tensors, push_dtype)
+
+
+def made(name: str, dtype: torch.dtype) -> torch.nn.Module:
+    return Mixed(dtype) if name == "mixed" else _half(dtype)
+
+
+def bits(model: torch.nn.Module) -> list[list[float]]:
+    return [parameter.detach().float().flatten().tolist() for parameter in model.parameters()]
+
+
+def state_of(optimizer: fastps.DistributedOptimizer) -> list[Any]:
+    entries = optimizer.state_dict()["state"].values()
+    return [(name, value.tolist()) for entry in entries for name, value in sorted(entry.items())]
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["half", "mixed"])
+def test_one_worker_has_the_bits_of_the_cpu_in_halves_masters_and_state(name: str, dtype: torch.dtype) -> None:
+    found = []
+    for kind in (fastps.DistributedOptimizer, HostDeviceOptimizer):
+        model = made(name, dtype)
+        with kind(ADAM(model.parameters()), sync="bsp", model=model) as optimizer:
+            first = bits(model)
+            _train(model, optimizer, batches_of(12, 8))
+            found.append((first, bits(model), state_of(optimizer)))
+            assert {parameter.dtype for parameter in model.parameters()} >= {dtype}
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1] and any(entry == "master" for entry, _ in found[0][2])
+
+
+@DTYPES
+def test_a_state_with_masters_is_loaded_and_the_run_goes_on_from_it(dtype: torch.dtype) -> None:
+    found = []
+    for kind in (fastps.DistributedOptimizer, HostDeviceOptimizer):
+        model = made("mixed", dtype)
+        with kind(ADAM(model.parameters()), sync="bsp", model=model) as optimizer:
+            _train(model, optimizer, batches_of(5, 8))
+            state, weights = optimizer.state_dict(), {key: value.clone() for key, value in model.state_dict().items()}
+        again = made("mixed", dtype)
+        again.load_state_dict(weights)
+        with kind(ADAM(again.parameters()), sync="bsp", model=again) as optimizer:
+            optimizer.load_state_dict(state)
+            _train(again, optimizer, batches_of(4, 8))
+            found.append((bits(again), state_of(optimizer)))
+    assert found[0] == found[1]
+
+
+def run_ranks(kind: type[fastps.DistributedOptimizer], name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Train with 3 workers, each on its share of the batches; returns the model's bits at each."""
+    monkeypatch.setenv("FASTPS_JOB", f"test-{os.getpid()}-{kind.__name__}-{name}")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+
+    def work(rank: int) -> Any:
+        os.environ["RANK"] = str(rank)
+        model = made(name, torch.bfloat16)
+        with kind(ADAM(model.parameters()), sync="bsp", model=model) as optimizer:
+            optimizer.wait_for_start()
+            _train(model, optimizer, batches_of(9, 24)[rank::3] + batches_of(6, 8))
+            optimizer.wait_for_others()
+            return bits(model)
+
+    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(3)]  # type: ignore[misc]
+    processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0] * 3, [child.outcome for child in children]
+    return [child.outcome for child in children]
+
+
+@pytest.mark.parametrize("kind", [SeveralDevicesOptimizer, ApartOptimizer])
+@pytest.mark.parametrize("name", ["half", "mixed"])
+def test_workers_on_two_devices_pull_halves_and_have_the_bits_of_the_cpu(
+    kind: type[fastps.DistributedOptimizer], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run_ranks(fastps.DistributedOptimizer, name, monkeypatch)
+    monkeypatch.setenv("FASTPS_GPUS", "0,1")
+    found = run_ranks(kind, name, monkeypatch)
+    assert found[0] == found[1] == found[2] == expected[0]
+    assert expected[0] != bits(new_model().to(torch.bfloat16))
+
+
+def test_double_precision_is_refused_where_shards_are_on_a_gpu() -> None:
+    model = new_model().double()
+    with pytest.raises(fastps.UnsupportedError, match="found float64: use FASTPS_PLACEMENT=host"):
+        HostDeviceOptimizer(ADAM(model.parameters()))
