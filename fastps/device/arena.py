@@ -85,9 +85,9 @@ class DeviceArena(DeviceMemory):
         if self._layout.faults.continues:
             self._device.synchronize_event(self._computed)
 
-    def await_folds(self) -> None:
-        """Order all work computed from now on after all earlier folds."""
-        stream = self._device.compute_stream()
+    def await_folds(self, stream: Stream | None = None) -> None:
+        """Order the work queued from now on after all earlier folds: on a stream, by default that of computations."""
+        stream = self._device.compute_stream() if stream is None else stream
         self._device.wait(self._folded, stream)
         for _, _, folded in self._present_peers():
             self._device.wait(folded, stream)

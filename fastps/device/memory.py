@@ -35,6 +35,7 @@ from fastps.device.plan import (
 from fastps.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from fastps.job.layout import Layout
     from fastps.membership.job_memory import JobMemory
 
 _NOTHING = bytes(HANDLE_BYTES)
@@ -69,6 +70,11 @@ class DeviceMemory:
         self._identities: dict[int, bytes] = {}
 
     # -- setup: memory and handle tables -------------------------------------------------------------
+
+    @property
+    def layout(self) -> "Layout":
+        """The job's layout."""
+        return self._layout
 
     @property
     def owner_lanes(self) -> tuple[int, ...]:

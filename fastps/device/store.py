@@ -14,11 +14,12 @@ from typing import Any
 from fastps.device.arena import PRESENT, DeviceArena
 from fastps.device.first import FirstVersion
 from fastps.device.interface import Device, DeviceError, DeviceFailedError, DeviceMemoryError
+from fastps.device.snapshot import Snapshots
 from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDiedError
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.protocol.worker_lane import WorkerLane
-from fastps.membership.job_memory import Views
+from fastps.membership.job_memory import VersionCopy, Views
 from fastps.membership.peers import Peers
 from fastps.membership.rendezvous import Listener
 from fastps.store.served_worker import ServedWorker
@@ -225,6 +226,7 @@ class DeviceStore(Store):
     devices: DeviceArena | None = None
     waits_for_work = True  # when it closes: False after a failure
     _first: FirstVersion | None = None
+    _snapshots: Snapshots | None = None
     _served: Sequence[Device] = ()
 
     def use(self, device: Device) -> "DeviceStore":
@@ -325,6 +327,12 @@ class DeviceStore(Store):
         arena.await_folds()
         return [arena.view(arena.plane_address(buffer, plane, index), index) for index, buffer in self._buffers_of(buffers)]
 
+    def copy_version(self, weights: Sequence[int], state: Sequence[int]) -> VersionCopy:
+        """See JobMemory. Queues copies to page-locked host memory on a stream of their own."""
+        if self._snapshots is None:
+            self._snapshots = Snapshots(self.arena_on_devices(), self.device)
+        return self._snapshots.begin(weights, state)
+
     def _buffers_of(self, buffers: int | Sequence[int]) -> list[tuple[int, int]]:
         parameters = enumerate(self.layout.parameters)
         return [(index, buffers if isinstance(buffers, int) else buffers[each.shard]) for index, each in parameters]
@@ -338,5 +346,5 @@ class DeviceStore(Store):
         for device in served:
             device.shut(waits=self.waits_for_work)
         if self.devices is not None:
-            self.devices = None
+            self.devices = self._snapshots = None
             self.device.shut(waits=self.waits_for_work)
