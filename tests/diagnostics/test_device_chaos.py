@@ -19,10 +19,19 @@ SEEDS = 40  # in which every mutant is found; measured: 24
 _OF_OTHER_FOLDERS = ("fold stream waits for others computed", "fold stream waits for others folded")
 
 
+# Its own folds are none: test_snapshot has jobs in which the worker that saves has folded.
+_IDLE = {"snapshots stream waits for own folded"}
+
+
 def test_seeds_run_without_violations_and_again_the_same() -> None:
     found = device_chaos.simulate(4, 0, SEEDS)
     assert found.violations == [] and found.seeds == SEEDS
-    assert found.faults["deaths"] > 10 and found.faults["missing_peers"] > 3 and found.faults["rejoins"] > 3
+    assert (
+        found.faults["deaths"] > 10
+        and found.faults["missing_peers"] > 3
+        and found.faults["rejoins"] > 3
+        and found.faults["copies"] > 9
+    )
     assert device_chaos.simulate(4, 0, 5) == device_chaos.simulate(4, 0, 5)
 
 
@@ -43,7 +52,7 @@ def test_every_call_that_orders_work_has_its_mutant() -> None:
             world = kind(seed, 4)
             world.run()
             seen |= world.seen
-        assert seen == expected
+        assert seen - _IDLE == expected
 
 
 def test_the_command_plays_devices_and_says_what_it_does_not_know(tmp_path: Path) -> None:
