@@ -172,8 +172,12 @@ class HostRuntime:
         self._device.close(address)
 
     def hostAlloc(self, size: int, flags: int) -> int:
-        """Allocate host memory for copies."""
-        return int(self._device.host_memory(size).ctypes.data)
+        """Allocate host memory for copies of every device of the process."""
+        memory = self._device.host_memory(size)
+        for device in self.devices:
+            if device is not self._device:
+                device.pin(memory)
+        return int(memory.ctypes.data)
 
     def freeHost(self, address: int) -> None:
         """Keep it: the device does."""

@@ -238,8 +238,8 @@ class ServedWorld(World):
             yield
         snapshot.end()
         for number, values in enumerate(expected):
-            for found, value in zip(snapshots.views(number), values, strict=True):
-                if not np.array_equal(found, value[: len(found)]):
+            for copied, value in zip(snapshots.views(number), values, strict=True):
+                if not np.array_equal(copied, value[: len(copied)]):
                     raise ViolationError(f"a checkpoint of worker {worker.rank} is not of the version that was pinned")
         self.publish(worker.process)
         for shard in range(self.shards):
