@@ -24,7 +24,7 @@ import numpy as np
 
 from fastps.bench import exact, kernels_cuda
 from fastps.bench.device_fold import DeviceFold
-from fastps.bench.gpu_peers import check_folds, check_pairs, devices_of, not_run
+from fastps.bench.gpu.peers import check_folds, check_pairs, devices_of, not_run
 from fastps.bench.gpu_worker import GRADIENT, LEARNING_RATE, GpuJob, first_weights
 from fastps.bench.measure import BenchOptions, Row
 from fastps.device.interface import Device, DeviceError

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from fastps.bench import gpu_check, gpu_table
-from fastps.bench.gpu_peers import not_run
+from fastps.bench import gpu_check
+from fastps.bench.gpu import table as gpu_table
+from fastps.bench.gpu.peers import not_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "gpu.md"
 ROWS: list[dict[str, Any]] = [
@@ -49,5 +50,5 @@ def test_the_newest_file_is_that_of_the_latest_date(tmp_path: Path) -> None:
 def test_the_page_has_the_table_of_the_newest_file() -> None:
     path = gpu_table.newest()
     assert gpu_table.table(json.loads(path.read_text()) if path else None) in PAGE.read_text(), (
-        "docs/how-to/gpu.md: expected what `python -m fastps.bench.gpu_table` prints, found another table"
+        "docs/how-to/gpu.md: expected what `python -m fastps.bench.gpu.table` prints, found another table"
     )

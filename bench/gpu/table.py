@@ -1,4 +1,4 @@
-"""The measured rows of docs/how-to/gpu.md from a file that gpu_check wrote: `python -m fastps.bench.gpu_table [FILE.json]`.
+"""The measured rows of docs/how-to/gpu.md from a file that gpu_check wrote: `python -m fastps.bench.gpu.table [FILE.json]`.
 
 Without a file it takes the newest one of bench/results. Where there is none, the rows say that nothing has run on a GPU.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from fastps.bench.measure import Row
 
 NEVER = "never run on a GPU"
-_RESULTS = Path(__file__).parent / "results"
+_RESULTS = Path(__file__).parents[1] / "results"
 _TITLES = {
     "kernel": "the kernels against double precision",
     "bandwidth": "folds of 100 million parameters",
@@ -78,7 +78,7 @@ def _figures(check: str, rows: list[Row]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m fastps.bench.gpu_table", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fastps.bench.gpu.table", description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, help="a file of gpu_check (default: the newest of bench/results)")
     path = parser.parse_args(arguments).file or newest()
     sys.stdout.write(table(json.loads(path.read_text()) if path is not None else None) + "\n")
