@@ -121,6 +121,10 @@ class DeviceArena(DeviceMemory):
         self._device.synchronize(self._stream)
         self._device.synchronize_all()
 
+    def check(self) -> None:
+        """Raise DeviceError if a fold of this lane has failed. Does not wait for folds."""
+        self._device.check(self._stream)
+
     def _present_peers(self) -> Iterator[tuple[int, Event, Event]]:
         """Each other present owner and its two events. A lane that has left waited for its folds before it left."""
         for lane, (_, state) in enumerate(self._store.arena.members()):

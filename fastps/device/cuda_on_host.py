@@ -210,6 +210,11 @@ class HostRuntime:
         if stream != _DEFAULT_STREAM:
             self._device.synchronize(self.streams[stream])
 
+    def streamQuery(self, stream: int) -> int:
+        """The code of a stream's work: 0 without a failure, whether it is done or not, else that of a lost device."""
+        failure = self.streams[stream].failure
+        return self.teeth.status if failure is not None else 0
+
     def eventCreateWithFlags(self, flags: int) -> int:
         """Make an event."""
         return self._keep(self._device.make_event())

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastps.device.arena import PRESENT, DeviceArena
 from fastps.device.first import FirstVersion
-from fastps.device.interface import Device, DeviceError, DeviceFailedError, DeviceMemoryError
+from fastps.device.interface import Device, DeviceError, DeviceFailedError, DeviceLostError, DeviceMemoryError
 from fastps.device.snapshot import Snapshots
 from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDiedError
 from fastps.job.update_rules import Hyper
@@ -27,10 +27,12 @@ from fastps.store.server_process import AgentPlan, DevicePlan
 from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.store.worker import Worker
+from fastps.system.deadline import Deadline
 
 logger = logging.getLogger("fastps.device")
 
 _PAUSE_NS = 2_000_000
+_CAUSE_NS = 1_000_000_000  # a process whose device fails says so well before
 
 
 class DeviceWorker(Worker):
@@ -144,12 +146,19 @@ class DeviceWorker(Worker):
 
     @contextlib.contextmanager
     def _deaths_first(self) -> Iterator[None]:
-        """Raise WorkerDiedError instead of a DeviceError that a worker's death explains. Other errors name this worker."""
+        """Raise WorkerDiedError instead of a DeviceError that a process's end explains. Other errors name this worker.
+
+        What another process has failed to do may be known before its end is.
+        """
         try:
             yield
         except DeviceError as error:
-            if not isinstance(error, DeviceFailedError | DeviceMemoryError):
+            deadline = Deadline(self._clock.now_ns(), _CAUSE_NS if isinstance(error, DeviceLostError) else 0)
+            while not isinstance(error, DeviceFailedError | DeviceMemoryError):
                 self.look_around()
+                if deadline.is_over(self._clock.now_ns()):
+                    break
+                self._clock.sleep_ns(_PAUSE_NS)
             raise type(error)(f"worker {self.rank}: {error}") from error
 
     @property
@@ -228,6 +237,7 @@ class DeviceStore(Store):
     _first: FirstVersion | None = None
     _snapshots: Snapshots | None = None
     _served: Sequence[Device] = ()
+    _arenas: Sequence[DeviceArena] = ()
 
     def use(self, device: Device) -> "DeviceStore":
         """Set this process's device; returns the store. A forked child sets its own device."""
@@ -240,15 +250,21 @@ class DeviceStore(Store):
         `devices`: one for each of the job's GPUs, in the layout's order. Call it before the server serves, because it writes
         the handle tables without the shard locks.
         """
-        self._served = devices
+        self._served = list(devices)
         arenas = {lane.index + number: DeviceArena(self, lane.index + number, device) for number, device in enumerate(devices)}
         for arena in arenas.values():
             arena.know(arenas)
             arena.show()
         for arena in arenas.values():
             arena.fill(first)
+        self._arenas = list(arenas.values())
         by_shard = {shard: arena for arena in arenas.values() for shard in arena.own_shards()}
         lane.fold_with(lambda call: by_shard[call.shard].fold(call), by_shard)
+
+    def check_devices(self) -> None:
+        """See Store. Folds run behind the host, which would else find a failure only with the next fold."""
+        for arena in self._arenas:
+            arena.check()
 
     def attach(self, rank: int | None = None) -> Worker:
         """See Store. Waits until all workers whose devices hold shards have attached. Raises UnsupportedError."""
@@ -342,7 +358,7 @@ class DeviceStore(Store):
         super().close()
         if self._first is not None:
             self._first.close()
-        served, self._served = self._served, ()
+        served, self._served, self._arenas = self._served, (), ()
         for device in served:
             device.shut(waits=self.waits_for_work)
         if self.devices is not None:
