@@ -267,6 +267,7 @@ def _small(memory: int) -> list[HostDevice]:
     return [HostDevice("gpu 0", teeth=Teeth(memory=memory))]
 
 
+@pytest.mark.slow
 def test_a_server_without_room_is_named_where_the_job_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "host_devices", lambda *_: None)
     monkeypatch.setattr(served, "partial", lambda *_: partial(_small, 1000))
