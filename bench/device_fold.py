@@ -44,11 +44,13 @@ class DeviceFold:
         steps: npt.NDArray[np.int64],
         dtype: str,
         scale: float = 1.0,
+        gradients_on: Sequence[Device] | None = None,
     ) -> None:
+        """`gradients_on`: the device of each gradient, if they are not all on the fold's own. It must reach them."""
         self._device = device
         self._stream = device.make_stream()
         self._rule, self._dtype = shape.rule, dtype
-        self._addresses: list[int] = []
+        self._addresses: list[tuple[Device, int]] = []
         self._shapes = weights.shape, state.shape
         self._staging = device.host_memory(_PIECE_BYTES)
         self._weights_out, self._state_out = self._room(weights.nbytes), self._room(state.nbytes)
@@ -56,9 +58,10 @@ class DeviceFold:
         self._weights_in = self._sent(weights)
         state_in = self._sent(state)
         buffers = launch_args.Buffers(self._weights_in, self._weights_out, state_in, self._state_out, len(weights))
+        places = gradients_on or [device] * len(pushes)
         made = [
-            launch_args.DevicePush(self._sent(gradient), hypers, np.array(presence, np.bool_), scale, rate_scale)
-            for gradient, hypers, presence, scale, rate_scale in pushes
+            launch_args.DevicePush(self._sent(gradient, on), hypers, np.array(presence, np.bool_), scale, rate_scale)
+            for (gradient, hypers, presence, scale, rate_scale), on in zip(pushes, places, strict=True)
         ]
         args, self.steps = launch_args.make_launch_args(shape, mode, made, steps, buffers, scale=scale, nonfinite=self._flags)
         tiles = launch_args.tiles_of(shape)
@@ -68,13 +71,16 @@ class DeviceFold:
         plain, _ = launch_args.make_launch_args(shape, mode, made, steps, buffers, scale=scale)
         self._plain = self._sent(plain)
 
-    def _room(self, size: int) -> int:
-        self._addresses.append(self._device.allocate(max(256, size)))
-        return self._addresses[-1]
+    def _room(self, size: int, on: Device | None = None) -> int:
+        device = on or self._device
+        self._addresses.append((device, device.allocate(max(256, size))))
+        if device is not self._device:
+            self._device.borrow(device, self._addresses[-1][1])
+        return self._addresses[-1][1]
 
-    def _sent(self, values: npt.NDArray[Any]) -> int:
-        """Copy values to the device in pieces, through page-locked memory, and return their address."""
-        address = self._room(values.nbytes)
+    def _sent(self, values: npt.NDArray[Any], on: Device | None = None) -> int:
+        """Copy values to a device in pieces, through page-locked memory, and return their address."""
+        address = self._room(values.nbytes, on)
         data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         for first in range(0, data.nbytes, _PIECE_BYTES):
             piece = data[first : first + _PIECE_BYTES]
@@ -122,6 +128,6 @@ class DeviceFold:
 
     def close(self) -> None:
         """Free the memory."""
-        for address in self._addresses:
-            self._device.close(address)
+        for device, address in self._addresses:
+            device.close(address)
         self._addresses.clear()

@@ -1,8 +1,10 @@
 """Checks of everything in fastps that needs a GPU: `python -m fastps.bench.gpu_check`.
 
 It checks each kernel against double precision, the kernels' bandwidth, two processes on one GPU through CUDA IPC against the
-CPU path, and training on real images. Figures go to bench/results/, with the machine and the date. A check that cannot run
-counts as failed: it has a row with its reason.
+CPU path, and training on real images. With several GPUs it checks each pair's peer access and bandwidth, folds over peers, jobs
+on all GPUs against the CPU path, and that the others go on after a worker's death. Figures go to bench/results/, with the
+machine and the date. A check that cannot run counts as failed and has a row with its reason; one that needs more GPUs than the
+machine has is named as not run.
 
 Exit codes: 0 all checks passed, 1 a check failed or could not run, 3 there is no GPU here.
 """
@@ -23,7 +25,8 @@ import numpy as np
 
 from fastps.bench import exact, kernels_cuda
 from fastps.bench.device_fold import DeviceFold
-from fastps.bench.gpu_worker import GpuJob
+from fastps.bench.gpu.peers import check_folds, check_pairs, devices_of, not_run
+from fastps.bench.gpu_worker import GRADIENT, LEARNING_RATE, GpuJob, first_weights
 from fastps.bench.measure import BenchOptions, Row
 from fastps.device.finite_check import FiniteCheck
 from fastps.device.interface import Device, DeviceError
@@ -34,6 +37,7 @@ from fastps.job.update_rules import SGD, UPDATE_RULES, examples
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.update import fold
 from fastps.processes.launcher import Launcher
+from fastps.processes.options import JobOptions
 from fastps.system.machine import machine
 from fastps.training.data import load
 
@@ -44,6 +48,8 @@ SHARE = 0.85  # of the copy's bandwidth, for SGD with momentum and Adam in singl
 EQUAL = 1e-5  # greatest difference of weights over the greatest weight, GPU against CPU path
 LEAST_ACCURACY = 0.85
 CASES = (("bsp", "momentum"), ("bsp", "adam"), ("dssp:1,4", "sgd"), ("asp", "sgd"))  # sync and optimizer of a two-process job
+
+PARTS = ("kernels", "bandwidth", "peers", "processes", "several", "going-on", "training")
 
 UPDATES = examples()  # by name
 
@@ -163,18 +169,24 @@ def check_bandwidth(device: Device, parameters: int) -> list[Row]:
 # -- whole jobs --------------------------------------------------------------------------------------------------------------
 
 
-def run_job(job: GpuJob, workers: int, placement: str) -> list[dict[str, Any]]:
-    """Run a job's workers, all on GPU 0 if they use one, and return what each wrote. Raises Error if one failed."""
-    kept = {name: os.environ.get(name) for name in ("FASTPS_GPUS", "FASTPS_PLACEMENT")}
+def run_job(job: GpuJob, workers: int, placement: str, *, gpus: int = 1, server: str = "workers") -> list[dict[str, Any]]:
+    """Run a job's workers, on the first `gpus` GPUs if they use one, and return what each wrote. Raises Error if one failed.
+
+    A job with a death goes on without that worker, which writes nothing.
+    """
+    names = ("FASTPS_GPUS", "FASTPS_PLACEMENT", "FASTPS_SERVER")
+    kept = {name: os.environ.get(name) for name in names}
     with tempfile.TemporaryDirectory(prefix="fastps-gpu-check-") as folder:
         path = Path(folder) / "options.json"
         job.save(path)
         try:
             os.environ.pop("FASTPS_GPUS", None)
             if job.device != "cpu":
-                os.environ["FASTPS_GPUS"] = "0"
-            os.environ["FASTPS_PLACEMENT"] = placement
-            outcome = Launcher([sys.executable, "-m", "fastps.bench.gpu_worker", str(path)], workers).run()
+                os.environ["FASTPS_GPUS"] = ",".join(map(str, range(gpus)))
+            os.environ.update(FASTPS_PLACEMENT=placement, FASTPS_SERVER=server)
+            options = JobOptions(on_worker_loss="continue") if job.dies_at else JobOptions()
+            command = [sys.executable, "-m", "fastps.bench.gpu_worker", str(path)]
+            outcome = Launcher(command, workers, options=options).run()
         finally:
             for name, value in kept.items():
                 os.environ.pop(name, None)
@@ -183,30 +195,64 @@ def run_job(job: GpuJob, workers: int, placement: str) -> list[dict[str, Any]]:
         if outcome.first_failure is not None:
             failed = outcome.first_failure
             raise Error(f"worker {failed.rank} of {job}: {failed.ending}: {' '.join(list(failed.tail)[-2:])}")
-        return [dict(np.load(path.with_name(f"{rank}.npz"))) for rank in range(workers)]
+        written = [path.with_name(f"{rank}.npz") for rank in range(workers) if not (job.dies_at and rank == 1)]
+        return [dict(np.load(each)) for each in written]
 
 
-def check_processes(device: str, placement: str) -> Iterator[Row]:
-    """Compare two processes on one GPU with two on the CPU: bsp with momentum and Adam, dssp and asp with order-free sums."""
+def check_processes(
+    device: str, placement: str, *, gpus: int = 1, server: str = "workers", check: str = "processes"
+) -> Iterator[Row]:
+    """Compare processes on GPUs, two or one a GPU, with as many on the CPU: bsp with momentum and Adam, dssp and asp."""
+    workers = max(2, gpus)
     for sync, optimizer in CASES:
-        name = f"{sync}-{optimizer}-{placement}"
+        name = f"{sync}-{optimizer}-{placement}{'-server' if server == 'process' else ''}"
         try:
-            expected = run_job(GpuJob("cpu", sync, optimizer), 2, "host")
-            found = run_job(GpuJob(device, sync, optimizer), 2, placement)
+            expected = run_job(GpuJob("cpu", sync, optimizer), workers, "host")
+            found = run_job(GpuJob(device, sync, optimizer), workers, placement, gpus=gpus, server=server)
         except Error as error:
-            yield {"check": "processes", "name": name, "ok": False, "missing": str(error)}
+            yield {"check": check, "name": name, "ok": False, "missing": str(error)}
             continue
         worst = max(_difference(each["weights"], expected[0]["weights"]) for each in found)
         kinds = sorted({str(each["kind"]) for each in found})
         versions = {int(each["version"]) for each in (*expected, *found)}
         is_equal = worst <= EQUAL and len(versions) == 1
         yield {
-            "check": "processes",
+            "check": check,
             "name": name,
+            "gpus": gpus,
             "placements": kinds,
             "difference": worst,
             "tolerance": EQUAL,
             "ok": bool(is_equal),
+        }
+
+
+def check_going_on(device: str, placement: str, gpus: int = 1) -> Iterator[Row]:
+    """Kill one of the workers of a job with a server: the others end, and every push that was posted is folded once."""
+    workers = max(3, gpus)
+    for sync in ("bsp", "asp"):
+        name = f"{sync}-{placement}-{gpus}-gpus"
+        try:
+            job = GpuJob(device, sync, constant=True, dies_at=7)
+            found = run_job(job, workers, placement, gpus=gpus, server="process")
+        except Error as error:
+            yield {"check": "going on", "name": name, "ok": False, "missing": str(error)}
+            continue
+        versions = {int(each["version"]) for each in found}
+        first = np.concatenate([values.flatten().numpy() for values in first_weights()])
+        expected = first - LEARNING_RATE * GRADIENT * max(versions)
+        worst = max(_difference(each["weights"], expected) for each in found)
+        posted = (workers - 1) * job.steps + job.dies_at
+        is_right = versions == {job.steps if sync == "bsp" else posted} and worst <= EQUAL
+        yield {
+            "check": "going on",
+            "name": name,
+            "gpus": gpus,
+            "placements": sorted({str(each["kind"]) for each in found}),
+            "version": max(versions),
+            "difference": worst,
+            "tolerance": EQUAL,
+            "ok": bool(is_right),
         }
 
 
@@ -240,34 +286,79 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the figures (default: %(default)s)")
     parser.add_argument("--parameters", type=int, default=100_000_000, help="size for the bandwidth (default: %(default)s)")
     parser.add_argument("--data", default="mnist5k", help="data set to train on, as of `fastps train` (default: %(default)s)")
-    parser.add_argument("--only", choices=["kernels", "bandwidth", "processes", "training"], help="one kind of check")
+    parser.add_argument("--only", choices=PARTS, help="one kind of check")
     options = parser.parse_args(arguments)
     try:
         gpu = _gpu()
     except DeviceError as error:
         sys.stderr.write(f"gpu_check: no device: {error}\n")
         return EXIT_NO_DEVICE
+    count = int(gpu["count"])
     parts: dict[str, Callable[[], list[Row]]] = {
         "kernels": lambda: _on_gpu(lambda device: check_kernels(device) + check_nonfinite(device)),
         "bandwidth": lambda: _on_gpu(lambda device: check_bandwidth(device, options.parameters)),
+        "peers": lambda: between_gpus(count, options.parameters),
         "processes": lambda: [row for where in ("device", "host") for row in check_processes("cuda", where)],
+        "several": lambda: on_several_gpus("cuda", count),
+        "going-on": lambda: going_on("cuda", count),
         "training": lambda: [row for where in ("device", "host") for row in check_training("cuda", where, options.data)],
     }
+    assert tuple(parts) == PARTS
     rows: list[Row] = []
     for name, part in parts.items():
         if options.only in (None, name):
             rows += part()
             write(rows, options.out, gpu)  # after each part, so that its rows survive if the next one hangs
+    show(rows)
+    return EXIT_FAILED if any(row["ok"] is False for row in rows) else EXIT_OK
+
+
+def show(rows: list[Row]) -> None:
+    """Print one line for each row."""
+    words = {True: "ok  ", False: "FAIL", None: "not run"}
     for row in rows:
-        sys.stdout.write(f"{'ok  ' if row['ok'] else 'FAIL'} {row['check']} {row['name']} {_figures(row)}\n")
-    return EXIT_OK if all(row["ok"] for row in rows) else EXIT_FAILED
+        sys.stdout.write(f"{words[row['ok']]} {row['check']} {row['name']} {_figures(row)}\n")
+
+
+def between_gpus(
+    count: int, parameters: int, devices: Callable[[int], list[Any]] = devices_of, repeat_s: float = 0.1
+) -> list[Row]:
+    """The rows of peer access, bandwidth and folds over peers of `count` GPUs."""
+    if count < 2:
+        return [not_run(check, "all pairs", f"needs 2 GPUs, found {count}") for check in ("peers", "fold over peers")]
+    made = devices(count)
+    try:
+        return check_pairs(made, 4 * parameters, repeat_s) + check_folds(made, parameters, repeat_s)
+    finally:
+        for device in made:
+            device.shut()
+
+
+def on_several_gpus(device: str, count: int) -> list[Row]:
+    """The rows of jobs with a worker on each of `count` GPUs, without a server and with one."""
+    if count < 2:
+        return [not_run("several GPUs", "all cases", f"needs 2 GPUs, found {count}")]
+    return [
+        row
+        for where, server in (("device", "workers"), ("device", "process"), ("host", "workers"))
+        for row in check_processes(device, where, gpus=count, server=server, check="several GPUs")
+    ]
+
+
+def going_on(device: str, count: int) -> list[Row]:
+    """The rows of deaths in jobs with a server, on one GPU and on all."""
+    rows = list(check_going_on(device, "device"))
+    if count < 2:
+        return [*rows, not_run("going on", "several GPUs", f"needs 2 GPUs, found {count}")]
+    return [*rows, *check_going_on(device, "device", count)]
 
 
 def _gpu() -> dict[str, Any]:
     """Describe the GPU, by a separate process: this one must not initialize CUDA before it starts workers."""
     source = (
-        "import json; from fastps.device.cuda import CudaDevice; d = CudaDevice(); r = d._runtime;"
+        "import json; from fastps.device.cuda import CudaDevice; d = CudaDevice(); r = d._cuda.runtime;"
         " p = r.getDeviceProperties(0); print(json.dumps({'name': p['name'].decode(), 'memory_bytes': int(p['totalGlobalMem']),"
+        " 'count': r.getDeviceCount(),"
         " 'compute': [p['major'], p['minor']], 'driver': r.driverGetVersion(), 'runtime': r.runtimeGetVersion(),"
         " 'cupy': d._cuda._cupy.__version__}))"
     )
@@ -304,6 +395,7 @@ def write(rows: list[Row], folder: Path, gpu: dict[str, Any]) -> Path:
 def _figures(row: Row) -> str:
     """Format the main figures of a row."""
     shown = {"difference": "{:.2g}", "limit_share": "{:.3f}", "accuracy": "{:.3f}", "steps_per_s": "{:.0f}", "missing": "{}"}
+    shown |= {"access": "{}", "bytes_per_s": "{:.3g}", "ratio": "{:.2f}", "version": "{}"}
     return " ".join(f"{key}={form.format(row[key])}" for key, form in shown.items() if key in row)
 
 

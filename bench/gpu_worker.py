@@ -5,6 +5,8 @@ number, or trains on real images. Its results go to a file beside the options.
 """
 
 import json
+import os
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from fastps.system.clock import SYSTEM_CLOCK
 from fastps.training.data import load
 from fastps.training.models import accuracy, inputs_of, model_for
 
+GRADIENT, LEARNING_RATE = 1 / 1024, 0.05
 SHAPES = ((513, 300), (300,), (64, 3, 7, 7), (1,), (100_001,))
 
 
@@ -32,6 +35,8 @@ class GpuJob:
     data: str = ""  # a data set to train on; "" for fixed gradients
     epochs: int = 3
     scaler: bool = False
+    dies_at: int = 0  # the step before which worker 1 is killed; 0: none
+    constant: bool = False  # whether all gradients are GRADIENT
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
@@ -42,20 +47,30 @@ def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
     """Make one of the check's torch optimizers."""
     if name == "adam":
         return torch.optim.Adam(parameters, lr=0.01)
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9 if name == "momentum" else 0.0)
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9 if name == "momentum" else 0.0)
+
+
+def first_weights() -> list[torch.Tensor]:
+    """The weights with which a job of fixed gradients begins."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
 def run_fixed(job: GpuJob) -> dict[str, Any]:
     """Take steps with gradients determined by rank and step; return the final weights."""
-    generator = torch.Generator().manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(job.device)) for shape in SHAPES]
+    generator = torch.Generator()
+    parameters = [torch.nn.Parameter(values.to(job.device)) for values in first_weights()]
     with fastps.DistributedOptimizer(optimizer_of(job.optimizer, parameters), sync=job.sync) as optimizer:
         optimizer.wait_for_start()
         for step in range(job.steps):
+            if job.dies_at == step and step and fastps.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
             generator.manual_seed(1000 * fastps.rank() + step)
             for parameter in parameters:
                 # Through backward, so that the optimizer's hooks place the gradients.
-                gradient = torch.randn(parameter.shape, generator=generator).to(job.device)
+                drawn = torch.full(parameter.shape, GRADIENT) if job.constant else None
+                gradient = torch.randn(parameter.shape, generator=generator) if drawn is None else drawn
+                gradient = gradient.to(job.device)
                 parameter.grad = None
                 (parameter * gradient).sum().backward()  # type: ignore[no-untyped-call]
             optimizer.step()

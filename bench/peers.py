@@ -227,24 +227,34 @@ class Gloo(Peer):
         dist.destroy_process_group()
 
 
+def bucketed(job: Job, weights: torch.Tensor, gradient: torch.Tensor) -> tuple[list[torch.Tensor], torch.optim.SGD]:
+    """DDP's buckets of a flat gradient, and a fused step on the job's tensors, whose gradients are views of the buckets."""
+    parameters = [torch.nn.Parameter(tensor) for tensor in job.tensors_of(weights.detach())]
+    for parameter, part in zip(parameters, job.tensors_of(gradient), strict=True):
+        parameter.grad = part
+    cuts = [0, *range(min(FIRST_BUCKET_FLOATS, job.size), job.size, BUCKET_FLOATS), job.size]
+    buckets = [gradient[begin:end] for begin, end in itertools.pairwise(cuts) if end > begin]
+    return buckets, fused_sgd(list(parameters))
+
+
+def reduce_buckets(buckets: list[torch.Tensor], workers: int) -> None:
+    """Make every bucket the workers' mean, all at once."""
+    works = [dist.all_reduce(bucket, async_op=True) for bucket in buckets]
+    for work, bucket in zip(works, buckets, strict=True):
+        work.wait()
+        bucket.div_(workers)
+
+
 class Ddp(Gloo):
     """DistributedDataParallel's work after backward: all_reduce of all its buckets at once, then a step on 60 tensors."""
 
     def prepare(self, job: Job) -> None:
         """Make gradients views of the buckets, as with gradient_as_bucket_view."""
-        parameters = [torch.nn.Parameter(tensor) for tensor in job.tensors_of(self.weights.detach())]
-        for parameter, gradient in zip(parameters, job.tensors_of(self.gradient), strict=True):
-            parameter.grad = gradient
-        cuts = [0, *range(min(FIRST_BUCKET_FLOATS, job.size), job.size, BUCKET_FLOATS), job.size]
-        self.buckets = [self.gradient[begin:end] for begin, end in itertools.pairwise(cuts) if end > begin]
-        self.optimizer = fused_sgd(list(parameters))
+        self.buckets, self.optimizer = bucketed(job, self.weights, self.gradient)
 
     def step(self) -> None:
         """Reduce all buckets, then take one optimizer step."""
-        works = [dist.all_reduce(bucket, async_op=True) for bucket in self.buckets]
-        for work, bucket in zip(works, self.buckets, strict=True):
-            work.wait()
-            bucket.div_(self.workers)
+        reduce_buckets(self.buckets, self.workers)
         self.optimizer.step()
 
 

@@ -1,8 +1,8 @@
-"""One synchronization step of workers on GPUs: `fastps bench step --device cuda --against nccl,limit`.
+"""One synchronization step of workers on GPUs: `fastps bench step --device cuda --against nccl,ddp,limit`.
 
 It uses the crews, checks and rows of the benchmark on the CPU. Gradients are ready on the GPU, and a repeat ends when the GPU
-is done. Workers are assigned to the GPUs round robin. The starting process never initializes CUDA, because workers are forked
-from it.
+is done. Workers are assigned to the GPUs round robin. fastps keeps its shards there unless FASTPS_PLACEMENT says otherwise. The
+starting process never initializes CUDA, because workers are forked from it.
 """
 
 import os
@@ -17,7 +17,7 @@ from fastps.bench import step
 from fastps.bench.device_fold import DeviceFold
 from fastps.bench.measure import BenchOptions, Row
 from fastps.bench.member import load_torch
-from fastps.bench.peers import LEARNING_RATE, MOMENTUM, Fastps, Job, Peer, averaging_sgd
+from fastps.bench.peers import LEARNING_RATE, MOMENTUM, Fastps, Job, Peer, averaging_sgd, bucketed, reduce_buckets
 from fastps.bench.step import Kind
 from fastps.device.interface import DeviceError
 from fastps.device.placement import gpu_variables
@@ -39,6 +39,7 @@ def settle(job: Job, rank: int) -> None:
     """Assign this process its GPU, as the launcher does, before it first uses CUDA."""
     os.environ["FASTPS_GPUS"] = ",".join(str(gpu) for gpu in range(min(job.workers, gpus())))
     os.environ.update(gpu_variables(rank, os.environ))
+    os.environ.setdefault("FASTPS_PLACEMENT", "device")
 
 
 class FastpsCuda(Fastps):
@@ -92,8 +93,37 @@ class Nccl(Peer):
         dist.destroy_process_group()
 
 
+class DdpCuda(Peer):
+    """DistributedDataParallel's work after backward: NCCL's all_reduce of its buckets at once, then a step on 60 tensors."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        settle(job, rank)
+        dist.init_process_group("nccl", init_method=f"file://{job.folder}/{job.name}", rank=rank, world_size=job.workers)
+        self.workers = job.workers
+        self.weights = torch.ones(job.size, device="cuda")
+        self.gradient = torch.full((job.size,), job.gradient(rank), device="cuda")
+        self.buckets, self.optimizer = bucketed(job, self.weights, self.gradient)
+
+    def step(self) -> None:
+        """Reduce all buckets, then take one optimizer step; the mean stays in the gradient, so the next mean is the same."""
+        reduce_buckets(self.buckets, self.workers)
+        self.optimizer.step()
+
+    def run(self, steps: int) -> None:
+        """Take steps, and wait until the GPU is done."""
+        super().run(steps)
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+
+
 class RooflineCuda:
-    """The fold's kernel alone on all gradients, in one process, without a step around it: no step can be faster."""
+    """The fold's kernel alone, in one process, without a step around it, on the share of one GPU: no step can be faster.
+
+    With several GPUs each folds its part of the model, and the gradients lie here in the GPU's own memory.
+    """
 
     def __init__(self, job: Job, rank: int) -> None:
         from fastps.device.cuda import CudaDevice
@@ -102,14 +132,15 @@ class RooflineCuda:
         self.works = rank == 0
         self.device = CudaDevice()
         hyper = (LEARNING_RATE, MOMENTUM, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
-        gradients = [np.full(job.size, job.gradient(each), np.float32) for each in range(job.workers)]
+        size = -(-job.size // max(1, min(job.workers, gpus())))
+        gradients = [np.full(size, job.gradient(each), np.float32) for each in range(job.workers)]
         self.fold = DeviceFold(
             self.device,
-            launch_args.Shape(fold.RULE_SGD, 1, 0.0, ((0, job.size, 0),)),
+            launch_args.Shape(fold.RULE_SGD, 1, 0.0, ((0, size, 0),)),
             fold.FOLD_SUM,
             [(gradient, [hyper], [True], 1.0, 1.0) for gradient in gradients],
-            np.ones(job.size, np.float32),
-            np.zeros((1, job.size), np.float32),
+            np.ones(size, np.float32),
+            np.zeros((1, size), np.float32),
             np.zeros(1, np.int64),
             "float32",
             1.0 / job.workers,
@@ -136,7 +167,7 @@ OURS = {
     "fastps": Kind(lambda job, rank: FastpsCuda(job, rank, "bsp")),
     "fastps-asp": Kind(lambda job, rank: FastpsCuda(job, rank, "asp")),
 }
-PEERS = {"limit": {"limit": Kind(RooflineCuda)}, "nccl": {"nccl": Kind(Nccl)}}
+PEERS = {"limit": {"limit": Kind(RooflineCuda)}, "nccl": {"nccl": Kind(Nccl)}, "ddp": {"ddp": Kind(DdpCuda)}}
 
 
 def missing_reason(workers: int) -> Callable[[str], str | None]:
@@ -145,7 +176,7 @@ def missing_reason(workers: int) -> Callable[[str], str | None]:
     def reason(name: str) -> str | None:
         if name not in PEERS:
             return "it is no peer on a GPU"
-        if name == "nccl" and gpus() < workers:
+        if name in ("nccl", "ddp") and gpus() < workers:
             return f"NCCL needs a GPU a worker, and there are {gpus()} for {workers}"
         return None
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from fastps.checkpoint.format import Array
 from fastps.checkpoint.snapshot import Pinned, VersionInUseError, write
-from fastps.errors import CheckpointError, UsageError
+from fastps.errors import Error, UsageError
 from fastps.kernels.shm.arena import LANE_LIVE
 from fastps.store.worker import Worker
 
@@ -102,7 +102,7 @@ class Checkpointing:
             folder = write(pinned, buffers, self._directory)
             self.written += 1
             logger.info("wrote %s, version %d", folder, pinned.description["version"])
-        except CheckpointError as error:
+        except Error as error:  # also a device's
             self.failures += 1
             logger.warning("%s; training goes on", str(error))  # not its traceback, which holds the arena
 

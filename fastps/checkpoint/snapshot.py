@@ -32,7 +32,7 @@ from fastps.checkpoint.format import (
 )
 from fastps.checkpoint.tensors_file import write_tensors
 from fastps.errors import CheckpointError, ProtocolError
-from fastps.membership.job_memory import JobMemory
+from fastps.membership.job_memory import JobMemory, VersionCopy
 from fastps.store.worker import Worker
 from fastps.version import __version__
 
@@ -106,18 +106,20 @@ class PinnedVersion:
         self._store = store = worker.store
         self._owner = worker.rank, worker.generation
         self._shards = 0
+        self._copy: VersionCopy | None = None
         arena = store.arena
         pinned = []
         try:
             for shard in range(arena.shards):
                 pinned.append(_pin(worker, shard, waits))
                 self._shards += 1
+            state = [found[2] for found in pinned]
+            self._copy = store.copy_version([found[1] for found in pinned], state)
         except BaseException:
             self.close()
             raise
-        self._weights, self._state = [found[1] for found in pinned], [found[2] for found in pinned]
         layout = store.layout
-        steps = store.rule_steps(self._state)
+        steps = store.rule_steps(state)
         self.description: dict[str, Any] = {
             "format": FORMAT,
             "fastps": __version__,
@@ -137,19 +139,22 @@ class PinnedVersion:
         }
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
-        """The name and the array of each tensor. The arrays lie in the arena and are valid until `close`."""
-        layout = self._store.layout
-        planes = [("weights/", self._store.weight_views(self._weights))]
-        planes += [(f"state/{name}/", self._store.plane_views(self._state, i)) for i, name in enumerate(layout.rule.planes)]
+        """The name and the array of each tensor. The arrays are valid until `close`."""
+        layout, copy = self._store.layout, self._copy
+        assert copy is not None
+        planes = [("weights/", copy.views(0))]
+        planes += [(f"state/{name}/", copy.views(1 + number)) for number, name in enumerate(layout.rule.planes)]
         if layout.policy.ema:
-            planes.append(("average/", self._store.plane_views(self._state, layout.planes - 1)))
+            planes.append(("average/", copy.views(layout.planes)))
         for prefix, views in planes:
             for parameter, view in zip(layout.parameters, views, strict=True):
                 if has_values(view, parameter):
                     yield prefix + parameter.name, shaped(view, parameter)
 
     def close(self) -> None:
-        """Unpin the buffers. May be called twice."""
+        """Unpin the buffers, once nothing reads them. May be called twice."""
+        if self._copy is not None and self._shards:
+            self._copy.end()
         while self._shards:
             self._shards -= 1
             rank, generation = self._owner

@@ -199,11 +199,12 @@ class DeviceArena(DeviceMemory):
         bits = np.packbits(check.found(), bitorder="little")
         words[: len(bits)] = bits
 
-    def await_folds(self) -> None:
-        """Order all work computed from now on after all earlier folds."""
+    def await_folds(self, stream: Stream | None = None) -> None:
+        """Order the work queued from now on after all earlier folds: on a stream, by default that of computations."""
+        stream = self._device.compute_stream() if stream is None else stream
         peers = list(self._present_peers())
         for shard in range(len(self._regions)):
-            self._await_fold(shard, peers, self._device.compute_stream())
+            self._await_fold(shard, peers, stream)
 
     def _await_fold(self, shard: int, peers: Sequence[int], stream: Stream) -> None:
         """Order later work on a stream after all earlier folds of a shard."""
@@ -277,6 +278,11 @@ class DeviceArena(DeviceMemory):
         self._device.synchronize_all()
         if self._results is not None:
             self._results.check()
+
+    def check(self) -> None:
+        """Raise DeviceError if a fold of this lane has failed. Does not wait for folds."""
+        for queue in self._queues.values():
+            self._device.check(queue.stream)
 
     def _present_peers(self) -> Iterator[int]:
         """Each other present owner with events. A lane that has left waited for its folds before it left."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fastps.device.cuda_errors import NamedRuntime
+from fastps.device.cuda_errors import NOT_READY, NamedRuntime, of_status
 from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceFailedError, DeviceLostError
 from fastps.device.regions import Region, handle_of, make_region, open_region, release
 from fastps.kernels.cuda import runtime as cuda
@@ -279,6 +279,12 @@ class CudaDevice:
     def synchronize(self, stream: int) -> None:
         """See Device."""
         self._use().streamSynchronize(stream)
+
+    def check(self, stream: int) -> None:
+        """See Device. CuPy returns the code of this call, and raises nothing."""
+        status = int(self._use().streamQuery(stream))
+        if status not in (0, NOT_READY):
+            raise of_status(status, self._runtime.gpu, "streamQuery")
 
     def synchronize_all(self) -> None:
         """See Device."""

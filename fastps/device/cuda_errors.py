@@ -10,6 +10,7 @@ from typing import Any
 from fastps.device.interface import DeviceError, gone, no_room
 
 MEMORY_ALLOCATION = 2
+NOT_READY = 600
 PEER_ACCESS_ALREADY_ENABLED = 704
 LOST = {
     46: "the device is busy or unavailable",
@@ -40,10 +41,21 @@ def named(error: Exception, gpu: str, call: str) -> DeviceError:
     """
     status = getattr(error, "status", None)
     if status in LOST:
-        return gone(gpu, f"{call}: {LOST[status]}, code {status}: {error}")
+        return of_status(status, gpu, call, f": {error}")
     if isinstance(error, DeviceError):
         return error
     return DeviceError(f"{call} on {gpu} failed: {error}")
+
+
+def of_status(status: int, gpu: str, call: str, more: str = "") -> DeviceError:
+    """The DeviceError for a code that `call` returned.
+
+    >>> print(of_status(1, "GPU 0", "streamQuery"))
+    streamQuery on GPU 0 failed: code 1
+    """
+    if status in LOST:
+        return gone(gpu, f"{call}: {LOST[status]}, code {status}{more}")
+    return DeviceError(f"{call} on {gpu} failed: code {status}{more}")
 
 
 class NamedRuntime:
@@ -52,7 +64,7 @@ class NamedRuntime:
     def __init__(self, runtime: Any, gpu: str) -> None:
         """`gpu`: the device's name for errors."""
         self._runtime = runtime
-        self._gpu = gpu
+        self.gpu = gpu
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         call = self.checked(getattr(self._runtime, name), name)
@@ -68,7 +80,7 @@ class NamedRuntime:
             except Exception as error:
                 if not hasattr(error, "status"):
                     raise
-                raise named(error, self._gpu, name) from error
+                raise named(error, self.gpu, name) from error
 
         return call
 
@@ -78,9 +90,9 @@ class NamedRuntime:
             return int(self._runtime.malloc(size))
         except Exception as error:
             if getattr(error, "status", None) != MEMORY_ALLOCATION:
-                raise named(error, self._gpu, "malloc") from error
+                raise named(error, self.gpu, "malloc") from error
             free, total = self._runtime.memGetInfo()
-            raise no_room(size, self._gpu, free, total, error) from error
+            raise no_room(size, self.gpu, free, total, error) from error
 
     def deviceEnablePeerAccess(self, peer: int) -> None:
         """Enable the thread's device to use a peer's memory. Does nothing where that is enabled."""
@@ -88,4 +100,4 @@ class NamedRuntime:
             self._runtime.deviceEnablePeerAccess(peer)
         except Exception as error:
             if getattr(error, "status", None) != PEER_ACCESS_ALREADY_ENABLED:
-                raise named(error, self._gpu, "deviceEnablePeerAccess") from error
+                raise named(error, self.gpu, "deviceEnablePeerAccess") from error

@@ -178,8 +178,12 @@ class HostRuntime:
         self._device.close(address)
 
     def hostAlloc(self, size: int, flags: int) -> int:
-        """Allocate host memory for copies."""
-        return int(self._device.host_memory(size).ctypes.data)
+        """Allocate host memory for copies of every device of the process."""
+        memory = self._device.host_memory(size)
+        for device in self.devices:
+            if device is not self._device:
+                device.pin(memory)
+        return int(memory.ctypes.data)
 
     def freeHost(self, address: int) -> None:
         """Keep it: the device does."""
@@ -211,6 +215,11 @@ class HostRuntime:
         """Wait for a stream. The default stream has no work."""
         if stream != _DEFAULT_STREAM:
             self._device.synchronize(self.streams[stream])
+
+    def streamQuery(self, stream: int) -> int:
+        """The code of a stream's work: 0 without a failure, whether it is done or not, else that of a lost device."""
+        failure = self.streams[stream].failure
+        return self.teeth.status if failure is not None else 0
 
     def eventCreateWithFlags(self, flags: int) -> int:
         """Make an event."""

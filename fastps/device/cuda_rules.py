@@ -273,6 +273,9 @@ class CudaRules:
     def _call_streamSynchronize(self, call: Call, of: _Process, stream: int) -> None:
         self._stream(call, of, stream)
 
+    def _call_streamQuery(self, call: Call, of: _Process, stream: int) -> None:
+        self._stream(call, of, stream)
+
     def _call_eventCreateWithFlags(self, call: Call, of: _Process, flags: int) -> None:
         of.events[call.result] = _Event(call.process, self._bus(of, self._device(call, of)), flags)
 

@@ -327,6 +327,11 @@ class HostDevice:
         if stream.failure is not None:
             raise stream.failure
 
+    def check(self, stream: HostStream) -> None:
+        """See Device."""
+        if stream.failure is not None:
+            raise stream.failure
+
     def synchronize_all(self) -> None:
         """See Device."""
         for stream in self._streams:
@@ -357,8 +362,8 @@ class HostDevice:
     def _await(self, event: HostEvent, number: int) -> None:
         """Wait until the record of that number is done.
 
-        Raises DeviceLostError if its process ends before, and DeviceError if the work before it has failed, or if this device
-        is shut meanwhile: no wait may outlast what it waits for.
+        Raises DeviceLostError if its process ends before, or if that process's work before it has failed; DeviceError if this
+        process's work has failed, or if this device is shut meanwhile: no wait may outlast what it waits for.
         """
         polls = 0
         while int(event.words[1]) < number:
@@ -366,7 +371,8 @@ class HostDevice:
             if self._is_ended:
                 raise DeviceError("expected a device in use, found it shut")
             if event.words[2]:
-                raise DeviceError("expected work on a device to come to its end, found that it has failed")
+                kind = DeviceLostError if event.region.pidfd >= 0 else DeviceError
+                raise kind("expected work on a device to come to its end, found that it has failed")
             if polls % _LOOK_EVERY == 0 and not event.region.owner_lives():
                 raise DeviceLostError(
                     "expected a process to finish its work on a device, found that it has ended: restart the job"

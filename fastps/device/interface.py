@@ -30,7 +30,7 @@ class DeviceError(Error):
 
 
 class DeviceLostError(DeviceError):
-    """Memory or an event belonged to a process that has ended. The job cannot go on, and must be restarted."""
+    """Memory or an event belonged to a process that has ended, or whose work has failed. The job must be restarted."""
 
 
 class DeviceMemoryError(DeviceError):
@@ -153,6 +153,10 @@ class Device(Protocol):
 
     def synchronize(self, stream: Stream) -> None:
         """Block the host until all work on the stream is done. Raises DeviceError if some of it failed."""
+        ...
+
+    def check(self, stream: Stream) -> None:
+        """Raise DeviceError if work on the stream has failed. Does not wait for work."""
         ...
 
     def synchronize_all(self) -> None:

@@ -39,6 +39,7 @@ from fastps.kernels.cuda import launch_args
 from fastps.kernels.update import fold
 
 if TYPE_CHECKING:
+    from fastps.job.layout import Layout
     from fastps.membership.job_memory import JobMemory
 
 _NOTHING = bytes(HANDLE_BYTES)
@@ -79,6 +80,11 @@ class DeviceMemory:
         self._identities: dict[int, bytes] = {}
 
     # -- setup: memory and handle tables -------------------------------------------------------------
+
+    @property
+    def layout(self) -> "Layout":
+        """The job's layout."""
+        return self._layout
 
     @property
     def owner_lanes(self) -> tuple[int, ...]:

@@ -343,6 +343,9 @@ class SteppedDevice:
         self.node.drain(stream)
         merge(self.node.clocks[self.process], stream.clock)
 
+    def check(self, stream: SteppedStream) -> None:
+        """See Device. Work that fails raises its error where it runs."""
+
     def synchronize_all(self) -> None:
         """See Device."""
         for stream in self.node.streams:

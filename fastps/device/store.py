@@ -12,13 +12,14 @@ from typing import Any
 
 from fastps.device.arena import PRESENT, DeviceArena
 from fastps.device.first import FirstVersion
-from fastps.device.interface import Device, DeviceError, DeviceFailedError, DeviceMemoryError
+from fastps.device.interface import Device, DeviceError, DeviceFailedError, DeviceLostError, DeviceMemoryError
+from fastps.device.snapshot import Snapshots
 from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDiedError
 from fastps.job import limits
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.protocol.worker_lane import WorkerLane
-from fastps.membership.job_memory import Views
+from fastps.membership.job_memory import VersionCopy, Views
 from fastps.membership.peers import Peers
 from fastps.membership.rendezvous import Listener
 from fastps.store.served_worker import ServedWorker
@@ -26,9 +27,11 @@ from fastps.store.server_process import AgentPlan, DevicePlan
 from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.store.worker import Worker
+from fastps.system.deadline import Deadline
 
 _PAUSE_NS = 2_000_000
 _SLICE_NS = 50_000  # between two looks at whether a worker's own work is done; the device may be idle that long
+_CAUSE_NS = 1_000_000_000  # a process whose device fails says so well before
 
 
 class DeviceWorker(Worker):
@@ -160,12 +163,19 @@ class DeviceWorker(Worker):
 
     @contextlib.contextmanager
     def _deaths_first(self) -> Iterator[None]:
-        """Raise WorkerDiedError instead of a DeviceError that a worker's death explains. Other errors name this worker."""
+        """Raise WorkerDiedError instead of a DeviceError that a process's end explains. Other errors name this worker.
+
+        What another process has failed to do may be known before its end is.
+        """
         try:
             yield
         except DeviceError as error:
-            if not isinstance(error, DeviceFailedError | DeviceMemoryError):
+            deadline = Deadline(self._clock.now_ns(), _CAUSE_NS if isinstance(error, DeviceLostError) else 0)
+            while not isinstance(error, DeviceFailedError | DeviceMemoryError):
                 self.look_around()
+                if deadline.is_over(self._clock.now_ns()):
+                    break
+                self._clock.sleep_ns(_PAUSE_NS)
             raise type(error)(f"worker {self.rank}: {error}") from error
 
     @property
@@ -242,7 +252,9 @@ class DeviceStore(Store):
     devices: DeviceArena | None = None
     waits_for_work = True  # when it closes: False after a failure
     _first: FirstVersion | None = None
+    _snapshots: Snapshots | None = None
     _served: Sequence[Device] = ()
+    _arenas: Sequence[DeviceArena] = ()
 
     def use(self, device: Device) -> "DeviceStore":
         """Set this process's device; returns the store. A forked child sets its own device."""
@@ -255,15 +267,21 @@ class DeviceStore(Store):
         `devices`: one for each of the job's GPUs, in the layout's order. Call it before the server serves, because it writes
         the handle tables without the shard locks.
         """
-        self._served = devices
+        self._served = list(devices)
         arenas = {lane.index + number: DeviceArena(self, lane.index + number, device) for number, device in enumerate(devices)}
         for arena in arenas.values():
             arena.know(arenas)
             arena.show()
         for arena in arenas.values():
             arena.fill(first)
+        self._arenas = list(arenas.values())
         by_shard = {shard: arena for arena in arenas.values() for shard in arena.own_shards()}
         lane.fold_with(lambda call: by_shard[call.shard].fold(call), by_shard)
+
+    def check_devices(self) -> None:
+        """See Store. Folds run behind the host, which would else find a failure only with the next fold."""
+        for arena in self._arenas:
+            arena.check()
 
     def attach(self, rank: int | None = None) -> Worker:
         """See Store. Waits until all workers whose devices hold shards have attached. Raises UnsupportedError."""
@@ -355,6 +373,12 @@ class DeviceStore(Store):
         arena.await_folds()
         return [arena.view(arena.plane_address(buffer, plane, index), index) for index, buffer in self._buffers_of(buffers)]
 
+    def copy_version(self, weights: Sequence[int], state: Sequence[int]) -> VersionCopy:
+        """See JobMemory. Queues copies to page-locked host memory on a stream of their own."""
+        if self._snapshots is None:
+            self._snapshots = Snapshots(self.arena_on_devices(), self.device)
+        return self._snapshots.begin(weights, state)
+
     def _buffers_of(self, buffers: int | Sequence[int]) -> list[tuple[int, int]]:
         parameters = enumerate(self.layout.parameters)
         return [(index, buffers if isinstance(buffers, int) else buffers[each.shard]) for index, each in parameters]
@@ -364,9 +388,9 @@ class DeviceStore(Store):
         super().close()
         if self._first is not None:
             self._first.close()
-        served, self._served = self._served, ()
+        served, self._served, self._arenas = self._served, (), ()
         for device in served:
             device.shut(waits=self.waits_for_work)
         if self.devices is not None:
-            self.devices = None
+            self.devices = self._snapshots = None
             self.device.shut(waits=self.waits_for_work)

@@ -42,8 +42,12 @@ CALLS = (
 SERVED_CALLS = (
     "compute stream waits for folded of a further device",
     "copies stream waits for folded of a further device",
+    "record snapshot",
+    "host waits for snapshot",
+    "snapshots stream waits for others folded",
+    "snapshots stream waits for folded of a further device",
 )
-"""The calls that only a job with a server makes, which goes on without lost workers."""
+"""The calls that only a job with a server makes, which goes on without lost workers, and those of its checkpoints."""
 
 MUTANTS = {key.replace(" ", "-"): key for key in (*CALLS, *SERVED_CALLS, POST_FIRST, RELEASE_FIRST, FORGET_NOTHING)}
 """By the name on the command line: what is left out, or which two steps are swapped."""

@@ -78,7 +78,7 @@ class World:
         self.random = random.Random(seed)
         self.left_out = left_out
         self.seen: set[str] = set()
-        self.faults: Counter[str] = Counter(deaths=0, missing_peers=0, rejoins=0, nonfinite=0)
+        self.faults: Counter[str] = Counter(deaths=0, missing_peers=0, rejoins=0, nonfinite=0, copies=0)
         self.turns, self.moment, self._now_ns, self._is_running = 0, "", 0, False
         draw = self.random
         gpus = [f"gpu {number}" for number in range(draw.randint(1, devices))]
@@ -271,7 +271,7 @@ class World:
             self.folded[shard, worker.process, step] += 1
             gradient = worker.pushed[step, begin:end]
             pushes.append((gradient, [self.hyper], [True], push.scale, push.rate_scale))
-        before = Content(self.contents[shard][call.weights_in].weights, *self._state_of(shard, call.state_in))
+        before = Content(self.contents[shard][call.weights_in].weights, *self.state_of(shard, call.state_in))
         weights, state, steps = fold.fold(
             self.layout.rule.number,
             call.mode,
@@ -300,7 +300,8 @@ class World:
                 )
             self.rejected[key] += found >= 0
 
-    def _state_of(self, shard: int, buffer: int) -> tuple[Floats, npt.NDArray[np.int64]]:
+    def state_of(self, shard: int, buffer: int) -> tuple[Floats, npt.NDArray[np.int64]]:
+        """What a state buffer of a shard holds, with the counts of steps."""
         found = self._states[shard][buffer]
         return found.state, found.steps
 

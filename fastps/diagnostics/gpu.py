@@ -1,11 +1,13 @@
 """The checks of `fastps doctor` for GPUs: which there are, whether processes can share memory, and peer access.
 
-The check of sharing is real: this process allocates and records an event, another opens both handles and reads. Nothing here is
-a failure: a machine without a GPU trains on the CPU, and one without CuPy folds there.
+The check of sharing is real: this process allocates and records an event, and another opens both handles and reads, for each
+pair of GPUs. Nothing here is a failure: a machine without a GPU trains on the CPU, and one without CuPy folds there.
 """
 
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -31,49 +33,78 @@ def gpu_findings() -> list[Finding]:
         return [*found, Finding("shards on GPUs", "no", f"no, the fold runs on the CPU: {error}")]
     found.append(Finding("shards on GPUs", "yes", f"CuPy {cupy.__version__} compiles the kernels"))
     if count > 1:
-        found.append(_peer_access(count))
-    try:
-        found.append(Finding("CUDA IPC", "works", _share_memory()))
-    except (DeviceError, OSError, subprocess.SubprocessError) as error:
-        found.append(Finding("CUDA IPC", "no", f"does not work, use FASTPS_PLACEMENT=host: {error}"))
+        found.append(peer_access(count, torch.cuda.can_device_access_peer))
+    found.append(sharing(count, lambda owner, reader: share_memory(CudaDevice(owner), partial(_in_child, reader))))
     return found
 
 
-def _peer_access(count: int) -> Finding:
+def peer_access(count: int, reaches: Callable[[int, int], bool]) -> Finding:
+    """Which of the pairs of GPUs have peer access. `reaches`: whether one reads another's memory."""
     pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
-    reached = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
+    reached = [pair for pair in pairs if reaches(*pair)]
+    one_way = [pair for pair in reached if pair[::-1] not in reached]
     shown = "all reach each other" if len(reached) == len(pairs) else f"{len(reached)} of {len(pairs)} pairs: {reached}"
+    if one_way:
+        shown += f"; {one_way} in one direction only, which jobs on these GPUs refuse: use FASTPS_PLACEMENT=host"
+    elif len(reached) < len(pairs):
+        shown += "; between the others gradients and weights go through host memory"
     return Finding("peer access", len(reached), shown)
 
 
-def _share_memory() -> str:
-    """Write a text on GPU 0 and let another process read it through its handles. Raises DeviceError."""
-    device = CudaDevice()
+def sharing(count: int, share: Callable[[int, int], None]) -> Finding:
+    """Whether another process opens memory and an event of each GPU on each GPU. `share(owner, reader)` raises an error.
+
+    A reader that peer access does not let reach the owner is no failure of CUDA IPC if it opens its own GPU's memory.
+    """
+    failed = {}
+    for owner in range(count):
+        for reader in range(count):
+            try:
+                share(owner, reader)
+            except (DeviceError, OSError, subprocess.SubprocessError) as error:
+                failed[owner, reader] = str(error)
+    own = {pair: text for pair, text in failed.items() if pair[0] == pair[1]}
+    if own:
+        return Finding("CUDA IPC", "no", f"does not work, use FASTPS_PLACEMENT=host: {next(iter(own.values()))}")
+    if failed:
+        pairs, text = list(failed), next(iter(failed.values()))
+        return Finding("CUDA IPC", "works", f"works on each GPU; not from one to another for (owner, reader) {pairs}: {text}")
+    everywhere = "" if count == 1 else f", for all {count * count} pairs of GPUs"
+    return Finding("CUDA IPC", "works", f"another process opened memory and an event of this one, and read them{everywhere}")
+
+
+def share_memory(device: CudaDevice, read: Callable[[bytes, bytes], bytes]) -> None:
+    """Write a text on a GPU and let another process read it through its handles. Raises DeviceError."""
     try:
         stream, event, address = device.make_stream(), device.make_event(), device.allocate(256)
         staging = device.host_memory(len(_WORDS))
         staging[:] = memoryview(_WORDS)
         device.copy(address, staging.ctypes.data, len(_WORDS), stream)
         device.record(event, stream)
-        handles = [device.export(address).hex(), device.export_event(event).hex()]
-        done = subprocess.run(
-            [sys.executable, "-m", "fastps.diagnostics.gpu", *handles],
-            capture_output=True,
-            text=True,
-            timeout=_CHILD_S,
-            check=False,
-        )
+        found = read(device.export(address), device.export_event(event))
         device.synchronize(stream)
     finally:
         device.shut()
+    if found != _WORDS:
+        raise DeviceError("the memory that was opened holds something else")
+
+
+def _in_child(reader: int, memory_handle: bytes, event_handle: bytes) -> bytes:
+    """Read by handles in a process of its own, on one of the GPUs. Raises DeviceError with that process's last words."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fastps.diagnostics.gpu", memory_handle.hex(), event_handle.hex(), str(reader)],
+        capture_output=True,
+        text=True,
+        timeout=_CHILD_S,
+        check=False,
+    )
     if done.returncode:
         raise DeviceError((done.stderr.strip().splitlines() or ["the other process ended without a word"])[-1])
-    return "another process opened memory and an event of this one, and read what was written"
+    return bytes.fromhex(done.stdout.strip())
 
 
-def read_shared(memory_handle: bytes, event_handle: bytes) -> bytes:
-    """Return the contents of another process's memory after its event."""
-    device = CudaDevice()
+def read_shared(device: CudaDevice, memory_handle: bytes, event_handle: bytes) -> bytes:
+    """Return the contents of another process's memory after its event, read on a GPU."""
     try:
         stream = device.make_stream()
         device.wait(device.open_event(event_handle), stream)
@@ -86,5 +117,5 @@ def read_shared(memory_handle: bytes, event_handle: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    if read_shared(bytes.fromhex(sys.argv[1]), bytes.fromhex(sys.argv[2])) != _WORDS:
-        sys.exit("the memory that was opened holds something else")
+    handles = [bytes.fromhex(text) for text in sys.argv[1:3]]
+    sys.stdout.write(read_shared(CudaDevice(int(sys.argv[3])), *handles).hex() + "\n")

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from fastps.device.arena import DeviceArena
 from fastps.device.first import FirstVersion
 from fastps.device.hazards import Clock, merge
 from fastps.device.plan import placed_on
+from fastps.device.snapshot import Snapshots
 from fastps.device.stepped import SteppedEvent, SteppedNode, SteppedStream
 from fastps.diagnostics.device_workers import GENERATION, ITEMS, ViolationError, WatchedDevice, Worker
 from fastps.diagnostics.device_worlds import MOST_TURNS, World
@@ -215,7 +218,39 @@ class ServedWorld(World):
         worker.lane.steps = worker.lane.begin_steps()
         worker.begin()
         yield
-        yield from worker.script()
+        copying: Iterator[None] | None = None
+        for _ in worker.script():
+            if copying is None and worker.device.reaches_all and self.random.random() < 0.05:
+                copying = self._copying(worker)
+            if copying is not None and self.random.random() < 0.5 and next(copying, self) is self:
+                copying = None
+            yield
+        yield from copying or ()
+
+    def _copying(self, worker: Worker) -> Iterator[None]:
+        """A checkpoint of a worker: it pins a version, queues its copies, and unpins it when they are done."""
+        arena, pinned = self.memory.arena, []
+        for shard in range(self.shards):
+            while (found := arena.pin_version(worker.rank, shard)) is None:
+                yield
+            pinned.append(found)
+        snapshots = Snapshots(worker.arena, worker.device)
+        self._roles |= {id(snapshots.stream): "snapshots", id(snapshots.copied): "snapshot"}
+        expected = [[self.contents[shard][found[1]].weights for shard, found in enumerate(pinned)]]
+        for plane in range(self.layout.planes):
+            expected.append([self.state_of(shard, found[2])[0][plane] for shard, found in enumerate(pinned)])
+        snapshot = snapshots.begin([found[1] for found in pinned], [found[2] for found in pinned])
+        for _ in range(self.random.randint(0, 9)):
+            yield
+        snapshot.end()
+        for number, values in enumerate(expected):
+            for copied, value in zip(snapshots.views(number), values, strict=True):
+                if not np.array_equal(copied, value[: len(copied)]):
+                    raise ViolationError(f"a checkpoint of worker {worker.rank} is not of the version that was pinned")
+        self.publish(worker.process)
+        for shard in range(self.shards):
+            arena.unpin_version(worker.rank, shard, worker.generation)
+        self.faults["copies"] += 1
 
     def _play(self) -> None:
         """Take turns until every worker that lives has ended. A death is found some turns later."""

@@ -83,6 +83,22 @@ class WeightsMemory:
             fold.narrow(weights[: len(halves)], halves, self.arena.shown_type)
 
 
+class VersionCopy:
+    """A pinned version as this process reads it. In host memory it is read where it is."""
+
+    def __init__(self, memory: "JobMemory", weights: Sequence[int], state: Sequence[int]) -> None:
+        self._memory, self._weights, self._state = memory, weights, state
+
+    def views(self, number: int) -> Views:
+        """Views of the weights (0), or of optimizer-state tensor `number` - 1, one for each parameter."""
+        if number:
+            return self._memory.plane_views(self._state, number - 1)
+        return self._memory.weight_views(self._weights)
+
+    def end(self) -> None:
+        """Wait until nothing reads the version's own buffers any more; call it before they are unpinned."""
+
+
 class JobMemory(WeightsMemory):
     """The arena of one job, mapped into this process.
 
@@ -219,6 +235,10 @@ class JobMemory(WeightsMemory):
     def extra_view(self, lane: int) -> npt.NDArray[np.uint8]:
         """A lane's room for model buffers. The caller must hold the shard lock."""
         return np.frombuffer(self.memory, np.uint8, self.layout.extra_bytes, self.arena.extra_offset(lane))
+
+    def copy_version(self, weights: Sequence[int], state: Sequence[int]) -> VersionCopy:
+        """Begin to copy pinned buffers of weights and state, one for each shard, to where this process reads them."""
+        return VersionCopy(self, weights, state)
 
     @property
     def version(self) -> int:

@@ -98,7 +98,12 @@ class Server:
         return config.SLICE_NS if due_ns < 0 else min(config.SLICE_NS, max(due_ns - now_ns, config.OVERDUE_NS))
 
     def _look(self, now_ns: int) -> None:
-        """Recover the locks of dead workers, and mark the workers dead if the job goes on without them."""
+        """Recover the locks of dead workers, and mark the workers dead if the job goes on without them.
+
+        Raises DeviceError if work on a device has failed.
+        """
+        if not self._is_lost:
+            self._store.check_devices()
         self.lane.recover_stale_locks(now_ns)
         while (dead := self._peers.dead()) is not None:
             self.lane.recover_lock(dead[0], now_ns, dead[1])

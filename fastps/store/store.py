@@ -209,6 +209,9 @@ class Store(JobMemory):
         for average, weights in zip(self.plane_views(0, self.layout.planes - 1), self.weight_views(0), strict=True):
             average[:] = weights
 
+    def check_devices(self) -> None:
+        """Raise the error of a server's work on devices that has failed. A store in host memory has none."""
+
     def _device_plan(self, make: Callable[[], list[Any]]) -> DevicePlan:
         """The plan of the devices of a server that owns device memory. Raises UsageError: a store in host memory has none."""
         raise UsageError("expected shards on devices for a server that has devices, found them in host memory")

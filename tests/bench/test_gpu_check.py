@@ -10,7 +10,9 @@ import pytest
 from fastps.bench import exact, gpu_check, kernels_cuda
 from fastps.bench.gpu_worker import GpuJob
 from fastps.bench.measure import SMOKE
-from fastps.device.host import HostDevice
+from fastps.device.cuda import CudaDevice
+from fastps.device.cuda_on_host import HostCuda
+from fastps.device.host import HostDevice, Teeth
 from fastps.errors import Error
 from fastps.kernels.cuda.runtime import CudaUnavailableError, load_cupy
 from fastps.kernels.update import fold, reference
@@ -69,6 +71,46 @@ def test_the_benchmark_of_kernels_runs_and_checks_itself(device: HostDevice) -> 
     rows = kernels_cuda.rows_on(device, SMOKE)
     assert {row["name"] for row in rows} >= {"sgd-momentum", "adam", "sum-4-sgd-momentum", "adam-bfloat16"}
     assert all(row["checked"] and row["limit_share"] > 0 for row in rows)
+
+
+def simulated(count: int) -> list[CudaDevice]:
+    """GPUs of the simulated runtime, as one process sees them: the third is out of reach."""
+    api = HostCuda([f"gpu {number}" for number in range(count)], Teeth(unreachable=frozenset({"gpu 2"})))
+    return [CudaDevice(index, api) for index in range(count)]
+
+
+def test_pairs_of_gpus_and_folds_over_peers_are_checked_on_the_simulated_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = gpu_check.between_gpus(3, 5003 * 8, simulated, 0.001)
+    pairs = {row["name"]: row for row in rows if row["check"] == "peers"}
+    assert len(pairs) == 6 and all(row["ok"] and row["bytes_per_s"] > 0 for row in pairs.values())
+    assert pairs["GPU 0 reads GPU 1"]["access"] and not pairs["GPU 2 reads GPU 0"]["access"]
+    folds = {row["name"]: row for row in rows if row["check"] == "fold over peers"}
+    assert folds["GPU 0"]["ok"] and folds["GPU 1"]["gpus"] == 2 and folds["GPU 0"]["bytes_per_s"] > 0
+    assert folds["GPU 2"]["ok"] is None and "no other GPU has peer access" in folds["GPU 2"]["missing"]
+    copy = HostDevice.copy
+    monkeypatch.setattr(HostDevice, "copy", lambda self, to, source, size, stream: copy(self, to, source, size // 2, stream))
+    devices = simulated(2)
+    assert not any(row["ok"] for row in gpu_check.check_pairs(devices, 64, 0.001)), "copies that move half are found"
+    for device in devices:
+        device.shut()
+
+
+def test_what_needs_more_gpus_is_named_as_not_run_and_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [*gpu_check.between_gpus(1, 64), *gpu_check.on_several_gpus("cuda", 1)]
+    assert [row["ok"] for row in rows] == [None, None, None]
+    gpu_check.show([*rows, {"check": "kernel", "name": "x", "ok": False, "difference": 1.0}])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "not run peers all pairs missing=needs 2 GPUs, found 1" and said[-1] == "FAIL kernel x difference=1"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_death_in_a_job_with_a_server_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU path takes the GPU's place; a job that lost a push would be told."""
+    rows = list(gpu_check.check_going_on("cpu", "host"))
+    assert [row["ok"] for row in rows] == [True, True], rows
+    monkeypatch.setattr(gpu_check, "GRADIENT", 1 / 512)
+    assert not any(row["ok"] for row in gpu_check.check_going_on("cpu", "host"))
 
 
 @pytest.mark.slow

@@ -70,6 +70,17 @@ def test_every_call_after_a_lost_device_names_it(status: int) -> None:
     device._cuda.runtime.devices[0].shut()  # type: ignore[attr-defined]
 
 
+def test_failed_work_is_found_without_a_wait_for_it() -> None:
+    device = CudaDevice(0, HostCuda(["gpu 0"], Teeth(status=214)))
+    stream = device.make_stream()
+    device.check(stream)
+    device._cuda.runtime.streams[stream].failure = DeviceError("it failed")
+    with pytest.raises(DeviceFailedError, match=r"streamQuery: an ECC error that could not be corrected, code 214"):
+        device.check(stream)
+    device.shut(waits=False)
+    device._cuda.runtime.devices[0].shut()  # type: ignore[attr-defined]
+
+
 def test_peer_access_that_is_enabled_already_is_no_error_and_another_refusal_is() -> None:
     device, status = CudaDevice(0, HostCuda(["gpu 0", "gpu 1"])), 704
 
@@ -221,10 +232,42 @@ def test_with_a_server_the_others_go_on_without_a_worker_whose_device_is_lost(lo
         assert moved.round(2)[0] == 3 * served.STEPS + posted
 
 
+def _lost(lost_at: int) -> list[HostDevice]:
+    return [HostDevice("gpu 0", 0.0005, teeth=Teeth(lost_at=lost_at)), HostDevice("gpu 1", 0.0005)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost_at", range(52, 100, 3))
+def test_a_server_whose_device_is_lost_is_named_by_every_worker(lost_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the server has queued its last fold: all workers wait for it, and none posts anything."""
+    monkeypatch.setattr(served, "partial", lambda *_: partial(_lost, lost_at))
+    with served.make_store(fastps.SGD(lr=1.0), "bsp", {}) as store:
+
+        def work(rank: int) -> None:
+            store.use(HostDevice(served.GPUS[rank], 0.0005, computes_at_once=False))
+            try:
+                with store.attach(rank) as worker:
+                    for _ in range(1_000_000):
+                        worker.push(store.hypers, samples=8)
+                        worker.advance()
+                        worker.pull()
+            finally:
+                store.close()
+
+        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(4)]  # type: ignore[misc]
+        processes.finish(children, 10)
+    assert [child.exit_code for child in children] == [1] * 4, [child.outcome for child in children]
+    texts = [f"{child.outcome[0]}: {child.outcome[1]}" for child in children]
+    assert all(
+        "the server (process" in text and "DeviceFailedError: expected gpu 0 to do its work" in text for text in texts
+    ), texts
+
+
 def _small(memory: int) -> list[HostDevice]:
     return [HostDevice("gpu 0", teeth=Teeth(memory=memory))]
 
 
+@pytest.mark.slow
 def test_a_server_without_room_is_named_where_the_job_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "host_devices", lambda *_: None)
     monkeypatch.setattr(served, "partial", lambda *_: partial(_small, 1000))

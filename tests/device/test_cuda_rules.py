@@ -37,6 +37,7 @@ def job() -> list[Step]:
         (1, "launch_check", (0, ((A, 4096),), 11), None),
         (1, "launch_fold", (0, ((A, 4096),), 11), None),
         (1, "eventRecord", (21, 11), None),
+        (1, "streamQuery", (11,), 600),
         (2, "ipcOpenMemHandle", (MEMORY, 1), B),
         (2, "ipcOpenEventHandle", (EVENT,), 32),
         (2, "streamWaitEvent", (12, 32), None),
@@ -114,6 +115,7 @@ BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
     ),
     "stream of another process": (changed(1, "launch_fold", (0, ((A, 4096),), 12)), "expected a stream of this process"),
     "stream after its end": (moved(1, "streamDestroy", (1, "launch_fold")), "expected a stream of this process"),
+    "query of a stream of another process": (changed(1, "streamQuery", (12,)), "expected a stream of this process"),
     "open before export": (moved(2, "ipcOpenMemHandle", (1, "ipcGetMemHandle")), "a handle that a process has exported"),
     "open in the exporting process": (
         added((1, "ipcOpenMemHandle", (MEMORY, 1), B), (2, "ipcOpenMemHandle")),

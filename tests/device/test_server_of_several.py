@@ -1,16 +1,23 @@
 """A server that owns the memory on several devices: the workers map what they need, and go on without those that die."""
 
+import pickle
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import fastps
+from fastps.device.cuda import CudaDevice
+from fastps.device.cuda_calls import RecordedCuda, merged
+from fastps.device.cuda_on_host import HostCuda
+from fastps.device.cuda_rules import check_record
 from fastps.device.host import HostDevice, Teeth, host_devices
 from fastps.device.plan import placed_on
 from fastps.device.store import DeviceStore
@@ -81,6 +88,56 @@ def steps_of(
             return {name: np.array(values) for name, values in worker.weights.items()}, worker.generation, folds
     finally:
         store.close()
+
+
+class _Recorded(CudaDevice):
+    """A GPU of a server, which writes the calls of all its GPUs to a file when it is shut."""
+
+    path = ""
+
+    def shut(self, *, waits: bool = True) -> None:
+        super().shut(waits=waits)
+        assert isinstance(self._cuda, RecordedCuda)
+        Path(self.path).write_bytes(pickle.dumps(self._cuda.calls))
+
+
+def recorded_gpus(gpus: list[str], path: str, unreachable: frozenset[str]) -> list[CudaDevice]:
+    """The GPUs of a server on the simulated runtime, as one process has them."""
+    api = RecordedCuda(HostCuda(gpus, Teeth(seed=9, delay_s=0.001, unreachable=unreachable)))
+    _Recorded.path = path
+    return [_Recorded(index, api) for index in range(len(gpus))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["continue", "stop"])
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_a_server_on_two_gpus_of_the_simulated_runtime_keeps_the_rules_of_cuda(
+    has_peers: bool, loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus, update, path = ["gpu 0", "gpu 1"], fastps.Adam(lr=0.01), tmp_path / "calls"
+    unreachable: frozenset[str] = frozenset() if has_peers else frozenset({"gpu 1"})
+    make = partial(recorded_gpus, gpus, str(path), unreachable)
+    monkeypatch.setattr(sys.modules[__name__], "partial", lambda *_: make)
+    store = make_store(update, "bsp", {}, loss=loss, gpus=gpus)
+
+    def work(rank: int) -> Any:
+        out_of_reach = frozenset({gpus[1 - rank]} if unreachable else ())
+        api = RecordedCuda(HostCuda([gpus[rank], gpus[1 - rank]], Teeth(seed=rank, unreachable=out_of_reach)))
+        store.use(CudaDevice(0, api))
+        try:
+            return jobs.steps_of(store, rank, STEPS, jobs.gradient), api.calls
+        finally:
+            store.close()
+
+    with store:
+        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]  # type: ignore[misc]
+        processes.finish(children, 60)
+        assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+    several.assert_equal([child.outcome[0] for child in children], several.on_cpu(update, "bsp", 2, STEPS))
+    calls = merged(pickle.loads(path.read_bytes()), *(child.outcome[1] for child in children))
+    assert check_record(calls, [frozenset(gpus)] if has_peers else []) == len(calls)
+    enabled = [call for call in calls if call.name == "deviceEnablePeerAccess"]
+    assert len(enabled) == (2 if has_peers else 0), "each GPU of the server reads the other's slots"
 
 
 def constant(rank: int, step: int) -> dict[str, Any]:

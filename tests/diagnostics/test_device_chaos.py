@@ -28,10 +28,14 @@ _WITHOUT_SERVER = {
 }
 
 
+# Its own folds are none: test_snapshot has jobs in which the worker that saves has folded.
+_IDLE = {"snapshots stream waits for own folded"}
+
+
 def test_seeds_run_without_violations_and_again_the_same() -> None:
     found = device_chaos.simulate(4, 0, SEEDS)
     assert found.violations == [] and found.seeds == SEEDS
-    assert all(found.faults[kind] > 3 for kind in ("deaths", "missing_peers", "rejoins", "nonfinite"))
+    assert all(found.faults[kind] > 3 for kind in ("deaths", "missing_peers", "rejoins", "nonfinite", "copies"))
     assert device_chaos.simulate(4, 0, 5) == device_chaos.simulate(4, 0, 5)
 
 
@@ -52,7 +56,7 @@ def test_every_call_that_orders_work_has_its_mutant() -> None:
             world = kind(seed, 4)
             world.run()
             seen |= world.seen
-        assert seen == expected
+        assert seen - _IDLE == expected
 
 
 def test_the_command_plays_devices_and_says_what_it_does_not_know(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,14 @@ import psutil
 import pytest
 
 from fastps import SGD, Adam, Store
+from fastps.device.cuda import CudaDevice
+from fastps.device.cuda_on_host import HostCuda
+from fastps.device.host import Teeth
+from fastps.device.interface import DeviceError
+from fastps.diagnostics import gpu
 from fastps.diagnostics.doctor import OPTIMIZERS, Need, examine, need_findings, need_of
 from fastps.errors import PolicyError, UsageError
-from tests.support import commands
+from tests.support import commands, processes
 
 PARAMETERS = 100_000
 
@@ -132,3 +138,68 @@ def test_wrong_usage_is_one_sentence(size: str, message: str) -> None:
 def test_a_share_is_rounded_up() -> None:
     need = Need(1, 3, "sgd", "bsp", 2, 1, 5, 1, 1, 1, 10, 4)
     assert need.per_worker_bytes == 4
+
+
+# -- GPUs, on the simulated runtime ------------------------------------------------------------------------------------------
+
+
+def _shared(owner: int, reader: int, unreachable: frozenset[str] = frozenset()) -> None:
+    """Let a forked process read GPU `owner`'s memory on GPU `reader`."""
+
+    def read(memory_handle: bytes, event_handle: bytes) -> bytes:
+        def work() -> bytes:
+            teeth = Teeth(unreachable=unreachable - {f"gpu {reader}"})
+            return gpu.read_shared(CudaDevice(0, HostCuda([f"gpu {reader}"], teeth)), memory_handle, event_handle)
+
+        child = processes.start(work)
+        processes.finish([child], 20)
+        if child.exit_code:
+            raise DeviceError(child.outcome[1])
+        found: bytes = child.outcome
+        return found
+
+    _share(owner, read)
+
+
+def _share(owner: int, read: Callable[[bytes, bytes], bytes]) -> None:
+    api = HostCuda([f"gpu {owner}"], Teeth(delay_s=0.01))
+    try:
+        gpu.share_memory(CudaDevice(0, api), read)
+    finally:
+        api.runtime.devices[0].shut()  # with the events, which CUDA leaves to the process's end
+
+
+def test_sharing_is_tried_between_each_pair_of_gpus() -> None:
+    tried: list[tuple[int, int]] = []
+
+    def share(owner: int, reader: int) -> None:
+        tried.append((owner, reader))
+        _shared(owner, reader)
+
+    found = gpu.sharing(2, share)
+    assert found.value == "works" and "for all 4 pairs" in found.shown
+    assert tried == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_pairs_that_do_not_share_are_named_and_a_gpu_that_cannot_at_all_is_told_apart() -> None:
+    found = gpu.sharing(2, lambda owner, reader: _shared(owner, reader, frozenset({"gpu 0", "gpu 1"})))
+    assert found.value == "works" and "[(0, 1), (1, 0)]: " in found.shown and "peer access" in found.shown
+
+    def refuse(owner: int, reader: int) -> None:
+        raise DeviceError("no handles here")
+
+    found = gpu.sharing(1, refuse)
+    assert found.value == "no" and "use FASTPS_PLACEMENT=host: no handles here" in found.shown
+
+
+def test_memory_with_other_contents_is_found() -> None:
+    with pytest.raises(DeviceError, match="holds something else"):
+        _share(0, lambda memory, event: b"another")
+
+
+def test_peer_access_in_one_direction_is_said_to_be_refused() -> None:
+    assert gpu.peer_access(2, lambda one, other: True).shown == "all reach each other"
+    found = gpu.peer_access(3, lambda one, other: (one, other) in {(0, 1), (1, 0), (2, 0)})
+    assert found.value == 3 and "3 of 6 pairs" in found.shown and "[(2, 0)] in one direction only" in found.shown
+    none = gpu.peer_access(2, lambda one, other: False)
+    assert "go through host memory" in none.shown

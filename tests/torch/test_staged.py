@@ -6,6 +6,8 @@ Both must give the bits of DistributedOptimizer itself. What only a GPU can show
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 
 import fastps
 from fastps.device.cuda import CudaDevice
-from fastps.device.host import HostDevice
+from fastps.device.host import HostDevice, host_devices
 from fastps.device.interface import Device, DeviceError
 from fastps.device.placement import gpus_of_workers, placement
 from fastps.kernels.cuda import runtime as cuda
@@ -35,6 +37,9 @@ class SeveralDevicesPlacement(DevicePlacement):
 
     def make_device(self) -> Device:
         return HostDevice(f"gpu {gpus_of_workers()[int(os.environ['RANK'])]}", 0.001)
+
+    def server_devices(self) -> Callable[[], list[Device]]:
+        return partial(host_devices, [f"gpu {gpu}" for gpu in dict.fromkeys(gpus_of_workers())], 0.001)  # type: ignore[arg-type]
 
 
 class SeveralDevicesOptimizer(fastps.DistributedOptimizer):
@@ -216,9 +221,14 @@ def test_a_state_dict_is_loaded_and_the_run_goes_on_from_it(kind: type[fastps.Di
 
 
 def run_ranks(
-    classes: list[type[fastps.DistributedOptimizer]], sync: str, monkeypatch: pytest.MonkeyPatch, job: str, **options: Any
+    classes: list[type[fastps.DistributedOptimizer]],
+    sync: str,
+    monkeypatch: pytest.MonkeyPatch,
+    job: str,
+    begun: int = 0,
+    **options: Any,
 ) -> Any:
-    """Train with a worker a class, each on its share of the batches; returns what each ended with."""
+    """Train with a worker a class, each on its share of the batches; returns what each ended with. `begun`: a version."""
     workers = len(classes)
     monkeypatch.setenv("FASTPS_JOB", f"test-{os.getpid()}-{job}")
     monkeypatch.setenv("WORLD_SIZE", str(workers))
@@ -233,7 +243,7 @@ def run_ranks(
             optimizer.wait_for_start()  # under asp one may have come to its end before the other has begun
             train(model, optimizer, mine)
             optimizer.wait_for_others()
-            assert optimizer.version == (20 if sync == "bsp" else 20 * workers)
+            assert optimizer.version == begun + (20 if sync == "bsp" else 20 * workers)
             return flat(model)
 
     children = [processes.start(lambda rank=rank: work(rank)) for rank in range(workers)]
@@ -260,6 +270,45 @@ def test_workers_on_several_gpus_end_with_the_bits_of_workers_on_the_cpu(sync: s
     assert found[0] == found[1] == found[2]
     if sync == "bsp":
         assert found[0] == expected[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["workers", "process"])
+def test_a_job_on_several_gpus_writes_checkpoints_and_resumes(
+    server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of 3 workers on 2 GPUs, whose checkpoints a thread writes while they train. A job on the CPU has the same."""
+    monkeypatch.setenv("FASTPS_GPUS", "0,1")
+    monkeypatch.setenv("FASTPS_CHECKPOINT_EVERY", "15")
+    found = []
+    for kind in (fastps.DistributedOptimizer, SeveralDevicesOptimizer):
+        monkeypatch.setenv("FASTPS_SERVER", server if kind is SeveralDevicesOptimizer else "workers")
+        monkeypatch.setenv("FASTPS_CHECKPOINT", str(tmp_path / kind.__name__))
+        found.append(run_ranks([kind] * 3, "bsp", monkeypatch, f"saves-{kind.__name__}-{server}"))
+        assert fastps.load(tmp_path / kind.__name__).version == 15
+    assert found[0] == found[1]
+    saved = [fastps.load(tmp_path / kind.__name__).tensors for kind in (fastps.DistributedOptimizer, SeveralDevicesOptimizer)]
+    assert saved[0].keys() == saved[1].keys()
+    assert all((saved[0][name] == saved[1][name]).all() for name in saved[0])
+    monkeypatch.delenv("FASTPS_CHECKPOINT")
+    monkeypatch.setenv("FASTPS_RESUME", str(tmp_path / "SeveralDevicesOptimizer"))
+    resumed = []
+    for kind in (fastps.DistributedOptimizer, SeveralDevicesOptimizer):
+        monkeypatch.setenv("FASTPS_SERVER", server if kind is SeveralDevicesOptimizer else "workers")
+        resumed.append(run_ranks([kind] * 3, "bsp", monkeypatch, f"resumes-{kind.__name__}-{server}", begun=15))
+    assert resumed[0] == resumed[1]
+
+
+def test_the_server_sees_the_gpus_as_worker_0_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr("fastps.device.cuda.CudaDevice", made.append)
+    placed = DevicePlacement([torch.zeros(3)])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for gpus, expected in (("", [0]), ("2", [0]), ("2,0", [0, 1]), ("1,0,3,2", [0, 1, 2, 3])):
+        monkeypatch.setenv("FASTPS_GPUS", gpus)
+        made.clear()
+        placed.server_devices()()
+        assert made == expected
 
 
 def test_staged_and_plain_workers_train_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from fastps.processes.launcher import Launcher, Outcome
 
 AGAINST_HELP = (
-    "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on a GPU limit, nccl; of a training: ddp,"
+    "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on GPUs limit, nccl, ddp; of a training: ddp,"
     " hogwild. A peer that cannot run here is named with the reason. Of a step also ablations of fastps itself:"
     " alone, plain, streaming, attributes, server. Of nodes: limit, gloo, ddp. Of readers: torchrl."
 )
@@ -313,7 +313,7 @@ def bench(
     parameters: Annotated[str, typer.Option(metavar="N,...", help="Sizes of kernels and steps.")] = "25e3,1e6,25e6",
     against: Annotated[str | None, typer.Option(help=AGAINST_HELP)] = None,
     backend: Annotated[str, typer.Option(help="Of kernels: cpu, or cuda on a GPU.")] = "cpu",
-    device: Annotated[str, typer.Option(help="Of a step: cpu, or cuda with all workers on GPU 0.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Of a step: cpu, or cuda with workers on the GPUs in turn.")] = "cpu",
     wide: Wide = False,
     json_file: Json = None,
 ) -> None:
@@ -325,7 +325,7 @@ def bench(
     from fastps.cli.bench_report import show_benchmarks
     from fastps.system.json_report import write_json
 
-    default = "limit,gloo,ddp,hogwild,handmade" if device == "cpu" else "limit,nccl"
+    default = "limit,gloo,ddp,hogwild,handmade" if device == "cpu" else "limit,nccl,ddp"
     peers = tuple((against or default).split(","))
     options = BenchOptions(
         repeats=repeats, workers=_numbers("workers", workers), parameters=_numbers("parameters", parameters), against=peers

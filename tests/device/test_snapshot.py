@@ -1,0 +1,213 @@
+"""Checkpoints of jobs on devices: the bits of the CPU's, copied while folds go on, and jobs that resume from them."""
+
+import contextlib
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.checkpoint import snapshot
+from fastps.device.cuda import CudaDevice
+from fastps.device.cuda_calls import RecordedCuda, merged
+from fastps.device.cuda_on_host import HostCuda
+from fastps.device.cuda_rules import check_record
+from fastps.device.host import HostDevice, Teeth, host_devices
+from fastps.device.plan import placed_on
+from fastps.device.store import DeviceStore
+from fastps.job.layout import Layout, place
+from fastps.job.specs import parse_policy
+from tests.device import test_device as jobs
+from tests.support import processes
+
+UPDATE = fastps.Adam(lr=0.01, weight_decay=0.1)
+SYNC = "bsp,ema=0.9"
+SAVED, STEPS = 5, 9
+
+
+def make_store(gpus: list[str], server: str = "workers", resume: Any = None, **options: Any) -> DeviceStore:
+    policy, weights = parse_policy(SYNC), jobs.first_weights()
+    rows = [(name, shape, jobs.contiguous(shape), 0) for name, shape in jobs.SHAPES.items()]
+    layout = Layout(place(rows), 1, UPDATE.rule, policy, len(gpus), server=server)
+    layout = placed_on(layout, gpus)
+
+    def write(views: list[Any]) -> None:
+        for view, values in zip(views, weights.values(), strict=True):
+            view[:] = values.reshape(-1)
+
+    make = partial(host_devices, list(dict.fromkeys(gpus)), 0.0005) if server == "process" else None
+    store = DeviceStore.create_for(layout, write, [UPDATE.hyper], resume=resume, server_devices=make, **options)
+    assert isinstance(store, DeviceStore)
+    return store
+
+
+def steps_of(store: Any, rank: int, first: int, last: int, folder: Path | None, *, ahead: int = 0) -> Any:
+    """Take steps [first, last); worker 1 saves a checkpoint of version SAVED, which it reads `ahead` steps later."""
+    pinned: Any = None
+    with store.attach(rank) as worker:
+        for step in range(first, last):
+            if folder is not None and rank == 1 and step == SAVED:
+                pinned = snapshot.pin(worker, {"seed": 3})
+            if pinned is not None and step == SAVED + ahead:
+                snapshot.write(pinned, {}, folder)
+                pinned = None
+            worker.step(jobs.gradient(rank, step))
+        worker.wait_for_others()
+        return {name: np.array(values) for name, values in worker.weights.items()}
+
+
+def run(store: Any, gpus: list[str], work: Any) -> list[Any]:
+    def in_child(rank: int) -> Any:
+        if isinstance(store, DeviceStore):
+            store.use(HostDevice(gpus[rank], teeth=Teeth(seed=rank, delay_s=0.002, late_s=0.0005)))
+        try:
+            return work(rank)
+        finally:
+            store.close()
+
+    with store:
+        children = [processes.start(lambda rank=rank: in_child(rank)) for rank in range(2)]  # type: ignore[misc]
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+    return [child.outcome for child in children]
+
+
+def on_cpu(folder: Path | None, last: int = STEPS) -> Any:
+    store = fastps.Store.create(jobs.first_weights(), UPDATE, sync=SYNC, workers=2)
+    return run(store, [], lambda rank: steps_of(store, rank, 0, last, folder))[0]
+
+
+def contents(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    found = fastps.load(folder)
+    kept = ("version", "clocks", "drawn", "workers", "sync", "rule", "param_groups", "extra")
+    return {key: found.description[key] for key in kept}, {name: np.array(array) for name, array in found.tensors.items()}
+
+
+def assert_same_checkpoint(found: Path, expected: Path) -> None:
+    (mine, my_tensors), (theirs, their_tensors) = contents(found), contents(expected)
+    assert mine == theirs and mine["version"] == SAVED
+    assert my_tensors.keys() == their_tensors.keys() and len(my_tensors) == 4 * len(jobs.SHAPES)
+    for name, array in their_tensors.items():
+        assert np.array_equal(my_tensors[name], array), name
+
+
+CASES = [
+    (["gpu 0", "gpu 1"], "workers"),
+    pytest.param(["gpu 0", "gpu 0"], "workers", marks=pytest.mark.slow),
+    pytest.param(["gpu 0", "gpu 1"], "process", marks=pytest.mark.slow),
+    pytest.param(["gpu 0", "gpu 0"], "process", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("gpus", "server"), CASES)
+def test_a_checkpoint_has_the_bits_of_the_cpu_and_the_job_resumes_from_it(gpus: list[str], server: str, tmp_path: Path) -> None:
+    expected = on_cpu(tmp_path / "cpu")
+    store = make_store(gpus, server)
+    found = run(store, gpus, lambda rank: steps_of(store, rank, 0, STEPS, tmp_path / "device", ahead=3))
+    assert_same_checkpoint(tmp_path / "device", tmp_path / "cpu")
+    resumed = make_store(gpus, server, fastps.load(tmp_path / "device"))
+    assert resumed.version == SAVED
+    again = run(resumed, gpus, lambda rank: steps_of(resumed, rank, SAVED, STEPS, None))
+    for weights in (*found, *again):
+        assert all(np.array_equal(weights[name], values) for name, values in expected.items())
+
+
+def test_steps_go_on_while_a_version_is_copied_and_its_buffers_are_not_written(tmp_path: Path) -> None:
+    """The copies of one worker are slow. The version is unpinned when they are done, and not before."""
+    gpus, seen = ["gpu 0", "gpu 0"], []
+
+    class SlowDevice(HostDevice):
+        def copy(self, to: int, source: int, size: int, stream: Any) -> None:
+            snapshots = store._snapshots
+            if snapshots is not None and stream is snapshots.stream:
+                self._queue(stream, partial(time.sleep, 0.02))
+            super().copy(to, source, size, stream)
+
+    store = make_store(gpus)
+
+    def work(rank: int) -> Any:
+        store.use(SlowDevice(gpus[rank], 0.0005))
+        try:
+            with store.attach(rank) as worker:
+                pinned: Any = None
+                for step in range(STEPS):
+                    if rank == 1 and step == SAVED:
+                        pinned = snapshot.pin(worker, {"seed": 3})
+                        seen.append(worker.version)
+                    worker.step(jobs.gradient(rank, step))
+                    if pinned is not None and len(seen) == 1 and step == SAVED + 2:
+                        seen.append(worker.version)
+                        assert not pinned._copy._is_done
+                        assert store._snapshots is not None and store._snapshots.copied.words[1] == 0, "still copying"
+                        snapshot.write(pinned, {}, tmp_path / "device")
+                worker.wait_for_others()
+            return seen
+        finally:
+            store.close()
+
+    with store:
+        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]  # type: ignore[misc]
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+    assert children[1].outcome == [SAVED, SAVED + 3]
+    on_cpu(tmp_path / "cpu", SAVED + 1)
+    assert_same_checkpoint(tmp_path / "device", tmp_path / "cpu")
+
+
+@pytest.mark.slow
+def test_copies_on_gpus_keep_the_rules_of_cuda(tmp_path: Path) -> None:
+    gpus = ["gpu 0", "gpu 1"]
+    store = make_store(gpus)
+
+    def work(rank: int) -> Any:
+        api = RecordedCuda(HostCuda([gpus[rank], gpus[1 - rank]], Teeth(seed=rank, delay_s=0.001)))
+        store.use(CudaDevice(0, api))
+        try:
+            steps_of(store, rank, 0, STEPS, tmp_path / "device", ahead=1)
+        finally:
+            store.close()
+        return api.calls
+
+    with store:
+        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]  # type: ignore[misc]
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+    whole = merged(*(child.outcome for child in children))
+    assert check_record(whole, [frozenset(gpus)], {call.process for call in whole}) == len(whole)
+    on_cpu(tmp_path / "cpu", SAVED + 1)
+    assert_same_checkpoint(tmp_path / "device", tmp_path / "cpu")
+
+
+@pytest.mark.slow
+def test_homes_that_are_not_reached_are_named_when_a_version_is_copied_or_resumed(tmp_path: Path) -> None:
+    gpus = ["gpu 0", "gpu 1"]
+    store = make_store(gpus)
+
+    def save(rank: int) -> Any:
+        teeth = Teeth(unreachable=frozenset(gpus) - {gpus[rank]})
+        store.use(HostDevice(gpus[rank], teeth=teeth))
+        try:
+            with store.attach(rank) as worker:
+                if rank:
+                    with pytest.raises(fastps.UnsupportedError, match="expected peer access to read or write whole versions"):
+                        fastps.save(worker, tmp_path)
+                worker.step(jobs.gradient(rank, 0))
+                worker.wait_for_others()
+        finally:
+            store.close()
+
+    with store:
+        children = [processes.start(lambda rank=rank: save(rank)) for rank in range(2)]  # type: ignore[misc]
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+    assert not list(tmp_path.iterdir())
+
+
+def test_resumed_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    with fastps.Store.create({"w": np.ones(3, np.float32)}, UPDATE, sync=SYNC, workers=1) as store, store.attach(0) as worker:
+        saved = fastps.load(fastps.save(worker, tmp_path))
+    with pytest.raises(fastps.CheckpointError, match="parameter 0"), contextlib.closing(make_store(["a", "a"], resume=saved)):
+        pass
