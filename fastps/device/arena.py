@@ -290,8 +290,12 @@ class DeviceArena(DeviceMemory):
         )
         queue, (tiles, blocks) = self._queue_of(shard), self._tiles_of(shard)
         self._await_lanes(shard, queue.stream)
-        address = queue.items.upload(item, queue.stream)
-        self._device.launch_fold(shape.rule, self._layout.gradient_type, address, tiles, blocks, queue.stream)
+
+        def launch(address: int) -> None:
+            self._device.launch_fold(shape.rule, self._layout.gradient_type, address, tiles, blocks, queue.stream)
+
+        # Only where every fold takes all pushes do items of a size come again and again.
+        queue.items.queue(item, launch, queue.stream, repeats=self._layout.policy.fold == "all")
         if self._mirrors[shard] and region.floats:
             target = self._mirrors[shard] + region.weights(call.weights_out)
             self._device.copy(target, buffers.weights_out, 4 * region.floats, queue.stream)

@@ -27,6 +27,7 @@ COPY_DEFAULT = 4  # cudaMemcpyDefault: the addresses determine the direction
 HOST_ALLOC_PORTABLE = 1  # cudaHostAllocPortable
 HOST_REGISTER_SHARED = 3  # cudaHostRegisterPortable and cudaHostRegisterMapped: kernels read and write it, too
 SUCCESS, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady: CuPy returns what cudaEventQuery says
+CAPTURE_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: calls that a capture forbids are errors in its thread alone
 SHARED_BYTES = 1 << 21  # the runtime's advice for memory that is shared between processes
 
 
@@ -104,6 +105,7 @@ class CudaDevice:
         self._streams: list[int] = []
         self._opened: set[int] = set()
         self._pinned: list[int] = []
+        self._graphs: list[int] = []
 
     def _use(self) -> Any:
         """The runtime, with this device set as the calling thread's current device."""
@@ -284,10 +286,29 @@ class CudaDevice:
         if blocks:
             self._cuda.launch_fold(self.index, rule, dtype, order, tiles, blocks, stream)
 
+    def begin_capture(self, stream: int) -> None:
+        """See Device. Other threads are not restricted meanwhile."""
+        self._use().streamBeginCapture(stream, CAPTURE_THREAD_LOCAL)
+
+    def end_capture(self, stream: int) -> int:
+        """See Device."""
+        runtime = self._use()
+        graph = runtime.streamEndCapture(stream)
+        self._graphs.append(int(runtime.graphInstantiate(graph)))
+        runtime.graphDestroy(graph)
+        return self._graphs[-1]
+
+    def launch(self, graph: int, stream: int) -> None:
+        """See Device."""
+        self._use().graphLaunch(graph, stream)
+
     def shut(self) -> None:
         """See Device. Other processes must have closed this process's memory before."""
         runtime = self._use()
         runtime.deviceSynchronize()
+        for graph in self._graphs:
+            runtime.graphExecDestroy(graph)
+        self._graphs.clear()
         # The process's end destroys the events: another process may be about to wait for one, which CUDA leaves undefined.
         for address in [*self._opened, *self._owned, *self._shared]:
             self.close(address)

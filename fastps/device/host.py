@@ -67,9 +67,12 @@ class HostStream:
     thread: threading.Thread | None = None
     work: "queue.SimpleQueue[Callable[[], None] | None]" = field(default_factory=queue.SimpleQueue)
     failure: Exception | None = None
+    captured: list[Callable[[], object]] | None = None
 
     def do(self, piece: Callable[[], None]) -> None:
         """Queue a piece of work. After a failure no further work runs."""
+        if self.captured is not None:
+            raise DeviceError("expected copies and folds alone on a stream that is captured, found an event or a wait")
         if self.thread is None:
             piece()
         else:
@@ -344,7 +347,29 @@ class HostDevice:
 
         self._queue(stream, work)
 
+    def begin_capture(self, stream: HostStream) -> None:
+        """See Device."""
+        self._operate()
+        stream.captured = []
+
+    def end_capture(self, stream: HostStream) -> list[Callable[[], object]]:
+        """See Device."""
+        self._operate()
+        if not stream.captured:
+            raise DeviceError("expected a stream that captures work, found none")
+        captured, stream.captured = stream.captured, None
+        return captured
+
+    def launch(self, graph: list[Callable[[], object]], stream: HostStream) -> None:
+        """See Device."""
+        self._operate()
+        for work in graph:
+            self._queue(stream, work)
+
     def _queue(self, stream: HostStream, work: Callable[[], object]) -> None:
+        if stream.captured is not None:
+            stream.captured.append(work)
+            return
         delay_s = self._delay_s if stream.thread is not None else 0.0
 
         def piece() -> None:

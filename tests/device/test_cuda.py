@@ -55,7 +55,17 @@ def test_a_job_keeps_the_rules_of_cuda_and_has_the_bits_of_the_cpu(sync: str, gp
     whole = merged(*calls)
     assert check_record(whole, peers, {call.process for call in whole}) == len(whole) > 300
     names = {call.name for call in whole}
-    assert names >= {"ipcOpenMemHandle", "ipcCloseMemHandle", "streamWaitEvent", "eventRecord", "launch_fold", "free"}
+    assert names >= {
+        "ipcOpenMemHandle",
+        "ipcCloseMemHandle",
+        "streamWaitEvent",
+        "eventRecord",
+        "launch_fold",
+        "free",
+        "graphLaunch",
+    }
+    folds = [call for call in whole if call.name == "graphLaunch"]
+    assert len(folds) == (12 - 4) * len(set(owners)) if gpus == "01" else len(folds) > 0, "from each entry's second fold on"
     for name in ("setDevice", "ipcGetMemHandle", "eventRecord", "ipcCloseMemHandle"):
         with pytest.raises(CudaRuleError):
             check_record([call for call in whole if call.name != name], peers)

@@ -245,6 +245,25 @@ def test_completed_events_are_seen_late() -> None:
     device.shut()
 
 
+def test_a_graph_of_copies_runs_at_each_launch_and_events_stay_outside(device: HostDevice) -> None:
+    address, stream, event = device.allocate(64), device.make_stream(), device.make_event()
+    source, found = device.host_memory(64), device.host_memory(64)
+    device.begin_capture(stream)
+    device.copy(address, source.ctypes.data, 64, stream)
+    device.copy(found.ctypes.data, address, 64, stream)
+    for call in (device.record, device.wait):
+        with pytest.raises(DeviceError, match="copies and folds alone"):
+            call(event, stream)
+    graph = device.end_capture(stream)
+    with pytest.raises(DeviceError, match="that captures work, found none"):
+        device.end_capture(stream)
+    for value in (3, 4):
+        source[:] = value
+        device.launch(graph, stream)
+        device.synchronize(stream)
+        assert found.tolist() == [value] * 64
+
+
 # -- whole jobs ------------------------------------------------------------------------------------------------------------
 
 SHAPES = {"a": (33, 7), "b": (5,), "c": (4097,), "d": (1,), "e": (64, 3), "f": (2, 2), "g": (300,), "h": (17,)}
