@@ -9,6 +9,7 @@ simulates CUDA in host memory. docs/how-to/gpu.md lists the parts that have run 
 """
 
 import ctypes
+import logging
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,8 @@ import numpy.typing as npt
 from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceLostError
 from fastps.device.regions import Region, handle_of, make_region, open_region, release
 from fastps.kernels.cuda import runtime as cuda
+
+logger = logging.getLogger("fastps.device")
 
 # Flags of the CUDA runtime, by their documented values; not every version of CuPy names all of them.
 EVENT_DISABLE_TIMING = 2  # cudaEventDisableTiming: required for a shared event
@@ -303,9 +306,12 @@ class CudaDevice:
         self._use().graphLaunch(graph, stream)
 
     def shut(self) -> None:
-        """See Device. Other processes must have closed this process's memory before."""
+        """See Device. Other processes must have closed this process's memory before. Work that has failed is logged."""
         runtime = self._use()
-        runtime.deviceSynchronize()
+        try:
+            runtime.deviceSynchronize()
+        except self._runtime.CUDARuntimeError as error:  # after a death of another worker, which is what its caller reports
+            logger.warning("work on GPU %d had failed when the device was shut: %s", self.index, str(error))
         for graph in self._graphs:
             runtime.graphExecDestroy(graph)
         self._graphs.clear()

