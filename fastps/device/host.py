@@ -297,11 +297,15 @@ class HostDevice:
         self._operate()
         self._await(event, int(event.words[0]))
 
-    def is_done(self, event: HostEvent) -> bool:
-        """See Device."""
-        failure = next((stream.failure for stream in self._streams if stream.failure is not None), None)
+    def _raise_failure(self) -> None:
+        """Raise the failure of a stream of this process, if there is one."""
+        failure = next((stream.failure for stream in list(self._streams) if stream.failure is not None), None)
         if failure is not None:
             raise failure
+
+    def is_done(self, event: HostEvent) -> bool:
+        """See Device."""
+        self._raise_failure()
         if int(event.words[1]) < int(event.words[0]):
             return False
         if self._teeth.late_s:
@@ -309,11 +313,16 @@ class HostDevice:
         return True
 
     def _await(self, event: HostEvent, number: int) -> None:
-        """Wait until the record of that number is done. Raises DeviceLostError if its process ends before."""
+        """Wait until the record of that number is done. Raises DeviceLostError if its process ends before.
+
+        An event of this process may never be done after work on a stream has failed: raises that failure.
+        """
         polls = 0
         while int(event.words[1]) < number:
             polls += 1
-            if polls % _LOOK_EVERY == 0 and not event.region.owner_lives():
+            if polls % _LOOK_EVERY == 0 and event.region.pidfd < 0:
+                self._raise_failure()
+            elif polls % _LOOK_EVERY == 0 and not event.region.owner_lives():
                 raise DeviceLostError(
                     "expected a process to finish its work on a device, found that it has ended: restart the job"
                 )

@@ -120,7 +120,7 @@ class DeviceWorker(Worker):
         with self._deaths_first():
             self._finish(self.devices, slot)
             self.devices.mark_pushed(slot)
-        super().push(hypers, presence=presence, scale=scale, null=null, samples=samples)
+            super().push(hypers, presence=presence, scale=scale, null=null, samples=samples)
         if self._needs_others:
             self.lane.wake_all()  # the lanes that fold the other shards may be asleep
 
@@ -150,21 +150,22 @@ class DeviceWorker(Worker):
     def try_combine(self) -> None:
         """See Worker.try_combine. Raises the device's error if a fold could not be queued."""
         with self._deaths_first():
-            try:
-                super().try_combine()
-            except ProtocolError:
-                if self.lane.fold_failure is not None:
-                    raise self.lane.fold_failure from None
-                raise
+            super().try_combine()
 
     @contextlib.contextmanager
     def _deaths_first(self) -> Iterator[None]:
-        """Raise WorkerDiedError instead of a DeviceError that a worker's death explains."""
+        """Raise WorkerDiedError instead of a DeviceError that a worker's death explains, and why a fold failed."""
         try:
             yield
         except DeviceError:
             self.look_around()
             raise
+        except ProtocolError:
+            if self.lane.fold_failure is None:
+                raise
+            if isinstance(self.lane.fold_failure, DeviceError):
+                self.look_around()
+            raise self.lane.fold_failure from None
 
     @property
     def weights(self) -> Mapping[str, Any]:

@@ -150,6 +150,11 @@ def test_who_waits_for_a_process_that_dies_is_told(device: HostDevice, pipes: li
     processes.finish([child], 20)
     with pytest.raises(DeviceLostError, match="restart the job"):
         device.synchronize(stream)
+    own = device.make_event()
+    device.record(own, stream)
+    for call in (device.synchronize_event, device.is_done):
+        with pytest.raises(DeviceLostError, match="restart the job"):
+            call(own)
 
 
 # -- teeth -----------------------------------------------------------------------------------------------------------------
