@@ -6,7 +6,8 @@ Every lane writes a handle table in the arena: its device, and the handles of it
 
 Where a device is not reached, the lane copies its gradients to host memory before it posts them, and the home mirrors its
 weights there. A lane shows its model the home's weights themselves where it shares the home, and else a replica on its own
-device, which a pull copies.
+device, which a pull copies. The replica has two sides in turn where a push may be posted while it is computed: backward still
+reads the one while the next weights are copied into the other.
 
 Memory does not survive its owner: the job then ends with an error that names the worker, and must be restarted. A job that goes
 on without lost workers has a server, which owns all memory.
@@ -19,7 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.device.interface import HANDLE_BYTES, Device, Stream
-from fastps.device.plan import FILLED, LEAST_BYTES, SHOWN, Region, handle_table_dtype, regions_of, slots_of
+from fastps.device.plan import (
+    FILLED,
+    LEAST_BYTES,
+    SHOWN,
+    Region,
+    handle_table_dtype,
+    regions_of,
+    slots_of,
+    waits_before_posting,
+)
 from fastps.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -29,7 +39,12 @@ _NOTHING = bytes(HANDLE_BYTES)
 
 
 class DeviceMemory:
-    """The memory of one lane's side of the arena on devices, its own and what it has mapped of other lanes."""
+    """The memory of one lane's side of the arena on devices, its own and what it has mapped of other lanes.
+
+    Attributes:
+        waits: whether this lane waits for its own work before it posts a push or releases weights.
+        sides: how many sides a replica has: two where copies into one may run while backward still reads the other.
+    """
 
     def __init__(self, store: "JobMemory", rank: int, device: Device) -> None:
         self._store = store
@@ -47,7 +62,10 @@ class DeviceMemory:
         self._lane_slots: dict[int, int] = {}  # by the lane that owns them
         self._slot_copies: dict[int, int] = {}
         self._own: set[int] = set()  # of those, this lane's allocations
+        self.waits = waits_before_posting(self._layout)
+        self.sides = 1 if self.waits else 2
         self._replica: int | None = None
+        self._sides = [0] * len(self._regions)  # by shard: which of the replica's sides shows it
         self._computed = [device.make_event() for _ in self._regions]
         self._folded = [device.make_event() for _ in self._regions]
         self._released = device.make_event()
@@ -147,7 +165,7 @@ class DeviceMemory:
         if self._rank < self._layout.lanes:
             self._open_slots(self._rank)
             if len(self.near_shards()) < len(self._regions):
-                self._replica = self._device.allocate(max(LEAST_BYTES, 4 * self._layout.buffer_floats))
+                self._replica = self._device.allocate(max(LEAST_BYTES, 4 * self._layout.buffer_floats * self.sides))
 
     def _open_slots(self, lane: int) -> tuple[int, int]:
         """Map a lane's slots; returns their address, and that of their copies in host memory where they are not reached."""
@@ -246,13 +264,18 @@ class DeviceMemory:
         base, region, offset = self._place(index)
         return base + region.weights(buffer) + 4 * offset
 
-    def shown_address(self, buffer: int, index: int) -> int:
-        """The address at which the model sees a parameter of a pulled buffer: at a home that is near, else in the replica."""
+    def shown_numbers(self, buffers: Sequence[int]) -> list[int]:
+        """What shows each shard of pulled buffers: the buffer at a home that is near, else a side of the replica."""
+        return [buffer if self._is_near(shard) else self._sides[shard] for shard, buffer in enumerate(buffers)]
+
+    def shown_address(self, number: int, index: int) -> int:
+        """The address at which the model sees a parameter whose shard is shown by that number."""
         shard = self._layout.parameters[index].shard
         if self._is_near(shard):
-            return self.weights_address(buffer, index)
+            return self.weights_address(number, index)
         assert self._replica is not None
-        return self._replica + 4 * self._layout.parameters[index].offset
+        side = number % self.sides
+        return self._replica + 4 * (side * self._layout.buffer_floats + self._layout.parameters[index].offset)
 
     def plane_address(self, buffer: int, plane: int, index: int) -> int:
         """This process's address of a parameter in an optimizer-state tensor of a state buffer. Raises UnsupportedError."""

@@ -170,7 +170,7 @@ class DeviceWorker(Worker):
     @property
     def weights(self) -> Mapping[str, Any]:
         """The pulled weights by name, as arrays of the device's type. They must not be written to."""
-        return self._named(self.store.pulled_views(tuple(self.buffers)))
+        return self._named(self.store.pulled_views(self.devices.shown_numbers(self.buffers)))
 
     def close(self, failure: str | None = None, *, stays: bool = False) -> None:
         """See Worker.close. Waits until the others have left, because they read this worker's memory; not after a failure."""
@@ -293,7 +293,10 @@ class DeviceStore(Store):
         return [arena.view(arena.weights_address(buffer, index), index) for index, buffer in self._buffers_of(buffers)]
 
     def pulled_views(self, buffers: int | Sequence[int]) -> Views:
-        """See Store. Arrays on this process's own device: of the home's weights, or of the replica that a pull has copied."""
+        """See Store. Arrays on this process's own device: of the home's weights, or of the replica that a pull has copied.
+
+        `buffers` are numbers of `DeviceArena.shown_numbers`.
+        """
         arena = self.arena_on_devices()
         return [arena.view(arena.shown_address(buffer, index), index) for index, buffer in self._buffers_of(buffers)]
 

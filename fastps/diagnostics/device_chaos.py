@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from fastps.device.hazards import HazardError
-from fastps.diagnostics.device_worlds import FORGET_NOTHING, POST_FIRST, RELEASE_FIRST, ViolationError, World
+from fastps.diagnostics.device_worlds import FORGET_NOTHING, ONE_SIDE, POST_FIRST, RELEASE_FIRST, ViolationError, World
 from fastps.diagnostics.node_chaos import Findings, in_processes
 from fastps.errors import UsageError
 
@@ -29,7 +29,6 @@ CALLS = (
     "compute stream waits for others folded",
     "compute stream waits for own copied",
     "sends stream waits for own written",
-    "copies stream waits for own released",
     "copies stream waits for others folded",
     "host waits for finished at the push",
     "host waits for finished at the pull",
@@ -37,8 +36,8 @@ CALLS = (
 )
 """Every record of an event, and every wait for one, of a job in its steady state."""
 
-MUTANTS = {key.replace(" ", "-"): key for key in (*CALLS, POST_FIRST, RELEASE_FIRST, FORGET_NOTHING)}
-"""By the name on the command line: what is left out, or which two steps are swapped."""
+MUTANTS = {key.replace(" ", "-"): key for key in (*CALLS, POST_FIRST, RELEASE_FIRST, FORGET_NOTHING, ONE_SIDE)}
+"""By the name on the command line: what is left out, which two steps are swapped, or what is done wrongly."""
 
 
 def simulate(devices: int, first: int, count: int, *, mutant: str | None = None, stop: bool = False) -> Findings:

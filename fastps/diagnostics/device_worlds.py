@@ -53,7 +53,7 @@ SPECS = (
     ("policy:fold=quorum,grant=next-version,count=2,scale=mean", False),
 )
 POST_FIRST, RELEASE_FIRST = "post before the record", "release before the record"
-FORGET_NOTHING = "forget no changed gradients"
+FORGET_NOTHING, ONE_SIDE = "forget no changed gradients", "copy over what is shown"
 _BSP_SHARE, _MARKED_SHARE, _CHANGED_SHARE, _NULL_SHARE = 0.4, 0.7, 0.15, 0.1
 _MOST_STEPS, _MOST_TURNS, _AFTER_DEATH = 5, 100_000, 80
 _ITEMS = 2
@@ -112,6 +112,8 @@ class _Worker:
         world.memory.arena.claim(rank, os.getpid(), False)
         self.lane = WorkerLane(world.memory.arena, rank)
         self.arena = DeviceArena(world.memory, rank, self.device, items=_ITEMS)
+        if world.left_out == ONE_SIDE:
+            self.arena.sides = 1
         self.buffers = [0] * world.shards
         self.slots: dict[int, int] = {}  # by slot: the step of its last push
         self.nulls: set[int] = set()  # the steps whose pushes were null
@@ -185,6 +187,7 @@ class _Worker:
         for action in self._in_order([self._mark_released, self._pin], RELEASE_FIRST):
             yield from action()
         self.arena.show_pulled(self.buffers)
+        self.numbers = self.arena.shown_numbers(self.buffers)
         contents = self.world.contents
         self.shown = np.concatenate([contents[shard][buffer].weights for shard, buffer in enumerate(self.buffers)])
 
@@ -197,13 +200,14 @@ class _Worker:
         """Pull for the first time."""
         list(self._pin())
         self.arena.show_pulled(self.buffers)
+        self.numbers = self.arena.shown_numbers(self.buffers)
         self.shown = np.zeros(self.world.layout.buffer_floats, np.float32)
 
     def _read(self) -> None:
         """Queue a read of the shown weights, as a forward pass."""
         target = self.reads[len(self.expected)]
         for index, parameter in enumerate(self.world.layout.parameters):
-            address = self.arena.shown_address(self.buffers[parameter.shard], index)
+            address = self.arena.shown_address(self.numbers[parameter.shard], index)
             to = target[parameter.offset :].ctypes.data
             self.device.copy(to, address, 4 * parameter.length, self.device.compute_stream())
         self.expected.append(self.shown)

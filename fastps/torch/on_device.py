@@ -25,6 +25,7 @@ from fastps.torch.gradients import Gradients
 from fastps.torch.join import Joining, writer_of
 from fastps.torch.placements import HostPlacement
 from fastps.torch.shard_marks import MarkedGradients, MarkedHalfGradients
+from fastps.torch.weights import Weights
 
 
 class DevicePlacement(HostPlacement):
@@ -106,6 +107,11 @@ class DevicePlacement(HostPlacement):
         except BaseException:
             store.close()
             raise
+
+    def pull(self, weights: Weights, worker: Worker) -> None:
+        """See HostPlacement."""
+        assert isinstance(worker, DeviceWorker)
+        weights.show(worker.devices.shown_numbers(worker.pull()))
 
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
         """See HostPlacement. Shards are marked while backward goes on, unless the worker waits for its push anyway."""
