@@ -114,10 +114,10 @@ class DevicePlacement(HostPlacement):
         weights.show(worker.devices.shown_numbers(worker.pull()))
 
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
-        """See HostPlacement. Shards are marked while backward goes on, unless the worker waits for its push anyway."""
+        """See HostPlacement. Marks shards while backward goes on, unless the worker waits for its push, or is told not to."""
         assert isinstance(worker, DeviceWorker)
         kind = super().gradients_kind(worker)
-        if worker.devices.waits:
+        if worker.devices.waits or bucket_bytes() is None:
             return kind
         shards = [parameter.shard for parameter in worker.store.layout.parameters]
         return partial(MarkedGradients if kind is Gradients else MarkedHalfGradients, worker.devices, shards)
