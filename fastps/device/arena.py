@@ -27,7 +27,7 @@ import numpy as np
 from fastps.device.finite_check import FiniteCheck, ResultsCheck
 from fastps.device.interface import Device, Event, Stream
 from fastps.device.memory import DeviceMemory
-from fastps.device.plan import LEAST_BYTES, SHOWN, owners_at, waits_before_posting
+from fastps.device.plan import LEAST_BYTES, SHOWN, owners_at
 from fastps.device.work_items import MOST_ITEMS, WorkItems
 from fastps.errors import UnsupportedError
 from fastps.kernels.cuda import host_fold, launch_args
@@ -61,7 +61,6 @@ class DeviceArena(DeviceMemory):
     """One lane's side of the arena on devices. Its worker makes it on attaching, and is its only user.
 
     Attributes:
-        waits: whether this lane waits for its own work before it posts a push or releases weights.
         marked: the shards whose gradients for the next push are marked.
         folds: folds that this lane has queued.
     """
@@ -69,7 +68,6 @@ class DeviceArena(DeviceMemory):
     def __init__(self, store: "JobMemory", rank: int, device: Device, *, items: int = MOST_ITEMS) -> None:
         """`items`: how many work items of a shard may be in flight."""
         super().__init__(store, rank, device)
-        self.waits = waits_before_posting(self._layout)
         self._shown: dict[int, int] = {}  # by shard: the buffer of which the replica is
         self._written, self._finished = device.make_event(), device.make_event()
         for event in (*self._computed, *self._folded, self._released):
@@ -217,9 +215,10 @@ class DeviceArena(DeviceMemory):
     def show_pulled(self, buffers: Sequence[int]) -> None:
         """Order all work computed from now on after the folds of these buffers, and after the copies of distant ones.
 
-        The copies wait for what read the replica before, and each for the fold of its shard, but not the host. Each home's
-        have a stream, in the order of their folds: with one stream, several lanes would read from one home at a time, and the
-        links of the others would have nothing to do. Call `mark_released` before.
+        Each copy waits for the fold of its shard, and for nothing else. This lane has waited for all that read a replica of one
+        side. Of a replica of two, the side that is written was read before this lane's last push, which the fold took. Each
+        home's copies have a stream, in the order of their folds: with one stream, several lanes would read from one home at a
+        time, and the links of the others would have nothing to do. Call `mark_released` before.
         """
         self.await_folds()
         if self._replica is None:
@@ -227,13 +226,12 @@ class DeviceArena(DeviceMemory):
         distant = [shard for shard in range(len(self._regions)) if not self._is_near(shard) and self._regions[shard].floats]
         changed = [shard for shard in reversed(distant) if self._shown.get(shard) != buffers[shard]]
         queues = {self.owner_lanes[shard]: self._copies_of(self.owner_lanes[shard]) for shard in changed}
-        for queue in queues.values():
-            self._device.wait(self._released, queue.stream)
         peers = list(self._present_peers())
         for shard in changed:
             stream = queues[self.owner_lanes[shard]].stream
             self._await_fold(shard, peers, stream)
-            self._copy_shown(shard, buffers[shard], self._replica, stream)
+            side = self._sides[shard] = (self._sides[shard] + 1) % self.sides
+            self._copy_shown(shard, buffers[shard], self._replica + side * self._side_bytes, stream)
             self._shown[shard] = buffers[shard]
         for queue in queues.values():
             self._device.record(queue.copied, queue.stream)
@@ -346,8 +344,12 @@ class DeviceArena(DeviceMemory):
         )
         queue, (tiles, blocks) = self._queue_of(shard), self._tiles_of(shard)
         self._await_lanes(shard, queue.stream)
-        address = queue.items.upload(item, queue.stream)
-        self._device.launch_fold(shape.rule, self._layout.gradient_type, address, tiles, blocks, queue.stream)
+
+        def launch(address: int) -> None:
+            self._device.launch_fold(shape.rule, self._layout.gradient_type, address, tiles, blocks, queue.stream)
+
+        # Only where every fold takes all pushes do items of a size come again and again.
+        queue.items.queue(item, launch, queue.stream, repeats=self._layout.policy.fold == "all")
         if self._results is not None:
             self._results.tell(shard, queue.stream)
         if self._mirrors[shard] and region.floats:
@@ -386,8 +388,11 @@ class DeviceArena(DeviceMemory):
             item, _ = launch_args.make_launch_args(plain, fold.FOLD_SUM, [], steps, at)
             tiles, blocks = self._tiles_of(shard)
             self._device.synchronize(self._queue_of(shard).stream)  # which may just have written the tiles
-            address = self._by_hand.upload(item, stream)
-            self._device.launch_fold(plain.rule, self._layout.gradient_type, address, tiles, blocks, stream)
+
+            def launch(address: int, plain: launch_args.Shape = plain, tiles: int = tiles, blocks: int = blocks) -> None:
+                self._device.launch_fold(plain.rule, self._layout.gradient_type, address, tiles, blocks, stream)
+
+            self._by_hand.queue(item, launch, stream, repeats=False)
             self._device.synchronize(stream)
 
     def _nonfinite_parameter(self, shard: int, lane: int, slot: int) -> int:

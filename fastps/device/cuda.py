@@ -9,6 +9,7 @@ simulates CUDA in host memory. docs/how-to/gpu.md lists the parts that have run 
 """
 
 import ctypes
+import logging
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,8 @@ from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceFailedError
 from fastps.device.regions import Region, handle_of, make_region, open_region, release
 from fastps.kernels.cuda import runtime as cuda
 
+logger = logging.getLogger("fastps.device")
+
 # Flags of the CUDA runtime, by their documented values; not every version of CuPy names all of them.
 EVENT_DISABLE_TIMING = 2  # cudaEventDisableTiming: required for a shared event
 EVENT_INTERPROCESS = 4  # cudaEventInterprocess
@@ -27,7 +30,8 @@ STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking
 COPY_DEFAULT = 4  # cudaMemcpyDefault: the addresses determine the direction
 HOST_ALLOC_PORTABLE = 1  # cudaHostAllocPortable
 HOST_REGISTER_SHARED = 3  # cudaHostRegisterPortable and cudaHostRegisterMapped: kernels read and write it, too
-SUCCESS, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady: CuPy returns what cudaEventQuery says
+SUCCESS = 0  # cudaSuccess
+CAPTURE_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: calls that a capture forbids are errors in its thread alone
 SHARED_BYTES = 1 << 21  # the runtime's advice for memory that is shared between processes
 
 
@@ -116,6 +120,7 @@ class CudaDevice:
         self._opened: set[int] = set()
         self._pinned: list[int] = []
         self._peers: set[int] = set()  # to which peer access is enabled
+        self._graphs: list[int] = []
 
     def _use(self) -> Any:
         """The runtime, with this device set as the calling thread's current device."""
@@ -283,7 +288,7 @@ class CudaDevice:
     def check(self, stream: int) -> None:
         """See Device. CuPy returns the code of this call, and raises nothing."""
         status = int(self._use().streamQuery(stream))
-        if status not in (0, NOT_READY):
+        if status not in (SUCCESS, NOT_READY):
             raise of_status(status, self._runtime.gpu, "streamQuery")
 
     def synchronize_all(self) -> None:
@@ -298,7 +303,7 @@ class CudaDevice:
         """See Device."""
         status = int(self._use().eventQuery(event))
         if status not in (SUCCESS, NOT_READY):
-            raise DeviceError(f"work on GPU {self.index} failed: expected an event to be done or not, found error {status}")
+            raise of_status(status, self._runtime.gpu, "eventQuery")
         return status == SUCCESS
 
     # -- work --------------------------------------------------------------------------------------
@@ -319,15 +324,37 @@ class CudaDevice:
         if blocks:
             self._cuda.launch_check(self.index, dtype, args, tiles, blocks, stream)
 
+    def begin_capture(self, stream: int) -> None:
+        """See Device. Other threads are not restricted meanwhile."""
+        self._use().streamBeginCapture(stream, CAPTURE_THREAD_LOCAL)
+
+    def end_capture(self, stream: int) -> int:
+        """See Device."""
+        runtime = self._use()
+        graph = runtime.streamEndCapture(stream)
+        self._graphs.append(int(runtime.graphInstantiate(graph)))
+        runtime.graphDestroy(graph)
+        return self._graphs[-1]
+
+    def launch(self, graph: int, stream: int) -> None:
+        """See Device."""
+        self._use().graphLaunch(graph, stream)
+
     def shut(self, *, waits: bool = True) -> None:
-        """See Device. Other processes must have closed this process's memory before.
+        """See Device. Other processes must have closed this process's memory before. Work that has failed is logged.
 
         Without `waits` everything stays until the process ends: CUDA frees nothing that queued work may still use.
         """
         if not waits:
             return
         runtime = self._use()
-        runtime.deviceSynchronize()
+        try:
+            runtime.deviceSynchronize()
+        except DeviceError as error:  # after a death of another worker, which is what its caller reports
+            logger.warning("work on GPU %d had failed when the device was shut: %s", self.index, str(error))
+        for graph in self._graphs:
+            runtime.graphExecDestroy(graph)
+        self._graphs.clear()
         # The process's end destroys the events: another process may be about to wait for one, which CUDA leaves undefined.
         for address in [*self._opened, *self._owned, *self._shared]:
             self.close(address)

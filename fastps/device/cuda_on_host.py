@@ -99,6 +99,7 @@ class HostRuntime:
         self._gpus = list(gpus)
         self.teeth = teeth
         self._events: dict[int, Any] = {}
+        self._graphs: dict[int, Any] = {}
         self._numbers = itertools.count(1)
         self._registered: dict[int, Any] = {}
         self._thread = threading.local()
@@ -257,3 +258,33 @@ class HostRuntime:
     def eventQuery(self, event: int) -> int:
         """0 if an event's last record is done, else CUDA's number of the answer that it is not."""
         return SUCCESS if self._device.is_done(self._events[event]) else NOT_READY
+
+    # -- graphs ------------------------------------------------------------------------------------
+
+    def streamBeginCapture(self, stream: int, mode: int) -> None:
+        """Begin to capture a stream."""
+        self._device.begin_capture(self.streams[stream])
+
+    def streamEndCapture(self, stream: int) -> int:
+        """End it; returns a graph."""
+        number = next(self._numbers)
+        self._graphs[number] = self._device.end_capture(self.streams[stream])
+        return number
+
+    def graphInstantiate(self, graph: int) -> int:
+        """Make a graph executable."""
+        number = next(self._numbers)
+        self._graphs[number] = self._graphs[graph]
+        return number
+
+    def graphLaunch(self, graph: int, stream: int) -> None:
+        """Queue the work of a graph."""
+        self._device.launch(self._graphs[graph], self.streams[stream])
+
+    def graphDestroy(self, graph: int) -> None:
+        """Release a graph."""
+        del self._graphs[graph]
+
+    def graphExecDestroy(self, graph: int) -> None:
+        """Release an executable graph."""
+        self.graphDestroy(graph)

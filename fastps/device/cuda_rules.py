@@ -5,10 +5,11 @@ events, streams, devices and peer access, across processes; it knows no times. A
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastps.device.cuda import (
+    CAPTURE_THREAD_LOCAL,
     COPY_DEFAULT,
     EVENT_DISABLE_TIMING,
     EVENT_INTERPROCESS,
@@ -20,6 +21,7 @@ from fastps.device.cuda_calls import Call
 from fastps.device.interface import DeviceError
 
 _DEFAULT_STREAM = 0
+_CAPTURED = {"setDevice", "memcpyAsync", "launch_fold", "streamEndCapture"}  # the calls that a thread may make in a capture
 
 
 class CudaRuleError(DeviceError):
@@ -48,6 +50,15 @@ class _Event:
 
 
 @dataclass
+class _Graph:
+    """Captured work: the process's number of its device, and the bytes that it touches."""
+
+    device: int
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    is_executable: bool = False
+
+
+@dataclass
 class _Process:
     """What one process has: addresses of memory, events and streams by their numbers, and each thread's device."""
 
@@ -57,6 +68,8 @@ class _Process:
     streams: dict[int, int] = field(default_factory=dict)  # to the process's number of a device
     current: dict[int, int] = field(default_factory=dict)
     enabled: set[tuple[str, str]] = field(default_factory=set)  # pairs of buses between which peer access is enabled
+    captures: dict[int, tuple[int, _Graph]] = field(default_factory=dict)  # by thread: the stream, and its work so far
+    graphs: dict[int, _Graph] = field(default_factory=dict)
 
 
 class CudaRules:
@@ -91,10 +104,15 @@ class CudaRules:
         if rule is None:
             self._fail(call, "expected a call that the model knows", "another: teach the model its rules")
         else:
-            rule(call, self._processes.setdefault(call.process, _Process()), *call.arguments)
+            of = self._processes.setdefault(call.process, _Process())
+            is_free = call.thread not in of.captures or call.name in _CAPTURED
+            self._need(call, is_free, "expected copies and folds alone in a capture", "another call")
+            rule(call, of, *call.arguments)
 
     def end(self, process: int) -> None:
         """Check that a process that has ended left nothing open."""
+        if self._processes.get(process, _Process()).graphs:
+            raise CudaRuleError(f"process {process}: expected it to destroy its graphs before its end, found some left")
         for address, memory in self._processes.get(process, _Process()).memory.items():
             if memory.device and memory.process != process:
                 raise CudaRuleError(f"process {process}: expected it to close {address:#x} before its end, found it open")
@@ -133,6 +151,8 @@ class CudaRules:
         self._need(
             call, device == self._device(call, of), "expected a stream of the thread's device", f"one of device {device}"
         )
+        captured = of.captures.get(call.thread, (stream, None))[0]
+        self._need(call, captured == stream, f"expected work on stream {captured}, which is captured", f"stream {stream}")
 
     def _reach(self, call: Call, of: _Process, memory: _Memory) -> None:
         mine = self._bus(of, self._device(call, of))
@@ -144,7 +164,9 @@ class CudaRules:
                 self._need(call, is_enabled, f"expected enabled peer access from {mine} to {memory.device}", "that it is not")
 
     def _touch(self, call: Call, of: _Process, address: int, size: int) -> None:
-        """The bytes lie in memory that the process has open and its thread's device reaches."""
+        """The bytes lie in memory that the process has open and its thread's device reaches; a capture keeps them."""
+        if call.thread in of.captures:
+            of.captures[call.thread][1].spans.append((address, size))
         for begin, memory in of.memory.items():
             if begin <= address and address + size <= begin + memory.size:
                 self._need(call, not memory.is_freed, "expected memory in use", "memory that its owner has freed")
@@ -327,6 +349,46 @@ class CudaRules:
             self._touch(call, of, address, size)
 
     _call_launch_fold = _call_launch_check = _launch
+
+    # -- graphs ------------------------------------------------------------------------------------
+
+    def _call_streamBeginCapture(self, call: Call, of: _Process, stream: int, mode: int) -> None:
+        self._need(call, stream != _DEFAULT_STREAM, "expected a stream that was made", "the default stream")
+        self._need(call, mode == CAPTURE_THREAD_LOCAL, "expected a capture that restricts its own thread alone", str(mode))
+        self._on_own_device(call, of, stream)
+        of.captures[call.thread] = stream, _Graph(of.streams[stream])
+
+    def _call_streamEndCapture(self, call: Call, of: _Process, stream: int) -> None:
+        found, graph = of.captures.pop(call.thread, (None, _Graph(0)))
+        self._need(call, found == stream, "expected the stream that this thread captures", str(found))
+        self._need(call, graph.spans, "expected some work in a capture", "none")
+        of.graphs[call.result] = graph
+
+    def _graph(self, call: Call, of: _Process, graph: int, *, is_executable: bool) -> _Graph:
+        kind = "an executable graph" if is_executable else "a graph that was captured"
+        is_right = graph in of.graphs and of.graphs[graph].is_executable == is_executable
+        self._need(call, is_right, f"expected {kind} of this process", "none")
+        return of.graphs[graph]
+
+    def _call_graphInstantiate(self, call: Call, of: _Process, graph: int) -> None:
+        self._device(call, of)
+        of.graphs[call.result] = replace(self._graph(call, of, graph, is_executable=False), is_executable=True)
+
+    def _call_graphLaunch(self, call: Call, of: _Process, graph: int, stream: int) -> None:
+        found = self._graph(call, of, graph, is_executable=True)
+        device = self._stream(call, of, stream)
+        self._need(call, device == found.device, f"expected a stream of the graph's device {found.device}", f"of {device}")
+        self._on_own_device(call, of, stream)
+        for address, size in found.spans:
+            self._touch(call, of, address, size)
+
+    def _call_graphDestroy(self, call: Call, of: _Process, graph: int) -> None:
+        self._graph(call, of, graph, is_executable=False)
+        del of.graphs[graph]
+
+    def _call_graphExecDestroy(self, call: Call, of: _Process, graph: int) -> None:
+        self._graph(call, of, graph, is_executable=True)
+        del of.graphs[graph]
 
 
 def check_record(calls: Iterable[Call], peers: Iterable[frozenset[str]] = (), ended: Iterable[Any] = ()) -> int:

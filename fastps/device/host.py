@@ -77,9 +77,12 @@ class HostStream:
     thread: threading.Thread | None = None
     work: "queue.SimpleQueue[tuple[Callable[[], None], HostEvent | None] | None]" = field(default_factory=queue.SimpleQueue)
     failure: Exception | None = None
+    captured: list[Callable[[], object]] | None = None
 
     def do(self, piece: Callable[[], None], event: HostEvent | None = None) -> None:
         """Queue a piece of work, a record of `event` if that is given. After a failure no further work runs."""
+        if self.captured is not None:
+            raise DeviceError("expected copies and folds alone on a stream that is captured, found an event or a wait")
         if self.thread is None:
             piece()
         else:
@@ -264,8 +267,7 @@ class HostDevice:
         return stream
 
     def end_stream(self, stream: HostStream) -> None:
-        """Wait for a stream's work, and end the stream."""
-        self.synchronize(stream)
+        """Wait for a stream's work, and end the stream. Failed work is nothing to the caller, as in CUDA."""
         self._streams.remove(stream)
         stream.work.put(None)
         if stream.thread is not None:
@@ -348,11 +350,15 @@ class HostDevice:
                     raise stream.failure from None
             raise
 
-    def is_done(self, event: HostEvent) -> bool:
-        """See Device."""
-        failure = next((stream.failure for stream in self._streams if stream.failure is not None), None)
+    def _raise_failure(self) -> None:
+        """Raise the failure of a stream of this process, if there is one."""
+        failure = next((stream.failure for stream in list(self._streams) if stream.failure is not None), None)
         if failure is not None:
             raise failure
+
+    def is_done(self, event: HostEvent) -> bool:
+        """See Device."""
+        self._raise_failure()
         if int(event.words[1]) < int(event.words[0]):
             return False
         if self._teeth.late_s:
@@ -370,6 +376,8 @@ class HostDevice:
             polls += 1
             if self._is_ended:
                 raise DeviceError("expected a device in use, found it shut")
+            if event.region.pidfd < 0:
+                self._raise_failure()
             if event.words[2]:
                 kind = DeviceLostError if event.region.pidfd >= 0 else DeviceError
                 raise kind("expected work on a device to come to its end, found that it has failed")
@@ -419,7 +427,29 @@ class HostDevice:
 
         self._queue(stream, work)
 
+    def begin_capture(self, stream: HostStream) -> None:
+        """See Device."""
+        self._operate()
+        stream.captured = []
+
+    def end_capture(self, stream: HostStream) -> list[Callable[[], object]]:
+        """See Device."""
+        self._operate()
+        if not stream.captured:
+            raise DeviceError("expected a stream that captures work, found none")
+        captured, stream.captured = stream.captured, None
+        return captured
+
+    def launch(self, graph: list[Callable[[], object]], stream: HostStream) -> None:
+        """See Device."""
+        self._operate()
+        for work in graph:
+            self._queue(stream, work)
+
     def _queue(self, stream: HostStream, work: Callable[[], object]) -> None:
+        if stream.captured is not None:
+            stream.captured.append(work)
+            return
         delay_s = self._delay_s if stream.thread is not None else 0.0
 
         def piece() -> None:

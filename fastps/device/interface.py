@@ -25,6 +25,10 @@ Event = Any
 """An opaque event of the device's own type."""
 
 
+Graph = Any
+"""Captured work of a device, of the device's own type. It lives as long as the device."""
+
+
 class DeviceError(Error):
     """An operation on a device failed, or the device does not exist."""
 
@@ -189,6 +193,21 @@ class Device(Protocol):
 
         args, tiles: addresses on the device of a check's arguments and of a table of tiles; blocks: the number of tiles.
         """
+        ...
+
+    def begin_capture(self, stream: Stream) -> None:
+        """Take copies and folds that are queued on the stream from now on into a graph, instead of running them.
+
+        Until `end_capture` nothing else may be asked of the device.
+        """
+        ...
+
+    def end_capture(self, stream: Stream) -> Graph:
+        """End a capture; returns the graph."""
+        ...
+
+    def launch(self, graph: Graph, stream: Stream) -> None:
+        """Queue the work of a graph."""
         ...
 
     def shut(self, *, waits: bool = True) -> None:

@@ -6,14 +6,15 @@ object for each GPU. Every owner writes a handle table in the arena: its device,
 
 Where a device is not reached, the lane copies its gradients to host memory before it posts them, and the home mirrors its
 weights there. A lane shows its model the home's weights themselves where it shares the home, and else a replica on its own
-device, which a pull copies.
+device, which a pull copies. The replica has two sides in turn where a push may be posted while it is computed: backward still
+reads the one while the next weights are copied into the other.
 
 Memory does not survive its owner: the job then ends with an error that names the worker, and must be restarted. A job that goes
 on without lost workers has a server.
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from fastps.device.plan import (
     shown_floats,
     slot_owners,
     slots_of,
+    waits_before_posting,
 )
 from fastps.errors import UnsupportedError
 from fastps.kernels.cuda import launch_args
@@ -46,7 +48,12 @@ _NOTHING = bytes(HANDLE_BYTES)
 
 
 class DeviceMemory:
-    """The memory of one owner's side of the arena on devices, its own and what it has mapped of other owners."""
+    """The memory of one owner's side of the arena on devices, its own and what it has mapped of other owners.
+
+    Attributes:
+        waits: whether this lane waits for its own work before it posts a push or releases weights.
+        sides: how many sides a replica has: two where copies into one may run while backward still reads the other.
+    """
 
     def __init__(self, store: "JobMemory", rank: int, device: Device) -> None:
         """`rank`: the owner's number: a lane, or that of a device of the server."""
@@ -62,6 +69,7 @@ class DeviceMemory:
         self._float_runs = [shown_floats(self._layout, shard) for shard in range(len(self._regions))]
         # In a replica halves come behind the floats, which a model in half precision alone does not have.
         self._replica_halves = 4 * self._layout.buffer_floats * any(self._float_runs)
+        self._side_bytes = self._replica_halves + 2 * self._layout.buffer_floats * (self._halves_type > 0)
         self._parameters = [
             [index for index, parameter in enumerate(self._layout.parameters) if parameter.shard == shard]
             for shard in range(len(self._regions))
@@ -72,7 +80,10 @@ class DeviceMemory:
         self._slot_copies: dict[int, int] = {}
         self._own: set[int] = set()  # of those, the allocations of this process
         self._siblings: Mapping[int, DeviceMemory] = {}
+        self.waits = waits_before_posting(self._layout)
+        self.sides = 1 if self.waits else 2
         self._replica: int | None = None
+        self._sides = [0] * len(self._regions)  # by shard: which of the replica's sides shows it
         self._computed = [device.make_event() for _ in self._regions]
         self._folded = [device.make_event() for _ in self._regions]
         self._released = device.make_event()
@@ -184,8 +195,7 @@ class DeviceMemory:
                     " or use FASTPS_PLACEMENT=host"
                 )
             if len(self.near_shards()) < len(self._regions):
-                halves = 2 * self._layout.buffer_floats * (self._halves_type > 0)
-                self._replica = self._device.allocate(max(LEAST_BYTES, self._replica_halves + halves))
+                self._replica = self._device.allocate(max(LEAST_BYTES, self._side_bytes * self.sides))
 
     def _open_slots(self, lane: int) -> tuple[int, int]:
         """Map a lane's slots; returns their address, and that of their copies in host memory, or 0.
@@ -336,16 +346,21 @@ class DeviceMemory:
         base, region, offset = self._place(index)
         return base + region.weights(buffer) + 4 * offset
 
-    def shown_address(self, buffer: int, index: int) -> int:
-        """The address at which the model sees a parameter of a pulled buffer: at a home that is near, else in the replica.
+    def shown_numbers(self, buffers: Sequence[int]) -> list[int]:
+        """What shows each shard of pulled buffers: the buffer at a home that is near, else a side of the replica."""
+        return [buffer if self._is_near(shard) else self._sides[shard] for shard, buffer in enumerate(buffers)]
+
+    def shown_address(self, number: int, index: int) -> int:
+        """The address at which the model sees a parameter whose shard is shown by that number.
 
         A parameter in half precision is seen in that.
         """
         parameter, is_half = self._layout.parameters[index], self.shows_half(index)
         if self._is_near(parameter.shard):
-            return self.half_address(buffer, index) if is_half else self.weights_address(buffer, index)
+            return self.half_address(number, index) if is_half else self.weights_address(number, index)
         assert self._replica is not None
-        return self._replica + (self._replica_halves + 2 * parameter.offset if is_half else 4 * parameter.offset)
+        side = self._replica + number % self.sides * self._side_bytes
+        return side + (self._replica_halves + 2 * parameter.offset if is_half else 4 * parameter.offset)
 
     def shows_half(self, index: int) -> bool:
         """Whether the model shows a parameter in half precision."""

@@ -95,19 +95,19 @@ def placement() -> Placement:
     return "host"
 
 
-def bucket_bytes() -> int:
+def bucket_bytes() -> int | None:
     """The size of the buckets that are folded while backward goes on, in bytes: FASTPS_BUCKET_MB in units of 2**20, or 64.
 
-    Raises UsageError for anything but a positive number.
+    None for 0: no fold begins before backward has ended. Raises UsageError for anything but a number of 0 or more.
     """
     text = os.environ.get("FASTPS_BUCKET_MB", str(BUCKET_MB))
     try:
         size = int(float(text) * (1 << 20))
     except (ValueError, OverflowError):
-        size = 0
-    if size < 1:
-        raise UsageError(f"FASTPS_BUCKET_MB: expected the megabytes of a bucket, such as {BUCKET_MB}, found {text!r}")
-    return size
+        size = -1
+    if size < 0:
+        raise UsageError(f"FASTPS_BUCKET_MB: expected the megabytes of a bucket, such as {BUCKET_MB}, or 0, found {text!r}")
+    return size or None
 
 
 def check_allocator() -> None:

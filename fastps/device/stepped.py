@@ -13,7 +13,7 @@ import struct
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,7 @@ class SteppedStream:
     name: str
     work: deque[_Piece] = field(default_factory=deque)
     clock: Clock = field(default_factory=dict)
+    captured: list[_Piece] | None = None
 
     def can_go(self) -> bool:
         """Whether the next piece of work can run now."""
@@ -199,6 +200,7 @@ class SteppedDevice:
         self.node = node
         self.process = process
         self.borrowed: set[int] = set()
+        self._capturing: SteppedStream | None = None
         node.clocks.setdefault(process, {})
         self._computing = self.make_stream("compute stream")
 
@@ -222,6 +224,7 @@ class SteppedDevice:
         return self._make(size, None, f"host memory of process {self.process}").address
 
     def _make(self, size: int, identity: str | None, name: str) -> Block:
+        self._check_not_capturing("memory")
         array = np.zeros(size + _ALIGNMENT, np.uint8)
         begin = -array.ctypes.data % _ALIGNMENT
         array = array[begin : begin + size]
@@ -323,6 +326,7 @@ class SteppedDevice:
 
     def record(self, event: SteppedEvent, stream: SteppedStream) -> None:
         """See Device."""
+        self._check_not_capturing("a record")
         if event.owner != self.process:
             raise DeviceError(f"expected an event of process {self.process} to record, found one of process {event.owner}")
         event.made += 1
@@ -330,16 +334,21 @@ class SteppedDevice:
 
     def wait(self, event: SteppedEvent, stream: SteppedStream) -> None:
         """See Device."""
+        self._check_not_capturing("a wait")
         self._queue(stream, _Piece({}, "wait", event=event, number=event.made))
 
     def _queue(self, stream: SteppedStream, piece: _Piece) -> None:
         if stream.process != self.process:
             raise DeviceError(f"expected a stream of process {self.process}, found {stream.name}")
+        if stream.captured is not None:
+            stream.captured.append(piece)
+            return
         piece.clock = dict(self.node.clocks[self.process])
         stream.work.append(piece)
 
     def synchronize(self, stream: SteppedStream) -> None:
         """See Device."""
+        self._check_not_capturing("a wait of the host")
         self.node.drain(stream)
         merge(self.node.clocks[self.process], stream.clock)
 
@@ -354,6 +363,7 @@ class SteppedDevice:
 
     def synchronize_event(self, event: SteppedEvent) -> None:
         """See Device."""
+        self._check_not_capturing("a wait of the host")
         number = event.made
         while event.done < number:
             if not self.node.step():
@@ -363,6 +373,7 @@ class SteppedDevice:
 
     def is_done(self, event: SteppedEvent) -> bool:
         """See Device."""
+        self._check_not_capturing("a question of the host")
         if event.done < event.made:
             return False
         if event.made:
@@ -411,6 +422,29 @@ class SteppedDevice:
             host_fold.launch_check(number, args, tiles, blocks, launch_args.THREADS)
 
         self._queue(stream, _Piece({}, text, run))
+
+    def begin_capture(self, stream: SteppedStream) -> None:
+        """See Device."""
+        self._check_not_capturing("another capture")
+        stream.captured = []
+        self._capturing = stream
+
+    def end_capture(self, stream: SteppedStream) -> list[_Piece]:
+        """See Device."""
+        if stream.captured is None or not stream.captured:
+            raise DeviceError(f"expected {stream.name} to capture work, found none")
+        captured, stream.captured, self._capturing = stream.captured, None, None
+        return captured
+
+    def launch(self, graph: list[_Piece], stream: SteppedStream) -> None:
+        """See Device."""
+        self._check_not_capturing("a launch")
+        for piece in graph:
+            self._queue(stream, replace(piece))
+
+    def _check_not_capturing(self, what: str) -> None:
+        if self._capturing is not None:
+            raise DeviceError(f"expected copies and folds alone while {self._capturing.name} is captured, found {what}")
 
     def _touch(self, spans: list[Span], writes: bool, stream: SteppedStream, text: str) -> None:
         for address, size in spans:

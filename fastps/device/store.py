@@ -124,7 +124,7 @@ class DeviceWorker(Worker):
         with self._deaths_first():
             self._finish(self.devices, slot)
             self.devices.mark_pushed(slot)
-        super().push(hypers, presence=presence, scale=scale, null=null, samples=samples)
+            super().push(hypers, presence=presence, scale=scale, null=null, samples=samples)
         if self._needs_others:
             self.lane.wake_all()  # the lanes that fold the other shards may be asleep
 
@@ -154,34 +154,38 @@ class DeviceWorker(Worker):
     def try_combine(self) -> None:
         """See Worker.try_combine. Raises the device's error if a fold could not be queued."""
         with self._deaths_first():
-            try:
-                super().try_combine()
-            except ProtocolError:
-                if self.lane.fold_failure is not None:
-                    raise self.lane.fold_failure from None
-                raise
+            super().try_combine()
 
     @contextlib.contextmanager
     def _deaths_first(self) -> Iterator[None]:
-        """Raise WorkerDiedError instead of a DeviceError that a process's end explains. Other errors name this worker.
-
-        What another process has failed to do may be known before its end is.
-        """
+        """Raise WorkerDiedError instead of a DeviceError that a process's end explains, and why a fold failed."""
         try:
             yield
         except DeviceError as error:
-            deadline = Deadline(self._clock.now_ns(), _CAUSE_NS if isinstance(error, DeviceLostError) else 0)
-            while not isinstance(error, DeviceFailedError | DeviceMemoryError):
-                self.look_around()
-                if deadline.is_over(self._clock.now_ns()):
-                    break
-                self._clock.sleep_ns(_PAUSE_NS)
-            raise type(error)(f"worker {self.rank}: {error}") from error
+            raise self._explained(error) from error
+        except ProtocolError:
+            failure = self.lane.fold_failure
+            if failure is None:
+                raise
+            raise (self._explained(failure) if isinstance(failure, DeviceError) else failure) from None
+
+    def _explained(self, error: DeviceError) -> DeviceError:
+        """The error with this worker's name. Raises WorkerDiedError if a process's end explains it.
+
+        What another process has failed to do may be known before its end is.
+        """
+        deadline = Deadline(self._clock.now_ns(), _CAUSE_NS if isinstance(error, DeviceLostError) else 0)
+        while not isinstance(error, DeviceFailedError | DeviceMemoryError):
+            self.look_around()
+            if deadline.is_over(self._clock.now_ns()):
+                break
+            self._clock.sleep_ns(_PAUSE_NS)
+        return type(error)(f"worker {self.rank}: {error}")
 
     @property
     def weights(self) -> Mapping[str, Any]:
         """The pulled weights by name, as arrays of the device's type. They must not be written to."""
-        return self._named(self.store.pulled_views(tuple(self.buffers)))
+        return self._named(self.store.pulled_views(self.devices.shown_numbers(self.buffers)))
 
     def close(self, failure: str | None = None, *, stays: bool = False) -> None:
         """See Worker.close. Waits until the others have left, because they read this worker's memory; not after a failure."""
@@ -342,7 +346,8 @@ class DeviceStore(Store):
     def pulled_views(self, buffers: int | Sequence[int]) -> Views:
         """See Store. Arrays on this process's own device: of the home's weights, or of the replica that a pull has copied.
 
-        A parameter in half precision is shown in that, as bits (uint16); only its home has the master weights.
+        A parameter in half precision is shown in that, as bits (uint16); only its home has the master weights. `buffers` are
+        numbers of `DeviceArena.shown_numbers`.
         """
         arena = self.arena_on_devices()
         return [

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from fastps.device.hazards import HazardError
-from fastps.diagnostics.device_workers import FORGET_NOTHING, POST_FIRST, RELEASE_FIRST, ViolationError
+from fastps.diagnostics.device_workers import FORGET_NOTHING, ONE_SIDE, POST_FIRST, RELEASE_FIRST, ViolationError
 from fastps.diagnostics.device_worlds import World
 from fastps.diagnostics.node_chaos import Findings, in_processes
 from fastps.diagnostics.served_worlds import ServedWorld
@@ -31,7 +31,6 @@ CALLS = (
     "compute stream waits for others folded",
     "compute stream waits for own copied",
     "sends stream waits for own written",
-    "copies stream waits for own released",
     "copies stream waits for others folded",
     "host waits for finished at the push",
     "host waits for finished at the pull",
@@ -49,8 +48,8 @@ SERVED_CALLS = (
 )
 """The calls that only a job with a server makes, which goes on without lost workers, and those of its checkpoints."""
 
-MUTANTS = {key.replace(" ", "-"): key for key in (*CALLS, *SERVED_CALLS, POST_FIRST, RELEASE_FIRST, FORGET_NOTHING)}
-"""By the name on the command line: what is left out, or which two steps are swapped."""
+MUTANTS = {key.replace(" ", "-"): key for key in (*CALLS, *SERVED_CALLS, POST_FIRST, RELEASE_FIRST, FORGET_NOTHING, ONE_SIDE)}
+"""By the name on the command line: what is left out, which two steps are swapped, or what is done wrongly."""
 
 
 def simulate(devices: int, first: int, count: int, *, mutant: str | None = None, stop: bool = False) -> Findings:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastps.diagnostics.device_worlds import World
 
 POST_FIRST, RELEASE_FIRST = "post before the record", "release before the record"
-FORGET_NOTHING = "forget no changed gradients"
+FORGET_NOTHING, ONE_SIDE = "forget no changed gradients", "copy over what is shown"
 GENERATION = 100  # between the process numbers of two owners of a lane
 ITEMS = 2
 _MARKED_SHARE, _CHANGED_SHARE, _NULL_SHARE = 0.7, 0.15, 0.1
@@ -83,6 +83,8 @@ class Worker:
             raise ViolationError(f"lane {rank} has another owner than number {generation}")
         self.lane = WorkerLane(world.memory.arena, rank)
         self.arena = DeviceArena(world.memory, rank, self.device, items=ITEMS)
+        if world.left_out == ONE_SIDE:
+            self.arena.sides = 1
         self.buffers = [0] * world.shards
         self.slots: dict[int, int] = {}  # by slot: the step of its last push
         self.nulls: set[int] = set()  # the steps whose pushes were null
@@ -159,6 +161,7 @@ class Worker:
         for action in self._in_order([self._mark_released, self._pin], RELEASE_FIRST):
             yield from action()
         self.arena.show_pulled(self.buffers)
+        self.numbers = self.arena.shown_numbers(self.buffers)
         self.shown = self._pulled()
 
     def _pin(self) -> Iterator[None]:
@@ -171,6 +174,7 @@ class Worker:
         """Pull for the first time."""
         list(self._pin())
         self.arena.show_pulled(self.buffers)
+        self.numbers = self.arena.shown_numbers(self.buffers)
         self.shown = self._pulled()
 
     def _pulled(self) -> Floats:
@@ -182,7 +186,7 @@ class Worker:
         """Queue a read of the shown weights, as a forward pass."""
         target = self.reads[len(self.expected)]
         for index, parameter in enumerate(self.world.layout.parameters):
-            address = self.arena.shown_address(self.buffers[parameter.shard], index)
+            address = self.arena.shown_address(self.numbers[parameter.shard], index)
             to, size = target[parameter.offset :].ctypes.data, 2 if self.arena.shows_half(index) else 4
             self.device.copy(to, address, size * parameter.length, self.device.compute_stream())
         self.expected.append(self.shown)

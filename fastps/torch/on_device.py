@@ -24,6 +24,7 @@ from fastps.torch.gradients import Gradients
 from fastps.torch.join import Joining, writer_of
 from fastps.torch.placements import HostPlacement
 from fastps.torch.shard_marks import MarkedGradients, MarkedHalfGradients
+from fastps.torch.weights import Weights
 
 
 class DevicePlacement(HostPlacement):
@@ -95,11 +96,16 @@ class DevicePlacement(HostPlacement):
             store.close()
             raise
 
+    def pull(self, weights: Weights, worker: Worker) -> None:
+        """See HostPlacement."""
+        assert isinstance(worker, DeviceWorker)
+        weights.show(worker.devices.shown_numbers(worker.pull()))
+
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
-        """See HostPlacement. Shards are marked while backward goes on, unless the worker waits for its push anyway."""
+        """See HostPlacement. Marks shards while backward goes on, unless the worker waits for its push, or is told not to."""
         assert isinstance(worker, DeviceWorker)
         kind = super().gradients_kind(worker)
-        if worker.devices.waits:
+        if worker.devices.waits or bucket_bytes() is None:
             return kind
         shards = [parameter.shard for parameter in worker.store.layout.parameters]
         return partial(MarkedGradients if kind is Gradients else MarkedHalfGradients, worker.devices, shards)

@@ -3,7 +3,7 @@
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -35,11 +35,19 @@ def test_who_waits_is_a_matter_of_the_fold_and_of_going_on() -> None:
     assert waits_before_posting(layout_of("bsp", 4, faults=FaultPolicy(on_worker_loss="continue"), server="process"))
 
 
-def work(store: DeviceStore, rank: int, gpus: str, steps: list[int]) -> Any:
+class Outcome(NamedTuple):
+    ended: float
+    total: float
+    posted_at: list[float]
+    posted_after: list[bool]
+    computing_s: float
+
+
+def work(store: DeviceStore, rank: int, gpus: str, steps: list[int]) -> Outcome:
     """Take steps whose gradients are queued; worker 0's appear slowly.
 
-    Returns when the device was done with them, the sum of all pushes in the weights, whether each push was posted after its
-    gradients were there, and the time that the worker's counters call computing.
+    Returns when the device was done with them, the sum of all pushes in the weights, when each push was posted, whether its
+    gradients were there by then, and the time that the worker's counters call computing.
     """
     device, done = HostDevice(gpus[rank], computes_at_once=False), []
     try:
@@ -47,7 +55,7 @@ def work(store: DeviceStore, rank: int, gpus: str, steps: list[int]) -> Any:
             worker.wait_for_start()
             stream, gradient = device.compute_stream(), device.host_memory(4 * SIZE)
             gradient.view(np.float32)[:] = AMOUNT
-            posted_after = []
+            posted_at, posted_after = [], []
             for step in range(steps[rank]):
                 stream.do(partial(time.sleep, SLOW_S * (rank == 0)))
                 for index in range(len(store.layout.parameters)):
@@ -55,6 +63,7 @@ def work(store: DeviceStore, rank: int, gpus: str, steps: list[int]) -> Any:
                     device.copy(address, gradient.ctypes.data, 4 * SIZE, stream)
                 stream.do(partial(done.append, step))
                 worker.push(store.hypers, samples=1)
+                posted_at.append(time.monotonic())
                 posted_after.append(len(done) == step + 1)
                 worker.advance()
                 worker.pull()
@@ -65,12 +74,12 @@ def work(store: DeviceStore, rank: int, gpus: str, steps: list[int]) -> Any:
             device.synchronize(stream)
             values = np.concatenate([np.array(values) for values in worker.weights.values()])
             assert np.unique(values).size == 1, "a fold read a slot before its gradient was there"
-            return ended, -values[0] / AMOUNT, posted_after, counted
+            return Outcome(ended, -values[0] / AMOUNT, posted_at, posted_after, counted)
     finally:
         store.close()
 
 
-def run(sync: str, gpus: str, steps: list[int], owner_lanes: tuple[int, ...]) -> list[Any]:
+def run(sync: str, gpus: str, steps: list[int], owner_lanes: tuple[int, ...]) -> list[Outcome]:
     layout = layout_of(sync, len(gpus), owner_lanes)
 
     def zeros(views: list[Any]) -> None:
@@ -91,19 +100,19 @@ def test_the_others_go_on_at_their_speed_beside_a_slow_device(sync: str, gpus: s
     """Those that share the slow worker's GPU fold themselves; on its own GPU it folds others' pushes while it computes."""
     owners = (0,) if gpus == "aaa" else (0, 1)
     slow, *fast = run(sync, gpus, [4, 12, 12], owners)
-    assert all(ended < slow[0] - SLOW_S for ended, *_ in fast), "they took 12 steps before the slow one took 3 of its 4"
-    assert all(posted_after for _, _, posted, _ in (slow, *fast) for posted_after in posted)
+    assert all(each.ended < slow.posted_at[3] for each in fast), "they took 12 steps before the slow one took its fourth"
+    assert all(all(each.posted_after) for each in (slow, *fast))
     if sync == "asp":
-        assert {total for _, total, _, _ in (slow, *fast)} == {28.0}
+        assert {each.total for each in (slow, *fast)} == {28.0}
 
 
 def test_the_scheduler_sees_the_times_of_the_device_under_dssp() -> None:
     slow, fast = run("dssp:1,3,hard_bound=true", "aa", [6, 6], (0,))
-    assert all(slow[2]) and slow[3] > 6 * SLOW_S * 0.95, "computing lasts until the gradients are there"
-    assert fast[3] < SLOW_S, "and the other worker's own computing stays short: it waits for its grants"
-    assert fast[0] > slow[0] - 5 * SLOW_S, "so it is at most 4 steps ahead of what the slow device has computed"
+    assert all(slow.posted_after) and slow.computing_s > 6 * SLOW_S * 0.95, "computing lasts until the gradients are there"
+    assert fast.computing_s < slow.computing_s / 2, "and the other worker's own computing stays short: it waits for its grants"
+    assert fast.ended > slow.posted_at[1], "so it is at most 4 steps ahead of what the slow device has computed"
 
 
 def test_where_all_wait_for_all_the_host_still_runs_ahead() -> None:
     slow, fast = run("bsp", "aa", [3, 3], (0,))
-    assert not any(slow[2]) and slow[1] == fast[1] == 3.0
+    assert not all(slow.posted_after) and slow.total == fast.total == 3.0

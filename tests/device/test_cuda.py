@@ -1,5 +1,6 @@
 """The module with every CUDA call, in whole jobs of processes over a simulated CUDA runtime: its calls keep CUDA's rules."""
 
+import os
 import signal
 from typing import Any
 
@@ -11,7 +12,7 @@ from fastps.device.cuda import CudaDevice
 from fastps.device.cuda_calls import RecordedCuda, merged
 from fastps.device.cuda_on_host import HostCuda
 from fastps.device.cuda_rules import CudaRuleError, check_record
-from fastps.device.host import Teeth
+from fastps.device.host import HostDevice, Teeth
 from fastps.device.interface import DeviceError
 from tests.device import test_device as jobs
 from tests.support import processes
@@ -55,7 +56,17 @@ def test_a_job_keeps_the_rules_of_cuda_and_has_the_bits_of_the_cpu(sync: str, gp
     whole = merged(*calls)
     assert check_record(whole, peers, {call.process for call in whole}) == len(whole) > 300
     names = {call.name for call in whole}
-    assert names >= {"ipcOpenMemHandle", "ipcCloseMemHandle", "streamWaitEvent", "eventRecord", "launch_fold", "free"}
+    assert names >= {
+        "ipcOpenMemHandle",
+        "ipcCloseMemHandle",
+        "streamWaitEvent",
+        "eventRecord",
+        "launch_fold",
+        "free",
+        "graphLaunch",
+    }
+    folds = [call for call in whole if call.name == "graphLaunch"]
+    assert len(folds) == (12 - 4) * len(set(owners)) if gpus == "01" else len(folds) > 0, "from each entry's second fold on"
     for name in ("setDevice", "ipcGetMemHandle", "eventRecord", "ipcCloseMemHandle"):
         with pytest.raises(CudaRuleError):
             check_record([call for call in whole if call.name != name], peers)
@@ -103,6 +114,31 @@ def test_host_memory_is_shared_between_processes_and_registered_once() -> None:
     for pipe in (there, back):
         pipe.close()
     assert check_record(merged(api.calls, child.outcome)) > 10
+
+
+def test_a_device_is_shut_although_its_work_waited_for_a_process_that_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    """The death is what the worker reports; its own device must be released all the same."""
+    there, back = jobs.Pipe(), jobs.Pipe()
+
+    def other() -> None:
+        mine = HostDevice("gpu 0", 60.0)
+        event, stream = mine.make_event(), mine.make_stream()
+        mine.copy(mine.allocate(64), mine.host_memory(64).ctypes.data, 64, stream)
+        mine.record(event, stream)
+        back.send(mine.export_event(event))
+        there.receive(1)
+
+    child = processes.start(other)
+    device = CudaDevice(0, HostCuda(["gpu 0"]))
+    event = device.open_event(back.receive())
+    device.wait(event, device.make_stream())
+    os.kill(child.process_id, signal.SIGKILL)
+    processes.finish([child], 20)
+    device.shut()
+    device.close_event(event)  # which else the process's end does
+    assert "had failed when the device was shut: expected a process to finish its work" in caplog.text
+    for pipe in (there, back):
+        pipe.close()
 
 
 @pytest.mark.slow

@@ -36,6 +36,12 @@ def job() -> list[Step]:
         (1, "ipcGetEventHandle", (21,), EVENT),
         (1, "launch_check", (0, ((A, 4096),), 11), None),
         (1, "launch_fold", (0, ((A, 4096),), 11), None),
+        (1, "streamBeginCapture", (11, 1), None),
+        (1, "memcpyAsync", (A, HOST, 256, 4, 11), None),
+        (1, "streamEndCapture", (11,), 41),
+        (1, "graphInstantiate", (41,), 42),
+        (1, "graphDestroy", (41,), None),
+        (1, "graphLaunch", (42, 11), None),
         (1, "eventRecord", (21, 11), None),
         (1, "streamQuery", (11,), 600),
         (2, "ipcOpenMemHandle", (MEMORY, 1), B),
@@ -47,6 +53,7 @@ def job() -> list[Step]:
         (2, "freeHost", (HOST,), None),
         (1, "eventQuery", (21,), 600),
         (1, "eventSynchronize", (21,), None),
+        (1, "graphExecDestroy", (42,), None),
         (1, "hostRegister", (HOST + MIB2, 4096, 3), None),
         (1, "hostUnregister", (HOST + MIB2,), None),
         (1, "deviceGetPCIBusId", (1,), "gpu 1"),
@@ -105,7 +112,7 @@ def added(step: Step, before: tuple[int, str]) -> Callable[[list[Step]], list[St
 
 BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
     "no device": (without(1, "setDevice"), "expected a thread that has set its device"),
-    "unknown call": (added((1, "graphLaunch", (1,), None), (1, "free")), "teach the model"),
+    "unknown call": (added((1, "graphUpload", (42,), None), (1, "free")), "teach the model"),
     "launch on another device": (changed(1, "launch_fold", (1, ((A, 4096),), 11)), "a launch on the thread's device"),
     "stream of another device": (
         lambda steps: added((1, "setDevice", (1,), None), (1, "launch_fold"))(
@@ -163,6 +170,31 @@ BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
     "host waits before record": (moved(1, "eventSynchronize", (1, "eventRecord")), "an event that was recorded"),
     "question for an event before record": (moved(1, "eventQuery", (1, "eventRecord")), "an event that was recorded"),
     "question for another process's event": (added((2, "eventQuery", (32,), 0), (2, "streamWaitEvent")), "an event of its own"),
+    "capture of the default stream": (changed(1, "streamBeginCapture", (0, 1)), "found the default stream"),
+    "capture that restricts all threads": (changed(1, "streamBeginCapture", (11, 0)), "restricts its own thread alone"),
+    "memory in a capture": (added((1, "malloc", (MIB2,), A + MIB2), (1, "streamEndCapture")), "alone in a capture"),
+    "host waits in a capture": (added((1, "deviceSynchronize", (), None), (1, "streamEndCapture")), "alone in a capture"),
+    "event in a capture": (moved(1, "eventRecord", (1, "streamEndCapture")), "alone in a capture"),
+    "other stream in a capture": (changed(1, "memcpyAsync", (A, HOST, 256, 4, 0)), "on stream 11, which is captured"),
+    "empty capture": (without(1, "memcpyAsync"), "expected some work in a capture"),
+    "end of no capture": (without(1, "streamBeginCapture"), "the stream that this thread captures"),
+    "executable of no graph": (changed(1, "graphInstantiate", (43,)), "a graph that was captured"),
+    "launch of a graph that is not executable": (changed(1, "graphLaunch", (41, 11)), "an executable graph of this process"),
+    "launch after the graph's end": (moved(1, "graphExecDestroy", (1, "graphLaunch")), "an executable graph of this process"),
+    "launch on another device's stream": (
+        lambda steps: added((1, "streamCreateWithFlags", (1,), 19), (1, "graphLaunch"))(
+            added((1, "setDevice", (1,), None), (1, "graphLaunch"))(changed(1, "graphLaunch", (42, 19))(steps))
+        ),
+        "a stream of the graph's device",
+    ),
+    "launch of a graph from another device": (
+        added((1, "setDevice", (1,), None), (1, "graphLaunch")),
+        "of the thread's device",
+    ),
+    "launch over freed memory": (moved(1, "free", (1, "graphLaunch")), "expected memory that this process has open"),
+    "graph destroyed as an executable": (changed(1, "graphExecDestroy", (41,)), "an executable graph of this process"),
+    "executable destroyed as a graph": (changed(1, "graphDestroy", (42,)), "a graph that was captured"),
+    "graph left": (without(1, "graphExecDestroy"), "to destroy its graphs"),
     "event and stream of two devices": (
         lambda steps: added((1, "streamCreateWithFlags", (1,), 19), (1, "eventRecord"))(
             added((1, "setDevice", (1,), None), (1, "eventRecord"))(changed(1, "eventRecord", (21, 19))(steps))

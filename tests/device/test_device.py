@@ -150,6 +150,11 @@ def test_who_waits_for_a_process_that_dies_is_told(device: HostDevice, pipes: li
     processes.finish([child], 20)
     with pytest.raises(DeviceLostError, match="restart the job"):
         device.synchronize(stream)
+    own = device.make_event()
+    device.record(own, stream)
+    for call in (device.synchronize_event, device.is_done):
+        with pytest.raises(DeviceLostError, match="restart the job"):
+            call(own)
 
 
 # -- teeth -----------------------------------------------------------------------------------------------------------------
@@ -243,6 +248,25 @@ def test_completed_events_are_seen_late() -> None:
     device.synchronize_event(event)
     assert time.monotonic() - began > 0.01, "the draw of this seed is greater"
     device.shut()
+
+
+def test_a_graph_of_copies_runs_at_each_launch_and_events_stay_outside(device: HostDevice) -> None:
+    address, stream, event = device.allocate(64), device.make_stream(), device.make_event()
+    source, found = device.host_memory(64), device.host_memory(64)
+    device.begin_capture(stream)
+    device.copy(address, source.ctypes.data, 64, stream)
+    device.copy(found.ctypes.data, address, 64, stream)
+    for call in (device.record, device.wait):
+        with pytest.raises(DeviceError, match="copies and folds alone"):
+            call(event, stream)
+    graph = device.end_capture(stream)
+    with pytest.raises(DeviceError, match="that captures work, found none"):
+        device.end_capture(stream)
+    for value in (3, 4):
+        source[:] = value
+        device.launch(graph, stream)
+        device.synchronize(stream)
+        assert found.tolist() == [value] * 64
 
 
 # -- whole jobs ------------------------------------------------------------------------------------------------------------

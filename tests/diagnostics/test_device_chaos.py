@@ -14,7 +14,7 @@ from fastps.errors import UsageError
 
 SEEDS = 40
 # Mutants that seeds before this one do not find; all others are found by the first 40.
-LATE = {"fold-stream-waits-for-own-released": 60, "compute-stream-waits-for-own-computed": 80}
+LATE = {"compute-stream-waits-for-own-computed": 80}
 # With a server that goes on, a worker folds nothing and waits for its own work, and the server's devices fold different shards.
 _WITHOUT_SERVER = {
     "record computed at the hook",

@@ -52,16 +52,15 @@ def test_backward_hides_the_folds_of_all_but_the_last_gradients() -> None:
     assert overlapped.step_s == pytest.approx(backward_s + fold_s / shards)
 
 
-@pytest.mark.parametrize(("gpus", "has_peers", "most"), [(2, True, 0.6), (4, True, 0.7), (4, False, 0.4)])
-def test_what_backward_cannot_hide_is_the_copies_and_the_last_folds(gpus: int, has_peers: bool, most: float) -> None:
-    """A copy waits until backward has read the old weights, and a fold reads what appears last in all homes at a time."""
-    backward_s, speeds = 0.01, Speeds()
+@pytest.mark.parametrize(("gpus", "has_peers"), [(2, True), (4, True), (4, False)])
+def test_backward_hides_the_folds_and_copies_of_all_but_the_last_bucket(gpus: int, has_peers: bool) -> None:
+    """All homes fold what appears last at a time; of about 6 buckets that is a sixth."""
+    backward_s = 0.01
     without, overlapped = (
         model(MOMENTUM, gpus, PARAMETERS, has_peers=has_peers, backward_s=backward_s, overlaps=each).step_s - backward_s
         for each in (False, True)
     )
-    assert overlapped < most * without
-    assert overlapped > BYTES * (gpus - 1) / gpus / (speeds.peers if has_peers else speeds.host)
+    assert without / 8 < overlapped < without / 4
 
 
 def copy(resource: str, size: float) -> Piece:

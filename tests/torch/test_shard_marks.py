@@ -165,6 +165,16 @@ def test_under_asp_nothing_is_marked_because_the_worker_waits(watched: Watched, 
     assert watched.marked == [] and watched.kept == [[]]
 
 
+def test_with_0_nothing_is_marked_because_the_user_asked_for_that(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_BUCKET_MB", "0")
+    model = make_model()
+    with HostDeviceOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model) as optimizer:
+        backward(model)
+        optimizer.step()
+        assert optimizer.version == 1
+    assert watched.marked == [] and watched.kept == [[]]
+
+
 def test_a_step_without_a_push_keeps_no_mark_for_the_next(watched: Watched) -> None:
     """A scaler found an infinity. Half of the next step's backward then marks nothing that is not complete."""
     model = make_model()
@@ -194,7 +204,7 @@ def test_workers_on_two_gpus_with_several_shards_each_have_the_bits_of_the_cpu(
 
 
 def test_a_size_of_shards_that_is_none_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in ("0", "-1", "many", "nan", "inf"):
+    for text in ("-1", "many", "nan", "inf"):
         monkeypatch.setenv("FASTPS_BUCKET_MB", text)
         with pytest.raises(fastps.UsageError, match="FASTPS_BUCKET_MB: expected the megabytes of a bucket"):
             HostDeviceOptimizer(torch.optim.SGD(make_model().parameters(), lr=0.01))
