@@ -1,4 +1,4 @@
-"""Models in half precision whose shards are on devices: the fold's kernel writes the halves, with the bits of the CPU's fold."""
+"""Models in half precision with their shards on devices: the kernel writes the halves, with the bits of the CPU's fold."""
 
 import os
 from typing import Any
