@@ -25,7 +25,7 @@ from fastps.device.interface import DeviceError
 from fastps.device.plan import handle_table_bytes, homes
 from fastps.device.stepped import SteppedDevice, SteppedEvent, SteppedNode, SteppedStream
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import Layout, place
+from fastps.job.layout import GradientType, Layout, place
 from fastps.job.plan import plan
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
@@ -283,9 +283,8 @@ class World:
         owners = [self._gpus.index(gpu) for gpu in dict.fromkeys(self._gpus)]
         shards = self.random.randint(len(owners), len(owners) + 1)
         rows = [(f"parameter {number}", (workers * self.steps,), (1,), 0) for number in range(shards)]
-        half, types = self.random.choice((None, "bfloat16", "float16")), ["float32"] * shards
-        if half:
-            types = [self.random.choice((half, "float32")) for _ in types]
+        half: GradientType = self.random.choice(("float32", "bfloat16", "float16"))
+        types: list[GradientType] = [self.random.choice((half, "float32")) for _ in range(shards)]
         faults = FaultPolicy(nonfinite=self.random.choice(("allow", "reject")))
         layout = Layout(place(rows, 1, types=types), 1, update.rule, policy, workers, faults=faults).with_shards(shards)
         homes_of = homes([4 * (end - begin) for begin, end in layout.shards], owners)

@@ -47,12 +47,8 @@ class DevicePlacement(HostPlacement):
         """Give each shard an owner, and each lane room for its handles: the server, or the first worker on each GPU.
 
         With several GPUs and one shard there are as many shards as GPUs, unless the discipline needs one. Raises
-        UnsupportedError for parameters in double precision, and for a server beside several GPUs.
+        UnsupportedError for a server beside several GPUs.
         """
-        if any(parameter.type == "float64" for parameter in layout.parameters):
-            raise UnsupportedError(
-                "expected parameters of at most float32 where shards are on a GPU, found float64: use FASTPS_PLACEMENT=host"
-            )
         gpus = self.gpus_of_workers()
         first = [gpus.index(gpu) for gpu in dict.fromkeys(gpus)] or [0]
         if layout.has_server and len(first) > 1:

@@ -105,7 +105,7 @@ def table(architectures: list[str]) -> str:
     for name in found[0]:
         needs = [each[name] for each in found]
         cells = [f"{each.registers}{f' + {each.spilled_bytes}' if each.spilled_bytes else ''}" for each in needs]
-        lines.append("| " + " | ".join([name.removeprefix("fps_fold_"), *cells]) + " |")
+        lines.append("| " + " | ".join([name.removeprefix("fps_").removeprefix("fold_"), *cells]) + " |")
     return "\n".join(lines)
 
 
