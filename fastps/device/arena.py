@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastps.device import users_rule
 from fastps.device.finite_check import FiniteCheck, ResultsCheck
 from fastps.device.interface import Device, Event, Stream
 from fastps.device.memory import DeviceMemory
@@ -68,6 +69,7 @@ class DeviceArena(DeviceMemory):
     def __init__(self, store: "JobMemory", rank: int, device: Device, *, items: int = MOST_ITEMS) -> None:
         """`items`: how many work items of a shard may be in flight."""
         super().__init__(store, rank, device)
+        users_rule.prepare(device, self._layout.rule, store.hypers)
         self._shown: dict[int, int] = {}  # by shard: the buffer of which the replica is
         self._written, self._finished = device.make_event(), device.make_event()
         for event in (*self._computed, *self._folded, self._released):

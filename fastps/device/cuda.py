@@ -19,6 +19,7 @@ from fastps.device.cuda_errors import NOT_READY, NamedRuntime, of_status
 from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceFailedError, DeviceLostError
 from fastps.device.regions import Region, handle_of, make_region, open_region, release
 from fastps.kernels.cuda import runtime as cuda
+from fastps.kernels.update.fold import RULE_USER
 
 logger = logging.getLogger("fastps.device")
 
@@ -51,6 +52,10 @@ class Cuda(Protocol):
         """Launch the fold's kernel on a stream of the device, which is the calling thread's."""
         ...
 
+    def use_rule(self, device: int, text: str) -> None:
+        """Compile a user's rule for a device; `launch_fold` then runs it for RULE_USER. Raises DeviceError."""
+        ...
+
     def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
         """Launch the kernel that checks a slot, as `launch_fold`."""
         ...
@@ -73,10 +78,19 @@ class CupyCuda:
         except cuda.CudaUnavailableError as error:
             raise DeviceError(str(error)) from error
         self.runtime = self._cupy.cuda.runtime
+        self._users = ""
+
+    def use_rule(self, device: int, text: str) -> None:
+        """See Cuda."""
+        try:
+            cuda.fold_kernel(device, RULE_USER, "float32", text)
+        except self._cupy.cuda.compiler.CompileException as error:
+            raise DeviceError(f"expected a cuda= that compiles, found that NVRTC refuses it: {error}") from error
+        self._users = text
 
     def launch_fold(self, device: int, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
         """See Cuda."""
-        cuda.fold_kernel(device, rule, dtype)(self._cupy.cuda.ExternalStream(stream, device), order, tiles, blocks)
+        cuda.fold_kernel(device, rule, dtype, self._users)(self._cupy.cuda.ExternalStream(stream, device), order, tiles, blocks)
 
     def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
         """See Cuda."""
@@ -317,6 +331,11 @@ class CudaDevice:
         self._use()
         if blocks:
             self._launch(self.index, rule, dtype, order, tiles, blocks, stream)
+
+    def use_rule(self, text: str) -> None:
+        """See Device."""
+        self._use()
+        self._cuda.use_rule(self.index, text)
 
     def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
         """See Device."""

@@ -46,6 +46,10 @@ class RecordedCuda:
         spans = ((order, launch_args.HEAD_BYTES), (tiles, blocks * host_fold.TILE_BYTES))
         self.note("launch_fold", (device, spans, stream))
 
+    def use_rule(self, device: int, text: str) -> None:
+        """See Cuda."""
+        self._real.use_rule(device, text)
+
     def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
         """See Cuda."""
         self._real.launch_check(device, dtype, args, tiles, blocks, stream)

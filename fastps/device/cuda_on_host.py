@@ -62,6 +62,10 @@ class HostCuda:
         with _numbered(runtime.teeth):
             runtime.devices[device].launch_fold(rule, dtype, order, tiles, blocks, runtime.streams[stream])
 
+    def use_rule(self, device: int, text: str) -> None:
+        """See Cuda."""
+        self.runtime.devices[device].use_rule(text)
+
     def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
         """See Cuda."""
         runtime = self.runtime

@@ -26,6 +26,8 @@ import numpy.typing as npt
 from fastps.device.interface import DeviceError, DeviceLostError, gone, no_room
 from fastps.device.regions import Region, handle_of, make_region, open_region, release
 from fastps.kernels.cuda import host_fold, launch_args
+from fastps.kernels.cuda.runtime import source
+from fastps.kernels.update.fold import RULE_USER
 
 logger = logging.getLogger("fastps.device")
 
@@ -106,7 +108,8 @@ class HostDevice:
     """See fastps.device.interface.Device. `delay_s` delays the start of each piece of work on a stream that has a thread.
 
     With `computes_at_once` the compute stream runs work when it is called, as torch does on the CPU; else it queues work, as a
-    GPU does. `teeth`: what goes wrong.
+    GPU does. `teeth`: what goes wrong. `compile_rule` compiles a user's rule: it makes of the kernels' source a function that
+    launches (dtype, order, tiles, blocks); without it there are no users' rules.
 
     >>> device = HostDevice("host")
     >>> address = device.allocate(64)
@@ -122,10 +125,13 @@ class HostDevice:
         *,
         computes_at_once: bool = True,
         teeth: Teeth = Teeth(),
+        compile_rule: Callable[[str], Callable[[int, int, int, int], None]] | None = None,
     ) -> None:
         self.identity = identity
         self._delay_s = delay_s
         self._teeth = teeth
+        self._compile_rule = compile_rule
+        self._users: Callable[[int, int, int, int], None] | None = None
         self._random = random.Random(teeth.seed)  # used under the interpreter's lock alone, one call at a time
         self._operations = itertools.count(1)
         self._regions: dict[int, Region] = {}
@@ -401,6 +407,12 @@ class HostDevice:
 
         self._queue(stream, work)
 
+    def use_rule(self, text: str) -> None:
+        """See Device."""
+        if self._compile_rule is None:
+            raise DeviceError("expected a compiler of users' rules for a device in host memory, found none")
+        self._users = self._compile_rule(source(text))
+
     def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: HostStream) -> None:
         """See Device."""
         self._operate()
@@ -410,7 +422,10 @@ class HostDevice:
             self._check([(order, 1), (tiles, blocks * host_fold.TILE_BYTES)])
             for spans in launch_args.accessed(order, dtype):
                 self._check(spans)
-            host_fold.launch(rule, number, order, tiles, blocks, launch_args.THREADS)
+            if rule == RULE_USER and self._users is not None:
+                self._users(number, order, tiles, blocks)
+            else:
+                host_fold.launch(rule, number, order, tiles, blocks, launch_args.THREADS)
 
         self._queue(stream, work)
 

@@ -188,6 +188,13 @@ class Device(Protocol):
         """
         ...
 
+    def use_rule(self, text: str) -> None:
+        """Compile a user's rule, the text that the kernels include. Folds of RULE_USER then run it.
+
+        Raises DeviceError if the compiler refuses it.
+        """
+        ...
+
     def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: Stream) -> None:
         """Queue the kernel that looks for non-finite values in a slot of gradients of a dtype.
 

@@ -410,6 +410,10 @@ class SteppedDevice:
 
         self._queue(stream, _Piece({}, text, run))
 
+    def use_rule(self, text: str) -> None:
+        """See Device. A simulated device has no compiler."""
+        raise DeviceError("expected a rule of fastps' own on a simulated device, found a user's")
+
     def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
         """See Device."""
         number, text = launch_args.DTYPES[dtype], f"check on {stream.name}"

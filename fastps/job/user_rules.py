@@ -3,6 +3,7 @@
 The compiler is imported when the first rule is made, because importing Numba is slow.
 """
 
+import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.job.update_rules import Hyper, Rule, Update
+from fastps.kernels.cuda import users_rule
 from fastps.kernels.update import fold
 
 _MAX_HYPERS = len(Hyper._fields) - 1  # the flags are not available to a user rule
@@ -29,11 +31,16 @@ class UserRule(Rule):
     terms: Callable[..., Any] | None = field(default=None, compare=False)
     machine_code: object = field(default=None, compare=False, repr=False)
     source: Callable[..., Any] = field(default=lambda: None, compare=False, repr=False)
+    cuda: str = field(default="", repr=False)
+
+    def device_text(self) -> str:
+        """The text of the rule for the kernels of a GPU. Only a rule with `cuda` has one."""
+        return users_rule.text_of(self.name, self.planes, self.hyper_names, self.takes_step, self.cuda)
 
     def __reduce__(self) -> tuple[Callable[..., "UserRule"], tuple[Any, ...]]:
         """Pickle the function instead of its machine code, which has an address in this process; unpickling compiles it."""
         names = (*self.hyper_names, *(("step",) if self.takes_step else ()))
-        return _made_again, (self.source, self.planes, names, self.initial)
+        return _made_again, (self.source, self.planes, names, self.initial, self.cuda)
 
     def __call__(self, **hyper: float) -> Update:
         """The rule with its hyper-parameters, given by name. Raises TypeError unless all are given and no others."""
@@ -87,6 +94,7 @@ def rule(
     hyper: Sequence[str] = ("learning_rate",),
     initial: Sequence[float] = (),
     sums: Callable[..., Any] | None = None,
+    cuda: str = "",
 ) -> Callable[[Callable[..., Any]], UserRule]:
     """Make an update rule from a function of one element: `(weight, gradient, *state, *hyper) -> (weight, *state)`.
 
@@ -113,11 +121,21 @@ def rule(
     >>> lars.sums
     2
 
+    To run where shards are on a GPU, a rule is written a second time, as statements of C, with the same names. They assign the
+    new weight and the new states:
+
+    >>> @rule(cuda="weight = weight - learning_rate * gradient;")
+    ... def plain(weight, gradient, learning_rate):
+    ...     return weight - learning_rate * gradient
+    >>> plain.cuda
+    'weight = weight - learning_rate * gradient;'
+
     Args:
         state: names of the state floats of each weight; at most 8.
         hyper: names of the hyper-parameters, `learning_rate` first; at most 8, not counting `step`.
         initial: the initial value of each state; zeros if omitted.
         sums: `(weight, gradient, *state, *hyper) -> term, ...`: what one element adds to each sum; at most 7 sums.
+        cuda: the same rule in C, for GPUs. A job compares it with the function, and all its workers must have the same text.
 
     Raises ValueError for a function that cannot be a rule.
     """
@@ -134,6 +152,9 @@ def rule(
             raise ValueError(f"rule {function.__name__!r}: expected sums= to be a plain function, found {type(sums).__name__}")
         count = _count_sums(function, arguments) if sums is not None else 0
         _check_arguments(function, arguments, count)
+        if cuda and sums is not None:
+            raise ValueError(f"rule {function.__name__!r}: expected no cuda= beside sums=, which no kernel adds up")
+        users_rule.check_body(function.__name__, cuda)
         if sums is not None:
             _check_arguments(sums, arguments, 0)
         from fastps.kernels.update import jit
@@ -144,7 +165,7 @@ def rule(
             fold.RULE_SUMMING if count else fold.RULE_USER,
             planes,
             tuple(float(value) for value in initial),
-            compiled.digest,
+            hashlib.sha256(f"{compiled.digest} {cuda}".encode()).hexdigest() if cuda else compiled.digest,
             compiled.address,
             numbers,
             takes_step,
@@ -153,15 +174,16 @@ def rule(
             compiled.terms,
             compiled,
             function,
+            cuda,
         )
 
     return decorate
 
 
 def _made_again(
-    function: Callable[..., Any], state: tuple[str, ...], hyper: tuple[str, ...], initial: tuple[float, ...]
+    function: Callable[..., Any], state: tuple[str, ...], hyper: tuple[str, ...], initial: tuple[float, ...], cuda: str
 ) -> UserRule:
-    return rule(state=state, hyper=hyper, initial=initial)(function)
+    return rule(state=state, hyper=hyper, initial=initial, cuda=cuda)(function)
 
 
 def _check(

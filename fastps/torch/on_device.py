@@ -47,12 +47,8 @@ class DevicePlacement(HostPlacement):
     def layout(self, layout: Layout) -> Layout:
         """Give each shard a home, and each lane room for its handles: see fastps.device.plan.placed_on.
 
-        A layout of one shard is cut: see FASTPS_BUCKET_MB. Raises UnsupportedError for parameters in double precision.
+        A layout of one shard is cut: see FASTPS_BUCKET_MB.
         """
-        if any(parameter.type == "float64" for parameter in layout.parameters):
-            raise UnsupportedError(
-                "expected parameters of at most float32 where shards are on a GPU, found float64: use FASTPS_PLACEMENT=host"
-            )
         return placed_on(layout, self.gpus_of_workers(), bucket_bytes())
 
     def gpus_of_workers(self) -> list[str]:

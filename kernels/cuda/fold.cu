@@ -12,8 +12,9 @@
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define FPS_DEVICE static __device__ __forceinline__
 /* Three blocks of 256 threads on a multiprocessor leave a thread 80 registers. Without a number the compiler aims at four, whose
- * 64 registers make it spill. */
-#define FPS_KERNEL extern "C" __global__ void __launch_bounds__(256, 3)
+ * 64 registers make it spill. A user's rule with many planes gets two blocks, and 128 registers. */
+#define FPS_BLOCKS 3
+#define FPS_KERNEL extern "C" __global__ void __launch_bounds__(256, FPS_BLOCKS)
 #define FPS_UNROLL _Pragma("unroll")
 FPS_DEVICE float fps_float_of_half(unsigned short bits) {
     float value;
@@ -91,8 +92,21 @@ typedef struct {
     int stamp, reserved;
 } fps_check_args;
 
+/* A module has the kernels of all of fastps' rules, or those of one user's rule, whose text defines FPS_USERS_PLANES and
+ * fps_users_rule(weight, gradient, state, numbers). Its coefficients are a scale and then the numbers that it names. */
+#include "cuda/users_rule.h"
+#ifdef FPS_USERS_PLANES
+#define FPS_DEVICE_MOST_PLANES (FPS_USERS_PLANES > 0 ? FPS_USERS_PLANES : 1)
+#if FPS_USERS_PLANES > 2
+#undef FPS_BLOCKS
+#define FPS_BLOCKS 2
+#endif
+#else
+#define FPS_DEVICE_MOST_PLANES FPS_RULE_PLANES
+#endif
+
 typedef struct {
-    float weight, planes[FPS_RULE_PLANES], average;
+    float weight, planes[FPS_DEVICE_MOST_PLANES], average;
 } fps_device_element;
 
 FPS_DEVICE float fps_device_lerp(float start, float end, float fraction, int is_small) {
@@ -114,12 +128,19 @@ FPS_DEVICE void fps_device_apply(const fps_device_coefficients *by, fps_device_e
     const float step = gradient * by->scale;
 #define FPS_DEVICE_APPLY(number, NAME, name, ...) \
     if (rule == number) at->weight = fps_device_##name(by, at->weight, step, at->planes, by->flags);
+#ifdef FPS_USERS_PLANES
+    at->weight = fps_users_rule(at->weight, step, at->planes, &by->scale + 1);
+#else
     FPS_UPDATE_RULES(FPS_DEVICE_APPLY)
+#endif
 #undef FPS_DEVICE_APPLY
 }
 
 /* The most state planes of a rule. */
 FPS_DEVICE int fps_device_planes(const int rule) {
+#ifdef FPS_USERS_PLANES
+    if (rule == FPS_RULE_USER) return FPS_USERS_PLANES;
+#endif
 #define FPS_DEVICE_PLANES(number, NAME, name, planes, ...) \
     if (rule == number) return planes;
     FPS_UPDATE_RULES(FPS_DEVICE_PLANES)
@@ -129,6 +150,9 @@ FPS_DEVICE int fps_device_planes(const int rule) {
 
 /* The planes that can stay non-finite while the weight is finite, one bit each. */
 FPS_DEVICE int fps_device_checked(const int rule) {
+#ifdef FPS_USERS_PLANES
+    if (rule == FPS_RULE_USER) return (1 << FPS_USERS_PLANES) - 1;
+#endif
 #define FPS_DEVICE_CHECKED(number, NAME, name, planes, at_once, writes, checked, ...) \
     if (rule == number) return checked;
     FPS_UPDATE_RULES(FPS_DEVICE_CHECKED)
@@ -230,7 +254,7 @@ FPS_DEVICE void fps_device_flag(const fps_launch_args *args, const fps_device_el
     for (i = 0; i < width; i++) {
         found |= fps_device_is_nonfinite(elements[i].weight);
         FPS_UNROLL
-        for (plane = 0; plane < FPS_RULE_PLANES; plane++)
+        for (plane = 0; plane < FPS_DEVICE_MOST_PLANES; plane++)
             if (fps_device_checked(rule) >> plane & 1) found |= fps_device_is_nonfinite(elements[i].planes[plane]);
     }
     if (found) *(int *)args->nonfinite = 1; /* a benign race: every writer writes 1 */
@@ -252,7 +276,9 @@ FPS_DEVICE void fps_device_fold(const fps_launch_args *args, const fps_device_cl
     FPS_UNROLL
     for (i = 0; i < width; i++) {
         elements[i].weight = values[i];
-        elements[i].planes[0] = elements[i].planes[1] = elements[i].planes[2] = elements[i].average = 0;
+        elements[i].average = 0;
+        FPS_UNROLL
+        for (plane = 0; plane < FPS_DEVICE_MOST_PLANES; plane++) elements[i].planes[plane] = 0;
     }
     FPS_UNROLL
     for (plane = 0; plane < planes; plane++)
@@ -330,7 +356,11 @@ FPS_DEVICE void fps_device_fold_tile(fps_device_address args_address, fps_device
     FPS_FOLD_KERNEL(name##_float32, number, FPS_DEVICE_FLOAT32)   \
     FPS_FOLD_KERNEL(name##_float16, number, FPS_DEVICE_FLOAT16)   \
     FPS_FOLD_KERNEL(name##_bfloat16, number, FPS_DEVICE_BFLOAT16)
+#ifdef FPS_USERS_PLANES
+FPS_FOLD_KERNELS(FPS_RULE_USER, USERS, users, 0)
+#else
 FPS_UPDATE_RULES(FPS_FOLD_KERNELS)
+#endif
 
 /* Whether a word of one float, or of two halves, has a non-finite one: all bits of its exponent are 1. */
 FPS_DEVICE int fps_device_has_nonfinite(unsigned int word, const int dtype) {

@@ -15,7 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.kernels.cuda import host_fold
-from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, MOST_PLANES, RULES, coefficients_of, planes_needed
+from fastps.kernels.cuda.users_rule import STEP_PLACE
+from fastps.kernels.update.fold import (
+    FOLD_EACH,
+    FOLD_SUM,
+    MAX_USER_PLANES,
+    MOST_PLANES,
+    RULE_USER,
+    RULES,
+    coefficients_of,
+    planes_needed,
+)
 
 Bytes = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
@@ -113,8 +123,8 @@ class Shape:
     """The constants of all folds: the rule, the planes of state with the average's as the last, and the segments.
 
     `segments`: (offset, length, group) in floats, one a parameter. `shown_type`: the half precision of `halves_out`. Raises
-    ValueError for what no kernel supports: a user's rule, more planes than the rule has, or a segment that does not begin on a
-    multiple of 16 floats.
+    ValueError for what no kernel supports: a rule with sums, more planes than the rule has, or a segment that does not begin on
+    a multiple of 16 floats.
     """
 
     rule: int
@@ -124,14 +134,14 @@ class Shape:
     shown_type: str = "float16"
 
     def __post_init__(self) -> None:
-        if self.rule not in RULE_NAMES:
+        name = "a user's rule" if self.rule == RULE_USER else RULE_NAMES.get(self.rule)
+        if name is None:
             raise ValueError(
-                f"expected a rule of {', '.join(RULE_NAMES.values())}, found rule {self.rule}: a rule of one's own folds on the"
-                " CPU only"
+                f"expected a rule of {', '.join(RULE_NAMES.values())}, or a user's rule without sums, found rule {self.rule}"
             )
-        if not 0 <= self.rule_planes <= MOST_PLANES[self.rule]:
-            most = MOST_PLANES[self.rule]
-            raise ValueError(f"expected at most {most} planes of {RULE_NAMES[self.rule]}, found {self.rule_planes}")
+        most = MAX_USER_PLANES if self.rule == RULE_USER else MOST_PLANES[self.rule]
+        if not 0 <= self.rule_planes <= most:
+            raise ValueError(f"expected at most {most} planes of {name}, found {self.rule_planes}")
         if any(offset % _ALIGNMENT or offset < 0 or length < 0 for offset, length, _ in self.segments):
             raise ValueError(f"expected segments that begin on a multiple of {_ALIGNMENT} floats")
 
@@ -197,6 +207,11 @@ class _Tables:
                 self.entries.append((-1, 0, 0.0, 0))
 
     def _add_coefficients(self, hyper: tuple[float, ...], rate: float, scale: float, steps: int) -> None:
+        if self._shape.rule == RULE_USER:
+            # The scale, then the rule's numbers: its hyper-parameters, and how often it was applied.
+            row = (scale, rate, *hyper[1:STEP_PLACE], steps + 1)
+            self.coefficients.append((*row, *(0,) * (len(_COEFFICIENTS.names or ()) - len(row))))
+            return
         if planes_needed(self._shape.rule, hyper) > self._shape.rule_planes:
             raise ValueError(f"expected the planes that {hyper} needs, found {self._shape.rule_planes} planes of state")
         made = coefficients_of(self._shape.rule, hyper, rate, scale, steps)

@@ -37,31 +37,33 @@ class Resources:
     spilled_bytes: int
 
 
-def resources(architecture: str) -> dict[str, Resources]:
+def resources(architecture: str, users: str = "") -> dict[str, Resources]:
     """Compile all kernels for an architecture such as "sm_90"; returns what each needs, by its name.
+
+    `users`: the text of a user's rule; its kernels are compiled alone.
 
     Raises CudaUnavailableError without nvcc, and RuntimeError with its log if it rejects the source.
     """
     with tempfile.TemporaryDirectory() as folder:
-        log = _compile(Path(folder), f"-arch={architecture}", "-cubin", "-Xptxas", "-v")
+        log = _compile(Path(folder), users, f"-arch={architecture}", "-cubin", "-Xptxas", "-v")
     return {
         name: Resources(int(registers), int(stack), int(stored) + int(loaded))
         for name, stack, stored, loaded, registers in _RESOURCES.findall(log)
     }
 
 
-def instructions(architecture: str) -> dict[str, list[str]]:
+def instructions(architecture: str, users: str = "") -> dict[str, list[str]]:
     """Compile all kernels to PTX for an architecture such as "compute_90"; returns the instructions of each, in their order.
 
     Raises as `resources`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        _compile(Path(folder), f"-arch={architecture}", "-ptx")
+        _compile(Path(folder), users, f"-arch={architecture}", "-ptx")
         text = (Path(folder) / "fold.out").read_text()
     return {found[1]: _INSTRUCTION.findall(found[0]) for found in _ENTRY.finditer(text)}
 
 
-def machine_instructions(architecture: str) -> dict[str, list[str]]:
+def machine_instructions(architecture: str, users: str = "") -> dict[str, list[str]]:
     """Compile all kernels for an architecture such as "sm_90"; returns the opcodes of each kernel's machine code, in order.
 
     Raises as `resources`, and CudaUnavailableError without nvdisasm.
@@ -70,7 +72,7 @@ def machine_instructions(architecture: str) -> dict[str, list[str]]:
     if reader is None:
         raise CudaUnavailableError("expected nvdisasm, found none: pip install nvidia-cuda-nvdisasm")
     with tempfile.TemporaryDirectory() as folder:
-        _compile(Path(folder), f"-arch={architecture}", "-cubin")
+        _compile(Path(folder), users, f"-arch={architecture}", "-cubin")
         text = subprocess.run([reader, "-c", f"{folder}/fold.out"], stdout=subprocess.PIPE, text=True, check=True).stdout
     return {found[1]: _OPCODE.findall(found[2]) for found in _CODE.finditer(text)}
 
@@ -83,12 +85,12 @@ def disassembler() -> str | None:
     return next(iter(packaged), shutil.which("nvdisasm"))
 
 
-def _compile(folder: Path, *options: str) -> str:
+def _compile(folder: Path, users: str, *options: str) -> str:
     """Compile the joined source to fold.out in the folder; returns the compiler's log."""
     compiler = shutil.which("nvcc")
     if compiler is None:
         raise CudaUnavailableError("expected nvcc on the PATH, found none: install the CUDA toolkit")
-    (folder / "fold.cu").write_text(source())
+    (folder / "fold.cu").write_text(source(users))
     command = [compiler, *OPTIONS, *options, "-o", "fold.out", "fold.cu"]
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
@@ -103,7 +105,7 @@ def table(architectures: list[str]) -> str:
     for name in found[0]:
         needs = [each[name] for each in found]
         cells = [f"{each.registers}{f' + {each.spilled_bytes}' if each.spilled_bytes else ''}" for each in needs]
-        lines.append("| " + " | ".join([name.removeprefix("fps_fold_"), *cells]) + " |")
+        lines.append("| " + " | ".join([name.removeprefix("fps_").removeprefix("fold_"), *cells]) + " |")
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fastps.kernels.cuda.launch_args import DTYPES, RULE_NAMES, THREADS
+from fastps.kernels.update.fold import RULE_USER
 
 SOURCE = Path(__file__).with_name("fold.cu")
 # No contraction: only the source's own fused multiply-adds are fused, so the bits are the CPU's.
@@ -40,14 +41,26 @@ def kernel_names() -> list[str]:
     return [*folds, *(f"fps_check_{dtype}" for dtype in DTYPES)]
 
 
-def source() -> str:
+def users_kernel_names() -> list[str]:
+    """Return the names of the kernels in a user's rule's module.
+
+    >>> users_kernel_names()[:2]
+    ['fps_fold_users_float32', 'fps_fold_users_float16']
+    """
+    return [*(f"fps_fold_users_{dtype}" for dtype in DTYPES), *(f"fps_check_{dtype}" for dtype in DTYPES)]
+
+
+def source(users: str = "") -> str:
     """Return the source of all kernels, with the rules' table and bodies in the places of their includes: NVRTC has no headers.
+
+    `users`: the text of a user's rule; the module then has its kernels alone.
 
     >>> '#include "update' in source(), "FPS_RULE_BODY(adam)" in source()
     (False, True)
     """
     folder = SOURCE.parents[1]
-    return re.sub(r'^#include "(update/.+)"$', lambda found: (folder / found[1]).read_text(), SOURCE.read_text(), flags=re.M)
+    text = SOURCE.read_text().replace('#include "cuda/users_rule.h"\n', users)
+    return re.sub(r'^#include "(update/.+)"$', lambda found: (folder / found[1]).read_text(), text, flags=re.M)
 
 
 @functools.cache
@@ -70,11 +83,14 @@ def load_cupy() -> Any:
 
 
 @functools.cache
-def fold_kernel(device: int, rule: int, dtype: str) -> Any:
+def fold_kernel(device: int, rule: int, dtype: str, users: str = "") -> Any:
     """Return a function (stream, args, tiles, blocks) that launches the kernel. Raises CudaUnavailableError, ValueError.
 
-    `args` and `tiles` are addresses on the device; the stream is CuPy's. The first call for a device compiles.
+    `args` and `tiles` are addresses on the device; the stream is CuPy's. The first call for a device compiles. `users`: the
+    text of a user's rule, for RULE_USER.
     """
+    if rule == RULE_USER and users and dtype in DTYPES:
+        return _starter(_module(device, users).get_function(f"fps_fold_users_{dtype}"))
     if rule not in RULE_NAMES or dtype not in DTYPES:
         raise ValueError(
             f"expected a rule of {sorted(RULE_NAMES)} and a dtype of {', '.join(DTYPES)}, found {rule} and {dtype}"
@@ -100,10 +116,10 @@ def _starter(kernel: Any) -> Any:
 
 
 @functools.cache
-def _module(device: int) -> Any:
+def _module(device: int, users: str = "") -> Any:
     cupy = load_cupy()
     with cupy.cuda.Device(device):
-        return cupy.RawModule(code=source(), options=OPTIONS, backend="nvrtc")
+        return cupy.RawModule(code=source(users), options=OPTIONS, backend="nvrtc")
 
 
 # -- NVRTC without a GPU -----------------------------------------------------------------------------------------------------

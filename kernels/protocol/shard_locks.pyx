@@ -215,8 +215,9 @@ cdef class ShardLocks(Reader):
         """Fold the given shards by calling `device` with a FoldCall, and take no other shard's lock.
 
         `device` folds on its device or on another node, or queues the fold there. If some of the pushes are non-finite it may
-        instead return for each push a parameter that is, or -1; those are rejected, and it is called for the others. An error that it raises gives the outcome
-        BAD_FOLD and is `fold_failure`. With `nothing` it is also called, without pushes, for a version of null pushes alone.
+        instead return for each push a parameter that is, or -1; those are rejected, and it is called for the others. An error
+        that it raises gives the outcome BAD_FOLD and is `fold_failure`. With `nothing` it is also called,
+        without pushes, for a version of null pushes alone.
         """
         cdef Combiner combiner
         for combiner in self.combiners:

@@ -103,6 +103,16 @@ cdef uint64_t _weight_bytes(uint32_t shown_type) noexcept:
     return sizeof(float) if shown_type == FPS_FLOAT32 else sizeof(float) + sizeof(uint16_t)
 
 
+cdef void _set_slot(fps_header *header, uint64_t gradient_bytes) noexcept:
+    """Write the places of a slot's parts."""
+    cdef uint64_t bitmap = header.presence_words * sizeof(uint64_t)
+    header.slot_presence_offset = header.n_groups * sizeof(fps_hyper)
+    header.slot_versions_offset = header.slot_presence_offset + bitmap
+    header.slot_nonfinite_offset = header.slot_versions_offset + header.n_shards * sizeof(uint64_t)
+    header.slot_gradient_offset = _aligned(header.slot_nonfinite_offset + bitmap, FPS_LINE)
+    header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * gradient_bytes, PAGE)
+
+
 cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
                uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
                uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t shown_type,
@@ -150,12 +160,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.state_steps_bytes = _aligned(parameters * sizeof(int64_t), FPS_LINE)
     header.state_bytes = _aligned(header.state_steps_bytes + state_planes * header.buffer_floats * sizeof(float), PAGE)
     offset = header.slots_offset = offset + FPS_STATE_BUFFERS * header.state_bytes
-    header.slot_presence_offset = groups * sizeof(fps_hyper)
-    header.slot_versions_offset = header.slot_presence_offset + header.presence_words * sizeof(uint64_t)
-    header.slot_nonfinite_offset = header.slot_versions_offset + shards * sizeof(uint64_t)
-    header.slot_gradient_offset = _aligned(
-        header.slot_nonfinite_offset + header.presence_words * sizeof(uint64_t), FPS_LINE)
-    header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * gradient_bytes, PAGE)
+    _set_slot(header, gradient_bytes)
     offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
     header.extra_bytes = _aligned(extra_bytes, PAGE)
     offset = header.reader_weights_offset = offset + (lanes + servers) * header.extra_bytes

@@ -201,7 +201,7 @@ def test_a_job_of_several_nodes_refuses_a_rule_with_sums_unless_each_node_has_th
 
 
 def test_a_gpu_refuses_a_rule_with_sums() -> None:
-    with pytest.raises(ValueError, match="a rule of one's own folds on the"):
+    with pytest.raises(ValueError, match="or a user's rule without sums"):
         launch_args.Shape(fold.RULE_SUMMING, 0, 0.0, ((0, 4, 0),))
 
 

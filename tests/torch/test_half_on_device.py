@@ -1,4 +1,4 @@
-"""Models in half precision whose shards are on devices: the fold's kernel writes the halves, with the bits of the CPU's."""
+"""Models in half precision with their shards on devices: the kernel writes the halves, with the bits of the CPU's fold."""
 
 import os
 from typing import Any
@@ -112,9 +112,3 @@ def test_workers_on_two_devices_pull_halves_and_have_the_bits_of_the_cpu(
     found = run_ranks(kind, name, monkeypatch)
     assert found[0] == found[1] == found[2] == expected[0]
     assert expected[0] != bits(new_model().to(torch.bfloat16))
-
-
-def test_double_precision_is_refused_where_shards_are_on_a_gpu() -> None:
-    model = new_model().double()
-    with pytest.raises(fastps.UnsupportedError, match="found float64: use FASTPS_PLACEMENT=host"):
-        HostDeviceOptimizer(ADAM(model.parameters()))

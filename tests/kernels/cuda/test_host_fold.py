@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fastps.kernels.cuda import host_fold, launch_args
 from fastps.kernels.cuda import runtime as cuda
 from fastps.kernels.update import fold, reference
-from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_ADAM, RULE_SGD, RULE_USER
+from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_ADAM, RULE_SGD, RULE_SUMMING
 from tests.kernels.update.test_fold import DECAYS, with_average
 from tests.support.fold_jobs import (
     ALL_ROWS,
@@ -242,8 +242,8 @@ def test_every_rule_shows_its_new_weights(row: Row, mode: int, shown: str) -> No
 
 
 def test_what_no_kernel_can_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="folds on the CPU only"):
-        launch_args.Shape(RULE_USER, 1, 0.0, ((0, 4, 0),))
+    with pytest.raises(ValueError, match="or a user's rule without sums, found rule 9"):
+        launch_args.Shape(RULE_SUMMING, 1, 0.0, ((0, 4, 0),))
     with pytest.raises(ValueError, match="at most 1 planes of sgd"):
         launch_args.Shape(RULE_SGD, 2, 0.0, ((0, 4, 0),))
     with pytest.raises(ValueError, match="multiple of 16"):

@@ -1,0 +1,99 @@
+"""A user's rule on a device: its C text compiled there, and compared with the Python function on a few values."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.device.interface import Device
+from fastps.device.plan import LEAST_BYTES
+from fastps.errors import UnsupportedError, UsageError
+from fastps.job.update_rules import Hyper, Rule
+from fastps.job.user_rules import UserRule
+from fastps.kernels.cuda import launch_args
+from fastps.kernels.update import fold
+
+Floats = npt.NDArray[np.float32]
+
+_VALUES = 96
+_STEPS = (0, 4)  # applications before the one that is compared
+_RELATIVE, _ABSOLUTE = 1e-4, 1e-6  # functions such as expf differ in their last digits between compilers
+
+
+def prepare(device: Device, rule: Rule, hypers: Sequence[Hyper]) -> None:
+    """Let the device fold with a user's rule; does nothing for a rule of fastps.
+
+    Raises UnsupportedError for a rule without cuda=, or one that reads sums; UsageError if cuda= computes something else than
+    the Python function; DeviceError if it does not compile.
+    """
+    if rule.number in launch_args.RULE_NAMES:
+        return
+    if rule.number == fold.RULE_SUMMING:
+        raise UnsupportedError(
+            f"rule {rule.name!r} reads sums over whole parameters, which no kernel adds up: use FASTPS_PLACEMENT=host"
+        )
+    if not isinstance(rule, UserRule) or not rule.cuda:
+        raise UnsupportedError(
+            f"expected rule {rule.name!r} in C, too, where shards are on a GPU, found no cuda=: see fastps.rule, or use"
+            " FASTPS_PLACEMENT=host"
+        )
+    device.use_rule(rule.device_text())
+    for hyper in hypers:
+        for steps in _STEPS:
+            _compare(device, rule, hyper, steps)
+
+
+def _compare(device: Device, rule: UserRule, hyper: Hyper, steps: int) -> None:
+    """Apply the rule once on the device and once on the CPU. Raises UsageError unless the results agree."""
+    random, planes = np.random.default_rng(steps), len(rule.planes)
+    weights, gradient = random.standard_normal((2, _VALUES)).astype(np.float32)
+    state = random.standard_normal((planes, _VALUES)).astype(np.float32) ** 2
+    weights[:6], gradient[2:10] = 0, 0
+    if not steps:
+        for plane in range(planes):
+            state[plane] = rule.initial_value(plane)
+    counts = np.full(1, steps, np.int64)
+    pushes = [(gradient, [tuple(hyper)], [True], 1.0, 1.0)]
+    expected = fold.fold(rule.number, fold.FOLD_SUM, [(0, _VALUES, 0)], pushes, weights, state, counts, user_rule=rule.address)
+    found = _folded(device, rule, hyper, weights, gradient, state, counts)
+    names = ("weight", *rule.planes)
+    for name, one, other in zip(names, (found[0], *found[1:]), (expected[0], *expected[1]), strict=True):
+        near = np.isclose(one, other, _RELATIVE, _ABSOLUTE, equal_nan=True)
+        if not near.all():
+            at = int(np.flatnonzero(~near)[0])
+            raise UsageError(
+                f"rule {rule.name!r}: expected cuda= to compute what the Python function does, found {name} {one[at]} instead"
+                f" of {other[at]} from weight {weights[at]} and gradient {gradient[at]}"
+            )
+
+
+def _folded(
+    device: Device,
+    rule: UserRule,
+    hyper: Hyper,
+    weights: Floats,
+    gradient: Floats,
+    state: Floats,
+    counts: npt.NDArray[np.int64],
+) -> Floats:
+    """The new weights, then the new state, by the device's kernel: float32[1 + planes, values]."""
+    planes, size = len(rule.planes), 4 * _VALUES
+    shape = launch_args.Shape(rule.number, planes, 0.0, ((0, _VALUES, 0),))
+    tiles, stream = launch_args.tiles_of(shape), device.make_stream()
+    outputs = (1 + planes) * size
+    inputs = np.concatenate([weights, state.reshape(-1), gradient]).view(np.uint8)
+    base = device.allocate(max(LEAST_BYTES, outputs + inputs.nbytes))
+    buffers = launch_args.Buffers(base + outputs, base, base + outputs + size, base + size, _VALUES)
+    push = launch_args.DevicePush(base + 2 * outputs, [tuple(hyper)], np.ones(1, np.bool_))
+    item, _ = launch_args.make_launch_args(shape, fold.FOLD_SUM, [push], counts, buffers)
+    launch = device.allocate(max(LEAST_BYTES, item.nbytes + tiles.nbytes))
+    staged = device.host_memory(outputs + inputs.nbytes + item.nbytes + tiles.nbytes)
+    staged[outputs:] = np.concatenate([inputs, item, tiles])
+    device.copy(base + outputs, staged[outputs:].ctypes.data, inputs.nbytes, stream)
+    device.copy(launch, staged[outputs + inputs.nbytes :].ctypes.data, item.nbytes + tiles.nbytes, stream)
+    device.launch_fold(rule.number, "float32", launch, launch + item.nbytes, 1, stream)
+    device.copy(staged.ctypes.data, base, outputs, stream)
+    device.synchronize(stream)
+    device.close(base)
+    device.close(launch)
+    return staged[:outputs].view(np.float32).reshape(1 + planes, _VALUES).copy()

@@ -1,0 +1,94 @@
+"""Users' rules where shards are on devices: whole jobs with the bits of the CPU, and refusals by name."""
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+import fastps
+from fastps.device import users_rule
+from fastps.device.host import HostDevice, Teeth
+from fastps.job.update_rules import Update
+from tests.device.test_device import gradient
+from tests.device.test_several_devices import ALL, assert_equal, make_store, on_cpu, steps_of
+from tests.support import processes, twins
+
+pytestmark = pytest.mark.skipif(twins.COMPILER is None, reason="a C compiler is not installed")
+GPUS = ("gpu 0", "gpu 1")
+
+
+@pytest.fixture
+def device() -> Any:
+    made = HostDevice("host", compile_rule=twins.compiled)
+    yield made
+    made.shut()
+
+
+def run(update: Update, sync: str) -> list[Any]:
+    store = make_store(update, sync, GPUS, shards=2)
+
+    def work(rank: int) -> Any:
+        teeth = Teeth(seed=rank, delay_s=0.001, unreachable=ALL[GPUS[rank]])
+        store.use(HostDevice(GPUS[rank], teeth=teeth, compile_rule=twins.compiled))
+        try:
+            return steps_of(store, rank, 6, gradient)
+        finally:
+            store.close()
+
+    with store:
+        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]  # type: ignore[misc]
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+    return [child.outcome for child in children]
+
+
+@pytest.mark.parametrize("name", ["sign_sgd", pytest.param("slowing", marks=pytest.mark.slow)])
+def test_a_job_on_two_devices_has_the_bits_of_the_cpu(name: str) -> None:
+    update = twins.RULES[name]
+    assert_equal(run(update, "bsp,ema=0.9"), on_cpu(update, "bsp,ema=0.9", 2, 6))
+
+
+def test_a_text_that_computes_something_else_is_refused_with_an_example(device: HostDevice) -> None:
+    rule = twins.slowing
+    wrong = replace(rule, cuda=rule.cuda.replace("sqrtf(square)", "square"))
+    with pytest.raises(fastps.UsageError, match=r"rule 'slowing': expected cuda= to .* found weight .* from weight"):
+        users_rule.prepare(device, wrong, [twins.RULES["slowing"].hyper])
+    wrong = replace(rule, cuda=rule.cuda.replace("square = decay", "square = 2 * decay"))
+    with pytest.raises(fastps.UsageError, match=r"found (weight|square)"):
+        users_rule.prepare(device, wrong, [twins.RULES["slowing"].hyper])
+    users_rule.prepare(device, rule, [twins.RULES["slowing"].hyper])
+
+
+def test_a_rule_without_a_text_or_with_sums_is_refused(device: HostDevice) -> None:
+    with pytest.raises(fastps.UnsupportedError, match=r"expected rule 'plain' in C, too.*found no cuda="):
+        users_rule.prepare(device, replace(twins.plain, cuda=""), [])
+
+    def squares(weight: Any, gradient: Any, learning_rate: Any) -> Any:
+        return weight * weight
+
+    def scaled(weight: Any, gradient: Any, learning_rate: Any, total: Any) -> Any:
+        return weight - learning_rate * total * gradient
+
+    summing = fastps.rule(sums=squares)(scaled)
+    with pytest.raises(fastps.UnsupportedError, match="rule 'scaled' reads sums"):
+        users_rule.prepare(device, summing, [])
+    with pytest.raises(ValueError, match="expected no cuda= beside sums="):
+        fastps.rule(sums=squares, cuda="weight = 0;")(scaled)
+
+
+def test_workers_with_other_texts_have_other_rules_and_a_text_is_pickled() -> None:
+    def own(weight: Any, gradient: Any, learning_rate: Any) -> Any:
+        return weight - learning_rate * gradient
+
+    made = [fastps.rule(cuda=text)(own) for text in ("", "weight -= learning_rate * gradient;", "weight -= gradient;")]
+    assert len({each.digest for each in made}) == 3
+    again = pickle.loads(cloudpickle.dumps(twins.plain))
+    assert again.cuda == twins.plain.cuda and again.digest == twins.plain.digest
+    assert np.array_equal(again.reference(*_three())[0], twins.plain.reference(*_three())[0])
+
+
+def _three() -> Any:
+    return np.ones(3, np.float32), [], np.ones(3, np.float32), [0.1], 0.1, 0

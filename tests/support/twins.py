@@ -1,0 +1,118 @@
+"""Users' rules in C: some rules in both languages, and the kernels' source as the host's C compiler compiles it."""
+
+import ctypes
+import math
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fastps
+from fastps.kernels.cuda import runtime
+
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+_LAUNCH = """
+void launch(int dtype, unsigned long long args, unsigned long long tiles, int blocks) {
+    static const fps_kernel kernels[3] = {fps_fold_users_float32, fps_fold_users_float16, fps_fold_users_bfloat16};
+    (void)fps_check_float32, (void)fps_check_float16, (void)fps_check_bfloat16;
+    fps_launch_on_host(kernels[dtype], blocks, 256, args, tiles);
+}
+"""
+
+
+def compiled(source: str) -> Callable[[int, int, int, int], None]:
+    """A function (dtype, args, tiles, blocks) that launches the kernels of a user's rule, from the source that a GPU gets."""
+    with tempfile.TemporaryDirectory() as folder:
+        text, library = Path(folder) / "fold.c", Path(folder) / "fold.so"
+        text.write_text(source + _LAUNCH)
+        include = f"-I{runtime.SOURCE.parents[1]}"
+        flags = ["-std=gnu11", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-Wall", "-Werror", include]
+        assert COMPILER is not None
+        done = subprocess.run([COMPILER, *flags, "-o", library, text, "-lm"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        launch = ctypes.CDLL(str(library)).launch
+    launch.argtypes = [ctypes.c_int, ctypes.c_ulonglong, ctypes.c_ulonglong, ctypes.c_int]
+    launch.restype = None
+    return launch  # type: ignore[no-any-return]
+
+
+@fastps.rule(
+    state=("momentum_buffer",),
+    hyper=("learning_rate", "momentum"),
+    cuda="""
+    momentum_buffer = momentum * momentum_buffer + (1 - momentum) * gradient;
+    if (momentum_buffer != 0) weight = weight - learning_rate * copysignf(1, momentum_buffer);
+    """,
+)
+def sign_sgd(weight: Any, gradient: Any, momentum_buffer: Any, learning_rate: Any, momentum: Any) -> Any:
+    """Follow the sign of the moving average of gradients."""
+    momentum_buffer = momentum * momentum_buffer + (1 - momentum) * gradient
+    if momentum_buffer == 0:
+        return weight, momentum_buffer
+    return weight - learning_rate * math.copysign(1, momentum_buffer), momentum_buffer
+
+
+@fastps.rule(
+    state=("square",),
+    hyper=("learning_rate", "decay", "epsilon", "step"),
+    initial=(1.0,),
+    cuda="""
+    square = decay * square + (1 - decay) * gradient * gradient; // the mean of squares
+    weight = weight - learning_rate / (1.5f + step) * gradient / (sqrtf(square) + epsilon);
+    """,
+)
+def slowing(weight: Any, gradient: Any, square: Any, learning_rate: Any, decay: Any, epsilon: Any, step: Any) -> Any:
+    """Divide by the root of the mean of squares; the rate falls with the steps."""
+    square = decay * square + (1 - decay) * gradient * gradient
+    return weight - learning_rate / (1.5 + step) * gradient / (math.sqrt(square) + epsilon), square
+
+
+@fastps.rule(cuda="weight = weight - learning_rate * gradient;")
+def plain(weight: Any, gradient: Any, learning_rate: Any) -> Any:
+    """Plain SGD."""
+    return weight - learning_rate * gradient
+
+
+@fastps.rule(
+    state=("a", "b", "c", "d", "e", "f", "g", "h"),
+    hyper=("learning_rate", "p", "q", "r", "s", "t", "u", "v", "step"),
+    cuda="""
+    const float mean = p * a + q * b + r * c + s * d + t * e + u * f + v * g + h;
+    h = g; g = f; f = e; e = d; d = c; c = b; b = a; a = gradient / step;
+    weight = weight - learning_rate * mean;
+    """,
+)
+def eight(
+    weight: Any,
+    gradient: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    d: Any,
+    e: Any,
+    f: Any,
+    g: Any,
+    h: Any,
+    learning_rate: Any,
+    p: Any,
+    q: Any,
+    r: Any,
+    s: Any,
+    t: Any,
+    u: Any,
+    v: Any,
+    step: Any,
+) -> Any:
+    """Step by a weighed mean of the last eight gradients: as many states and hyper-parameters as a rule may have."""
+    mean = p * a + q * b + r * c + s * d + t * e + u * f + v * g + h
+    return weight - learning_rate * mean, gradient / step, a, b, c, d, e, f, g
+
+
+RULES = {
+    "sign_sgd": sign_sgd(learning_rate=0.01, momentum=0.9),
+    "slowing": slowing(learning_rate=0.1, decay=0.9, epsilon=1e-8),
+    "plain": plain(learning_rate=0.1),
+    "eight": eight(learning_rate=0.01, p=0.1, q=0.2, r=0.3, s=0.4, t=0.5, u=0.6, v=0.7),
+}
