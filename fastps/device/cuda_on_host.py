@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fastps.device.cuda import NOT_READY, SUCCESS
+from fastps.device.cuda import SUCCESS
+from fastps.device.cuda_errors import NOT_READY
 from fastps.device.host import HostDevice, Teeth
 from fastps.device.interface import DeviceError, DeviceFailedError, DeviceMemoryError
 
