@@ -55,12 +55,15 @@ def parse_gpus(text: str) -> str:
 
 
 def gpu_variables(rank: int, base: Mapping[str, str]) -> dict[str, str]:
-    """A worker's CUDA_VISIBLE_DEVICES, if FASTPS_GPUS in `base` names GPUs. The worker's own GPU comes first, as cuda:0.
+    """A worker's variables of CUDA, if FASTPS_GPUS in `base` names GPUs. The worker's own GPU comes first, as cuda:0.
 
-    The job's other GPUs follow, because a process can only reach GPUs that it sees.
+    The job's other GPUs follow, because a process can only reach GPUs that it sees. Streams share CUDA_DEVICE_MAX_CONNECTIONS
+    queues, 8 unless it is set; the folds of a shard could then wait behind another's, so there are 32, the most.
 
     >>> gpu_variables(3, {"FASTPS_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "4,5,6"})
-    {'CUDA_VISIBLE_DEVICES': '5,4'}
+    {'CUDA_VISIBLE_DEVICES': '5,4', 'CUDA_DEVICE_MAX_CONNECTIONS': '32'}
+    >>> gpu_variables(0, {"FASTPS_GPUS": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    {'CUDA_VISIBLE_DEVICES': '0', 'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
     """
     gpus = [gpu.strip() for gpu in base.get("FASTPS_GPUS", "").split(",") if gpu.strip()]
     if not gpus:
@@ -68,7 +71,10 @@ def gpu_variables(rank: int, base: Mapping[str, str]) -> dict[str, str]:
     visible = [name.strip() for name in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     own = gpus[rank % len(gpus)]
     ordered = [own, *(gpu for gpu in dict.fromkeys(gpus) if gpu != own)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[int(gpu)] if visible else gpu for gpu in ordered)}
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(visible[int(gpu)] if visible else gpu for gpu in ordered),
+        "CUDA_DEVICE_MAX_CONNECTIONS": base.get("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
+    }
 
 
 def placement() -> Placement:

@@ -95,7 +95,9 @@ def run(sync: str, gpus: str, steps: list[int], owner_lanes: tuple[int, ...]) ->
     return [child.outcome for child in children]
 
 
-@pytest.mark.parametrize(("sync", "gpus"), [("asp", "aaa"), ("asp", "abb"), ("backup:1", "abb")])
+@pytest.mark.parametrize(
+    ("sync", "gpus"), [("asp", "aaa"), pytest.param("asp", "abb", marks=pytest.mark.slow), ("backup:1", "abb")]
+)
 def test_the_others_go_on_at_their_speed_beside_a_slow_device(sync: str, gpus: str) -> None:
     """Those that share the slow worker's GPU fold themselves; on its own GPU it folds others' pushes while it computes."""
     owners = (0,) if gpus == "aaa" else (0, 1)

@@ -69,7 +69,9 @@ def work(store: DeviceStore, rank: int, gpus: str, marks: bool) -> Any:
         store.close()
 
 
-@pytest.mark.parametrize("marks", [True, False], ids=["marked by hooks", "left to the push"])
+@pytest.mark.parametrize(
+    "marks", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["marked by hooks", "left to the push"]
+)
 def test_a_shard_is_folded_while_backward_computes_the_others(marks: bool) -> None:
     with make_store((0, 1, 0, 1)) as store:
         children = [processes.start(lambda rank=rank: work(store, rank, "ab", marks)) for rank in range(2)]  # type: ignore[misc]
