@@ -139,7 +139,6 @@ MODULES = {
     "kernels/protocol/combiner": "tests/kernels/protocol/test_lane.py",
     "kernels/protocol/lock_word": "tests/crash/test_stop_at_every_store.py",
     "kernels/protocol/commit": "tests/kernels/protocol/test_lane.py",
-    "kernels/protocol/lane_reads": "tests/kernels/protocol/test_lane.py",
     "kernels/protocol/pins": "tests/kernels/protocol/test_lane.py",
     "kernels/shm/counts": "tests/cli/test_main.py",  # help without numpy
     "kernels/shm/counters": "tests/kernels/shm/test_damage.py",

@@ -17,7 +17,7 @@ from typing import Any
 from fastps.diagnostics.chaos_worlds import plan_of
 from fastps.errors import UsageError
 
-KINDS = ("crashes", "restarts", "stalls", "passed_by", "spurious_wakes", "skewed_clocks", "slow_processes")
+KINDS = ("crashes", "restarts", "stalls", "passed_by", "damaged_lanes", "spurious_wakes", "skewed_clocks", "slow_processes")
 _BATCH = 250  # seeds of one line of a child's output
 
 

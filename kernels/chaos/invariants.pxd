@@ -8,6 +8,7 @@ from fastps.kernels.scheduling.state cimport scheduler_t
 cdef enum:
     MAX_WORKERS = 8
     MAX_STEPS = 32
+    RING_SIZE = 8           # descriptors of a lane
     MAX_WATCHED_SHARDS = 2
     REMEMBERED = 64         # versions whose weights are kept for readers; a power of two
     SHARD_FLOATS = 256      # MAX_WORKERS * MAX_STEPS
@@ -47,17 +48,25 @@ cdef class InvariantChecker:
     cdef char kinds[MAX_WORKERS][MAX_STEPS]
     cdef int64_t posted[MAX_WORKERS]              # descriptors, as their workers know
     cdef int64_t promised[MAX_WORKERS]            # descriptors that were posted before the worker last tried to combine
-    cdef char wounded[MAX_WORKERS]                # lanes whose words were damaged: what they posted may be dropped
+    cdef int64_t starts[MAX_WORKERS]              # of the present owner, where an earlier one's words were damaged
+    cdef char owners[MAX_WORKERS][MAX_STEPS]      # the generation that posted a descriptor, + 1; 0: none has
+    # Of each lane one bit a generation.
+    cdef uint32_t wounded[MAX_WORKERS]            # whose words were damaged: what it posted may be dropped
+    cdef uint32_t miscounted[MAX_WORKERS]         # whose count of posts was damaged: of what it posted nothing may be counted
     cdef int64_t wounds
-    cdef uint32_t wounded_owner[MAX_WORKERS]      # the latest generation whose words were damaged
     cdef char message[512]
 
     cdef void look(self, int32_t runs) noexcept nogil
+    cdef void own(self, int32_t index, uint64_t posted) noexcept nogil
+    cdef void promise(self, int32_t index, uint64_t position, uint32_t kind) noexcept nogil
+    cdef void wound(self, int32_t index, uint64_t first, uint64_t end, bint is_count) noexcept nogil
+    cdef bint is_wounded(self, int32_t index, uint32_t generation) noexcept nogil
     cdef bint is_content(self, uint32_t shard, uint64_t version, const float *weights) noexcept nogil
     cdef void watch_rows(self, uint32_t shard, const float *weights, const char *what) noexcept nogil
     cdef void end(self, uint32_t dead, uint32_t unnoticed) noexcept nogil
     cdef void fail(self, const char *what, int64_t a, int64_t b, int64_t c) noexcept nogil
 
+    cdef uint32_t _generation(self, int32_t index) noexcept nogil
     cdef void _begin(self)
     cdef void _fail_rows(self, const char *what, int64_t shard, int64_t row, double found, double expected) noexcept nogil
     cdef void _watch_row_state(self, uint32_t shard, const float *plane) noexcept nogil
@@ -67,4 +76,5 @@ cdef class InvariantChecker:
     cdef void _watch_cursors(self, uint32_t shard, const scheduler_t *state, int64_t *passed) noexcept nogil
     cdef int64_t _watch_weights(self, uint32_t shard, const scheduler_t *state, uint64_t before, uint64_t after) noexcept nogil
     cdef void _watch_state(self, uint32_t shard, uint64_t record, int64_t n, double gradient) noexcept nogil
+    cdef void _check_end(self, uint32_t shard, int32_t index, const scheduler_t *state, bint lives) noexcept nogil
     cdef void _watch_grants(self, uint32_t shard, const scheduler_t *state) noexcept nogil

@@ -3,6 +3,7 @@
 It knows only what the protocol promises, not how the protocol works, and reads what is published: commit words, records,
 cursors, weights, rule state, heads and grants. Each push has a gradient of its own: 1 in the one place that belongs to its
 worker and step, 0 elsewhere. So the difference of two versions' weights tells exactly which pushes were folded, and how often.
+Only the pushes of an owner whose own words were damaged may be dropped; those of a lane's other owners may not.
 Where a shard has a table, a push also has the row of its worker and step, which must move as its weight does, and one row that
 all pushes have.
 """
@@ -30,6 +31,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_lane_shard,
     fps_lock_epoch,
     fps_lock_owner,
+    fps_member_generation,
     fps_member_state,
     fps_record,
 )
@@ -85,6 +87,44 @@ cdef class InvariantChecker:
         if self.message[0] == 0:
             snprintf(self.message, sizeof(self.message), what, a, b, c)
 
+    # -- what the processes tell -------------------------------------------------------------------
+
+    cdef void own(self, int32_t index, uint64_t posted) noexcept nogil:
+        """A process has a lane from now on, behind `posted` descriptors."""
+        cdef uint64_t position
+        for position in range(posted, MAX_STEPS):
+            self.owners[index][position] = 0  # what the last owner was about to post
+        if self.wounded[index]:
+            self.posted[index] = posted
+            self.promised[index] = 0  # what a damaged count promised
+            self.starts[index] = posted
+
+    cdef void promise(self, int32_t index, uint64_t position, uint32_t kind) noexcept nogil:
+        """A lane's owner is about to post a descriptor."""
+        if position >= MAX_STEPS:
+            return  # damaged: it cannot be posted
+        self.kinds[index][position] = kind
+        self.owners[index][position] = self._generation(index) + 1
+        self.posted[index] = position + 1
+
+    cdef void wound(self, int32_t index, uint64_t first, uint64_t end, bint is_count) noexcept nogil:
+        """Descriptors of a lane are damaged; or its count of posts, which is the present owner's, and says where these end."""
+        cdef uint64_t position
+        self.wounds += 1
+        for position in range(first, end):
+            if self.owners[index][position]:
+                self.wounded[index] |= <uint32_t> 1 << (self.owners[index][position] - 1)
+        if is_count:
+            self.wounded[index] |= <uint32_t> 1 << self._generation(index)
+            self.miscounted[index] |= self.wounded[index]
+
+    cdef bint is_wounded(self, int32_t index, uint32_t generation) noexcept nogil:
+        """Whether words of that owner of a lane were damaged."""
+        return (self.wounded[index] >> generation) & 1
+
+    cdef uint32_t _generation(self, int32_t index) noexcept nogil:
+        return fps_member_generation(self.arena.lane(index).state)
+
     cdef float *_range(self, uint32_t shard, uint64_t buffer) noexcept nogil:
         return self.arena.weights(buffer) + self.arena.first[shard]
 
@@ -107,7 +147,8 @@ cdef class InvariantChecker:
             self.shards[shard].lock = lock
             if fps_lock_owner(lock) == 0 and not lock & FPS_PENDING:
                 for index in range(self.n_workers):
-                    if state_workers(state)[index].consumed < self.promised[index] and not self.wounded[index]:
+                    if (state_workers(state)[index].consumed < self.promised[index] != self.starts[index]
+                            and not self.is_wounded(index, self._generation(index))):
                         self.fail(b"stranded: a push of worker %ld is left behind under a free lock (shard %ld, step %ld)",
                                   index, shard, state_workers(state)[index].consumed)
 
@@ -248,11 +289,11 @@ cdef class InvariantChecker:
         for index in range(self.n_workers):
             worker = &state_workers(state)[index]
             if not known.cursor[index] <= worker.cursor <= worker.consumed or (
-                    worker.consumed > self.posted[index] and not self.wounded[index]):
+                    worker.consumed > self.posted[index] and not self.miscounted[index]):
                 self.fail(b"cursor: worker %ld's went from %ld to %ld", index, known.cursor[index], worker.cursor)
                 continue
             for position in range(known.cursor[index], min(worker.cursor, self.posted[index])):
-                if self.kinds[index][position] == FPS_LEAVE:
+                if self.kinds[index][position] == FPS_LEAVE or not self.owners[index][position]:
                     continue
                 passed[0] += 1
                 if self.kinds[index][position] == FPS_NULL:
@@ -260,7 +301,7 @@ cdef class InvariantChecker:
                     known.nulls[index] += 1
                 elif not known.is_folded[index][position]:
                     known.dropped[index] += 1
-                    if not self.may_drop and not self.wounded[index]:
+                    if not self.may_drop and not self.is_wounded(index, self.owners[index][position] - 1):
                         self.fail(b"lost: step %ld of worker %ld was passed in shard %ld, and not folded", position, index,
                                   shard)
             known.cursor[index] = worker.cursor
@@ -330,32 +371,34 @@ cdef class InvariantChecker:
         """
         cdef int32_t shard, index
         cdef scheduler_t *state
-        cdef watched_t *known
-        cdef int64_t folded, uncertain
         cdef uint64_t owner
+        if dead == (<uint32_t> 1 << self.n_workers) - 1:
+            return  # the last one was expelled: nobody stays to account for anything
         for shard in range(self.n_shards):
-            known = &self.shards[shard]
-            state = self.arena.scheduler(shard, fps_commit_record(known.commit))
+            state = self.arena.scheduler(shard, fps_commit_record(self.shards[shard].commit))
             owner = fps_lock_owner(self.arena.shard_header(shard).lock)
             if owner != 0 and not (unnoticed >> (owner - 1)) & 1:
                 self.fail(b"lock: worker %ld holds the lock of shard %ld at the end (%ld)", owner - 1, shard, unnoticed)
             for index in range(self.n_workers):
-                if (unnoticed >> index) & 1:
-                    continue
-                if self.wounded[index]:
-                    if state_workers(state)[index].live and fps_member_state(self.arena.lane(index).state) == FPS_LANE_EXPELLED:
-                        self.fail(b"expelled: worker %ld is still counted at the end (shard %ld, %ld)", index, shard, unnoticed)
-                    continue
-                if known.cursor[index] != self.posted[index] \
-                        or <int64_t> self.arena.lane_shard(index, shard).head != known.cursor[index]:
-                    self.fail(b"push log: worker %ld posted %ld descriptors, done with are %ld", index, self.posted[index],
-                              known.cursor[index])
-                # Of a null push it is not visible whether it was folded or dropped.
-                uncertain = known.nulls[index] if self.may_drop else 0
-                folded = self.arena.lane_shard(index, shard).folded
-                if not known.folded[index] - uncertain <= folded <= known.folded[index] \
-                        or folded + self.arena.lane_shard(index, shard).dropped != known.folded[index] + known.dropped[index]:
-                    self.fail(b"push log: worker %ld's counter says that %ld are folded, seen were %ld", index, folded,
-                              known.folded[index])
-                if state_workers(state)[index].live and not (dead >> index) & 1:
-                    self.fail(b"state: worker %ld is still counted at the end (shard %ld, %ld)", index, shard, unnoticed)
+                if not (unnoticed >> index) & 1:
+                    self._check_end(shard, index, state, not (dead >> index) & 1)
+
+    cdef void _check_end(self, uint32_t shard, int32_t index, const scheduler_t *state, bint lives) noexcept nogil:
+        """What a lane posted is accounted for in a shard; its last process lives, or its death was noticed."""
+        cdef watched_t *known = &self.shards[shard]
+        cdef const fps_lane_shard *words = self.arena.lane_shard(index, shard)
+        cdef bint is_expelled = fps_member_state(self.arena.lane(index).state) == FPS_LANE_EXPELLED
+        # Of a null push it is not visible whether it was folded or dropped.
+        cdef int64_t uncertain = known.nulls[index] if self.may_drop or self.wounded[index] else 0
+        cdef int64_t counted = words.folded + words.dropped, passed = known.folded[index] + known.dropped[index]
+        if state_workers(state)[index].live and (is_expelled or lives):
+            self.fail(b"state: worker %ld is still counted at the end (shard %ld, expelled: %ld)", index, shard, is_expelled)
+        if (self.miscounted[index] >> self._generation(index)) & 1:
+            return  # nobody knows where its posts end
+        if known.cursor[index] != self.posted[index] or <int64_t> words.head != known.cursor[index]:
+            self.fail(b"push log: worker %ld posted %ld descriptors, done with are %ld", index, self.posted[index],
+                      known.cursor[index])
+        if (not known.folded[index] - uncertain <= words.folded <= known.folded[index]
+                or (counted > passed if self.miscounted[index] else counted != passed)):
+            self.fail(b"push log: worker %ld's counters say that %ld are folded or dropped, seen were %ld", index, counted,
+                      passed)

@@ -52,7 +52,6 @@ cdef class Workers:
     cdef void _write_rows(self, int32_t index, int64_t position) noexcept nogil
     cdef void _write_slot(self, int32_t index, int64_t position) noexcept nogil
     cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil
-    cdef void _promise(self, int32_t index, uint32_t kind) noexcept nogil
     cdef void _wait_for_room(self, int32_t index) noexcept nogil
     cdef void _advance(self, int32_t index) noexcept nogil
     cdef bint _wait_awake(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil

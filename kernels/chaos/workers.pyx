@@ -5,7 +5,7 @@ leave.
 """
 
 from cpython.ref cimport PyObject
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport (
@@ -15,7 +15,7 @@ from fastps.kernels.base.atomics cimport (
     fps_tail_acquire,
 )
 from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
-from fastps.kernels.chaos.invariants cimport MAX_STEPS, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
+from fastps.kernels.chaos.invariants cimport MAX_STEPS, RING_SIZE, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
 from fastps.kernels.chaos.machine cimport STALLED, Machine
 from fastps.kernels.protocol.combiner cimport Combiner
 from fastps.kernels.protocol.commit cimport COMBINE_AWAITING, COMBINE_BAD_DESCRIPTOR, COMBINE_BUSY, COMBINE_FENCED
@@ -121,6 +121,7 @@ cdef class Workers:
         cdef int64_t generation
         cdef int32_t shard
         generation = self.arena._claim(index, index, True)
+        self.checker.own(index, self.arena.lane(index).tail)
         if generation != me.generation:
             self.checker.fail(b"claim: worker %ld got generation %ld, expected %ld", index, generation, me.generation)
         for shard in range(self.n_shards):
@@ -148,23 +149,35 @@ cdef class Workers:
     # -- words that somebody damages -----------------------------------------------------------------
 
     cdef void _wound(self) noexcept nogil:
-        """Damage the words of a lane: its count of posts, or its last descriptor. No access: nobody is told."""
+        """Damage the words of a lane: its count of posts, or a descriptor that is not done with. No access: nobody is told."""
         cdef int32_t victim = <int32_t> (self.machine.draw() % <uint64_t> self.n_workers)
-        cdef uint64_t what = self.machine.draw() % 3
+        cdef uint64_t what = self.machine.draw() % 3, draw = self.machine.draw()
         cdef fps_lane *lane = self.arena.lane(victim)
-        cdef uint64_t ends = lane.tail + self.arena.header.ring_size + (self.n_steps + 1) * (self.machine.restarts_left + 1)
-        if fps_member_state(lane.state) != FPS_LANE_LIVE or lane.tail == 0 or (what == 0 and ends >= MAX_STEPS):
-            return
+        cdef uint64_t done = UINT64_MAX, position
+        cdef uint64_t ends = lane.tail + RING_SIZE + 1 + (self.n_steps + 1) * (self.machine.restarts_left + 1)
+        cdef uint32_t member = fps_member_state(lane.state), shard
+        if (self.machine.processes[victim].generation != fps_member_generation(lane.state) or lane.tail >= MAX_STEPS
+                or member in (FPS_LANE_FREE, FPS_LANE_LEFT, FPS_LANE_EXPELLED)):
+            return  # another process is about to take the lane, or nobody reads it
+        for shard in range(self.n_shards):
+            done = min(done, self.arena.lane_shard(victim, shard).head)
         if what == 0:
+            if ends >= MAX_STEPS:
+                return
+            self.checker.wound(victim, done, lane.tail, True)
             lane.tail += 1000
-        elif what == 1:
-            lane_descriptor(lane, self.arena.header.ring_size, lane.tail - 1).kind = 77
         else:
-            lane_descriptor(lane, self.arena.header.ring_size, lane.tail - 1).slot = 1 << 20
+            if done >= lane.tail:
+                return
+            position = done + draw % (lane.tail - done)
+            if not self.checker.owners[victim][position]:
+                return
+            if what == 1 and self.checker.kinds[victim][position] != FPS_LEAVE:
+                lane_descriptor(lane, RING_SIZE, position).kind = 77
+            else:
+                lane_descriptor(lane, RING_SIZE, position).slot = 1 << 20
+            self.checker.wound(victim, position, position + 1, False)
         self.wounds_left -= 1
-        self.checker.wounds += 1
-        self.checker.wounded[victim] = 1
-        self.checker.wounded_owner[victim] = fps_member_generation(lane.state)
 
     cdef bint _is_out(self, int32_t index) noexcept nogil:
         """Whether this process was expelled. Where no lane was damaged it does not ask."""
@@ -270,7 +283,9 @@ cdef class Workers:
             if not self.checker.is_content(shard, version, self.checker._range(shard, self.lives[index].buffers[shard])):
                 self.checker.fail(b"torn read: worker %ld reads version %ld of shard %ld, and it has changed", index, version,
                                   shard)
-            if self.reads_rows and not (<WorkerLane> self._lanes[index]).awaits:
+            # Nobody waits for a worker that was expelled, and may not know it yet.
+            if (self.reads_rows and not (<WorkerLane> self._lanes[index]).awaits
+                    and not self.checker.is_wounded(index, self.lives[index].generation)):
                 self.checker.watch_rows(
                     shard, self.checker._range(shard, self.lives[index].buffers[shard]), b"a step reads that")
 
@@ -290,7 +305,7 @@ cdef class Workers:
         memset(gradient, 0, self.n_shards * SHARD_FLOATS * sizeof(float))
         FPS_FAILPOINT()
         for shard in range(self.n_shards):
-            gradient[shard * SHARD_FLOATS + index * MAX_STEPS + position] = 1.0
+            gradient[shard * SHARD_FLOATS + index * MAX_STEPS + position % MAX_STEPS] = 1.0
         FPS_FAILPOINT()
         hyper.learning_rate = 1.0
         hyper.epsilon = 1e-10  # the floats without a gradient are 0 / (0 + epsilon)
@@ -315,7 +330,7 @@ cdef class Workers:
                 values[i] = GARBAGE
             FPS_FAILPOINT()
             rows.count = 2
-            (<uint32_t *> (rows + 1))[0] = index * MAX_STEPS + position
+            (<uint32_t *> (rows + 1))[0] = index * MAX_STEPS + position % MAX_STEPS
             (<uint32_t *> (rows + 1))[1] = SHARD_FLOATS
             for i in range(2 * ROW_FLOATS):
                 values[i] = 1.0
@@ -324,7 +339,7 @@ cdef class Workers:
         cdef int outcome
         if kind == FPS_PUSH:
             self._write_slot(index, (<WorkerLane> self._lanes[index]).posts)
-        self._promise(index, kind)
+        self.checker.promise(index, (<WorkerLane> self._lanes[index]).words.tail, kind)
         while True:
             outcome = (<WorkerLane> self._lanes[index])._push(self.machine.clock(index), 1.0, 1, kind == FPS_NULL)
             if outcome == PUSH_EXPELLED or self._is_out(index):
@@ -337,14 +352,6 @@ cdef class Workers:
         self._look_now_and_then(index)
         if self.wounds_left and self.machine.draw() % 8 == 0:
             self._wound()
-
-    cdef void _promise(self, int32_t index, uint32_t kind) noexcept nogil:
-        """Tell the invariant checker which descriptor comes next."""
-        cdef uint64_t posted = (<WorkerLane> self._lanes[index]).words.tail
-        if posted >= MAX_STEPS:
-            return  # damaged: it cannot be posted
-        self.checker.kinds[index][posted] = kind
-        self.checker.posted[index] = posted + 1
 
     cdef void _wait_for_room(self, int32_t index) noexcept nogil:
         self._wait(index, 0, (<WorkerLane> self._lanes[index]).words.tail + 1 - self.arena.header.ring_size, 0)
@@ -394,8 +401,7 @@ cdef class Workers:
         cdef int64_t posted = (<WorkerLane> self._lanes[index]).words.tail
         if outcome == COMBINE_BUSY:
             outcome = self._pass_by(index)
-        while outcome == COMBINE_AWAITING or (
-                outcome == COMBINE_BAD_DESCRIPTOR and self.checker.wounded[(<WorkerLane> self._lanes[index]).bad_lane]):
+        while outcome == COMBINE_AWAITING or outcome == COMBINE_BAD_DESCRIPTOR:
             if outcome == COMBINE_BAD_DESCRIPTOR:
                 self._expel(index, (<WorkerLane> self._lanes[index]).bad_lane, (<WorkerLane> self._lanes[index]).damage)
             self._look_now_and_then(index)
@@ -423,7 +429,7 @@ cdef class Workers:
 
     cdef void _expel(self, int32_t index, int32_t bad, uint64_t damage) noexcept nogil:
         """Expel the owner of a lane, whose words must have been damaged."""
-        if damage >> 40 > self.checker.wounded_owner[bad]:
+        if not self.checker.is_wounded(bad, damage >> 40):
             self.checker.fail(b"expelled: worker %ld expels owner %ld of lane %ld, whose words nobody has damaged", index,
                               <int64_t> (damage >> 40), bad)
         self.arena._expel(bad, damage)
@@ -472,7 +478,7 @@ cdef class Workers:
     cdef void _leave(self, int32_t index) noexcept nogil:
         cdef life_t *me = &self.lives[index]
         cdef int32_t shard
-        self._promise(index, FPS_LEAVE)
+        self.checker.promise(index, (<WorkerLane> self._lanes[index]).words.tail, FPS_LEAVE)
         while not (<WorkerLane> self._lanes[index])._post(
                 FPS_LEAVE, (<WorkerLane> self._lanes[index]).steps, 0, (<WorkerLane> self._lanes[index])._newest(),
                 self.machine.clock(index), 1.0, 0.0, 0):
@@ -482,6 +488,8 @@ cdef class Workers:
         self.arena._move(index, FPS_LANE_LIVE, FPS_LANE_LEAVING)
         self._combine(index)
         while not self._others_are_done(index):
+            if self._is_out(index):
+                return
             self._look_now_and_then(index)
             self.machine.pause(IDLE_NS)
         self._pull(index, True)

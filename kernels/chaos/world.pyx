@@ -31,10 +31,7 @@ from fastps.kernels.update.fold cimport FPS_RULE_ADAGRAD, FPS_RULE_SGD
 from fastps.kernels.update.rows_h cimport FPS_ROWS_ADAGRAD, FPS_ROWS_SGD
 from fastps.kernels.protocol.reader_pins cimport ReaderPins
 from fastps.kernels.protocol.worker_lane cimport WorkerLane
-from fastps.kernels.chaos.invariants cimport ROW_FLOATS, SHARD_FLOATS, InvariantChecker
-
-cdef enum:
-    RING_SIZE = 8
+from fastps.kernels.chaos.invariants cimport RING_SIZE, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
 
 
 cdef class World:

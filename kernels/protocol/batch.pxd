@@ -40,7 +40,7 @@ cdef class Batch:
     cdef void count_arrival(self, int32_t earlier, int64_t after_ns) noexcept nogil
     cdef void forget_update(self) noexcept nogil
 
-    cdef bint _is_void(self, uint32_t lane, uint64_t position) noexcept nogil
+    cdef bint _is_void(self, uint32_t member, uint32_t lane, uint64_t position) noexcept nogil
     cdef bint _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil
     cdef void _end_update(self, const scheduler_t *state) noexcept nogil
     cdef void _write_outcome(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,

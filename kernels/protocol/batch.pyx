@@ -43,6 +43,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_descriptor,
     fps_folded_push,
     fps_lane_shard,
+    fps_member_generation,
     fps_member_state,
     fps_push_outcome,
     fps_statistics,
@@ -116,8 +117,7 @@ cdef class Batch:
                 descriptor = lane_descriptor(self.arena.lane(lane), self.arena.header.ring_size, position)
                 if state.policy.fold == FOLD_QUORUM and <int64_t> descriptor.read_version < state.version - 1:
                     continue  # dropped when it came, behind one that was kept
-                if (descriptor.kind != FPS_LEAVE and self.n_pushes < FPS_MAX_PUSHES
-                        and not self._take_push(state, lane, position, state.version - 1)):
+                if descriptor.kind != FPS_LEAVE and not self._take_push(state, lane, position, state.version - 1):
                     return False
             worker.cursor = end
             worker.relayed = 0
@@ -130,17 +130,21 @@ cdef class Batch:
     cdef bint _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil:
         """Add the push to the batch, and count its staleness: versions published between its read and `version`."""
         cdef worker_t *worker = &state_workers(state)[lane]
-        cdef const fps_descriptor *descriptor = lane_descriptor(
-            self.arena.lane(lane), self.arena.header.ring_size, position)
+        # A copy, because a word that is damaged after it was checked must not reach the fold.
+        cdef fps_descriptor descriptor = lane_descriptor(self.arena.lane(lane), self.arena.header.ring_size, position)[0]
         cdef uint32_t slot = descriptor.slot
         cdef uint64_t *versions
         cdef int64_t staleness
         cdef double scale = descriptor.scale, rate_scale = 1.0
-        if self._is_void(lane, position):
+        cdef uint32_t member = fps_state_acquire(&self.arena.lane(lane).state)
+        cdef bint is_damaged = slot >= self.arena.header.n_slots or descriptor.kind > FPS_NULL
+        # What is damaged of an earlier owner is not blamed on the present one. A fold takes no more pushes than its item holds.
+        if (self._is_void(member, lane, position) or self.n_pushes == FPS_MAX_PUSHES
+                or is_damaged and fps_member_generation(member) != <uint32_t> worker.generation):
             worker.dropped += 1
             self.drop(state, lane, position)
             return True
-        if slot >= self.arena.header.n_slots or descriptor.kind > FPS_NULL or self.n_pushes >= FPS_MAX_PUSHES:
+        if is_damaged:
             self.bad_lane = lane
             self.bad_what = FPS_DAMAGED_KIND if descriptor.kind > FPS_NULL else FPS_DAMAGED_SLOT
             self.bad_value = descriptor.kind if descriptor.kind > FPS_NULL else slot
@@ -163,17 +167,17 @@ cdef class Batch:
         elif state.policy.scale == SCALE_BATCH and worker.base_batch > 0:
             # R2SP, Algorithm 1, worker, line 5.
             rate_scale = <double> descriptor.samples / <double> worker.base_batch
-        self.fold.item.put(self.n_pushes, lane, descriptor, scale, rate_scale)
+        self.fold.item.put(self.n_pushes, lane, &descriptor, scale, rate_scale)
         self.samples += descriptor.samples
         self.weight += max(descriptor.weight, <uint32_t> 1)
         self.n_pushes += 1
         return True
 
-    cdef bint _is_void(self, uint32_t lane, uint64_t position) noexcept nogil:
+    cdef bint _is_void(self, uint32_t member, uint32_t lane, uint64_t position) noexcept nogil:
         """Whether the lane's owner that posted a descriptor was expelled: nothing of it is read."""
         if fps_mutant(FPS_MUTANT_READ_EXPELLED):
             return False
-        return (fps_member_state(fps_state_acquire(&self.arena.lane(lane).state)) == FPS_LANE_EXPELLED
+        return (fps_member_state(member) == FPS_LANE_EXPELLED
                 or position < <uint64_t> fps_counter_get(&self.arena.lane(lane).begins))
 
     # -- what is left out --------------------------------------------------------------------------

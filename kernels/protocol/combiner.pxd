@@ -51,4 +51,5 @@ cdef class Combiner:
     cdef int _bad_push(self) noexcept nogil
     cdef int _commit_once(self) noexcept nogil
     cdef int _next_event(self, scheduler_t *state) noexcept nogil
+    cdef int _take(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil
     cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil

@@ -315,25 +315,34 @@ cdef class Combiner:
     cdef int _next_event(self, scheduler_t *state) noexcept nogil:
         """Give the scheduler its earliest event. Returns its action, NOTHING or a negative outcome."""
         cdef uint32_t lane = 0
-        cdef fps_descriptor *earliest = self.lanes.earliest(state, &lane)
-        cdef worker_t *worker = &state_workers(state)[lane]
+        cdef fps_descriptor *earliest
+        cdef fps_descriptor posted
         cdef int64_t due_ns = scheduler_due(state)
+        while True:
+            earliest = self.lanes.earliest(state, &lane)
+            if due_ns != NEVER_NS and due_ns <= (self.now_ns if earliest == NULL else earliest.post_ns):
+                return scheduler_fire(state)
+            if earliest == NULL:
+                return self.lanes.next_change(state, self.now_ns)
+            posted = earliest[0]  # a copy: a word that is damaged after it was checked must not be followed
+            if self.lanes.check(state, lane, &posted) == COMBINE_DONE:
+                return self._take(state, lane, &posted)
+            if not self.lanes.close(state, lane):
+                return COMBINE_BAD_DESCRIPTOR
+
+    cdef int _take(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil:
+        """Give the scheduler what a descriptor says. Returns as `_next_event`."""
+        cdef worker_t *worker = &state_workers(state)[lane]
         cdef int action
-        if due_ns != NEVER_NS and due_ns <= (self.now_ns if earliest == NULL else earliest.post_ns):
-            return scheduler_fire(state)
-        if earliest == NULL:
-            return self.lanes.next_change(state, self.now_ns)
-        if self.lanes.check(state, lane, earliest) != COMBINE_DONE:
-            return COMBINE_BAD_DESCRIPTOR
         worker.consumed += 1
         state_mark_dirty(state, lane)
-        if earliest.kind == FPS_LEAVE:
-            action = scheduler_leave(state, lane, earliest.post_ns)
+        if descriptor.kind == FPS_LEAVE:
+            action = scheduler_leave(state, lane, descriptor.post_ns)
             worker.said_leave = 1
             if worker.cursor + 1 == worker.consumed:
                 worker.cursor = worker.consumed  # nothing of this worker is kept for a fold
             return action
-        action = self._receive(state, lane, earliest)
+        action = self._receive(state, lane, descriptor)
         if action == ACTION_FOLD:
             if not self.batch.take_single(state, lane, worker.consumed - 1, state.version - 1):
                 return self._bad_push()

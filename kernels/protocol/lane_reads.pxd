@@ -23,12 +23,16 @@ cdef class LaneReads:
     cdef uint64_t *begins       # descriptors below are of owners that were expelled
     cdef uint32_t *members
     cdef int64_t *first_clocks  # where a worker joins: the clock at which the first shard admitted it, or -1
+    cdef char *closed           # whether what an earlier owner posted is damaged, and not read in this commit
 
     cdef void read(self) noexcept nogil
     cdef fps_descriptor *earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil
     cdef int bad(self, uint32_t lane, uint64_t what, uint64_t found) noexcept nogil
     cdef int check(self, const scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil
+    cdef bint close(self, const scheduler_t *state, uint32_t lane) noexcept nogil
     cdef int next_change(self, scheduler_t *state, int64_t now_ns) noexcept nogil
-    cdef int _retire(self, scheduler_t *state, uint32_t lane, int64_t now_ns) noexcept nogil
+    cdef bint _has_heir(self, const scheduler_t *state, uint32_t lane) noexcept nogil
+    cdef bint _move_on(self, scheduler_t *state, uint32_t lane) noexcept nogil
+    cdef int64_t _pushes_in(self, uint32_t lane, uint64_t first, uint64_t end) noexcept nogil
     cdef int64_t _clock_for(self, const scheduler_t *state, uint32_t lane) noexcept nogil
     cdef int64_t _first_clock(self, uint32_t lane) noexcept nogil

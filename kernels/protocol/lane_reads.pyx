@@ -1,7 +1,8 @@
 """The lanes as the combiner of a shard reads them at the begin of a commit: what is posted, and which workers come and go.
 
 A descriptor is checked before the scheduler hears of it. A lane whose words no worker can have written is named, and its owner
-can then be expelled: nothing of it is read any more.
+can then be expelled: nothing of it is read any more. Damage in what an earlier owner posted is not blamed on the present one:
+what is left of the earlier one is dropped.
 """
 
 cimport cython
@@ -19,7 +20,14 @@ from fastps.kernels.base.failpoints cimport FPS_MUTANT_FIRST_CLOCK, fps_mutant
 from fastps.kernels.protocol.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_DONE
 from fastps.kernels.protocol.ring cimport lane_descriptor
 from fastps.kernels.scheduling.decisions cimport ACTION_NONE, scheduler_join, scheduler_leave
-from fastps.kernels.scheduling.state cimport GRANT_BOUNDED, scheduler_t, state_slowest_clock, state_workers, worker_t
+from fastps.kernels.scheduling.state cimport (
+    GRANT_BOUNDED,
+    scheduler_t,
+    state_mark_dirty,
+    state_slowest_clock,
+    state_workers,
+    worker_t,
+)
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
     FPS_DAMAGED_KIND,
@@ -53,7 +61,8 @@ cdef class LaneReads:
         self.begins = <uint64_t *> calloc(lanes, sizeof(uint64_t))
         self.members = <uint32_t *> calloc(lanes, sizeof(uint32_t))
         self.first_clocks = <int64_t *> calloc(lanes, sizeof(int64_t))
-        if not self.tails or not self.heads or not self.begins or not self.members or not self.first_clocks:
+        self.closed = <char *> calloc(lanes, sizeof(char))
+        if not (self.tails and self.heads and self.begins and self.members and self.first_clocks and self.closed):
             raise MemoryError()
 
     def __dealloc__(self):
@@ -62,6 +71,7 @@ cdef class LaneReads:
         free(self.begins)
         free(self.members)
         free(self.first_clocks)
+        free(self.closed)
 
     cdef void read(self) noexcept nogil:
         """Read every lane, at the begin of a commit."""
@@ -80,6 +90,7 @@ cdef class LaneReads:
             self.begins[index] = <uint64_t> fps_counter_get(&self.arena.lane(index).begins)
             if fps_member_state(self.members[index]) == FPS_LANE_EXPELLED:
                 self.begins[index] = UINT64_MAX
+            self.closed[index] = False
 
     cdef fps_descriptor *earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil:
         """The earliest descriptor not seen yet, or NULL; of equal times that of the lowest lane."""
@@ -88,7 +99,7 @@ cdef class LaneReads:
         cdef fps_descriptor *earliest = NULL
         cdef uint32_t index
         for index in range(self.arena.header.n_lanes):
-            if self.begins[index] <= <uint64_t> workers[index].consumed < self.tails[index]:
+            if self.begins[index] <= <uint64_t> workers[index].consumed < self.tails[index] and not self.closed[index]:
                 descriptor = lane_descriptor(self.arena.lane(index), self.arena.header.ring_size, workers[index].consumed)
                 if earliest == NULL or descriptor.post_ns < earliest.post_ns:
                     earliest = descriptor
@@ -116,6 +127,21 @@ cdef class LaneReads:
             return self.bad(lane, FPS_DAMAGED_TURN, descriptor.step)
         return COMBINE_DONE
 
+    cdef bint close(self, const scheduler_t *state, uint32_t lane) noexcept nogil:
+        """Read no more of a lane in this commit, if what `check` found damaged was posted by an owner before the present one.
+
+        Not for a count of posts that the ring cannot hold: each owner begins with a count that is right.
+        """
+        cdef uint64_t cursor = state_workers(state)[lane].cursor
+        if not self._has_heir(state, lane) or self.tails[lane] - cursor > self.arena.header.ring_size:
+            return False
+        self.closed[lane] = True
+        return True
+
+    cdef bint _has_heir(self, const scheduler_t *state, uint32_t lane) noexcept nogil:
+        """Whether this shard has not admitted the lane's owner. It has posted nothing then: it waits for all shards."""
+        return state_workers(state)[lane].generation != <int32_t> fps_member_generation(self.members[lane])
+
     # -- who leaves and who joins --------------------------------------------------------------------
 
     cdef int next_change(self, scheduler_t *state, int64_t now_ns) noexcept nogil:
@@ -131,28 +157,45 @@ cdef class LaneReads:
             worker = &state_workers(state)[lane]
             if self.begins[lane] <= <uint64_t> worker.consumed and self.tails[lane] < <uint64_t> worker.consumed:
                 return self.bad(lane, FPS_DAMAGED_RING, self.tails[lane])
-            if worker.live and (member == FPS_LANE_DEAD or member == FPS_LANE_EXPELLED or member == FPS_LANE_JOINING
-                                and worker.generation != <int32_t> fps_member_generation(self.members[lane])):
-                return self._retire(state, lane, now_ns)
+            if worker.live and (member == FPS_LANE_DEAD or member == FPS_LANE_EXPELLED or self._has_heir(state, lane)):
+                return scheduler_leave(state, lane, now_ns)
         for lane in range(self.arena.header.n_lanes):
             worker = &state_workers(state)[lane]
             # The slots still hold what the lane's last owner pushed and what is kept for a fold.
-            if (fps_member_state(self.members[lane]) == FPS_LANE_JOINING and not worker.live
-                    and worker.cursor == worker.consumed and (self.shard == 0 or self.first_clocks[lane] >= 0)):
-                if <uint64_t> worker.consumed < self.begins[lane]:
-                    worker.consumed = worker.cursor = self.begins[lane]
+            if worker.live or worker.cursor != worker.consumed:
+                continue
+            if self._move_on(state, lane):
+                return ACTION_NONE
+            if (fps_member_state(self.members[lane]) == FPS_LANE_JOINING and self._has_heir(state, lane)
+                    and (self.shard == 0 or self.first_clocks[lane] >= 0)):
                 scheduler_join(state, lane, now_ns, self._clock_for(state, lane))
                 worker.generation = fps_member_generation(self.members[lane])
                 return ACTION_NONE
         return NOTHING
 
-    cdef int _retire(self, scheduler_t *state, uint32_t lane, int64_t now_ns) noexcept nogil:
-        """Retire a worker that died or was expelled. What an expelled one posted and is not decided counts as dropped."""
+    cdef bint _move_on(self, scheduler_t *state, uint32_t lane) noexcept nogil:
+        """Drop what is left of a lane's earlier owner, or of one that was expelled, and count it. False if there is nothing.
+
+        Where the count of posts is damaged, nobody knows where they end, and nothing is counted.
+        """
         cdef worker_t *worker = &state_workers(state)[lane]
-        cdef uint64_t left = self.tails[lane] - worker.consumed
-        if <uint64_t> worker.consumed < self.begins[lane] and left <= self.arena.header.ring_size:
-            worker.dropped += left
-        return scheduler_leave(state, lane, now_ns)
+        cdef bint is_expelled = self.begins[lane] == UINT64_MAX
+        cdef uint64_t end = self.tails[lane] if is_expelled or self.closed[lane] else self.begins[lane]
+        if end <= <uint64_t> worker.consumed or (is_expelled and not self.arena._is_count_right(lane, end)):
+            return False
+        if end != <uint64_t> fps_counter_get(&self.arena.lane(lane).miscounted):
+            worker.dropped += self._pushes_in(lane, worker.consumed, end)
+        worker.consumed = worker.cursor = end
+        state_mark_dirty(state, lane)
+        return True
+
+    cdef int64_t _pushes_in(self, uint32_t lane, uint64_t first, uint64_t end) noexcept nogil:
+        """Descriptors of a lane from `first` to `end` that are no LEAVE."""
+        cdef uint64_t position
+        cdef int64_t count = 0
+        for position in range(first, min(end, first + self.arena.header.ring_size)):
+            count += lane_descriptor(self.arena.lane(lane), self.arena.header.ring_size, position).kind != FPS_LEAVE
+        return count
 
     cdef int64_t _clock_for(self, const scheduler_t *state, uint32_t lane) noexcept nogil:
         """The clock at which this shard admits a lane's owner; -1: that of the slowest worker, in this shard.

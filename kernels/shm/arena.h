@@ -97,8 +97,9 @@ typedef struct {
     int64_t process_id; /* for messages only: death is told by a pidfd, never by this number */
     int64_t first_core, cores; /* those that its worker may run on: their lowest number, and how many; a hint for speed */
     int64_t begins; /* descriptors below were posted by owners that were expelled; written before state becomes JOINING */
+    int64_t miscounted; /* the `begins` that was written because the count of posts was damaged: nobody knows where these end */
     int64_t damage; /* fps_damage_pack; written before state becomes EXPELLED */
-    uint8_t pad_state[16];
+    uint8_t pad_state[8];
     /* Counters of the worker, for observers. */
     int64_t steps, wait_ns, compute_ns, loss_bits, samples, stale_blocks, push_ns, reserved;
     char message[FPS_MESSAGE_BYTES]; /* why it failed; written before state becomes FAILED */

@@ -17,6 +17,8 @@ cdef class Arena(ArenaCounters):
     cdef void _move(self, uint32_t lane, uint32_t seen, uint32_t state) noexcept nogil
     cdef bint _end(self, uint32_t lane, uint32_t generation, uint32_t state) noexcept nogil
     cdef bint _expel(self, uint32_t lane, uint64_t damage) noexcept nogil
-    cdef void _begin_again(self, uint32_t lane) noexcept nogil
+    cdef bint _is_count_right(self, uint32_t lane, uint64_t tail) noexcept nogil
+    cdef uint64_t _decided(self, uint32_t lane) noexcept nogil
+    cdef void _begin_ring(self, uint32_t lane, bint was_expelled) noexcept nogil
     cdef bint _mark_dead(self, uint32_t lane, uint32_t generation) noexcept nogil
     cdef worker_t *_committed(self, uint32_t lane, uint32_t shard) noexcept nogil

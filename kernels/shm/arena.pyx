@@ -1,6 +1,6 @@
 """The arena's control words: which process has which lane, what is committed, which lane copies a version, what was counted."""
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport UINT64_MAX, int64_t, uint32_t, uint64_t
 from libc.string cimport strncpy
 
 from fastps.kernels.base.atomics cimport (
@@ -10,6 +10,7 @@ from fastps.kernels.base.atomics cimport (
     fps_drawn_add,
     fps_drawn_load,
     fps_grant_acquire,
+    fps_head_acquire,
     fps_help_set,
     fps_pin_exchange,
     fps_pin_load,
@@ -161,30 +162,52 @@ cdef class Arena(ArenaCounters):
         FPS_FAILPOINT()
         words.process_id = process_id
         words.message[0] = 0
-        if fps_member_state(member) == FPS_LANE_EXPELLED:
-            self._begin_again(lane)
         generation = (fps_member_generation(member) + 1) & 0xffffff
-        while not fps_state_change(&words.state, member, fps_member_pack(generation, FPS_LANE_JOINING)):
-            # A peer may mark the last owner dead meanwhile; that is no other owner.
+        while True:
+            self._begin_ring(lane, fps_member_state(member) == FPS_LANE_EXPELLED)
+            if fps_state_change(&words.state, member, fps_member_pack(generation, FPS_LANE_JOINING)):
+                return generation
+            # A peer may mark the last owner dead meanwhile, or expel it; that is no other owner.
             member = fps_state_acquire(&words.state)
             if (fps_member_generation(member) + 1) & 0xffffff != generation:
                 return -1
-        return generation
 
-    cdef void _begin_again(self, uint32_t lane) noexcept nogil:
-        """Repair the ring of a lane whose last owner was expelled, and has ended: all that was posted lies before it.
+    cdef void _begin_ring(self, uint32_t lane, bint was_expelled) noexcept nogil:
+        """Let the next owner of a lane, whose last one has ended, begin with a count of posts that is right.
 
-        No shard has decided more than the ring can hold beyond what is committed.
+        Behind an owner that was expelled, or whose count is damaged, `begins` lies: what is not decided below is not read.
         """
         cdef fps_lane *words = self.lane(lane)
-        cdef uint64_t begins = 0, tail = fps_tail_acquire(&words.tail)
+        cdef uint64_t tail = fps_tail_acquire(&words.tail)
+        if fps_mutant(FPS_MUTANT_FORGET_RING):
+            return
+        if self._is_count_right(lane, tail):
+            if was_expelled:
+                fps_counter_set(&words.begins, <int64_t> tail)
+            return
+        # No shard has decided more than the ring can hold beyond what is committed. The count first: if this process dies in
+        # between, the lane is still found damaged, and its next owner comes here again.
+        tail = self._decided(lane) + self.header.ring_size + 1
+        fps_tail_release(&words.tail, tail)
+        fps_counter_set(&words.miscounted, <int64_t> tail)
+        fps_counter_set(&words.begins, <int64_t> tail)
+
+    cdef bint _is_count_right(self, uint32_t lane, uint64_t tail) noexcept nogil:
+        """Whether a worker can have posted so many descriptors: all that are decided, and no more than its ring holds."""
+        cdef uint64_t done = UINT64_MAX
         cdef uint32_t shard
         for shard in range(self.header.n_shards):
-            begins = max(begins, <uint64_t> self._committed(lane, shard).consumed)
-        if not fps_mutant(FPS_MUTANT_FORGET_RING):
-            begins = tail if tail >= begins and tail - begins <= self.header.ring_size else begins + self.header.ring_size
-            fps_tail_release(&words.tail, begins)
-        fps_counter_set(&words.begins, <int64_t> begins)
+            done = min(done, fps_head_acquire(&self.lane_shard(lane, shard).head))
+        return self._decided(lane) <= tail and tail - max(
+            done, <uint64_t> fps_counter_get(&self.lane(lane).begins)) <= self.header.ring_size
+
+    cdef uint64_t _decided(self, uint32_t lane) noexcept nogil:
+        """Descriptors of a lane that a shard has decided, or that lie before the first of its present owner."""
+        cdef uint64_t decided = <uint64_t> fps_counter_get(&self.lane(lane).begins)
+        cdef uint32_t shard
+        for shard in range(self.header.n_shards):
+            decided = max(decided, <uint64_t> self._committed(lane, shard).consumed)
+        return decided
 
     def expel(self, uint32_t lane, uint64_t damage):
         """Expel a lane's owner, because of the `damage` that a combiner found: what it posted is not read any more.

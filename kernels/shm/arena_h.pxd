@@ -52,6 +52,7 @@ cdef extern from "shm/arena.h" nogil:
         int64_t first_core
         int64_t cores
         int64_t begins
+        int64_t miscounted
         int64_t damage
         int64_t steps
         int64_t wait_ns

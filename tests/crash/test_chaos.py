@@ -32,21 +32,21 @@ FOUND_WITHIN = {
     "forget-confirm": 500,
     "forget-left": 2_000,
     "heads-back": 3_000,
+    "forget-ring": 50,
+    "read-expelled": 300,
 }
 # Seeds whose processes are readers, too, and what is found.
 FOUND_BY_READERS = {
     "forget-readers": (50, "torn read: reader"),
     "forget-wanted": (50, "missed wake: reader"),
-    "look-first": (2_600, "missed wake: reader"),
-    "event-late": (12_000, "missed wake: reader"),
+    "look-first": (1_000, "missed wake: reader"),
+    "event-late": (3_000, "missed wake: reader"),
 }
 RARELY_FOUND_BY_READERS = ("event-late",)  # a commit between two words that a reader touches one after the other
 # A case of its own: tests/crash/test_stop_at_every_store.py.
 FOUND_ELSEWHERE = ("back-early",)
-# Need damaged lanes (World.run(wounds=)), which are not played yet: 14 of 1,000 such seeds have violations that are open.
-NOT_PLAYED = ("forget-ring", "read-expelled")
 RARELY_FOUND_WITHIN = {
-    "one-count": 15_000,  # needs a joiner whose shards are apart
+    "one-count": 3_000,  # needs a joiner whose shards are apart
     "break-at-once": 30_000,  # needs a dead combiner, a stopped helper, and a push in between
     "first-clock": 15_000,  # needs a fold in another shard between the first shard's admission of a joiner and its own
 }
@@ -120,10 +120,11 @@ def test_seeds_draw_every_discipline_and_every_number_of_crashes() -> None:
     assert {plan.spec for plan in plans} == set(chaos_worlds.SPECS)
     assert {plan.measures["crashes"] for plan in plans} == {0, 1, 2, 3, 4}
     assert {plan.measures["helpers"] > 0 for plan in plans} == {True, False}
+    assert {plan.measures["wounds"] for plan in plans} == {0, 1, 4}
 
 
 def test_all_mutants_are_looked_for() -> None:
-    assert set(hooks.MUTANTS) == {*FOUND_WITHIN, *FOUND_BY_READERS, *FOUND_ELSEWHERE, *RARELY_FOUND_WITHIN, *NOT_PLAYED}
+    assert set(hooks.MUTANTS) == {*FOUND_WITHIN, *FOUND_BY_READERS, *FOUND_ELSEWHERE, *RARELY_FOUND_WITHIN}
 
 
 @pytest.mark.parametrize("mutant", FOUND_WITHIN)
@@ -132,6 +133,19 @@ def test_a_mutant_is_found(mutant: str) -> None:
     assert len(findings.violations) == 1, f"{hooks.MUTANTS[mutant]}: not found in {findings.seeds} seeds"
     replayed = chaos.simulate(findings.violations[0]["seed"], 1, mutant=mutant)
     assert replayed.violations == findings.violations
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_innocent_worker_pays_for_damaged_lanes_whatever_else_happens() -> None:
+    """Play seeds that all damage up to four lanes: while their workers push, join, leave and wait, and after their deaths."""
+    world, damaged = World(), 0
+    for seed in range(20_000):
+        plan = chaos_worlds.plan_of(seed)
+        outcome = world.run(seed, **{**plan.measures, "wounds": 4})
+        assert outcome["violation"] is None, f"seed {seed}, {plan.spec}: {outcome['violation']}"
+        damaged += outcome["damaged_lanes"]
+    assert damaged > 10_000
 
 
 @pytest.mark.slow

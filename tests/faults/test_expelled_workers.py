@@ -4,8 +4,7 @@ Each case damages a real word of a real arena between two calls.
 """
 
 import logging
-import struct
-from collections.abc import Callable
+import time
 
 import numpy as np
 import pytest
@@ -13,9 +12,8 @@ import pytest
 import fastps
 from fastps.kernels.protocol.lane import KIND_PUSH
 from fastps.kernels.shm.arena import LANE_EXPELLED, LANE_LIVE
-from fastps.kernels.shm.offsets import OFFSETS, SIZES
-from tests.fuzz.places import header_of
 from tests.support import processes
+from tests.support.damaged_lanes import DAMAGES, LaneWords
 
 WEIGHTS = {"w": np.ones(8, np.float32), "v": np.ones(8, np.float32)}
 ONES = {"w": np.ones(8, np.float32), "v": np.ones(8, np.float32)}
@@ -35,52 +33,15 @@ SPECS = [
 BAD = 1
 
 
-class Damage:
-    """Words of lane BAD of a store."""
-
-    def __init__(self, store: fastps.Store) -> None:
-        header = header_of(store.memory)
-        self.memory = store.memory
-        self.lane = header.lanes_offset + BAD * header.lane_bytes
-        self.ring_size = header.ring_size
-
-    def _tail(self) -> int:
-        return int(struct.unpack_from("<Q", self.memory, self.lane + OFFSETS["lane.tail"])[0])
-
-    def _last(self, word: str, value: int) -> None:
-        place = self.lane + SIZES["lane"] + (self._tail() - 1) % self.ring_size * SIZES["descriptor"]
-        struct.pack_into("<I", self.memory, place + OFFSETS[f"descriptor.{word}"], value)
-
-    def kind(self) -> None:
-        self._last("kind", 99)
-
-    def slot(self) -> None:
-        self._last("slot", 1 << 30)
-
-    def far_tail(self) -> None:
-        struct.pack_into("<Q", self.memory, self.lane + OFFSETS["lane.tail"], self._tail() ^ 1 << 40)
-
-    def lower_tail(self) -> None:
-        struct.pack_into("<Q", self.memory, self.lane + OFFSETS["lane.tail"], 0)
-
-
-# What is damaged, whether the worker has posted a push that is not decided then, and what its error says.
-DAMAGES: dict[str, tuple[Callable[[Damage], None], bool, str]] = {
-    "kind": (Damage.kind, True, "a descriptor of kind 99"),
-    "slot": (Damage.slot, True, f"a descriptor of slot {1 << 30}"),
-    "far tail": (Damage.far_tail, True, "a count of posted descriptors that its ring cannot hold"),
-    "lower tail": (Damage.lower_tail, False, "a count of posted descriptors that its ring cannot hold"),
-}
-
-
 def _store(sync: str, policy: str = "continue") -> fastps.Store:
     return fastps.Store.create(WEIGHTS, fastps.SGD(lr=1 / 64), sync=sync, workers=3, on_worker_loss=policy, timeout_s=20.0)
 
 
 def _step_all(workers: list[fastps.Worker], rounds: int) -> None:
-    """Each worker makes its steps as the discipline lets it: nobody waits in a call."""
+    """Each worker makes its steps as the discipline lets it: nobody waits in a call. R2SP grants by times."""
     left = {worker.rank: rounds for worker in workers}
-    for _ in range(400 * rounds):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
         for worker in workers:
             if worker.lane.awaits and not worker.lane.advance(worker.store.clock.now_ns(), worker._goes_on_at_once):
                 worker.try_combine()
@@ -112,7 +73,7 @@ def test_a_worker_whose_words_are_damaged_is_expelled_by_name_and_the_others_go_
         before = store.arena.counters(BAD)
         if has_posted:
             assert bad.lane.post(KIND_PUSH, bad.steps, bad.slot, bad.version, store.clock.now_ns())
-        damage(Damage(store))
+        damage(LaneWords(store.memory, BAD))
         with caplog.at_level(logging.WARNING):
             for worker in good:
                 worker.try_combine()
@@ -153,7 +114,7 @@ def test_where_the_job_may_not_go_on_without_a_worker_it_ends_with_an_error_that
             workers[0].try_combine()
         if has_posted:
             assert workers[BAD].lane.post(KIND_PUSH, 2, workers[BAD].slot, 0, store.clock.now_ns())
-        damage(Damage(store))
+        damage(LaneWords(store.memory, BAD))
         for rank in (0, 2):
             with pytest.raises(fastps.ProtocolError, match=f"worker {BAD} posted a push that it had no right to post"):
                 workers[rank].try_combine()
@@ -173,7 +134,7 @@ def test_another_worker_takes_the_place_of_one_that_was_expelled_and_has_ended(s
             workers[0].try_combine()
         if has_posted:
             assert workers[BAD].lane.post(KIND_PUSH, 2, workers[BAD].slot, 0, store.clock.now_ns())
-        damage(Damage(store))
+        damage(LaneWords(store.memory, BAD))
         workers[0].try_combine()
         workers[BAD].close("it was expelled")
         _step_all([workers[0], workers[2]], 1)
@@ -188,6 +149,35 @@ def test_another_worker_takes_the_place_of_one_that_was_expelled_and_has_ended(s
             worker.close()
         after = store.arena.counters(BAD)
         assert after["folded"] - before["folded"] == 4 * store.arena.shards
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.parametrize("sync", ["asp", "bsp", "ssp:1,shards=2"])
+def test_a_worker_does_not_pay_for_the_damaged_words_of_the_one_before_it(sync: str, what: str) -> None:
+    """The first worker ends with a push that nobody has looked at, and its lane's words are damaged."""
+    damage, has_posted, _ = DAMAGES[what]
+    with _store(sync) as store:
+        workers = [store.attach(rank) for rank in range(3)]
+        _step_all(workers, 2)
+        while workers[BAD].lane.awaits and not workers[BAD].lane.advance(store.clock.now_ns(), True):
+            workers[0].try_combine()
+        if has_posted:
+            assert workers[BAD].lane.post(KIND_PUSH, 2, workers[BAD].slot, 0, store.clock.now_ns())
+        damage(LaneWords(store.memory, BAD))
+        workers[BAD].lane.hand_over(True)  # it ends at once, and does not combine before
+        workers[BAD].close("its process fails")
+        again = store.attach(BAD)
+        assert again.generation == 1 and store.arena.lane_state(BAD) == LANE_LIVE
+        before = store.arena.counters(BAD)
+        assert before["done"] == before["posted"], "nobody waits for what the first one has left"
+        _step_all([workers[0], again, workers[2]], 4)
+        for worker in (workers[0], again, workers[2]):
+            worker._leave()
+        for worker in (workers[0], again, workers[2]):
+            worker.wait_for_others()
+            worker.close()
+        assert store.arena.counters(BAD)["folded"] - before["folded"] == 4 * store.arena.shards
+        assert [store.arena.counters(rank)["folded"] for rank in (0, 2)] == [6 * store.arena.shards] * 2
 
 
 def test_a_worker_in_a_wait_that_is_expelled_ends_with_an_error_that_says_so() -> None:
@@ -207,7 +197,7 @@ def test_a_worker_in_a_wait_that_is_expelled_ends_with_an_error_that_says_so() -
         while store.arena.counters(BAD)["posted"] == 0:
             pass
         store.clock.sleep_ns(20_000_000)
-        Damage(store).slot()  # of its push, which waits for the others'
+        DAMAGES["slot"][0](LaneWords(store.memory, BAD))  # of its push, which waits for the others'
         _step_all(good, 3)
         processes.finish([child], 20)
         assert "was expelled" in str(child.outcome) and f"slot {1 << 30}" in str(child.outcome)

@@ -23,6 +23,7 @@ from fastps.kernels.shm.arena import ABI, LANE_DEAD, LANE_LIVE, Arena
 from fastps.membership import rendezvous
 from fastps.system.shared_memory import _oom_kills_of, available_bytes
 from tests.support import processes
+from tests.support.damaged_lanes import DAMAGES, LaneWords
 
 W = {"w": np.ones(12, np.float32)}
 ONES = {"w": np.ones(12, np.float32)}
@@ -380,6 +381,18 @@ def test_case_23_an_index_out_of_bounds_is_named_and_never_followed(kind: int, s
     with pytest.raises(fastps.ProtocolError, match="worker 1 posted a push that it had no right to post"):
         with _store(2, on_worker_loss="stop") as store, store.attach(0) as worker, store.attach(1) as other:
             other.lane.post(kind, 0, slot, 0, 1)
+            worker.step(ONES)
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_case_23_a_lane_with_damaged_words_is_named_by_the_worker_that_combines(what: str) -> None:
+    """Under "continue", and together with deaths and joins: test_expelled_workers.py, kernels/protocol/test_lane_reads.py."""
+    with pytest.raises(fastps.ProtocolError, match="worker 1 posted a push that it had no right to post"):
+        with _store(2, on_worker_loss="stop") as store, store.attach(0) as worker, store.attach(1) as other:
+            other.step(ONES)
+            if DAMAGES[what][1]:
+                assert other.lane.post(turn.KIND_PUSH, other.steps, other.slot, 0, store.clock.now_ns())
+            DAMAGES[what][0](LaneWords(store.memory, 1))
             worker.step(ONES)
 
 
