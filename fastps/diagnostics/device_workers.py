@@ -1,12 +1,13 @@
 """A worker of a simulated job on devices: a script of the actions of its life, on a device of which a call can be left out.
 
 Gradients appear shard by shard, from the last to the first, and are marked as a hook of backward marks them, or not; some
-change after that; some pushes turn out to be null.
+change after that; some pushes turn out to be null. The worlds of this package
+give it what it asks for.
 """
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,6 @@ from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.update import fold
 from fastps.store.presence import presence_of
-
-if TYPE_CHECKING:
-    from fastps.diagnostics.device_worlds import World
 
 POST_FIRST, RELEASE_FIRST = "post before the record", "release before the record"
 FORGET_NOTHING, ONE_SIDE = "forget no changed gradients", "copy over what is shown"
@@ -46,7 +44,7 @@ class ViolationError(Exception):
 class WatchedDevice(SteppedDevice):
     """A device of a world that leaves out one kind of call."""
 
-    def __init__(self, node: SteppedNode, process: int, identity: str, world: "World") -> None:
+    def __init__(self, node: SteppedNode, process: int, identity: str, world: Any) -> None:
         super().__init__(node, process, identity)
         self._world = world
 
@@ -74,7 +72,7 @@ class WatchedDevice(SteppedDevice):
 class Worker:
     """One worker of a world: its process's device, lane and arena, and what it has read."""
 
-    def __init__(self, world: "World", rank: int, gpu: str, generation: int = 0) -> None:
+    def __init__(self, world: Any, rank: int, gpu: str, generation: int = 0) -> None:
         """`generation`: how many workers had this lane before."""
         self.world, self.rank, self.generation = world, rank, generation
         self.process = rank + generation * GENERATION
