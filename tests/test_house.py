@@ -63,6 +63,7 @@ MODULES = {
     "fastps/device/regions": "tests/device/test_device.py",
     "fastps/device/store": "tests/device/test_device.py",
     "fastps/device/work_items": "tests/device/test_several_devices.py",
+    "fastps/diagnostics/device_workers": "tests/diagnostics/test_device_chaos.py",
     "fastps/diagnostics/chaos_worlds": "tests/crash/test_chaos.py",
     "fastps/cli/links_report": "tests/diagnostics/test_links.py",
     "fastps/diagnostics/finding": "tests/diagnostics/test_doctor.py",

@@ -23,16 +23,19 @@ SLOW_S = 0.12
 
 def layout_of(sync: str, workers: int, owner_lanes: tuple[int, ...] = (0,), **options: Any) -> Layout:
     rows = [(f"p{number}", (SIZE,), (1,), 0) for number in range(len(owner_lanes))]
+    options.setdefault("faults", FaultPolicy(nonfinite="allow"))
     layout = Layout(place(rows, 1), 1, fastps.SGD(lr=1.0).rule, parse_policy(sync), workers, **options)
     layout = layout.with_shards(len(owner_lanes)) if len(owner_lanes) > 1 else layout
     return replace(layout, owner_lanes=owner_lanes, extra_bytes=handle_table_bytes(len(owner_lanes)))
 
 
-def test_who_waits_is_a_matter_of_the_fold_and_of_going_on() -> None:
+def test_who_waits_is_a_matter_of_the_fold_of_going_on_and_of_the_check() -> None:
     specs = ["bsp", "hardsync:64", "policy:fold=all,grant=next-version,scale=mean"]
     specs += ["asp", "ssp:2", "dssp:1,4", "backup:1", "psp:2,0.5", "softsync:2", "r2sp:0.8"]
     assert [waits_before_posting(layout_of(spec, 4)) for spec in specs] == [False] * 3 + [True] * 7
-    assert waits_before_posting(layout_of("bsp", 4, faults=FaultPolicy(on_worker_loss="continue"), server="process"))
+    continues = FaultPolicy(on_worker_loss="continue", nonfinite="allow")
+    assert waits_before_posting(layout_of("bsp", 4, faults=continues, server="process"))
+    assert all(waits_before_posting(layout_of("bsp", 4, faults=FaultPolicy(nonfinite=each))) for each in ("reject", "raise"))
 
 
 class Outcome(NamedTuple):
