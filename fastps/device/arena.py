@@ -69,6 +69,8 @@ class DeviceArena(DeviceMemory):
             device.record(event, device.compute_stream())  # so that no stream waits for an event without a record
         self.marked: set[int] = set()
         self._opened: dict[tuple[int, str, int], Event] = {}
+        self._with_events: set[int] = set()  # the lanes that have shown their handles
+        self._reached: dict[int, bool] = {}  # by shard: whether this lane's device reaches the home
         self._shapes = [self._shape_of(shard) for shard in range(len(self._regions))]
         self._tiles: dict[int, tuple[int, int]] = {}  # by shard: address and number of tiles
         self._queues: dict[int, _FoldQueue] = {}
@@ -163,8 +165,11 @@ class DeviceArena(DeviceMemory):
 
     def is_sent(self, shard: int) -> bool:
         """Whether the shard's home does not reach this lane's slots, and finds its gradients in host memory."""
-        is_far = self._rank in self._slot_copies and self._regions[shard].floats > 0
-        return is_far and not self._device.can_reach(self._identity(self.owner_lanes[shard]).decode())
+        if self._rank not in self._slot_copies or not self._regions[shard].floats:
+            return False
+        if shard not in self._reached:
+            self._reached[shard] = self._device.can_reach(self._identity(self.owner_lanes[shard]).decode())
+        return not self._reached[shard]
 
     def _send(self, shard: int, slot: int, stream: Stream) -> None:
         """Queue the copy of a shard's gradients to host memory, if its home needs it."""
@@ -246,7 +251,9 @@ class DeviceArena(DeviceMemory):
                 continue
             if self._layout.faults.continues and lane < self._layout.lanes:
                 continue  # a worker, which does not fold, and whose events may never come
-            if self.handle_table(lane)["ready"] >= SHOWN:  # else the lane has posted no push yet
+            if lane not in self._with_events and self.handle_table(lane)["ready"] >= SHOWN:
+                self._with_events.add(lane)
+            if lane in self._with_events:  # else the lane has posted no push yet
                 yield lane
 
     def _event(self, lane: int, name: str, shard: int = 0) -> Event:
