@@ -76,6 +76,8 @@ class DeviceArena(DeviceMemory):
             device.record(event, device.compute_stream())  # so that no stream waits for an event without a record
         self.marked: set[int] = set()
         self._opened: dict[tuple[int, str, int], Event] = {}
+        self._with_events: set[int] = set()  # the lanes that have shown their handles
+        self._reached: dict[int, bool] = {}  # by shard: whether this lane's device reaches the home
         self._shapes = [self._shape_of(shard) for shard in range(len(self._regions))]
         self._tiles: dict[int, tuple[int, int]] = {}  # by shard: address and number of tiles
         self._queues: dict[int, _FoldQueue] = {}
@@ -182,8 +184,11 @@ class DeviceArena(DeviceMemory):
 
     def is_sent(self, shard: int) -> bool:
         """Whether the shard's home does not reach this lane's slots, and finds its gradients in host memory."""
-        is_far = self._slot_owners[self._rank] in self._slot_copies and self._regions[shard].floats > 0
-        return is_far and not self._device.can_reach(self._identity(self.owner_lanes[shard]).decode())
+        if self._slot_owners[self._rank] not in self._slot_copies or not self._regions[shard].floats:
+            return False
+        if shard not in self._reached:
+            self._reached[shard] = self._device.can_reach(self._identity(self.owner_lanes[shard]).decode())
+        return not self._reached[shard]
 
     def _send(self, shard: int, slot: int, stream: Stream) -> None:
         """Queue the copy of a shard's gradients to host memory, if its home needs it."""
@@ -292,7 +297,9 @@ class DeviceArena(DeviceMemory):
             if self._layout.faults.continues and lane < self._layout.lanes:
                 continue  # a worker, which does not fold, and whose events may never come
             for owner in owners_at(self._layout, lane):
-                if self.handle_table(owner)["ready"] >= SHOWN:  # else the lane has posted no push yet
+                if owner not in self._with_events and self.handle_table(owner)["ready"] >= SHOWN:
+                    self._with_events.add(owner)
+                if owner in self._with_events:  # else the lane has posted no push yet
                     yield owner
 
     def _event(self, owner: int, name: str, shard: int = 0) -> Event:
