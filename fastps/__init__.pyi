@@ -11,6 +11,7 @@ from fastps.errors import ExpelledError as ExpelledError
 from fastps.errors import LayoutError as LayoutError
 from fastps.errors import NodeLostError as NodeLostError
 from fastps.errors import NonFiniteGradientError as NonFiniteGradientError
+from fastps.errors import NonFiniteWeightsError as NonFiniteWeightsError
 from fastps.errors import ParameterChangedError as ParameterChangedError
 from fastps.errors import PolicyError as PolicyError
 from fastps.errors import ProtocolError as ProtocolError

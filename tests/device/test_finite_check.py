@@ -105,7 +105,7 @@ def run(update: Update, sync: str, dtype: str, places: str, amount: float | None
 
 
 @pytest.mark.parametrize("places", ["one", "two"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow), "bfloat16"])
 def test_the_same_pushes_are_rejected_as_on_the_cpu_and_the_weights_have_its_bits(dtype: str, places: str) -> None:
     update = fastps.Adam(lr=0.01, weight_decay=0.1)
     found, expected = run(update, "bsp,ema=0.9", dtype, places), run(update, "bsp,ema=0.9", dtype, "cpu")

@@ -45,7 +45,8 @@ def run(update: Update, sync: str) -> list[Any]:
     return [child.outcome for child in children]
 
 
-@pytest.mark.parametrize("name", ["sign_sgd", pytest.param("slowing", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sign_sgd", "slowing"])
 def test_a_job_on_two_devices_has_the_bits_of_the_cpu(name: str) -> None:
     update = twins.RULES[name]
     assert_equal(run(update, "bsp,ema=0.9"), on_cpu(update, "bsp,ema=0.9", 2, 6))
@@ -55,9 +56,6 @@ def test_a_text_that_computes_something_else_is_refused_with_an_example(device: 
     rule = twins.slowing
     wrong = replace(rule, cuda=rule.cuda.replace("sqrtf(square)", "square"))
     with pytest.raises(fastps.UsageError, match=r"rule 'slowing': expected cuda= to .* found weight .* from weight"):
-        users_rule.prepare(device, wrong, [twins.RULES["slowing"].hyper])
-    wrong = replace(rule, cuda=rule.cuda.replace("square = decay", "square = 2 * decay"))
-    with pytest.raises(fastps.UsageError, match=r"found (weight|square)"):
         users_rule.prepare(device, wrong, [twins.RULES["slowing"].hyper])
     users_rule.prepare(device, rule, [twins.RULES["slowing"].hyper])
 
@@ -79,6 +77,7 @@ def test_a_rule_without_a_text_or_with_sums_is_refused(device: HostDevice) -> No
         fastps.rule(sums=squares, cuda="weight = 0;")(scaled)
 
 
+@pytest.mark.slow
 def test_workers_with_other_texts_have_other_rules_and_a_text_is_pickled() -> None:
     def own(weight: Any, gradient: Any, learning_rate: Any) -> Any:
         return weight - learning_rate * gradient

@@ -102,8 +102,8 @@ def run_ranks(kind: type[fastps.DistributedOptimizer], name: str, monkeypatch: p
     return [child.outcome for child in children]
 
 
-@pytest.mark.parametrize("kind", [SeveralDevicesOptimizer, ApartOptimizer])
-@pytest.mark.parametrize("name", ["half", "mixed"])
+@pytest.mark.parametrize("kind", [pytest.param(SeveralDevicesOptimizer, marks=pytest.mark.slow), ApartOptimizer])
+@pytest.mark.parametrize("name", [pytest.param("half", marks=pytest.mark.slow), "mixed"])
 def test_workers_on_two_devices_pull_halves_and_have_the_bits_of_the_cpu(
     kind: type[fastps.DistributedOptimizer], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,9 @@ def differ(update: Any, launch: Any, mode: int, dtype: str, ema_decay: float, sh
 
 
 @NEEDS_CC
-@EACH_RULE
+@pytest.mark.parametrize(
+    "name", ["eight", *(pytest.param(name, marks=pytest.mark.slow) for name in twins.RULES if name != "eight")]
+)
 def test_the_kernel_of_a_rule_has_the_bits_of_numbas_code(name: str) -> None:
     update = twins.RULES[name]
     launch = twins.compiled(runtime.source(update.rule.device_text()))  # type: ignore[attr-defined]
@@ -87,6 +89,7 @@ def test_the_kernel_of_a_rule_has_the_bits_of_numbas_code(name: str) -> None:
                 assert differ(update, launch, mode, dtype, ema_decay, shown) == [], (mode, dtype, ema_decay)
 
 
+@pytest.mark.slow
 @NEEDS_CC
 def test_another_text_has_other_bits() -> None:
     update = twins.RULES["slowing"]
