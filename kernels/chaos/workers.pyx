@@ -428,11 +428,10 @@ cdef class Workers:
         return outcome
 
     cdef void _expel(self, int32_t index, int32_t bad, uint64_t damage) noexcept nogil:
-        """Expel the owner of a lane, whose words must have been damaged."""
-        if not self.checker.is_wounded(bad, damage >> 40):
+        """Expel the owner of a lane, whose words must have been damaged; nothing happens where it has another owner by now."""
+        if self.arena._expel(bad, damage) and not self.checker.is_wounded(bad, damage >> 40):
             self.checker.fail(b"expelled: worker %ld expels owner %ld of lane %ld, whose words nobody has damaged", index,
                               <int64_t> (damage >> 40), bad)
-        self.arena._expel(bad, damage)
 
     # -- the others --------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ cdef class LockWord:
     cdef uint32_t lane
     cdef uint32_t shard
     cdef uint32_t generation    # of the owner that holds the lock: a later owner of the lane does not hold it
+    cdef uint32_t *ended        # of each lane: the last owner whose process is proved to have ended, its generation + 1
     cdef uint64_t held          # the word as this lane saw or wrote it last while it holds the lock
     cdef uint64_t workspace     # where this lane writes while it holds the lock
     cdef bint sets_aside        # whether a lane that stopped may still write buffers, as of the time the lock was taken

@@ -7,6 +7,7 @@ Nobody uses that one, nor the buffers that its work item names, until the lane t
 """
 
 from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport (
     fps_commit_load,
@@ -24,6 +25,7 @@ from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
     FPS_BY_HAND,
     FPS_LANE_DEAD,
+    FPS_LANE_EXPELLED,
     FPS_LANE_LEFT,
     FPS_LEFT,
     FPS_PENDING,
@@ -52,6 +54,12 @@ cdef class LockWord:
         self.lane = lane
         self.shard = shard
         self.generation = fps_member_generation(fps_state_acquire(&arena.lane(lane).state))
+        self.ended = <uint32_t *> calloc(arena.header.n_lanes + arena.header.n_servers, sizeof(uint32_t))
+        if not self.ended:
+            raise MemoryError()
+
+    def __dealloc__(self):
+        free(self.ended)
 
     # -- taking and letting go ---------------------------------------------------------------------
 
@@ -182,7 +190,11 @@ cdef class LockWord:
         return not self.is_helped_in(fps_lock_left_workspace(self.held)) or fps_mutant(FPS_MUTANT_BACK_EARLY)
 
     cdef bint _has_ended(self, uint64_t left) noexcept nogil:
-        """Whether the owner of lane `left` - 1 writes nothing any more."""
+        """Whether the owner of lane `left` - 1 writes nothing any more. The lane of an expelled one does not say so."""
+        cdef uint32_t member, state
         if left > self.arena.header.n_lanes + self.arena.header.n_servers:
             return False
-        return fps_member_state(fps_state_acquire(&self.arena.lane(left - 1).state)) in (FPS_LANE_DEAD, FPS_LANE_LEFT)
+        member = fps_state_acquire(&self.arena.lane(left - 1).state)
+        state = fps_member_state(member)
+        return state == FPS_LANE_DEAD or state == FPS_LANE_LEFT or (
+            state == FPS_LANE_EXPELLED and self.ended[left - 1] == fps_member_generation(member) + 1)

@@ -95,6 +95,7 @@ cdef class ShardLocks(Reader):
         if helping and fps_member_generation(helping) == generation:
             fps_help_end(&self.arena.lane(dead_lane).helping, helping)
         for shard in range(self.n_shards):
+            (<Combiner> self._combiners[shard]).lock.ended[dead_lane] = generation + 1
             (<Combiner> self._combiners[shard]).resume(now_ns)
             outcome = self._noted(shard, (<Combiner> self._combiners[shard]).recover_lock(dead_lane, generation, now_ns))
             if outcome != COMBINE_BUSY:

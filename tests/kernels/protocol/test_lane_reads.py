@@ -1,6 +1,7 @@
 """What a combiner makes of damaged lanes: whose damage it is, where the next owner begins, and what is counted."""
 
 import mmap
+import struct
 
 import pytest
 
@@ -8,6 +9,7 @@ from fastps.kernels.protocol import lane as turn
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_JOINING, Arena
 from fastps.kernels.shm.format import format_memory
+from fastps.kernels.shm.offsets import OFFSETS
 from fastps.kernels.shm.plan import plan
 from tests.fuzz.places import header_of
 from tests.kernels.shm.test_damage import POLICIES, Job
@@ -204,3 +206,24 @@ def test_a_sum_of_more_pushes_than_a_fold_takes_drops_and_counts_the_rest_and_ca
     counted = [arena.counters(index) for index in range(342)]
     assert (sum(row["folded"] for row in counted), sum(row["dropped"] for row in counted)) == (1024, 2)
     assert {row["done"] for row in counted} == {3}
+
+
+def test_a_worker_that_was_passed_by_and_expelled_holds_up_nobody_else_once_its_process_has_ended() -> None:
+    """It left a workspace behind. Another one that stops can be passed by only when that is free."""
+    job = _job("asp")
+    lock = job.header.shard_headers_offset + OFFSETS["shard_header.lock"]
+
+    def stop_with_the_lock(lane: int) -> None:
+        free = struct.unpack_from("<Q", job.memory, lock)[0]
+        job.write(lock, "<Q", free | (job.arena.generation(lane) & 0xFFFF) << 17 | (lane + 1) << 1)
+
+    stop_with_the_lock(BAD)
+    assert job.lanes[0].pass_by(BAD, 10) == turn.DONE
+    assert job.arena.expel(BAD, 1 << 32)
+    stop_with_the_lock(2)
+    assert job.lanes[0].pass_by(2, 20) == turn.BUSY, "the expelled worker may still write where the others would go on"
+    job.lanes[0].recover_lock(BAD, 30)  # its process is proved to have ended
+    assert job.lanes[0].pass_by(2, 40) == turn.DONE
+    _push(job, 0, 50)
+    _combine(job)
+    assert job.arena.counters(0)["folded"] == 1
