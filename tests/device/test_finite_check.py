@@ -148,9 +148,11 @@ def test_with_allow_nothing_is_looked_for() -> None:
 
 @pytest.mark.parametrize("places", ["one", "two"])
 def test_weights_that_overflow_from_finite_gradients_end_the_job_by_name(places: str) -> None:
+    """A worker that has folded none may have left before another finds it at its end."""
     outcomes, _, _ = run(fastps.SGD(lr=1e38), "asp", "float32", places, amount=-100.0)
-    assert any("expected finite weights on the device gpu" in text for _, text in outcomes), outcomes
-    assert all("expected finite weights" in text or "worker" in text for _, text in outcomes)
+    texts = [outcome[1] for outcome in outcomes if isinstance(outcome, tuple)]
+    assert any("expected finite weights on the device gpu" in text for text in texts), outcomes
+    assert all("expected finite weights" in text or "worker" in text for text in texts)
 
 
 # -- the check itself --------------------------------------------------------------------------------------------------------
