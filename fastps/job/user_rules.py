@@ -31,6 +31,7 @@ class UserRule(Rule):
     terms: Callable[..., Any] | None = field(default=None, compare=False)
     machine_code: object = field(default=None, compare=False, repr=False)
     source: Callable[..., Any] = field(default=lambda: None, compare=False, repr=False)
+    terms_source: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
     cuda: str = field(default="", repr=False)
 
     def device_text(self) -> str:
@@ -38,9 +39,9 @@ class UserRule(Rule):
         return users_rule.text_of(self.name, self.planes, self.hyper_names, self.takes_step, self.cuda)
 
     def __reduce__(self) -> tuple[Callable[..., "UserRule"], tuple[Any, ...]]:
-        """Pickle the function instead of its machine code, which has an address in this process; unpickling compiles it."""
+        """Pickle the functions instead of their machine code, which has an address in this process; unpickling compiles them."""
         names = (*self.hyper_names, *(("step",) if self.takes_step else ()))
-        return _made_again, (self.source, self.planes, names, self.initial, self.cuda)
+        return _made_again, (self.source, self.planes, names, self.initial, self.terms_source, self.cuda)
 
     def __call__(self, **hyper: float) -> Update:
         """The rule with its hyper-parameters, given by name. Raises TypeError unless all are given and no others."""
@@ -174,6 +175,7 @@ def rule(
             compiled.terms,
             compiled,
             function,
+            sums,
             cuda,
         )
 
@@ -181,9 +183,14 @@ def rule(
 
 
 def _made_again(
-    function: Callable[..., Any], state: tuple[str, ...], hyper: tuple[str, ...], initial: tuple[float, ...], cuda: str
+    function: Callable[..., Any],
+    state: tuple[str, ...],
+    hyper: tuple[str, ...],
+    initial: tuple[float, ...],
+    sums: Callable[..., Any] | None,
+    cuda: str,
 ) -> UserRule:
-    return rule(state=state, hyper=hyper, initial=initial, cuda=cuda)(function)
+    return rule(state=state, hyper=hyper, initial=initial, sums=sums, cuda=cuda)(function)
 
 
 def _check(

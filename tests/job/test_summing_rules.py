@@ -2,10 +2,12 @@
 
 import hashlib
 import math
+import pickle
 import runpy
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -248,6 +250,13 @@ def test_sums_that_do_not_fit_are_refused_in_one_sentence(function: Any, sums: A
     with pytest.raises(ValueError, match=message) as refusal:
         fastps.rule(sums=sums)(function)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("rule", [lars, one_sum])
+def test_a_pickled_rule_keeps_its_sums(rule: Any) -> None:
+    again = pickle.loads(cloudpickle.dumps(rule))
+    assert again == rule and again.digest == rule.digest and again.sums == rule.sums
+    assert again.address != rule.address
 
 
 def test_the_digest_tells_other_terms_apart() -> None:
