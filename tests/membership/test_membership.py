@@ -74,7 +74,7 @@ def test_all_but_one_may_die(sync: str) -> None:
     with _store(sync, workers=4) as store:
         children = [processes.start(_until(store, rank, 10**6)) for rank in range(3)]
         children.append(processes.start(_until(store, 3, 80, dead=range(3))))
-        _wait_until(lambda: store.version >= 8)
+        _wait_until(lambda: store.version >= 8 and all(store.arena.clock(rank) > 0 for rank in range(3)))
         for victim in range(3):
             os.kill(children[victim].process_id, signal.SIGKILL)
             time.sleep(0.01)
