@@ -39,7 +39,7 @@ class UserRule(Rule):
         return users_rule.text_of(self.name, self.planes, self.hyper_names, self.takes_step, self.cuda)
 
     def __reduce__(self) -> tuple[Callable[..., "UserRule"], tuple[Any, ...]]:
-        """Pickle the functions instead of their machine code, which has an address in this process; unpickling compiles them."""
+        """Pickle the functions and not their machine code, which has an address in this process; unpickling compiles them."""
         names = (*self.hyper_names, *(("step",) if self.takes_step else ()))
         return _made_again, (self.source, self.planes, names, self.initial, self.terms_source, self.cuda)
 

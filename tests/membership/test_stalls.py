@@ -36,10 +36,11 @@ def _owner(store: fastps.Store) -> int:
 
 
 def _stop_in_fold(store: fastps.Store, victim: processes.Child, rank: int) -> None:
-    """Stop the victim while it holds the shard's lock."""
+    """Stop the victim while it holds the shard's lock and a push is undecided: one that the others can fold at their bounds."""
     while True:
         processes.stop(victim.process_id)
-        if _owner(store) == rank:
+        counters = [store.arena.counters(lane) for lane in range(3)]
+        if _owner(store) == rank and any(each["posted"] > each["done"] for each in counters):
             return
         os.kill(victim.process_id, signal.SIGCONT)
         time.sleep(0.001)

@@ -103,6 +103,7 @@ def test_node_that_says_nothing_is_not_refused(port: int) -> None:
             home.result()
 
 
+@pytest.mark.slow
 def test_home_that_does_not_come_may_come_later(port: int) -> None:
     with pytest.raises(LinkLostError) as caught:
         _side(port, 1, timeout_s=20.0).connect(HELLO, is_first=False)

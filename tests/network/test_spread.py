@@ -98,7 +98,7 @@ _SMALL, _PARTS = 500, 8 * CHUNK_FLOATS // 16  # rows; the second has several par
 @pytest.mark.parametrize(
     ("counts", "make", "rows"),
     [
-        pytest.param((1, 2), ADAM, _SMALL, id="1+2, adam"),
+        pytest.param((1, 2), ADAM, _SMALL, id="1+2, adam", marks=pytest.mark.slow),
         pytest.param((2, 2), MOMENTUM, _SMALL, id="2+2, momentum", marks=pytest.mark.slow),
         pytest.param((2, 2), ADAM, _PARTS, id="2+2, adam, parts", marks=pytest.mark.slow),
         pytest.param((1, 3), ADAM, _SMALL, id="1+3, adam", marks=pytest.mark.slow),

@@ -47,9 +47,8 @@ def _printed(running: "subprocess.Popen[str]") -> list[str]:
 
 
 @needs_the_examples
-@pytest.mark.parametrize(
-    "method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_processes_of_a_pool_train_one_job_after_the_other(method: str) -> None:
     lines = _printed(_start(str(EXAMPLES / "pool.py"), "--method", method))
     losses = [float(re.findall(r"loss ([\d.]+), the same in all workers: True", line)[0]) for line in lines]

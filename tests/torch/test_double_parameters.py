@@ -138,6 +138,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.slow
 def test_a_script_in_double_under_fastps_run_equals_the_script_alone(tmp_path: Path) -> None:
     found = {}
     for workers in (1, 2):

@@ -155,6 +155,7 @@ def test_process_group_numbers_a_worker_that_no_variable_does(tmp_path: Path) ->
     assert _in_processes(work, 2) == [(0, 2), (1, 2)]
 
 
+@pytest.mark.slow
 def test_script_that_runs_again_in_a_spawned_child_is_told_to_guard_itself(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(
