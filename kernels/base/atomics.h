@@ -123,7 +123,7 @@ static inline int fps_lock_clear(uint64_t *lock, uint64_t seen, uint64_t flag) {
     return __atomic_compare_exchange_n(lock, &seen, seen & ~flag, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
 }
 /* [ITEM] Publishes the work item to a lane that takes this lock over. Returns the lock word: either it is still this combiner's, and
- * who takes the lock over later knows the item; or it is not, and nothing may be written. A read-modify-write, because only that
+ * a lane that takes the lock over later knows the item; or it is not, and nothing may be written. A read-modify-write, because only that
  * has a place before or after the other's. */
 static inline uint64_t fps_lock_confirm(uint64_t *lock) {
     fps_failpoint_store();

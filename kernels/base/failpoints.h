@@ -32,8 +32,8 @@
     MUTANT(FORGET_WANTED, "forget-wanted", "a commit does not look whether readers sleep")                               \
     MUTANT(LOOK_FIRST, "look-first", "a reader looks at the version before it says that it sleeps for one")              \
     MUTANT(EVENT_LATE, "event-late", "a reader reads the event after it said that it sleeps")                            \
-    MUTANT(SAME_WORKSPACE, "same-workspace", "who takes over a stopped combiner's lock writes where that one may write")  \
-    MUTANT(FOLLOW_COMMIT, "follow-commit", "a combiner that was stopped goes on in the workspace of who took its lock")   \
+    MUTANT(SAME_WORKSPACE, "same-workspace", "the taker of a stopped combiner's lock writes where that one may still write") \
+    MUTANT(FOLLOW_COMMIT, "follow-commit", "a combiner that was stopped goes on in the workspace of the lock's taker")    \
     MUTANT(FORGET_CONFIRM, "forget-confirm", "a combiner folds without a look at whether the lock is still its own")      \
     MUTANT(FORGET_LEFT, "forget-left", "a fold may write a buffer that a stopped combiner may still write")               \
     MUTANT(BACK_EARLY, "back-early", "a workspace that was left is used again while a helper may still write there")      \

@@ -142,7 +142,7 @@ cdef class LaneReads:
         """Whether this shard has not admitted the lane's owner. It has posted nothing then: it waits for all shards."""
         return state_workers(state)[lane].generation != <int32_t> fps_member_generation(self.members[lane])
 
-    # -- who leaves and who joins --------------------------------------------------------------------
+    # -- lanes that leave and join -----------------------------------------------------------------
 
     cdef int next_change(self, scheduler_t *state, int64_t now_ns) noexcept nogil:
         """Retire workers that died or were expelled, then admit those that join, once everything posted is decided.
