@@ -107,6 +107,7 @@ def test_traces_that_do_not_fit_are_refused() -> None:
         simulation_of_nodes([other] * 3, 2, _links())
 
 
+@pytest.mark.slow
 def test_the_command_ranks_disciplines_on_64_nodes(tmp_path: Path) -> None:
     files = [str(tmp_path / f"{node}.trace") for node in range(2)]
     for node, file in enumerate(files):

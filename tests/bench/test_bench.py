@@ -100,6 +100,7 @@ def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> No
     assert document["machine"]["cpu"] in text
 
 
+@pytest.mark.slow
 def test_peers_are_measured_or_missing_with_a_reason(tmp_path: Path) -> None:
     document, text = _checked_document("step", "--against", "mpi,rpc,ray", target=tmp_path / "rows.json")
     assert {row["name"] for row in document["rows"]} == {"fastps", "mpi", "rpc", "ray"}

@@ -85,6 +85,7 @@ for phase in range(2):
 """
 
 
+@pytest.mark.slow
 def test_a_replaced_worker_0_makes_the_arena_of_the_next_optimizer(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PHASES)

@@ -162,7 +162,7 @@ def _train(counts: tuple[int, ...], work: Callable[[int], Any], **variables: str
 @pytest.mark.parametrize(
     ("counts", "make", "local_steps", "mix"),
     [
-        pytest.param((1, 2), MOMENTUM, 4, 1.0, id="1+2, momentum, 4"),
+        pytest.param((1, 2), MOMENTUM, 4, 1.0, id="1+2, momentum, 4", marks=pytest.mark.slow),
         pytest.param((1, 1, 1), ADAMW, 5, 1.0, id="1+1+1, adamw, 5", marks=pytest.mark.slow),
         pytest.param((2, 1), ADAMW, 3, 0.5, id="2+1, adamw, 3, mixed", marks=pytest.mark.slow),
         pytest.param((1, 1), MOMENTUM, 100, 1.0, id="1+1, one round", marks=pytest.mark.slow),

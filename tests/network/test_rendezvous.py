@@ -80,6 +80,7 @@ def test_home_with_another_layout_refuses(port: int) -> None:
         _connected(port, lambda edge: None, length=5)
 
 
+@pytest.mark.slow
 def test_edge_that_is_lost_while_it_opens_may_be_asked_for_again(port: int) -> None:
     with pytest.raises(LinkLostError) as caught:
         _connected(port, lambda edge: None)

@@ -199,7 +199,7 @@ def test_the_staleness_of_synchronous_schemes_is_always_zero(sync: str) -> None:
     assert set(found.staleness()) == {0}
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 @pytest.mark.timing
 def test_softsync_has_a_mean_staleness_near_n_and_hardly_ever_more_than_twice_n(n: int) -> None:
     """Rudra, section 5.1: <sigma> = n, and sigma <= 2n but for a share of 1e-4. With lambda workers it is n (1 - 1/lambda)."""

@@ -86,7 +86,6 @@ def _trained(make: Callable[[], torch.nn.Module], kind: Any, backend: str, wrap:
     ("kind", "sync", "backend"),
     [
         (_forward, "bsp", TRACED),
-        (_backward, "asp", TRACED),
         *(
             pytest.param(kind, sync, backend, marks=SLOW)
             for kind in (_forward, _backward, _whole_step)
