@@ -88,6 +88,7 @@ def test_edge_that_is_lost_while_it_opens_may_be_asked_for_again(port: int) -> N
     assert _connected(port, lambda edge: edge.send_header(Header(Kind.WELCOME))).kind == Kind.WELCOME
 
 
+@pytest.mark.slow
 def test_node_that_says_nothing_is_not_refused(port: int) -> None:
     with ThreadPoolExecutor(1) as pool:
         home = pool.submit(_answer, _requests(port, timeout_s=20.0), lambda edge: None)

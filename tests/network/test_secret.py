@@ -190,7 +190,8 @@ def test_a_job_with_a_secret_trains() -> None:
 @pytest.mark.parametrize(
     ("secrets", "message"),
     [
-        pytest.param(["a secret of 22 letters", "another of 22 letters!"], "different secrets", id="different"),
+        pytest.param(["a secret of 22 letters", "another of 22 letters!"], "different secrets", id="different",
+                     marks=pytest.mark.slow),
         pytest.param(["a secret of 22 letters", None], "did not prove that it knows it", id="only the home",
                      marks=pytest.mark.slow),
         pytest.param([None, "a secret of 22 letters"], "node 0 was given no secret", id="only the leaf",
