@@ -10,7 +10,11 @@ from typing import Any
 import torch
 
 
-def push_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+# Torch refuses a hook whose annotations are others than these. Its stubs do not have the class.
+def push_hook(
+    state: Any,
+    bucket: torch.distributed.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
     """Let DDP average nothing, so that each worker pushes its own gradient. Register it before the optimizer is wrapped.
 
     `opt.step()` of the DistributedOptimizer then pushes it to the store, under any discipline. `state` is not used. All

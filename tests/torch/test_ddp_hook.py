@@ -64,6 +64,15 @@ def _train(rank: int, sync: str, as_views: bool) -> list[Any]:
     return [versions, weights]
 
 
+def _register(rank: int) -> int:
+    DistributedDataParallel(_model()).register_comm_hook(None, fastps.push_hook)
+    return rank
+
+
+def test_torch_takes_the_hook_with_its_annotations(tmp_path: Path) -> None:
+    assert _in_workers(tmp_path, _register, "gloo") == [0, 1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fastps", "gloo"])
 @pytest.mark.parametrize("as_views", [False, True])
