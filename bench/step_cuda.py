@@ -66,7 +66,20 @@ class FastpsCuda(Fastps):
         torch.cuda.synchronize()
 
 
-class Nccl(Peer):
+class _OverNccl(Peer):
+    """A peer on GPUs whose processes are a group of NCCL."""
+
+    def run(self, steps: int) -> None:
+        """Take steps, and wait until the GPU is done."""
+        super().run(steps)
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+
+
+class Nccl(_OverNccl):
     """torch.distributed: one flat tensor, all_reduce by NCCL, and one fused step that makes the mean. Needs a GPU a worker."""
 
     def __init__(self, job: Job, rank: int) -> None:
@@ -83,17 +96,8 @@ class Nccl(Peer):
         dist.all_reduce(self.gradient)
         self.optimizer.step()
 
-    def run(self, steps: int) -> None:
-        """Take steps, and wait until the GPU is done."""
-        super().run(steps)
-        torch.cuda.synchronize()
 
-    def close(self) -> None:
-        """Leave the group."""
-        dist.destroy_process_group()
-
-
-class DdpCuda(Peer):
+class DdpCuda(_OverNccl):
     """DistributedDataParallel's work after backward: NCCL's all_reduce of its buckets at once, then a step on 60 tensors."""
 
     def __init__(self, job: Job, rank: int) -> None:
@@ -108,15 +112,6 @@ class DdpCuda(Peer):
         """Reduce all buckets, then take one optimizer step; the mean stays in the gradient, so the next mean is the same."""
         reduce_buckets(self.buckets, self.workers)
         self.optimizer.step()
-
-    def run(self, steps: int) -> None:
-        """Take steps, and wait until the GPU is done."""
-        super().run(steps)
-        torch.cuda.synchronize()
-
-    def close(self) -> None:
-        """Leave the group."""
-        dist.destroy_process_group()
 
 
 class RooflineCuda:
