@@ -7,12 +7,14 @@ import os
 import signal
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support import guardian, stacks
 from tests.support.commands import server_process_ids
 from tests.support.kinds import add_markers
 
@@ -20,6 +22,9 @@ os.environ.setdefault("FASTPS_TIMEOUT", "60")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores it for what it starts in the background, and so would every process that a test of Ctrl-C starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+guardian.guard()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,6 +41,21 @@ def pytest_collection_finish() -> None:
         importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer() -> Iterator[None]:
+    """Before a test's time limit ends it, print where the processes are that it runs."""
+    yield
+    end_test = signal.getsignal(signal.SIGALRM)
+
+    def show_and_end(number: int, frame: types.FrameType | None) -> None:
+        stacks.show((child.pid for child in _children()), "running at the test's time limit")
+        assert callable(end_test)
+        end_test(number, frame)
+
+    if callable(end_test):
+        signal.signal(signal.SIGALRM, show_and_end)
 
 
 def _shared_memory() -> set[str]:
@@ -58,13 +78,10 @@ def _descriptors() -> dict[str, int]:
 
 
 def _children() -> list[psutil.Process]:
-    """Processes that this one started and that still run; the resource tracker and the server of commands are not counted."""
-    ours, found, pending = {os.getpid(), *server_process_ids()}, [], [os.getpid()]
-    while pending:
-        process_id = pending.pop()
-        with contextlib.suppress(OSError, psutil.Error):  # a thread or process that ended meanwhile
-            for thread in Path(f"/proc/{process_id}/task").iterdir():
-                pending += map(int, (thread / "children").read_text().split())
+    """Processes that this one started and that still run; not the resource tracker, the server of commands and the guardian."""
+    ours, found = {*server_process_ids(), *guardian.process_ids()}, []
+    for process_id in stacks.descendants(os.getpid()):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             if process_id not in ours:
                 found.append(psutil.Process(process_id))
     return [child for child in found if "resource_tracker" not in _command(child)]
@@ -87,6 +104,8 @@ def nothing_is_left_behind() -> Iterator[None]:
     while (left := _left_behind(memory, descriptors)) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.02)
+    if left:
+        stacks.show((child.pid for child in _children()), "left behind")
     for child in _children() if left else ():  # or the next test would fail, too
         with contextlib.suppress(psutil.Error):
             child.kill()

@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.support import stacks
+
 OF_A_JOB = ("RANK", "WORLD_SIZE", "FASTPS_JOB")  # variables that would make a command a worker of another job
 _MAIN = "import runpy; runpy.run_module('fastps.cli', run_name='__main__', alter_sys=True)"
 _servers: list["subprocess.Popen[str]"] = []
@@ -34,7 +36,7 @@ def fastps(*arguments: str, code: str = _MAIN, timeout: float = 100, **variables
         server.stdin.write(json.dumps({**order, "files": [str(file) for file in files]}) + "\n")
         server.stdin.flush()
         process_id = int(server.stdout.readline())
-        killer = threading.Timer(timeout, os.kill, (process_id, signal.SIGKILL))
+        killer = threading.Timer(timeout, _kill, (process_id, timeout))
         killer.start()
         try:
             exit_code = int(server.stdout.readline())
@@ -46,6 +48,12 @@ def fastps(*arguments: str, code: str = _MAIN, timeout: float = 100, **variables
         finally:
             killer.cancel()
         return subprocess.CompletedProcess(["fastps", *arguments], exit_code, *(file.read_text() for file in files))
+
+
+def _kill(process_id: int, timeout_s: float) -> None:
+    """Kill a command that takes too long, and print where it and its workers are."""
+    stacks.show([process_id, *stacks.descendants(process_id)], f"still running after {timeout_s} s")
+    os.kill(process_id, signal.SIGKILL)
 
 
 def server_process_ids() -> list[int]:

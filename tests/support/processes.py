@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support import stacks
+
 
 @dataclass
 class Child:
@@ -32,6 +34,7 @@ def start(work: Callable[[], Any]) -> Child:
         return Child(process_id, reader)
     code = 1
     try:
+        stacks.answer()
         os.close(reader)
         try:
             message: Any = work()
@@ -47,7 +50,7 @@ def start(work: Callable[[], Any]) -> Child:
 
 
 def finish(children: list[Child], timeout_s: float) -> None:
-    """Wait for all children. Kill those that still run after the time, which their exit codes then show."""
+    """Wait for all children. Print where those that still run after the time are, and kill them, as their exit codes show."""
     deadline = time.monotonic() + timeout_s
     pending = [child for child in children if child.exit_code is None]
     while pending:
@@ -60,6 +63,7 @@ def finish(children: list[Child], timeout_s: float) -> None:
                 child.outcome = pickle.loads(data) if data else None
                 pending.remove(child)
         if pending and time.monotonic() > deadline:
+            stacks.show((child.process_id for child in pending), f"still running after {timeout_s} s")
             for child in pending:
                 os.kill(child.process_id, signal.SIGKILL)
             deadline = float("inf")

@@ -1,0 +1,108 @@
+"""What the suite promises about itself: nothing outlives its process, and a test that hangs says where."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+STARTS = """
+import os, pathlib, subprocess, sys, time
+import pytest
+
+folder = pathlib.Path(__file__).parent
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_that_starts_processes(number):
+    program = "import subprocess, sys; print(subprocess.Popen(['sleep', '300']).pid, flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    launcher = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, **pipes)
+    forked = os.fork()
+    if forked == 0:
+        time.sleep(300)
+    started = [launcher.pid, int(launcher.stdout.readline()), forked]
+    (folder / f"pending-{number}").write_text(" ".join(map(str, started)))
+    (folder / f"pending-{number}").rename(folder / f"started-{number}")
+    time.sleep(300)
+"""
+
+HANGS = """
+import time
+import pytest
+from tests.support import processes
+
+def wait_for_what_never_comes():
+    time.sleep(300)
+
+def test_whose_child_hangs():
+    child = processes.start(wait_for_what_never_comes)
+    processes.finish([child], 1)
+    assert child.exit_code == 0
+
+@pytest.mark.timeout(2)
+def test_that_hangs_with_its_child():
+    processes.start(wait_for_what_never_comes)
+    time.sleep(300)
+"""
+
+
+@contextlib.contextmanager
+def _pytest(folder: Path, text: str, *options: str) -> Iterator["subprocess.Popen[str]"]:
+    """A run of pytest over one file, with the suite's conftest."""
+    (folder / "test_it.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conftest"]
+    command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), *options, str(folder / "test_it.py")]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes) as run:
+        try:
+            yield run
+        finally:
+            run.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "parallel"),
+    [
+        pytest.param(signal.SIGKILL, [], id="SIGKILL"),
+        pytest.param(signal.SIGINT, ["-n", "2"], id="SIGINT under xdist", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, [], id="SIGINT", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, [], id="SIGTERM", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, ["-n", "2"], id="SIGTERM under xdist", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, ["-n", "2"], id="SIGKILL under xdist", marks=pytest.mark.slow),
+    ],
+)
+def test_what_tests_start_ends_with_their_process(tmp_path: Path, number: signal.Signals, parallel: list[str]) -> None:
+    with _pytest(tmp_path, STARTS, *parallel) as run:
+        deadline = time.monotonic() + 60
+        while len(files := list(tmp_path.glob("started-*"))) < (2 if parallel else 1):
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        started = [int(word) for file in files for word in file.read_text().split()]
+        assert all(map(_runs, started))
+        run.send_signal(number)
+        deadline = time.monotonic() + 30
+        while any(map(_runs, started)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert [process_id for process_id in started if _runs(process_id)] == []
+
+
+def _runs(process_id: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2][:1] not in "ZX"
+    return False
+
+
+def test_a_hang_says_where_every_process_is(tmp_path: Path) -> None:
+    with _pytest(tmp_path, HANGS) as run:
+        said, _ = run.communicate(timeout=100)
+    assert said.count("wait_for_what_never_comes (test_it.py:") + said.count('"test_it.py", line') >= 2, said
+    assert "still running after 1 s: process" in said
+    assert "running at the test's time limit: process" in said
