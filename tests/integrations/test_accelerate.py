@@ -87,7 +87,7 @@ open("result-%d.json" % rank, "w").write(json.dumps({"version": job.worker.close
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:1", "dssp:1,3", "backup:1", "softsync:1", "r2sp", "psp:2,0.5"])
 def test_workers_that_step_unequally_often_meet_in_gathers_under_each_discipline(sync: str, tmp_path: Path) -> None:
     words = programs.command("fastps run", programs.program(CALLS, tmp_path), 3, sync)
-    ended = programs.run(words, tmp_path, FASTPS_TIMEOUT="60")
+    ended = programs.run(words, tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert len(list(tmp_path.glob("result-*.json"))) == 3
 

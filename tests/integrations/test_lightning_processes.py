@@ -52,11 +52,11 @@ def _program(folder: Path, text: str) -> Path:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": ".", "PYTHONWARNINGS": "ignore", "FASTPS_TIMEOUT": "60"}
+    return {**os.environ, "PYTHONPATH": ".", "PYTHONWARNINGS": "ignore"}
 
 
 def _run(folder: Path, *command: str) -> Any:
-    options: Any = {"capture_output": True, "text": True, "check": False, "timeout": 200, "start_new_session": True}
+    options: Any = {"capture_output": True, "text": True, "check": False, "timeout": 280, "start_new_session": True}
     return subprocess.run(command, cwd=folder, env=_environment(), **options)
 
 
@@ -74,7 +74,7 @@ def _start(folder: Path, text: str) -> "subprocess.Popen[str]":
 
 def _pids(folder: Path, workers: int = 2) -> list[int]:
     """The process ids of all workers, once they train."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         files = [folder / f"pid-{rank}" for rank in range(workers)]
         if all(file.exists() and file.read_text() for file in files):

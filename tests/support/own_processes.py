@@ -15,6 +15,7 @@ def own_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in _LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("FASTPS_TIMEOUT", "200")  # on busy cores, five processes that import a framework take over a minute
     threads, kept = torch.get_num_threads(), dict(os.environ)
     torch.set_num_threads(1)
     yield
