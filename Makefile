@@ -19,10 +19,13 @@ LINK_PYTHON = find $1/fastps -type l -delete; \
 	for file in kernels/*.py kernels/*/*.py; do mkdir -p "$1/fastps/$${file%/*}"; ln -s "$(CURDIR)/$$file" "$1/fastps/$$file"; done; \
 	ln -sfn ../../tests $1/tests
 
-HOOKS_TESTS := cd build/hooks && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . tests/crash
+HOOKS_PYTEST := cd build/hooks && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir .
+# Programs that tests use and that are no Python packages, as Debian calls them.
+TEST_PROGRAMS := spin chromium openssh-client openssh-server iproute2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all test-debug hooks test-hooks test-sanitizers fuzz lint docs wheels clean
+.PHONY: help demo test test-fast test-slow test-all slow-times test-debug hooks test-hooks test-sanitizers fuzz lint docs wheels \
+	system-packages clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -48,15 +51,34 @@ test: $(VENV)/.installed hooks lint test-hooks  ## lint, types and the tests (sa
 test-fast: $(VENV)/.installed  ## unit tests without torch: neither processes, nor times, nor full sizes
 	$(BIN)/python -m pytest -q -m "unit and not torch and not exhaustive" $(PARALLEL)
 
-# Several hundred MB of other frameworks, which only tests/clients needs.
-$(VENV)/.clients: $(VENV)/.installed
-	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"])' \
-		| xargs $(PIP) install --quiet -c constraints.txt
+# Several hundred MB: other frameworks, MPI, and the tools of wheels. Only slow tests need them.
+$(VENV)/.extras: $(VENV)/.installed $(VENV)/.wheels
+	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+		print(*extras["clients"], *extras["peers"])' | xargs $(PIP) install --quiet -c constraints.txt
 	touch $@
 
-test-all: $(VENV)/.clients $(VENV)/.wheels lint test-debug hooks  ## all tests, also the slow ones, of other frameworks and of special builds
-	$(BIN)/python -m pytest -q
-	$(HOOKS_TESTS)
+system-packages:  ## install the programs that tests use, with apt-get (as root); without them, their tests are skipped
+	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(TEST_PROGRAMS) > /dev/null
+
+# A slice of the slow tests: k of n. The files of tests/crash need the failpoint build; a slice may have none of them.
+SLICE ?= 1/1
+SLOW := -q -m slow -n 3 --dist loadgroup -o junit_family=xunit1 --junitxml $(CURDIR)/build/slow/$(subst /,-of-,$(SLICE))
+test-slow: $(VENV)/.extras hooks  ## the slow tests, or a part of them: SLICE=2/6
+	@mkdir -p build/slow
+	@$(BIN)/python tools/slices.py list $(SLICE) > build/slow/files
+	@failed=0; $(BIN)/python -m pytest $(SLOW).xml $$(grep -v ^tests/crash build/slow/files) || failed=1; \
+		crash=$$(grep ^tests/crash build/slow/files); [[ -z "$$crash" ]] || { $(HOOKS_PYTEST) $(SLOW)-hooks.xml $$crash; } || failed=1; \
+		exit $$failed
+
+slow-times:  ## measure how long the slow tests take, and write it into tests/slow_times.json, by which they are cut into slices
+	rm -rf build/slow
+	$(MAKE) test-slow
+	$(BIN)/python tools/slices.py renew build/slow/*.xml
+
+SLICES := $(foreach k,1 2 3 4 5 6,$(k)/6)
+test-all: test test-debug test-sanitizers  ## all tests: also the slow ones, in six slices, and those of special builds
+	@failed=; for slice in $(SLICES); do $(MAKE) test-slow SLICE=$$slice || failed+=" $$slice"; done; \
+		[[ -z "$$failed" ]] || { echo "failed:$$failed"; exit 1; }
 
 test-debug: $(VENV)/.installed  ## tests of the core, built with bounds checks and assertions
 	rm -rf build/debug
@@ -73,7 +95,7 @@ build/hooks/.made: $(VENV)/.installed
 	touch $@
 
 test-hooks: hooks  ## deaths at stores to shared memory, and the simulated world, on the failpoint build
-	$(HOOKS_TESTS) -m "not slow" $(PARALLEL)
+	$(HOOKS_PYTEST) -m "not slow" $(PARALLEL) tests/crash
 
 .PHONY: sanitized-thread sanitized-address
 sanitized-thread sanitized-address: sanitized-%: $(VENV)/.installed
