@@ -60,9 +60,10 @@ $(VENV)/.extras: $(VENV)/.installed $(VENV)/.wheels
 system-packages:  ## install the programs that tests use, with apt-get (as root); without them, their tests are skipped
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(TEST_PROGRAMS) > /dev/null
 
-# A slice of the slow tests: k of n. The files of tests/crash need the failpoint build; a slice may have none of them.
+# A slice of the slow tests: k of n. The files of tests/crash need the failpoint build; a slice may have none of them. A test
+# without a time limit of its own has more time than in make test, because the cores may be busy elsewhere.
 SLICE ?= 1/1
-SLOW := -q -m slow -n 3 --dist loadgroup -o junit_family=xunit1 --junitxml $(CURDIR)/build/slow/$(subst /,-of-,$(SLICE))
+SLOW := -q -m slow --complete --timeout 400 -n 2 --dist loadgroup -o junit_family=xunit1 --junitxml $(CURDIR)/build/slow/$(subst /,-of-,$(SLICE))
 test-slow: $(VENV)/.extras hooks  ## the slow tests, or a part of them: SLICE=2/6
 	@mkdir -p build/slow
 	@$(BIN)/python tools/slices.py list $(SLICE) > build/slow/files

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support import guardian, stacks
+from tests.support import guardian, skips, stacks
 from tests.support.commands import server_process_ids
 from tests.support.kinds import add_markers
 
@@ -25,6 +25,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 guardian.guard()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--complete", action="store_true", help="fail if a test is skipped for want of what can be installed")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With --complete, fail a run that skipped a test which could have run."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.getoption("--complete") and reporter is not None and not hasattr(session.config, "workerinput"):
+        for line in (found := skips.missing(reporter.stats.get("skipped", []))):
+            reporter.write_line(f"MISSING {line}")
+        if found and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -51,6 +52,19 @@ def test_whose_child_hangs():
 def test_that_hangs_with_its_child():
     processes.start(wait_for_what_never_comes)
     time.sleep(300)
+"""
+
+
+SKIPS = """
+import pytest
+
+@pytest.mark.skip("frobnicate is not installed")
+def test_that_lacks_a_program():
+    pass
+
+@pytest.mark.skip("there is a GPU here")
+def test_that_lacks_what_cannot_be_installed():
+    pass
 """
 
 
@@ -106,3 +120,16 @@ def test_a_hang_says_where_every_process_is(tmp_path: Path) -> None:
     assert said.count("wait_for_what_never_comes (test_it.py:") + said.count('"test_it.py", line') >= 2, said
     assert "still running after 1 s: process" in said
     assert "running at the test's time limit: process" in said
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["one process", "xdist"])
+def test_a_complete_run_fails_for_a_test_that_lacks_what_can_be_installed(tmp_path: Path, options: tuple[str, ...]) -> None:
+    with _pytest(tmp_path, SKIPS, "--complete", *options) as run:
+        said, _ = run.communicate(timeout=100)
+    assert run.returncode == 1, said
+    assert re.findall("MISSING .*", said) == [
+        "MISSING test_it.py::test_that_lacks_a_program: Skipped: frobnicate is not installed"
+    ]
+    with _pytest(tmp_path, SKIPS, *options) as run:
+        said, _ = run.communicate(timeout=100)
+    assert run.returncode == 0, said
