@@ -140,12 +140,12 @@ def test_a_mutant_is_found(mutant: str) -> None:
 def test_no_innocent_worker_pays_for_damaged_lanes_whatever_else_happens() -> None:
     """Play seeds that all damage up to four lanes: while their workers push, join, leave and wait, and after their deaths."""
     world, damaged = World(), 0
-    for seed in range(20_000):
+    for seed in range(5_000):
         plan = chaos_worlds.plan_of(seed)
         outcome = world.run(seed, **{**plan.measures, "wounds": 4})
         assert outcome["violation"] is None, f"seed {seed}, {plan.spec}: {outcome['violation']}"
         damaged += outcome["damaged_lanes"]
-    assert damaged > 10_000
+    assert damaged > 2_500
 
 
 @pytest.mark.slow
