@@ -26,12 +26,9 @@ def _model(shape: tuple[int, int]) -> torch.nn.Module:
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 ADAM: Optimizers = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
-OTHERS: dict[str, Optimizers] = {
+OTHERS: dict[str, Optimizers] = {  # what state a rule has differs between rules; how it is saved does not
     "amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
-    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
-    "radam": lambda parameters: torch.optim.RAdam(parameters, lr=0.01, betas=(0.9, 0.8)),
-    "adamax": lambda parameters: torch.optim.Adamax(parameters, lr=0.01),
-    "adadelta": lambda parameters: torch.optim.Adadelta(parameters, lr=0.5),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01),  # has a number beside its tensors
 }
 
 

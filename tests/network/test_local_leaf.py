@@ -236,8 +236,10 @@ def test_one_local_step_with_a_plain_outer_rule_is_the_mean_of_the_nodes_weights
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", ["asp", "ssp:2", "dssp:1,3", "backup:1", "hardsync:2", "softsync:1"])
-@pytest.mark.parametrize("within", ["bsp", "asp"])
+@pytest.mark.parametrize(
+    ("sync", "within"),
+    [("asp", "bsp"), ("ssp:2", "asp"), ("dssp:1,3", "bsp"), ("backup:1", "asp"), ("hardsync:2", "bsp"), ("softsync:1", "asp")],
+)
 def test_local_steps_work_under_other_disciplines(sync: str, within: str) -> None:
     outcomes = _train((1, 2), _work(MOMENTUM, sync, 30), FASTPS_LOCAL_STEPS="4", FASTPS_WITHIN=within)
     first = _flat(_model()).numpy()
