@@ -12,6 +12,7 @@ import pytest
 
 import fastps
 from tests.clients import digits
+from tests.support import ray_cluster
 
 ray = pytest.importorskip("ray", reason="the extra fastps[clients] is not installed")
 
@@ -21,10 +22,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "launchers" / "ray_actors.py"
 @pytest.fixture
 def cluster() -> Iterator[None]:
     """A Ray cluster of two cores on this machine."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield
-    ray.shutdown()
+    with ray_cluster.cluster(ray):
+        yield
 
 
 class Actor:

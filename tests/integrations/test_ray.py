@@ -21,22 +21,19 @@ import fastps
 from fastps.integrations import ray as integration
 from fastps.integrations.ray import FastpsTrainer, Place
 from fastps.membership import discovery
-from tests.support import example_programs
+from tests.support import example_programs, ray_cluster
 
 ray = pytest.importorskip("ray", reason="the extra fastps[ray] is not installed")
 train: Any = pytest.importorskip("ray.train", reason="the extra fastps[ray] is not installed")
 
-SETTING = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "RAY_AUTH_MODE": "disabled"}
 PROGRAM, PLAIN = "ray_train_digits.py", "ray_train_digits_plain.py"
 
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
     """A Ray cluster of one node, on this machine, that says it has two GPUs."""
-    os.environ.update(SETTING)
-    ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield
-    ray.shutdown()
+    with ray_cluster.cluster(ray, num_gpus=2):
+        yield
 
 
 def _fit(loop: Any, folder: Path, *, sync: str | None = "bsp", workers: Any = 2, failures: int = 0, **options: Any) -> Any:
@@ -297,7 +294,7 @@ def two_nodes() -> Iterator[None]:
     """A Ray cluster of two nodes with an address each, on this machine."""
     from ray.cluster_utils import Cluster
 
-    os.environ.update(SETTING)
+    os.environ.update(ray_cluster.SETTING)
     nodes = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "node_ip_address": "127.0.0.2"}
     )
@@ -339,7 +336,7 @@ def test_workers_of_two_nodes_train_over_the_network_and_start_anew_after_a_deat
 def _run(program: str, folder: Path, *arguments: str) -> list[float]:
     """The accuracies that an example prints, in percent, one for each seed."""
     command = [sys.executable, str(example_programs.EXAMPLES / program), "--storage", str(folder), *arguments]
-    environment = {**os.environ, **SETTING, "RAY_ADDRESS": "local"}
+    environment = {**os.environ, **ray_cluster.SETTING, "RAY_ADDRESS": "local"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
     assert ended.returncode == 0, ended.stderr
     return [float(each) for each in re.findall(r"^seed \d+: ([\d.]+)%", ended.stdout, re.M)]

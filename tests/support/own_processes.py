@@ -16,6 +16,7 @@ def own_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("FASTPS_TIMEOUT", "200")  # on busy cores, five processes that import a framework take over a minute
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # not a cluster that another test, or a process that was killed, has started
     threads, kept = torch.get_num_threads(), dict(os.environ)
     torch.set_num_threads(1)
     yield
