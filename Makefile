@@ -60,15 +60,19 @@ $(VENV)/.extras: $(VENV)/.installed $(VENV)/.wheels
 system-packages:  ## install the programs that tests use, with apt-get (as root); without them, their tests are skipped
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(TEST_PROGRAMS) > /dev/null
 
-# A slice of the slow tests: k of n. The files of tests/crash need the failpoint build; a slice may have none of them. A test
-# without a time limit of its own has more time than in make test, because the cores may be busy elsewhere.
+# A slice of the slow tests: k of n, in up to three runs. Processes that have imported other frameworks are large and slow to fork,
+# and tests/crash needs the failpoint build. A test without a time limit of its own has more time than in make test, because the
+# cores may be busy elsewhere.
 SLICE ?= 1/1
 SLOW := -q -m slow --complete --timeout 400 -n 2 --dist loadgroup -o junit_family=xunit1 --junitxml $(CURDIR)/build/slow/$(subst /,-of-,$(SLICE))
 test-slow: $(VENV)/.extras hooks  ## the slow tests, or a part of them: SLICE=2/6
 	@mkdir -p build/slow
 	@$(BIN)/python tools/slices.py list $(SLICE) > build/slow/files
-	@failed=0; $(BIN)/python -m pytest $(SLOW).xml $$(grep -v ^tests/crash build/slow/files) || failed=1; \
-		crash=$$(grep ^tests/crash build/slow/files); [[ -z "$$crash" ]] || { $(HOOKS_PYTEST) $(SLOW)-hooks.xml $$crash; } || failed=1; \
+	@frameworks='^tests/(clients|integrations)/'; failed=0; \
+		programs=$$(grep -E "$$frameworks" build/slow/files); crash=$$(grep ^tests/crash/ build/slow/files); \
+		$(BIN)/python -m pytest $(SLOW).xml $$(grep -vE "$$frameworks|^tests/crash/" build/slow/files) || failed=1; \
+		[[ -z "$$programs" ]] || $(BIN)/python -m pytest $(SLOW)-frameworks.xml $$programs || failed=1; \
+		[[ -z "$$crash" ]] || { $(HOOKS_PYTEST) $(SLOW)-hooks.xml $$crash; } || failed=1; \
 		exit $$failed
 
 slow-times:  ## measure how long the slow tests take, and write it into tests/slow_times.json, by which they are cut into slices

@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-_MARK = "FASTPS_TESTED_BY"
+_MARK = "STARTED_BY_TESTS"
 _LONGEST_S = 5.0
 _started: list["subprocess.Popen[bytes]"] = []
 
