@@ -12,6 +12,8 @@ SHELL := bash
 SHOW_BUILD := 2>&1 | tee build/install.log | sed -un 's/^ *\(fastps: .*\)/\1/p' || { tail -n 50 build/install.log; exit 1; }
 # Run the tests in three processes, because many wait. Tests that compare times (marked timing) have three chances.
 PARALLEL := -n 3 --dist worksteal
+# Folders of which make test runs nothing, or runs it apart. To read them would import the frameworks, if they are installed.
+APART := $(addprefix --ignore=tests/,clients integrations crash)
 
 # Link the Python files into a build's folder ($1), beside its compiled modules, so that a changed Python file needs no rebuild.
 LINK_PYTHON = find $1/fastps -type l -delete; \
@@ -46,10 +48,10 @@ demo: $(VENV)/.installed  ## train with 4 workers on real images, then compare t
 	$(BIN)/fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --workers 4 --epochs 3 --straggler 0:3
 
 test: $(VENV)/.installed hooks lint test-hooks  ## lint, types and the tests (samples of those that are long)
-	$(BIN)/python -m pytest -q -m "not slow" $(PARALLEL)
+	$(BIN)/python -m pytest -q -m "not slow" $(PARALLEL) $(APART)
 
 test-fast: $(VENV)/.installed  ## unit tests without torch: neither processes, nor times, nor full sizes
-	$(BIN)/python -m pytest -q -m "unit and not torch and not exhaustive" $(PARALLEL)
+	$(BIN)/python -m pytest -q -m "unit and not torch and not exhaustive" $(PARALLEL) $(APART)
 
 # Several hundred MB: other frameworks, MPI, and the tools of wheels. Only slow tests need them.
 $(VENV)/.extras: $(VENV)/.installed $(VENV)/.wheels
