@@ -17,7 +17,10 @@ pytest.importorskip("elftools", reason="needs auditwheel: pip install '.[wheels]
 
 ROOT = Path(__file__).parents[1]
 TOOL = ROOT / "tools" / "wheels.py"
-pytestmark = pytest.mark.skipif(not TOOL.exists(), reason="tests run without the source tree")
+pytestmark = [
+    pytest.mark.skipif(not TOOL.exists(), reason="tests run without the source tree"),
+    pytest.mark.xdist_group("wheel"),  # in one process, so that one wheel is built
+]
 
 OWN_RULE = """
 import fastps, torch
