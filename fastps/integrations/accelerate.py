@@ -67,7 +67,6 @@ class JobOptimizer(DistributedOptimizer):
     def finish(self) -> torch.optim.Optimizer:
         """Leave once all workers have pushed all; return the torch optimizer with the job's last state. A collective call."""
         self.wait_for_others()
-        self.state_dict()  # also fills the state, which both share
         self.close()
         return self._inner
 

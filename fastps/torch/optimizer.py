@@ -208,7 +208,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         slots = [self._slot_tensors(slot) for slot in range(self._store.arena.slots)]
         self._gradients = tables.gradients_of(self._placement, worker, self._tensors, slots, self.policy.waits_for_fold)
         self._rounds = BufferRounds(self._buffers, worker)
-        exit_handlers.register(worker, self.close, self.wait_for_others)
+        exit_handlers.register(worker, self._leave, self.wait_for_others)
         try:
             self._placement.use(worker)
         except ArenaError as error:
@@ -448,8 +448,16 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
 
         Runs at exit unless it was called before. With `failure` the other workers end with an error that quotes it. The last
         worker stays, up to the timeout, until every initial worker that its scheme did not wait for has attached. The wrapped
-        torch optimizer keeps the state that it had: call `state_dict()` first to continue with the job's.
+        torch optimizer has the job's state then, of which `state_dict()` gives copies.
         """
+        if self._worker.closed or self._worker.forked:
+            return
+        if failure is None:
+            self._keep_state()
+        self._leave(failure)
+
+    def _leave(self, failure: str | None) -> None:
+        """Leave the job, as `close()` does, without the optimizer's state."""
         if self._worker.closed or self._worker.forked:
             return
         if self._checkpointing is not None:

@@ -25,6 +25,7 @@ class OptimizerState(torch.optim.Optimizer):
     _rule: Rule
     _hypers_read: Hypers
     _inner: torch.optim.Optimizer
+    _untaken: str | None = "the worker left with an error, or at the program's exit, and kept no state"
 
     @property
     def _total_steps(self) -> int:
@@ -75,12 +76,30 @@ class OptimizerState(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the optimizer's state at one version, in a form that the wrapped optimizer can load."""
+        """Copies of the optimizer's state at one version, in a form that the wrapped optimizer can load.
+
+        After `close()` it is the state at that moment. Raises UsageError if that could not be taken, and says why.
+        """
+        if not self._worker.closed:
+            self._take_state()
+        elif self._untaken is not None:
+            raise UsageError(f"state_dict() after close(): {self._untaken}")
+        return super().state_dict()
+
+    def _take_state(self) -> None:
+        """Copy the job's state into `state`, which the wrapped optimizer shares."""
         self._worker.check_open()
         groups = [group for group in self.param_groups for _ in group["params"]]
         found = state.entries(self._worker, self._tensor_views, self._rule, groups)
         self.state.update({tensor: entry for tensor, entry in zip(self._tensors, found, strict=True) if entry is not None})
-        return super().state_dict()
+
+    def _keep_state(self) -> None:
+        """Take the state for the time after close. No error leaves this: the training is over."""
+        try:
+            self._take_state()
+            self._untaken = None
+        except Exception as error:  # of any kind: param_groups may have changed since the last step
+            self._untaken = f"the state could not be taken at close: {type(error).__name__}: {error}"
 
     def unwrap(self) -> torch.optim.Optimizer:
         """End the job, and return the torch optimizer with the job's last state. Every worker calls it, after the same step.
@@ -97,14 +116,17 @@ class OptimizerState(torch.optim.Optimizer):
         >>> inner.add_param_group({"params": model.append(torch.nn.Linear(2, 1))[1].parameters(), "lr": 0.01})
         >>> fastps.DistributedOptimizer(inner).close()
 
-        Raises UsageError after close, UnsupportedError in a job of several nodes, WorkerDiedError, TimeoutExceededError.
+        After `close()`, the torch optimizer has the state of that moment.
+
+        Raises UnsupportedError in a job of several nodes, WorkerDiedError, TimeoutExceededError.
         """
-        self._worker.check_open()
-        self._worker.store.layout.check_has_state("unwrap()")
-        if self._worker.rank == 0:
-            self.wait_for_others()
-        self.state_dict()  # also fills `state`, which the torch optimizer shares
-        self.close()
+        if not self._worker.closed:
+            self._worker.store.layout.check_has_state("unwrap()")
+            if self._worker.rank == 0:
+                self.wait_for_others()
+            self.close()
+        if self._untaken is not None:
+            raise UsageError(f"unwrap(): {self._untaken}")
         return self._inner
 
     def wait_for_others(self) -> None:

@@ -254,11 +254,43 @@ def test_writes_into_private_weights_are_gone_after_the_block_and_others_are_ref
         optimizer._weights.remember()
 
 
-def test_unwrapping_is_for_an_open_optimizer() -> None:
+# -- after the end -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [_momentum, lambda parameters: torch.optim.Adam(parameters, lr=0.01)], ids=["sgd", "adam"])
+def test_a_closed_optimizer_has_the_state_at_its_end_as_a_finished_torch_optimizer_has(make: Callable[[Any], Any]) -> None:
+    model, plain = new_model(), new_model()
+    inner = make(model.parameters())
+    with fastps.DistributedOptimizer(inner) as optimizer:
+        train_on(model, optimizer, batches_of(3, BATCH))
+    expected = make(plain.parameters())
+    train_on(plain, expected, batches_of(3, BATCH))
+    for found in (optimizer.state_dict(), inner.state_dict(), optimizer.unwrap().state_dict()):
+        assert found["param_groups"] == expected.state_dict()["param_groups"]
+        torch.testing.assert_close(found["state"], expected.state_dict()["state"], rtol=1e-6, atol=1e-7)
+    optimizer.zero_grad()
+    assert optimizer.unwrap() is inner
+
+
+def test_a_closed_optimizers_torch_optimizer_trains_on_alone_or_wrapped_again() -> None:
+    model, plain = new_model(), new_model()
+    inner, expected = torch.optim.Adam(model.parameters(), lr=0.01), torch.optim.Adam(plain.parameters(), lr=0.01)
+    batches = batches_of(9, BATCH)
+    with fastps.DistributedOptimizer(inner) as optimizer:
+        train_on(model, optimizer, batches[:3])
+    train_on(model, inner, batches[3:6])
+    with fastps.DistributedOptimizer(inner) as optimizer:
+        train_on(model, optimizer, batches[6:])
+    train_on(plain, expected, batches)
+    torch.testing.assert_close(_values(model), _values(plain), rtol=1e-6, atol=1e-7)
+
+
+def test_an_optimizer_that_left_with_an_error_says_that_it_kept_no_state() -> None:
     optimizer = fastps.DistributedOptimizer(_momentum(new_model().parameters()))
-    optimizer.close()
-    with pytest.raises(fastps.UsageError, match="worker 0 is closed"):
-        optimizer.unwrap()
+    optimizer.close("the data ended")
+    for call in (optimizer.state_dict, optimizer.unwrap):
+        with pytest.raises(fastps.UsageError, match="the worker left with an error"):
+            call()
 
 
 # -- loading a state dict ----------------------------------------------------------------------------
