@@ -114,9 +114,10 @@ def check_tables(
 def check_table(name: str, shape: tuple[int, ...]) -> None:
     """Raise UnsupportedError for a parameter that cannot be a table."""
     if len(shape) != 2 or not 1 <= shape[0] <= rows.MAX_ROWS or shape[1] < 1:
+        is_dense = "it is no table: give dense parameters an optimizer of their own (Adam beside SparseAdam)"
+        cure = "build the layer with sparse=False" if len(shape) == 2 else is_dense
         raise UnsupportedError(
-            f"table {name!r}: expected a matrix of 1 to {rows.MAX_ROWS:,} rows, found shape {tuple(shape)}; build the layer"
-            " with sparse=False"
+            f"table {name!r}: expected a matrix of 1 to {rows.MAX_ROWS:,} rows, found shape {tuple(shape)}; {cure}"
         )
 
 

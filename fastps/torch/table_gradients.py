@@ -85,8 +85,9 @@ class TableGradients(Gradients):
     def _check_sparse(self, index: int, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
             raise UnsupportedError(
-                f"parameter {self._name(index)!r}: expected a sparse gradient of rows, because its layer has sparse=True, found"
-                f" {gradient.layout}; let nothing but the layer use the weight (no tied weights), or build it with sparse=False"
+                f"parameter {self._name(index)!r}: expected a sparse gradient of rows, because it is a table, found"
+                f" {gradient.layout}; let nothing but a layer with sparse=True use it (no tied weights), or build it with"
+                " sparse=False, and give dense parameters an optimizer of their own (Adam beside SparseAdam)"
             )
         if gradient.requires_grad:
             raise UnsupportedError(

@@ -186,6 +186,14 @@ def test_a_dense_gradient_of_a_table_is_refused_by_name() -> None:
         assert optimizer.version == 0
 
 
+def test_a_dense_matrix_given_to_sparse_adam_is_told_to_take_another_optimizer() -> None:
+    model = torch.nn.Linear(4, 2, bias=False)
+    with fastps.DistributedOptimizer(torch.optim.SparseAdam(list(model.parameters())), model=model) as optimizer:
+        model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(fastps.UnsupportedError, match=r"'weight'.*it is a table.*Adam beside SparseAdam"):
+            optimizer.step()
+
+
 def test_a_sparse_gradient_of_a_dense_parameter_is_refused_by_name() -> None:
     weight = torch.nn.Parameter(torch.zeros(5, 2))
     with fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1)):
@@ -199,7 +207,7 @@ REFUSED: list[tuple[Callable[[TableModel], torch.optim.Optimizer], str, str]] = 
     (lambda model: torch.optim.Adagrad(model.parameters(), weight_decay=0.1), "bsp", "weight_decay=0.1"),
     (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "bsp:ema=0.9", "no moving average"),
     (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "auto", "moves the job to another arena"),
-    (lambda model: torch.optim.SparseAdam(list(model.parameters())), "bsp", "expected a matrix"),
+    (lambda model: torch.optim.SparseAdam(list(model.parameters())), "bsp", "expected a matrix.*Adam beside SparseAdam"),
 ]
 
 
