@@ -16,7 +16,7 @@ from fastps.collectives import tensors as of
 from fastps.collectives.group import Collective, Group
 from fastps.collectives.meeting import KeyStore
 from fastps.collectives.works import GroupWork, Sequencer
-from fastps.errors import UnsupportedError
+from fastps.errors import UnsupportedError, UsageError
 from fastps.kernels.collectives.exchange import KINDS, NO_REDUCTION
 
 Tensors = list[torch.Tensor]
@@ -146,7 +146,14 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         steps = [self._all_gather(memory, outs, each) for outs, each in zip(output_tensors, input_tensors, strict=True)]
         return self._begin(steps, memory, opts, output_tensors)
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> GroupWork:
+        """`allgather` of several tensors, which may differ in size: `output_lists[rank][i]` gets that rank's i-th tensor."""
+        if any(len(each) != len(input_list) for each in output_lists):
+            raise UsageError(
+                f"all_gather_coalesced: expected {len(input_list)} tensors for each rank, as this rank gives, found"
+                f" {[len(each) for each in output_lists]}"
+            )
+        return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], input_list, opts)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
         """Copy each rank's tensor to all ranks, into one tensor."""

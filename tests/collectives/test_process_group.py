@@ -140,6 +140,29 @@ def test_torchs_functions(tmp_path: Path, size: int) -> None:
     _run(tmp_path, size, member)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_several_gathers_in_one_call_agree_with_gloo(tmp_path: Path, count: int) -> None:
+    def member(rank: int) -> None:
+        gloo = dist.new_group(backend="gloo")
+        own = [torch.full((2 + number,), 10.0 * rank + number) for number in range(count)]
+        found, wanted = ([[torch.zeros(2 + number) for number in range(count)] for _ in range(3)] for _ in range(2))
+        for outputs, group in ((found, None), (wanted, gloo)):
+            dist.all_gather_coalesced(outputs, own, group=group)
+        assert [[each.tolist() for each in of_rank] for of_rank in found] == [
+            [each.tolist() for each in of_rank] for of_rank in wanted
+        ]
+        with dist._coalescing_manager(async_ops=True) as manager:  # type: ignore[attr-defined]
+            gathered = [torch.zeros(3 * each.numel()) for each in own]
+            for out, each in zip(gathered, own, strict=True):
+                dist.all_gather_into_tensor(out, each)
+        manager.wait()
+        assert [out.tolist() for out in gathered] == [
+            torch.cat([of_rank[number] for of_rank in wanted]).tolist() for number in range(count)
+        ]
+
+    _run(tmp_path, 3, member)
+
+
 def test_one_process_is_a_group(tmp_path: Path) -> None:
     def member(rank: int) -> list[float]:
         dist.all_reduce(tensor := torch.ones(3))
