@@ -23,6 +23,7 @@ import pytest
 
 from fastps.bench.namespaces import missing_reason
 from tests.support.bridge import Bridge, bridge
+from tests.support.nodes import await_files
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,7 @@ QUIET_S = 15.0  # the end of training without faults, in which lost nodes come b
 MARK = "STORM_OF_TESTS"
 
 SCRIPT = """
-import json, os, time
+import json, os, pathlib, time
 import torch
 import fastps
 from sklearn.datasets import load_digits
@@ -45,13 +46,16 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.
 optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), timeout_s=60)
 draw = torch.Generator().manual_seed(os.getpid())
 last, steps, longest, before = 0, 0, 0.0, time.monotonic()
-while time.monotonic() < float(os.environ["UNTIL"]):
+end = pathlib.Path(os.environ["STORM_END"])
+while not end.exists() or time.monotonic() < float(end.read_text()):
     rows = torch.randint(0, 1500, (16,), generator=draw)
     optimizer.zero_grad()
     torch.nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
     optimizer.step()
     assert optimizer.version >= last, "a version went back"
     last, steps, now = optimizer.version, steps + 1, time.monotonic()
+    if steps == 3:
+        end.with_name(f"begun-{fastps.rank()}").touch()
     longest, before = max(longest, now - before), now
     time.sleep(0.01)
 optimizer.wait_for_others()
@@ -70,9 +74,9 @@ optimizer.close()
 class Storm:
     """The nodes' launchers, and the faults."""
 
-    def __init__(self, nodes: Bridge, folder: Path, sync: str, ends_at: float) -> None:
+    def __init__(self, nodes: Bridge, folder: Path, sync: str) -> None:
         self._nodes, self._folder, self._sync = nodes, folder, sync
-        self._ends_at = ends_at
+        self._ends_at = float("inf")
         self._draw = random.Random(SEED)
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.faults: Counter[str] = Counter()
@@ -88,7 +92,7 @@ class Storm:
             **os.environ,
             MARK: self._mark,
             "TMPDIR": str(self._folder / "temporary"),
-            "UNTIL": str(self._ends_at),
+            "STORM_END": str(self._folder / "end"),
             "OMP_NUM_THREADS": "1",
         }
         self._starts += 1
@@ -96,6 +100,12 @@ class Storm:
             return subprocess.Popen(
                 self._nodes.command(node, command), stdout=out, stderr=subprocess.STDOUT, env=variables, start_new_session=True
             )
+
+    def end_at(self, moment: float) -> None:
+        """Let the training end at this time of the monotonic clock. Until then it has no end."""
+        self._ends_at = moment
+        (self._folder / "end-pending").write_text(str(moment))
+        (self._folder / "end-pending").rename(self._folder / "end")
 
     def processes(self, node: int | None = None) -> list[psutil.Process]:
         """What is running of a node, or of all."""
@@ -185,7 +195,7 @@ def _found(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for text in texts for line in re.findall(r"found (\{.*\})", text)]
 
 
-@pytest.mark.timeout(SECONDS + 200)
+@pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.parametrize("sync", ["asp", "bsp"])
 def test_training_goes_on_through_all_faults_and_every_push_is_counted(sync: str, tmp_path: Path) -> None:
     reason = missing_reason()
@@ -194,16 +204,16 @@ def test_training_goes_on_through_all_faults_and_every_push_is_counted(sync: str
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "temporary").mkdir()
     with bridge(3) as nodes:
-        began = time.monotonic()
-        storm = Storm(nodes, tmp_path, sync, began + 20 + SECONDS + QUIET_S)
+        storm = Storm(nodes, tmp_path, sync)
         try:
-            while time.monotonic() < began + 20:  # torch's import takes long on a busy machine
-                time.sleep(0.5)
+            await_files(tmp_path, 3, 100, "begun-*")
+            began = time.monotonic()
+            storm.end_at(began + SECONDS + QUIET_S)
             held = [storm.held()]
-            while time.monotonic() < began + 20 + SECONDS:
+            while time.monotonic() < began + SECONDS:
                 storm.fault()
                 time.sleep(1)
-            while time.monotonic() < began + 20 + SECONDS + QUIET_S - 1:
+            while time.monotonic() < began + SECONDS + QUIET_S - 1:
                 storm.start_ended()
                 time.sleep(0.1)
             held.append(storm.held())
@@ -225,7 +235,7 @@ def test_training_goes_on_through_all_faults_and_every_push_is_counted(sync: str
     assert list((tmp_path / "temporary").iterdir()) == [], summary
     # Threads and sockets of edges that were lost last may end a few seconds later.
     assert all(held[1][kind] <= held[0][kind] + 8 for kind in held[0]), summary
-    assert held[1]["memfd"] == held[0]["memfd"], summary
+    assert held[1]["memfd"] <= held[0]["memfd"], summary  # one of the start may still be there at the first look
     home = next(each for each in found if each["rank"] == 0)
     for lane in home["lanes"]:
         assert lane["posted"] == lane["done"], summary

@@ -57,10 +57,10 @@ def start(
     return children
 
 
-def await_files(folder: Path, count: int, timeout_s: float = 60.0) -> None:
+def await_files(folder: Path, count: int, timeout_s: float = 100.0, pattern: str = "*") -> None:
     """Wait until a folder has so many files, which workers leave when they have come somewhere."""
     deadline = time.monotonic() + timeout_s
-    while len(list(folder.iterdir())) < count:
+    while len(list(folder.glob(pattern))) < count:
         assert time.monotonic() < deadline, "the workers have not come so far"
         time.sleep(0.02)
 
