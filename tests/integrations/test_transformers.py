@@ -49,6 +49,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 text = torch.randint(0, 11, (64,), generator=torch.Generator().manual_seed(1))
 rows = [{"input_ids": text[place : place + 8], "labels": text[place : place + 8]} for place in range(48)]
+torch.manual_seed(2)  # of twenty seeds, two begin so badly that 40 steps lower the loss by less than 0.2
 model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=16, n_layer=1, n_head=2))
 arguments = TrainingArguments(
     "out", max_steps=40, per_device_train_batch_size=4, learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True,
