@@ -264,11 +264,18 @@ class Launcher:
             self._no_shows.tick()
 
     def _root_cause(self) -> LaunchedWorker | None:
-        """Return the first failure by time, except workers whose error names another worker as the cause."""
-        failed = [worker for worker in self._workers if worker.failed]
-        if self._options.continues and any(worker.exit_code == 0 for worker in self._workers):
-            return None  # the other workers went on to the end
-        return min(failed, key=lambda worker: (worker.is_consequence, worker.ended_ns), default=None)
+        """Return the first failure by time, except workers whose error names another worker as the cause.
+
+        Where jobs go on after a loss, a worker that was lost is no failure if another one ended well later. A warning names it.
+        """
+        lasts = {worker.rank: worker for worker in self._workers}  # of those that replace each other, the last
+        failed = [worker for worker in lasts.values() if worker.failed]
+        done_ns = max((worker.ended_ns for worker in self._workers if worker.exit_code == 0), default=0)
+        survived = [worker for worker in failed if self._options.continues and worker.ended_ns < done_ns]
+        for worker in survived:
+            logger.warning("worker %d (%s) was not replaced; the job went on without it", worker.rank, worker.ending)
+        others = [worker for worker in failed if worker not in survived]
+        return min(others, key=lambda worker: (worker.is_consequence, worker.ended_ns), default=None)
 
     def _start(self) -> None:
         self._port = free_port()  # for scripts that start torch.distributed themselves
@@ -413,8 +420,9 @@ class Launcher:
             self._no_shows.add(worker.rank)
 
     def _is_over(self) -> bool:
-        """Whether the other workers are done with training, so a replacement could not join them."""
-        if any(other.exit_code == 0 for other in self._workers):
+        """Whether no other worker trains, so a replacement could not join them."""
+        codes = [worker.exit_code for worker in self._workers]
+        if 0 in codes and None not in codes:
             return True
         return self._has_begun and not discovery.arenas_of(self.job)
 

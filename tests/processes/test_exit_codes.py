@@ -1,0 +1,58 @@
+"""An exit code of 0 means: every rank ended with 0, was replaced by one that did, or is said to have been lost on the way."""
+
+import logging
+import sys
+
+import pytest
+
+from fastps.processes.launcher import Launcher, Outcome
+from fastps.processes.options import JobOptions
+
+CONTINUE = JobOptions(on_worker_loss="continue")
+BEGIN = """
+import os, signal, sys, time
+rank, fresh = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+"""
+
+
+def _run(script: str, options: JobOptions, workers: int = 3) -> Outcome:
+    return Launcher([sys.executable, "-c", BEGIN + script], workers, options=options, env="torchrun").run()
+
+
+def _said(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records if "went on without it" in record.getMessage()]
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit('cannot save')", 1), ("os.kill(os.getpid(), 9)", -9), ("os._exit(5)", 5)])
+@pytest.mark.parametrize("options", [CONTINUE, JobOptions(restarts=3)])
+def test_worker_that_fails_after_all_others_have_ended_fails_the_job(end: str, code: int, options: JobOptions) -> None:
+    outcome = _run(f"if rank == 0:\n    time.sleep(1)\n    {end}", options)
+    assert outcome.exit_code == 1
+    assert outcome.first_failure is not None
+    assert (outcome.first_failure.rank, outcome.first_failure.exit_code) == (0, code)
+
+
+def test_workers_that_a_job_goes_on_without_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fastps.launch"):
+        outcome = _run("time.sleep(1) if rank == 0 else sys.exit('a bug')", CONTINUE)
+    assert outcome.exit_code == 0
+    assert _said(caplog) == [f"worker {rank} (exit code 1) was not replaced; the job went on without it" for rank in (1, 2)]
+
+
+def test_every_worker_failing_fails_the_job() -> None:
+    assert _run("sys.exit(2)", CONTINUE).exit_code == 1
+
+
+def test_worker_that_ends_early_does_not_prevent_replacements() -> None:
+    script = "if rank == 1: sys.exit(0)\ntime.sleep(1)\nif rank == 2 and fresh: os.kill(os.getpid(), 9)\ntime.sleep(1)"
+    outcome = _run(script, JobOptions(restarts=1))
+    assert outcome.exit_code == 0
+    assert [(worker.rank, worker.exit_code) for worker in outcome.workers] == [(0, 0), (1, 0), (2, -9), (2, 0)]
+
+
+def test_replacement_that_fails_last_fails_the_job() -> None:
+    script = "time.sleep((0.3 if fresh else 1) if rank == 2 else 0.8)\nif rank == 2: sys.exit(3)"
+    outcome = _run(script, JobOptions(restarts=1))
+    assert outcome.exit_code == 1
+    assert outcome.first_failure is not None
+    assert outcome.first_failure.restart == 1
