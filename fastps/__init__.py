@@ -60,7 +60,7 @@ _NAMES_OF = {
     "fastps.store.store": ("Store",),
     "fastps.store.worker": ("Worker",),
     "fastps.torch.checkpoint": ("optimizer_state_dict",),
-    "fastps.torch.ddp_hook": ("push_hook",),
+    "fastps.torch.foreign": ("push_hook",),
     "fastps.torch.optimizer": ("DistributedOptimizer",),
     "fastps.torch.reader": ("Reader", "reader"),
     "fastps.torch.row_wise_adagrad": ("RowWiseAdagradOptimizer",),

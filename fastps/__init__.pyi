@@ -47,7 +47,7 @@ from fastps.store.observer import observe as observe
 from fastps.store.store import Store as Store
 from fastps.store.worker import Worker as Worker
 from fastps.torch.checkpoint import optimizer_state_dict as optimizer_state_dict
-from fastps.torch.ddp_hook import push_hook as push_hook
+from fastps.torch.foreign import push_hook as push_hook
 from fastps.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from fastps.torch.reader import Reader as Reader
 from fastps.torch.reader import reader as reader

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fastps.system import garbage
 from tests.support import guardian, skips, stacks
 from tests.support.commands import server_process_ids
 from tests.support.kinds import add_markers
@@ -54,7 +55,7 @@ def pytest_collection_finish() -> None:
     if "torch" in sys.modules:  # torch imports it with the first optimizer, so every forked child would again
         importlib.import_module("torch._dynamo")
     gc.collect()
-    gc.freeze()
+    garbage.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,7 +7,6 @@ forks twice, and the launcher adopts the orphan. A forked worker has what `pytho
 
 import builtins
 import contextlib
-import gc
 import importlib
 import io
 import json
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fastps.system import garbage
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.processes import ask_to_die_with_parent
 
@@ -59,7 +59,7 @@ def serve(control: socket.socket, imports: list[str]) -> dict[str, Any] | None:
         _make_an_optimizer()
     sys.stdout.flush()
     sys.stderr.flush()
-    gc.freeze()  # in the workers, too: a collection would copy the pages of all imports, and one runs at each exit
+    garbage.freeze()  # in the workers, too: a collection would copy the pages of all imports, and one runs at each exit
     with contextlib.suppress(ConnectionError):  # the launcher has ended: the next receive reports it
         control.send(_obstacle().encode() or READY)
     while True:

@@ -1,10 +1,10 @@
 """Checks for uses of a model by the program or by other libraries that would silently give wrong results.
 
 Detected: wrappers that average gradients themselves, and memory that other processes share. Each check raises an error that
-names the cause, and changes nothing. Layers with sparse gradients are found, too.
+names the cause, and changes nothing. Layers with sparse gradients are found, too. `push_hook` is the communication hook
+with which DistributedDataParallel averages nothing: it knows no optimizer, because the optimizer finds the wrapper.
 """
 
-import gc
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fastps.errors import ParameterChangedError, UnsupportedError
-from fastps.torch import ddp_hook
+from fastps.system import garbage
 
 _untraced: list[str] = []  # the packages that torch.compile was told not to trace
 _SPARSE_LAYERS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -31,7 +31,7 @@ _OTHER_WEIGHTS = (
 def check_model(model: torch.nn.Module | None) -> None:
     """Raise UnsupportedError for a model whose wrapper averages gradients or shards parameters."""
     wrapper = None if model is None else _wrapper_of(model)
-    if model is not None and wrapper is not None and not ddp_hook.pushes(model):
+    if model is not None and wrapper is not None and not _pushes(model):
         raise UnsupportedError(f"the model is wrapped by {wrapper}, which averages gradients itself: {_CURE}")
 
 
@@ -89,7 +89,7 @@ def check_not_averaged(tensors: Sequence[torch.Tensor]) -> None:
         wrapper = _wrapper_of(module)
         if wrapper is None or not any(id(parameter) in own for parameter in module.parameters()):
             continue
-        if ddp_hook.pushes(module):
+        if _pushes(module):
             _check_pushing(module, own)
         else:
             raise UnsupportedError(
@@ -123,11 +123,38 @@ def _wrapper_of(module: torch.nn.Module) -> str | None:
 
 
 def _objects_of(kinds: tuple[type, ...]) -> Iterable[Any]:
-    """All instances of these types that the garbage collector tracks.
+    """All instances of these types that the garbage collector tracks, or has frozen.
 
     Compares type(), not __class__: asking a proxy for its __class__ may be expensive.
     """
-    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    return [each for each in garbage.objects() if issubclass(type(each), kinds)]
+
+
+# Torch refuses a hook whose annotations are others than these. Its stubs do not have the class.
+def push_hook(
+    state: Any,
+    bucket: torch.distributed.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Let DDP average nothing, so that each worker pushes its own gradient. Register it before the optimizer is wrapped.
+
+    `opt.step()` of the DistributedOptimizer then pushes it to the store, under any discipline. `state` is not used. All
+    parameters that DDP synchronizes must be the optimizer's, and `broadcast_buffers` must be False if the model has buffers;
+    the constructor of DistributedOptimizer raises UnsupportedError otherwise.
+
+    Example::
+
+        ddp_model = DistributedDataParallel(model)
+        ddp_model.register_comm_hook(None, fastps.push_hook)
+        opt = fastps.DistributedOptimizer(torch.optim.SGD(ddp_model.parameters(), lr=0.1), sync="asp")
+    """
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _pushes(wrapper: torch.nn.Module) -> bool:
+    """Whether this hook is registered with a DDP wrapper. `_comm_hooks` is where torch keeps hooks; it has no public name."""
+    return any(hook is push_hook for hook, _ in getattr(wrapper, "_comm_hooks", ()))
 
 
 def write_error(name: str, *, is_undone: bool, has_moved: bool) -> ParameterChangedError:

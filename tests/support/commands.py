@@ -6,7 +6,6 @@ about the start (what is imported, limits that are set before) starts a process 
 
 import atexit
 import functools
-import gc
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from fastps.system import garbage
 from tests.support import stacks
 
 OF_A_JOB = ("RANK", "WORLD_SIZE", "FASTPS_JOB")  # variables that would make a command a worker of another job
@@ -79,7 +79,7 @@ def serve() -> None:
 
     torch.set_num_threads(1)  # no thread of this process may be lost in a fork
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.freeze()  # so that a fork's collections leave shared pages alone
+    garbage.freeze()  # so that a fork's collections leave shared pages alone
     for line in sys.stdin:
         order = json.loads(line)
         process_id = os.fork()
