@@ -1,7 +1,9 @@
 """The gradients of one worker between backward and push: how they reach its slot, and which parameters have one.
 
-A hook copies each gradient into the slot while it is in the cache. `p.grad` then becomes a view of the slot, if the slot's type
-is that of all parameters. Otherwise `p.grad` keeps memory of its own, and the slot holds the converted values.
+A hook copies each gradient into the slot while it is in the cache, and `p.grad` becomes a view of the slot. A script that keeps
+such a tensor keeps its values: before the slot is written again, or given up, whoever still holds the view is moved to a copy.
+Where that cannot be done (the slot's type is not the parameter's, or the loops are not compiled), `p.grad` keeps memory of its
+own, and `step()` copies it into the slot.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +22,12 @@ class Gradients:
 
     Args:
         tensors: the parameters.
-        slots: for each slot, the tensors over it.
+        slots: for each slot, the tensors over it, in a list that nothing else may change.
         keeps: whether p.grad may stay a view of the slot after a push, because the worker waits for the fold.
         name: gives a parameter's name for errors.
 
     Attributes:
-        present: the parameters that have a gradient in the slot.
+        present: the parameters that had a gradient at the last `collect`.
         is_apart: whether an error ended the last step before its push was folded; see `detach`.
         accumulates: whether the script has said that more backwards follow before the push.
     """
@@ -50,21 +52,29 @@ class Gradients:
         self._presences: dict[frozenset[int], bytes] = {}
         self._loops = tensor_loops(tensors)
         self._prepared = [self._loops.prepare(views) for views in slots]
+        self._is_of_one_type = all(
+            view.dtype == tensor.dtype for views in slots for view, tensor in zip(views, tensors, strict=True)
+        )
+        self._lends = self._is_of_one_type and self._loops.can_own
 
-    def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
-        """Copy `p.grad`, into which autograd has just accumulated, into the slot, and point p.grad at the slot.
+    def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
+        """Copy the gradient that autograd has just made into the slot, and point p.grad at the slot.
 
-        Further backwards of the same step then accumulate in place, and this call copies nothing.
+        Further backwards of the same step then accumulate in place, and this call copies nothing; nor does it where somebody
+        else holds p.grad (a script that sets it to a tensor of its own). Returns whether p.grad is the slot's.
         """
-        gradient = tensor.grad
-        view = self.slots[slot][index]
-        if gradient is view:
-            self.present.add(index)
-        elif gradient is not None and not self.is_apart:
-            self.check(index, gradient)
-            view.copy_(gradient)
-            tensor.grad = view
-            self.present.add(index)
+        if self._lends and not self.is_apart and self._loops.has_new_gradient(index):
+            gradient = tensor.grad
+            assert gradient is not None
+            tensor.grad = self._copy(index, slot, gradient)
+        elif not self._lends and tensor.grad is not None:
+            self.check(index, tensor.grad)
+        return tensor.grad is self.slots[slot][index]
+
+    def _copy(self, index: int, slot: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Copy a gradient into the slot, and return the tensor over the slot."""
+        self.check(index, gradient)
+        return self._loops.own(self._prepared[slot], index).copy_(gradient)
 
     def check(self, index: int, gradient: torch.Tensor) -> None:
         """Raise UnsupportedError for a gradient that cannot be pushed."""
@@ -79,23 +89,24 @@ class Gradients:
                 " moved into shared memory"
             )
 
-    def zero(self, slot: int, set_to_none: bool) -> None:
+    def zero(self, set_to_none: bool) -> None:
         """Clear the gradients, as torch does; without `set_to_none` existing gradients become zeros."""
-        self.present = set()
         if set_to_none:
             self._loops.drop_gradients()
             return
-        for index, tensor in enumerate(self.tensors):
-            if tensor.grad is not None and self.is_apart:
-                tensor.grad.zero_()
-            elif tensor.grad is not None:
-                tensor.grad = self.slots[slot][index].zero_()
-                self.present.add(index)
+        for tensor in self.tensors:
+            if tensor.grad is not None:
+                tensor.grad.detach_().zero_()
 
     def expose(self, slot: int) -> None:
-        """Point every p.grad at the slot, which keeps its old values."""
+        """Point every p.grad at the slot, which keeps its old values. Raises UsageError for a slot of another type."""
+        if not self._is_of_one_type:
+            raise UsageError(
+                "expose_gradients() needs parameters of one type, and gradients that are pushed in it: leave push_dtype out"
+            )
         views = self._prepared[slot]
         if self._loops.other_gradient(views) >= 0:
+            self._loops.own_all(views)
             self._loops.set_gradients(views)
 
     def collect(self, slot: int) -> bytes | None:
@@ -108,14 +119,12 @@ class Gradients:
             self.present = self._everything
             return None
         self.present = set()
-        views = self.slots[slot]
         for index, tensor in enumerate(self.tensors):
             gradient = tensor.grad
             if gradient is None:
                 continue
-            if gradient is not views[index]:
-                self.check(index, gradient)
-                views[index].copy_(gradient)
+            if gradient is not self.slots[slot][index]:
+                self._copy(index, slot, gradient)
             self.present.add(index)
         return self._presence()
 
@@ -128,48 +137,43 @@ class Gradients:
             bits = self._presences[present] = presence_of(sorted(present), len(self.tensors))
         return bits
 
-    def release(self) -> None:
-        """Give up the slot after its push; p.grad stays only if the step waits for the fold."""
-        if not self._keeps:
+    def release(self, slot: int) -> None:
+        """Give up the slot after its push; p.grad stays a view of it only if the step waits for the fold."""
+        if self._keeps:
+            return
+        if self._lends:
             self._loops.drop_gradients()
-        self.present = set()
+        self._loops.own_all(self._prepared[slot])
 
-    def clip_factor(self, slot: int, most: float, scale: float) -> float:
+    def clip_factor(self, most: float, scale: float) -> float:
         """The factor that clips the push's gradient, multiplied by `scale`, to a norm of at most `most`, as torch clips.
 
         The norm spans all shards. It travels as this factor, so a fold clips each push without a separate pass.
         """
-        return min(1.0, most / (self.norm(slot) * scale + 1e-6)) if self.present else 1.0
+        return min(1.0, most / (self.norm() * scale + 1e-6)) if self.present else 1.0
 
-    def norm(self, slot: int) -> float:
+    def norm(self) -> float:
         """The norm of the push's gradient over all parameters that have one."""
-        return norm_of([self._values(slot, index) for index in sorted(self.present)])
+        gradients = [self.tensors[index].grad for index in sorted(self.present)]
+        return norm_of([gradient for gradient in gradients if gradient is not None])
 
-    def _values(self, slot: int, index: int) -> torch.Tensor:
-        return self.slots[slot][index]
-
-    def unbind(self) -> None:
-        """Drop every p.grad that is a view of these slots, because the slots are about to be unmapped."""
-        self._loops.drop_gradients()
-
-    def detach(self) -> None:
+    def detach(self, slot: int) -> None:
         """Separate p.grad from the slot until the next `collect`: a fold may still read the slot while the worker goes on."""
-        self.release()
+        self.release(slot)
         self.clone()
         self.is_apart = True
 
     def clone(self) -> None:
-        """Replace every p.grad that is a view of a slot by a copy of its own."""
-        for index, tensor in enumerate(self.tensors):
-            if tensor.grad is not None and any(tensor.grad is views[index] for views in self.slots):
-                tensor.grad = tensor.grad.clone(memory_format=torch.preserve_format)
+        """Make every p.grad that is a view of a slot, and everything else that shares its memory, a copy of its own."""
+        for views in self._prepared:
+            self._loops.own_all(views)
 
 
-class HalfGradients(Gradients):
-    """Gradients in slots of another type than `p.grad`, which is never a view of the slot, and stays unchanged after the push.
+class CountedGradients(Gradients):
+    """Gradients whose copies into slots are queued during backward; `p.grad` is never a view of the slot.
 
     The version counter of a gradient tells whether it was changed after backward (clipped by hand, say); such a gradient is
-    copied again.
+    copied again. A write through `.data`, which torch does not count, is not noticed.
     """
 
     def __init__(
@@ -183,58 +187,38 @@ class HalfGradients(Gradients):
         super().__init__(tensors, slots, keeps=keeps, name=name)
         self._put: list[tuple[torch.Tensor, int] | None] = [None] * len(tensors)  # the gradient and its version in the slot
 
-    def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
-        """Round `p.grad`, into which autograd has just accumulated, into the slot."""
+    def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
+        """Queue a copy of `p.grad`, into which autograd has just accumulated, into the slot. Returns whether it did."""
         gradient = tensor.grad
-        if gradient is not None and not self.is_apart:
-            self.check(index, gradient)
-            self._put_into(slot, index, gradient)
+        if gradient is None or self.is_apart:
+            return False
+        self.check(index, gradient)
+        self._put_into(slot, index, gradient)
+        return True
 
     def _put_into(self, slot: int, index: int, gradient: torch.Tensor) -> None:
-        self.slots[slot][index].copy_(gradient)
+        self.slots[slot][index].copy_(gradient, non_blocking=True)
         self._put[index] = gradient, gradient._version
-        self.present.add(index)
-
-    def zero(self, slot: int, set_to_none: bool) -> None:
-        """Clear the gradients, as torch does."""
-        self.present = set()
-        if set_to_none:
-            self._loops.drop_gradients()
-            return
-        for tensor in self.tensors:
-            if tensor.grad is not None:
-                tensor.grad.zero_()
 
     def expose(self, slot: int) -> None:
-        """Raise UsageError: p.grad cannot be a view of a slot of another type."""
-        raise UsageError(
-            "expose_gradients() needs parameters of one type, and gradients that are pushed in it: leave push_dtype out"
-        )
+        """Raise UsageError: p.grad is never a view of the slot."""
+        raise UsageError("expose_gradients() needs p.grad to be a view of the slot: set p.grad, and step() copies it")
 
     def collect(self, slot: int) -> bytes | None:
         """Copy gradients that were changed or set since the hook; parameters whose p.grad is None are not pushed."""
         self.is_apart = False
-        for index, tensor in enumerate(self.tensors):
-            gradient, put = tensor.grad, self._put[index]
-            if gradient is None:
-                self.present.discard(index)
-            elif index not in self.present or put is None or put[0] is not gradient or put[1] != gradient._version:
+        self.present = {index for index, tensor in enumerate(self.tensors) if tensor.grad is not None}
+        for index in self.present:
+            gradient, put = self.tensors[index].grad, self._put[index]
+            assert gradient is not None
+            if put is None or put[0] is not gradient or put[1] != gradient._version:
                 self.check(index, gradient)
                 self._put_into(slot, index, gradient)
         return self._presence()
 
-    def release(self) -> None:
+    def release(self, slot: int) -> None:
         """Forget which gradients are in the slot: the next push begins empty."""
         self._put = [None] * len(self.tensors)
-        self.present = set()
-
-    def unbind(self) -> None:
-        """Do nothing: no p.grad is a view of a slot."""
-
-    def _values(self, slot: int, index: int) -> torch.Tensor:
-        gradient = self.tensors[index].grad
-        assert gradient is not None
-        return gradient
 
 
 def norm_of(tensors: list[torch.Tensor]) -> float:

@@ -23,7 +23,8 @@ from fastps.store.worker import Worker
 from fastps.torch.gradients import Gradients
 from fastps.torch.join import Joining, writer_of
 from fastps.torch.placements import HostPlacement
-from fastps.torch.shard_marks import MarkedGradients, MarkedHalfGradients
+from fastps.torch.shard_marks import MarkedCountedGradients, MarkedGradients
+from fastps.torch.tensor_loops import why_not_compiled
 from fastps.torch.weights import Weights
 
 
@@ -100,11 +101,11 @@ class DevicePlacement(HostPlacement):
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
         """See HostPlacement. Marks shards while backward goes on, unless the worker waits for its push, or is told not to."""
         assert isinstance(worker, DeviceWorker)
-        kind = super().gradients_kind(worker)
         if worker.devices.waits or bucket_bytes() is None:
-            return kind
+            return Gradients
+        are_views = all(tensor.dtype == self._push_dtype for tensor in self._tensors) and why_not_compiled() is None
         shards = [parameter.shard for parameter in worker.store.layout.parameters]
-        return partial(MarkedGradients if kind is Gradients else MarkedHalfGradients, worker.devices, shards)
+        return partial(MarkedGradients if are_views else MarkedCountedGradients, worker.devices, shards)
 
     def tensor_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over the device's memory, with the parameters' strides; made by DLPack, without a copy."""

@@ -45,7 +45,7 @@ from fastps.torch.model_buffers import BufferRounds, ModelBuffers
 from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_load
 from fastps.torch.placed import placed
 from fastps.torch.placements import HostPlacement
-from fastps.torch.update_rules import Hypers, pushed_type, rows_of, rule_of, types_of
+from fastps.torch.update_rules import Hypers, left_out, pushed_type, rows_of, rule_of, types_of, without
 from fastps.torch.weights import Weights, shaped_tensors
 
 logger = logging.getLogger("fastps.torch")
@@ -137,7 +137,8 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         foreign.keep_untraced()
         self._identity = environment.identity(job, rank, workers, instance=instances.following() if job is None else 0)
         self._names_job, self._is_told = job is not None, workers is not None
-        self._tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        self._left_out = left_out(optimizer.param_groups)
+        self._tensors = [tensor for group in without(optimizer.param_groups, self._left_out) for tensor in group["params"]]
         pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors), self._tensors)
         self._inner = optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else its lr schedulers warn that step() was not called
@@ -146,8 +147,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._wrapped = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wrapped = True
-        self.param_groups = optimizer.param_groups
-        self.state = optimizer.state
+        self._share_state()
         self._buffers = ModelBuffers(model)
         self._placement = self._place(push_dtype)
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
@@ -165,8 +165,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._begin(joined, batch_size, wanted if self._placement.saves else None)
         join.limit_threads(layout.workers)
         keep_freed_memory(4 * layout.buffer_floats)
-        if self._placement.state_follows and any(self._entries()):
-            self._publish_state()
+        self._follow_state(self._placement.state_follows)
 
     def _check_model(self, layout: Layout) -> None:
         """Reject models that would train wrongly: shared or overlapping parameters, gradients averaged elsewhere."""
@@ -228,7 +227,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._identity = self._identity.of_instance(next_instance)
         moved = move(old, policy, self._identity.name, self._hypers())
         self._earlier_versions += versions
-        self._gradients.unbind()
+        self._gradients.clone()
         self._use(moved)
         self._take_weights()
         exit_handlers.forget(old)
@@ -236,11 +235,12 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         old.store.close()
 
     def _layout(self, model: torch.nn.Module | None, policy: Policy, faults: FaultPolicy, pushed: GradientType) -> Layout:
-        rows, numbers = rows_of(self.param_groups, model), tables.tables_of(self._tensors, self._rule)
-        tables.check(numbers, [row[0] for row in rows], self.param_groups, self._rule, policy, self._placement)
+        rows, numbers = rows_of(self.param_groups, model, self._left_out), tables.tables_of(self._tensors, self._rule)
+        groups = without(self.param_groups, self._left_out)
+        tables.check(numbers, [row[0] for row in rows], groups, self._rule, policy, self._placement)
         parameters = place(rows, policy.shards, numbers, types_of(self._tensors))
-        groups, workers, extra_bytes = len(self.param_groups), self._identity.workers, self._buffers.nbytes + room_bytes(policy)
-        layout = Layout(parameters, groups, self._rule, policy, workers, extra_bytes, faults, pushed)
+        workers, extra_bytes = self._identity.workers, self._buffers.nbytes + room_bytes(policy)
+        layout = Layout(parameters, len(groups), self._rule, policy, workers, extra_bytes, faults, pushed)
         return self._placement.layout(replace(layout, server=self._server, max_readers=self._max_readers))
 
     def _place(self, push_dtype: torch.dtype) -> HostPlacement:
@@ -265,17 +265,22 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """The function that autograd calls after it has accumulated into a parameter's `p.grad`."""
-        return lambda tensor: self._gradients.put(index, self._worker.lane.slot, tensor)
+
+        def put(tensor: torch.Tensor) -> None:
+            self._gradients.put(index, self._worker.lane.slot, tensor)
+
+        return put
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as torch does; with set_to_none=False existing gradients become zeros."""
-        self._gradients.zero(self._worker.lane.slot, set_to_none)
+        self._gradients.zero(set_to_none)
 
     def expose_gradients(self) -> None:
         """Point every p.grad at the slot of the next push. The slot holds old values: write all gradients, then `step()`.
 
         Gradients that do not come from autograd then need no copy. Call it before each step; it does nothing while the slot
-        stays the same and every p.grad is still set. Raises UsageError with a 16-bit `push_dtype` or with a staged model.
+        stays the same and every p.grad is still set. Keep no such p.grad after `step()` without a copy. Raises UsageError with
+        a 16-bit `push_dtype` or with a staged model.
         """
         if self._gradients.is_apart:
             self._worker.advance()
@@ -326,25 +331,27 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
             worker.advance()  # finishes the previous step, whose wait an error ended
         if (changed := self._weights.changed()) >= 0:
             self._refuse_write(changed)
-        presence = gradients.collect(worker.lane.slot)
+        if self._left_out or self._state.is_lent or self._inner.state is not self._state:
+            self._take_writes()
+        presence = gradients.collect(slot := worker.lane.slot)
         scale, skipped = 1.0, False
         if "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
             scale, skipped = loss_scaling(self.__dict__)  # only a GradScaler's step sets them
         if self._is_late:
             skipped = skipped or self._begins_void()
         if self._clip:
-            scale *= gradients.clip_factor(worker.lane.slot, self._clip, scale)
+            scale *= gradients.clip_factor(self._clip, scale)
         if warm_up is not None and worker.steps + 1 == warm_up.steps:
             warm_up.publish()
         hypers = self._hypers_read.of(self.param_groups)
         try:
             worker.push(hypers, presence=presence, scale=scale, null=skipped, samples=self._samples)
             if not skipped:
-                gradients.release()
+                gradients.release(slot)
             worker.advance()
         except BaseException:
             if worker.lane.awaits:
-                gradients.detach()
+                gradients.detach(slot)
             raise
         self._take_weights()
         if warm_up is not None and worker.steps == warm_up.steps:

@@ -1,16 +1,17 @@
 """A wrapped optimizer's state and weights in torch's own terms: state_dict, load_state_dict, param groups."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fastps.errors import UsageError
+from fastps.errors import UnsupportedError, UsageError
 from fastps.job.update_rules import Rule
 from fastps.store.worker import Worker
 from fastps.torch import state
+from fastps.torch.job_state import Entry, JobState, copied
 from fastps.torch.named_weights import NamedWeights
-from fastps.torch.update_rules import WRAP_ANEW, Hypers, check_saved
+from fastps.torch.update_rules import WRAP_ANEW, Hypers, check_saved, without
 from fastps.torch.weights import Weights
 
 
@@ -25,6 +26,8 @@ class OptimizerState(torch.optim.Optimizer):
     _rule: Rule
     _hypers_read: Hypers
     _inner: torch.optim.Optimizer
+    _left_out: dict[int, str]
+    _state: JobState
     _untaken: str | None = "the worker left with an error, or at the program's exit, and kept no state"
 
     @property
@@ -62,9 +65,90 @@ class OptimizerState(torch.optim.Optimizer):
             " the torch optimizer, found the worker; wrap the torch optimizer in the process that trains with it"
         )
 
-    def _entries(self) -> list[dict[str, Any]]:
+    @property
+    def state(self) -> JobState:
+        """Each parameter's entry in the state, as torch has it, read from the job at the first access after a step.
+
+        What a script changes in it is the job's at the next `step()`, under all shard locks: worker 0's changes, so let every
+        worker make the same, as with `load_state_dict`.
+
+        >>> import fastps
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> with fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1, momentum=0.9)) as optimizer:
+        ...     weight.sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.state[weight]["momentum_buffer"].zero_()
+        tensor([0., 0.])
+        """
+        return self._state
+
+    @state.setter
+    def state(self, entries: Mapping[Any, Entry]) -> None:
+        if "_state" not in self.__dict__:
+            self._state = JobState()
+        self._state.replace(entries)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take these attributes, as torch's optimizers do; "state" becomes the job's at the next step."""
+        others = dict(state)
+        self.state = others.pop("state", self.state)
+        super().__setstate__(others)
+
+    def _entries(self) -> list[Entry]:
         """Each parameter's entry in the torch optimizer's state; empty if it has none."""
         return [self.state.get(tensor, {}) for tensor in self._tensors]
+
+    def _read_state(self) -> Iterable[tuple[Any, Entry]]:
+        """The entries of the job's state, each with its parameter. In a job of several nodes none: no worker reaches them."""
+        self._worker.check_open()
+        if self._worker.store.layout.is_leaf:
+            return []
+        groups = [group for group in without(self.param_groups, self._left_out) for _ in group["params"]]
+        found = state.entries(self._worker, self._tensor_views, self._rule, groups)
+        return [(tensor, entry) for tensor, entry in zip(self._tensors, found, strict=True) if entry is not None]
+
+    def _share_state(self) -> None:
+        """Have one state and one list of param_groups with the wrapped optimizer."""
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
+        self._inner.state = self._state
+
+    def _follow_state(self, is_late: bool) -> None:
+        """Read the state from the job from now on. `is_late`: the entries up to now become the job's first."""
+        if is_late and any(self._entries()):
+            self._publish_state(self._entries())
+        self._state.attach(self._read_state)
+
+    def _take_writes(self) -> None:
+        """Check gradients of what was left out, and make what the script has changed in `state` the job's."""
+        if self._left_out:
+            self._check_left_out()
+        if self._state.is_lent or self._inner.state is not self._state:
+            self._write_state()
+
+    def _check_left_out(self) -> None:
+        """Raise UnsupportedError if a parameter has a gradient now that was left out because it was frozen."""
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                if id(tensor) in self._left_out and tensor.grad is not None:
+                    raise UnsupportedError(
+                        f"a parameter of shape {tuple(tensor.shape)} has a gradient, but was frozen when the optimizer was"
+                        f" wrapped, and was left out: {self._left_out[id(tensor)]}; give it an optimizer of its own"
+                    )
+
+    def _write_state(self) -> None:
+        """Make what the script has changed in `state` since the last step the job's. Raises ValueError, UnsupportedError."""
+        self._state.replace(self._inner.state)
+        self._inner.state = self._state
+        changes = self._state.take_changes(self._tensors)
+        if all(entry is None for entry in changes):
+            return
+        places = {index: entry for index, entry in enumerate(changes) if entry is not None}
+        numbers = iter(range(len(changes)))
+        trained = without(self.param_groups, self._left_out)
+        groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in trained]
+        check_saved(self._rule, {"state": places, "param_groups": groups})
+        self._publish_state(changes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise UsageError, because the arena has its size: end this job and begin one with the new parameters."""
@@ -80,23 +164,21 @@ class OptimizerState(torch.optim.Optimizer):
 
         After `close()` it is the state at that moment. Raises UsageError if that could not be taken, and says why.
         """
-        if not self._worker.closed:
-            self._take_state()
-        elif self._untaken is not None:
-            raise UsageError(f"state_dict() after close(): {self._untaken}")
-        return super().state_dict()
-
-    def _take_state(self) -> None:
-        """Copy the job's state into `state`, which the wrapped optimizer shares."""
+        if self._worker.closed:
+            if self._untaken is not None:
+                raise UsageError(f"state_dict() after close(): {self._untaken}")
+            return super().state_dict()
         self._worker.check_open()
-        groups = [group for group in self.param_groups for _ in group["params"]]
-        found = state.entries(self._worker, self._tensor_views, self._rule, groups)
-        self.state.update({tensor: entry for tensor, entry in zip(self._tensors, found, strict=True) if entry is not None})
+        self._worker.store.layout.check_has_state("the optimizer's state")
+        found = super().state_dict()
+        found["state"] = {key: {name: copied(value) for name, value in entry.items()} for key, entry in found["state"].items()}
+        return found
 
     def _keep_state(self) -> None:
         """Take the state for the time after close. No error leaves this: the training is over."""
         try:
-            self._take_state()
+            self._worker.store.layout.check_has_state("the optimizer's state")
+            self._state.detach()
             self._untaken = None
         except Exception as error:  # of any kind: param_groups may have changed since the last step
             self._untaken = f"the state could not be taken at close: {type(error).__name__}: {error}"
@@ -151,13 +233,13 @@ class OptimizerState(torch.optim.Optimizer):
         self._keep_floats(state_dict)
         self._hypers_read = Hypers(self._rule)
         self._inner.param_groups = self.param_groups
-        self._inner.state = self.state
-        self._publish_state()
+        self._publish_state(self._entries())
+        self._state.forget()
 
     def _keep_floats(self, state_dict: dict[str, Any]) -> None:
         """Give the state of parameters in half precision back the digits that torch rounds off when it loads."""
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, tensor in zip(saved, self._tensors, strict=True):
+        for index, tensor in zip(saved, (each for group in self.param_groups for each in group["params"]), strict=True):
             if tensor.dtype not in (torch.float16, torch.bfloat16):
                 continue
             for name, value in state_dict["state"].get(index, {}).items():
@@ -191,10 +273,13 @@ class OptimizerState(torch.optim.Optimizer):
         self._take_weights()
         self._weights.remember()
 
-    def _publish_state(self) -> None:
-        """Make worker 0's optimizer state the job's; not that of its replacement, whose script loads before its first step."""
+    def _publish_state(self, entries: Sequence[Entry | None]) -> None:
+        """Make worker 0's entries, of which those that are None stay, the job's.
+
+        Not those of its replacement, whose script loads before its first step.
+        """
         if self._worker.rank == 0 and (not self._worker.generation or self._worker.own_steps):
-            state.publish(self._worker, self._tensor_views, self._rule, self._entries())
+            state.publish(self._worker, self._tensor_views, self._rule, entries)
             self._take_weights()
 
 

@@ -17,7 +17,7 @@ from fastps.membership.job_memory import JobMemory
 from fastps.store.start import StartState
 from fastps.store.worker import Worker
 from fastps.torch import join
-from fastps.torch.gradients import Gradients, HalfGradients
+from fastps.torch.gradients import Gradients
 from fastps.torch.join import Joining
 from fastps.torch.weights import Weights, shaped_tensors
 
@@ -82,7 +82,7 @@ class HostPlacement:
 
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
         """The class that copies gradients into the slots."""
-        return Gradients if all(tensor.dtype == self._push_dtype for tensor in self._tensors) else HalfGradients
+        return Gradients
 
     def tensor_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over flat views of the arena, one per parameter, of the views' type."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastps.device.arena import DeviceArena
-from fastps.torch.gradients import Gradients, HalfGradients
+from fastps.torch.gradients import CountedGradients, Gradients
 
 
 class _Shard:
@@ -72,24 +72,25 @@ class ShardMarks:
 
 
 class _Marked(Gradients):
-    """Gradients that mark their shards. Ahead of Gradients or HalfGradients among the bases."""
+    """Gradients that mark their shards. Ahead of Gradients or CountedGradients among the bases."""
 
     def __init__(self, arena: DeviceArena, shards: Sequence[int], *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._marks = ShardMarks(arena, shards)
 
-    def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
+    def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
         """Put the gradient into the slot, and mark its shard if it is the last. Where more is accumulated, mark nothing."""
-        super().put(index, slot, tensor)
+        is_there = super().put(index, slot, tensor)
         if self.accumulates:
             self._marks.clear()
-        elif not self.is_apart and tensor.grad is not None:
+        elif is_there and not self.is_apart:
             self._marks.put(index, slot, self.slots[slot])
+        return is_there
 
-    def zero(self, slot: int, set_to_none: bool) -> None:
+    def zero(self, set_to_none: bool) -> None:
         """Clear the gradients."""
         self._marks.clear()
-        super().zero(slot, set_to_none)
+        super().zero(set_to_none)
 
     def collect(self, slot: int) -> bytes | None:
         """Copy gradients that did not come through the hook into the slot; the push marks the shards of those."""
@@ -97,15 +98,15 @@ class _Marked(Gradients):
         self._marks.check(self.slots[slot])
         return presence
 
-    def release(self) -> None:
+    def release(self, slot: int) -> None:
         """Give up the slot after its push."""
         self._marks.clear()
-        super().release()
+        super().release(slot)
 
 
 class MarkedGradients(_Marked, Gradients):
-    """Gradients in slots of their own type."""
+    """Gradients that are views of the slot."""
 
 
-class MarkedHalfGradients(_Marked, HalfGradients):
-    """Gradients in slots of another type."""
+class MarkedCountedGradients(_Marked, CountedGradients):
+    """Gradients in slots that p.grad cannot be a view of."""

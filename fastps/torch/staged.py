@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastps.errors import ArenaError, UsageError
+from fastps.errors import ArenaError
 from fastps.store.worker import Worker
-from fastps.torch.gradients import Gradients, HalfGradients
+from fastps.torch.gradients import CountedGradients, Gradients
 from fastps.torch.placements import HostPlacement
 from fastps.torch.weights import Weights
 
@@ -26,23 +26,14 @@ def synchronize(tensors: list[torch.Tensor]) -> None:
         torch.cuda.current_stream(tensors[0].device).synchronize()
 
 
-class StagedGradients(HalfGradients):
+class StagedGradients(CountedGradients):
     """Gradients whose copies into slots in host memory are queued during backward; p.grad keeps memory of its own."""
-
-    def _put_into(self, slot: int, index: int, gradient: torch.Tensor) -> None:
-        self.slots[slot][index].copy_(gradient, non_blocking=True)
-        self._put[index] = gradient, gradient._version
-        self.present.add(index)
 
     def collect(self, slot: int) -> bytes | None:
         """Queue copies of gradients that were changed or set since the hook; then wait for all copies, before the push."""
         presence = super().collect(slot)
         synchronize(self.tensors)
         return presence
-
-    def expose(self, slot: int) -> None:
-        """Raise UsageError: the slot is host memory, and p.grad is GPU memory."""
-        raise UsageError("expose_gradients() is for models on the CPU: set p.grad, and step() copies it")
 
 
 class StagedPlacement(HostPlacement):

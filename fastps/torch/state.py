@@ -100,27 +100,27 @@ def _republished(worker: Worker) -> Iterator[_Buffers]:
         worker.unlock_shards(published)
 
 
-def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:
+def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any] | None]) -> None:
     """Make these entries of torch's state, one per parameter and empty if it has none, the job's. Weights and version stay.
 
-    Only the digits that halves do not show come from an entry's "master".
+    Where an entry is None, the job's stays. Only the digits that halves do not show come from an entry's "master".
     """
     store = worker.store
     with _republished(worker) as of:
         _copy(store.weight_views(of.weights), store.weight_views(of.new_weights))
-        if store.layout.policy.ema:
-            last = store.layout.planes - 1
-            _copy(store.plane_views(of.state, last), store.plane_views(of.new_state, last))
+        for plane in range(store.layout.planes):
+            _copy(store.plane_views(of.state, plane), store.plane_views(of.new_state, plane))
+        _copy(store.rule_steps(of.state), store.rule_steps(of.new_state))
         write(store, of.new_state, tensors_of, rule, given)
         if store.layout.shown_type != "float32":
             _refine(store, tensors_of(store.weight_views(of.new_weights)), given)
 
 
-def _refine(store: JobMemory, weights: Tensors, given: Sequence[Mapping[str, Any]]) -> None:
+def _refine(store: JobMemory, weights: Tensors, given: Sequence[Mapping[str, Any] | None]) -> None:
     """Take the float32 weights of these entries where they round to the halves that the model shows."""
     others = []
     for parameter, tensor, entry in zip(store.parameters, weights, given, strict=True):
-        master = entry.get(MASTER)
+        master = entry.get(MASTER) if entry is not None else None
         if master is None or parameter.type == "float32":
             continue
         half = getattr(torch, parameter.type)
@@ -165,18 +165,32 @@ def write_first(store: JobMemory, tensors_of: MakeTensors, rule: Rule, given: Se
 
 
 def write(
-    store: JobMemory, buffers: Sequence[int], tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]
+    store: JobMemory, buffers: Sequence[int], tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any] | None]
 ) -> None:
-    """Write each parameter's entry of torch's state, or the rule's initial values, into its shard's state buffer."""
+    """Write each parameter's entry of torch's state, or the rule's initial values, into its shard's state buffer.
+
+    Nothing is written where an entry is None. Raises ValueError for a value of another shape, and a negative step.
+    """
     steps = store.rule_steps(buffers)
     for index, entry in enumerate(given):
+        if entry is None:
+            continue
         has_state = any(entry.get(name) is not None for name in rule.planes)
-        steps[index][0] = int(entry.get("step", 1)) if has_state else 0
+        count = int(entry.get("step", 1)) if has_state else 0
+        if count < 0:
+            raise ValueError(f"optimizer.state: expected 'step' of 0 or more, found {count}")
+        steps[index][0] = count
     for plane, name in enumerate(rule.planes):
         for values, entry in zip(tensors_of(store.plane_views(buffers, plane)), given, strict=True):
+            if entry is None:
+                continue
             value = entry.get(name)
             if value is None:
                 values.fill_(rule.initial_value(plane))
+            elif value.shape != values.shape:
+                raise ValueError(
+                    f"optimizer.state: expected {name!r} of shape {tuple(values.shape)}, found {tuple(value.shape)}"
+                )
             else:
                 values.copy_(value)
 

@@ -41,21 +41,21 @@ class TableGradients(Gradients):
         self._rows = rows
         self._name = name
         self._presences = {}
+        self._slot = 0  # of the last `collect`
 
     @property
     def is_apart(self) -> bool:  # type: ignore[override]
         """Whether an error ended the last step before its push was folded; see `detach`."""
         return self._dense.is_apart
 
-    def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
+    def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
         """Copy a dense gradient, into which autograd has just accumulated; leave a sparse one, which `collect` reads."""
         place = self._numbers.get(index)
-        if place is not None:
-            self._dense.put(place, slot, tensor)
+        return place is not None and self._dense.put(place, slot, tensor)
 
-    def zero(self, slot: int, set_to_none: bool) -> None:
+    def zero(self, set_to_none: bool) -> None:
         """Clear the gradients, as torch does; without `set_to_none` existing gradients become zeros."""
-        self._dense.zero(slot, set_to_none)
+        self._dense.zero(set_to_none)
         for index in self._tables:
             gradient = self.tensors[index].grad
             if set_to_none:
@@ -72,6 +72,7 @@ class TableGradients(Gradients):
 
         Returns the bitmap of the parameters that have a gradient. Raises UnsupportedError for a dense gradient of a table.
         """
+        self._slot = slot
         self._dense.collect(slot)
         self.present = {self._places[place] for place in self._dense.present}
         for index in self._tables:
@@ -95,24 +96,19 @@ class TableGradients(Gradients):
                 " moved into shared memory"
             )
 
-    def release(self) -> None:
+    def release(self, slot: int) -> None:
         """Give up the slot after its push."""
-        self._dense.release()
-        self.present = set()
+        self._dense.release(slot)
 
-    def norm(self, slot: int) -> float:
+    def norm(self) -> float:
         """The norm of the push's gradient over all parameters, with equal rows summed."""
-        rows = [self._rows.values(slot, index) for index in self._tables if index in self.present]
-        return math.hypot(self._dense.norm(slot), norm_of([torch.from_numpy(values) for values in rows]))
+        rows = [self._rows.values(self._slot, index) for index in self._tables if index in self.present]
+        return math.hypot(self._dense.norm(), norm_of([torch.from_numpy(values) for values in rows]))
 
-    def unbind(self) -> None:
-        """Drop every p.grad that is a view of a slot, because the slots are about to be unmapped."""
-        self._dense.unbind()
-
-    def detach(self) -> None:
+    def detach(self, slot: int) -> None:
         """Separate p.grad from the slot until the next `collect`: a fold may still read the slot while the worker goes on."""
-        self._dense.detach()
+        self._dense.detach(slot)
 
     def clone(self) -> None:
-        """Replace every p.grad that is a view of a slot by a copy of its own."""
+        """See Gradients.clone."""
         self._dense.clone()

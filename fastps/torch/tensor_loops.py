@@ -1,9 +1,9 @@
 """The loops over a model's tensors in each step: compiled against torch's C++ tensors, or over Python attributes.
 
-Both have the same effect; the compiled loops are faster (`fastps bench step --against attributes`). They need exactly the torch
-version that they were built against: beside it when fastps was installed from source, or on this machine into a cache, which
-FASTPS_TENSOR_LOOPS=build asks for. Otherwise, or with FASTPS_TENSOR_LOOPS=attributes, the loops are over attributes;
-`why_not_compiled` tells the reason.
+Both have the same effect, but for `own`; the compiled loops are faster (`fastps bench step --against attributes`). They need
+exactly the torch version that they were built against: beside it when fastps was installed from source, or on this machine
+into a cache, which FASTPS_TENSOR_LOOPS=build asks for. Otherwise, or with FASTPS_TENSOR_LOOPS=attributes, the loops are over
+attributes; `why_not_compiled` tells the reason.
 """
 
 import functools
@@ -35,6 +35,8 @@ TORCH = torch.__version__.partition("+")[0]
 
 class TensorLoops(Protocol):
     """Loops over a fixed list of tensors. Their arguments are prepared once, by `prepare`."""
+
+    can_own: bool
 
     def prepare(self, values: list[torch.Tensor], memory: object = None) -> Any:
         """Convert these values, one per tensor, to the form that the other loops take. The values must not change afterwards.
@@ -73,9 +75,27 @@ class TensorLoops(Protocol):
         """The index of the first tensor whose `grad` is not the same object as its element of `gradients`, or -1."""
         ...
 
+    def has_new_gradient(self, index: int) -> bool:
+        """Whether a tensor has a `grad` that nobody else holds, nor its memory. False for loops that cannot own."""
+        ...
+
+    def own(self, values: Any, index: int) -> torch.Tensor:
+        """Part a value from all others that hold it or its memory: they keep its numbers in a copy. Return the value."""
+        ...
+
+    def own_all(self, values: Any) -> None:
+        """Part all values from others that hold them, each `grad` of a tensor included."""
+        ...
+
 
 class PlainLoops:
-    """Loops over Python attributes, for any version of torch; see TensorLoops."""
+    """Loops over Python attributes, for any version of torch; see TensorLoops.
+
+    Attributes:
+        can_own: whether `own` parts a value from all others. Here only `own_all` parts, and only each `grad`.
+    """
+
+    can_own = False
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -122,6 +142,20 @@ class PlainLoops:
     def other_gradient(self, gradients: list[torch.Tensor]) -> int:
         """See TensorLoops."""
         return self._grad.are(self._tensors, gradients)
+
+    def has_new_gradient(self, index: int) -> bool:
+        """See TensorLoops."""
+        return False
+
+    def own(self, values: list[torch.Tensor], index: int) -> torch.Tensor:
+        """The value: nobody else is parted from it."""
+        return values[index]
+
+    def own_all(self, values: list[torch.Tensor]) -> None:
+        """See TensorLoops: each `grad` becomes a copy."""
+        for tensor, value in zip(self._tensors, values, strict=True):
+            if tensor.grad is value:
+                tensor.grad = value.clone(memory_format=torch.preserve_format)
 
 
 def why_not_compiled() -> str | None:

@@ -7,7 +7,7 @@ maps the fold's optimizer-state tensors to torch's names.
 import logging
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -172,7 +172,7 @@ def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[
     else:
         # Those that torch keeps for a parameter of this group; the fold may keep more, for other groups.
         names, has_steps = UPDATE_RULES[rule.name].used_state(group), UPDATE_RULES[rule.name].has_steps
-    if not steps or not names:
+    if not names or (not steps and rule.name != "adagrad"):  # torch's Adagrad alone has state before its first step
         return None
     entry: dict[str, Any] = {"step": torch.tensor(float(steps))} if has_steps else {}
     planes = {name: plane(name) for name in names}
@@ -240,8 +240,38 @@ def pushed_type(tensors: Sequence[torch.Tensor]) -> torch.dtype:
     return types.pop() if len(types) == 1 and types <= PARAMETER_TYPES.keys() else torch.float32
 
 
-def rows_of(groups: list[dict[str, Any]], model: torch.nn.Module | None) -> list[Row]:
-    """The parameters of all param_groups, in order, with the names that `model` gives them.
+def left_out(groups: list[dict[str, Any]]) -> dict[int, str]:
+    """The frozen parameters that a job does not hold, by id, and why: torch skips them, too, while they have no gradient.
+
+    >>> constant = torch.nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
+    >>> list(left_out([{"params": [torch.nn.Parameter(torch.zeros(1)), constant]}]).values())
+    ['expected float32, float64, bfloat16 or float16, found int8, which the fold does not compute in']
+    """
+    tensors = [tensor for group in groups for tensor in group["params"]]
+    trained = {tensor.dtype for tensor in tensors if tensor.requires_grad}
+    found = {}
+    for tensor in tensors:
+        if tensor.requires_grad or not trained:
+            continue
+        try:
+            check_parameter("", tensor)
+        except UnsupportedError as error:
+            found[id(tensor)] = str(error).removeprefix("parameter '': ")
+            continue
+        if tensor.dtype not in trained:
+            found[id(tensor)] = (
+                f"expected a type of those that trained, {' and '.join(map(str, trained))}, found {tensor.dtype}"
+            )
+    return found
+
+
+def without(groups: list[dict[str, Any]], ids: Collection[int]) -> list[dict[str, Any]]:
+    """These param_groups without some parameters."""
+    return [{**group, "params": [each for each in group["params"] if id(each) not in ids]} for group in groups]
+
+
+def rows_of(groups: list[dict[str, Any]], model: torch.nn.Module | None, ids: Collection[int] = ()) -> list[Row]:
+    """The parameters of all param_groups but those with these `ids`, in order, with the names that `model` gives them.
 
     Raises UsageError if there are none, UnsupportedError for a parameter that cannot be in the arena.
 
@@ -252,6 +282,8 @@ def rows_of(groups: list[dict[str, Any]], model: torch.nn.Module | None) -> list
     rows = []
     for group_index, group in enumerate(groups):
         for index, tensor in enumerate(group["params"]):
+            if id(tensor) in ids:
+                continue
             given = group.get("param_names")
             name = names.get(id(tensor)) or (given[index] if given else f"param_groups[{group_index}][{index}]")
             check_parameter(name, tensor)
@@ -270,7 +302,7 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
     if parameter.dtype not in PARAMETER_TYPES:
         raise UnsupportedError(
             f"parameter {name!r}: expected float32, float64, bfloat16 or float16, found"
-            f" {str(parameter.dtype).removeprefix('torch.')}, which the fold does not compute in; use model.float()"
+            f" {str(parameter.dtype).removeprefix('torch.')}, which the fold does not compute in"
         )
     if parameter.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(

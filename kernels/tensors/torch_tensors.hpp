@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <memory>
+
 #include <torch/csrc/api/include/torch/version.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -138,4 +140,50 @@ static inline bool fps_drop_grad(PyObject *tensor) {
     if (!impl) return false;
     if (static_cast<const c10::TensorImpl *>(impl)->grad().defined()) impl->mutable_grad().reset();
     return true;
+}
+
+/* Whether tensor.grad is a tensor that nobody else holds, nor its memory. */
+static inline bool fps_has_new_grad(PyObject *tensor) {
+    const c10::TensorImpl *impl = fps_plain(tensor);
+    if (!impl || !impl->grad().defined()) return false;
+    const at::Tensor &grad = impl->grad();
+    return grad.use_count() == 1 && (!grad.unsafeGetTensorImpl()->unsafe_storage() || grad.storage().use_count() == 1);
+}
+
+/* Whether anybody but this list holds its i-th tensor, or the tensor's memory through another tensor (a view, detach()). */
+static inline bool fps_is_held(PyObject *list, Py_ssize_t i) {
+    c10::TensorImpl *impl = fps_plain(PyList_GET_ITEM(list, i));
+    return impl && (Py_REFCNT(PyList_GET_ITEM(list, i)) > 1 || c10::raw::intrusive_ptr::use_count(impl) > 1 ||
+                    impl->unsafe_storage().use_count() > 1);
+}
+
+using fps_mapping = std::shared_ptr<at::DataPtr>;
+static void fps_unmap(void *mapping) { delete static_cast<fps_mapping *>(mapping); }
+
+/* What tensors keep that were parted from mapped memory: their copy, and the mapping, in which a NumPy array may still look. */
+struct fps_parted {
+    at::DataPtr copy;
+    fps_mapping mapping;
+};
+static void fps_free_parted(void *parted) { delete static_cast<fps_parted *>(parted); }
+
+/* Move all tensors that share the storage of the list's i-th tensor to a copy of their values, and put a new tensor over the memory
+ * into the list. */
+static inline void fps_part(PyObject *list, Py_ssize_t i) {
+    c10::InferenceMode inference(false);
+    at::NoGradGuard no_grad;
+    at::Tensor old = THPVariable_Unpack(PyList_GET_ITEM(list, i));
+    c10::StorageImpl *storage = old.storage().unsafeGetStorageImpl();
+    int64_t count = storage->nbytes() / old.element_size();
+    at::Tensor copy = at::empty({0}, old.options()).set_(old.storage(), 0, {count}, {1}).clone();
+    void *data = storage->mutable_data(), *copied = copy.storage().mutable_data();
+    at::DataPtr memory = storage->set_data_ptr(at::DataPtr(nullptr, old.device()));
+    fps_mapping mapping = memory.get_deleter() == fps_unmap ? *static_cast<fps_mapping *>(memory.get_context())
+                                                            : std::make_shared<at::DataPtr>(std::move(memory));
+    auto *parted = new fps_parted{copy.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, old.device())), mapping};
+    storage->set_data_ptr(at::DataPtr(copied, parted, fps_free_parted, old.device()));
+    at::DataPtr shared(data, new fps_mapping(mapping), fps_unmap, old.device());
+    c10::Storage fresh(c10::Storage::use_byte_size_t(), storage->nbytes(), std::move(shared), nullptr, false);
+    at::Tensor made = at::empty({0}, old.options()).set_(fresh, old.storage_offset(), old.sizes(), old.strides());
+    PyList_SetItem(list, i, THPVariable_Wrap(made));
 }

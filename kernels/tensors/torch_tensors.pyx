@@ -24,6 +24,9 @@ cdef extern from "tensors/torch_tensors.hpp":
     bint fps_grad_is(object tensor, const fps_value &value, bint *same) except +
     bint fps_set_grad(object tensor, object gradient) except +
     bint fps_drop_grad(object tensor) except +
+    bint fps_has_new_grad(object tensor) except +
+    bint fps_is_held(object tensors, Py_ssize_t i) except +
+    void fps_part(object tensors, Py_ssize_t i) except +
 
 BUILT_FOR = TORCH_VERSION.decode()  # without torch's suffix for a kind of build: "2.13.0", not "2.13.0+cpu"
 
@@ -36,7 +39,7 @@ cdef class Values:
     cdef vector[fps_value] known
 
     def __cinit__(self, list tensors not None, memory):
-        self.tensors = tensors
+        self.tensors = tensors  # this very list: `own` replaces its elements
         self.memory = memory
         for tensor in tensors:
             self.known.push_back(fps_value(tensor))
@@ -52,6 +55,8 @@ cdef class CompiledLoops:
     >>> parameter.data
     tensor([1., 1.])
     """
+
+    can_own = True
 
     cdef list tensors
     cdef vector[int64_t] remembered
@@ -148,3 +153,26 @@ cdef class CompiledLoops:
             if not same:
                 return i
         return -1
+
+    def has_new_gradient(self, Py_ssize_t index):
+        """Return whether a tensor has a `grad` that nobody else holds, nor its memory."""
+        return fps_has_new_grad(self.tensors[index])
+
+    def own(self, Values values not None, Py_ssize_t index):
+        """Part a value from all others that hold it or its memory: they keep its numbers in a copy. Return the value."""
+        self._check(values)
+        self._part(values, index)
+        return values.tensors[index]
+
+    cdef inline int _part(self, Values values, Py_ssize_t index) except -1:
+        if fps_is_held(values.tensors, index):
+            fps_part(values.tensors, index)
+            values.known[index] = fps_value(values.tensors[index])
+        return 0
+
+    def own_all(self, Values values not None):
+        """Part all values from others that hold them, each `grad` of a tensor included."""
+        cdef Py_ssize_t i
+        self._check(values)
+        for i in range(len(self.tensors)):
+            self._part(values, i)

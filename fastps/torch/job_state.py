@@ -1,0 +1,121 @@
+"""The `state` of a wrapped optimizer: read from the job when a script reads it, and written back at the next step if changed.
+
+Both optimizers, fastps' and the wrapped one, share this mapping. A script may replace it, clear it, or write to its tensors, as
+in torch.
+"""
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fastps.errors import UsageError
+
+Entry = dict[str, Any]
+_READS = ["__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__repr__", "get", "keys", "values", "items", "copy"]
+_WRITES = ["__setitem__", "__delitem__", "__ior__", "pop", "popitem", "setdefault", "update", "clear"]
+
+
+class JobState(defaultdict[Any, Any]):
+    """Each parameter's entry in torch's state. An ordinary defaultdict until `attach`, and after `detach`.
+
+    Attributes:
+        is_lent: whether a script may have written to it, or to tensors that it took from it.
+    """
+
+    def __init__(self, entries: Mapping[Any, Entry] | None = None) -> None:
+        super().__init__(dict, entries or {})
+        self.is_lent = False
+        self._read: Callable[[], Iterable[tuple[Any, Entry]]] | None = None
+        self._lent: dict[Any, Entry] | None = None  # copies of the entries as they were read, since the last step
+        self._earlier: list[tuple[weakref.ref[torch.Tensor], int, str]] = []  # tensors of earlier reads, and their versions
+
+    def attach(self, read: Callable[[], Iterable[tuple[Any, Entry]]]) -> None:
+        """Forget the entries; from now on the first access after a step reads them by this function."""
+        self._read = read
+        self.forget()
+
+    def detach(self) -> None:
+        """Read the entries a last time, unless a script has done so since the last step, and keep them."""
+        try:
+            self._read_once()
+        finally:
+            self._read, self._lent, self.is_lent = None, None, False
+            self._earlier.clear()
+
+    def forget(self) -> None:
+        """Read the entries again at the next access."""
+        lent, self._lent = self._lent or {}, None
+        for entry in (dict.get(self, key, {}) for key in lent):
+            for name, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    self._earlier.append((weakref.ref(value), value._version, name))
+        dict.clear(self)
+        self._earlier = [each for each in self._earlier if each[0]() is not None]
+        self.is_lent = bool(self._earlier)
+
+    def replace(self, entries: Mapping[Any, Entry]) -> None:
+        """Take these entries in place of all."""
+        if entries is not self:
+            self.clear()
+            self.update(entries)
+
+    def take_changes(self, keys: Sequence[Any]) -> list[Entry | None]:
+        """For each key its entry if a script has changed it since the last step, else None; then `forget`.
+
+        Raises UsageError if a script has written to a tensor that it took before the last step.
+        """
+        for reference, version, name in self._earlier:
+            value = reference()
+            if value is not None and value._version != version:
+                raise UsageError(
+                    f"optimizer.state: a tensor {name!r} that was read before the last step() was written to, and the job has"
+                    " newer values: read optimizer.state[parameter] again, then write"
+                )
+        lent = self._lent
+        changes = [
+            None if lent is None or _are_equal(dict.get(self, key, {}), lent.get(key, {})) else dict.get(self, key, {})
+            for key in keys
+        ]
+        self.forget()
+        return changes
+
+    def _read_once(self) -> None:
+        if self._read is None or self._lent is not None:
+            return
+        found = dict(self._read())
+        dict.update(self, found)
+        self._lent = {key: {name: copied(value) for name, value in entry.items()} for key, entry in found.items()}
+        self.is_lent = True
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+def copied(value: Any) -> Any:
+    """A tensor's copy; anything else as it is."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(torch.as_tensor(value), torch.as_tensor(other[name])) for name, value in one.items()
+    )
+
+
+def _reading_first(name: str) -> Any:
+    method = getattr(defaultdict, name)
+
+    @functools.wraps(method)
+    def call(self: JobState, *arguments: Any, **named: Any) -> Any:
+        self._read_once()
+        return method(self, *arguments, **named)
+
+    return call
+
+
+for _name in (*_READS, *_WRITES):
+    setattr(JobState, _name, _reading_first(_name))

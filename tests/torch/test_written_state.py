@@ -1,0 +1,220 @@
+"""What a script writes to `optimizer.state` takes effect as in torch, or is refused by name."""
+
+import collections
+import copy
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from fastps.errors import UnsupportedError, UsageError
+from tests.support import processes
+from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
+
+Reset = Callable[[Any, torch.nn.Module], None]
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+}
+
+
+def _new_dict(optimizer: Any, model: torch.nn.Module) -> None:
+    optimizer.state = collections.defaultdict(dict)
+
+
+def _clear(optimizer: Any, model: torch.nn.Module) -> None:
+    optimizer.state.clear()
+
+
+def _set_state(optimizer: Any, model: torch.nn.Module) -> None:
+    optimizer.__setstate__({"state": collections.defaultdict(dict), "param_groups": optimizer.param_groups})
+
+
+def _drop_one(optimizer: Any, model: torch.nn.Module) -> None:
+    del optimizer.state[next(model.parameters())]
+
+
+def _zero_all(optimizer: Any, model: torch.nn.Module) -> None:
+    for entry in optimizer.state.values():
+        for name, value in entry.items():
+            if name != "step":
+                value.zero_()
+
+
+def _dead_neuron(optimizer: Any, model: Any) -> None:
+    for name, value in optimizer.state[model.weight].items():
+        if name != "step":
+            value.data[0] = 0
+
+
+def _replaced_tensor(optimizer: Any, model: Any) -> None:
+    entry = optimizer.state[model.weight]
+    name = next(each for each in entry if each != "step")
+    entry[name] = torch.full_like(entry[name], 0.25)
+
+
+def _of_inner(optimizer: Any, model: torch.nn.Module) -> None:
+    getattr(optimizer, "_inner", optimizer).state = collections.defaultdict(dict)
+
+
+def _train(optimizer: Any, model: torch.nn.Module, target: float) -> None:
+    for factor in range(1, 5):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 3) * factor) - target).square().mean().backward()
+        optimizer.step()
+
+
+def _weights(make: str, reset: Reset, wrap: Callable[[torch.optim.Optimizer], Any]) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = wrap(MAKERS[make](model.parameters()))
+    _train(optimizer, model, 5.0)
+    reset(optimizer, model)
+    _train(optimizer, model, -5.0)
+    if isinstance(optimizer, fastps.DistributedOptimizer):
+        optimizer.close()
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+ALL = [_new_dict, _clear, _set_state, _drop_one, _zero_all, _dead_neuron, _replaced_tensor, _of_inner]
+
+
+# torch's Adagrad has no state to begin anew with: it makes its state when it is constructed.
+CASES = [
+    (make, reset)
+    for make in MAKERS
+    for reset in ALL
+    if make != "adagrad" or reset in (_zero_all, _dead_neuron, _replaced_tensor)
+]
+
+
+@pytest.mark.parametrize(("make", "reset"), CASES)
+def test_state_that_a_script_writes_is_the_jobs_at_the_next_step(make: str, reset: Reset) -> None:
+    plain = _weights(make, reset, lambda inner: inner)
+    without = _weights(make, lambda optimizer, model: None, lambda inner: inner)
+    found = _weights(make, reset, fastps.DistributedOptimizer)
+    assert torch.allclose(found, plain, rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(found, without, rtol=1e-3)
+
+
+def test_state_is_read_on_demand_and_what_was_read_stays() -> None:
+    model = torch.nn.Linear(3, 2)
+    with fastps.DistributedOptimizer(MAKERS["momentum"](model.parameters())) as optimizer:
+        assert len(optimizer.state) == 0
+        assert optimizer.state[model.weight] == {}
+        _train(optimizer, model, 1.0)
+        entry = optimizer.state[model.weight]["momentum_buffer"]
+        first = entry.clone()
+        assert torch.equal(copy.deepcopy(dict(optimizer.state)[model.weight])["momentum_buffer"], first)
+        _train(optimizer, model, -1.0)
+        assert torch.equal(entry, first)
+        assert not torch.equal(optimizer.state[model.weight]["momentum_buffer"], first)
+        assert set(dict(optimizer.state)) == set(model.parameters())
+        assert len(pickle.loads(pickle.dumps(list(optimizer.state.values())))) == 2
+    assert optimizer.state[model.weight]["momentum_buffer"].shape == (2, 3)
+
+
+def test_write_to_a_tensor_that_was_read_before_the_last_step_is_refused() -> None:
+    model = torch.nn.Linear(3, 2)
+    with fastps.DistributedOptimizer(MAKERS["adam"](model.parameters())) as optimizer:
+        _train(optimizer, model, 1.0)
+        kept = optimizer.state[model.weight]["exp_avg"]
+        _train(optimizer, model, 1.0)
+        kept.zero_()
+        with pytest.raises(
+            UsageError, match=r"'exp_avg' that was read before the last step\(\) was written to.*read optimizer.state"
+        ):
+            _train(optimizer, model, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("write", "error", "sentence"),
+    [
+        (lambda entry: entry.update(exp_avg=torch.zeros(5)), ValueError, "expected 'exp_avg' of shape"),
+        (lambda entry: entry["step"].fill_(-1.0), ValueError, "expected 'step' of 0 or more"),
+    ],
+)
+def test_values_that_cannot_be_the_jobs_are_refused(write: Any, error: type[Exception], sentence: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    with fastps.DistributedOptimizer(MAKERS["adam"](model.parameters())) as optimizer:
+        _train(optimizer, model, 1.0)
+        before = model.weight.detach().clone()
+        write(optimizer.state[model.weight])
+        with pytest.raises(error, match=sentence):
+            _train(optimizer, model, 1.0)
+        assert torch.equal(model.weight, before)
+
+
+def test_worker_0s_write_is_that_of_all_workers() -> None:
+    def work(rank: int, job: str) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1, bias=False)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with fastps.DistributedOptimizer(inner, "bsp", job=job, rank=rank, workers=2) as optimizer:
+            for step in range(4):
+                optimizer.zero_grad()
+                model(torch.ones(1, 3)).sum().backward()
+                if step == 2:
+                    optimizer.state.clear()
+                optimizer.step()
+            return [float(each) for each in optimizer.state[model.weight]["momentum_buffer"].flatten()]
+
+    job = f"state-{os.getpid()}"
+    children = [processes.start(lambda rank=rank: work(rank, job)) for rank in range(2)]
+    processes.finish(children, 60)
+    assert [child.outcome for child in children] == [pytest.approx([1.9] * 3)] * 2
+
+
+FROZEN: dict[str, Callable[[], torch.Tensor]] = {
+    "uint8": lambda: torch.zeros(4, dtype=torch.uint8),
+    "int64": lambda: torch.tensor(3),
+    "bool": lambda: torch.ones(3, dtype=torch.bool),
+    "complex64": lambda: torch.ones(2, dtype=torch.complex64),
+    "float64": lambda: torch.ones(2, dtype=torch.float64),
+    "bfloat16": lambda: torch.ones(2, dtype=torch.bfloat16),
+    "float8": lambda: torch.ones(2).to(torch.float8_e4m3fn),
+    "gaps": lambda: torch.ones(4, 4)[:, :2],
+    "expanded": lambda: torch.ones(1).expand(8),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("kind", list(FROZEN))
+def test_frozen_parameters_of_other_kinds_are_left_out_as_in_torch(kind: str) -> None:
+    found = []
+    for wrap in (lambda inner: inner, fastps.DistributedOptimizer):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        constant = torch.nn.Parameter(FROZEN[kind](), requires_grad=False)
+        inner = torch.optim.AdamW([{"params": [constant, model.weight]}, {"params": [model.bias], "lr": 0.01}], lr=0.1)
+        optimizer: Any = wrap(inner)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        assert list(saved["state"]) == [1, 2]
+        if isinstance(optimizer, fastps.DistributedOptimizer):
+            optimizer.close()
+        found.append(
+            (model.weight.tolist(), model.bias.tolist(), [float(each["exp_avg"].sum()) for each in saved["state"].values()])
+        )
+    assert found[0] == found[1]
+
+
+def test_gradient_of_a_parameter_that_was_left_out_is_refused_by_name() -> None:
+    model = torch.nn.Linear(3, 1)
+    late = torch.nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
+    with fastps.DistributedOptimizer(torch.optim.SGD([*model.parameters(), late], lr=0.1)) as optimizer:
+        late.requires_grad_(True)
+        (model(torch.ones(1, 3)).sum() * late).sum().backward()
+        with pytest.raises(
+            UnsupportedError, match="was frozen when the optimizer was wrapped, and was left out: expected a type of"
+        ):
+            optimizer.step()
