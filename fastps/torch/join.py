@@ -21,18 +21,29 @@ from fastps.job.policy import Policy
 from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
 from fastps.membership import discovery
-from fastps.store import instances
+from fastps.store import earlier_jobs, instances
 from fastps.store.server_process import AgentPlan
 from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
 from fastps.torch.checkpoint import restore_buffers, restore_group
-from fastps.torch.update_rules import PARAMETER_TYPES
+from fastps.torch.update_rules import PARAMETER_TYPES, left_out, without
 
 Groups = Sequence[dict[str, Any]]
 
 _JOIN_S = 10.0  # how long a lost worker's replacement looks for the remaining workers
+
+
+def tensors_of(optimizer: torch.optim.Optimizer, timeout_s: float | None, clock: Clock) -> tuple[dict[int, str], list[Any]]:
+    """What `left_out` leaves out, and the parameters that the job holds, after earlier jobs of theirs have ended.
+
+    Raises UsageError and TimeoutExceededError, as earlier_jobs.end does.
+    """
+    ids = left_out(optimizer.param_groups)
+    tensors = [tensor for group in without(optimizer.param_groups, ids) for tensor in group["params"]]
+    earlier_jobs.end(tensors, limits.timeout_s(timeout_s), clock)
+    return ids, tensors
 
 
 def gradient_type(push_dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> GradientType:

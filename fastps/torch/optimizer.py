@@ -30,7 +30,7 @@ from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
-from fastps.store import instances
+from fastps.store import earlier_jobs, instances
 from fastps.store.server_process import chosen_server
 from fastps.store.worker import Worker
 from fastps.system import exit_handlers
@@ -45,7 +45,7 @@ from fastps.torch.model_buffers import BufferRounds, ModelBuffers
 from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_load
 from fastps.torch.placed import placed
 from fastps.torch.placements import HostPlacement
-from fastps.torch.update_rules import Hypers, left_out, pushed_type, rows_of, rule_of, types_of, without
+from fastps.torch.update_rules import Hypers, pushed_type, rows_of, rule_of, types_of, without
 from fastps.torch.weights import Weights, shaped_tensors
 
 logger = logging.getLogger("fastps.torch")
@@ -137,8 +137,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         foreign.keep_untraced()
         self._identity = environment.identity(job, rank, workers, instance=instances.following() if job is None else 0)
         self._names_job, self._is_told = job is not None, workers is not None
-        self._left_out = left_out(optimizer.param_groups)
-        self._tensors = [tensor for group in without(optimizer.param_groups, self._left_out) for tensor in group["params"]]
+        self._left_out, self._tensors = join.tensors_of(optimizer, timeout_s, clock)
         pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors), self._tensors)
         self._inner = optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else its lr schedulers warn that step() was not called
@@ -208,6 +207,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._gradients = tables.gradients_of(self._placement, worker, self._tensors, slots, self.policy.waits_for_fold)
         self._rounds = BufferRounds(self._buffers, worker)
         exit_handlers.register(worker, self._leave, self.wait_for_others)
+        earlier_jobs.register(worker, self._tensors, self.close, self.wait_for_others)
         try:
             self._placement.use(worker)
         except ArenaError as error:
@@ -461,6 +461,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
             return
         if failure is None:
             self._keep_state()
+            earlier_jobs.leave(self._worker, self._tensors)
         self._leave(failure)
 
     def _leave(self, failure: str | None) -> None:

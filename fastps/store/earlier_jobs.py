@@ -1,0 +1,120 @@
+"""The earlier jobs of the same parameters in this process: a new optimizer for each epoch must not lose pushes.
+
+A job that is open when its parameters are wrapped again ends first, on worker 0 after all others have left it. If worker 0 has
+closed its own while others still pushed, the next job waits for them, and is refused if they changed the weights since.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fastps.errors import AttachError, TimeoutExceededError, UsageError
+from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
+from fastps.store.observer import Observer, observe
+from fastps.store.worker import Worker
+from fastps.system.clock import Clock
+
+logger = logging.getLogger("fastps.torch")
+
+_POLL_NS = 5_000_000
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A worker's job that has these parts. It keeps nothing alive."""
+
+    worker: "weakref.ref[Worker]"
+    parts: "list[weakref.ref[Any]]"
+    close: "weakref.WeakMethod[Callable[[], None]]"
+    finish: "weakref.WeakMethod[Callable[[], None]]"
+
+    def end(self) -> None:
+        """Leave the job; worker 0 after all others."""
+        worker, close, finish = self.worker(), self.close(), self.finish()
+        if worker is None or close is None or finish is None or worker.closed or worker.forked:
+            return
+        if worker.rank == 0:
+            finish()
+        close()
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A job that worker 0 has left while others trained; `version` is that of its weights."""
+
+    parts: "list[weakref.ref[Any]]"
+    observer: Observer
+    version: int
+
+
+_open: list[_Open] = []
+_left: list[_Left] = []
+
+
+def register(worker: Worker, parts: list[Any], close: Callable[[], None], finish: Callable[[], None]) -> None:
+    """Call `close` before another job begins with any of these parts, on worker 0 after `finish`: methods of one object."""
+    _open[:] = [each for each in _open if (open_worker := each.worker()) is not None and not open_worker.closed]
+    found = [weakref.ref(part) for part in parts]
+    _open.append(_Open(weakref.ref(worker), found, weakref.WeakMethod(close), weakref.WeakMethod(finish)))
+
+
+def leave(worker: Worker, parts: Iterable[Any]) -> None:
+    """Say how many others still train when worker 0 closes, and remember the job for `end`."""
+    states, initial = worker.store.arena.lane_states(), worker.store.layout.workers
+    others = sum(
+        state in (LANE_LIVE, LANE_JOINING) or (state == LANE_FREE and lane < initial) for lane, state in enumerate(states)
+    )
+    others -= states[worker.rank] == LANE_LIVE
+    if worker.rank or not others or worker.has_left:
+        return
+    if not worker.store.layout.policy.waits_for_fold:
+        logger.warning(
+            "worker 0 closes while others train (%d of them), and what they push from now on is not in its weights: call"
+            " wait_for_others() before the last use of its weights, and unwrap() before the next optimizer of these parameters",
+            others,
+        )
+    try:
+        observer = observe(worker.store.job, clock=worker.store.clock)
+    except AttachError:
+        return
+    _left.append(_Left([weakref.ref(part) for part in parts], observer, worker.version))
+
+
+def end(parts: Iterable[Any], timeout_s: float, clock: Clock) -> None:
+    """End the earlier jobs of these parts.
+
+    Raises UsageError if others have changed the weights since worker 0 closed, TimeoutExceededError if they do not leave.
+    """
+    ids = {id(part) for part in parts}
+    for each in [each for each in _open if ids & _alive(each.parts)]:
+        each.end()
+    for left in list(_left):
+        alive = _alive(left.parts)
+        if ids & alive or not alive:
+            _left.remove(left)
+        if ids & alive:
+            _await_end(left, timeout_s, clock)
+
+
+def _alive(parts: "list[weakref.ref[Any]]") -> set[int]:
+    return {id(part) for part in (reference() for reference in parts) if part is not None}
+
+
+def _await_end(left: _Left, timeout_s: float, clock: Clock) -> None:
+    deadline_ns = clock.now_ns() + int(timeout_s * 1e9)
+    while not left.observer.look().over:
+        if clock.now_ns() >= deadline_ns:
+            raise TimeoutExceededError(
+                f"worker 0 waited {timeout_s:g} s for the others to leave the earlier job of these parameters, which it closed:"
+                " let every worker close it, or call unwrap() in all of them"
+            )
+        clock.sleep_ns(_POLL_NS)
+    missed = left.observer.version - left.version
+    left.observer.close()
+    if missed > 0:
+        raise UsageError(
+            f"the earlier job of these parameters made {missed} updates more after worker 0 closed, and a new job would begin"
+            " without them: call unwrap() in place of close(), which waits for the others' last pushes"
+        )
