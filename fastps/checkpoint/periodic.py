@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from fastps.checkpoint.format import Array
 from fastps.checkpoint.snapshot import Pinned, VersionInUseError, write
@@ -84,13 +83,13 @@ class Checkpointing:
         if self._thread is not None and self._thread.is_alive():
             logger.debug("version %d: a checkpoint is due, and the one before is still being written", version)
             return
+        buffers = {name: array.copy() for name, array in self._buffers().items()}
         try:
             pinned = self._pin()
         except VersionInUseError:
             logger.debug("version %d: a checkpoint is due, and another worker still copies one", version)
             return
         self._next = (version // self._every + 1) * self._every
-        buffers = {name: array.copy() for name, array in self._buffers().items()}
         if self._worker.store.tables:  # the version is held by this worker's locks, which its own thread gives back
             self._write(pinned, buffers)
             return
@@ -105,6 +104,9 @@ class Checkpointing:
         except Error as error:  # also a device's
             self.failures += 1
             logger.warning("%s; training goes on", str(error))  # not its traceback, which holds the arena
+        except Exception:  # a fault of fastps or of a file system: a thread that ended would write no more, and say nothing
+            self.failures += 1
+            logger.exception("the checkpoint could not be written; training goes on")
 
     def close(self, failed: bool = False) -> None:
         """Wait for the checkpoint in progress; unless the worker failed, then write the one that is due, if any."""
@@ -117,11 +119,3 @@ class Checkpointing:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-
-def buffers_of(model: Any) -> dict[str, Array]:
-    """Name to array of a torch module's buffers; empty without a module. NumPy has no bfloat16, so float32 has its values."""
-    if model is None:
-        return {}
-    named = {name: buffer.detach().cpu() for name, buffer in model.named_buffers()}
-    return {name: (each.float() if str(each.dtype) == "torch.bfloat16" else each).numpy() for name, each in named.items()}

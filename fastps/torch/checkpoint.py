@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastps.checkpoint.format import Checkpoint, refused
+from fastps.checkpoint.format import Array, Checkpoint, refused
 from fastps.job.update_rules import Rule
 from fastps.torch.update_rules import entry_of
 
@@ -40,14 +40,51 @@ def restore_group(group: dict[str, Any], described: dict[str, Any]) -> None:
             group[name] = tuple(value) if isinstance(value, list) else value
 
 
+def _persistent(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a state dict has, without quantized and sparse ones, which a checkpoint cannot hold."""
+    own = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._buffers.keys() - module._non_persistent_buffers_set
+    }
+    return {
+        name: each
+        for name, each in model.named_buffers()
+        if name in own and each.layout is torch.strided and not each.is_quantized
+    }
+
+
+def saved_buffers(model: torch.nn.Module | None) -> dict[str, Array]:
+    """Name to array of a module's persistent buffers; empty without a module.
+
+    A type that NumPy lacks (bfloat16, float8) becomes float32, and a complex number two floats.
+    """
+    found = {}
+    for name, buffer in _persistent(model).items() if model is not None else ():
+        value = buffer.detach().cpu()
+        if value.is_complex():
+            value = torch.view_as_real(value.resolve_conj())
+        elif value.is_floating_point() and value.dtype not in (torch.float16, torch.float32, torch.float64):
+            value = value.float()
+        found[name] = value.numpy()
+    return found
+
+
 def restore_buffers(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """Copy the saved buffers (BatchNorm) into a model. Raises CheckpointError if one is missing or has another shape."""
-    saved = checkpoint.buffers()
-    for name, buffer in model.named_buffers():
-        if name not in saved or tuple(saved[name].shape) != tuple(buffer.shape):
-            expected = f"shape {tuple(buffer.shape)} as in this model"
-            raise refused(checkpoint.folder, f"buffer {name!r}", expected, "another, or none")
-        buffer.copy_(torch.from_numpy(saved[name].copy()))
+    """Load the saved buffers (BatchNorm) into a model, as its load_state_dict does: an observer may take another length.
+
+    Raises CheckpointError if one is missing or does not fit.
+    """
+    saved = {name: torch.from_numpy(array.copy()) for name, array in checkpoint.buffers().items()}
+    for name, buffer in _persistent(model).items():
+        if name not in saved:
+            raise refused(checkpoint.folder, f"buffer {name!r}", f"shape {tuple(buffer.shape)} as in this model", "none")
+        if buffer.is_complex() and not saved[name].is_complex():
+            saved[name] = torch.view_as_complex(saved[name])
+    try:
+        model.load_state_dict(saved, strict=False)
+    except RuntimeError as error:
+        raise refused(checkpoint.folder, "a buffer", "the model's shapes", str(error)) from error
 
 
 def optimizer_state_dict(checkpoint: Checkpoint) -> dict[str, Any]:

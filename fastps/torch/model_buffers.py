@@ -3,80 +3,122 @@
 Each lane has one slot for buffers in the arena. The slot holds the round in which its worker published and the last round that
 the worker has read, so every worker computes the same average in a round. The caller holds all shard locks while it reads or
 writes slots. Between evaluations every worker keeps running statistics of its own.
+
+Buffers are taken from the model each time, because a module may assign, register or resize them: a slot says which it holds.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastps.errors import UsageError
+from fastps.errors import ProtocolError, UsageError
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_FAILED, LANE_JOINING, LANE_LIVE
 from fastps.store.worker import Worker
 
+logger = logging.getLogger("fastps.torch")
+
 _HEADER_BYTES = 64  # a slot's first cache line: int64 words
-_VALID, _PUBLISHED, _READ = 0, 1, 2  # 1 once the worker has published; the round in which it did; the last round that it read
+# 1 once the worker has published; the round in which it did; the last round that it read; the bytes of what it published
+_VALID, _PUBLISHED, _READ, _LENGTH = 0, 1, 2, 3
+_ROOM_BYTES = 1 << 20  # the least room for a model that has buffers: they may grow
 _PAUSE_NS = 200_000
+_SUMMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)  # types in which averages are made as they are
 Slot = npt.NDArray[np.uint8]
+Named = dict[str, torch.Tensor]
 
 
 class ModelBuffers:
-    """The buffers of a module, in the module's order; empty without a module."""
+    """The buffers of a module; none without a module. Quantized and sparse ones stay each worker's own."""
 
     def __init__(self, model: torch.nn.Module | None) -> None:
-        self._given = model is not None
-        self._buffers = dict(model.named_buffers()) if model is not None else {}
+        self._model = model
+        self._said: set[str] = set()
+        total = sum(_aligned(buffer.nbytes) for buffer in self._now().values())
+        self.nbytes = max(_ROOM_BYTES, 1 << (2 * total).bit_length()) if total or self._now() else 0
+        """Size of a slot in bytes, in which the buffers may double; 0 if the module had none when it was wrapped."""
 
-    @property
-    def nbytes(self) -> int:
-        """Size of a slot in bytes; 0 if there is nothing to publish."""
-        total = sum(_aligned(buffer.nbytes) for buffer in self._buffers.values())
-        return _HEADER_BYTES + total if total else 0
+    def _now(self) -> Named:
+        named = self._model.named_buffers() if self._model is not None else ()
+        return {name: each.detach() for name, each in named if each.layout is torch.strided and not each.is_quantized}
 
     def check_given(self) -> None:
         """Raise UsageError if no module was given."""
-        if not self._given:
+        if self._model is None:
             raise UsageError("average_buffers() needs the model: pass model= when wrapping the optimizer")
 
     def publish(self, slot: Slot, number: int) -> None:
-        """Write all buffers into this worker's slot, for round `number`."""
-        for buffer, view in zip(self._buffers.values(), self._views(slot), strict=True):
-            view.copy_(buffer)
-        _header(slot)[[_VALID, _PUBLISHED]] = 1, number
+        """Write all buffers into this worker's slot, for round `number`; none if they have outgrown it."""
+        named = {name: buffer.cpu().contiguous() for name, buffer in self._now().items()}
+        text = json.dumps([[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in named.items()])
+        pieces = [np.frombuffer(text.encode(), np.uint8)]
+        pieces += [each.reshape(-1).view(torch.uint8).numpy() for each in named.values() if each.numel()]
+        offset = _HEADER_BYTES
+        if offset + sum(_aligned(len(piece)) for piece in pieces) > self.nbytes:
+            self._say(
+                "the model's buffers have outgrown their room in the arena, and are not averaged: wrap it after its first"
+                " forward"
+            )
+            pieces = [np.frombuffer(b"[]", np.uint8)]
+        for piece in pieces:
+            slot[offset : offset + len(piece)] = piece
+            offset += _aligned(len(piece))
+        _header(slot)[[_VALID, _PUBLISHED, _LENGTH]] = 1, number, len(pieces[0])
 
     def average(self, slots: Sequence[Slot]) -> None:
         """Set the module's buffers to the average of the published slots.
 
         A variance is averaged by its moments about the common mean: mean(var + mean^2) - mean(mean)^2. A counter (any integer
-        buffer) takes the maximum. Any other buffer is averaged elementwise.
+        buffer) takes the maximum. Any other buffer is averaged elementwise. One that is not of one shape in all workers stays
+        each worker's own, and a warning names it.
         """
-        published = [self._views(slot) for slot in slots if _header(slot)[_VALID]]
-        names = list(self._buffers)
-        columns = {name: [views[index] for views in published] for index, name in enumerate(names)}
-        for name, buffer in self._buffers.items():
-            values = columns[name]
-            mean_name = name.removesuffix("running_var") + "running_mean"
-            if not buffer.is_floating_point():
-                buffer.copy_(torch.stack(values).amax(0))
+        published = [_published(slot[: self.nbytes]) for slot in slots if _header(slot)[_VALID]]
+        for name, buffer in self._now().items():
+            found = [each.get(name) for each in published]
+            values = [each for each in found if each is not None and each.shape == buffer.shape and each.dtype == buffer.dtype]
+            if len(values) < len(published):
+                self._say(f"buffer {name!r} is not of one shape in all workers, so it is not averaged: each keeps its own")
                 continue
-            values = _in_single(values)
-            if name.endswith("running_var") and mean_name in columns:
-                means = _in_single(columns[mean_name])
-                moments = torch.stack([value + mean**2 for value, mean in zip(values, means, strict=True)])
-                buffer.copy_(moments.mean(0) - torch.stack(means).mean(0) ** 2)
-            else:
-                buffer.copy_(torch.stack(values).mean(0))
+            of_mean = name.removesuffix("running_var") + "running_mean" if name.endswith("running_var") else ""
+            means = [each[of_mean] for each in published if of_mean in each]
+            buffer.copy_(_mean(values, means if len(means) == len(values) else []))
 
-    def _views(self, slot: npt.NDArray[np.uint8]) -> list[torch.Tensor]:
-        views: list[Any] = []
-        offset = _HEADER_BYTES
-        for buffer in self._buffers.values():
-            piece = torch.from_numpy(slot[offset : offset + buffer.nbytes])
-            views.append(piece.view(buffer.dtype).view(buffer.shape))
-            offset += _aligned(buffer.nbytes)
-        return views
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
+
+
+def _mean(values: list[torch.Tensor], means: list[torch.Tensor]) -> torch.Tensor:
+    """The average of a buffer's values; of a variance, about these means."""
+    first = values[0]
+    if all(torch.equal(each.view(torch.uint8), first.view(torch.uint8)) for each in values if each.dim()) and first.dim():
+        return first
+    if not first.is_floating_point() and not first.is_complex():
+        return torch.stack([each.long() for each in values]).amax(0)
+    stacked = torch.stack([each if each.dtype in _SUMMED else each.float() for each in values])
+    if not means:
+        return stacked.mean(0)
+    about = torch.stack([each if each.dtype in _SUMMED else each.float() for each in means])
+    return (stacked + about**2).mean(0) - about.mean(0) ** 2
+
+
+def _published(slot: Slot) -> Mapping[str, torch.Tensor]:
+    """What a worker has published, by name. Raises ProtocolError for a slot that no worker has written so."""
+    try:
+        length = int(_header(slot)[_LENGTH])
+        found, offset = {}, _HEADER_BYTES + _aligned(length)
+        for name, dtype, shape in json.loads(bytes(slot[_HEADER_BYTES : _HEADER_BYTES + length])):
+            empty = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            piece = torch.from_numpy(slot[offset : offset + empty.nbytes].copy())
+            found[name] = piece.view(empty.dtype).view(shape) if empty.numel() else torch.empty(shape, dtype=empty.dtype)
+            offset += _aligned(empty.nbytes)
+        return found
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ProtocolError(f"a worker's slot of buffers is damaged: {error}") from error
 
 
 class BufferRounds:
@@ -157,11 +199,6 @@ class BufferRounds:
         states = self._arena.lane_states()
         self._buffers.average([slot for lane, slot in enumerate(self._slots) if states[lane] not in gone])
         _header(self._slots[self._worker.rank])[_READ] = number
-
-
-def _in_single(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Halves as float32, in which their averages are made; others as they are."""
-    return [value.float() if value.dtype in (torch.float16, torch.bfloat16) else value for value in values]
 
 
 def _header(slot: Slot) -> npt.NDArray[np.int64]:

@@ -20,9 +20,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from fastps.advice.auto_sync import WarmUp, move, room_bytes
 from fastps.checkpoint.format import Array
-from fastps.checkpoint.periodic import Checkpointing, buffers_of
+from fastps.checkpoint.periodic import Checkpointing
 from fastps.checkpoint.snapshot import Pinned
-from fastps.errors import ArenaError, Error, UsageError
+from fastps.errors import ArenaError, UsageError
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import GradientType, Layout, Parameter, chosen_readers, place
@@ -37,7 +37,7 @@ from fastps.system import exit_handlers
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.malloc import keep_freed_memory
 from fastps.torch import foreign, join, profiling, state, tables
-from fastps.torch.checkpoint import described_group
+from fastps.torch.checkpoint import described_group, saved_buffers
 from fastps.torch.evaluation import Evaluation
 from fastps.torch.gradients import hooked, loss_scaling
 from fastps.torch.join import Joining
@@ -419,7 +419,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
 
     def model_buffers(self) -> dict[str, Array]:
         """This worker's buffers (BatchNorm) of the model given as `model=`, by name; checkpoints save them."""
-        return buffers_of(self._model)
+        return saved_buffers(self._model)
 
     @property
     def batch_size(self) -> int:
@@ -442,12 +442,12 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._take_weights()
 
     def _leave_buffers(self) -> None:
-        """Publish this worker's buffers for averages after it has left. An error is logged, and does not stop it leaving."""
+        """Publish this worker's buffers for averages after it has left. No error stops it leaving: it is logged."""
         if self._worker.has_left:
             return
         try:
             self._rounds.leave()
-        except Error as error:
+        except Exception as error:
             logger.warning("the model's buffers of worker %d are not published: %s", self._worker.rank, error)
 
     def close(self, failure: str | None = None) -> None:
