@@ -1,6 +1,7 @@
 """Workers whose launcher keeps no store: they meet, learn their nodes, and train over two of them."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -180,9 +181,6 @@ def test_a_real_mpiexec_starts_two_nodes(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=100, env={**os.environ, **variables},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    rows = sorted(ended.stdout.split("\n"))
-    assert [row.split()[:4] for row in rows if row] == [
-        ["0", "of", "3", "node0:1"],
-        ["1", "of", "3", "node1:2"],
-        ["2", "of", "3", "node1:2"],
-    ]
+    # The lines of processes that end at once may have lost the ends that part them.
+    found = sorted(re.findall(r"([0-9]) of 3 (node[01]:[12])", ended.stdout))
+    assert found == [("0", "node0:1"), ("1", "node1:2"), ("2", "node1:2")], ended.stdout

@@ -1,6 +1,7 @@
 """Edges that are lost while both agents live: they are opened again, and each push is counted once."""
 
 import hashlib
+import mmap
 import random
 import threading
 import time
@@ -14,6 +15,7 @@ import fastps
 from tests.support import nodes, processes
 
 STEPS = 40
+BEGUN = mmap.mmap(-1, 16)  # a byte for each worker: 1 once it has made a step, so that its edges are open
 SMALL, LARGE = (40, 30), (1500, 2100)  # the large model has three parts under bsp
 
 
@@ -28,6 +30,7 @@ def _work(shape: tuple[int, int], sync: str, steps: int, pause_s: float) -> Call
                 wrapped.zero_grad()
                 model(torch.randn(4, shape[0], generator=generator)).square().mean().backward()
                 wrapped.step()
+                BEGUN[rank] = 1
                 time.sleep(pause_s)
             wrapped.wait_for_others()
             weights = [value.detach().numpy().tobytes() for value in model.parameters()]
@@ -36,13 +39,15 @@ def _work(shape: tuple[int, int], sync: str, steps: int, pause_s: float) -> Call
     return work
 
 
-def _reset_edges(seed: int, until: threading.Event, pause_s: float) -> int:
-    """Reset one or all connections between agents, now and then. Returns how many were reset.
+def _reset_edges(seed: int, until: threading.Event, pause_s: float, workers: int) -> int:
+    """Once all workers train, reset one or all connections between agents, now and then. Returns how many were reset.
 
     As a rule it waits until all edges are open again: a busy machine may take long to open one, and four lost in a row are
     a lost node.
     """
     draw, count, most = random.Random(seed), 0, 0
+    while sum(BEGUN[:workers]) < workers and not until.wait(0.01):
+        pass
     while not until.wait(draw.uniform(0.5, 1.5) * pause_s):
         found = nodes.connections()
         most = max(most, len(found))
@@ -57,9 +62,10 @@ def _reset_edges(seed: int, until: threading.Event, pause_s: float) -> int:
 def _train(counts: tuple[int, ...], work: Callable[[int], Any], reset_s: float, **variables: str) -> tuple[list[Any], int]:
     """Train, and reset connections meanwhile unless `reset_s` is 0; what the workers return, and how many were reset."""
     until, found = threading.Event(), [0]
+    BEGUN[:] = bytes(len(BEGUN))
     with nodes.rendezvous() as port:
         children = nodes.start(counts, port, work, variables)
-        thread = threading.Thread(target=lambda: found.append(_reset_edges(7, until, reset_s)))
+        thread = threading.Thread(target=lambda: found.append(_reset_edges(7, until, reset_s, sum(counts))))
         if reset_s:
             thread.start()
         processes.finish(children, 100)
