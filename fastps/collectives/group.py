@@ -182,7 +182,7 @@ def _timeout(mine: exchange.Exchange, timeout_ns: int) -> Error:
     _, process_id, _, has_begun = mine.state_of(mine.other)
     found = "has begun, and is slow or stopped" if has_begun else "has not begun it"
     return TimeoutExceededError(
-        f"{exchange.described(*mine.own_words())} took longer than {timeout_ns / 1e9:g} s: expected rank {mine.other} (process"
+        f"{exchange.described(*mine.own_words())} timed out after {timeout_ns / 1e9:g} s: expected rank {mine.other} (process"
         f" {process_id}) to take part, found that it {found};"
         " let all ranks call the same collectives, or give init_process_group a longer timeout"
     )

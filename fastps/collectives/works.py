@@ -63,7 +63,7 @@ class GroupWork(Work):
         """Wait until the collective is done, and raise its error. Ctrl-C ends the wait."""
         seconds = timeout.total_seconds()
         if not self._is_done.wait(seconds if seconds > 0 else None):
-            raise TimeoutExceededError(f"a collective took longer than the {seconds:g} s that Work.wait was given; it goes on")
+            raise TimeoutExceededError(f"Work.wait timed out after {seconds:g} s; the collective goes on")
         if self._error is not None:
             raise self._error
         return True
@@ -111,13 +111,18 @@ class GroupWork(Work):
 
 
 class Sequencer:
-    """Runs works in the order in which they are given: at once where the caller waits and none is pending, else in a thread."""
+    """Runs works in the order in which they are given: at once where the caller waits and none is pending, else in a thread.
+
+    A work that a future's callback gives runs at once, before those that wait: on every rank it then follows the work whose
+    callback it is, and the callback may wait for it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._pending: deque[tuple[GroupWork, list[Callable[[], None]]]] = deque()
         self._changed = threading.Condition()
-        self._is_busy = False  # a work runs
+        self._is_busy = False  # a work runs, or its callbacks
+        self._runner = 0  # in which thread
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
@@ -126,9 +131,10 @@ class Sequencer:
         with self._changed:
             if self._is_closed:
                 raise UsageError("expected an open process group, found that it was destroyed; call init_process_group again")
-            at_once = at_once and not self._is_busy and not self._pending
+            is_callback = self._is_busy and self._runner == threading.get_ident()
+            at_once = is_callback or (at_once and not self._is_busy and not self._pending)
             if at_once:
-                self._is_busy = True
+                self._is_busy, self._runner = True, threading.get_ident()
             else:
                 self._pending.append((work, steps))
                 if self._thread is None:
@@ -139,7 +145,8 @@ class Sequencer:
             try:
                 work.run(steps)
             finally:
-                self._set_idle()
+                if not is_callback:
+                    self._set_idle()
         return work
 
     def drain(self) -> None:
@@ -172,7 +179,7 @@ class Sequencer:
                 if not self._pending:
                     return
                 work, steps = self._pending.popleft()
-                self._is_busy = True
+                self._is_busy, self._runner = True, threading.get_ident()
             try:
                 work.run(steps)
             finally:

@@ -241,6 +241,51 @@ def test_ddp_trains_as_with_gloo_and_as_one_process(tmp_path: Path, size: int) -
 
 
 @pytest.mark.slow
+def _reduced_by_callbacks(rank: int) -> list[float]:
+    """Collectives that callbacks make and wait for, while others are pending; of a collective that runs here, too."""
+
+    def twice_more(future: Any) -> torch.Tensor:
+        once = dist.all_reduce(future.value()[0] * 2, async_op=True).get_future().wait()[0]
+        dist.all_reduce(once)
+        return once
+
+    works = [dist.all_reduce(torch.full((2,), float(number)), async_op=True) for number in range(4)]
+    futures = [work.get_future().then(twice_more) for work in works]
+    others = [dist.all_reduce(torch.full((3,), float(number)), async_op=True) for number in range(4)]
+    found = [float(future.wait()[0]) for future in futures]
+    late = works[1].get_future().then(twice_more)
+    found += [float(late.wait()[0]), *(float(work.get_future().wait()[0][0]) for work in others)]
+    return found
+
+
+def test_callbacks_of_futures_make_collectives_and_wait_for_them(tmp_path: Path) -> None:
+    expected = [16.0 * number for number in range(4)] + [16.0] + [2.0 * number for number in range(4)]
+    assert _run(tmp_path, 2, _reduced_by_callbacks) == [expected] * 2
+
+
+def _train_compressed(rank: int) -> list[float]:
+    """DDP whose communication hook makes collectives in its futures' callbacks."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.ReLU(), torch.nn.Linear(40, 20))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=3, min_compression_rate=0.5)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(8):
+        optimizer.zero_grad()
+        ddp(torch.full((4, 30), 0.1 * (step + rank))).square().mean().backward()
+        optimizer.step()
+    return [float(each.detach().double().sum()) for each in model.parameters()]
+
+
+def test_torchs_power_sgd_hook_trains_as_with_gloo(tmp_path: Path) -> None:
+    gloo = _run(tmp_path, 2, _train_compressed, backend="gloo")
+    found = _run(tmp_path, 2, _train_compressed)
+    assert found[0] == found[1] == pytest.approx(gloo[0], rel=1e-5)
+
+
 def test_fully_shard_trains_as_one_process(tmp_path: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -328,7 +373,7 @@ def test_the_timeout_names_the_rank_that_is_missing(tmp_path: Path) -> None:
     def member(rank: int) -> float:
         began = time.monotonic()
         if rank == 0:
-            with pytest.raises(TimeoutExceededError, match=r"took longer than 0\.3 s: expected rank 1 .* has not begun it"):
+            with pytest.raises(TimeoutExceededError, match=r"timed out after 0\.3 s: expected rank 1 .* has not begun it"):
                 dist.all_reduce(torch.ones(3))
             with pytest.raises(UsageError, match="the process group is broken"):
                 dist.all_reduce(torch.ones(3))
