@@ -191,6 +191,7 @@ def packages() -> list[str]:
 if __name__ == "__main__":
     setup(
         packages=packages(),
+        py_modules=["fastps_backend"],
         ext_modules=[
             *torch_extension(),
             *translate(extensions(), "build/c" + ("-debug" if DEBUG else "") + ("-hooks" if HOOKS else "")),

@@ -31,6 +31,7 @@ from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.store import earlier_jobs, instances
+from fastps.store.equal_gradients import EqualGradients
 from fastps.store.server_process import chosen_server
 from fastps.store.worker import Worker
 from fastps.system import exit_handlers
@@ -206,6 +207,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         slots = [self._slot_tensors(slot) for slot in range(self._store.arena.slots)]
         self._gradients = tables.gradients_of(self._placement, worker, self._tensors, slots, self.policy.waits_for_fold)
         self._rounds = BufferRounds(self._buffers, worker)
+        self._equal_gradients = EqualGradients(worker, looks=self._placement.name != "device")
         exit_handlers.register(worker, self._leave, self.wait_for_others)
         earlier_jobs.register(worker, self._tensors, self.close, self.wait_for_others)
         try:
@@ -317,10 +319,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         if self._in_no_sync:
             raise UsageError("step() was called inside no_sync(): leave the block before the step that pushes")
         worker, gradients, warm_up = self._worker, self._gradients, self._warm_up
@@ -334,6 +333,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         if self._left_out or self._state.is_lent or self._inner.state is not self._state:
             self._take_writes()
         presence = gradients.collect(slot := worker.lane.slot)
+        self._equal_gradients.look(slot)
         scale, skipped = 1.0, False
         if "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
             scale, skipped = loss_scaling(self.__dict__)  # only a GradScaler's step sets them

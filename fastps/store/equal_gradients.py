@@ -1,0 +1,51 @@
+"""Notices workers that all compute the same gradients, because a script seeds every process alike.
+
+A worker that is about to push compares its gradient with those in the others' slots. Where all wait for the fold, the last of
+them sees the others' gradients of the same step. Elsewhere only the first gradients can be equal, if they are still there.
+"""
+
+import logging
+
+import numpy as np
+
+from fastps.kernels.shm.arena import LANE_LIVE
+from fastps.store.worker import Worker
+
+logger = logging.getLogger("fastps.torch")
+
+_STEPS = 8  # how many first steps are looked at: among them each of a few workers is the last one twice
+
+
+class EqualGradients:
+    """The first gradients of one worker, beside those of the others. `looks`: whether slots are in this machine's memory."""
+
+    def __init__(self, worker: Worker, *, looks: bool) -> None:
+        self._worker = worker
+        store = worker.store
+        self._is_on = looks and store.layout.workers > 1 and not store.tables and not worker.generation
+        self._found = 0
+        # Under other disciplines the weights differ after the first fold, and so do the gradients.
+        self._wanted = 2 if worker.store.layout.policy.waits_for_fold else 1
+
+    def look(self, slot: int) -> None:
+        """Compare what is in the slot, before its push. Warns once, if all others have the same bits there, which are not 0."""
+        if not self._is_on:
+            return
+        store = self._worker.store
+        states = store.arena.lane_states()[: store.layout.workers]
+        self._is_on = self._worker.own_steps < (_STEPS if self._wanted > 1 else 1)
+        if set(states) != {LANE_LIVE}:
+            return
+        own = store.gradient_views(self._worker.rank, slot)
+        others = [store.gradient_views(lane, slot) for lane in range(len(states)) if lane != self._worker.rank]
+        are_equal = all(np.array_equal(*pair) for each in others for pair in zip(own, each, strict=True))
+        if not are_equal or not any(view.any() for view in own):
+            return
+        self._found += 1
+        if self._found == self._wanted:
+            self._is_on = False
+            logger.warning(
+                "all %d workers push the same gradients, bit for bit: expected other samples on each worker; use fastps.rank()"
+                " in the seed of the data, or in its sampler (docs/how-to/own-script.md#data)",
+                len(states),
+            )
