@@ -28,6 +28,9 @@ def main(clock: Clock = SYSTEM_CLOCK) -> None:
         assert weights.grad is not None
         weights.grad.fill_(1.0)
         optimizer.wait_for_start()
+        store.add("begun", 1)
+        while store.add("begun", 0) < workers:  # workers of other nodes may be slow to start
+            clock.sleep_ns(10_000_000)
         over_ns = clock.now_ns() + int(1e9 * seconds)
         while clock.now_ns() < over_ns:
             optimizer.expose_gradients()
