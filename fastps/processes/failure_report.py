@@ -17,5 +17,6 @@ def failure_panel(outcome: Outcome) -> Panel:
     others = [f"worker {worker.rank}: {worker.ending}" for worker in outcome.workers if worker is not first]
     lines += [f"the others: {', '.join(others)}"] if others else []
     lines += [f"its last line: {first.tail[-1]}"] if first.tail else ["it wrote nothing to stderr"]
+    lines += [outcome.hint] if outcome.hint else []
     # Text, not a string: rich would take a user's [words] for styles, and :100: for an emoji.
     return Panel(Text.from_ansi("\n".join(lines)), title="fastps: the job failed", border_style="red")

@@ -8,6 +8,7 @@ replacements. The launcher itself never imports torch, so usage errors appear at
 import contextlib
 import logging
 import os
+import re
 import secrets
 import selectors
 import signal
@@ -43,6 +44,7 @@ GRACE_NS = 2_000_000_000  # for survivors to end by themselves, and again after 
 _DRAIN_NS = 300_000_000  # reads output this long from pipes that a worker's own children hold open
 _IMPORT_NS = 120_000_000_000  # the longest time for the fork server's imports
 _FAULT_TICK_S = 0.02  # time between two calls of FaultInjector.tick
+_OF_A_GROUP = re.compile("nccl|process group|process_group|cuda", re.IGNORECASE)
 _OUT_OF_MEMORY = ", for want of memory: the control group's limit was reached; use fewer workers or raise it"
 # A traceback's last line names the type so.
 _CONSEQUENCES = tuple(f"{kind.__module__}.{kind.__qualname__}:" for kind in (WorkerDiedError, NodeLostError))
@@ -105,7 +107,7 @@ class Outcome:
     """The end of a job: all workers with those replaced, the first failure (or None), and whether Ctrl-C ended the job.
 
     A lost worker is no failure if the job went on to its end. `faults` reports injected faults. `began_ns` is the launcher's
-    start, before any import of a worker.
+    start, before any import of a worker. `hint` is a remedy, or empty.
     """
 
     workers: list[LaunchedWorker]
@@ -114,6 +116,7 @@ class Outcome:
     seconds: float
     began_ns: int
     faults: FaultReport | None = None
+    hint: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -178,7 +181,7 @@ class Launcher:
         self._count = workers
         self._sync = sync
         self._options = options
-        self._style = style_of(env, self._command)
+        self._style, self._chose_style = style_of(env, self._command), env == "auto"
         self._program = Program(self._command)
         self._forks = start_method == "fork" and self._program.can_fork
         self._imports = imports
@@ -237,7 +240,7 @@ class Launcher:
         seconds = (self._clock.now_ns() - began_ns) / 1e9
         report = self._injector.report if self._injector is not None else None
         first_failure = None if self._interrupts else self._root_cause()
-        return Outcome(self._workers, first_failure, self._interrupts > 0, seconds, began_ns, report)
+        return Outcome(self._workers, first_failure, self._interrupts > 0, seconds, began_ns, report, self._hint(first_failure))
 
     @property
     def arena(self) -> str:
@@ -276,6 +279,16 @@ class Launcher:
             logger.warning("worker %d (%s) was not replaced; the job went on without it", worker.rank, worker.ending)
         others = [worker for worker in failed if worker not in survived]
         return min(others, key=lambda worker: (worker.is_consequence, worker.ended_ns), default=None)
+
+    def _hint(self, failure: LaunchedWorker | None) -> str:
+        """A remedy where the variables that this launcher chose may be the cause: they let a script start a process group."""
+        text = "\n".join(failure.tail) if failure is not None else ""
+        if not self._chose_style or self._style != "torchrun" or not _OF_A_GROUP.search(text):
+            return ""
+        return (
+            "the script names RANK or WORLD_SIZE, so the workers have torchrun's variables: if it should start no process group"
+            " of its own, run it with --env fastps"
+        )
 
     def _start(self) -> None:
         self._port = free_port()  # for scripts that start torch.distributed themselves

@@ -61,7 +61,8 @@ def _load(descriptor: int, rank: int) -> handover.Work:
     except Exception as error:
         raise UsageError(
             f"worker {rank} cannot load {setting.name!r} and its arguments: expected modules that a new process can import,"
-            f" found {type(error).__name__}: {error}; put the file's folder on sys.path, or give start_method='fork'"
+            f" found {type(error).__name__}: {error}; put the file's folder on sys.path, or give start_method='fork',"
+            " with torch.set_num_threads(1) before anything computes: a fork may hang once torch has begun threads"
         ) from error
 
 

@@ -169,7 +169,8 @@ def write_error(name: str, *, is_undone: bool, has_moved: bool) -> ParameterChan
         )
     if has_moved:
         return ParameterChangedError(
-            f"parameter {name!r} was pointed at other memory (p.data = tensor, model.to() or an assigning load): expected it to"
+            f"parameter {name!r} was pointed at other memory (p.data = tensor, model.to(), an assigning load, or a state"
+            " dict sent through a queue of torch.multiprocessing, which moves it: send copies): expected it to"
             f" stay where fastps shows the job's weights, because the next step points it back; {_OTHER_WEIGHTS}"
         )
     return ParameterChangedError(

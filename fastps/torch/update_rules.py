@@ -33,10 +33,14 @@ _WITHOUT_EFFECT = {
 _REFUSED = {
     "ASGD": "its step size and its average have state of their own for each parameter: use SGD, and ema=0.999 in the sync spec",
     "Adafactor": "its state is a row and a column for each matrix, and here it is a number for each weight: use AdamW",
-    "LBFGS": "it evaluates the loss several times a step and needs dot products over all parameters: use Adam or SGD",
+    "LBFGS": "it evaluates the loss several times a step and needs dot products over all parameters: use Adam or SGD, which may"
+    " need 25 times the steps, or train with LBFGS in one process, without fastps",
     "Muon": "its step multiplies matrices, and a rule sees elements and sums over them: use AdamW (docs/how-to/own-rule.md)",
     "Rprop": "it follows the signs of gradients of the whole data set, which those of batches contradict: use Adam or RMSprop",
 }
+_HINTS = dict.fromkeys(
+    ("rwsadagrad", "rowwiseadagrad"), "; fastps.RowWiseAdagradOptimizer has that of DLRM's RWSAdagrad, for tables"
+)
 _KNOWN: dict[type, str] = {getattr(torch.optim, kind): name for name, row in UPDATE_RULES.items() for kind in row.optimizers}
 _KNOWN[RowWiseAdagradOptimizer] = "row_wise_adagrad"
 
@@ -59,7 +63,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
         raise UnsupportedError(
             f"expected torch.optim.{', '.join(known.__name__ for known in _KNOWN if known is not RowWiseAdagradOptimizer)}, a"
             f" fastps.RowWiseAdagradOptimizer or a fastps.RuleOptimizer, found {kind.__module__}.{kind.__qualname__}: the fold"
-            " does not know its arithmetic"
+            f" does not know its arithmetic{_HINTS.get(name.lower(), '')}"
         )
     for option, level in _WITHOUT_EFFECT.items():
         if any(group.get(option) for group in optimizer.param_groups):

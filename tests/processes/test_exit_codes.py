@@ -2,9 +2,11 @@
 
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 
+from fastps.processes.failure_report import failure_panel
 from fastps.processes.launcher import Launcher, Outcome
 from fastps.processes.options import JobOptions
 
@@ -37,6 +39,18 @@ def test_workers_that_a_job_goes_on_without_are_named(caplog: pytest.LogCaptureF
         outcome = _run("time.sleep(1) if rank == 0 else sys.exit('a bug')", CONTINUE)
     assert outcome.exit_code == 0
     assert _said(caplog) == [f"worker {rank} (exit code 1) was not replaced; the job went on without it" for rank in (1, 2)]
+
+
+@pytest.mark.parametrize(("env", "is_said"), [("auto", True), ("torchrun", False)])
+def test_failure_over_a_process_group_names_the_cure_where_the_launcher_chose_the_variables(
+    env: str, is_said: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os\nif os.environ.get('RANK'): raise RuntimeError('Distributed package has no NCCL built in')")
+    outcome = Launcher([sys.executable, str(script)], 1, env=env).run()
+    assert outcome.exit_code == 1
+    assert ("run it with --env fastps" in outcome.hint) == is_said
+    assert ("--env fastps" in " ".join(str(failure_panel(outcome).renderable).split())) == is_said
 
 
 def test_every_worker_failing_fails_the_job() -> None:
