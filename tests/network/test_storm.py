@@ -2,7 +2,7 @@
 
 Workers, agents and nodes are killed and nodes started again; nodes are stopped, cut off and slowed; connections are reset; and
 one packet in a hundred is lost, where the command nft is installed.
-FASTPS_STORM_SECONDS sets how long it takes (45), and FASTPS_STORM_SEED what is drawn. Node 0 is only reset and slowed.
+FASTPS_STORM_SECONDS sets how long it takes (30), and FASTPS_STORM_SEED what is drawn. Node 0 is only reset and slowed.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from tests.support.nodes import await_files
 
 pytestmark = pytest.mark.slow
 
-SECONDS = float(os.environ.get("FASTPS_STORM_SECONDS", "45"))
+SECONDS = float(os.environ.get("FASTPS_STORM_SECONDS", "30"))
 SEED = int(os.environ.get("FASTPS_STORM_SEED", "1"))
 QUIET_S = 5.0  # at the end, all nodes train for so long without a pause
 MARK = "STORM_OF_TESTS"
