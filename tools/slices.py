@@ -74,7 +74,8 @@ def main() -> None:
         index, count = given.slice
         print(*deal(test_files(), read_times(), count)[index], sep="\n")
         return
-    times_s = {file: round(each) for file, each in sorted(measured_s(given.reports).items()) if (ROOT / file).exists()}
+    known_s = {**read_times(), **measured_s(given.reports)}
+    times_s = {file: round(each) for file, each in sorted(known_s.items()) if (ROOT / file).exists()}
     TIMES.write_text(json.dumps(times_s, indent=1) + "\n")
     print(f"{TIMES}: {len(times_s)} files, {sum(times_s.values())} s", file=sys.stderr)
 
