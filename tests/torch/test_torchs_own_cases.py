@@ -1,0 +1,89 @@
+"""The option sets with which torch tests its own optimizers: one worker ends with torch's weights, or the optimizer is refused.
+
+SGD, Adamax, AdamW, NAdam and RAdam have torch's bits in all of them. Adadelta, Adagrad, Adam and RMSprop have them in some, and
+else differ in the last digit, because torch rounds a quotient in another place.
+"""
+
+import sys
+import types
+import unittest
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from fastps.errors import UnsupportedError
+from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
+
+EXACT = {"SGD", "Adamax", "AdamW", "NAdam", "RAdam"}
+CLOSE = {"Adadelta", "Adagrad", "Adam", "RMSprop"}
+REFUSED = {"Adafactor", "ASGD", "LBFGS", "Muon", "Rprop"}
+OF_TABLES = {"SparseAdam"}
+
+
+def _cases() -> list[Any]:
+    """torch's list, with the arguments of each case."""
+    if "expecttest" not in sys.modules:  # torch's helpers import it for tests of their own
+        stub: Any = types.ModuleType("expecttest")
+        stub.TestCase, stub.assert_expected_inline = unittest.TestCase, None
+        sys.modules["expecttest"] = stub
+    from torch.testing._internal.common_optimizers import optim_db
+
+    return [
+        pytest.param(info.optim_cls, dict(case.kwargs), id=f"{info.optim_cls.__name__}-{case.desc}")
+        for info in optim_db
+        for case in info.optim_inputs_func(device="cpu")
+    ]
+
+
+def _weights(kind: Any, options: dict[str, Any], is_own: bool) -> list[torch.Tensor]:
+    """The parameters after twelve steps, in which one of them is frozen and unfrozen."""
+    torch.manual_seed(0)
+    parameters = [
+        torch.nn.Parameter(torch.randn(4, 3)),
+        torch.nn.Parameter(torch.randn(4)),
+        torch.nn.Parameter(torch.randn(())),
+    ]
+    inner = kind(parameters, **options)
+    optimizer: Any = fastps.DistributedOptimizer(inner) if is_own else inner
+    inputs = torch.randn(5, 3)
+    for step in range(12):
+        parameters[1].requires_grad_(step not in (6, 7))
+        optimizer.zero_grad()
+        ((inputs @ parameters[0].t() + parameters[1]) * parameters[2]).square().mean().backward()
+        optimizer.step()
+    if is_own:
+        optimizer.close()
+    return [each.detach().clone() for each in parameters]
+
+
+def _table(kind: Any, options: dict[str, Any], is_own: bool) -> list[torch.Tensor]:
+    """A table after twelve steps, each with a few of its rows, one of them twice."""
+    torch.manual_seed(0)
+    layer = torch.nn.Embedding(6, 3, sparse=True)
+    inner = kind(layer.parameters(), **options)
+    optimizer: Any = fastps.DistributedOptimizer(inner) if is_own else inner
+    for step in range(12):
+        optimizer.zero_grad()
+        layer(torch.tensor([step % 6, (step * step) % 6, step % 6])).square().sum().backward()
+        optimizer.step()
+    if is_own:
+        optimizer.close()
+    return [layer.weight.detach().clone()]
+
+
+@pytest.mark.parametrize(("kind", "options"), _cases())
+def test_one_worker_ends_with_torchs_weights_or_the_optimizer_is_refused(kind: Any, options: dict[str, Any]) -> None:
+    name = kind.__name__
+    if name in REFUSED:
+        with pytest.raises(UnsupportedError, match=f"torch.optim.{name} is not supported, because"):
+            fastps.DistributedOptimizer(kind([torch.nn.Parameter(torch.ones(2, 2))], **options))
+        return
+    weights = _table if name in OF_TABLES else _weights
+    for own, plain in zip(weights(kind, options, True), weights(kind, options, False), strict=True):
+        if name in EXACT:
+            assert torch.equal(own, plain)
+        else:
+            assert name in CLOSE | OF_TABLES
+            assert torch.allclose(own, plain, rtol=3e-7, atol=1e-8)
