@@ -83,7 +83,13 @@ class Checkpointing:
         if self._thread is not None and self._thread.is_alive():
             logger.debug("version %d: a checkpoint is due, and the one before is still being written", version)
             return
-        buffers = {name: array.copy() for name, array in self._buffers().items()}
+        try:
+            buffers = {name: array.copy() for name, array in self._buffers().items()}
+        except Exception:  # a buffer of a kind that NumPy does not take
+            self.failures += 1
+            self._next = (version // self._every + 1) * self._every
+            logger.exception("the model's buffers cannot be saved, and no checkpoint is written; training goes on")
+            return
         try:
             pinned = self._pin()
         except VersionInUseError:

@@ -113,8 +113,8 @@ class GroupWork(Work):
 class Sequencer:
     """Runs works in the order in which they are given: at once where the caller waits and none is pending, else in a thread.
 
-    A work that a future's callback gives runs at once, before those that wait: on every rank it then follows the work whose
-    callback it is, and the callback may wait for it.
+    A work that a future's callback gives runs at once, before those that wait: it then follows the work whose callback it is,
+    and the callback may wait for it. All ranks have this order if the callback was added before the next work was given.
     """
 
     def __init__(self, name: str) -> None:

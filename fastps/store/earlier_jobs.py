@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fastps.errors import AttachError, TimeoutExceededError, UsageError
+from fastps.errors import Error, TimeoutExceededError, UsageError
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
-from fastps.store.observer import Observer, observe
+from fastps.store.observer import observe
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
 
@@ -42,11 +42,12 @@ class _Open:
 
 @dataclass(frozen=True)
 class _Left:
-    """A job that worker 0 has left while others trained; `version` is that of its weights."""
+    """A job that worker 0 has left while others were in it, with its weights' version. `waits`: all make the same steps."""
 
     parts: "list[weakref.ref[Any]]"
-    observer: Observer
+    job: str
     version: int
+    waits: bool
 
 
 _open: list[_Open] = []
@@ -75,11 +76,8 @@ def leave(worker: Worker, parts: Iterable[Any]) -> None:
             " wait_for_others() before the last use of its weights, and unwrap() before the next optimizer of these parameters",
             others,
         )
-    try:
-        observer = observe(worker.store.job, clock=worker.store.clock)
-    except AttachError:
-        return
-    _left.append(_Left([weakref.ref(part) for part in parts], observer, worker.version))
+    refs = [weakref.ref(part) for part in parts]
+    _left.append(_Left(refs, worker.store.job, worker.version, worker.store.layout.policy.waits_for_fold))
 
 
 def end(parts: Iterable[Any], timeout_s: float, clock: Clock) -> None:
@@ -103,18 +101,29 @@ def _alive(parts: "list[weakref.ref[Any]]") -> set[int]:
 
 
 def _await_end(left: _Left, timeout_s: float, clock: Clock) -> None:
+    """Wait until the others have left. They leave nothing behind, so the version is read while they are there."""
+    try:
+        observer = observe(left.job, clock=clock)
+    except Error:  # they have left
+        if left.waits:
+            return
+        raise _refusal("may have made updates") from None
     deadline_ns = clock.now_ns() + int(timeout_s * 1e9)
-    while not left.observer.look().over:
+    while not observer.look().over:
         if clock.now_ns() >= deadline_ns:
             raise TimeoutExceededError(
                 f"worker 0 waited {timeout_s:g} s for the others to leave the earlier job of these parameters, which it closed:"
                 " let every worker close it, or call unwrap() in all of them"
             )
         clock.sleep_ns(_POLL_NS)
-    missed = left.observer.version - left.version
-    left.observer.close()
+    missed = observer.version - left.version
+    observer.close()
     if missed > 0:
-        raise UsageError(
-            f"the earlier job of these parameters made {missed} updates more after worker 0 closed, and a new job would begin"
-            " without them: call unwrap() in place of close(), which waits for the others' last pushes"
-        )
+        raise _refusal(f"made {missed} updates")
+
+
+def _refusal(what: str) -> UsageError:
+    return UsageError(
+        f"the earlier job of these parameters {what} more after worker 0 closed, and a new job would begin without them: call"
+        " unwrap() in place of close(), which waits for the others' last pushes"
+    )

@@ -13,27 +13,27 @@ from fastps.store.worker import Worker
 
 logger = logging.getLogger("fastps.torch")
 
-_STEPS = 8  # how many first steps are looked at: among them each of a few workers is the last one twice
+_STEPS = 8  # compared at the start: enough for one of a few workers to be the last one twice
 
 
 class EqualGradients:
-    """The first gradients of one worker, beside those of the others. `looks`: whether slots are in this machine's memory."""
+    """Compares one worker's first gradients with those of the others. `reads_slots`: whether the CPU can read the slots."""
 
-    def __init__(self, worker: Worker, *, looks: bool) -> None:
+    def __init__(self, worker: Worker, *, reads_slots: bool) -> None:
         self._worker = worker
         store = worker.store
-        self._is_on = looks and store.layout.workers > 1 and not store.tables and not worker.generation
+        self._is_on = reads_slots and store.layout.workers > 1 and not store.tables and not worker.generation
         self._found = 0
         # Under other disciplines the weights differ after the first fold, and so do the gradients.
-        self._wanted = 2 if worker.store.layout.policy.waits_for_fold else 1
+        self._wanted, self._steps = (2, _STEPS) if worker.store.layout.policy.waits_for_fold else (1, 1)
 
-    def look(self, slot: int) -> None:
+    def compare(self, slot: int) -> None:
         """Compare what is in the slot, before its push. Warns once, if all others have the same bits there, which are not 0."""
+        self._is_on = self._is_on and self._worker.own_steps < self._steps
         if not self._is_on:
             return
         store = self._worker.store
         states = store.arena.lane_states()[: store.layout.workers]
-        self._is_on = self._worker.own_steps < (_STEPS if self._wanted > 1 else 1)
         if set(states) != {LANE_LIVE}:
             return
         own = store.gradient_views(self._worker.rank, slot)

@@ -1,7 +1,7 @@
 """The gradients of one worker between backward and push: how they reach its slot, and which parameters have one.
 
 A hook copies each gradient into the slot while it is in the cache, and `p.grad` becomes a view of the slot. A script that keeps
-such a tensor keeps its values: before the slot is written again, or given up, whoever still holds the view is moved to a copy.
+such a tensor keeps its values: before the slot is written again, or given up, a view that the script holds moves to a copy.
 Where that cannot be done (the slot's type is not the parameter's, or the loops are not compiled), `p.grad` keeps memory of its
 own, and `step()` copies it into the slot.
 """
@@ -94,9 +94,10 @@ class Gradients:
         if set_to_none:
             self._loops.drop_gradients()
             return
-        for tensor in self.tensors:
-            if tensor.grad is not None:
-                tensor.grad.detach_().zero_()
+        for gradient in [tensor.grad for tensor in self.tensors if tensor.grad is not None]:
+            if gradient.grad_fn is not None:
+                gradient.detach_()
+            gradient.requires_grad_(False).zero_()
 
     def expose(self, slot: int) -> None:
         """Point every p.grad at the slot, which keeps its old values. Raises UsageError for a slot of another type."""

@@ -4,10 +4,11 @@ Both optimizers, fastps' and the wrapped one, share this mapping. A script may r
 in torch.
 """
 
+import contextlib
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,10 +42,25 @@ class JobState(defaultdict[Any, Any]):
     def detach(self) -> None:
         """Read the entries a last time, unless a script has done so since the last step, and keep them."""
         try:
-            self._read_once()
+            if self._read is not None and self._lent is None:
+                dict.update(self, dict(self._read()))
         finally:
             self._read, self._lent, self.is_lent = None, None, False
             self._earlier.clear()
+
+    @contextlib.contextmanager
+    def handed_out(self) -> Iterator[bool]:
+        """Have the entries inside the block, and forget them after it. Gives whether nobody else has them."""
+        if self._read is None or self._lent is not None:
+            yield False
+            return
+        dict.update(self, dict(self._read()))
+        self._lent = {}
+        try:
+            yield True
+        finally:
+            self._lent = None
+            dict.clear(self)
 
     def forget(self) -> None:
         """Read the entries again at the next access."""

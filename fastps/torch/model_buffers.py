@@ -37,8 +37,9 @@ class ModelBuffers:
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._model = model
         self._said: set[str] = set()
-        total = sum(_aligned(buffer.nbytes) for buffer in self._now().values())
-        self.nbytes = max(_ROOM_BYTES, 1 << (2 * total).bit_length()) if total or self._now() else 0
+        named = self._now()
+        total = sum(_aligned(buffer.nbytes) for buffer in named.values())
+        self.nbytes = max(_ROOM_BYTES, 1 << (2 * total).bit_length()) if named else 0
         """Size of a slot in bytes, in which the buffers may double; 0 if the module had none when it was wrapped."""
 
     def _now(self) -> Named:
@@ -94,16 +95,21 @@ class ModelBuffers:
 
 def _mean(values: list[torch.Tensor], means: list[torch.Tensor]) -> torch.Tensor:
     """The average of a buffer's values; of a variance, about these means."""
-    first = values[0]
-    if all(torch.equal(each.view(torch.uint8), first.view(torch.uint8)) for each in values if each.dim()) and first.dim():
-        return first
-    if not first.is_floating_point() and not first.is_complex():
+    first, *others = [each.reshape(-1).view(torch.uint8) for each in values]
+    if all(torch.equal(each, first) for each in others):
+        return values[0]
+    if not values[0].is_floating_point() and not values[0].is_complex():
         return torch.stack([each.long() for each in values]).amax(0)
-    stacked = torch.stack([each if each.dtype in _SUMMED else each.float() for each in values])
+    stacked = _stacked(values)
     if not means:
         return stacked.mean(0)
-    about = torch.stack([each if each.dtype in _SUMMED else each.float() for each in means])
+    about = _stacked(means)
     return (stacked + about**2).mean(0) - about.mean(0) ** 2
+
+
+def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
+    """The values as one tensor, of a type in which sums are exact enough."""
+    return torch.stack([each if each.dtype in _SUMMED else each.float() for each in values])
 
 
 def _published(slot: Slot) -> Mapping[str, torch.Tensor]:

@@ -207,7 +207,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         slots = [self._slot_tensors(slot) for slot in range(self._store.arena.slots)]
         self._gradients = tables.gradients_of(self._placement, worker, self._tensors, slots, self.policy.waits_for_fold)
         self._rounds = BufferRounds(self._buffers, worker)
-        self._equal_gradients = EqualGradients(worker, looks=self._placement.name != "device")
+        self._equal_gradients = EqualGradients(worker, reads_slots=self._placement.name != "device")
         exit_handlers.register(worker, self._leave, self.wait_for_others)
         earlier_jobs.register(worker, self._tensors, self.close, self.wait_for_others)
         try:
@@ -333,7 +333,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         if self._left_out or self._state.is_lent or self._inner.state is not self._state:
             self._take_writes()
         presence = gradients.collect(slot := worker.lane.slot)
-        self._equal_gradients.look(slot)
+        self._equal_gradients.compare(slot)
         scale, skipped = 1.0, False
         if "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
             scale, skipped = loss_scaling(self.__dict__)  # only a GradScaler's step sets them

@@ -170,7 +170,10 @@ class OptimizerState(torch.optim.Optimizer):
             return super().state_dict()
         self._worker.check_open()
         self._worker.store.layout.check_has_state("the optimizer's state")
-        found = super().state_dict()
+        with self._state.handed_out() as is_own:
+            found = super().state_dict()
+        if is_own:
+            return found
         found["state"] = {key: {name: copied(value) for name, value in entry.items()} for key, entry in found["state"].items()}
         return found
 

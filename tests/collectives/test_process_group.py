@@ -249,8 +249,10 @@ def _reduced_by_callbacks(rank: int) -> list[float]:
         dist.all_reduce(once)
         return once
 
-    works = [dist.all_reduce(torch.full((2,), float(number)), async_op=True) for number in range(4)]
-    futures = [work.get_future().then(twice_more) for work in works]
+    futures, works = [], []
+    for number in range(4):
+        works.append(dist.all_reduce(torch.full((2,), float(number)), async_op=True))
+        futures.append(works[-1].get_future().then(twice_more))
     others = [dist.all_reduce(torch.full((3,), float(number)), async_op=True) for number in range(4)]
     found = [float(future.wait()[0]) for future in futures]
     late = works[1].get_future().then(twice_more)

@@ -220,7 +220,7 @@ def test_a_fork_server_ends_without_a_word_with_a_launcher_that_has_read_nothing
 
 def test_without_restarts_left_the_others_go_on_alone(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, sys\nif os.environ['RANK'] == '1':\n    sys.exit('no luck')")
+    script.write_text("import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('no luck')\ntime.sleep(3)")
     outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=2), imports=[]).run()
     assert outcome.exit_code == 0
     assert [(worker.rank, worker.restart) for worker in outcome.workers if worker.failed][-1][0] == 1

@@ -151,6 +151,9 @@ def test_lost_worker_is_named_at_the_driver(way: str, tmp_path: Path) -> None:
     with pytest.raises(train.WorkerGroupError) as caught:
         _fit(loop, tmp_path)
     error = caught.value.__cause__
+    if error is None and way == "raises":  # Ray saw worker 1's own error before worker 0's
+        assert "bad data" in str(caught.value.worker_failures[1])
+        return
     assert type(error) is fastps.WorkerDiedError and error.worker == 1
     assert re.search("worker 1 (.*) failed: ValueError: bad data" if way == "raises" else "worker 1 .*died", str(error))
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,15 +55,16 @@ def test_launchers_number_the_workers_of_all_nodes(tmp_path: Path) -> None:
 )
 def test_launchers_that_do_not_fit_together_are_told_why(tmp_path: Path, arguments: list[list[str]], message: str) -> None:
     script, port = tmp_path / "show.py", free_port()
-    script.write_text("import time\ntime.sleep(10)")
+    script.write_text("import time\ntime.sleep(100)")
     launched = [_launch(*each, str(script), port=port) for each in arguments]
-    errors = []
+    deadline = time.monotonic() + 90
+    while all(process.poll() is None for process in launched):  # until one is refused
+        assert time.monotonic() < deadline, "nobody was refused"
+        time.sleep(0.1)
     for process in launched:
-        try:
-            errors.append(process.communicate(timeout=15)[1])
-        except subprocess.TimeoutExpired:  # it waits for a node that was refused
+        if process.poll() is None:  # it waits for a node that was refused, or trains
             process.send_signal(2)
-            errors.append(process.communicate(timeout=15)[1])
+    errors = [process.communicate(timeout=30)[1] for process in launched]
     assert any(message in text for text in errors), errors
     assert 2 in [process.returncode for process in launched]
 

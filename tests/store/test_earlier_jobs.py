@@ -63,7 +63,7 @@ def test_close_before_the_next_wrap_is_exact_where_all_have_made_the_same_steps(
 def test_pushes_that_came_after_worker_0_closed_are_refused_at_the_next_wrap() -> None:
     first, _ = _run("asp", lambda optimizer: optimizer.close(), timeout_s=2)  # the second waits for a job that nobody makes
     assert first[0] == "UsageError"
-    assert "updates more after worker 0 closed" in first[1] and "call unwrap() in place of close()" in first[1]
+    assert "more after worker 0 closed" in first[1] and "call unwrap() in place of close()" in first[1]
 
 
 def test_close_says_how_many_still_train(caplog: pytest.LogCaptureFixture) -> None:
