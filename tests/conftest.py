@@ -26,6 +26,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 guardian.guard()
+# A forked child must not collect the parent's garbage: a C++ destructor there may join a thread that only the parent has.
+os.register_at_fork(after_in_child=garbage.freeze)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

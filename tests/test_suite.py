@@ -1,6 +1,7 @@
 """What the suite promises about itself: nothing outlives its process, and a test that hangs says where."""
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support import processes
 
 ROOT = Path(__file__).parents[1]
 
@@ -133,3 +136,23 @@ def test_a_complete_run_fails_for_a_test_that_lacks_what_can_be_installed(tmp_pa
     with _pytest(tmp_path, SKIPS, *options) as run:
         said, _ = run.communicate(timeout=100)
     assert run.returncode == 0, said
+
+
+def test_a_forked_child_destroys_nothing_that_its_parent_left_in_cycles() -> None:
+    destroyed_in: list[int] = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            destroyed_in.append(os.getpid())
+
+    def destroyed_here() -> bool:
+        gc.collect()
+        return os.getpid() in destroyed_in
+
+    Cycle()
+    child = processes.start(destroyed_here)
+    processes.finish([child], 10)
+    assert child.outcome is False
