@@ -145,6 +145,7 @@ class Membership:
                 continue
             self._worker.recover_lock(dead, now_ns)
             if not self._faults.continues:
+                self.report_rejections()  # under nonfinite="raise" it is why that worker failed
                 raise self._peers.error(dead)
             error = self._peers.error(dead)
             if self._store.arena.mark_dead(*dead):

@@ -1,5 +1,6 @@
 """sync="auto": everybody chooses the same at the same step, and nothing of the model is lost on the way."""
 
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -66,8 +67,11 @@ def test_a_move_in_the_middle_gives_the_bits_of_a_run_without(update: Update) ->
     assert outcomes[0] == outcomes[1]
 
 
-def _train(rank: int, delay_s: float, steps: int, job: str, file: Path | None, leaves_at: int = 0) -> Any:
-    """A torch loop under auto:8; returns what was chosen, the steps counted, the version, and a weight that all must share."""
+def _train(rank: int, delay_s: float, steps: int, job: str, file: Path | None, leaves_at: int, moved: Any) -> Any:
+    """A torch loop under auto:8; returns what was chosen, the steps counted, the version, and a weight that all must share.
+
+    None takes the ninth step before all have seen the weights after the eighth.
+    """
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", FASTPS_JOB=job)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -80,6 +84,8 @@ def _train(rank: int, delay_s: float, steps: int, job: str, file: Path | None, l
         for step in range(steps):
             if leaves_at and step == leaves_at:
                 break
+            if step == 8 and not leaves_at:
+                moved.wait(30)
             optimizer.zero_grad()
             model(torch.full((2, 4), 1.0 + rank)).sum().backward()
             time.sleep(delay_s)
@@ -95,8 +101,9 @@ def _train(rank: int, delay_s: float, steps: int, job: str, file: Path | None, l
 
 def _trained(delays_s: list[float], steps: int, file: Path | None = None, leaves_at: int = 0) -> list[Any]:
     job = f"auto-{os.getpid()}-{time.monotonic_ns()}"
+    moved = multiprocessing.get_context("fork").Barrier(2 if leaves_at else 3)
     children = [
-        processes.start(lambda rank=rank: _train(rank, delays_s[rank], steps, job, file, leaves_at if rank == 2 else 0))
+        processes.start(lambda rank=rank: _train(rank, delays_s[rank], steps, job, file, leaves_at if rank == 2 else 0, moved))
         for rank in range(3)
     ]
     processes.finish(children, 60)
