@@ -18,6 +18,7 @@ from fastps.system import garbage
 from tests.support import guardian, skips, stacks
 from tests.support.commands import server_process_ids
 from tests.support.kinds import add_markers
+from tests.support.sizes import mark_unsampled
 
 os.environ.setdefault("FASTPS_TIMEOUT", "60")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -46,6 +47,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by what they use; a test that compares times may fail twice on a busy machine."""
+    mark_unsampled(items)
     for item in items:
         add_markers(item)
         if item.get_closest_marker("timing"):

@@ -70,6 +70,7 @@ def test_no_ccache_is_needed(build: ModuleType, monkeypatch: pytest.MonkeyPatch,
     assert build.behind_ccache(["cc", "-O2"]) == ["cc", "-O2"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.parametrize(("suffix", "parallel"), [("c", 1), ("c", 2), ("cpp", 1)])
 def test_each_compiled_module_is_told_of_once(

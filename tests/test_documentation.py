@@ -181,11 +181,13 @@ def _fastps(*arguments: str) -> str:
     return _run(sys.executable, "-m", "fastps", "run", "-n", "2", *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_plain_loop_of_the_tutorial_runs() -> None:
     assert "20 batches" in _run(sys.executable, str(TUTORIAL / "plain.py"), "--steps", "20")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_workers_of_the_tutorial_run() -> None:
     script = str(TUTORIAL / "workers.py")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support import processes
+from tests.support.sizes import mark_unsampled
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,6 +43,7 @@ HANGS = """
 import time
 import pytest
 from tests.support import processes
+from tests.support.sizes import mark_unsampled
 
 def wait_for_what_never_comes():
     time.sleep(300)
@@ -117,6 +119,7 @@ def _runs(process_id: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_hang_says_where_every_process_is(tmp_path: Path) -> None:
     with _pytest(tmp_path, HANGS) as run:
         said, _ = run.communicate(timeout=100)
@@ -125,6 +128,7 @@ def test_a_hang_says_where_every_process_is(tmp_path: Path) -> None:
     assert "running at the test's time limit: process" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["one process", "xdist"])
 def test_a_complete_run_fails_for_a_test_that_lacks_what_can_be_installed(tmp_path: Path, options: tuple[str, ...]) -> None:
     with _pytest(tmp_path, SKIPS, "--complete", *options) as run:
@@ -156,3 +160,16 @@ def test_a_forked_child_destroys_nothing_that_its_parent_left_in_cycles() -> Non
     child = processes.start(destroyed_here)
     processes.finish([child], 10)
     assert child.outcome is False
+
+
+class Case(pytest.Item):
+    def runtest(self) -> None:
+        """Nothing: it is only marked."""
+
+
+def test_of_a_test_with_many_cases_every_third_runs_each_time_and_the_others_are_slow(request: pytest.FixtureRequest) -> None:
+    cases = [Case.from_parent(request.session, name=f"test[{outer}{inner}]") for outer in range(3) for inner in range(3)]
+    for case in cases:
+        case.add_marker(pytest.mark.sampled(3))
+    mark_unsampled(cases)
+    assert [case.name for case in cases if not case.get_closest_marker("slow")] == ["test[00]", "test[12]", "test[21]"]

@@ -189,6 +189,7 @@ def _spin() -> None:
 needs_mpi = pytest.mark.skipif(mpi.missing_reason() is not None, reason=str(mpi.missing_reason()))
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_members_that_mpiexec_starts_obey_and_end_with_the_crew(tmp_path: Path) -> None:
     with pytest.raises(CrewError, match=r"member . .* failed: TypeError"):

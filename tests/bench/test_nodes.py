@@ -88,6 +88,7 @@ def test_a_process_that_fails_is_named_by_its_error() -> None:
             crew.turn(1)
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_the_end_of_any_process_is_noticed_at_once() -> None:
     with two_nodes(Link()) as pair, Crew(Side("sockets"), pair, 1000) as crew:

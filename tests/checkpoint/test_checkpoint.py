@@ -59,6 +59,7 @@ def _state(store: fastps.Store) -> list[bytes]:
     return [view.tobytes() for view in views] + [count.tobytes() for count in store.rule_steps(states)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", UPDATES)
 @pytest.mark.parametrize("sync", ["bsp", "bsp,ema=0.9"])
 def test_resuming_is_going_on_bit_for_bit(tmp_path: Path, name: str, sync: str) -> None:

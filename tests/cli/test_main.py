@@ -121,6 +121,7 @@ def test_help_imports_neither_numpy_nor_torch(option: str) -> None:
     assert _python("-c", code).stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "program",
     [

@@ -333,6 +333,7 @@ def run_workers(
     return [child.outcome for child in children]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("update", "sync", "owner_lanes"),
     [

@@ -144,6 +144,7 @@ def constant(rank: int, step: int) -> dict[str, Any]:
     return {name: np.full(shape, AMOUNT) for name, shape in jobs.SHAPES.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reaches", "loss"),
     [

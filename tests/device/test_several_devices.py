@@ -113,6 +113,7 @@ def assert_equal(found: list[Any], expected: dict[str, Any]) -> None:
             assert np.array_equal(values, expected[name]), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reaches", REACHES.values(), ids=REACHES.keys())
 def test_four_devices_have_the_bits_of_the_cpu_whoever_reaches_whom(reaches: dict[str, Any]) -> None:
     update = fastps.Adam(lr=0.01, weight_decay=0.1)

@@ -39,12 +39,14 @@ def test_seeds_run_without_violations_and_again_the_same() -> None:
     assert device_chaos.simulate(4, 0, 5) == device_chaos.simulate(4, 0, 5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mutant", list(device_chaos.MUTANTS))
 def test_every_mutant_is_found(mutant: str) -> None:
     found = device_chaos.simulate(4, LATE.get(mutant, 0), SEEDS, mutant=mutant, stop=True)
     assert len(found.violations) == 1, f"{mutant} not found in {SEEDS} seeds"
 
 
+@pytest.mark.slow
 def test_every_call_that_orders_work_has_its_mutant() -> None:
     """A record or a wait that the arena makes and no mutant leaves out would be unproved."""
     for kind, expected in (

@@ -93,6 +93,7 @@ def test_every_node_prints_the_same_report(tmp_path: Path) -> None:
     assert links_table([_link(1, 100e6)]).cells[0][3:6] == ["200.0", "400.0", "100.0"]
 
 
+@pytest.mark.slow
 def test_nodes_without_a_rendezvous_are_refused() -> None:
     ended = subprocess.run([sys.executable, "-m", "fastps", "doctor", "--nodes"], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2

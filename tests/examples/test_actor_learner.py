@@ -10,6 +10,7 @@ from tests.support import example_programs
 pytest.importorskip("gymnasium", reason="the extra fastps[demo] is not installed")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", example_programs.WAYS)
 def test_the_evaluator_finds_the_task_solved_and_ends_the_training(way: str, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
@@ -27,6 +28,7 @@ def test_training_that_does_not_solve_the_task_ends_at_its_budget(tmp_path: Path
     assert "not solved in" in ended.stdout
 
 
+@pytest.mark.slow
 def test_the_plain_program_learns_the_same_task(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     example_programs.run("alone", "actor_learner/plain.py", "--workers", "2", "--solved", "195", "--json", str(file))

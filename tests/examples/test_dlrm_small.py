@@ -7,6 +7,7 @@ import pytest
 from tests.support import example_programs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", example_programs.WAYS)
 def test_most_of_what_can_be_learned_is_learned(way: str) -> None:
     ended = example_programs.run(way, "dlrm_small.py", "--rows", "300", "--batch-size", "256", "--steps", "200", "--lr", "0.02")

@@ -16,6 +16,7 @@ def _figures(way: str, folder: Path, *arguments: str) -> dict[str, Any]:
     return figures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", example_programs.WAYS)
 def test_the_factions_of_the_karate_club_are_told(way: str, tmp_path: Path) -> None:
     figures = _figures(way, tmp_path)
@@ -24,10 +25,12 @@ def test_the_factions_of_the_karate_club_are_told(way: str, tmp_path: Path) -> N
     assert figures["modularity"] > 0.25, "random halves have 0"
 
 
+@pytest.mark.slow
 def test_the_communities_of_a_larger_graph_are_told(tmp_path: Path) -> None:
     figures = _figures("alone", tmp_path, "--graph", "planted", "--nodes", "400")
     assert figures["right"] > 0.7 * figures["nodes"], "a guess is right for a quarter"
 
 
+@pytest.mark.slow
 def test_gradients_of_the_touched_rows_alone_tell_the_factions_too(tmp_path: Path) -> None:
     assert _figures("alone", tmp_path, "--sparse")["right"] >= 30

@@ -11,6 +11,7 @@ SMALL = ("--images", "1024", "--epochs", "4", "--lr", "0.05")
 UPDATES_OF_A_WORKER = 4 * 1024 // 64
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", example_programs.WAYS)
 def test_it_learns_digits_and_no_update_is_lost(way: str, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
@@ -21,6 +22,7 @@ def test_it_learns_digits_and_no_update_is_lost(way: str, tmp_path: Path) -> Non
     assert all(f"worker {rank}: epoch 4 of 4" in ended.stdout for rank in range(workers))
 
 
+@pytest.mark.slow
 def test_the_plain_program_learns_the_same_task(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     example_programs.run("alone", "hogwild_mnist/plain.py", *SMALL, "--workers", "2", "--json", str(file))

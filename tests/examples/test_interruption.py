@@ -21,6 +21,7 @@ LONG = {
 _IN_MAKE_TEST = "actor_learner/main.py"  # it has a process of its own beside the worker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [each if each == _IN_MAKE_TEST else pytest.param(each, marks=pytest.mark.slow) for each in LONG]
 )

@@ -18,6 +18,7 @@ def _figures(way: str, file: Path, *arguments: str) -> tuple[dict[str, Any], str
     return json.loads(file.read_text()), ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["alone", *(pytest.param(way, marks=pytest.mark.slow) for way in ("fastps run", "torchrun"))])
 def test_a_run_that_stopped_goes_on_as_if_it_had_not(way: str, tmp_path: Path) -> None:
     whole, _ = _figures(way, tmp_path / "whole.json")

@@ -161,6 +161,7 @@ def test_case_04_a_stopped_worker_is_a_straggler_and_goes_on_afterwards(sync: st
         assert other.outcome == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [5, 6])
 def test_case_05_06_whoever_runs_the_server_dies_in_an_update_and_nothing_is_torn(case: int) -> None:
     """There is no server process; its work is a turn. A holder is killed at random moments of large folds."""
@@ -233,6 +234,7 @@ def test_case_15_deaths_for_want_of_memory_are_counted_by_the_control_group(tmp_
 # Case 16 (a full disk during a checkpoint) is in test_checkpoint.py.
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(("sync", "floats"), [("asp", 12), ("bsp", 12), ("bsp", 400_000), ("ssp:2", 400_000)])
 def test_case_17_a_gradient_that_is_not_finite_is_rejected_by_worker_parameter_and_step(

@@ -107,6 +107,7 @@ for phase in range(2):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "phase", [pytest.param(0, marks=pytest.mark.slow, id="the first optimizer"), pytest.param(1, id="the second")]
 )
@@ -195,6 +196,7 @@ def test_one_fork_server_forks_all_workers_and_replacements_which_are_processes_
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 def test_without_a_fork_server_that_answers_a_replacement_is_a_new_process(tmp_path: Path, number: signal.Signals) -> None:
     def hurt(launcher: Launcher) -> None:

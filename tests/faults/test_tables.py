@@ -61,6 +61,7 @@ def test_a_worker_that_is_killed_at_any_moment_leaves_the_rows_of_whole_pushes(s
         assert store.arena.counters(1)["done"] == store.arena.counters(1)["posted"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", ["asp", "bsp"])
 def test_a_server_process_folds_rows(sync: str) -> None:
     store = fastps.Store.create(_weights(), fastps.SGD(lr=1.0), sync=sync, workers=WORKERS, tables=["t"], server="process")

@@ -33,6 +33,7 @@ def _verify(folder: Path, *definitions: str) -> tuple[int, int, str]:
     return int(states[1]), int(errors[1]), ended.stdout
 
 
+@pytest.mark.slow
 def test_no_interleaving_and_no_death_loses_a_push_or_spoils_a_pinned_buffer(tmp_path: Path) -> None:
     states, errors, words = _verify(tmp_path)
     assert errors == 0, words

@@ -252,6 +252,7 @@ def test_sums_that_do_not_fit_are_refused_in_one_sentence(function: Any, sums: A
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", [lars, one_sum])
 def test_a_pickled_rule_keeps_its_sums(rule: Any) -> None:
     again = pickle.loads(cloudpickle.dumps(rule))
@@ -259,6 +260,7 @@ def test_a_pickled_rule_keeps_its_sums(rule: Any) -> None:
     assert again.address != rule.address
 
 
+@pytest.mark.slow
 def test_the_digest_tells_other_terms_apart() -> None:
     made = [fastps.rule(sums=sums)(reads_two).digest for sums in (squares, squares, other_squares)]
     assert made[0] == made[1] != made[2]
@@ -327,6 +329,7 @@ def _muon_like_by_torch(parameter: torch.Tensor, state: dict[str, torch.Tensor],
     parameter.mul_(1 - 0.002 * 0.1).sub_(0.002 * 0.2 * direction / direction.pow(2).mean().sqrt())
 
 
+@pytest.mark.slow
 def test_the_muon_like_rule_of_the_example_makes_steps_of_muons_size(capsys: pytest.CaptureFixture[str]) -> None:
     rule = _run_example("muon_like.py", capsys)["muon_like"]
     options = {"learning_rate": 0.002, "momentum": 0.95, "weight_decay": 0.1}

@@ -183,6 +183,7 @@ def test_hyper_parameters_of_other_names_are_refused() -> None:
         sign_sgd(learning_rate=0.1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", [stateless, sign_sgd, root])
 def test_rule_that_was_pickled_is_the_same_rule_in_code_of_its_own(rule: Any) -> None:
     again = pickle.loads(cloudpickle.dumps(rule))
@@ -196,6 +197,7 @@ def test_importing_fastps_does_not_import_numba() -> None:
     assert subprocess.run([sys.executable, "-c", text], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_example_comes_close_to_the_truth() -> None:
     example = Path(__file__).parents[2] / "examples" / "own_rule.py"
     if not example.exists():
@@ -211,6 +213,7 @@ def _lion_by_torch(parameter: torch.Tensor, mean: torch.Tensor, gradient: torch.
     mean.mul_(0.99).add_(gradient, alpha=1 - 0.99)
 
 
+@pytest.mark.slow
 def test_the_lion_of_the_example_is_that_of_its_paper(capsys: pytest.CaptureFixture[str]) -> None:
     example = Path(__file__).parents[2] / "examples" / "lion.py"
     if not example.exists():

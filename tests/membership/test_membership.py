@@ -49,6 +49,7 @@ def _wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sync", SPECS)
 def test_the_others_go_on_without_the_dead_and_with_who_comes_in_its_place_and_more(sync: str) -> None:
     with _store(sync, max_workers=4) as store:

@@ -46,6 +46,7 @@ def _stop_in_fold(store: fastps.Store, victim: processes.Child, rank: int) -> No
         time.sleep(0.001)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("sync", "steps"), [("asp", 60), ("dssp:3,15", 60)])
 def test_the_others_go_on_without_a_worker_that_is_stopped_in_its_fold(
     monkeypatch: pytest.MonkeyPatch, sync: str, steps: int

@@ -134,6 +134,7 @@ def _refused(rank: int) -> Any:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@pytest.mark.slow
 def test_ranks_that_mpi_deals_out_in_turn_are_refused_on_every_node() -> None:
     """Nothing then says which node a process is on."""
     children = _start(mpirun, (0, 1, 0, 1), _refused, FASTPS_RENDEZVOUS=f"127.0.0.1:{free_port()}")

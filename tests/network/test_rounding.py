@@ -11,6 +11,7 @@ ROUNDED = {name: codec for name, codec in CODECS.items() if codec is not None}
 EACH = pytest.mark.parametrize("name", list(ROUNDED))
 
 
+@pytest.mark.sampled(3)
 @EACH
 def test_what_rounding_takes_from_a_sum_comes_with_the_next(name: str) -> None:
     """After many messages the receiver's total is off by what one message is off, not by as many."""
@@ -26,6 +27,7 @@ def test_what_rounding_takes_from_a_sum_comes_with_the_next(name: str) -> None:
     assert float((arrived - total).abs().max()) <= {"bfloat16": 4e-5, "float16": 4e-6, "int8": 8e-5}[name]
 
 
+@pytest.mark.sampled(3)
 @EACH
 def test_weights_arrive_exactly_once_they_stand_still(name: str) -> None:
     """The receiver has, bit for bit, what the sender thinks it has, and comes as near as the last difference is small."""
@@ -44,6 +46,7 @@ def test_weights_arrive_exactly_once_they_stand_still(name: str) -> None:
     assert float((has - weights).abs().max()) <= 1e-6
 
 
+@pytest.mark.sampled(3)
 @EACH
 @pytest.mark.parametrize("is_sum", [False, True])
 def test_a_message_can_be_sent_again_over_another_link(name: str, is_sum: bool) -> None:

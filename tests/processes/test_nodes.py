@@ -24,6 +24,7 @@ def _launch(*arguments: str, port: int) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_launchers_number_the_workers_of_all_nodes(tmp_path: Path) -> None:
     script, port = tmp_path / "show.py", free_port()
     script.write_text(SHOW)

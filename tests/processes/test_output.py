@@ -198,6 +198,7 @@ def test_launcher_shows_a_bar_before_its_next_update_comes(tmp_path: Path, monke
     assert terminal.shown() == ["[0] 50%"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "before", [["python"], ["python3"], [sys.executable], ["python", "-u"], ["python", "-m"], ["environment/bin/python"]]
 )
@@ -211,6 +212,7 @@ def test_interpreter_before_the_script_is_this_one(before: list[str], tmp_path: 
     assert ended.stdout == f"[0] ['--flag'] {sys.executable}\n", ended.stderr
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["python", "./python", "folder/python"])
 def test_script_that_is_called_python_is_a_script(name: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()

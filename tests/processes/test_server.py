@@ -410,6 +410,7 @@ def _device_steps(store: DeviceStore, rank: int, steps: int, make: Callable[[int
         store.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", ["bsp", "psp:2,0.5,shards=2"])
 def test_a_server_that_owns_a_devices_memory_has_the_bits_of_the_cpu(sync: str) -> None:
     update = fastps.Adam(lr=0.01)
@@ -424,6 +425,7 @@ def test_a_server_that_owns_a_devices_memory_has_the_bits_of_the_cpu(sync: str) 
             assert np.array_equal(values, expected[name]), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("victim", [-1, 0, 1], ids=["server", "creator's worker", "worker"])
 def test_a_death_on_a_device_is_named_within_two_seconds_and_the_others_end(victim: int) -> None:
     with _device_store("bsp", 3, fastps.SGD(lr=0.01)) as store:

@@ -92,6 +92,7 @@ def _training() -> Callable[..., None]:
     return train
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_spawn_leaves_the_final_weights_in_the_parents_model(method: str) -> None:
     model = _model()

@@ -40,6 +40,7 @@ def quick() -> list[Verdict]:
     return reproduce([row for row in ROWS if not (row.learns or row.is_live)], Effort(quick=True))
 
 
+@pytest.mark.slow
 def test_quick_rows_are_all_made_with_all_keys_and_numbers(quick: list[Verdict]) -> None:
     assert [verdict.row.id for verdict in quick] == [row.id for row in ROWS if not (row.learns or row.is_live)]
     for verdict in quick:

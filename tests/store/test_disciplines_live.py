@@ -137,6 +137,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sync", ROWS)
 def test_every_discipline_runs_live_and_folds_or_drops_each_push_once(sync: str) -> None:
     found = run(sync, 4, step_s=0.001, seconds=0.4)

@@ -50,6 +50,7 @@ def _run(sync: str, end: End, timeout_s: int = 30) -> list[Any]:
     return [child.outcome for child in children]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("end", list(ENDS))
 @pytest.mark.parametrize("sync", ["asp", "ssp:2"])
 def test_every_push_of_every_epoch_counts(sync: str, end: str) -> None:

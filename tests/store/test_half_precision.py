@@ -56,6 +56,7 @@ def _round_gradients(model: torch.nn.Module, dtype: torch.dtype) -> None:
             parameter.grad = parameter.grad.to(dtype).float()
 
 
+@pytest.mark.sampled(4)
 @DTYPES
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("sync", ["bsp", "asp"])

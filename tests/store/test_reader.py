@@ -105,6 +105,7 @@ def killed() -> Iterator[list[int]]:
 # -- what is read --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("server", ["workers", "process"])
 @pytest.mark.parametrize("sync", ["asp", f"asp,shards={SHARDS}"])
 def test_eight_readers_without_a_pause_see_one_version_a_shard(sync: str, server: str) -> None:
@@ -156,6 +157,7 @@ def test_weights_cannot_be_written() -> None:
 # -- nobody waits for a reader -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sync", ["bsp", "ssp:1", "asp", f"psp:1,1,shards={SHARDS}"])
 def test_eight_stopped_readers_of_eight_versions_delay_nobody(sync: str, killed: list[int]) -> None:
     with _store(sync=sync, workers=2) as store, store.attach(0) as worker:
@@ -239,6 +241,7 @@ def test_wait_returns_at_the_version_and_at_the_end_of_the_job() -> None:
             processes.finish([child], 10)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("end", [signal.SIGKILL, None])
 def test_the_weights_outlive_the_job(end: int | None) -> None:
     """All processes of the job end while the reader has its memory."""

@@ -79,6 +79,7 @@ def _looked_at(sync: str, looks: int) -> None:
     assert all(versions >= LEAST_VERSIONS for versions, _ in (child.outcome for child in readers))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", ["asp", f"asp,shards={SHARDS}"])
 def test_no_look_sees_two_versions_in_one_shard(sync: str) -> None:
     _looked_at(sync, 20_000)

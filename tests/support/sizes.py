@@ -1,5 +1,7 @@
-"""A test at two sizes: a sample in `make test`, and the full size, marked slow, in `make test-all`."""
+"""A sample in `make test`, and all of it, marked slow, in `make test-all`: a test at two sizes, or some of its cases."""
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -9,3 +11,18 @@ def sample_and_full(sample: Any, full: Any, name: str = "size") -> pytest.MarkDe
     """Run a test with `name` as `sample` each time, and as `full` where slow tests run."""
     whole = pytest.param(full, id="full", marks=[pytest.mark.slow, pytest.mark.timeout(600)])
     return pytest.mark.parametrize(name, [pytest.param(sample, id="sample"), whole])
+
+
+def mark_unsampled(items: Iterable[pytest.Item]) -> None:
+    """Mark all but every n-th case of a test marked `sampled(n)` as slow.
+
+    The case that is kept moves on by one in every group of n, so it is not always the same value of the last parameter.
+    """
+    cases: Counter[str] = Counter()
+    for item in items:
+        if marker := item.get_closest_marker("sampled"):
+            test = item.nodeid.partition("[")[0]
+            group, place = divmod(cases[test], marker.args[0])
+            cases[test] += 1
+            if (group + place) % marker.args[0]:
+                item.add_marker(pytest.mark.slow)

@@ -70,6 +70,7 @@ def _averaged(keep: Callable[[Any, torch.Tensor], None]) -> list[dict[str, Any]]
     return [child.outcome for child in children]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("keep", "expected"),
     [
@@ -127,6 +128,7 @@ def _bytes(tensor: torch.Tensor) -> list[Any]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_constants_of_every_type_pass_averages_checkpoints_and_a_resume(kind: str, tmp_path: Path) -> None:
     model = Constant(KINDS[kind]())
@@ -140,6 +142,7 @@ def test_constants_of_every_type_pass_averages_checkpoints_and_a_resume(kind: st
         assert _bytes(other.value) == _bytes(KINDS[kind]())
 
 
+@pytest.mark.slow
 def test_buffers_that_are_not_persistent_may_have_another_length_at_a_resume(tmp_path: Path) -> None:
     model = Constant(torch.ones(2))
     model.register_buffer("mask", torch.ones(3), persistent=False)
@@ -170,6 +173,7 @@ class Observer(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
+@pytest.mark.slow
 def test_observer_takes_the_length_that_was_saved(tmp_path: Path) -> None:
     _train(Observer(), tmp_path)
     other = Observer()

@@ -58,6 +58,7 @@ def _vector(model: torch.nn.Module) -> torch.Tensor:
 # -- training --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
 )
@@ -78,6 +79,7 @@ def double_by_default() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double_by_default")
 def test_nadam_equals_torch_also_where_double_is_the_default_type() -> None:
     plain, model, batches = _double(), _double(), _batches(STEPS)
@@ -151,6 +153,7 @@ def test_a_script_in_double_under_fastps_run_equals_the_script_alone(tmp_path: P
     assert float((found[2] - found[1]).abs().max() / found[1].abs().max()) < 1e-12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sync", ["asp", "asp,shards=2", "ssp:2", "softsync:1", "asp,combine=true", "psp:1,0.75,shards=3"])
 def test_one_worker_is_torch_under_every_kind_of_discipline(sync: str) -> None:
     plain, model, batches = _double(), _double(), _batches(30)
@@ -211,6 +214,7 @@ def test_weights_and_gradients_are_shown_without_a_copy() -> None:
             optimizer.step()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["adam", "momentum", "nadam", "rmsprop-all"])
 def test_state_dicts_continue_with_the_same_bits(name: str) -> None:
     batches, model = _batches(20), _double()
@@ -231,6 +235,7 @@ def test_state_dicts_continue_with_the_same_bits(name: str) -> None:
     OPTIMIZERS[name](again.parameters()).load_state_dict(of_optimizer)
 
 
+@pytest.mark.slow
 def test_a_resumed_job_goes_on_with_the_same_bits_and_one_in_float32_is_an_error(tmp_path: Path) -> None:
     batches, model = _batches(20), _double()
     with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
@@ -313,6 +318,7 @@ def test_a_table_in_double_is_refused() -> None:
         fastps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), model=layer)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_pushed_in_double_only(dtype: torch.dtype) -> None:
     with pytest.raises(fastps.UnsupportedError, match="to be pushed in float64, found"):

@@ -196,6 +196,7 @@ def test_workers_see_torchruns_variables_only_where_the_script_asks_for_them(tmp
     assert (both["RANK"], both["WORLD_SIZE"], both["FASTPS_RANK"]) == ("1", "2", "1")
 
 
+@pytest.mark.slow
 def test_launched_script_finds_its_rank_without_torchruns_variables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, fastps\nprint(fastps.rank(), fastps.world_size(), 'RA' + 'NK' in os.environ)\n")

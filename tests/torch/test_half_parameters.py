@@ -105,6 +105,7 @@ def _shows_its_masters(model: torch.nn.Module, optimizer: fastps.DistributedOpti
 # -- training --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @DTYPES
 @pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop", "nadam", "adadelta"])
 def test_one_worker_equals_torch_on_float32_masters(name: str, dtype: torch.dtype) -> None:

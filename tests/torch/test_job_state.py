@@ -93,6 +93,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("make", "reset"), CASES)
 def test_state_that_a_script_writes_is_the_jobs_at_the_next_step(make: str, reset: Reset) -> None:
     plain = _weights(make, reset, lambda inner: inner)
@@ -184,6 +185,7 @@ FROZEN: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", list(FROZEN))
 def test_frozen_parameters_of_other_kinds_are_left_out_as_in_torch(kind: str) -> None:
     found = []

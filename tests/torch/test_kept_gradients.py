@@ -110,6 +110,7 @@ def _run(script: Callable[..., None], zero: Zero, sync: str | None) -> tuple[lis
     return [each.tolist() for each in model.parameters()], kept
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("zero", list(ZEROS))
 @pytest.mark.parametrize("script", [_surgery, _last_step, _variance, _kept_in_place])
 @pytest.mark.parametrize("sync", ["bsp", "asp"])

@@ -39,6 +39,7 @@ def test_every_optimizer_of_the_table_of_update_rules_is_compared_with_torch() -
     assert {kind for row in UPDATE_RULES.values() if not row.only_rows for kind in row.optimizers} == compared
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_worker_equals_plain_torch_for_200_steps(name: str) -> None:
     plain, model = new_model(), new_model()
@@ -83,6 +84,7 @@ def test_four_workers_equal_one_process_with_the_batches_of_all(
     assert difference <= bound
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "sync", ["bsp", "asp", *(pytest.param(sync, marks=pytest.mark.slow) for sync in ("ssp:1", "dssp:1,4"))]

@@ -41,6 +41,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("loops", ["auto", "attributes"])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_a_model_shows_each_version_and_keeps_it(
@@ -157,6 +158,7 @@ def test_a_reader_is_no_worker() -> None:
         assert reader.newest == 50
 
 
+@pytest.mark.slow
 def test_the_evaluator_of_the_how_to_page_runs_beside_a_job() -> None:
     """The job is a process of its own, as is usual."""
     code = (

@@ -127,6 +127,7 @@ STEPS: dict[str, tuple[Callable[[torch.nn.Module, Any], None], list[int], list[i
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", list(STEPS))
 def test_a_push_keeps_the_marks_of_shards_that_did_not_change_since(name: str, watched: Watched) -> None:
     act, marked, kept = STEPS[name]
@@ -194,6 +195,7 @@ def test_a_step_without_a_push_keeps_no_mark_for_the_next(watched: Watched) -> N
     assert watched.kept == [[3, 2, 1], [2, 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_workers_on_two_gpus_with_several_shards_each_have_the_bits_of_the_cpu(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,7 @@ def assert_same(kind: type[fastps.DistributedOptimizer], run: Callable[[torch.nn
     assert found[0] != flat(make_model())
 
 
+@pytest.mark.sampled(4)
 @EACH
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_one_worker_has_the_bits_of_the_optimizer_on_the_cpu(kind: type[fastps.DistributedOptimizer], name: str) -> None:
@@ -172,6 +173,7 @@ def test_gradients_of_every_kind_reach_the_fold(kind: type[fastps.DistributedOpt
     assert_same(kind, run)
 
 
+@pytest.mark.sampled(4)
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_in_half_precision_have_the_bits_of_the_cpu(
@@ -252,6 +254,7 @@ def run_ranks(
     return [child.outcome for child in children]
 
 
+@pytest.mark.sampled(2)
 @EACH
 def test_workers_of_a_job_end_with_the_bits_of_workers_on_the_cpu(
     kind: type[fastps.DistributedOptimizer], monkeypatch: pytest.MonkeyPatch
@@ -261,6 +264,7 @@ def test_workers_of_a_job_end_with_the_bits_of_workers_on_the_cpu(
     assert found == [expected[0]] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", ["bsp", "r2sp:0.8"])
 def test_workers_on_several_gpus_end_with_the_bits_of_workers_on_the_cpu(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 3 workers on 2 GPUs. Under r2sp the one shard is on one GPU, and worker 1 sees a replica."""
@@ -311,6 +315,7 @@ def test_the_server_sees_the_gpus_as_worker_0_does(monkeypatch: pytest.MonkeyPat
         assert made == expected
 
 
+@pytest.mark.slow
 def test_staged_and_plain_workers_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mixed group: some workers on a GPU, some on the CPU."""
     expected = run_ranks([fastps.DistributedOptimizer] * 3, "bsp", monkeypatch, "plain")
@@ -318,6 +323,7 @@ def test_staged_and_plain_workers_train_together(monkeypatch: pytest.MonkeyPatch
     assert run_ranks(mixed, "bsp", monkeypatch, "mixed") == expected
 
 
+@pytest.mark.sampled(4)
 @EACH
 @pytest.mark.parametrize("sync", ["asp", "dssp:1,4"])
 def test_asynchronous_workers_fold_every_push(

@@ -19,6 +19,7 @@ def _wrapped(model: TableModel, name: str, sync: str = "bsp", **options: object)
     return [fastps.DistributedOptimizer(each, sync, model=model, **options) for each in MAKERS[name](model)]  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MAKERS)
 def test_one_worker_equals_torch_for_200_steps(name: str) -> None:
     plain, model = TableModel(), TableModel()
@@ -31,6 +32,7 @@ def test_one_worker_equals_torch_for_200_steps(name: str) -> None:
     assert difference(model, plain) < 1e-5
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse-adam", "row-wise-adagrad"])
 def test_three_workers_under_bsp_equal_one_process_with_the_batches_of_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     workers, steps, size = 3, 30, 16

@@ -143,6 +143,7 @@ DISTURBANCES: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @both
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
@@ -249,6 +250,7 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         tensor_loops.tensor_loops(_parameters())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("change", "why"), [
     ("sys.modules['fastps.kernels.tensors.torch_tensors'] = None", "are not there"),
     ("import fastps.kernels.tensors.torch_tensors as t; t.BUILT_FOR = '1.0.0'", "compiled loops are for torch 1.0.0"),

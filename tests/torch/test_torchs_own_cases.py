@@ -73,6 +73,7 @@ def _table(kind: Any, options: dict[str, Any], is_own: bool) -> list[torch.Tenso
     return [layer.weight.detach().clone()]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "options"), _cases())
 def test_one_worker_ends_with_torchs_weights_or_the_optimizer_is_refused(kind: Any, options: dict[str, Any]) -> None:
     name = kind.__name__

@@ -329,6 +329,7 @@ def test_state_dicts_are_loaded_between_any_steps_as_in_torch(sync: str) -> None
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sync", SYNCS)
 def test_what_one_worker_loads_all_workers_have(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTPS_JOB", f"loaded-{os.getpid()}-{sync}")
@@ -532,6 +533,7 @@ def _load_without_fastps(saved: bytes, **options: Any) -> Any:
     return child.outcome
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_any_worker_saves_a_small_file_that_loads_without_fastps(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTPS_JOB", f"saved-{os.getpid()}-{workers}")

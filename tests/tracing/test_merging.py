@@ -316,6 +316,7 @@ def _written(clock: Path) -> bool:
     return len(data) > 0 and bool(np.frombuffer(data, CLOCK_DTYPE, 1)["written"][0])
 
 
+@pytest.mark.slow
 def test_the_command_merges(tmp_path: Path) -> None:
     for number, (_, trace) in enumerate(_pair(Clocks(10**12, 0))):
         write(trace, tmp_path / f"{number}.trace")

@@ -65,6 +65,7 @@ def recorded(file: Path, sync: str, workers: int = 3, steps: int = 40, delay_s: 
     return read(file)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sync", SPECS)
 def test_the_push_log_of_every_discipline_is_whole_and_right(sync: str, tmp_path: Path) -> None:
     trace = recorded(tmp_path / "run.trace", sync)
@@ -369,6 +370,7 @@ def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:
     assert "is in the push log twice" in wrong.stdout
 
 
+@pytest.mark.slow
 def test_a_run_whose_worker_is_killed_leaves_a_trace(tmp_path: Path) -> None:
     script, file = tmp_path / "script.py", tmp_path / "run.trace"
     script.write_text(SCRIPT)

@@ -106,6 +106,7 @@ def test_a_gradient_is_of_the_weights_that_its_worker_had_read(digits: Dataset) 
     assert outcome.row["test_accuracy"] == pytest.approx(accuracy(model, digits), abs=1 / 360), "one image may tip over"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -169,6 +170,7 @@ def test_a_shard_keeps_no_version_that_nobody_will_read(digits: Dataset) -> None
     assert np.isfinite(replay._shards[0].weights).all()
 
 
+@pytest.mark.slow
 def test_the_command_shows_and_writes_the_accuracy(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     arguments = ["--train", "--sync", "bsp,asp", "-n", "3", "--steps", "30"]

@@ -111,6 +111,7 @@ def assert_is_the_references(job: Job, mode: int, dtype: str, context: object = 
         assert_same_bits(found, fold_by_reference(job, mode, gradients), (dtype, context))
 
 
+@pytest.mark.sampled(4)
 @DTYPES
 @MODES
 @ROWS
@@ -119,6 +120,7 @@ def test_every_rule_dtype_and_situation_has_the_bits_of_the_reference(row: Row, 
         assert_is_the_references(make_job(row, 1 + seed % 5, situation, seed, SIZES), mode, dtype, situation)
 
 
+@pytest.mark.sampled(4)
 @MODES
 @ROWS
 def test_the_moving_average_has_the_bits_of_the_reference(row: Row, mode: int) -> None:
@@ -228,6 +230,7 @@ def test_any_float_is_shown_as_the_half_that_the_cpu_rounds_it_to(shown: str) ->
     assert np.array_equal(found[:length], expected[:length]) and not found[length:].any()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shown", ["float16", "bfloat16"])
 @MODES
 @ROWS

@@ -125,6 +125,7 @@ def test_each_shard_gives_a_joiner_the_clock_and_the_grants_that_the_oracle_does
     assert joined > seeds and ahead > seeds // 5, "too few joiners whose shards are apart"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("spec", BOUNDS)
 @sample_and_full(100, 1_000, "seeds")
 def test_with_clocks_of_their_own_every_shard_keeps_its_bound_and_everyone_goes_on(spec: str, seeds: int) -> None:

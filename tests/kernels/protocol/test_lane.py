@@ -307,6 +307,7 @@ def test_a_damaged_header_is_refused() -> None:
         Arena(mmap.mmap(-1, 8192))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", [BSP, ASP, COMBINED, {"fold": "each", "grant": "bounded", "low": 1, "high": 1}])
 @pytest.mark.parametrize("awake", [False, True], ids=["asleep", "awake"])
 def test_threads_on_lanes_of_one_process_lose_no_push(policy: dict[str, Any], awake: bool) -> None:

@@ -168,6 +168,7 @@ def run_trial(trial: Trial, rng: random.Random, speed: Callable[[random.Random, 
     return events
 
 
+@pytest.mark.sampled(4)
 @every_discipline
 @sample_and_full(0.1, 1.0)
 def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(discipline: Play, size: float) -> None:

@@ -45,6 +45,7 @@ def test_every_rule_of_the_fold_has_rows() -> None:
     assert [name for name, number in compiled.RULES.items() if number not in {row.rule for row in ALL_ROWS}] == []
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.exhaustive
 @ROWS
 @MODES
@@ -128,6 +129,7 @@ def adjoining(row: Row, pushes: int, situation: str, seed: int) -> Job:
     return replace(job, segments=list(zip(offsets, lengths, groups, strict=True)), steps=np.array(steps))
 
 
+@pytest.mark.sampled(4)
 @ISAS
 @MODES
 @ROWS
@@ -200,6 +202,7 @@ def with_average(job: Job, decay: float, seed: int = 0) -> Job:
 DECAYS = (0.9999, 0.9, 0.5, 0.25, 0.0)
 
 
+@pytest.mark.sampled(4)
 @ROWS
 @MODES
 def test_the_moving_average_is_the_references_bit_for_bit_and_disturbs_nothing(row: Row, mode: int) -> None:

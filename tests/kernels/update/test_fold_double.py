@@ -30,6 +30,7 @@ from tests.support.sizes import sample_and_full
 SIZES = (1, 7, 8, 9, 511, 512, 513)  # around the sizes of a vector (8 doubles) and of a tile (512)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.exhaustive
 @ROWS
 @MODES
@@ -91,6 +92,7 @@ def _differences_from_torch(row: Row, n: int) -> dict[str, float]:
     return most
 
 
+@pytest.mark.sampled(4)
 @ROWS
 def test_200_steps_in_double_are_torchs(row: Row) -> None:
     for n in (1, 7, 1023):

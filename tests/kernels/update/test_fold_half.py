@@ -37,6 +37,7 @@ def halved(gradient: Floats, gradient_type: int) -> npt.NDArray[np.float16] | np
     return found.view(np.float16) if gradient_type == FLOAT16 else found
 
 
+@pytest.mark.sampled(4)
 @ROWS
 @MODES
 @TYPES

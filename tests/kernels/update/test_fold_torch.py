@@ -72,6 +72,7 @@ def steps_beside_torch(
             yield isa, ours[isa][0], parameter.detach().numpy()
 
 
+@pytest.mark.sampled(4)
 @needs_fused_torch
 @pytest.mark.usefixtures("one_torch_thread")
 @ROWS
@@ -83,6 +84,7 @@ def test_200_steps_give_the_bits_of_torch(row: Row) -> None:
             assert np.array_equal(bits(ours), bits(theirs)), (isa, n, step)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("row", ROOT_ROWS, ids=lambda row: row.name)
 def test_square_roots_stay_beside_torch_with_the_square_root_of_this_machine(row: Row) -> None:
