@@ -24,7 +24,7 @@ from fastps.processes.spawned_processes import GRACE_NS, Crew, SpawnedWorker
 from fastps.processes.worker_environment import environment_of
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.interrupts import Interrupts, counted_interrupts
-from fastps.system.memory_limits import oom_kills, oom_reason
+from fastps.system.memory_limits import OUT_OF_MEMORY, oom_kills, oom_reason
 from fastps.telemetry.tensorboard import written
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _error_of(worker: SpawnedWorker, killed_before: int) -> BaseException | None
     code = worker.exit_code
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     was_out_of_memory = code == -signal.SIGKILL and oom_kills() > killed_before
-    why = oom_reason() if was_out_of_memory else "; see its own output for the reason"
+    why = f"{oom_reason()}; {OUT_OF_MEMORY}" if was_out_of_memory else "; see its own output for the reason"
     return WorkerDiedError(
         f"worker {worker.rank} (process {worker.pid}) {how}: expected its function to return, found its process gone{why}",
         worker.rank,

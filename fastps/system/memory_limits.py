@@ -16,7 +16,7 @@ _FILES = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
 _KILLS = ("memory.events", "memory.oom_control")
-_WHAT_TO_DO = "use fewer workers, a smaller batch or push_dtype=torch.bfloat16, or raise the limit"
+OUT_OF_MEMORY = "memory ran out: use fewer workers, a smaller batch or push_dtype=torch.bfloat16, or raise the limit"
 
 
 def available_bytes() -> tuple[int, str]:
@@ -49,12 +49,8 @@ def oom_kills() -> int:
 
 
 def oom_reason() -> str:
-    """Why a process got SIGKILL while `oom_kills` rose, and what to do; behind "ended by SIGKILL"."""
-    if _kills_of_group() is None:
-        found = "probably by the kernel's OOM killer, which ended a process of this machine meanwhile"
-    else:
-        found = "by the kernel's OOM killer, because memory ran out"
-    return f", {found}; {_WHAT_TO_DO}"
+    """Why a process got SIGKILL while `oom_kills` rose; behind "ended by SIGKILL"."""
+    return f", {'probably ' if _kills_of_group() is None else ''}by the kernel's OOM killer"
 
 
 def _kills_of_group() -> int | None:

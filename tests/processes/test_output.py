@@ -261,4 +261,5 @@ def test_panel_tells_of_the_memory_whatever_is_written_after_the_worker_has_ende
     )
     shown = _panel_of(Launcher([sys.executable, str(script)], 1).run())
     assert f"worker 0 failed first: ended by SIGKILL{oom_reason()}" in shown
+    assert "memory ran out: use fewer workers" in shown
     assert "its last line: its child" in shown

@@ -78,13 +78,13 @@ def test_kills_are_those_of_the_own_group(tmp_path: Path, group: Group) -> None:
     group("slice", events="oom 9\noom_kill 9\n")
     group("slice/job", events="low 0\nmax 12\noom 2\noom_kill 3\n")
     assert memory_limits.oom_kills() == 3
-    assert memory_limits.oom_reason().startswith(", by the kernel's OOM killer, because memory ran out; use fewer workers")
+    assert memory_limits.oom_reason() == ", by the kernel's OOM killer"
 
 
 def test_where_no_group_counts_kills_those_of_the_machine_are_a_probable_reason(tmp_path: Path, group: Group) -> None:
     _is_in(tmp_path, "0::/slice/job")
     assert memory_limits.oom_kills() == 5
-    assert ", probably by the kernel's OOM killer, which ended a process of this machine" in memory_limits.oom_reason()
+    assert memory_limits.oom_reason() == ", probably by the kernel's OOM killer"
     (tmp_path / "vmstat").unlink()
     assert memory_limits.oom_kills() == 0
 
@@ -120,5 +120,5 @@ def test_a_worker_that_the_oom_killer_ended_is_named_so(limited: Path, tmp_path:
     done = subprocess.run(
         ["sh", "-c", entering, "sh", sys.executable, "-c", HOG, str(script)], capture_output=True, text=True, timeout=60
     )
-    assert "ended by SIGKILL, by the kernel's OOM killer, because memory ran out; use fewer workers" in done.stdout, done
+    assert "ended by SIGKILL, by the kernel's OOM killer" in done.stdout, done
     assert done.stdout.count("SIGKILL") == 1, "the launcher ended the other worker"
