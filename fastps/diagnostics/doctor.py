@@ -30,6 +30,7 @@ from fastps.kernels.shm.format import format_memory
 from fastps.kernels.update import fold
 from fastps.store.store import Store
 from fastps.system import shared_memory
+from fastps.system.memory_limits import available_bytes
 from fastps.torch.tensor_loops import why_not_compiled
 
 OPTIMIZERS: dict[str, Rule] = {name: update.rule for name, update in examples().items()}
@@ -70,7 +71,7 @@ def _cores() -> Finding:
 
 def _memory() -> list[Finding]:
     memory = psutil.virtual_memory()
-    free, limit = shared_memory.available_bytes()
+    free, limit = available_bytes()
     return [
         Finding("memory", memory.total, f"{shown_bytes(memory.total)}, of which {shown_bytes(memory.available)} are available"),
         Finding("memory for an arena", free, f"{shown_bytes(free)}, by the {limit}", ok=free > 0),
@@ -244,7 +245,7 @@ def _measured(layout: Layout, optimizer: str) -> Need:
 
 def need_findings(need: Need) -> list[Finding]:
     """Return the findings on a model; the last one says whether it fits this machine now."""
-    free, limit = shared_memory.available_bytes()
+    free, limit = available_bytes()
     fits = need.total_bytes <= free
     per_worker = f"{need.slots_per_worker} a worker, {shown_bytes(need.gradient_slots_bytes // need.workers)} each worker"
     verdict = "yes" if fits else "no: use fewer workers or a smaller model, or raise the limit"

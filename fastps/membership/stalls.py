@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from fastps.errors import ArenaError
 from fastps.job import limits
-from fastps.kernels.protocol.lane import BUSY
-from fastps.kernels.protocol.worker_lane import WorkerLane
+from fastps.kernels.protocol.lane import BUSY, Lane
 from fastps.kernels.shm.arena import Arena
+from fastps.membership.job_memory import JobMemory
 from fastps.system import shared_memory
 
 logger = logging.getLogger("fastps.membership")
@@ -31,6 +31,14 @@ class _Look(NamedTuple):
     used: str
 
 
+def patience_ns(store: JobMemory) -> int:
+    """How long a stopped peer is waited for, in ns; 0: for ever.
+
+    Rows are folded in place, a device has its own order of work, and an agent's fold is made on another arena.
+    """
+    return 0 if store.arena.n_tables or store.layout.owner_lanes or store.layout.is_leaf else limits.stall_ns()
+
+
 class Stalls:
     """What a lane of a job waits for, and since when it has not changed.
 
@@ -40,7 +48,7 @@ class Stalls:
         stall_ns: how long nothing may change, in ns; 0: nobody is passed by.
     """
 
-    def __init__(self, lane: WorkerLane, descriptor: int, stall_ns: int) -> None:
+    def __init__(self, lane: Lane, descriptor: int, stall_ns: int) -> None:
         self._lane = lane
         self._arena: Arena = lane.arena
         self._descriptor = descriptor

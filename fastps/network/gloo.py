@@ -1,19 +1,33 @@
 """Links over torch.distributed's Gloo: one process group of two ranks for each link, so that a fault ends only this link.
 
-Two properties of Gloo shape this file. A wait that times out closes the pair, so the link cannot be used again. A transfer that
-is in flight when the peer is killed does not fail; only its timeout ends it. This is the only file that uses the private
-`ProcessGroupGloo._Options`, which is needed to choose the network address to listen on.
+Three properties of Gloo shape this file. A wait that times out closes the pair, so the link cannot be used again. A transfer
+that is in flight when the peer is killed does not fail; only its timeout ends it. Every connection to Gloo's port keeps its
+descriptor, also after a stranger has closed it, and without a descriptor Gloo aborts the process. This is the only file that
+uses the private `ProcessGroupGloo._Options`, which is needed to choose the network address to listen on.
 """
 
+import ctypes
+import logging
+import os
 import re
+import socket
+import struct
+import threading
 from datetime import timedelta
+from typing import Any
 
+import psutil
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
 from fastps.network.link import LinkLostError, Memory, TimedOutError
 
+logger = logging.getLogger("fastps.network")
+
 Transfer = tuple[Work, torch.Tensor]
+_SO_ATTACH_FILTER = 26  # of Linux, which Python does not name
+_DROP_ALL = struct.pack("@HBBI", 0x06, 0, 0, 0)  # a program for packets, of one instruction: return 0, the bytes to keep
+_making = threading.Lock()
 
 
 class GlooLink:
@@ -24,7 +38,8 @@ class GlooLink:
 
     def __init__(self, store: Store, name: str, side: int, address: str, timeout_s: float) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        device, listener = _device_at(address)
+        options._devices = [device]
         options._timeout = timedelta(seconds=timeout_s)
         self._peer = 1 - side
         try:
@@ -33,6 +48,8 @@ class GlooLink:
             raise LinkLostError(
                 f"link {name}: expected the other node at {address} within {timeout_s:g} s: {reason_of(error)}"
             ) from error
+        finally:
+            _close_port(listener, name)
 
     def send(self, memory: Memory) -> Transfer:
         """See Link."""
@@ -66,6 +83,38 @@ class GlooLink:
     def close(self) -> None:
         """See Link. The group ends with its last reference, which a waiting thread keeps until its timeout."""
         self._group = None
+
+
+def _listening() -> dict[Any, int]:
+    """The descriptors at which this process listens, by address and port."""
+    found = psutil.Process().net_connections("tcp")
+    return {each.laddr: each.fd for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def _device_at(address: str) -> tuple[Any, socket.socket | None]:
+    """A Gloo device that listens at an address, and its socket; None if it cannot be told from others."""
+    with _making:
+        before = _listening()
+        device = ProcessGroupGloo.create_device(hostname=address)
+        new = [descriptor for place, descriptor in _listening().items() if place not in before]
+        return device, socket.socket(fileno=os.dup(new[0])) if len(new) == 1 else None
+
+
+def _close_port(listener: socket.socket | None, name: str) -> None:
+    """Let the kernel drop all packets for a new connection to this port: the two sides have met, and nobody else may come.
+
+    Closing the socket, which Gloo polls, would abort the process.
+    """
+    try:
+        if listener is None:
+            raise OSError("its socket was not found")
+        program = ctypes.create_string_buffer(_DROP_ALL)
+        with listener:
+            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
+    except OSError as error:
+        logger.warning(
+            "link %s: its port stays open to strangers, who may take all of this process's descriptors: %s", name, error
+        )
 
 
 def reason_of(error: BaseException) -> str:

@@ -55,6 +55,7 @@ class HomeStore(Store):
     """The arena of one part, in the process of node 0's agent."""
 
     worker_class = _Lane
+    lanes_are = "nodes"
 
 
 class NodeLanes:

@@ -4,6 +4,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from fastps.processes.launcher import Outcome
+from fastps.system.memory_limits import OUT_OF_MEMORY
 
 
 def failure_panel(outcome: Outcome) -> Panel:
@@ -18,5 +19,6 @@ def failure_panel(outcome: Outcome) -> Panel:
     lines += [f"the others: {', '.join(others)}"] if others else []
     lines += [f"its last line: {first.tail[-1]}"] if first.tail else ["it wrote nothing to stderr"]
     lines += [outcome.hint] if outcome.hint else []
+    lines += [OUT_OF_MEMORY] if any(worker.was_out_of_memory for worker in outcome.workers) else []
     # Text, not a string: rich would take a user's [words] for styles, and :100: for an emoji.
     return Panel(Text.from_ansi("\n".join(lines)), title="fastps: the job failed", border_style="red")

@@ -33,9 +33,9 @@ from fastps.processes.program import Program
 from fastps.processes.worker_environment import environment_of, style_of
 from fastps.processes.worker_output import ErrorLines, Lines
 from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.memory_limits import oom_kills, oom_reason
 from fastps.system.ports import free_port
 from fastps.system.processes import AdoptedProcess, adopting_orphans, die_with_parent
-from fastps.system.shared_memory import oom_kills
 from fastps.tracing import parts as trace_parts
 
 logger = logging.getLogger("fastps.launch")
@@ -45,7 +45,6 @@ _DRAIN_NS = 300_000_000  # reads output this long from pipes that a worker's own
 _IMPORT_NS = 120_000_000_000  # the longest time for the fork server's imports
 _FAULT_TICK_S = 0.02  # time between two calls of FaultInjector.tick
 _OF_A_GROUP = re.compile("nccl|process group|process_group|cuda", re.IGNORECASE)
-_OUT_OF_MEMORY = ", for want of memory: the control group's limit was reached; use fewer workers or raise it"
 # A traceback's last line names the type so.
 _CONSEQUENCES = tuple(f"{kind.__module__}.{kind.__qualname__}:" for kind in (WorkerDiedError, NodeLostError))
 START_METHODS = ("fork", "spawn")
@@ -98,7 +97,7 @@ class LaunchedWorker:
         if self.exit_code is None:
             return "still running"
         if self.exit_code < 0:
-            return f"ended by {signal.Signals(-self.exit_code).name}{_OUT_OF_MEMORY if self.was_out_of_memory else ''}"
+            return f"ended by {signal.Signals(-self.exit_code).name}{oom_reason() if self.was_out_of_memory else ''}"
         return f"exit code {self.exit_code}"
 
 
@@ -423,8 +422,8 @@ class Launcher:
     def _on_loss(self, worker: LaunchedWorker) -> None:
         """Handle a failed worker: end the others, go on without it, or replace it while restarts are left."""
         self._output.hide_bars()  # log lines would be written into the bars
-        killed, self._oom_kills = oom_kills() - self._oom_kills, oom_kills()
-        worker.was_out_of_memory = killed > 0 and worker.exit_code == -signal.SIGKILL
+        worker.was_out_of_memory = worker.exit_code == -signal.SIGKILL and oom_kills() > self._oom_kills
+        self._oom_kills += worker.was_out_of_memory  # each kill explains one death
         if self._interrupts or not self._options.continues:
             self._deadline_ns = self._deadline_ns or worker.ended_ns + GRACE_NS
         elif self._restarts_left and not self._is_over():

@@ -24,6 +24,7 @@ from fastps.processes.spawned_processes import GRACE_NS, Crew, SpawnedWorker
 from fastps.processes.worker_environment import environment_of
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.interrupts import Interrupts, counted_interrupts
+from fastps.system.memory_limits import OUT_OF_MEMORY, oom_kills, oom_reason
 from fastps.telemetry.tensorboard import written
 
 if TYPE_CHECKING:
@@ -168,8 +169,8 @@ def _check_signature(fn: Callable[..., Any], args: Sequence[Any]) -> None:
         ) from None
 
 
-def _error_of(worker: SpawnedWorker) -> BaseException | None:
-    """The reason of a worker's failure; None if it has not failed."""
+def _error_of(worker: SpawnedWorker, killed_before: int) -> BaseException | None:
+    """The reason of a worker's failure; None if it has not failed. `killed_before`: oom_kills() when the workers began."""
     if worker.exit_code is None or (worker.outcome is not None and worker.outcome.error is None):
         return None
     if worker.outcome is not None and worker.outcome.error is not None:
@@ -178,9 +179,10 @@ def _error_of(worker: SpawnedWorker) -> BaseException | None:
         return error
     code = worker.exit_code
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    was_out_of_memory = code == -signal.SIGKILL and oom_kills() > killed_before
+    why = f"{oom_reason()}; {OUT_OF_MEMORY}" if was_out_of_memory else "; see its own output for the reason"
     return WorkerDiedError(
-        f"worker {worker.rank} (process {worker.pid}) {how}: expected its function to return, found its process gone;"
-        " see its own output for the reason",
+        f"worker {worker.rank} (process {worker.pid}) {how}: expected its function to return, found its process gone{why}",
         worker.rank,
     )
 
@@ -199,12 +201,12 @@ def _await(crew: Crew, continues: bool, interrupts: Interrupts, clock: Clock, on
         crew.look()
         if on_tick is not None:
             on_tick()
-        failed += [worker for worker in running if _error_of(worker) is not None]
+        failed += [worker for worker in running if _error_of(worker, crew.killed_before) is not None]
         if failed and not continues:
             deadline_ns = deadline_ns or clock.now_ns() + GRACE_NS
     if not failed or interrupts.count:
         return
-    errors = {worker.rank: _error_of(worker) for worker in failed}
+    errors = {worker.rank: _error_of(worker, crew.killed_before) for worker in failed}
     if continues and len(failed) < len(crew.workers):
         for number, error in errors.items():
             logger.warning("worker %d failed, and the others went on: %s", number, error)

@@ -22,6 +22,7 @@ from fastps.processes.forkserver_client import ForkServer
 from fastps.processes.program import TORCH_IMPORTS
 from fastps.system.clock import Clock
 from fastps.system.interrupts import Interrupts
+from fastps.system.memory_limits import oom_kills
 from fastps.system.processes import adopting_orphans, ask_to_die_with_parent
 
 logger = logging.getLogger("fastps.spawn")
@@ -118,6 +119,7 @@ class Crew:
 
     def __init__(self, environments: Sequence[Mapping[str, str]], interrupts: Interrupts, clock: Clock) -> None:
         self.workers: list[SpawnedWorker] = []
+        self.killed_before = oom_kills()
         self._environments = environments
         self._interrupts = interrupts
         self._clock = clock

@@ -35,8 +35,12 @@ class ServedWorker(Worker):
         if self.is_served:
             self._check_not_forked()
             self.lane.call_server()
-            with self._combine_lock:  # finish with a lock that it recovered from a dead worker and could not release yet
+            with self._combine_lock:
+                # Finish with a lock that it recovered from a dead worker and could not release yet. Where the server passed it
+                # by, take the lock once: until then the server waits for the next worker that stops.
+                self.lane.hand_over(not self.lane.was_passed_by())
                 self._settle(self.lane.try_combine(self._clock.now_ns()))
+                self.lane.hand_over(True)
         else:
             super().try_combine()
 

@@ -19,6 +19,7 @@ from fastps.kernels.shm.arena import ABI
 from fastps.membership import rendezvous
 from fastps.membership.membership import expel
 from fastps.membership.peers import Peers
+from fastps.membership.stalls import Stalls, patience_ns
 from fastps.store.core_sharing import Cores
 from fastps.store.server_process import WORKER_PRESENT, Order
 from fastps.store.store import Store
@@ -42,6 +43,7 @@ class Server:
         self.lane = Lane(store.arena, own)
         self.lane.set_user_rule(layout.rule.address)
         self._cores = Cores(store.arena, self.lane, layout, takers=layout.workers + 1)
+        self._stalls = Stalls(self.lane, store.descriptor, patience_ns(store))
         self._looked_ns = self._clock.now_ns()
         self._held = False  # whether a helper still has a chunk of a fold
         self._is_lost = False  # a worker's death has ended a job on devices: queue no more work
@@ -57,6 +59,7 @@ class Server:
                     self._looked_ns = now_ns
                     self._cores.look()
                     self._look(now_ns)
+                    self._stalls.look(now_ns, self._settle)
                 if self._is_over():
                     return
                 rest_ns = self._rest_ns(now_ns)
@@ -79,7 +82,10 @@ class Server:
     def _combine(self) -> None:
         if self._is_lost:
             return
-        outcome = self.lane.try_combine(self._clock.now_ns())
+        self._settle(self.lane.try_combine(self._clock.now_ns()))
+
+    def _settle(self, outcome: int) -> None:
+        """Handle an outcome of try_combine. Raises ProtocolError, DeviceError."""
         while outcome == BAD_DESCRIPTOR and expel(self._store, self.lane.bad_lane, self.lane.damage):
             outcome = self.lane.try_combine(self._clock.now_ns())
         self._held = outcome == AWAITING

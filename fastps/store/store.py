@@ -20,7 +20,7 @@ from fastps.errors import ArenaError, AttachError, UnsupportedError, UsageError
 from fastps.job import limits
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import GradientType, Layout, chosen_readers, place
-from fastps.job.plan import plan
+from fastps.job.plan import plan, remedy
 from fastps.job.policy import Policy
 from fastps.job.precision import check_double
 from fastps.job.specs import parse_policy
@@ -56,6 +56,7 @@ class Store(JobMemory):
 
     worker_class: type[Worker] = Worker  # the class that `attach` instantiates
     served_class: type[ServedWorker] = ServedWorker  # the same, if a server combines
+    lanes_are = "workers"  # whom the arena has lanes for
 
     server: ServerProcess | None = None
 
@@ -157,7 +158,8 @@ class Store(JobMemory):
         header, size, needed = plan(layout)
         floats = sum(parameter.size for parameter in layout.parameters)
         store: Store | None = None
-        descriptor = shared_memory.create(size, f"{floats:,} parameters and {layout.lanes} workers", needed)
+        what = f"{floats:,} parameters and {layout.lanes} {cls.lanes_are}"
+        descriptor = shared_memory.create(size, what, needed, lambda free: remedy(layout, free, cls.lanes_are))
         try:
             memory = shared_memory.map_shared(descriptor)
             format_memory(

@@ -16,7 +16,7 @@ from fastps.kernels.protocol.lane import AWAITING, BAD_DESCRIPTOR, FENCED
 from fastps.kernels.protocol.worker_lane import EXPELLED, WorkerLane
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import Membership, Owner, expel
-from fastps.membership.stalls import Stalls
+from fastps.membership.stalls import Stalls, patience_ns
 from fastps.store.core_sharing import Cores
 from fastps.store.late_responses import LateResponses
 from fastps.system.deadline import Deadline
@@ -49,11 +49,7 @@ class LaneWaiter:
         self._shards = store.arena.shards
         self._responses = LateResponses(0.0, 0, 0, self._clock)
         self._combine_lock = threading.RLock()
-        self._stalls = Stalls(self.lane, store.descriptor, self._patience_ns())
-
-    def _patience_ns(self) -> int:
-        """How long a stopped peer is waited for; 0: for ever, as rows are folded in place and a device has its own order."""
-        return 0 if self.store.arena.n_tables or self.store.layout.owner_lanes else limits.stall_ns()
+        self._stalls = Stalls(self.lane, store.descriptor, patience_ns(store))
 
     def _make_lane(self) -> WorkerLane:
         try:

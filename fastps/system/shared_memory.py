@@ -6,44 +6,56 @@ The memory has no name in any file system. The kernel frees it with the last pro
 import errno
 import fcntl
 import os
-from pathlib import Path
+from collections.abc import Callable
 
 import psutil
 
 from fastps.errors import ArenaError
 from fastps.kernels.shm.mapping import SharedMapping
 from fastps.system import numa
+from fastps.system.memory_limits import available_bytes
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_CGROUP = Path("/sys/fs/cgroup")
+_STRIDE = 256 << 20  # bytes between two looks at the free memory
+_ADVICE = "use fewer workers or a smaller model, or raise the limit"
 
 
-def create(size: int, what: str, needed: int | None = None) -> int:
+def create(size: int, what: str, needed: int | None = None, advise: Callable[[int], str] = lambda free: _ADVICE) -> int:
     """Create a memfd of `size` bytes, sealed against resizing, and allocate the first `needed` bytes. Return its descriptor.
 
     By default all bytes are needed; `allocate` allocates others later.
 
     Allocating every page now turns a lack of memory into an error here, instead of SIGBUS at a later access. `what` describes
-    the contents in the error. Raises ArenaError.
+    the contents in the error, and `advise(free)` says what to change if only `free` bytes can be had. Raises ArenaError.
     """
     needed = size if needed is None else needed
-    free, limit = available_bytes()
-    if needed > free:
-        raise ArenaError(
-            f"the arena needs {_shown(needed)} for {what}, found {_shown(free)} free ({limit}): use fewer workers or a smaller"
-            " model, or raise the limit"
-        )
     descriptor = os.memfd_create("fastps-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
         numa.spread(descriptor, size)
-        os.posix_fallocate(descriptor, 0, needed)
+        for begin in range(0, needed, _STRIDE):
+            # Other workers build their models meanwhile: the kernel would kill one of them.
+            _check_free(begin, needed, what, advise)
+            os.posix_fallocate(descriptor, begin, min(_STRIDE, needed - begin))
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError as error:
+    except BaseException as error:
         os.close(descriptor)
+        if not isinstance(error, OSError):
+            raise
         reason = "no memory is left" if error.errno in (errno.ENOSPC, errno.ENOMEM) else str(error)
-        raise ArenaError(f"the arena needs {_shown(needed)} for {what}, but {reason}; {_shown(free)} were free") from error
+        raise ArenaError(f"the arena needs {_shown(needed)} for {what}, but {reason}: {advise(0)}") from error
     return descriptor
+
+
+def _check_free(allocated: int, needed: int, what: str, advise: Callable[[int], str]) -> None:
+    """Raise ArenaError if what is missing of `needed` bytes cannot be had."""
+    free, limit = available_bytes()
+    swap = psutil.swap_memory().free if allocated else 0  # the memory that others have taken since may go there
+    if needed > allocated + free + swap:
+        raise ArenaError(
+            f"the arena needs {_shown(needed)} for {what}, found {_shown(allocated + free)} free ({limit}):"
+            f" {advise(allocated + free)}"
+        )
 
 
 def allocate(descriptor: int, offset: int, length: int, what: str) -> None:
@@ -77,48 +89,6 @@ def map_shared(descriptor: int, *, writable: bool = True) -> SharedMapping:
     # The death of a process becomes visible only when its core dump is written, so the arena is left out of dumps.
     memory.leave_out_of_dumps()
     return memory
-
-
-def available_bytes() -> tuple[int, str]:
-    """Bytes that may still be allocated, and the limit that applies: the machine's free memory or a control group's maximum."""
-    free = int(psutil.virtual_memory().available)
-    limit = "free memory of the machine"
-    for folder in _own_cgroups():
-        try:
-            maximum = (folder / "memory.max").read_text().strip()
-            current = int((folder / "memory.current").read_text())
-        except (OSError, ValueError):
-            continue
-        if maximum != "max" and int(maximum) - current < free:
-            free, limit = max(0, int(maximum) - current), f"limit of the control group {folder}"
-    return free, limit
-
-
-def oom_kills() -> int:
-    """Processes of this process's control group that the OOM killer has killed; 0 if the kernel does not report it."""
-    return sum(_oom_kills_of(folder) for folder in _own_cgroups()[:1])
-
-
-def _oom_kills_of(folder: Path) -> int:
-    """The oom_kill counter in a control group's memory.events, which includes the groups below."""
-    try:
-        events = dict(line.split() for line in (folder / "memory.events").read_text().splitlines())
-        return int(events.get("oom_kill", 0))
-    except (OSError, ValueError):
-        return 0
-
-
-def _own_cgroups() -> list[Path]:
-    """This process's control group and its ancestors (cgroup version 2); empty if there is none."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    own = next((line[3:] for line in lines if line.startswith("0::")), None)
-    if own is None:
-        return []
-    folder = _CGROUP / own.lstrip("/")
-    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(_CGROUP))]
 
 
 def _shown(size: int) -> str:

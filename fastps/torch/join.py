@@ -4,6 +4,7 @@ Worker 0 creates the arena, and its weights become the job's first. The other wo
 to it.
 """
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +28,11 @@ from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
+from fastps.system.memory_limits import available_bytes
 from fastps.torch.checkpoint import restore_buffers, restore_group
 from fastps.torch.update_rules import PARAMETER_TYPES, left_out, without
+
+logger = logging.getLogger("fastps.torch")
 
 Groups = Sequence[dict[str, Any]]
 
@@ -104,6 +108,18 @@ def writer_of(tensors: list[torch.Tensor]) -> Callable[[list[Any]], None]:
     return write
 
 
+def warn_of_gradients(tensors: Sequence[torch.Tensor], workers: int) -> None:
+    """Warn if too little memory is left beside the arena: each worker keeps the memory of the largest gradient."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors if tensor.device.type == "cpu"]
+    free, limit = available_bytes()
+    if workers * max(sizes, default=0) > free:
+        logger.warning(
+            "%.2f GiB are free beside the arena (%s), and the largest gradient takes %.2f GiB in all %d workers together: the"
+            " kernel may kill a worker; use fewer workers",
+            free / 2**30, limit, workers * max(sizes) / 2**30, workers,
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Joining:
     """A worker's request to join a job: its identity, the checkpoint to resume from, and the timeout of its waits.
@@ -160,6 +176,7 @@ def join(
             finish=finish if to.resumed is None else None,
             agent=agent,
         )
+        warn_of_gradients(tensors, layout.workers)
     else:
         store = kind.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
     try:

@@ -70,6 +70,48 @@ def test_the_others_go_on_without_a_worker_that_is_stopped_in_its_fold(
         assert set(store.weight_views(store.committed()[0])[0].tolist()) == {-3.0 * steps}, "a push is lost or doubled"
 
 
+def _is_helping(store: fastps.Store, lane: int) -> bool:
+    header = header_of(bytes(memoryview(store.memory)[:4096]))
+    offset = header.lanes_offset + lane * header.lane_bytes + OFFSETS["lane.helping"]
+    return struct.unpack_from("<I", store.memory, offset) != (0,)
+
+
+def _stop_helper(store: fastps.Store, children: list[processes.Child]) -> processes.Child:
+    """Stop a worker while it helps with the server's fold."""
+    while store.version < 120:
+        for lane, child in enumerate(children):
+            processes.stop(child.process_id)
+            if _is_helping(store, lane):
+                return child
+            os.kill(child.process_id, signal.SIGCONT)
+        time.sleep(0.0005)
+    pytest.fail("no worker helped with a fold")
+
+
+@pytest.mark.slow
+def test_a_server_goes_on_without_a_worker_that_is_stopped_while_it_helps_also_a_second_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FASTPS_STALL_MS", str(int(STALL_S * 1000)))
+    weights, steps = {"w": np.zeros(FLOATS, np.float32)}, 50
+    with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="asp", workers=3, server="process", timeout_s=30) as store:
+        children = [processes.start(partial(_work, store, rank, steps)) for rank in range(3)]
+        for first in (10, 40):
+            while store.version < first:
+                time.sleep(0.001)
+            victim = _stop_helper(store, children)
+            began, before = time.monotonic(), store.version
+            while store.version <= before + 1 and time.monotonic() < began + 10:
+                time.sleep(0.001)
+            waited_s = time.monotonic() - began
+            os.kill(victim.process_id, signal.SIGCONT)
+            assert waited_s < 5, "the others waited for the stopped worker"
+        processes.finish(children, 60)
+        assert [child.exit_code for child in children] == [0, 0, 0], [child.outcome for child in children]
+        assert store.version == 3 * steps
+        assert set(store.weight_views(store.committed()[0])[0].tolist()) == {-3.0 * steps}, "a push is lost or doubled"
+
+
 def test_a_peer_that_computes_is_not_taken_for_stopped() -> None:
     with fastps.Store.create({"w": np.zeros(8, np.float32)}, fastps.SGD(lr=1.0), workers=2) as store:
         with store.attach(0) as mine, store.attach(1) as other:

@@ -1,15 +1,27 @@
-"""Edges over real links, both sides in this process: order, losses, silence, and what a failed peer says."""
+"""Edges over real links, both sides in this process: order, losses, silence, strangers, and what a failed peer says."""
 
 import contextlib
+import os
+import resource
+import socket
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+import torch
 
+import fastps
+from fastps.network import gloo
 from fastps.network.edge import CHUNK_BYTES, MOST_HEADERS, chunks_of
 from fastps.network.link import LinkLostError
 from fastps.network.messages import Header, Kind
-from tests.network.conftest import Pair, both
+from tests.network.conftest import SECRET, Pair, both, make_link
+from tests.support import descriptors, nodes, processes
+
+LEFT = 40  # descriptors that may come and go beside strangers
 
 
 def test_headers_come_in_order_and_beats_are_not_among_them(pair: Pair) -> None:
@@ -107,3 +119,94 @@ def test_both_sides_learn_the_offset_of_their_clocks_and_count_bytes(pair: Pair)
         assert edge.watch.headers_sent >= 2 * 512
     assert (leaf.watch.floats_sent, home.watch.floats_received) == (len(sent), len(sent))
     assert (home.watch.floats_sent, leaf.watch.floats_received) == (0, 0)
+
+
+# -- strangers ------------------------------------------------------------------------------------
+
+
+def _ports(process_id: int) -> list[tuple[str, int]]:
+    """Where a process listens."""
+    found = psutil.Process(process_id).net_connections("tcp")
+    return [(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN]
+
+
+def _visit(ports: list[tuple[str, int]], count: int) -> None:
+    """Open connections that say nothing, and close each at once."""
+    for number in range(count):
+        with socket.socket() as stranger, contextlib.suppress(BlockingIOError, ConnectionError):
+            stranger.setblocking(False)
+            stranger.connect(ports[number % len(ports)])
+
+
+def test_short_connections_leave_no_descriptor_of_an_open_edge(pair: Pair) -> None:
+    ports = [place for place in _ports(psutil.Process().pid) if place[0] == "127.0.0.1"]
+    assert len(ports) >= 2, "the links listen"
+    before = descriptors.opened()
+    _visit(ports, 200)
+    deadline = time.monotonic() + 20
+    while len(descriptors.opened()) > len(before) + 5 and time.monotonic() < deadline:
+        time.sleep(0.01)  # ZeroMQ notices the ends soon
+    assert len(descriptors.opened()) <= len(before) + 5
+    pair.edges[0].check()
+    pair.edges[1].check()
+
+
+def test_a_port_that_cannot_be_closed_to_strangers_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(gloo, "_listening", dict)
+    for link in both(lambda side: make_link("gloo", store.port, "link", side)):
+        link.close()
+    assert caplog.text.count("link link: its port stays open to strangers") == 2
+
+
+def _train(folder: Path) -> Any:
+    """Train until the file `end` is there; the file `steps` grows with each step."""
+    model = torch.nn.Linear(50, 50)
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync="asp", timeout_s=60) as optimizer:
+        while not (folder / "end").exists():
+            optimizer.zero_grad()
+            model(torch.ones(1, 50)).sum().backward()
+            optimizer.step()
+            with (folder / f"steps-{os.environ['FASTPS_NODE_RANK']}").open("a") as file:
+                file.write(".")
+            time.sleep(0.01)
+    return optimizer.version
+
+
+def _steps(folder: Path) -> list[int]:
+    return [file.stat().st_size for file in sorted(folder.glob("steps-*"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("link", ["gloo", "zmq"])
+def test_two_thousand_short_connections_leave_few_descriptors_and_the_job_trains_on(link: str, tmp_path: Path) -> None:
+    variables = {"FASTPS_LINK": link, "FASTPS_SECRET": SECRET.key.decode()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with nodes.rendezvous() as port:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        children = nodes.start((1, 1), port, lambda rank: _train(tmp_path), variables)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        try:
+            _await_steps(tmp_path, [1, 1])
+            agent = psutil.Process(nodes.agents()[0])
+            assert resource.prlimit(agent.pid, resource.RLIMIT_NOFILE) == (hard, hard), "as many as it may have"
+            before = agent.num_fds()
+            _visit(_ports(agent.pid), 2000)
+            _await_steps(tmp_path, [steps + 20 for steps in _steps(tmp_path)])
+            deadline = time.monotonic() + 30
+            while agent.num_fds() > before + LEFT and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert agent.num_fds() <= before + LEFT
+        finally:
+            (tmp_path / "end").touch()
+            processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0, 0]
+
+
+def _await_steps(folder: Path, wanted: list[int]) -> None:
+    deadline = time.monotonic() + 90
+    while len(found := _steps(folder)) < len(wanted) or any(have < want for have, want in zip(found, wanted, strict=True)):
+        assert time.monotonic() < deadline, f"the nodes have made {found} steps"
+        time.sleep(0.05)

@@ -14,6 +14,7 @@ from fastps.processes.launcher import Launcher, Outcome
 from fastps.processes.output import JobOutput
 from fastps.processes.worker_output import Lines
 from fastps.system.clock import MonotonicClock
+from fastps.system.memory_limits import oom_reason
 
 
 class Terminal(io.StringIO):
@@ -261,5 +262,6 @@ def test_panel_tells_of_the_memory_whatever_is_written_after_the_worker_has_ende
         "import os, sys, time\nif os.fork() == 0:\n    time.sleep(0.1)\n    sys.exit('its child')\nos.kill(os.getpid(), 9)\n"
     )
     shown = _panel_of(Launcher([sys.executable, str(script)], 1).run())
-    assert "worker 0 failed first: ended by SIGKILL, for want of memory: the control group's limit was reached" in shown
+    assert f"worker 0 failed first: ended by SIGKILL{oom_reason()}" in shown
+    assert "memory ran out: use fewer workers" in shown
     assert "its last line: its child" in shown

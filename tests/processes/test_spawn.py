@@ -330,6 +330,14 @@ def test_worker_that_was_killed_is_named_and_its_own_children_end_with_it(method
     _await_end([int((tmp_path / str(rank)).read_text()) for rank in range(2)])
 
 
+def test_a_worker_that_was_killed_while_the_oom_killer_was_at_work_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastps.processes.spawn.oom_kills", lambda: spawned_processes.oom_kills() + 1)
+    with pytest.raises(
+        fastps.WorkerDiedError, match=r"its process gone, (probably )?by the kernel's OOM killer; memory ran out: use fewer"
+    ):
+        fastps.spawn(lambda rank: os.kill(os.getpid(), 9), workers=1, start_method="fork")
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_worker_that_exits_has_failed_if_it_gives_a_code() -> None:
     fastps.spawn(lambda rank: sys.exit(0), workers=2)

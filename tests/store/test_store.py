@@ -6,16 +6,19 @@ import signal
 import struct
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import fastps
 from fastps.kernels.shm.arena import LANE_LIVE
-from fastps.system.shared_memory import available_bytes
+from fastps.system import shared_memory
+from fastps.system.memory_limits import available_bytes
 from tests.fuzz.places import header_of
-from tests.support import processes
+from tests.support import descriptors, processes
 from tests.support.sizes import sample_and_full
 
 AMOUNT = np.float32(1.0 / 1024)
@@ -207,6 +210,38 @@ def test_too_little_memory_is_refused_before_anything_is_touched() -> None:
     weights = {"w": np.broadcast_to(np.float32(0), (free // 8,))}
     with pytest.raises(fastps.ArenaError, match=r"needs .* GiB .* free"):
         fastps.Store.create(weights, fastps.SGD(lr=1.0), workers=4)
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "gradient_type", "cures"),
+    [
+        (44, "float32", "at most 9 workers, gradients in half precision (push_dtype=torch.bfloat16), a smaller model"),
+        (30, "float32", "at most 5 workers, a smaller model"),
+        (40, "float16", "at most 11 workers, a smaller model"),
+        (5, "float32", "a smaller model"),
+    ],
+)
+def test_a_job_without_memory_is_told_what_fits(
+    free_mib: int, gradient_type: Any, cures: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = descriptors.opened()
+    monkeypatch.setattr(shared_memory, "available_bytes", lambda: (free_mib << 20, "limit"))
+    with pytest.raises(fastps.ArenaError) as caught:
+        fastps.Store.create({"w": np.zeros(1 << 19, np.float32)}, fastps.SGD(lr=1.0), workers=12, gradient_type=gradient_type)
+    wanted = f"524,288 parameters and 12 workers, found {free_mib}.0 MiB free (limit): use {cures}, or raise the limit"
+    assert str(caught.value).endswith(wanted)
+    assert descriptors.settle(opened) == opened
+
+
+def test_memory_that_others_take_while_the_arena_is_made_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other workers build their models meanwhile: without another look the kernel would kill one of them."""
+    opened, left = descriptors.opened(), iter([16, 12, 8])
+    monkeypatch.setattr(shared_memory, "_STRIDE", 1 << 20)
+    monkeypatch.setattr(shared_memory, "available_bytes", lambda: (next(left) << 20, "limit of the test"))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=0))
+    with pytest.raises(fastps.ArenaError, match=r"^the arena needs 12.0 MiB for x, found 10.0 MiB free \(limit of the test\)"):
+        shared_memory.create(12 << 20, "x")
+    assert descriptors.settle(opened) == opened
 
 
 def test_another_model_is_refused_by_name_and_the_job_goes_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ _MAY_BE_SKIPPED = (
     "nvdisasm is not installed",
     "needs the failpoint build",  # another run of the same slice has it
     "this kernel",
+    "no memory control group can be made here",
     "network namespaces are not allowed here",
     "only root can become another user",
     "sshd does not run here",

@@ -196,3 +196,14 @@ def _end_without_closing(ending: str) -> None:
         raise RuntimeError("the disk is full")
     if ending == "exit":
         sys.exit(3)
+
+
+def test_too_little_memory_beside_the_arena_for_the_workers_gradients_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for free, told in ((1000 * 4, 0), (1000 * 4 - 1, 1)):
+        monkeypatch.setattr("fastps.torch.join.available_bytes", lambda free=free: (free, "limit of the test"))
+        caplog.clear()
+        fastps.DistributedOptimizer(torch.optim.SGD(torch.nn.Linear(1000, 1).parameters(), lr=0.1)).close()
+        found = [record.getMessage() for record in caplog.records if "the kernel may kill a worker" in record.getMessage()]
+        assert len(found) == told, found
