@@ -6,7 +6,6 @@ a full disk leaves the earlier checkpoints as they are.
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -27,10 +26,11 @@ from fastps.checkpoint.format import (
     described_rule,
     has_values,
     number_of,
+    sealed,
     shaped,
     whole,
 )
-from fastps.checkpoint.tensors_file import write_tensors
+from fastps.checkpoint.tensors_file import header_sum, write_tensors
 from fastps.errors import CheckpointError, ProtocolError
 from fastps.membership.job_memory import JobMemory, VersionCopy
 from fastps.store.worker import Worker
@@ -300,8 +300,8 @@ def _write_files(folder: Path, pinned: Pinned, buffers: Mapping[str, Array]) -> 
     write_tensors(tensors, folder / TENSORS_FILE)
     del tensors
     pinned.close()
-    with (folder / JSON_FILE).open("w") as stream:
-        json.dump({**pinned.description, "checksums": checksums}, stream, indent=1)
+    header = header_sum(folder / TENSORS_FILE)
+    (folder / JSON_FILE).write_bytes(sealed({**pinned.description, "checksums": checksums, "header": header}))
     for name in (TENSORS_FILE, JSON_FILE, "."):
         descriptor = os.open(folder / name, os.O_RDONLY)
         try:

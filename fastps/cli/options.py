@@ -285,6 +285,7 @@ def placed_nodes(context: typer.Context, policy: "NodePolicy") -> "NodeOptions |
 
 def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
     """Return a command's options on restarts, losses, checkpoints and injected faults."""
+    from fastps.checkpoint.loading import load
     from fastps.processes.fault_injection import FaultPlan
     from fastps.processes.options import JobOptions
 
@@ -299,7 +300,7 @@ def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
         max_workers=given["max_workers"],
         checkpoint=str(checkpoint.resolve()) if checkpoint is not None else "",
         every=given["every"],
-        resume=str(resume.resolve()) if resume is not None else "",
+        resume=str(load(resume).folder.resolve()) if resume is not None else "",  # one folder for all workers
         faults=FaultPlan.parse(faults, seed) if faults is not None else None,
         server=given["server"],
     )
