@@ -43,7 +43,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "checksums": dict,
     "extra": dict,
 }
-_SINCE_FORMAT_2: dict[str, type | tuple[type, ...]] = {"header": int, "digest": str}
+_SINCE_FORMAT_2: dict[str, type | tuple[type, ...]] = {"header": int, "digest": str, "run": str, "earlier_runs": list}
 _DIGEST = re.compile(rb',\n "digest": "([0-9a-f]{64})"\n}')
 _DIGEST_BYTES = 81
 Array = npt.NDArray[Any]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fastps.checkpoint.format import Array
+from fastps.checkpoint.runs import Run
 from fastps.checkpoint.snapshot import Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
 from fastps.kernels.shm.arena import LANE_LIVE
@@ -43,6 +44,7 @@ class Checkpointing:
         buffers: Callable[[], Mapping[str, Array]],
         version: Callable[[], int] | None = None,
         *,
+        run: Run | None = None,
         exact: bool = False,
     ) -> None:
         if every < 1:
@@ -53,6 +55,7 @@ class Checkpointing:
         self._pin = pin
         self._buffers = buffers
         self._version = version or (lambda: worker.version)
+        self._run = run or Run.of(worker.store)
         self._exact = exact
         self._next = ((worker.store.version if version is None else version()) // every + 1) * every
         self._thread: threading.Thread | None = None
@@ -104,7 +107,7 @@ class Checkpointing:
 
     def _write(self, pinned: Pinned, buffers: Mapping[str, Array]) -> None:
         try:
-            folder = write(pinned, buffers, self._directory)
+            folder = write(pinned, buffers, self._directory, self._run)
             self.written += 1
             logger.info("wrote %s, version %d", folder, pinned.description["version"])
         except Error as error:  # also a device's

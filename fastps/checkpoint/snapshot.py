@@ -30,13 +30,14 @@ from fastps.checkpoint.format import (
     shaped,
     whole,
 )
+from fastps.checkpoint.runs import Run
 from fastps.checkpoint.tensors_file import header_sum, write_tensors
 from fastps.errors import CheckpointError, ProtocolError
 from fastps.membership.job_memory import JobMemory, VersionCopy
 from fastps.store.worker import Worker
 from fastps.version import __version__
 
-KEPT = 2  # newest checkpoints to keep; older ones are removed when a new one is complete
+KEPT = 2  # a run's newest checkpoints to keep; its older ones are removed when a new one is complete
 _KEPT_SHARES = 3  # a node may have written a version while another still writes the one before
 Found = TypeVar("Found")
 _UNFINISHED = ".unfinished-"
@@ -226,6 +227,10 @@ class Source(Protocol):
     def model_buffers(self) -> Mapping[str, Array]:
         """Name to array of the model's buffers."""
 
+    @property
+    def run(self) -> Run:
+        """The run to which the job belongs."""
+
 
 def pin(source: Source | Worker, extra: Mapping[str, Any], *, waits: bool = True) -> Pinned:
     """Pin the published version of a job. For a plain Worker the param_groups are its store's hyper-parameters."""
@@ -241,7 +246,7 @@ def save(
     """Write a checkpoint of the job of `source`, a DistributedOptimizer or a Worker between two steps. Return its folder.
 
     This worker waits until the checkpoint is written; the others go on. `extra` is saved with it and may hold anything that
-    JSON can. The newest `keep` checkpoints of the directory stay.
+    JSON can. Of this run's checkpoints in the directory the newest `keep` stay, of other runs' all.
 
     Raises CheckpointError if the checkpoint cannot be written (a full disk, for example), and then leaves the earlier ones as
     they were; UsageError after close or in a forked child.
@@ -260,11 +265,14 @@ def save(
     """
     buffers = {} if isinstance(source, Worker) else source.model_buffers()
     with contextlib.closing(pin(source, extra or {})) as pinned:
-        return write(pinned, buffers, Path(directory), keep)
+        return write(pinned, buffers, Path(directory), Run.of(source.store) if isinstance(source, Worker) else source.run, keep)
 
 
-def write(pinned: Pinned, buffers: Mapping[str, Array], directory: Path, keep: int = KEPT) -> Path:
-    """Write a pinned version as the newest checkpoint of a directory, and unpin it. Raises CheckpointError."""
+def write(pinned: Pinned, buffers: Mapping[str, Array], directory: Path, run: Run, keep: int = KEPT) -> Path:
+    """Write a pinned version as the newest checkpoint of a directory, unpin it, and delete old ones of the same run.
+
+    Raises CheckpointError.
+    """
     if pinned.share:
         directory, keep = directory / pinned.share, max(keep, _KEPT_SHARES)
     try:
@@ -276,13 +284,13 @@ def write(pinned: Pinned, buffers: Mapping[str, Array], directory: Path, keep: i
             unfinished, folder = directory / f"{_UNFINISHED}{number}", directory / f"{PREFIX}{number:06d}"
             try:
                 unfinished.mkdir()
-                _write_files(unfinished, pinned, buffers)
+                _write_files(unfinished, pinned, buffers, run)
                 unfinished.rename(folder)
                 os.fsync(descriptor)
             except BaseException:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 raise
-            for old in whole(directory)[: -max(1, keep)]:
+            for old in [found for found in whole(directory) if run.owns(found)][: -max(1, keep)]:
                 shutil.rmtree(old, ignore_errors=True)
             return folder
     except (OSError, safetensors.SafetensorError) as error:
@@ -293,7 +301,7 @@ def write(pinned: Pinned, buffers: Mapping[str, Array], directory: Path, keep: i
         pinned.close()
 
 
-def _write_files(folder: Path, pinned: Pinned, buffers: Mapping[str, Array]) -> None:
+def _write_files(folder: Path, pinned: Pinned, buffers: Mapping[str, Array], run: Run) -> None:
     tensors = {name: np.asarray(array, order="C") for name, array in pinned.arrays()}
     tensors.update({f"buffers/{name}": np.asarray(array, order="C") for name, array in buffers.items()})
     checksums = {name: checksum_of(array) for name, array in tensors.items()}
@@ -301,7 +309,8 @@ def _write_files(folder: Path, pinned: Pinned, buffers: Mapping[str, Array]) -> 
     del tensors
     pinned.close()
     header = header_sum(folder / TENSORS_FILE)
-    (folder / JSON_FILE).write_bytes(sealed({**pinned.description, "checksums": checksums, "header": header}))
+    description = {**pinned.description, **run.described(), "checksums": checksums, "header": header}
+    (folder / JSON_FILE).write_bytes(sealed(description))
     for name in (TENSORS_FILE, JSON_FILE, "."):
         descriptor = os.open(folder / name, os.O_RDONLY)
         try:

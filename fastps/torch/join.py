@@ -7,17 +7,18 @@ to it.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastps.checkpoint.format import Checkpoint
 from fastps.checkpoint.loading import load
+from fastps.checkpoint.runs import check_folder
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job import environment, limits
 from fastps.job.environment import Identity
 from fastps.job.layout import GradientType, Layout
-from fastps.job.policy import Policy
 from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
 from fastps.membership import discovery
@@ -66,13 +67,18 @@ def check_parameters(tensors: list[torch.Tensor], layout: Layout) -> None:
             )
 
 
-def check_checkpoints(has_checkpoints: bool, layout: Layout, policy: Policy) -> None:
-    """Raise UsageError if the job cannot move to another arena, as sync="auto" requires."""
-    if policy.warm_up and (has_checkpoints or layout.faults.continues):
+def check_checkpoints(wanted: tuple[Path, int] | None, resumed: Checkpoint | None, rank: int, layout: Layout) -> None:
+    """Raise UsageError if the job cannot move to another arena, as sync="auto" requires.
+
+    Worker 0 raises CheckpointError as well, if the folder for checkpoints is another run's.
+    """
+    if layout.policy.warm_up and (wanted or resumed or layout.faults.continues):
         raise UsageError(
             'sync="auto" moves the job to a new arena after its warm-up: expected no checkpoints, no resume and'
             ' on_worker_loss="stop" beside it; take what it recommends (fastps advise) as sync instead'
         )
+    if wanted is not None and rank == 0:
+        check_folder(wanted[0], resumed, os.environ.get("FASTPS_OVERWRITE", "0") != "0")
 
 
 def resumed_from(
@@ -80,8 +86,9 @@ def resumed_from(
 ) -> Checkpoint | None:
     """Load the checkpoint to resume from, if any, and restore the options of the param_groups and the model's buffers.
 
-    Raises CheckpointError, LayoutError.
+    The checkpoint is `path`, else FASTPS_RESUME. Raises CheckpointError, LayoutError.
     """
+    path = path if path is not None else os.environ.get("FASTPS_RESUME")
     if not path:
         return None
     found = load(path)

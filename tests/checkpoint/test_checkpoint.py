@@ -355,8 +355,10 @@ def test_a_checkpoint_goes_on_in_fastps_and_in_plain_torch(tmp_path: Path, name:
 
 def test_checkpoints_every_so_many_updates_and_a_failure_goes_on(tmp_path: Path) -> None:
     model = _model()
-    (tmp_path / "file").write_text("not a directory")
-    with fastps.DistributedOptimizer(MAKERS["sgd"](model.parameters()), checkpoint=tmp_path / "file", every=2) as optimizer:
+    folder = tmp_path / "saved"
+    with fastps.DistributedOptimizer(MAKERS["sgd"](model.parameters()), checkpoint=folder, every=2) as optimizer:
+        folder.rmdir()
+        folder.write_text("not a directory any more")
         _train(model, optimizer, 0, 3)
         assert optimizer._checkpointing is not None
         optimizer._checkpointing.close()

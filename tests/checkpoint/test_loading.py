@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import fastps
 from fastps.checkpoint.format import Array, described_rule, read_description, sealed
 from fastps.checkpoint.loading import share_folder
+from fastps.checkpoint.runs import Run
 from fastps.checkpoint.snapshot import write
 from fastps.job.layout import Layout, place
 from fastps.job.nodes import NodePolicy, Nodes
@@ -70,7 +71,7 @@ def _write(folder: Path, count: int, memory: Array, **others: Any) -> list[Path]
     layout = _layout()
     shares = shares_of(layout, Nodes(count, 0, 0, 1, "a", 1, NodePolicy(homes="spread")))
     held = [Held(layout, part, number, len(shares), memory, **others) for number, part in enumerate(shares)]
-    return [write(each, {"mean": np.ones(2)}, folder) for each in held]
+    return [write(each, {"mean": np.ones(2)}, folder, Run("the run")) for each in held]
 
 
 @settings(max_examples=20, deadline=None)
