@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any
 
 from fastps.checkpoint.format import Checkpoint, read_description, whole
 from fastps.errors import CheckpointError
+from fastps.job import limits
 from fastps.membership.job_memory import JobMemory
+from fastps.system.threads import ends_within
 
 _MOST_EARLIER = 100  # of a run that is resumed again and again
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -74,12 +77,22 @@ def _hashed(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-def check_folder(directory: Path, resumed: Checkpoint | None, overwrite: bool) -> None:
+def check_folder(
+    directory: Path, resumed: Checkpoint | None, *, overwrite: bool, needed_bytes: int = 0, timeout_s: float | None = None
+) -> None:
     """Check that a run may write its checkpoints into a directory. With `overwrite`, delete those of other runs there.
 
-    Raises CheckpointError for a directory that has another run's, unless it is resumed from there, or cannot be written.
+    `needed_bytes` is the size of one checkpoint. Raises CheckpointError for a directory that has another run's, unless it is
+    resumed from there, that cannot be written, has no room for one, or does not answer within the timeout.
     """
-    _check_writable(directory)
+    refusal: list[CheckpointError] = []
+    limit_s = limits.timeout_s(timeout_s)
+    thread = threading.Thread(target=_try, args=(directory, needed_bytes, refusal), name="fastps-folder", daemon=True)
+    thread.start()
+    if not ends_within(thread, limit_s, f"the folder {directory} answers"):
+        refusal.append(_refused(directory, "an answer", f"none within {limit_s:g} s: its disk hangs"))
+    if refusal:
+        raise refusal[0]
     of_shares = [each for each in directory.glob("share-*-of-*") if each.is_dir()]
     found = [folder for each in (directory, *of_shares) for folder in whole(each)]
     known = {*_begun, *earlier_runs(resumed), _of_launch() or None}
@@ -101,10 +114,19 @@ def _is_in(folder: Path, directory: Path) -> bool:
     return directory.resolve() in (folder.resolve(), folder.resolve().parent)
 
 
-def _check_writable(directory: Path) -> None:
+def _try(directory: Path, needed_bytes: int, refusal: list[CheckpointError]) -> None:
+    """Write a file into the directory, and ask how much room there is."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        with tempfile.TemporaryFile(dir=directory) as file:
+            found = os.fstatvfs(file.fileno())
     except OSError as error:
-        raise CheckpointError(f"checkpoints in {directory}: expected a folder that can be written, found: {error}") from error
+        refusal.append(_refused(directory, "a folder that can be written", str(error)))
+        return
+    if (free := found.f_bavail * found.f_frsize) < needed_bytes:
+        megabytes = f"{needed_bytes / 1e6:.0f} MB of room for a checkpoint", f"{free / 1e6:.0f} MB"
+        refusal.append(_refused(directory, *megabytes))
+
+
+def _refused(directory: Path, expected: str, found: str) -> CheckpointError:
+    return CheckpointError(f"checkpoints in {directory}: expected {expected}, found {found}; give another folder, or none")

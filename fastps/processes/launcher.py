@@ -249,7 +249,7 @@ class Launcher:
 
     def _finish_trace(self, file: Path) -> None:
         own = file if self._rendezvous is None else trace_parts.of_node(file, self._rendezvous.number)
-        trace_parts.annotate(trace_parts.finish(own, self.arena) or [own], self._endings())
+        trace_parts.end(own, self.arena, self._endings())
 
     def _endings(self) -> dict[int, dict[str, Any]]:
         """What a trace cannot know by itself: how each failed worker's process ended, and when injected stops took place."""

@@ -67,10 +67,12 @@ def check_parameters(tensors: list[torch.Tensor], layout: Layout) -> None:
             )
 
 
-def check_checkpoints(wanted: tuple[Path, int] | None, resumed: Checkpoint | None, rank: int, layout: Layout) -> None:
+def check_checkpoints(
+    wanted: tuple[Path, int] | None, resumed: Checkpoint | None, rank: int, layout: Layout, timeout_s: float | None
+) -> None:
     """Raise UsageError if the job cannot move to another arena, as sync="auto" requires.
 
-    Worker 0 raises CheckpointError as well, if the folder for checkpoints is another run's.
+    Worker 0 raises CheckpointError as well, if the folder for checkpoints is another run's, or cannot be used.
     """
     if layout.policy.warm_up and (wanted or resumed or layout.faults.continues):
         raise UsageError(
@@ -78,7 +80,10 @@ def check_checkpoints(wanted: tuple[Path, int] | None, resumed: Checkpoint | Non
             ' on_worker_loss="stop" beside it; take what it recommends (fastps advise) as sync instead'
         )
     if wanted is not None and rank == 0:
-        check_folder(wanted[0], resumed, os.environ.get("FASTPS_OVERWRITE", "0") != "0")
+        overwrite = os.environ.get("FASTPS_OVERWRITE", "0") != "0"
+        tables = [parameter for parameter in layout.parameters if parameter.is_table]  # whose rows may have less state
+        floats = layout.buffer_floats * (1 + layout.planes) + sum(table.size for table in tables)
+        check_folder(wanted[0], resumed, overwrite=overwrite, needed_bytes=4 * floats, timeout_s=timeout_s)
 
 
 def resumed_from(

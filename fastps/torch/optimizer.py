@@ -157,7 +157,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._check_model(layout)
         wanted = Checkpointing.wanted(checkpoint, every)
         resumed = join.resumed_from(resume, stated := self._placement.stated_layout(layout), model, self.param_groups)
-        join.check_checkpoints(wanted, resumed, self._identity.rank, stated)
+        join.check_checkpoints(wanted, resumed, self._identity.rank, stated, timeout_s)
         self._model, self._seeds, self._earlier_versions = model, dict(seeds or {}), 0
         start = self._placement.start(resumed) if resumed is not None else None
         self._first_versions = start.beginning(layout)["versions"] if start is not None else []
