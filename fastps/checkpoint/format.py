@@ -1,12 +1,15 @@
 """The file format of a checkpoint: its contents, reading, and the errors for damaged files.
 
 A checkpoint is a folder `checkpoint-NUMBER` with `tensors.safetensors` (weights, optimizer state, model buffers) and
-`checkpoint.json` (everything else, and a checksum of every tensor). The folder is written under a temporary name, flushed to
+`checkpoint.json` (everything else, and checksums of the tensors and of their header). The last line of `checkpoint.json` has a
+digest of all bytes before it, so that one digest covers both files. The folder is written under a temporary name, flushed to
 the disk, then renamed, so a folder with the final name is complete. If the disk is full, the earlier checkpoints stay as they
 are. Nothing is pickled.
 """
 
+import hashlib
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 
-from fastps.checkpoint.tensors_file import read_tensors
+from fastps.checkpoint.tensors_file import header_sum, read_tensors
 from fastps.errors import CheckpointError
 from fastps.job.layout import Layout, Parameter
 from fastps.membership.job_memory import JobMemory
 
-FORMAT = 1
+FORMAT = 2  # format 1 has no digest and no checksum of the tensors' header
 TENSORS_FILE = "tensors.safetensors"
 JSON_FILE = "checkpoint.json"
 PREFIX = "checkpoint-"
@@ -40,6 +43,9 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "checksums": dict,
     "extra": dict,
 }
+_SINCE_FORMAT_2: dict[str, type | tuple[type, ...]] = {"header": int, "digest": str, "run": str, "earlier_runs": list}
+_DIGEST = re.compile(rb',\n "digest": "([0-9a-f]{64})"\n}')
+_DIGEST_BYTES = 81
 Array = npt.NDArray[Any]
 
 
@@ -184,31 +190,47 @@ def read(folder: Path) -> Checkpoint:
 
     Raises CheckpointError that names the missing, damaged or foreign field or tensor, what was expected and what was found.
     """
-    description = _read_description(folder)
+    description = read_description(folder)
     if not (folder / TENSORS_FILE).is_file():  # opening a pipe would block
         raise refused(folder, TENSORS_FILE, "a whole safetensors file", "no file")
     try:
-        tensors = read_tensors(folder / TENSORS_FILE)
+        tensors, header = read_tensors(folder / TENSORS_FILE), header_sum(folder / TENSORS_FILE)
     except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise refused(folder, TENSORS_FILE, "a whole safetensors file", f"a damaged one ({error})") from None
     _check_tensors(folder, description, tensors)
+    if description["format"] > 1 and header != description["header"]:
+        raise refused(folder, f"{TENSORS_FILE}: header", f"the checksum {description['header']}", f"{header}: it is damaged")
     return Checkpoint(folder, description, tensors)
 
 
-def _read_description(folder: Path) -> dict[str, Any]:
+def sealed(description: Mapping[str, Any]) -> bytes:
+    """The bytes of a JSON file: the description, and a digest of all that comes before it."""
+    covered = {key: value for key, value in description.items() if key != "digest"}
+    text = json.dumps(covered, indent=1).encode().removesuffix(b"\n}")
+    return text + b',\n "digest": "%s"\n}' % hashlib.sha256(text).hexdigest().encode()
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """Read and check the JSON file of a checkpoint's folder. Raises CheckpointError, as `read` does."""
+    if not (folder / JSON_FILE).is_file():
+        raise refused(folder, JSON_FILE, "JSON as save wrote it", "no file")
     try:
-        description = json.loads((folder / JSON_FILE).read_text())
+        text = (folder / JSON_FILE).read_bytes()
+        description = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise refused(folder, JSON_FILE, "JSON as save wrote it", f"something else ({error})") from None
     if not isinstance(description, dict):
         raise refused(folder, JSON_FILE, "an object", type(description).__name__)
-    for field, kind in _FIELDS.items():
+    fields = _FIELDS if description.get("format") == 1 else _FIELDS | _SINCE_FORMAT_2
+    for field, kind in fields.items():
         value = description.get(field)
         if not isinstance(value, kind) or isinstance(value, bool):
             name = kind.__name__ if isinstance(kind, type) else "/".join(each.__name__ for each in kind)
             raise refused(folder, f"field {field!r}", name, "nothing" if value is None else repr(value)[:80])
-    if description["format"] != FORMAT:
-        raise refused(folder, "field 'format'", f"{FORMAT}, which this fastps reads", str(description["format"]))
+    if description["format"] not in (1, FORMAT):
+        raise refused(folder, "field 'format'", f"1 or {FORMAT}, which this fastps reads", str(description["format"]))
+    if description["format"] > 1 or "digest" in description:
+        _check_digest(folder, text)
     for field in ("version", "drawn"):
         if not 0 <= description[field] < 1 << 40:
             raise refused(folder, f"field {field!r}", "0 to 2^40", str(description[field]))
@@ -219,6 +241,15 @@ def _read_description(folder: Path) -> dict[str, Any]:
     if not all(isinstance(group, dict) for group in description["param_groups"]):
         raise refused(folder, "field 'param_groups'", "an object each", repr(description["param_groups"])[:80])
     return description
+
+
+def _check_digest(folder: Path, text: bytes) -> None:
+    end = _DIGEST.fullmatch(text, max(0, len(text) - _DIGEST_BYTES))
+    if end is None:
+        raise refused(folder, JSON_FILE, "a digest at its end", "none: it is damaged")
+    found = hashlib.sha256(text[: end.start()]).hexdigest()
+    if found != end[1].decode():
+        raise refused(folder, JSON_FILE, f"the digest {end[1].decode()}", f"{found}: it is damaged")
 
 
 def _check_tensors(folder: Path, description: dict[str, Any], tensors: Mapping[str, Array]) -> None:

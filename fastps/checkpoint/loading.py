@@ -4,7 +4,7 @@ With homes="spread" every node writes its share of the model into a folder of it
 that all nodes see. The shares of one version of one run are one checkpoint. A version that some node has not written is none.
 """
 
-import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from fastps.checkpoint.format import JSON_FILE, PREFIX, Array, Checkpoint, read, refused, strided, whole
+from fastps.checkpoint.format import JSON_FILE, PREFIX, Array, Checkpoint, read, read_description, refused, strided, whole
 from fastps.errors import CheckpointError
 
+logger = logging.getLogger("fastps.checkpointing")
+
+_OF_ONE_SHARE = ("share", "checksums", "header", "digest")
 _SHARE = re.compile(r"share-(\d+)-of-(\d+)")
 _Saved = tuple[str, int]
 """The run that wrote a share, and the share's version."""
@@ -31,20 +34,30 @@ def share_folder(number: int, count: int) -> str:
 
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read a checkpoint: a folder that `save` returned, or the newest in a directory of checkpoints.
+    """Read a checkpoint: a folder that `save` returned, or the newest whole one in a directory of checkpoints.
 
-    Raises CheckpointError that names the missing, damaged or foreign field or tensor, what was expected and what was found.
+    A warning names each newer one that is damaged. Raises CheckpointError that names the missing, damaged or foreign field or
+    tensor, what was expected and what was found, for each checkpoint of a directory.
     """
     folder = Path(path)
     if (folder / JSON_FILE).is_file():
         return read(folder)
-    found = whole(folder) if folder.is_dir() else []
-    if found:
-        return read(found[-1])
-    shares = _shares(folder) if folder.is_dir() else {}
-    if not shares:
+    candidates: list[list[Path]] = [[found] for found in reversed(whole(folder))] if folder.is_dir() else []
+    shares = _shares(folder) if folder.is_dir() and not candidates else {}
+    if not (candidates or shares):
         raise CheckpointError(f"checkpoint {folder}: expected {JSON_FILE} or folders {PREFIX}NUMBER there, found neither")
-    return _joined(folder, [read(share) for share in _newest(folder, shares)])
+    damage: list[str] = []
+    for parts in _of_all_nodes(folder, shares, damage) if shares else candidates:
+        try:
+            found = [read(part) for part in parts]
+            checkpoint = _joined(folder, found) if shares else found[0]
+        except CheckpointError as error:
+            damage.append(str(error))
+            continue
+        if damage:
+            logger.warning("%s; the newest whole one is taken: %s, version %d", "; ".join(damage), parts[0], checkpoint.version)
+        return checkpoint
+    raise CheckpointError(f"checkpoint {folder}: expected a whole one, found none: {'; '.join(damage)}")
 
 
 def _shares(directory: Path) -> dict[int, dict[int, list[Path]]]:
@@ -58,32 +71,35 @@ def _shares(directory: Path) -> dict[int, dict[int, list[Path]]]:
     return found
 
 
-def _newest(directory: Path, shares: dict[int, dict[int, list[Path]]]) -> list[Path]:
-    """The shares of the version that was written last among those that all nodes have written."""
-    best: list[Path] = []
+def _of_all_nodes(directory: Path, shares: dict[int, dict[int, list[Path]]], damage: list[str]) -> list[list[Path]]:
+    """The shares of each version that all nodes have written, the newest first. Adds what cannot be read to `damage`."""
+    complete: list[list[Path]] = []
     seen = []
     for count, by_number in shares.items():
-        saved = [{_saved(folder): folder for folder in by_number.get(number, [])} for number in range(count)]
+        saved = [_saved(by_number.get(number, []), damage) for number in range(count)]
         versions = [", ".join(str(version) for _, version in each) or "none" for each in saved]
         seen += [f"{share_folder(number, count)} has {text}" for number, text in enumerate(versions)]
-        for key in saved[0]:
-            if all(key in each for each in saved):
-                found = [each[key] for each in saved]
-                best = max(best, found, key=lambda folders: folders[0].stat().st_mtime_ns if folders else -1)
-    if not best:
+        complete += [[each[key] for each in saved] for key in (saved[0] if saved else ()) if all(key in each for each in saved)]
+    if not complete:
         raise CheckpointError(
-            f"checkpoint {directory}: expected a version that every node has written, found none ({'; '.join(seen)}): all nodes"
-            " write into one directory that they share, or copy their share folders into one"
+            f"checkpoint {directory}: expected a version that every node has written, found none ({'; '.join(seen + damage)}):"
+            " all nodes write into one directory that they share, or copy their share folders into one"
         )
-    return best
+    return sorted(complete, key=lambda folders: folders[0].stat().st_mtime_ns, reverse=True)
 
 
-def _saved(folder: Path) -> _Saved:
-    try:
-        described = json.loads((folder / JSON_FILE).read_text())
-        return str(described["share"]["run"]), int(described["version"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise refused(folder, JSON_FILE, "the description of a share", f"something else ({error})") from None
+def _saved(folders: Sequence[Path], damage: list[str]) -> dict[_Saved, Path]:
+    """The checkpoints of one share by run and version."""
+    found = {}
+    for folder in folders:
+        try:
+            described = read_description(folder)
+            if not isinstance(share := described.get("share"), dict):
+                raise refused(folder, JSON_FILE, "the description of a share", "another")
+            found[str(share.get("run")), int(described["version"])] = folder
+        except CheckpointError as error:
+            damage.append(str(error))
+    return found
 
 
 def _joined(directory: Path, shares: Sequence[Checkpoint]) -> Checkpoint:
@@ -109,5 +125,5 @@ def _joined(directory: Path, shares: Sequence[Checkpoint]) -> Checkpoint:
                 )
             tensors[prefix + suffix] = strided(flat, parameter["shape"], stride)
         parameter["steps"] = steps[parameter["name"]]
-    description: Mapping[str, Any] = {key: value for key, value in first.items() if key not in ("share", "checksums")}
+    description: Mapping[str, Any] = {key: value for key, value in first.items() if key not in _OF_ONE_SHARE}
     return Checkpoint(directory, {**description, "parameters": parameters}, tensors)

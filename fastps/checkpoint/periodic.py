@@ -1,9 +1,9 @@
 """Periodic checkpoints: a thread writes one every so many updates while the workers go on.
 
 The live worker of the lowest rank pins a version between two of its steps and hands it to the thread. If an earlier checkpoint
-is still being written, by this worker or another, the next one is delayed until a later step. A job with tables has no thread
-for it: the worker writes, and the others do not fold meanwhile. If a checkpoint cannot be written
-(a full disk), the error is logged and counted, and training goes on.
+is still being written, by this worker or another, the next one is delayed until a later step. If a checkpoint cannot be written
+(a full disk) or is missed (a disk that hangs), a warning says so, it is counted, and training goes on. No wait for the disk is
+longer than the job's timeout.
 """
 
 import logging
@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fastps.checkpoint.format import Array
-from fastps.checkpoint.snapshot import Pinned, VersionInUseError, write
+from fastps.checkpoint.runs import Run
+from fastps.checkpoint.snapshot import HeldVersion, Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
 from fastps.kernels.shm.arena import LANE_LIVE
 from fastps.store.worker import Worker
+from fastps.system.threads import ends_within
 
 logger = logging.getLogger("fastps.checkpointing")
 
@@ -31,7 +33,7 @@ class Checkpointing:
 
     Attributes:
         written: the number of checkpoints that this worker has written.
-        failures: the number of checkpoints that it could not write.
+        failures: the number of checkpoints that it could not write, or missed.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Checkpointing:
         buffers: Callable[[], Mapping[str, Array]],
         version: Callable[[], int] | None = None,
         *,
+        run: Run | None = None,
         exact: bool = False,
     ) -> None:
         if every < 1:
@@ -53,9 +56,11 @@ class Checkpointing:
         self._pin = pin
         self._buffers = buffers
         self._version = version or (lambda: worker.version)
+        self._run = run or Run.of(worker.store)
         self._exact = exact
         self._next = ((worker.store.version if version is None else version()) // every + 1) * every
         self._thread: threading.Thread | None = None
+        self._began = 0  # the version that the thread writes
         self.written = 0
         self.failures = 0
 
@@ -81,7 +86,7 @@ class Checkpointing:
         if self._exact:
             self._join()
         if self._thread is not None and self._thread.is_alive():
-            logger.debug("version %d: a checkpoint is due, and the one before is still being written", version)
+            self._delay(version)
             return
         try:
             buffers = {name: array.copy() for name, array in self._buffers().items()}
@@ -95,16 +100,31 @@ class Checkpointing:
         except VersionInUseError:
             logger.debug("version %d: a checkpoint is due, and another worker still copies one", version)
             return
-        self._next = (version // self._every + 1) * self._every
-        if self._worker.store.tables:  # the version is held by this worker's locks, which its own thread gives back
+        self._next, self._began = (version // self._every + 1) * self._every, version
+        if isinstance(pinned, HeldVersion) and pinned.holds_locks:  # which this worker's own thread gives back
             self._write(pinned, buffers)
             return
         self._thread = threading.Thread(target=self._write, args=(pinned, buffers), name="fastps-checkpoint", daemon=True)
         self._thread.start()
 
+    def _delay(self, version: int) -> None:
+        """Leave a checkpoint that is due for a later step; once the next one is due, too, it is missed."""
+        if version < self._next + self._every:
+            logger.debug("version %d: a checkpoint is due, and the one before is still being written", version)
+            return
+        self.failures += 1
+        logger.warning(
+            "no checkpoint of version %d: the one of version %d is still being written to %s; training goes on, and the next"
+            " one comes when that is done",
+            self._next,
+            self._began,
+            self._directory,
+        )
+        self._next = version // self._every * self._every
+
     def _write(self, pinned: Pinned, buffers: Mapping[str, Array]) -> None:
         try:
-            folder = write(pinned, buffers, self._directory)
+            folder = write(pinned, buffers, self._directory, self._run, limit_s=self._worker.store.timeout_s)
             self.written += 1
             logger.info("wrote %s, version %d", folder, pinned.description["version"])
         except Error as error:  # also a device's
@@ -116,12 +136,24 @@ class Checkpointing:
 
     def close(self, failed: bool = False) -> None:
         """Wait for the checkpoint in progress; unless the worker failed, then write the one that is due, if any."""
-        self._join()
-        if not failed:
+        if self._join() and not failed:
             self.after_step()
             self._join()
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+    def _join(self) -> bool:
+        """Wait for the checkpoint in progress, at most the job's timeout; then it is missed. Returns whether none is left."""
+        if self._thread is None:
+            return True
+        store = self._worker.store
+        what = f"the checkpoint of version {self._began} is written to {self._directory}"
+        if ends_within(self._thread, store.timeout_s, what, store.clock):
             self._thread = None
+            return True
+        self.failures += 1
+        logger.warning(
+            "the checkpoint of version %d was not written to %s within %g s, and is missed: the disk hangs, or is slow",
+            self._began,
+            self._directory,
+            store.timeout_s,
+        )
+        return False

@@ -5,8 +5,7 @@ a full disk leaves the earlier checkpoints as they are.
 """
 
 import contextlib
-import fcntl
-import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -27,16 +26,24 @@ from fastps.checkpoint.format import (
     described_rule,
     has_values,
     number_of,
+    sealed,
     shaped,
     whole,
 )
-from fastps.checkpoint.tensors_file import write_tensors
+from fastps.checkpoint.runs import Run
+from fastps.checkpoint.tensors_file import header_sum, write_tensors
 from fastps.errors import CheckpointError, ProtocolError
+from fastps.job import limits
+from fastps.job.layout import Parameter
 from fastps.membership.job_memory import JobMemory, VersionCopy
 from fastps.store.worker import Worker
+from fastps.system.file_locks import lock
+from fastps.system.shared_memory import available_bytes
 from fastps.version import __version__
 
-KEPT = 2  # newest checkpoints to keep; older ones are removed when a new one is complete
+logger = logging.getLogger("fastps.checkpointing")
+
+KEPT = 2  # a run's newest checkpoints to keep; its older ones are removed when a new one is complete
 _KEPT_SHARES = 3  # a node may have written a version while another still writes the one before
 Found = TypeVar("Found")
 _UNFINISHED = ".unfinished-"
@@ -140,6 +147,10 @@ class PinnedVersion:
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
         """The name and the array of each tensor. The arrays are valid until `close`."""
+        for name, _, array in self._tensors():
+            yield name, array
+
+    def _tensors(self) -> Iterator[tuple[str, Parameter, Array]]:
         layout, copy = self._store.layout, self._copy
         assert copy is not None
         planes = [("weights/", copy.views(0))]
@@ -149,7 +160,7 @@ class PinnedVersion:
         for prefix, views in planes:
             for parameter, view in zip(layout.parameters, views, strict=True):
                 if has_values(view, parameter):
-                    yield prefix + parameter.name, shaped(view, parameter)
+                    yield prefix + parameter.name, parameter, shaped(view, parameter)
 
     def close(self) -> None:
         """Unpin the buffers, once nothing reads them. May be called twice."""
@@ -168,25 +179,54 @@ class PinnedVersion:
 
 
 class HeldVersion(PinnedVersion):
-    """A whole version of a job with tables. The other workers do not fold while it is copied.
+    """A whole version of a job with tables. The other workers do not fold while its tables are copied.
 
-    A table lies in memory once, so only the shard locks keep its rows at one version. The worker's own thread copies it.
+    A table lies in memory once, so only the shard locks keep its rows at one version. The worker's own thread copies the tables
+    in memory and releases the locks. Without room for that, it holds them until the version is written and closed.
     """
 
     def __init__(self, worker: Worker, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> None:
         self._worker: Worker | None = worker
+        self._copied: dict[str, Array] = {}
         worker.lock_shards()
         try:
             super().__init__(worker, param_groups, extra, waits=waits)
+            self._copy_tables()
         except BaseException:
             self.close()
             raise
 
+    @property
+    def holds_locks(self) -> bool:
+        """Whether the other workers wait until `close`, which only this worker's thread may call then."""
+        return self._worker is not None
+
+    def _copy_tables(self) -> None:
+        tables = {name: array for name, parameter, array in self._tensors() if parameter.is_table}
+        needed, free = sum(array.nbytes for array in tables.values()), available_bytes()[0]
+        if 2 * needed > free:
+            logger.warning(
+                "the other workers wait while a checkpoint is written: a copy of its tables needs %d MB, found %d MB free",
+                needed >> 20,
+                free >> 20,
+            )
+            return
+        self._copied = {name: array.copy() for name, array in tables.items()}
+        self._unlock()
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """See PinnedVersion."""
+        for name, array in super().arrays():
+            yield name, self._copied.get(name, array)
+
     def close(self) -> None:
-        """Unpin the buffers, and release the shard locks. May be called twice."""
+        """Unpin the buffers, and release the shard locks if they are held. May be called twice."""
+        super().close()
+        self._unlock()
+
+    def _unlock(self) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
-            super().close()
             worker.unlock_shards(False)
 
 
@@ -220,11 +260,19 @@ def _pin(worker: CopyingLane, shard: int, waits: bool) -> tuple[int, int, int, l
 class Source(Protocol):
     """The interface that `save` needs of an optimizer."""
 
+    @property
+    def worker(self) -> Worker:
+        """The optimizer's worker."""
+
     def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> Pinned:
         """Pin the published version, with the optimizer's own description of it."""
 
     def model_buffers(self) -> Mapping[str, Array]:
         """Name to array of the model's buffers."""
+
+    @property
+    def run(self) -> Run:
+        """The run to which the job belongs."""
 
 
 def pin(source: Source | Worker, extra: Mapping[str, Any], *, waits: bool = True) -> Pinned:
@@ -241,7 +289,7 @@ def save(
     """Write a checkpoint of the job of `source`, a DistributedOptimizer or a Worker between two steps. Return its folder.
 
     This worker waits until the checkpoint is written; the others go on. `extra` is saved with it and may hold anything that
-    JSON can. The newest `keep` checkpoints of the directory stay.
+    JSON can. Of this run's checkpoints in the directory the newest `keep` stay, of other runs' all.
 
     Raises CheckpointError if the checkpoint cannot be written (a full disk, for example), and then leaves the earlier ones as
     they were; UsageError after close or in a forked child.
@@ -258,31 +306,40 @@ def save(
     >>> found.version, found.weights()["w"].tolist(), found.extra["seed"]
     (1, [0.5, 0.5, 0.5], 7)
     """
-    buffers = {} if isinstance(source, Worker) else source.model_buffers()
+    buffers: Mapping[str, Array] = {}
+    if isinstance(source, Worker):
+        worker, run = source, Run.of(source.store)
+    else:
+        worker, buffers, run = source.worker, source.model_buffers(), source.run
     with contextlib.closing(pin(source, extra or {})) as pinned:
-        return write(pinned, buffers, Path(directory), keep)
+        return write(pinned, buffers, Path(directory), run, keep, worker.store.timeout_s)
 
 
-def write(pinned: Pinned, buffers: Mapping[str, Array], directory: Path, keep: int = KEPT) -> Path:
-    """Write a pinned version as the newest checkpoint of a directory, and unpin it. Raises CheckpointError."""
+def write(
+    pinned: Pinned, buffers: Mapping[str, Array], directory: Path, run: Run, keep: int = KEPT, limit_s: float | None = None
+) -> Path:
+    """Write a pinned version as the newest checkpoint of a directory, unpin it, and delete old ones of the same run.
+
+    Waits for another writer of the directory for at most `limit_s`, by default FASTPS_TIMEOUT. Raises CheckpointError.
+    """
     if pinned.share:
         directory, keep = directory / pinned.share, max(keep, _KEPT_SHARES)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _locked(directory) as descriptor:
+        with _locked(directory, limits.timeout_s(limit_s)) as descriptor:
             for left in directory.glob(_UNFINISHED + "*"):
                 shutil.rmtree(left, ignore_errors=True)  # from a process that died: only the lock's holder writes
             number = 1 + max((number_of(folder) for folder in whole(directory)), default=0)
             unfinished, folder = directory / f"{_UNFINISHED}{number}", directory / f"{PREFIX}{number:06d}"
             try:
                 unfinished.mkdir()
-                _write_files(unfinished, pinned, buffers)
+                _write_files(unfinished, pinned, buffers, run)
                 unfinished.rename(folder)
                 os.fsync(descriptor)
             except BaseException:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 raise
-            for old in whole(directory)[: -max(1, keep)]:
+            for old in [found for found in whole(directory) if run.owns(found)][: -max(1, keep)]:
                 shutil.rmtree(old, ignore_errors=True)
             return folder
     except (OSError, safetensors.SafetensorError) as error:
@@ -293,15 +350,16 @@ def write(pinned: Pinned, buffers: Mapping[str, Array], directory: Path, keep: i
         pinned.close()
 
 
-def _write_files(folder: Path, pinned: Pinned, buffers: Mapping[str, Array]) -> None:
+def _write_files(folder: Path, pinned: Pinned, buffers: Mapping[str, Array], run: Run) -> None:
     tensors = {name: np.asarray(array, order="C") for name, array in pinned.arrays()}
     tensors.update({f"buffers/{name}": np.asarray(array, order="C") for name, array in buffers.items()})
     checksums = {name: checksum_of(array) for name, array in tensors.items()}
     write_tensors(tensors, folder / TENSORS_FILE)
     del tensors
     pinned.close()
-    with (folder / JSON_FILE).open("w") as stream:
-        json.dump({**pinned.description, "checksums": checksums}, stream, indent=1)
+    header = header_sum(folder / TENSORS_FILE)
+    description = {**pinned.description, **run.described(), "checksums": checksums, "header": header}
+    (folder / JSON_FILE).write_bytes(sealed(description))
     for name in (TENSORS_FILE, JSON_FILE, "."):
         descriptor = os.open(folder / name, os.O_RDONLY)
         try:
@@ -311,11 +369,11 @@ def _write_files(folder: Path, pinned: Pinned, buffers: Mapping[str, Array]) -> 
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[int]:
-    """Lock the directory and yield its descriptor. The kernel releases the lock if the process dies."""
+def _locked(directory: Path, limit_s: float) -> Iterator[int]:
+    """Lock the directory and yield its descriptor. Raises TimeoutError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor, limit_s)
         yield descriptor
     finally:
         os.close(descriptor)

@@ -6,6 +6,7 @@ mapping of the file. The library that defines the format checks each file that i
 
 import json
 import struct
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,13 @@ def write_tensors(tensors: Mapping[str, Array], path: Path) -> None:
         stream.write(struct.pack("<Q", len(text)) + text)
         for name in header:
             stream.write(memoryview(np.ascontiguousarray(tensors[name]).reshape(-1)).cast("B") if tensors[name].size else b"")
+
+
+def header_sum(path: Path) -> int:
+    """CRC-32 of a whole file's header and its length, which say what each byte after them belongs to."""
+    with path.open("rb") as stream:
+        length = stream.read(8)
+        return zlib.crc32(stream.read(struct.unpack("<Q", length)[0]), zlib.crc32(length))
 
 
 def read_tensors(path: Path) -> dict[str, Array]:

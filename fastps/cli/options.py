@@ -103,6 +103,7 @@ NonFinite = Annotated[
 MaxWorkers = Annotated[int, typer.Option(help="So many may be attached at a time; 0: as many as at the start.")]
 CheckpointDirectory = Annotated[Path | None, typer.Option("--checkpoint", help="Write checkpoints into this directory.")]
 Every = Annotated[int, typer.Option(metavar="UPDATES", help="With --checkpoint: updates between two checkpoints; 0: 1000.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="With --checkpoint: delete other runs' checkpoints there.")]
 Resume = Annotated[Path | None, typer.Option(help="Go on from this checkpoint, or from the newest of a directory of them.")]
 InjectFaults = Annotated[
     str | None,
@@ -285,6 +286,8 @@ def placed_nodes(context: typer.Context, policy: "NodePolicy") -> "NodeOptions |
 
 def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
     """Return a command's options on restarts, losses, checkpoints and injected faults."""
+    from fastps.checkpoint.loading import load
+    from fastps.checkpoint.runs import check_folder
     from fastps.processes.fault_injection import FaultPlan
     from fastps.processes.options import JobOptions
 
@@ -292,6 +295,9 @@ def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
     checkpoint, resume, faults = given["checkpoint"], given["resume"], given["inject_faults"]
     if resume is not None and not resume.exists():
         raise UsageError(f"--resume {resume}: expected a checkpoint or a directory of them, found nothing there")
+    resumed = load(resume) if resume is not None else None
+    if checkpoint is not None and not given["overwrite"]:
+        check_folder(checkpoint, resumed, overwrite=False)
     return JobOptions(
         restarts=given["restarts"],
         on_worker_loss=given["on_worker_loss"],
@@ -299,7 +305,8 @@ def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
         max_workers=given["max_workers"],
         checkpoint=str(checkpoint.resolve()) if checkpoint is not None else "",
         every=given["every"],
-        resume=str(resume.resolve()) if resume is not None else "",
+        overwrite=given["overwrite"],
+        resume=str(resumed.folder.resolve()) if resumed is not None else "",  # one folder for all workers
         faults=FaultPlan.parse(faults, seed) if faults is not None else None,
         server=given["server"],
     )

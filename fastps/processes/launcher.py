@@ -24,6 +24,7 @@ from fastps.errors import NodeLostError, UsageError, WorkerDiedError
 from fastps.kernels.shm.arena import MAX_LANES
 from fastps.membership import discovery
 from fastps.processes.absent_workers import NoShows
+from fastps.processes.beginning import Beginning
 from fastps.processes.fault_injection import FaultInjector, FaultReport
 from fastps.processes.forkserver_client import ForkServer
 from fastps.processes.nodes import LaunchRendezvous, NodeOptions
@@ -65,6 +66,7 @@ class LaunchedWorker:
     ended_ns: int = 0
     errors: ErrorLines = field(default_factory=ErrorLines)
     was_out_of_memory: bool = False
+    lost_steps: int | None = 0  # with its arena, because no other worker had attached; None: unknown
 
     @property
     def tail(self) -> deque[str]:
@@ -201,7 +203,7 @@ class Launcher:
         self._selector = selectors.DefaultSelector()
         self._lines: dict[int, Lines] = {}
         self._tracebacks = "--debug" in sys.argv if tracebacks is None else tracebacks
-        self._has_begun = False  # whether an arena was seen
+        self._beginning = Beginning(self.job, clock)
         self._open_pipes = 0
         self._signals = [signal.SIGTERM, signal.SIGKILL]  # sent in order, one after each deadline
         self._deadline_ns: int | None = None
@@ -215,7 +217,8 @@ class Launcher:
         try:
             self._start()
             while any(worker.exit_code is None for worker in self._workers):
-                self._handle_events(min(tick_s, _FAULT_TICK_S) if self._injector is not None else tick_s)
+                is_quick = self._injector is not None or self._beginning.is_watched
+                self._handle_events(min(tick_s, _FAULT_TICK_S) if is_quick else tick_s)
                 self._enforce_deadline()
                 if self._injector is not None and not self._interrupts:
                     self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
@@ -248,7 +251,7 @@ class Launcher:
 
     def _finish_trace(self, file: Path) -> None:
         own = file if self._rendezvous is None else trace_parts.of_node(file, self._rendezvous.number)
-        trace_parts.annotate(trace_parts.finish(own, self.arena) or [own], self._endings())
+        trace_parts.end(own, self.arena, self._endings())
 
     def _endings(self) -> dict[int, dict[str, Any]]:
         """What a trace cannot know by itself: how each failed worker's process ended, and when injected stops took place."""
@@ -262,7 +265,7 @@ class Launcher:
 
     def _look_at_job(self) -> None:
         if self._options.continues:
-            self._has_begun = self._has_begun or bool(discovery.arenas_of(self.job))
+            self._beginning.look()
             self._no_shows.tick()
 
     def _root_cause(self) -> LaunchedWorker | None:
@@ -386,6 +389,7 @@ class Launcher:
     def _replace(self, lost: LaunchedWorker) -> None:
         """Start a replacement for a lost worker."""
         self._restarts_left -= 1
+        lost.lost_steps = self._beginning.replaced(lost.rank)
         self._workers.append(self._new_worker(lost.rank, lost.restart + 1))
         logger.warning("worker %d %s; started another, %d restarts left", lost.rank, lost.ending, self._restarts_left)
         if not self._restarts_left:
@@ -434,9 +438,7 @@ class Launcher:
     def _is_over(self) -> bool:
         """Whether no other worker trains, so a replacement could not join them."""
         codes = [worker.exit_code for worker in self._workers]
-        if 0 in codes and None not in codes:
-            return True
-        return self._has_begun and not discovery.arenas_of(self.job)
+        return (0 in codes and None not in codes) or self._beginning.is_over()
 
     def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: IO[str]) -> None:
         """Pass on whole lines, each with its worker's number; keep the last lines of stderr for the report."""

@@ -20,6 +20,7 @@ class JobOptions:
         max_workers: the most workers attached at a time; 0: as many as at the start.
         checkpoint: directory for checkpoints; "": no checkpoints.
         every: updates between two checkpoints.
+        overwrite: whether to delete the checkpoints of other runs in that directory.
         resume: checkpoint, or directory of checkpoints, to resume from; "": start anew.
         faults: faults to inject; None: none.
         server: the processes that fold, "workers" or "process"; "" leaves the choice to the script.
@@ -36,6 +37,7 @@ class JobOptions:
     max_workers: int = 0
     checkpoint: str = ""
     every: int = 0
+    overwrite: bool = False
     resume: str = ""
     faults: FaultPlan | None = None
     server: str = ""
@@ -64,6 +66,7 @@ class JobOptions:
             "FASTPS_MAX_WORKERS": str(self.max_workers or ""),
             "FASTPS_CHECKPOINT": self.checkpoint,
             "FASTPS_CHECKPOINT_EVERY": str(self.every or ""),
+            "FASTPS_OVERWRITE": "1" if self.overwrite else "",
             "FASTPS_RESUME": self.resume,
             "FASTPS_SERVER": self.server,
         }

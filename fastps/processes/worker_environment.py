@@ -63,6 +63,7 @@ def environment_of(
         "FASTPS_RANK": str(rank),
         "FASTPS_WORKERS": str(workers),
         "FASTPS_JOB": job,
+        "FASTPS_RUN": job,
         "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED", "1"),
     }
     if style == "torchrun":

@@ -8,17 +8,18 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastps.checkpoint.format import Checkpoint
 from fastps.checkpoint.loading import load
+from fastps.checkpoint.runs import check_folder
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job import environment, limits
 from fastps.job.environment import Identity
 from fastps.job.layout import GradientType, Layout
-from fastps.job.policy import Policy
 from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
 from fastps.membership import discovery
@@ -70,13 +71,23 @@ def check_parameters(tensors: list[torch.Tensor], layout: Layout) -> None:
             )
 
 
-def check_checkpoints(has_checkpoints: bool, layout: Layout, policy: Policy) -> None:
-    """Raise UsageError if the job cannot move to another arena, as sync="auto" requires."""
-    if policy.warm_up and (has_checkpoints or layout.faults.continues):
+def check_checkpoints(
+    wanted: tuple[Path, int] | None, resumed: Checkpoint | None, rank: int, layout: Layout, timeout_s: float | None
+) -> None:
+    """Raise UsageError if the job cannot move to another arena, as sync="auto" requires.
+
+    Worker 0 raises CheckpointError as well, if the folder for checkpoints is another run's, or cannot be used.
+    """
+    if layout.policy.warm_up and (wanted or resumed or layout.faults.continues):
         raise UsageError(
             'sync="auto" moves the job to a new arena after its warm-up: expected no checkpoints, no resume and'
             ' on_worker_loss="stop" beside it; take what it recommends (fastps advise) as sync instead'
         )
+    if wanted is not None and rank == 0:
+        overwrite = os.environ.get("FASTPS_OVERWRITE", "0") != "0"
+        tables = [parameter for parameter in layout.parameters if parameter.is_table]  # whose rows may have less state
+        floats = layout.buffer_floats * (1 + layout.planes) + sum(table.size for table in tables)
+        check_folder(wanted[0], resumed, overwrite=overwrite, needed_bytes=4 * floats, timeout_s=timeout_s)
 
 
 def resumed_from(
@@ -84,8 +95,9 @@ def resumed_from(
 ) -> Checkpoint | None:
     """Load the checkpoint to resume from, if any, and restore the options of the param_groups and the model's buffers.
 
-    Raises CheckpointError, LayoutError.
+    The checkpoint is `path`, else FASTPS_RESUME. Raises CheckpointError, LayoutError.
     """
+    path = path if path is not None else os.environ.get("FASTPS_RESUME")
     if not path:
         return None
     found = load(path)

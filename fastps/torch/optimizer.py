@@ -21,6 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 from fastps.advice.auto_sync import WarmUp, move, room_bytes
 from fastps.checkpoint.format import Array
 from fastps.checkpoint.periodic import Checkpointing
+from fastps.checkpoint.runs import Run, earlier_runs
 from fastps.checkpoint.snapshot import Pinned
 from fastps.errors import ArenaError, UsageError
 from fastps.job import environment
@@ -103,7 +104,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         ArenaError: The arena cannot be made or mapped.
         AttachError: This worker cannot join the job.
         LayoutError: This worker's model, rule or discipline differs from the job's or the checkpoint's.
-        CheckpointError: The checkpoint to resume from cannot be read.
+        CheckpointError: The checkpoint to resume from cannot be read, or the folder for checkpoints is another run's.
     """
 
     # torch.amp.GradScaler then passes its scale and whether it found infs, instead of skipping step().
@@ -155,13 +156,13 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         layout = self._layout(model, policy, faults, pushed)
         self._check_model(layout)
         wanted = Checkpointing.wanted(checkpoint, every)
-        resume = resume if resume is not None else os.environ.get("FASTPS_RESUME")
-        resumed = join.resumed_from(resume, self._placement.stated_layout(layout), model, self.param_groups)
-        join.check_checkpoints(wanted is not None or resumed is not None, layout, policy)
+        resumed = join.resumed_from(resume, stated := self._placement.stated_layout(layout), model, self.param_groups)
+        join.check_checkpoints(wanted, resumed, self._identity.rank, stated, timeout_s)
         self._model, self._seeds, self._earlier_versions = model, dict(seeds or {}), 0
         start = self._placement.start(resumed) if resumed is not None else None
         self._first_versions = start.beginning(layout)["versions"] if start is not None else []
         joined = self._join(layout, Joining(self._identity, self._names_job, start, timeout_s, clock))
+        self.run = Run.of(joined.store, earlier_runs(resumed))
         self._begin(joined, batch_size, wanted if self._placement.saves else None)
         join.limit_threads(layout.workers)
         keep_freed_memory(4 * layout.buffer_floats)
@@ -190,10 +191,9 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
             self._weights.remember()
         self._checkpointing = None
         if checkpointing is not None:
-            exact = self._placement.saves_share
+            run, exact, version = self.run, self._placement.saves_share, partial(self._placement.saved_version, worker)
             pin = partial(self.pin_whole_version, {}, waits=exact)
-            version = partial(self._placement.saved_version, self._worker)
-            self._checkpointing = Checkpointing(self._worker, *checkpointing, pin, self.model_buffers, version, exact=exact)
+            self._checkpointing = Checkpointing(worker, *checkpointing, pin, self.model_buffers, version, run=run, exact=exact)
 
     # -- joining -----------------------------------------------------------------------------------
 

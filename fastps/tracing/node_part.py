@@ -7,6 +7,7 @@ serves other nodes longer than its own workers run.
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import threading
 from pathlib import Path
@@ -19,6 +20,8 @@ from fastps.membership.node_board import BoardView
 from fastps.system.clock_offset import Offset
 from fastps.tracing.file import CLOCK_DTYPE, MESSAGE_DTYPE, TraceError
 from fastps.tracing.parts import AGENT, PartTable, folder_of, merge_if_over
+
+logger = logging.getLogger("fastps.trace")
 
 
 def node_note(nodes: Nodes, host: str) -> dict[str, Any]:
@@ -37,13 +40,17 @@ def node_of(job: str) -> int | None:
 
 
 class NodePart:
-    """An agent's part of the trace in `file`. Any thread may add records. Raises TraceError."""
+    """An agent's part of the trace in `file`. Any thread may add records. A full disk ends it, with a warning.
+
+    Raises TraceError if it cannot begin.
+    """
 
     def __init__(self, file: Path, leaf: JobMemory, note: dict[str, Any]) -> None:
         self._file, self._leaf, self._note = file, leaf, note
         self._folder = folder_of(file, leaf.job)
         self._adding = threading.Lock()
         self._last_ns = 0
+        self._is_full = False
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             self._held = os.open(self._folder / f"{AGENT}.note", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -61,14 +68,24 @@ class NodePart:
         with self._adding:
             if self._held < 0:  # a thread that still serves a lost node
                 return
-            self._messages.append((begin_ns, end_ns, step, self._note["node"], peer, kind, 1))
+            self._append(self._messages, (begin_ns, end_ns, step, self._note["node"], peer, kind, 1))
 
     def offset(self, found: Offset) -> None:
         """Record the offset of node 0's clock to this node's, unless it is the one that was recorded last."""
         with self._adding:
             if found.at_ns > self._last_ns:
                 self._last_ns = found.at_ns
-                self._clock.append((found.at_ns, found.offset_ns, found.error_ns, found.round_trip_ns, self._note["node"], 1))
+                node = self._note["node"]
+                self._append(self._clock, (found.at_ns, found.offset_ns, found.error_ns, found.round_trip_ns, node, 1))
+
+    def _append(self, table: PartTable, record: tuple[Any, ...]) -> None:
+        if self._is_full:
+            return
+        try:
+            table.append(record)
+        except TraceError as error:
+            self._is_full = True
+            logger.warning("%s; the trace of node %d ends, and the job goes on", error, self._note["node"])
 
     def close(self) -> None:
         """End the part. If all workers have ended, too, write the trace. May be called twice."""

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import mmap
 import os
 import struct
@@ -19,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from fastps.job import limits
 from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE, OUTCOME_DROPPED, Arena
+from fastps.system.file_locks import lock
 from fastps.tracing.file import (
     CLOCK_DTYPE,
     DROPPED,
@@ -35,6 +38,8 @@ from fastps.tracing.file import (
     read,
     write,
 )
+
+logger = logging.getLogger("fastps.trace")
 
 AGENT = "agent"  # the name of the files of a node's agent, where those of workers have their ranks
 CHUNK_LINES = 4096  # a chunk of either kind is a whole number of pages
@@ -91,6 +96,14 @@ def finish(file: Path, job: str) -> list[Path]:
     return written
 
 
+def end(file: Path, job: str, notes: Mapping[int, Mapping[str, Any]]) -> None:
+    """Finish a launch's traces, and add notes on workers to them. A warning tells if that fails: the job is over."""
+    try:
+        annotate(finish(file, job) or [file], notes)
+    except (TraceError, OSError) as error:
+        logger.warning("%s; the records of the trace stay beside %s", error, file)
+
+
 def annotate(files: Sequence[Path], notes: Mapping[int, Mapping[str, Any]]) -> None:
     """Add notes on workers, by their ranks, to traces that are written. Raises TraceError.
 
@@ -123,14 +136,20 @@ def agent_runs(folder: Path) -> bool:
 
 
 def merge_if_over(folder: Path, file: Path, arena: Arena) -> None:
-    """Write the trace if all of the job's writers have finished, or no other one is left to finish. Raises TraceError."""
+    """Write the trace if all of the job's writers have finished, or no other one is left to finish.
+
+    If that fails, on a full disk say, the records stay, and a warning names their folder: the job is over.
+    """
 
     def is_over(notes: list[dict[str, Any]]) -> bool:
         others_run = any(state in (LANE_LIVE, LANE_LEAVING) for state in arena.lane_states())
         are_finished = bool(notes) and all(note["finished"] for note in notes)
         return are_finished and (len(notes) == arena.lanes or not others_run) and not agent_runs(folder)
 
-    merge(folder, file, is_over, lambda: _counts_of(arena), lambda pushes: settle(arena, pushes))
+    try:
+        merge(folder, file, is_over, lambda: _counts_of(arena), lambda pushes: settle(arena, pushes))
+    except (TraceError, OSError) as error:
+        logger.warning("%s; its records stay in %s", error, folder)
 
 
 def _counts_of(arena: Arena) -> dict[str, Any]:
@@ -219,14 +238,18 @@ class Part:
             raise TraceError(f"the trace's records cannot be written to {folder}: {error}; choose another file") from None
 
     def finish(self, **more: Any) -> None:
-        """Close the tables, and mark the part as finished; `more` is added to the note."""
+        """Close the tables, and mark the part as finished; `more` is added to the note. Raises OSError on a full disk."""
+        self.close()
+        self._note.update(more)
+        with contextlib.suppress(FileNotFoundError):  # the folder was removed: there is nothing to finish
+            self._write_note(finished=True)
+
+    def close(self) -> None:
+        """Close the tables. What they have stays readable as the part of an unfinished worker."""
         self.steps.close()
         self.pushes.close()
         if self.rows is not None:
             self.rows.close()
-        self._note.update(more)
-        with contextlib.suppress(FileNotFoundError):  # the folder was removed: there is nothing to finish
-            self._write_note(finished=True)
 
     def _write_note(self, *, finished: bool) -> None:
         file = self._folder / f"{self._rank}.json"
@@ -310,7 +333,7 @@ def _locked(folder: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor, limits.timeout_s())
         yield folder.exists()
     finally:
         os.close(descriptor)

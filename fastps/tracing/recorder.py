@@ -2,9 +2,10 @@
 
 A worker's times come from its own clock. It reads the outcomes of its pushes from its lane's ring of outcomes, which the
 combiner writes before the commit that makes them true (fps_push_outcome), so that the push log is right after any crash. A
-recorder writes for its own worker only.
+recorder writes for its own worker only. A full disk ends its part of the trace, and not the job.
 """
 
+import logging
 import math
 import os
 import weakref
@@ -20,10 +21,12 @@ from fastps.kernels.shm.arena import OUTCOME_DROPPED
 from fastps.membership.job_memory import JobMemory
 from fastps.system.clock import unix_offset_ns
 from fastps.system.machine import machine
-from fastps.tracing.file import DROPPED, FOLDED, UNDECIDED
+from fastps.tracing.file import DROPPED, FOLDED, UNDECIDED, TraceError
 from fastps.tracing.node_part import node_of
 from fastps.tracing.parts import Part, folder_of, merge_if_over, numbered, of_node
 from fastps.version import __version__
+
+logger = logging.getLogger("fastps.trace")
 
 _LOAD_EVERY_NS = 100_000_000  # reading the machine's load costs about 100 us
 
@@ -104,7 +107,8 @@ def trace(file: str | Path) -> Recording:
     Call it before making the optimizer (or worker), in every worker's process with the same file; or use it as a context
     manager around the training. The file is written atomically when the last of the job's workers ends; until then a folder
     beside it holds the records. Recording costs some tens of microseconds a step. In a job of several nodes each node writes a
-    file of its own (`run.node1.trace`). Raises TraceError when a worker begins, or later, if records cannot be written.
+    file of its own (`run.node1.trace`). Raises TraceError when a worker begins, if records cannot be written. If they cannot
+    be written later, the worker's records end there, with a warning.
 
     >>> import tempfile
     >>> import numpy as np
@@ -237,7 +241,6 @@ class Recorder:
             self._write(self._open.pop(entry.step))
 
     def _write(self, entry: "_Step") -> None:
-        rank, position = self._worker.rank, entry.position
         record = (
             entry.begin_ns,
             entry.computed_ns,
@@ -253,7 +256,7 @@ class Recorder:
             entry.read_version,
             entry.step,
             entry.samples,
-            rank,
+            self._worker.rank,
             entry.null,
             1,
         )
@@ -261,18 +264,33 @@ class Recorder:
             self.kept.append(record)
         if self._part is None:
             return
-        self._part.steps.append(record)
+        try:
+            self._append(self._part, entry, record)
+        except TraceError as error:
+            self._give_up(error)
+
+    def _append(self, part: Part, entry: "_Step", record: tuple[Any, ...]) -> None:
+        rank, position = self._worker.rank, entry.position
+        part.steps.append(record)
         for shard in range(self._arena.shards):
             outcomes = self._arena.push_outcomes(rank, shard, position, position + 1)
             kind, version, decided_ns, staleness = UNDECIDED, -1, -1, 0
             if outcomes and outcomes[0] is not None:
                 kind, version, decided_ns, staleness = outcomes[0]
                 kind = DROPPED if kind == OUTCOME_DROPPED else FOLDED
-            self._part.pushes.append(
-                (position, entry.step, entry.read_version, version, decided_ns, staleness, rank, shard, kind, 1)
-            )
-            if self._part.rows is not None:
-                self._part.rows.append((position, entry.rows[shard] if entry.rows else 0, rank, shard, 1))
+            part.pushes.append((position, entry.step, entry.read_version, version, decided_ns, staleness, rank, shard, kind, 1))
+            if part.rows is not None:
+                part.rows.append((position, entry.rows[shard] if entry.rows else 0, rank, shard, 1))
+
+    def _give_up(self, error: Exception) -> None:
+        """End this worker's part, which cannot be written any more."""
+        logger.warning("%s; the trace of worker %d ends, and training goes on", error, self._worker.rank)
+        assert self._part is not None
+        self._part.close()
+        self._part = None
+        if self.kept is None:
+            self._ended = True
+            self._worker.recorder = None
 
     def finish(self, failure: str | None = None) -> None:
         """Write the remaining records, at the end of the worker or of its recording; merge_if_last merges the parts."""
@@ -288,7 +306,10 @@ class Recorder:
             transfer_ns = self._worker.injected_transfer_ns
             loss = self._worker.lane.loss if math.isfinite(self._worker.lane.loss) else None
             more = {"posted": self._worker.posts, "transfer_ns": transfer_ns, "failure": failure, "load": self.load()}
-            self._part.finish(**more, loss=loss, unix_offset_end_ns=unix_offset_ns(self._clock))
+            try:
+                self._part.finish(**more, loss=loss, unix_offset_end_ns=unix_offset_ns(self._clock))
+            except OSError as error:
+                self._give_up(error)
 
     def load(self) -> dict[str, int]:
         """Return the processor time spent while this worker was at work: the difference of the last and the first `_Load`."""

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import fastps
 from fastps.checkpoint import snapshot
-from fastps.checkpoint.format import JSON_FILE, TENSORS_FILE
+from fastps.checkpoint.format import JSON_FILE, TENSORS_FILE, sealed
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
 from tests.support import processes
@@ -176,7 +176,7 @@ def saved(tmp_path: Path) -> Path:
 def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     description = json.loads((folder / JSON_FILE).read_text())
     change(description)
-    (folder / JSON_FILE).write_text(json.dumps(description))
+    (folder / JSON_FILE).write_bytes(sealed(description))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda it: it.update(version="7"), "field 'version': expected int, found '7'"),
         (lambda it: it.update(version=-1), "field 'version': expected 0 to 2"),
         (lambda it: it.update(clocks=[1.5]), "field 'clocks': expected whole numbers"),
-        (lambda it: it.update(format=99), "field 'format': expected 1, which this fastps reads, found 99"),
+        (lambda it: it.update(format=99), "field 'format': expected 1 or 2, which this fastps reads, found 99"),
         (lambda it: it["parameters"][0].pop("shape"), "parameter 0: expected name, shape, group and steps"),
         (
             lambda it: it["parameters"][1].update(name="c"),
@@ -207,6 +207,48 @@ def test_a_wrong_description_is_refused_by_field(saved: Path, change: Callable[[
     _edit(saved, change)
     with pytest.raises(fastps.CheckpointError, match=refusal):
         fastps.load(saved)
+
+
+def test_a_changed_number_without_the_digest_that_fits_is_refused(saved: Path) -> None:
+    text = (saved / JSON_FILE).read_bytes()
+    (saved / JSON_FILE).write_bytes(text.replace(b'"drawn": 0', b'"drawn": 7'))
+    with pytest.raises(fastps.CheckpointError, match=r"checkpoint.json: expected the digest \w+, found \w+: it is damaged"):
+        fastps.load(saved)
+
+
+def test_a_checkpoint_of_the_format_before_is_read(saved: Path) -> None:
+    description = json.loads((saved / JSON_FILE).read_text())
+    old = {key: value for key, value in description.items() if key not in ("header", "digest")} | {"format": 1}
+    (saved / JSON_FILE).write_text(json.dumps(old, indent=1))
+    assert fastps.load(saved).version == 1
+
+
+def _flip(file: Path) -> None:
+    """Change the last byte: of a tensor, or of the digest."""
+    content = bytearray(file.read_bytes())
+    content[-1 if file.name == TENSORS_FILE else -5] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_older_whole_one_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
+        folders = [fastps.save(worker, tmp_path)]
+        worker.step(_gradient(0, 0))
+        folders.append(fastps.save(worker, tmp_path))
+    _flip(folders[1] / TENSORS_FILE)
+    found = fastps.load(tmp_path)
+    assert (found.version, found.folder) == (0, folders[0])
+    assert "checkpoint-000002: tensor" in caplog.text
+    assert f"the newest whole one is taken: {folders[0]}, version 0" in caplog.text
+    with pytest.raises(fastps.CheckpointError, match="checkpoint-000002: tensor"):
+        fastps.load(folders[1])  # which was asked for by its own name
+    _flip(folders[0] / JSON_FILE)
+    with pytest.raises(
+        fastps.CheckpointError, match=r"found none: checkpoint .*-000002: tensor .*; checkpoint .*-000001: checkpoint.json"
+    ):
+        fastps.load(tmp_path)
 
 
 def test_a_truncated_file_is_refused(saved: Path) -> None:
@@ -314,8 +356,10 @@ def test_a_checkpoint_goes_on_in_fastps_and_in_plain_torch(tmp_path: Path, name:
 
 def test_checkpoints_every_so_many_updates_and_a_failure_goes_on(tmp_path: Path) -> None:
     model = _model()
-    (tmp_path / "file").write_text("not a directory")
-    with fastps.DistributedOptimizer(MAKERS["sgd"](model.parameters()), checkpoint=tmp_path / "file", every=2) as optimizer:
+    folder = tmp_path / "saved"
+    with fastps.DistributedOptimizer(MAKERS["sgd"](model.parameters()), checkpoint=folder, every=2) as optimizer:
+        folder.rmdir()
+        folder.write_text("not a directory any more")
         _train(model, optimizer, 0, 3)
         assert optimizer._checkpointing is not None
         optimizer._checkpointing.close()

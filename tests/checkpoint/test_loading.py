@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastps
-from fastps.checkpoint.format import Array, described_rule
+from fastps.checkpoint.format import Array, described_rule, read_description, sealed
 from fastps.checkpoint.loading import share_folder
+from fastps.checkpoint.runs import Run
 from fastps.checkpoint.snapshot import write
 from fastps.job.layout import Layout, place
 from fastps.job.nodes import NodePolicy, Nodes
@@ -51,7 +52,7 @@ class Held:
             for each in self.part.layout.parameters
         ]
         return {
-            "format": 1, "version": self.version, "versions": [self.version], "clocks": [self.version] * 2, "drawn": 0,
+            "format": 2, "version": self.version, "versions": [self.version], "clocks": [self.version] * 2, "drawn": 0,
             "workers": 2, "sync": "bsp", "rule": described_rule(self.layout), "parameters": parameters, "param_groups": [{}],
             "extra": {}, "share": Share(self.layout, self.number, self.count, self.run).described(),
         }  # fmt: skip
@@ -70,7 +71,7 @@ def _write(folder: Path, count: int, memory: Array, **others: Any) -> list[Path]
     layout = _layout()
     shares = shares_of(layout, Nodes(count, 0, 0, 1, "a", 1, NodePolicy(homes="spread")))
     held = [Held(layout, part, number, len(shares), memory, **others) for number, part in enumerate(shares)]
-    return [write(each, {"mean": np.ones(2)}, folder) for each in held]
+    return [write(each, {"mean": np.ones(2)}, folder, Run("the run")) for each in held]
 
 
 @settings(max_examples=20, deadline=None)
@@ -112,9 +113,22 @@ def test_shares_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
 
 def test_share_without_a_description_is_named(tmp_path: Path) -> None:
     _, second = _write(tmp_path, 2, np.zeros(_layout().buffer_floats, np.float32))
-    (second / "checkpoint.json").write_text("{}")
-    with pytest.raises(fastps.CheckpointError, match="expected the description of a share"):
+    described = {key: value for key, value in read_description(second).items() if key != "share"}
+    (second / "checkpoint.json").write_bytes(sealed(described))
+    with pytest.raises(fastps.CheckpointError, match=r"share-1-of-2 has none; .* expected the description of a share"):
         fastps.load(tmp_path)
+
+
+def test_damaged_share_of_the_newest_version_is_named_and_the_version_before_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = np.zeros(_layout().buffer_floats, np.float32)
+    _write(tmp_path, 2, memory, version=5)
+    newest = _write(tmp_path, 2, memory + 1, version=10)
+    file = newest[1] / "tensors.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    assert fastps.load(tmp_path).version == 5
+    assert "share-1-of-2/checkpoint-000002: tensor" in caplog.text
 
 
 def test_one_share_can_be_read_by_itself(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 
@@ -201,3 +202,19 @@ def test_compare_prints_one_table_and_draws_a_plot(tmp_path: Path) -> None:
 def test_the_version_is_printed_without_a_command() -> None:
     outcome = _python("-m", "fastps.cli", "--version")
     assert (outcome.returncode, outcome.stdout.strip()) == (0, fastps.__version__)
+
+
+def test_resuming_takes_the_newest_whole_checkpoint_and_says_so_and_starts_nothing_without_one(tmp_path: Path) -> None:
+    script, saved = tmp_path / "script.py", tmp_path / "saved"
+    script.write_text("import os; print('from', os.environ['FASTPS_RESUME'])")
+    with fastps.Store.create({"w": np.ones(3, np.float32)}, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
+        folders = [fastps.save(worker, saved), fastps.save(worker, saved)]
+    (folders[1] / "checkpoint.json").write_text("{}")
+    done = commands.fastps("run", "-n", "2", "--resume", str(saved), str(script))
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] from {folders[0]}" for rank in range(2)]
+    assert f"{folders[1]}: field 'format': expected int, found nothing" in done.stderr
+    assert f"the newest whole one is taken: {folders[0]}, version 0" in done.stderr
+    (folders[0] / "tensors.safetensors").write_text("")
+    done = commands.fastps("run", "-n", "2", "--resume", str(saved), str(script))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert str(folders[0]) in done.stderr and str(folders[1]) in done.stderr

@@ -11,6 +11,7 @@ import pytest
 
 import fastps
 from fastps.checkpoint import snapshot
+from fastps.checkpoint.runs import Run
 from fastps.device.cuda import CudaDevice
 from fastps.device.cuda_calls import RecordedCuda, merged
 from fastps.device.cuda_on_host import HostCuda
@@ -52,7 +53,7 @@ def steps_of(store: Any, rank: int, first: int, last: int, folder: Path | None, 
             if folder is not None and rank == 1 and step == SAVED:
                 pinned = snapshot.pin(worker, {"seed": 3})
             if pinned is not None and step == SAVED + ahead:
-                snapshot.write(pinned, {}, folder)
+                snapshot.write(pinned, {}, folder, Run.of(store))
                 pinned = None
             worker.step(jobs.gradient(rank, step))
         worker.wait_for_others()
@@ -142,7 +143,7 @@ def test_steps_go_on_while_a_version_is_copied_and_its_buffers_are_not_written(t
                         seen.append(worker.version)
                         assert not pinned._copy._is_done
                         assert store._snapshots is not None and store._snapshots.copied.words[1] == 0, "still copying"
-                        snapshot.write(pinned, {}, tmp_path / "device")
+                        snapshot.write(pinned, {}, tmp_path / "device", Run.of(store))
                 worker.wait_for_others()
             return seen
         finally:

@@ -31,8 +31,9 @@ TARGETS = {
     "attach messages": Target(0.2, 40),
     "answers to a joiner": Target(0.13, 40),
     "words of the arena": Target(0.34, 60),
-    "checkpoint.json": Target(0.16, 60),
-    "tensors.safetensors": Target(0.17, 60),
+    "checkpoint.json": Target(0.11, 60),
+    "tensors.safetensors": Target(0.12, 60),
+    "bits of a checkpoint": Target(0.1, 60),
 }
 assert abs(sum(target.share for target in TARGETS.values()) - 1) < 1e-9
 _counts: dict[str, tuple[int, float]] = {}

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 import fastps
-from fastps.checkpoint.format import JSON_FILE, TENSORS_FILE
+from fastps.checkpoint.format import JSON_FILE, TENSORS_FILE, sealed
 from tests.fuzz.amount import fuzz
 
 WEIGHTS = {"w": np.linspace(-1, 1, 30, dtype=np.float32).reshape(5, 6), "b": np.ones(3, np.float32)}
@@ -116,7 +116,7 @@ def _damage_json(data: st.DataObject, folder: Path) -> None:
     if kind == "structure":
         description = json.loads(file.read_text())
         _mutate(data, description)
-        file.write_text(json.dumps(description))
+        file.write_bytes(sealed(description))  # or no other check is reached
     elif kind == "deep":
         _nest(file, data.draw(st.sampled_from([10, 1000, 200_000])))
     else:
@@ -178,6 +178,44 @@ def test_no_description_is_read_as_another(whole: Path) -> None:
 
 def test_no_tensors_are_read_as_others(whole: Path) -> None:
     _check(whole, "tensors.safetensors", _damage_tensors)
+
+
+def _is_refused(folder: Path) -> bool:
+    try:
+        fastps.load(folder)
+    except fastps.CheckpointError as error:
+        return str(folder) in str(error)
+    return False
+
+
+def test_a_flipped_bit_is_refused_wherever_it_is(tmp_path: Path) -> None:
+    with fastps.Store.create({"w": np.ones(1, np.float32)}, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
+        folder = fastps.save(worker, tmp_path)
+    for file in (folder / JSON_FILE, folder / TENSORS_FILE):
+        content = file.read_bytes()
+        with file.open("r+b", buffering=0) as stream:  # in place: a file system may flush a file that is written anew
+            for place, byte in enumerate(content):
+                for bit in range(8):
+                    os.pwrite(stream.fileno(), bytes([byte ^ 1 << bit]), place)
+                    assert _is_refused(folder), (file.name, place, bit)
+                os.pwrite(stream.fileno(), bytes([byte]), place)
+    assert fastps.load(folder).version == 0
+
+
+def test_no_bytes_are_read_as_others(whole: Path) -> None:
+    damaged = whole.parent / "damaged"
+
+    def check(data: st.DataObject) -> None:
+        shutil.rmtree(damaged, ignore_errors=True)
+        shutil.copytree(whole, damaged)
+        file = damaged / data.draw(st.sampled_from([JSON_FILE, TENSORS_FILE]))
+        content = bytearray(file.read_bytes())
+        for place in data.draw(st.lists(st.integers(0, 8 * len(content) - 1), min_size=1, max_size=3, unique=True)):
+            content[place // 8] ^= 1 << place % 8
+        file.write_bytes(content)
+        assert _is_refused(damaged)
+
+    fuzz("bits of a checkpoint", check)
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(whole: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Checkpoints of a job of several nodes: one format, one version of all parts, and a resumed job that has the same bits."""
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import fastps
+from fastps.checkpoint.format import read_description, sealed
 from tests.support import nodes, processes
 
 STEPS = 8
@@ -197,9 +197,9 @@ def test_version_that_one_node_has_not_written_is_not_resumed_from(tmp_path: Pat
     shutil.rmtree(sorted(of_one.iterdir())[-1])
     assert fastps.load(tmp_path).version == 15
     for folder in of_one.iterdir():  # another run wrote these
-        described = json.loads((folder / "checkpoint.json").read_text())
+        described = read_description(folder)
         described["share"]["run"] = "another"
-        (folder / "checkpoint.json").write_text(json.dumps(described))
+        (folder / "checkpoint.json").write_bytes(sealed(described))
     with pytest.raises(fastps.CheckpointError, match=r"share-0-of-2 has 12, 15, 18; share-1-of-2 has 12, 15"):
         fastps.load(tmp_path)
     shutil.rmtree(of_one)

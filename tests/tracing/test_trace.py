@@ -1,5 +1,6 @@
 """Recorded runs: what is written, what a crash leaves, that doctored push logs are caught, and what is made of a trace."""
 
+import errno
 import itertools
 import json
 import multiprocessing
@@ -18,6 +19,7 @@ import pytest
 import fastps
 from fastps.kernels.shm.arena import OUTCOME_FOLDED
 from fastps.system.clock import SYSTEM_CLOCK
+from fastps.tracing import parts
 from fastps.tracing import perfetto as trace_perfetto
 from fastps.tracing import summary as trace_summary
 from fastps.tracing.check import check, is_complete
@@ -258,6 +260,44 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     with fastps.trace(tmp_path / "none" / "run.trace"), fastps.Store.create(_weights(), fastps.SGD(lr=0.1)) as store:
         with pytest.raises(TraceError, match="cannot be written"):
             store.attach(0)
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, fallocate = tmp_path / "run.trace", os.posix_fallocate
+
+    def fill(descriptor: int, offset: int, length: int) -> None:
+        if offset:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fallocate(descriptor, offset, length)
+
+    monkeypatch.setattr(parts.os, "posix_fallocate", fill)
+    steps = parts.CHUNK_LINES + 10
+    with fastps.trace(file), fastps.Store.create(_weights(), fastps.SGD(lr=0.1)) as store, store.attach(0) as worker:
+        for _ in range(steps):
+            worker.step()
+        assert (store.version, worker.recorder) == (steps, None)
+    assert "No space left on device; make room, or choose another file; the trace of worker 0 ends" in caplog.text
+    assert len(parts.load(file).steps) == parts.CHUNK_LINES
+
+
+def test_a_trace_that_cannot_be_merged_keeps_its_records_and_ends_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "run.trace"
+
+    def fill(trace: Trace, file: Path) -> None:
+        raise TraceError("no room")
+
+    monkeypatch.setattr(parts, "write", fill)
+    with fastps.trace(file), fastps.Store.create(_weights(), fastps.SGD(lr=0.1)) as store, store.attach(0) as worker:
+        worker.step()
+        name = store.job
+    parts.end(file, name, {})  # as the launcher does
+    assert f"no room; its records stay in {folder_of(file, name)}" in caplog.text
+    assert f"no room; the records of the trace stay beside {file}" in caplog.text
+    assert len(parts.load(file).steps) == 1
 
 
 @pytest.mark.parametrize("damage", ["magic", "length", "header", "short", "dtype", "worker"])

@@ -36,6 +36,7 @@ from fastps.cli.options import (
     OnWorkerLoss,
     OuterLr,
     OuterMomentum,
+    Overwrite,
     Rendezvous,
     Restarts,
     Resume,
@@ -131,7 +132,8 @@ def _report(outcome: "Outcome", json_file: str | None) -> int:
     if outcome.first_failure is not None:
         Console(stderr=True).print(failure_panel(outcome))
     if json_file is not None:
-        rows = [{"worker": worker.rank, "restart": worker.restart, "exit_code": worker.exit_code} for worker in outcome.workers]
+        keys = {"worker": "rank", "restart": "restart", "exit_code": "exit_code", "lost_steps": "lost_steps"}
+        rows = [{key: getattr(worker, name) for key, name in keys.items()} for worker in outcome.workers]
         write_json("run", rows, json_file)
     return outcome.exit_code
 
@@ -213,6 +215,7 @@ def run(
     max_workers: MaxWorkers = 0,
     checkpoint: CheckpointDirectory = None,
     every: Every = 0,
+    overwrite: Overwrite = False,
     resume: Resume = None,
     inject_faults: InjectFaults = None,
     old_chaos: OldChaos = None,

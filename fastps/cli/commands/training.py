@@ -23,6 +23,7 @@ from fastps.cli.options import (
     NonFinite,
     OldChaos,
     OnWorkerLoss,
+    Overwrite,
     Progress,
     PullDelay,
     PushDtype,
@@ -89,6 +90,7 @@ def train(
     max_workers: MaxWorkers = 0,
     checkpoint: CheckpointDirectory = None,
     every: Every = 0,
+    overwrite: Overwrite = False,
     resume: Resume = None,
     inject_faults: InjectFaults = None,
     old_chaos: OldChaos = None,
@@ -113,8 +115,7 @@ def train(
     if warm_start is not None and not warm_start.is_file():
         raise UsageError(f"--warm-start {warm_start}: expected a file that --save wrote, found none")
     policy.check_workers(workers)
-    console = console_of(json_file)
-    job = job_options_of(context, seed)
+    console, job = console_of(json_file), job_options_of(context, seed)
     shown = progress and console.is_terminal
     row = runs.train(options, load(data), console, job=job, progress=shown, trace=trace, tensorboard=tensorboard)
     show(console, training_table([row], f"{data}, {epochs} epochs, seed {seed}"), wide=wide)

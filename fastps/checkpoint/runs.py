@@ -1,0 +1,132 @@
+"""The run that wrote a checkpoint: a folder of checkpoints belongs to one run, and another run deletes none of them.
+
+A run is one launch of fastps with the workers that it replaces, or else one arena. A run that resumes goes on with those before
+it: each checkpoint names its run and the earlier ones.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastps.checkpoint.format import Checkpoint, read_description, whole
+from fastps.errors import CheckpointError
+from fastps.job import limits
+from fastps.membership.job_memory import JobMemory
+from fastps.system.threads import ends_within
+
+_MOST_EARLIER = 100  # of a run that is resumed again and again
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_begun: set[str] = set()  # by this process: a script may wrap one optimizer after the other
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, and the runs from whose checkpoints it goes on."""
+
+    id: str
+    earlier: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, store: JobMemory, earlier: Sequence[str] = ()) -> "Run":
+        """The run of a job, the same in all its workers."""
+        found = _of_launch()
+        if not found:  # the memory of an arena has a number that no other has until the machine starts again
+            memory = os.fstat(store.descriptor)
+            found = _hashed(f"{_BOOT.read_text() if _BOOT.exists() else ''}/{memory.st_dev}/{memory.st_ino}/{store.job}")
+        _begun.add(found)
+        return cls(found, tuple(earlier)[-_MOST_EARLIER:])
+
+    def described(self) -> dict[str, Any]:
+        """Its part of the checkpoint's JSON file."""
+        return {"run": self.id, "earlier_runs": list(self.earlier)}
+
+    def owns(self, folder: Path) -> bool:
+        """Whether this run, or one with which it goes on, wrote a checkpoint. A damaged one is nobody's."""
+        return run_of(folder) in (self.id, *self.earlier)
+
+
+def earlier_runs(resumed: Checkpoint | None) -> tuple[str, ...]:
+    """The runs with which a job goes on that resumes from this checkpoint."""
+    return () if resumed is None else (*resumed.description.get("earlier_runs", ()), _named(resumed.description))
+
+
+def run_of(folder: Path) -> str | None:
+    """The run that wrote a checkpoint; "" for one of format 1, and None for a damaged one."""
+    try:
+        return _named(read_description(folder))
+    except CheckpointError:
+        return None
+
+
+def _named(description: Mapping[str, Any]) -> str:
+    return str(description.get("run", ""))
+
+
+def _of_launch() -> str:
+    launch = os.environ.get("FASTPS_RUN")
+    return _hashed(launch) if launch else ""
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def check_folder(
+    directory: Path, resumed: Checkpoint | None, *, overwrite: bool, needed_bytes: int = 0, timeout_s: float | None = None
+) -> None:
+    """Check that a run may write its checkpoints into a directory. With `overwrite`, delete those of other runs there.
+
+    `needed_bytes` is the size of one checkpoint. Raises CheckpointError for a directory that has another run's, unless it is
+    resumed from there, that cannot be written, has no room for one, or does not answer within the timeout.
+    """
+    refusal: list[CheckpointError] = []
+    limit_s = limits.timeout_s(timeout_s)
+    thread = threading.Thread(target=_try, args=(directory, needed_bytes, refusal), name="fastps-folder", daemon=True)
+    thread.start()
+    if not ends_within(thread, limit_s, f"the folder {directory} answers"):
+        refusal.append(_refused(directory, "an answer", f"none within {limit_s:g} s: its disk hangs"))
+    if refusal:
+        raise refusal[0]
+    of_shares = [each for each in directory.glob("share-*-of-*") if each.is_dir()]
+    found = [folder for each in (directory, *of_shares) for folder in whole(each)]
+    known = {*_begun, *earlier_runs(resumed), _of_launch() or None}
+    others = [folder for folder in found if run_of(folder) not in known]
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # of torchrun: the same launch
+    if not others or is_restart or (resumed is not None and _is_in(resumed.folder, directory)):
+        return
+    if not overwrite:
+        raise CheckpointError(
+            f"checkpoints in {directory}: expected a folder without another run's, found {others[-1].name} of an earlier run:"
+            f" go on from it (--resume {directory}, resume=), delete what is there (--overwrite, FASTPS_OVERWRITE=1), or give"
+            " another folder"
+        )
+    for folder in others:
+        shutil.rmtree(folder)
+
+
+def _is_in(folder: Path, directory: Path) -> bool:
+    return directory.resolve() in (folder.resolve(), folder.resolve().parent)
+
+
+def _try(directory: Path, needed_bytes: int, refusal: list[CheckpointError]) -> None:
+    """Write a file into the directory, and ask how much room there is."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            found = os.fstatvfs(file.fileno())
+    except OSError as error:
+        refusal.append(_refused(directory, "a folder that can be written", str(error)))
+        return
+    if (free := found.f_bavail * found.f_frsize) < needed_bytes:
+        megabytes = f"{needed_bytes / 1e6:.0f} MB of room for a checkpoint", f"{free / 1e6:.0f} MB"
+        refusal.append(_refused(directory, *megabytes))
+
+
+def _refused(directory: Path, expected: str, found: str) -> CheckpointError:
+    return CheckpointError(f"checkpoints in {directory}: expected {expected}, found {found}; give another folder, or none")

@@ -1,0 +1,68 @@
+"""The beginning of a launched job, while one worker alone is attached: its arena ends with it, and a replacement makes another.
+
+The launcher holds the arena's memory until a second worker has attached, so that it can say what was lost.
+"""
+
+import contextlib
+import logging
+import os
+
+from fastps.errors import ArenaError, AttachError
+from fastps.kernels.shm.arena import LANE_FREE, LANE_LEAVING, LANE_LEFT, Arena
+from fastps.membership import discovery
+from fastps.system import shared_memory
+from fastps.system.clock import Clock
+
+logger = logging.getLogger("fastps.launch")
+
+_ASK_S = 0.1
+_GONE = (LANE_LEFT, LANE_LEAVING)
+
+
+class Beginning:
+    """The first arena of the launched `job`, until it has two workers.
+
+    Attributes:
+        is_watched: whether looks still wait for the arena.
+    """
+
+    def __init__(self, job: str, clock: Clock) -> None:
+        self._job = job
+        self._clock = clock
+        self._arena: Arena | None = None
+        self._is_shared = self.is_watched = False
+
+    def look(self) -> None:
+        """Find the arena, and forget its memory once two workers have attached."""
+        if self._arena is None and not self._is_shared and (names := discovery.arenas_of(self._job)):
+            self._arena = self._found(names[0])
+        if self._arena is not None and sum(state != LANE_FREE for state in self._arena.lane_states()) > 1:
+            self._arena, self._is_shared = None, True
+        self.is_watched = self._arena is None and not self._is_shared
+
+    def is_over(self) -> bool:
+        """Whether the job has ended, so a replacement could not join it: one that a lost worker alone had begun has not."""
+        if self._arena is not None:
+            self.look()
+        has_left = self._arena is not None and any(state in _GONE for state in self._arena.lane_states())
+        return (self._is_shared or has_left) and not discovery.arenas_of(self._job)
+
+    def replaced(self, rank: int) -> int | None:
+        """If this worker's replacement begins the job anew, say so. Returns the number of lost steps; None: it is unknown."""
+        if rank or discovery.arenas_of(self._job):
+            return 0
+        steps = int(self._arena.counters(0)["steps"]) if self._arena is not None else None
+        lost = f"the {steps} steps that it had made" if steps is not None else "any steps that it had made"
+        logger.warning("worker 0 ended before another one had attached: the job begins anew, and %s are lost", lost)
+        self._arena, self._is_shared = None, False
+        return steps
+
+    def _found(self, name: str) -> Arena | None:
+        with contextlib.suppress(AttachError, ArenaError, ValueError):  # it has ended, or its workers say what is wrong
+            answer = discovery.find(name, None, _ASK_S, self._clock)
+            os.close(answer.pidfd)
+            try:
+                return Arena(shared_memory.map_shared(answer.memfd, writable=False))
+            finally:
+                os.close(answer.memfd)
+        return None

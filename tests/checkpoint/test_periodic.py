@@ -1,0 +1,131 @@
+"""A disk that hangs: training goes on, what was missed is said and counted, and the end waits no longer than the timeout."""
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastps
+from fastps.checkpoint import runs, snapshot
+from fastps.checkpoint.periodic import Checkpointing
+from fastps.checkpoint.runs import check_folder
+from tests.support.table_models import TableModel, batches_of, train_on
+
+WEIGHTS = {"w": np.ones(3, np.float32)}
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that hangs until the event is set."""
+    answers = threading.Event()
+    write = snapshot.write_tensors
+
+    def hang(*arguments: Any) -> None:
+        assert answers.wait(30), "somebody waited for the disk"
+        write(*arguments)
+
+    monkeypatch.setattr(snapshot, "write_tensors", hang)
+    yield answers
+    answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "fastps-checkpoint":
+            thread.join(30)
+
+
+@contextlib.contextmanager
+def _job(folder: Path, timeout_s: float = 0.4) -> Iterator[tuple[fastps.Worker, Checkpointing]]:
+    with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0), timeout_s=timeout_s) as store, store.attach(0) as worker:
+        yield worker, Checkpointing(worker, folder, 2, lambda: snapshot.pin(worker, {}, waits=False), dict)
+
+
+def _steps(worker: fastps.Worker, checkpointing: Checkpointing, count: int) -> None:
+    for _ in range(count):
+        worker.step({"w": np.ones(3)})
+        checkpointing.after_step()
+
+
+def test_the_end_of_a_job_waits_for_a_hung_disk_as_long_as_the_timeout_and_says_so(
+    tmp_path: Path, disk: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _job(tmp_path) as (worker, checkpointing):
+        _steps(worker, checkpointing, 3)
+        checkpointing.close()
+        assert (checkpointing.written, checkpointing.failures) == (0, 1)
+    assert f"waiting for at most 0.4 s until the checkpoint of version 2 is written to {tmp_path}" in caplog.text
+    assert f"the checkpoint of version 2 was not written to {tmp_path} within 0.4 s, and is missed" in caplog.text
+    assert not disk.is_set()
+
+
+def test_a_checkpoint_that_is_missed_because_the_one_before_takes_so_long_is_a_warning(
+    tmp_path: Path, disk: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _job(tmp_path, timeout_s=60) as (worker, checkpointing):
+        _steps(worker, checkpointing, 5)
+        assert (checkpointing.failures, caplog.text) == (0, "")
+        _steps(worker, checkpointing, 1)
+        assert checkpointing.failures == 1
+        assert "no checkpoint of version 4: the one of version 2 is still being written" in caplog.text
+        disk.set()
+        checkpointing.close()
+        assert checkpointing.written == 2
+    assert fastps.load(tmp_path).version == 6
+
+
+def test_another_writer_of_the_folder_is_waited_for_as_long_as_the_timeout(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with _job(tmp_path) as (worker, checkpointing):
+            with pytest.raises(fastps.CheckpointError, match=r"another process has written there for more than 0.4 s"):
+                fastps.save(worker, tmp_path)
+            _steps(worker, checkpointing, 2)
+            checkpointing.close()
+            assert checkpointing.failures == 1
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("room", [True, False], ids=["a copy fits into memory", "it does not fit"])
+def test_tables_are_copied_and_a_hung_disk_stops_no_step(
+    room: bool, tmp_path: Path, disk: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not room:
+        monkeypatch.setattr(snapshot, "available_bytes", lambda: (0, "nothing"))
+        disk.set()
+    model = TableModel()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fastps.DistributedOptimizer(sgd, "bsp", model=model, checkpoint=tmp_path, every=2) as optimizer:
+        batches = batches_of(5, 8)
+        train_on(model, [optimizer], batches[:2])
+        expected = model.bag.weight.detach().numpy().copy()
+        train_on(model, [optimizer], batches[2:3])
+        assert disk.is_set() is not room
+        assert ("the other workers wait while a checkpoint is written" in caplog.text) is not room
+        disk.set()
+    saved = {fastps.load(found).version: fastps.load(found) for found in tmp_path.iterdir()}
+    assert np.array_equal(saved[2].weights()["bag.weight"], expected)
+
+
+def test_a_folder_without_room_or_that_does_not_answer_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(fastps.CheckpointError, match=r"expected \d+ MB of room for a checkpoint, found \d+ MB"):
+        check_folder(tmp_path, None, overwrite=False, needed_bytes=1 << 62)
+    answers = threading.Event()
+
+    def hang(**where: Path) -> None:
+        answers.wait(30)
+        raise OSError("too late")
+
+    monkeypatch.setattr(runs.tempfile, "TemporaryFile", hang)
+    with pytest.raises(fastps.CheckpointError, match=r"expected an answer, found none within 0.2 s: its disk hangs"):
+        check_folder(tmp_path, None, overwrite=False, timeout_s=0.2)
+    answers.set()

@@ -1,0 +1,128 @@
+"""A folder of checkpoints belongs to a run: no other run deletes what is there, or begins there without saying so."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.checkpoint import runs, snapshot
+from fastps.checkpoint.format import read_description, sealed
+from fastps.checkpoint.runs import Run, check_folder
+from tests.support import commands
+
+WEIGHTS = {"w": np.ones(3, np.float32)}
+
+
+@pytest.fixture(autouse=True)
+def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process remembers no run of an earlier test."""
+    monkeypatch.setattr(runs, "_begun", set())
+
+
+def _saved(folder: Path, times: int = 1) -> list[str]:
+    """Save some times from a job of its own; returns what the folder has then."""
+    with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
+        for _ in range(times):
+            fastps.save(worker, folder)
+    runs._begun.clear()
+    return sorted(found.name for found in folder.iterdir())
+
+
+def test_a_run_deletes_its_own_old_checkpoints_and_none_of_another_run(tmp_path: Path) -> None:
+    assert _saved(tmp_path, 3) == ["checkpoint-000002", "checkpoint-000003"]
+    assert _saved(tmp_path, 3) == ["checkpoint-000002", "checkpoint-000003", "checkpoint-000005", "checkpoint-000006"]
+
+
+def test_a_run_that_resumes_deletes_the_checkpoints_that_it_goes_on_with(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    _saved(tmp_path)
+    earlier = runs.earlier_runs(fastps.load(tmp_path))
+    with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
+        with snapshot.pin(worker, {}) as pinned:
+            snapshot.write(pinned, {}, tmp_path, Run.of(store, earlier), keep=1)
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["checkpoint-000001", "checkpoint-000003"]
+    assert runs.earlier_runs(fastps.load(tmp_path))[0] == earlier[0]
+
+
+def test_damaged_checkpoints_and_those_of_format_1_are_nobodys_until_they_are_resumed(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    file = tmp_path / "checkpoint-000001" / "checkpoint.json"
+    description = read_description(file.parent)
+    assert Run(description["run"]).owns(file.parent)
+    file.write_bytes(sealed(description)[:-9])
+    assert not Run(description["run"], ("",)).owns(file.parent)
+    old = {key: value for key, value in description.items() if key not in ("header", "digest", "run", "earlier_runs")}
+    file.write_text(json.dumps({**old, "format": 1}))
+    assert not Run(description["run"]).owns(file.parent)
+    assert Run("another", runs.earlier_runs(fastps.load(tmp_path))).owns(file.parent)
+
+
+def test_a_folder_with_another_runs_checkpoints_is_refused_with_both_ways_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _saved(tmp_path)
+    with pytest.raises(fastps.CheckpointError, match=r"found checkpoint-000001 of an earlier run: .*--resume .*--overwrite"):
+        check_folder(tmp_path, None, overwrite=False)
+    check_folder(tmp_path, fastps.load(tmp_path), overwrite=False)
+    with pytest.raises(fastps.CheckpointError, match="an earlier run"):
+        _saved(tmp_path / "elsewhere")
+        check_folder(tmp_path, fastps.load(tmp_path / "elsewhere"), overwrite=False)
+    with monkeypatch.context() as restarted:
+        restarted.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        check_folder(tmp_path, None, overwrite=False)
+    check_folder(tmp_path, None, overwrite=True)
+    assert [found.name for found in tmp_path.iterdir()] == ["elsewhere"]
+
+
+def test_a_launch_is_one_run_whatever_jobs_it_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_RUN", "4711")
+    assert _saved(tmp_path, 3) == ["checkpoint-000002", "checkpoint-000003"]
+    check_folder(tmp_path, None, overwrite=False)  # a replaced worker 0 that makes a new arena
+    assert _saved(tmp_path) == ["checkpoint-000003", "checkpoint-000004"]
+    monkeypatch.setenv("FASTPS_RUN", "4712")
+    with pytest.raises(fastps.CheckpointError, match="an earlier run"):
+        check_folder(tmp_path, None, overwrite=False)
+
+
+def test_a_script_may_begin_one_job_after_the_other_in_its_folder_and_keeps_the_checkpoints_of_each(tmp_path: Path) -> None:
+    for _ in range(2):
+        check_folder(tmp_path, None, overwrite=False)
+        with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
+            fastps.save(worker, tmp_path, keep=1)
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["checkpoint-000001", "checkpoint-000002"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(fastps.CheckpointError, match=r"checkpoints in .*file: expected a folder that can be written, found"):
+        check_folder(tmp_path / "file", None, overwrite=False)
+
+
+SCRIPT = """
+import sys, torch, fastps
+model = torch.nn.Linear(4, 1)
+with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), **eval(sys.argv[1])) as optimizer:
+    for _ in range(4):
+        optimizer.zero_grad(); model(torch.ones(2, 4)).sum().backward(); optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_rerun_starts_nothing_until_it_says_what_becomes_of_the_earlier_runs_checkpoints(tmp_path: Path) -> None:
+    script, saved = tmp_path / "script.py", tmp_path / "saved"
+    script.write_text(SCRIPT)
+
+    def run(*options: str, **in_script: str) -> tuple[int, str, int]:
+        done = commands.fastps("run", *options, str(script), repr(in_script))
+        return done.returncode, done.stderr, fastps.load(saved).version
+
+    common = ("--checkpoint", str(saved), "--every", "1")
+    assert run(*common)[::2] == (0, 4)
+    before = sorted(saved.iterdir())
+    for code, said, _ in (run(*common), run(checkpoint=str(saved))):  # the folder is the launcher's, or the script's
+        assert code == 1 and "--resume" in said and "--overwrite" in said
+        assert sorted(saved.iterdir()) == before
+    assert run(*common, "--resume", str(saved))[::2] == (0, 8)
+    assert run(*common, "--overwrite")[::2] == (0, 4)
