@@ -1,10 +1,13 @@
 """`fastps run --hosts`: the same command on several machines, started over the system's ssh.
 
 Each host runs `fastps run` as one node, in the same folder and with the same Python. Its output comes back with the host's name
-before each line. Standard input stays open for as long as the job may run: its end tells a host to stop.
+before each line. Standard input carries one line, the variables of fastps: every user of a machine can read a process's
+arguments, and the job's secret is among the variables. It then stays open for as long as the job may run: its end tells a host
+to stop.
 """
 
 import contextlib
+import json
 import os
 import selectors
 import shlex
@@ -64,17 +67,25 @@ class HostsOptions:
         host = self.hosts[0].rpartition("@")[2]
         return f"[{host}]:{DEFAULT_PORT}" if ":" in host else f"{host}:{DEFAULT_PORT}"
 
-    def command(self, node: int, arguments: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    def command(self, node: int, arguments: Sequence[str]) -> list[str]:
         """What starts a node: ssh, its host, and the command line for the host's shell.
 
-        >>> HostsOptions(("a", "b"), ("ssh",)).command(1, ["train.py"], {})[:2]
+        >>> HostsOptions(("a", "b"), ("ssh",)).command(1, ["train.py"])[:2]
         ['ssh', 'b']
         """
         nodes = ["--nnodes", str(len(self.hosts)), "--node-rank", str(node), "--rendezvous", self.rendezvous]
         run = [sys.executable, "-m", "fastps", "run", *nodes, *arguments]
-        own = [f"{name}={value}" for name, value in sorted(variables.items()) if name.startswith("FASTPS_")]
-        watched = ["env", *own, sys.executable, "-m", "fastps.processes.on_host", *run]
+        watched = [sys.executable, "-m", "fastps.processes.on_host", *run]
         return [*self.ssh, self.hosts[node], f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(watched)}"]
+
+
+def variables_line(variables: Mapping[str, str]) -> bytes:
+    """The line that a host reads first: the variables of fastps, as JSON.
+
+    >>> variables_line({"FASTPS_SYNC": "asp", "HOME": "/root"})
+    b'{"FASTPS_SYNC": "asp"}\\n'
+    """
+    return json.dumps({name: value for name, value in variables.items() if name.startswith("FASTPS_")}).encode() + b"\n"
 
 
 @dataclass
@@ -86,6 +97,22 @@ class _Host:
     lines: dict[int, Lines] = field(default_factory=dict)
     last: str = ""
     exit_code: int | None = None
+
+    def tell(self, line: bytes) -> None:
+        """Write the first line. Raises UsageError for one that the pipe does not hold: ssh may read it much later."""
+        pipe = cast("IO[bytes]", self.process.stdin)
+        os.set_blocking(pipe.fileno(), False)
+        try:
+            written = os.write(pipe.fileno(), line)
+        except BlockingIOError:
+            written = 0
+        except BrokenPipeError:  # ssh has ended, which its exit code tells
+            return
+        if written < len(line):
+            raise UsageError(
+                f"--hosts: expected the variables that begin with FASTPS_ to take at most {written} bytes, found {len(line)}:"
+                " unset what the job does not need"
+            )
 
     def tell_end(self) -> None:
         """End standard input, which tells the host to stop."""
@@ -129,7 +156,7 @@ class HostsLauncher:
         return 130 if self._interrupts else code
 
     def _start(self, node: int) -> None:
-        command = self._options.command(node, self._arguments, os.environ)
+        command = self._options.command(node, self._arguments)
         name = self._options.hosts[node]
         try:
             process = subprocess.Popen(
@@ -147,6 +174,7 @@ class HostsLauncher:
             ) from error
         host = _Host(name, process)
         self._hosts.append(host)
+        host.tell(variables_line(os.environ))
         for stream, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             pipe = cast("IO[bytes]", stream)
             os.set_blocking(pipe.fileno(), False)

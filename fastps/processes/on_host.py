@@ -1,8 +1,10 @@
 """Runs a command on a host of `fastps run --hosts`, and ends it when standard input ends: ssh has gone, or the job is over.
 
-ssh passes no signals on. The command gets SIGINT, as from Ctrl-C, and SIGKILL if it then takes too long.
+The first line of standard input has the command's variables, which no argument may show. ssh passes no signals on. The command
+gets SIGINT, as from Ctrl-C, and SIGKILL if it then takes too long.
 """
 
+import json
 import os
 import selectors
 import signal
@@ -12,11 +14,18 @@ import sys
 from fastps.system.processes import die_with_parent
 
 _END_S = 10.0  # a launcher ends its workers within 4 s
+_LONGEST_LINE = 1 << 20
 
 
 def main() -> int:
     """Run the command of the arguments. Returns its exit code; 128 and the signal's number for one that a signal ended."""
-    process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent(os.getpid()))
+    process = subprocess.Popen(
+        sys.argv[1:],
+        env={**os.environ, **_variables()},
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+        preexec_fn=die_with_parent(os.getpid()),
+    )
     ended = os.pidfd_open(process.pid)
     with selectors.DefaultSelector() as selector:
         selector.register(ended, selectors.EVENT_READ)
@@ -31,6 +40,21 @@ def main() -> int:
     os.close(ended)
     code = process.wait()
     return code if code >= 0 else 128 - code
+
+
+def _variables() -> dict[str, str]:
+    """Read the first line of standard input, and what little may follow it."""
+    line = b""
+    while b"\n" not in line and len(line) < _LONGEST_LINE and (data := os.read(sys.stdin.fileno(), 65536)):
+        line += data
+    try:
+        variables = json.loads(line.partition(b"\n")[0])
+        return {str(name): str(value) for name, value in variables.items()}
+    except (ValueError, AttributeError):
+        sys.exit(
+            "fastps: expected the job's variables as the first line of standard input, found none: is fastps on this host of"
+            " the same version, and does the command of --ssh-command pass standard input on?"
+        )
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
