@@ -14,20 +14,20 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
-from fastps.errors import NodeLostError, UsageError, WorkerDiedError
+from fastps.errors import UsageError
 from fastps.kernels.shm.arena import MAX_LANES
 from fastps.membership import discovery
 from fastps.processes.absent_workers import NoShows
-from fastps.processes.fault_injection import FaultInjector, FaultReport
+from fastps.processes.ending import Ending
+from fastps.processes.fault_injection import FaultInjector
 from fastps.processes.forkserver_client import ForkServer
 from fastps.processes.nodes import LaunchRendezvous, NodeOptions
 from fastps.processes.options import JobOptions
+from fastps.processes.outcome import LaunchedWorker, Outcome
 from fastps.processes.output import JobOutput
 from fastps.processes.program import Program
 from fastps.processes.worker_environment import environment_of, style_of
@@ -40,88 +40,12 @@ from fastps.tracing import parts as trace_parts
 
 logger = logging.getLogger("fastps.launch")
 
-GRACE_NS = 2_000_000_000  # for survivors to end by themselves, and again after SIGTERM; Ctrl-C takes at most twice as long
 _DRAIN_NS = 300_000_000  # reads output this long from pipes that a worker's own children hold open
 _IMPORT_NS = 120_000_000_000  # the longest time for the fork server's imports
 _FAULT_TICK_S = 0.02  # time between two calls of FaultInjector.tick
 _OF_A_GROUP = re.compile("nccl|process group|process_group|cuda", re.IGNORECASE)
-_OUT_OF_MEMORY = ", for want of memory: the control group's limit was reached; use fewer workers or raise it"
-# A traceback's last line names the type so.
-_CONSEQUENCES = tuple(f"{kind.__module__}.{kind.__qualname__}:" for kind in (WorkerDiedError, NodeLostError))
 START_METHODS = ("fork", "spawn")
 NO_OPTIONS = JobOptions()
-
-
-@dataclass
-class LaunchedWorker:
-    """One worker process: its exit, and its output on stderr.
-
-    `restart` counts the earlier processes of the same rank.
-    """
-
-    rank: int
-    process: "subprocess.Popen[bytes] | AdoptedProcess"
-    restart: int = 0
-    exit_code: int | None = None
-    ended_ns: int = 0
-    errors: ErrorLines = field(default_factory=ErrorLines)
-    was_out_of_memory: bool = False
-
-    @property
-    def tail(self) -> deque[str]:
-        """The last lines of stderr, as shown."""
-        return self.errors.tail
-
-    @property
-    def process_id(self) -> int:
-        """Process id."""
-        return self.process.pid
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal, unless the process has ended."""
-        if self.exit_code is None:
-            self.process.send_signal(number)
-
-    @property
-    def failed(self) -> bool:
-        """Whether the process ended with an error or a signal."""
-        return self.exit_code not in (None, 0)
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether the loss of another worker or node ended the worker."""
-        return any(line.startswith(_CONSEQUENCES) for line in self.tail)
-
-    @property
-    def ending(self) -> str:
-        """The exit in words."""
-        if self.exit_code is None:
-            return "still running"
-        if self.exit_code < 0:
-            return f"ended by {signal.Signals(-self.exit_code).name}{_OUT_OF_MEMORY if self.was_out_of_memory else ''}"
-        return f"exit code {self.exit_code}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a job: all workers with those replaced, the first failure (or None), and whether Ctrl-C ended the job.
-
-    A lost worker is no failure if the job went on to its end. `faults` reports injected faults. `began_ns` is the launcher's
-    start, before any import of a worker. `hint` is a remedy, or empty.
-    """
-
-    workers: list[LaunchedWorker]
-    first_failure: LaunchedWorker | None
-    interrupted: bool
-    seconds: float
-    began_ns: int
-    faults: FaultReport | None = None
-    hint: str = ""
-
-    @property
-    def exit_code(self) -> int:
-        """0: done. 1: a worker failed. 130: ended by Ctrl-C."""
-        return 130 if self.interrupted else 1 if self.first_failure else 0
 
 
 class Launcher:
@@ -204,21 +128,19 @@ class Launcher:
         self._tracebacks = "--debug" in sys.argv if tracebacks is None else tracebacks
         self._has_begun = False  # whether an arena was seen
         self._open_pipes = 0
-        self._signals = [signal.SIGTERM, signal.SIGKILL]  # sent in order, one after each deadline
-        self._deadline_ns: int | None = None
-        self._interrupts = 0
+        self._ending = Ending(self._workers, clock)
 
     def run(self, on_tick: Callable[[], None] | None = None, tick_s: float = 0.1) -> Outcome:
         """Start all workers and wait until all have ended. Calls `on_tick` about every `tick_s` seconds."""
         began_ns = self._clock.now_ns()
         ends = (signal.SIGINT, signal.SIGTERM)
-        previous = [signal.signal(number, self._on_interrupt) for number in ends]
+        previous = [signal.signal(number, self._ending.on_interrupt) for number in ends]
         try:
             self._start()
             while any(worker.exit_code is None for worker in self._workers):
                 self._handle_events(min(tick_s, _FAULT_TICK_S) if self._injector is not None else tick_s)
-                self._enforce_deadline()
-                if self._injector is not None and not self._interrupts:
+                self._ending.enforce_deadline()
+                if self._injector is not None and not self._ending.interrupts:
                     self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
                 self._look_at_job()
                 if on_tick is not None:
@@ -239,8 +161,10 @@ class Launcher:
                 self._finish_trace(self._trace)
         seconds = (self._clock.now_ns() - began_ns) / 1e9
         report = self._injector.report if self._injector is not None else None
-        first_failure = None if self._interrupts else self._root_cause()
-        return Outcome(self._workers, first_failure, self._interrupts > 0, seconds, began_ns, report, self._hint(first_failure))
+        first_failure = None if self._ending.interrupts else self._root_cause()
+        return Outcome(
+            self._workers, first_failure, self._ending.interrupts > 0, seconds, began_ns, report, self._hint(first_failure)
+        )
 
     @property
     def arena(self) -> str:
@@ -296,10 +220,10 @@ class Launcher:
             self._rendezvous = LaunchRendezvous(self._nodes, self._count)
         if self._forks:
             self._start_forkserver()
-        if self._rendezvous is not None and self._rendezvous.wait(lambda: self._interrupts > 0):
+        if self._rendezvous is not None and self._rendezvous.wait(lambda: self._ending.interrupts > 0):
             self.job = self._rendezvous.job
         for rank in range(self._count):
-            if self._interrupts:
+            if self._ending.interrupts:
                 return
             self._workers.append(self._new_worker(rank, 0))
         if not self._restarts_left:
@@ -368,10 +292,10 @@ class Launcher:
             self._forkserver_worker = self._launch(0, 0, server.command, variables, [inherited.fileno()])
         self._selector.register(server.control, selectors.EVENT_READ, None)
         deadline_ns = self._clock.now_ns() + _IMPORT_NS
-        while not (server.is_ready or server.refusal or self._interrupts or self._clock.now_ns() >= deadline_ns):
+        while not (server.is_ready or server.refusal or self._ending.interrupts or self._clock.now_ns() >= deadline_ns):
             self._handle_events(_FAULT_TICK_S)
         self._selector.unregister(server.control)
-        if not server.is_ready and not self._interrupts:
+        if not server.is_ready and not self._ending.interrupts:
             logger.warning("workers are new processes: the fork server is not ready: %s", server.refusal or "out of time")
             self._end_forkserver(kill=True)
 
@@ -425,8 +349,8 @@ class Launcher:
         self._output.hide_bars()  # log lines would be written into the bars
         killed, self._oom_kills = oom_kills() - self._oom_kills, oom_kills()
         worker.was_out_of_memory = killed > 0 and worker.exit_code == -signal.SIGKILL
-        if self._interrupts or not self._options.continues:
-            self._deadline_ns = self._deadline_ns or worker.ended_ns + GRACE_NS
+        if self._ending.interrupts or not self._options.continues:
+            self._ending.begin(worker.ended_ns)
         elif self._restarts_left and not self._is_over():
             self._replace(worker)
         else:
@@ -460,23 +384,6 @@ class Launcher:
     def _first_rank(self) -> int:
         """The number, among the workers of all nodes, of this node's first worker."""
         return self._rendezvous.first_rank if self._rendezvous is not None else 0
-
-    def _on_interrupt(self, number: int, frame: object) -> None:
-        """Pass on the first Ctrl-C, then send SIGTERM and SIGKILL after deadlines. Kill at once on the second."""
-        self._interrupts += 1
-        self._signal_all(signal.SIGINT if self._interrupts == 1 else signal.SIGKILL)
-        self._deadline_ns = self._clock.now_ns() + GRACE_NS
-
-    def _enforce_deadline(self) -> None:
-        if self._deadline_ns is None or self._clock.now_ns() < self._deadline_ns:
-            return
-        self._signal_all(self._signals.pop(0) if len(self._signals) > 1 else self._signals[0])
-        self._deadline_ns = self._clock.now_ns() + GRACE_NS
-
-    def _signal_all(self, number: signal.Signals) -> None:
-        for worker in self._workers:
-            if worker.exit_code is None:
-                worker.process.send_signal(number)
 
     def _drain(self) -> None:
         """Read the rest of the pipes, for a limited time: a worker's own child may keep one open."""

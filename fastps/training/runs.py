@@ -13,8 +13,9 @@ from fastps.errors import Error
 from fastps.job.metrics import Row, staleness_row, zero_gap_share
 from fastps.job.policy import Policy
 from fastps.processes.failure_report import failure_panel
-from fastps.processes.launcher import NO_OPTIONS, Launcher, Outcome
+from fastps.processes.launcher import NO_OPTIONS, Launcher
 from fastps.processes.options import JobOptions
+from fastps.processes.outcome import Outcome
 from fastps.store.observer import Observer, observe
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.telemetry.tensorboard import TICK_S, written

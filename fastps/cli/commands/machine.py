@@ -58,7 +58,8 @@ from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
 
 if TYPE_CHECKING:
-    from fastps.processes.launcher import Launcher, Outcome
+    from fastps.processes.launcher import Launcher
+    from fastps.processes.outcome import Outcome
 
 AGAINST_HELP = (
     "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on GPUs limit, nccl, ddp; of a training: ddp,"
