@@ -1,7 +1,8 @@
 """The end of a job's workers: what Ctrl-C and a failure send them, and when."""
 
+import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fastps.processes.outcome import LaunchedWorker
 from fastps.system.clock import Clock
@@ -23,6 +24,17 @@ class Ending:
         self._clock = clock
         self._signals = [signal.SIGTERM, signal.SIGKILL]  # sent in order, one after each deadline
         self._deadline_ns: int | None = None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within this context Ctrl-C and SIGTERM end the workers."""
+        ends = (signal.SIGINT, signal.SIGTERM)
+        previous = [signal.signal(number, self.on_interrupt) for number in ends]
+        try:
+            yield
+        finally:
+            for number, handler in zip(ends, previous, strict=True):
+                signal.signal(number, handler)
 
     def begin(self, now_ns: int) -> None:
         """Give the others a moment to end by themselves, because a worker has failed."""

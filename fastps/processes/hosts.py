@@ -16,10 +16,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
 from fastps.errors import UsageError
+from fastps.processes.output_thread import StandardStreams
 from fastps.processes.worker_output import Lines
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.processes import die_with_parent
@@ -130,6 +132,7 @@ class HostsLauncher:
         self._clock = clock
         self._hosts: list[_Host] = []
         self._selector = selectors.DefaultSelector()
+        self._streams: StandardStreams  # of the time when `run` is called
         self._interrupts = 0
         self._tell_at_ns: int | None = None
         self._kill_at_ns: int | None = None
@@ -140,19 +143,21 @@ class HostsLauncher:
         ends = (signal.SIGINT, signal.SIGTERM)
         previous = [signal.signal(number, self._on_interrupt) for number in ends]
         code = 0
-        try:
-            for node in range(len(self._options.hosts)):
-                self._start(node)
-            while any(host.exit_code is None for host in self._hosts):
-                for key, _ in self._selector.select(_TICK_S):
-                    self._pass_on(key)
-                found = self._look()
-                code = code or found
-        finally:
-            for number, handler in zip(ends, previous, strict=True):
-                signal.signal(number, handler)
-            self._kill_all()
-            self._selector.close()
+        self._streams = StandardStreams()
+        with self._streams.carrying_logs(lambda: self._interrupts > 0):
+            try:
+                for node in range(len(self._options.hosts)):
+                    self._start(node)
+                while any(host.exit_code is None for host in self._hosts):
+                    for key, _ in self._selector.select(_TICK_S):
+                        self._pass_on(key)
+                    found = self._look()
+                    code = code or found
+            finally:
+                self._kill_all()
+                self._selector.close()
+        for number, handler in zip(ends, previous, strict=True):
+            signal.signal(number, handler)
         return 130 if self._interrupts else code
 
     def _start(self, node: int) -> None:
@@ -175,7 +180,7 @@ class HostsLauncher:
         host = _Host(name, process)
         self._hosts.append(host)
         host.tell(variables_line(os.environ))
-        for stream, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        for stream, sink in ((process.stdout, self._streams.out), (process.stderr, self._streams.err)):
             pipe = cast("IO[bytes]", stream)
             os.set_blocking(pipe.fileno(), False)
             host.lines[pipe.fileno()] = Lines()
@@ -186,11 +191,10 @@ class HostsLauncher:
         data = os.read(key.fd, 65536)
         cut = host.lines[key.fd]
         for line in cut.feed(data) if data else cut.rest():
-            text = line.decode("utf-8", "replace").rstrip("\r\n")
+            text = line.decode("utf-8", "surrogateescape").rstrip("\r\n")
             if text.strip():
-                host.last = text.strip() if sink is sys.stderr else host.last
-                sink.write(f"{host.name} {text}\n")
-                sink.flush()
+                host.last = line.decode("utf-8", "replace").strip() if sink is self._streams.err else host.last
+                self._streams.put(sink, partial(sink.write, f"{host.name} {text}\n"), len(line))
         if not data:
             self._selector.unregister(key.fileobj)
             cast("IO[bytes]", key.fileobj).close()

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -29,6 +30,7 @@ from fastps.processes.nodes import LaunchRendezvous, NodeOptions
 from fastps.processes.options import JobOptions
 from fastps.processes.outcome import LaunchedWorker, Outcome
 from fastps.processes.output import JobOutput
+from fastps.processes.output_thread import StandardStreams, Stream
 from fastps.processes.program import Program
 from fastps.processes.worker_environment import environment_of, style_of
 from fastps.processes.worker_output import ErrorLines, Lines
@@ -126,6 +128,7 @@ class Launcher:
         self._selector = selectors.DefaultSelector()
         self._lines: dict[int, Lines] = {}
         self._tracebacks = "--debug" in sys.argv if tracebacks is None else tracebacks
+        self._streams: StandardStreams  # of the time when `run` is called
         self._has_begun = False  # whether an arena was seen
         self._open_pipes = 0
         self._ending = Ending(self._workers, clock)
@@ -133,38 +136,38 @@ class Launcher:
     def run(self, on_tick: Callable[[], None] | None = None, tick_s: float = 0.1) -> Outcome:
         """Start all workers and wait until all have ended. Calls `on_tick` about every `tick_s` seconds."""
         began_ns = self._clock.now_ns()
-        ends = (signal.SIGINT, signal.SIGTERM)
-        previous = [signal.signal(number, self._ending.on_interrupt) for number in ends]
-        try:
-            self._start()
-            while any(worker.exit_code is None for worker in self._workers):
-                self._handle_events(min(tick_s, _FAULT_TICK_S) if self._injector is not None else tick_s)
-                self._ending.enforce_deadline()
-                if self._injector is not None and not self._ending.interrupts:
-                    self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
-                self._look_at_job()
-                if on_tick is not None:
-                    on_tick()
-            self._end_forkserver()
-            self._drain()
-        finally:
-            if self._injector is not None:
-                self._injector.close()
-            self._kill_all()
-            if self._rendezvous is not None:
-                self._rendezvous.close()
-            self._adopting.close()
-            for number, handler in zip(ends, previous, strict=True):
-                signal.signal(number, handler)
-            self._selector.close()
-            if self._trace is not None:
-                self._finish_trace(self._trace)
+        self._streams = StandardStreams()
+        with self._ending.listening(), self._streams.carrying_logs(lambda: self._ending.interrupts > 0):
+            try:
+                self._start()
+                while any(worker.exit_code is None for worker in self._workers):
+                    self._handle_events(min(tick_s, _FAULT_TICK_S) if self._injector is not None else tick_s)
+                    self._ending.enforce_deadline()
+                    if self._injector is not None and not self._ending.interrupts:
+                        self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
+                    self._look_at_job()
+                    if on_tick is not None:
+                        on_tick()
+                self._end_forkserver()
+                self._drain()
+            finally:
+                self._finish()
+            first_failure = None if self._ending.interrupts else self._root_cause()
         seconds = (self._clock.now_ns() - began_ns) / 1e9
         report = self._injector.report if self._injector is not None else None
-        first_failure = None if self._ending.interrupts else self._root_cause()
-        return Outcome(
-            self._workers, first_failure, self._ending.interrupts > 0, seconds, began_ns, report, self._hint(first_failure)
-        )
+        interrupted, hint = self._ending.interrupts > 0, self._hint(first_failure)
+        return Outcome(self._workers, first_failure, interrupted, seconds, began_ns, report, hint)
+
+    def _finish(self) -> None:
+        if self._injector is not None:
+            self._injector.close()
+        self._kill_all()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        self._adopting.close()
+        self._selector.close()
+        if self._trace is not None:
+            self._finish_trace(self._trace)
 
     @property
     def arena(self) -> str:
@@ -275,7 +278,7 @@ class Launcher:
     def _listen(self, worker: LaunchedWorker) -> LaunchedWorker:
         process, worker.errors = worker.process, ErrorLines(whole=self._tracebacks)
         self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None))
-        for stream, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        for stream, sink in ((process.stdout, self._streams.out), (process.stderr, self._streams.err)):
             pipe = cast("IO[bytes]", stream)
             os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, (worker, sink))
@@ -346,7 +349,7 @@ class Launcher:
 
     def _on_loss(self, worker: LaunchedWorker) -> None:
         """Handle a failed worker: end the others, go on without it, or replace it while restarts are left."""
-        self._output.hide_bars()  # log lines would be written into the bars
+        self._streams.on_terminal(self._output.hide_bars)  # log lines would be written into the bars
         killed, self._oom_kills = oom_kills() - self._oom_kills, oom_kills()
         worker.was_out_of_memory = killed > 0 and worker.exit_code == -signal.SIGKILL
         if self._ending.interrupts or not self._options.continues:
@@ -363,22 +366,25 @@ class Launcher:
             return True
         return self._has_begun and not discovery.arenas_of(self.job)
 
-    def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: IO[str]) -> None:
+    def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: Stream) -> None:
         """Pass on whole lines, each with its worker's number; keep the last lines of stderr for the report."""
         data = os.read(key.fd, 65536)
         cut = self._lines.setdefault(key.fd, Lines())
         lines = cut.feed(data) if data else cut.rest()
-        if sink is sys.stderr:
+        if sink is self._streams.err:
             lines = worker.errors.feed(lines) + ([] if data else worker.errors.rest())
         if not data:
             del self._lines[key.fd]
             self._selector.unregister(key.fileobj)
             cast("IO[bytes]", key.fileobj).close()
             self._open_pipes -= 1
+        rank = self._first_rank + worker.rank
         for line in [*lines, *([cut.bar + b"\r"] if cut.bar else [])]:
-            self._output.write(self._first_rank + worker.rank, line.decode("utf-8", "replace"), sink)
+            text = line.decode("utf-8", "surrogateescape")
+            write = partial(self._output.write, rank, text, sink)
+            self._streams.put(sink, write, len(line), lines=int(not text.endswith("\r")))
         if not data and worker is not self._forkserver_worker:  # the fork server shares the number of a worker that goes on
-            self._output.end(self._first_rank + worker.rank, sink)
+            self._streams.put(sink, partial(self._output.end, rank, sink), lines=0)
 
     @property
     def _first_rank(self) -> int:
