@@ -27,7 +27,6 @@ MODULES = {
     "fastps/checkpoint/snapshot": "tests/checkpoint/test_checkpoint.py",
     "fastps/job/plan": "tests/store/test_store.py",
     "fastps/membership/job_memory": "tests/store/test_store.py",
-    "fastps/processes/ending": "tests/processes/test_launcher.py",
     "fastps/processes/failure_report": "tests/processes/test_launcher.py",
     "fastps/processes/outcome": "tests/processes/test_exit_codes.py",
     "fastps/processes/forkserver_client": "tests/faults/test_restarts.py",

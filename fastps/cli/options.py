@@ -92,6 +92,12 @@ OnWorkerLoss = Annotated[
         " --restarts continue."
     ),
 ]
+Grace = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS", help="So long workers may take to save and end after Ctrl-C, SIGTERM or another's failure."
+    ),
+]
 NonFinite = Annotated[
     str,
     typer.Option(
@@ -286,7 +292,7 @@ def placed_nodes(context: typer.Context, policy: "NodePolicy") -> "NodeOptions |
 def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
     """Return a command's options on restarts, losses, checkpoints and injected faults."""
     from fastps.processes.fault_injection import FaultPlan
-    from fastps.processes.options import JobOptions
+    from fastps.processes.options import GRACE_S, JobOptions
 
     given = context.params
     checkpoint, resume, faults = given["checkpoint"], given["resume"], given["inject_faults"]
@@ -302,6 +308,7 @@ def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
         resume=str(resume.resolve()) if resume is not None else "",
         faults=FaultPlan.parse(faults, seed) if faults is not None else None,
         server=given["server"],
+        grace_s=given.get("grace", GRACE_S),
     )
 
 

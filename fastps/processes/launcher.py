@@ -5,7 +5,6 @@ they raise an error that names the failed one. A fork server imports torch once 
 replacements. The launcher itself never imports torch, so usage errors appear at once.
 """
 
-import contextlib
 import logging
 import os
 import re
@@ -26,6 +25,7 @@ from fastps.processes.absent_workers import NoShows
 from fastps.processes.ending import Ending
 from fastps.processes.fault_injection import FaultInjector
 from fastps.processes.forkserver_client import ForkServer
+from fastps.processes.left_behind import LeftBehind
 from fastps.processes.nodes import LaunchRendezvous, NodeOptions
 from fastps.processes.options import JobOptions
 from fastps.processes.outcome import LaunchedWorker, Outcome
@@ -118,7 +118,6 @@ class Launcher:
         self._oom_kills = oom_kills()
         self._forkserver: ForkServer | None = None
         self._forkserver_worker: LaunchedWorker | None = None  # its process
-        self._adopting = contextlib.ExitStack()
         self._injector = FaultInjector(options.faults, self.job, workers, clock) if options.faults is not None else None
         self._no_shows = NoShows(self.job, clock)
         self._output = JobOutput(clock, prefix)
@@ -131,32 +130,36 @@ class Launcher:
         self._streams: StandardStreams  # of the time when `run` is called
         self._has_begun = False  # whether an arena was seen
         self._open_pipes = 0
-        self._ending = Ending(self._workers, clock)
+        self._ending = Ending(self._workers, options.grace_s, clock)
+        self._left = LeftBehind(clock)
 
     def run(self, on_tick: Callable[[], None] | None = None, tick_s: float = 0.1) -> Outcome:
         """Start all workers and wait until all have ended. Calls `on_tick` about every `tick_s` seconds."""
         began_ns = self._clock.now_ns()
         self._streams = StandardStreams()
-        with self._ending.listening(), self._streams.carrying_logs(lambda: self._ending.interrupts > 0):
+        hurries = lambda: self._ending.interrupts > 0  # noqa: E731
+        with self._ending.listening(), adopting_orphans(), self._streams.carrying_logs(hurries):
             try:
                 self._start()
                 while any(worker.exit_code is None for worker in self._workers):
                     self._handle_events(min(tick_s, _FAULT_TICK_S) if self._injector is not None else tick_s)
-                    self._ending.enforce_deadline()
                     if self._injector is not None and not self._ending.interrupts:
                         self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
                     self._look_at_job()
+                    self._left.look(self._own)
                     if on_tick is not None:
                         on_tick()
                 self._end_forkserver()
                 self._drain()
             finally:
                 self._finish()
-            first_failure = None if self._ending.interrupts else self._root_cause()
+            ended_by = self._ending.number
+            first_failure = None if ended_by else self._root_cause()
+            if ended_by or first_failure is not None:
+                self._left.end(self._own)
         seconds = (self._clock.now_ns() - began_ns) / 1e9
         report = self._injector.report if self._injector is not None else None
-        interrupted, hint = self._ending.interrupts > 0, self._hint(first_failure)
-        return Outcome(self._workers, first_failure, interrupted, seconds, began_ns, report, hint)
+        return Outcome(self._workers, first_failure, ended_by, seconds, began_ns, report, self._hint(first_failure))
 
     def _finish(self) -> None:
         if self._injector is not None:
@@ -164,7 +167,6 @@ class Launcher:
         self._kill_all()
         if self._rendezvous is not None:
             self._rendezvous.close()
-        self._adopting.close()
         self._selector.close()
         if self._trace is not None:
             self._finish_trace(self._trace)
@@ -276,7 +278,7 @@ class Launcher:
         return self._listen(LaunchedWorker(rank, process, restart))
 
     def _listen(self, worker: LaunchedWorker) -> LaunchedWorker:
-        process, worker.errors = worker.process, ErrorLines(whole=self._tracebacks)
+        process, worker.errors, worker.began_ns = worker.process, ErrorLines(whole=self._tracebacks), self._clock.now_ns()
         self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None))
         for stream, sink in ((process.stdout, self._streams.out), (process.stderr, self._streams.err)):
             pipe = cast("IO[bytes]", stream)
@@ -287,7 +289,6 @@ class Launcher:
 
     def _start_forkserver(self) -> None:
         """Start the fork server and wait for its imports, handling events meanwhile."""
-        self._adopting.enter_context(adopting_orphans())
         variables = self._variables(0, 0)
         imports = self._program.imports if self._imports is None else self._imports
         server = self._forkserver = ForkServer(variables, self._program.path, imports)
@@ -307,7 +308,6 @@ class Launcher:
         if self._forkserver is not None:
             self._forkserver.close()
             self._forkserver = None
-            self._adopting.close()
         if kill and self._forkserver_worker is not None:
             self._forkserver_worker.send(signal.SIGKILL)
 
@@ -330,6 +330,7 @@ class Launcher:
         return forked
 
     def _handle_events(self, timeout_s: float) -> None:
+        self._ending.obey()
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:  # a message of the fork server
                 continue
@@ -339,13 +340,27 @@ class Launcher:
                 continue
             self._selector.unregister(key.fileobj)
             os.close(key.fd)
-            worker.exit_code = worker.process.wait()
+            worker.exit_code = self._wait(worker)
             worker.ended_ns = self._clock.now_ns()
             logger.info("worker %d: %s", worker.rank, worker.ending)
             if worker is self._forkserver_worker:
                 self._end_forkserver()
             elif worker.failed:
                 self._on_loss(worker)
+
+    def _wait(self, worker: LaunchedWorker) -> int:
+        """Reap a worker that has ended. What it has started ends with it, unless it ended well."""
+        ended = os.waitid(os.P_PID, worker.process_id, os.WEXITED | os.WNOWAIT)
+        if ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status):
+            self._left.end_with(worker.process_id, self._own)
+        return worker.process.wait()
+
+    @property
+    def _own(self) -> set[int]:
+        """The processes that this launcher has started and waits for."""
+        others = [self._forkserver_worker] if self._forkserver_worker is not None else []
+        running = {worker.process_id for worker in [*self._workers, *others] if worker.exit_code is None}
+        return running | {self._ending.witness_id, self._rendezvous.process_id if self._rendezvous is not None else 0}
 
     def _on_loss(self, worker: LaunchedWorker) -> None:
         """Handle a failed worker: end the others, go on without it, or replace it while restarts are left."""
@@ -402,7 +417,7 @@ class Launcher:
         for worker in [*self._workers, *([self._forkserver_worker] if self._forkserver_worker is not None else [])]:
             if worker.exit_code is None:
                 worker.process.kill()
-                worker.exit_code = worker.process.wait()
+                worker.exit_code = self._wait(worker)
         for key in list(self._selector.get_map().values()):
             self._selector.unregister(key.fileobj)
             if isinstance(key.fileobj, int):

@@ -26,6 +26,7 @@ class LaunchedWorker:
     process: "subprocess.Popen[bytes] | AdoptedProcess"
     restart: int = 0
     exit_code: int | None = None
+    began_ns: int = 0
     ended_ns: int = 0
     errors: ErrorLines = field(default_factory=ErrorLines)
     was_out_of_memory: bool = False
@@ -67,7 +68,7 @@ class LaunchedWorker:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job: all workers with those replaced, the first failure (or None), and whether Ctrl-C ended the job.
+    """The end of a job: all workers with those replaced, the first failure (or None), and the signal that ended the job, or 0.
 
     A lost worker is no failure if the job went on to its end. `faults` reports injected faults. `began_ns` is the launcher's
     start, before any import of a worker. `hint` is a remedy, or empty.
@@ -75,7 +76,7 @@ class Outcome:
 
     workers: list[LaunchedWorker]
     first_failure: LaunchedWorker | None
-    interrupted: bool
+    ended_by: int
     seconds: float
     began_ns: int
     faults: FaultReport | None = None
@@ -83,5 +84,5 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """0: done. 1: a worker failed. 130: ended by Ctrl-C."""
-        return 130 if self.interrupted else 1 if self.first_failure else 0
+        """0: done. 1: a worker failed. 130: ended by Ctrl-C. 143: ended by SIGTERM."""
+        return 128 + self.ended_by if self.ended_by else 1 if self.first_failure else 0

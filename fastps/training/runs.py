@@ -28,7 +28,7 @@ class RunFailedError(Error):
     """Not all workers of a run finished. The report has been shown; `exit_code` is for the command line."""
 
     def __init__(self, outcome: Outcome) -> None:
-        super().__init__("the run was interrupted" if outcome.interrupted else "the run failed")
+        super().__init__("the run was interrupted" if outcome.ended_by else "the run failed")
         self.exit_code = outcome.exit_code
 
 

@@ -141,7 +141,7 @@ def test_the_first_host_is_the_rendezvous_and_variables_of_fastps_go_along() -> 
 
 
 def _on_host(code: str, line: bytes) -> "subprocess.CompletedProcess[bytes]":
-    command = [sys.executable, "-m", "fastps.processes.on_host", sys.executable, "-c", code]
+    command = [sys.executable, "-m", "fastps.processes.on_host", "40", sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         process.stdin.write(line)
@@ -156,6 +156,45 @@ def test_a_host_takes_the_variables_from_standard_input_and_its_command_gets_non
     ended = _on_host(code + "print(repr(sys.stdin.read()))", variables_line({**names, "HOME": "/x"}))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.decode().splitlines() == [json.dumps(names), "''"]
+
+
+def test_a_host_passes_signals_on_and_ends_its_command_at_the_end_of_the_input() -> None:
+    code = (
+        "import signal, sys, time\nend = []\nsignal.signal(signal.SIGINT, lambda number, frame: end.append(number))\n"
+        "signal.signal(signal.SIGUSR1, lambda number, frame: print('warned', flush=True))\nprint('ready', flush=True)\n"
+        "while not end: time.sleep(0.01)\nprint('ended')\n"
+    )
+    command = [sys.executable, "-m", "fastps.processes.on_host", "40", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(variables_line({}))
+        process.stdin.flush()
+        assert process.stdout.readline() == b"ready\n"
+        process.stdin.write(b"%d\n" % signal.SIGUSR1)
+        process.stdin.flush()
+        assert process.stdout.readline() == b"warned\n"
+        process.stdin.close()
+        assert process.stdout.read() == b"ended\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_sigterm_lets_the_workers_of_all_hosts_save(runner: str, tmp_path: Path) -> None:
+    script = tmp_path / "save.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\nrank = os.environ['FASTPS_RANK']\ndef save(number, frame):\n    time.sleep(3)\n"
+        f"    pathlib.Path({str(tmp_path)!r}, f'saved{{rank}}').touch()\n    sys.exit()\nsignal.signal(signal.SIGTERM, save)\n"
+        f"pathlib.Path({str(tmp_path)!r}, f'came{{rank}}').touch()\ntime.sleep(300)"
+    )
+    process = _start(runner, "one,two", script)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("came*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert len(list(tmp_path.glob("saved*"))) == 2, errors
 
 
 @pytest.mark.parametrize("line", [b"", b"no JSON\n", b"[1, 2]\n"])
