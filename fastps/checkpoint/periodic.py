@@ -1,22 +1,27 @@
-"""Periodic checkpoints: a thread writes one every so many updates while the workers go on.
+"""Periodic checkpoints: a thread writes one every so many updates while the workers go on; and a last one at the end.
 
 The live worker of the lowest rank pins a version between two of its steps and hands it to the thread. If an earlier checkpoint
 is still being written, by this worker or another, the next one is delayed until a later step. A job with tables has no thread
 for it: the worker writes, and the others do not fold meanwhile. If a checkpoint cannot be written
 (a full disk), the error is logged and counted, and training goes on.
+
+SIGUSR1 makes a checkpoint due. SIGTERM ends the program after the step in progress: its worker leaves, and writes the last one.
 """
 
+import json
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fastps.checkpoint.format import Array
+from fastps.checkpoint.format import JSON_FILE, Array, whole
 from fastps.checkpoint.snapshot import Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
 from fastps.kernels.shm.arena import LANE_LIVE
 from fastps.store.worker import Worker
+from fastps.system.noted_signals import EndedBySignalError, NotedSignals
 
 logger = logging.getLogger("fastps.checkpointing")
 
@@ -54,6 +59,9 @@ class Checkpointing:
         self._buffers = buffers
         self._version = version or (lambda: worker.version)
         self._exact = exact
+        # The share of a node at another version than the others' is of no use.
+        self._signals = NotedSignals(*(() if exact else (signal.SIGTERM, signal.SIGUSR1)))
+        self._last = self._version()  # the newest version that is begun from, or written
         self._next = ((worker.store.version if version is None else version()) // every + 1) * every
         self._thread: threading.Thread | None = None
         self.written = 0
@@ -71,11 +79,25 @@ class Checkpointing:
         return Path(given), int(text) if every is None else every
 
     def after_step(self) -> None:
-        """Start a checkpoint if one is due and this worker writes it. While one is being written, the next waits."""
+        """Start a checkpoint if one is due and this worker writes it. While one is being written, the next waits.
+
+        Raises EndedBySignalError after SIGTERM.
+        """
         version = self._version()
-        if version < self._next:
-            return
-        if self._worker.rank != self._worker.store.arena.lane_states().find(LANE_LIVE):
+        if self._signals.take(signal.SIGUSR1):
+            self._next = version
+        if self._signals.take(signal.SIGTERM):
+            logger.warning("worker %d ends because of SIGTERM", self._worker.rank)
+            raise EndedBySignalError(signal.SIGTERM)
+        if version >= self._next:
+            self._start(version)
+
+    @property
+    def _is_writer(self) -> bool:
+        return self._worker.rank == self._worker.store.arena.lane_states().find(LANE_LIVE)
+
+    def _start(self, version: int) -> None:
+        if not self._is_writer:
             self._next = (version // self._every + 1) * self._every
             return
         if self._exact:
@@ -106,6 +128,7 @@ class Checkpointing:
         try:
             folder = write(pinned, buffers, self._directory)
             self.written += 1
+            self._last = pinned.description["version"]
             logger.info("wrote %s, version %d", folder, pinned.description["version"])
         except Error as error:  # also a device's
             self.failures += 1
@@ -115,11 +138,32 @@ class Checkpointing:
             logger.exception("the checkpoint could not be written; training goes on")
 
     def close(self, failed: bool = False) -> None:
-        """Wait for the checkpoint in progress; unless the worker failed, then write the one that is due, if any."""
+        """Wait for the checkpoint in progress; unless the worker failed, then write a last one."""
         self._join()
         if not failed:
+            self._write_last()
+        self._signals.close()
+
+    def _write_last(self) -> None:
+        """Write the newest version, unless a worker has written it, and once more if others have gone on meanwhile."""
+        if self._exact:
             self.after_step()
             self._join()
+            return
+        failures = self.failures
+        for _ in range(2):
+            version = self._version()
+            if not self._is_writer or version <= max(self._last, self._newest()) or self.failures > failures:
+                return
+            self._start(version)
+            self._join()
+
+    def _newest(self) -> int:
+        """The version of the newest checkpoint in the directory; -1 if there is none that can be read."""
+        try:
+            return int(json.loads((whole(self._directory)[-1] / JSON_FILE).read_bytes())["version"])
+        except (IndexError, OSError, ValueError, KeyError, TypeError):
+            return -1
 
     def _join(self) -> None:
         if self._thread is not None:
