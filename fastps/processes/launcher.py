@@ -161,6 +161,10 @@ class Launcher:
         report = self._injector.report if self._injector is not None else None
         return Outcome(self._workers, first_failure, ended_by, seconds, began_ns, report, self._hint(first_failure))
 
+    def draw(self, call: Callable[[], None]) -> None:
+        """Let a call of `on_tick` draw on the terminal, without a wait for whoever reads it."""
+        self._streams.draw(call)
+
     def _finish(self) -> None:
         if self._injector is not None:
             self._injector.close()

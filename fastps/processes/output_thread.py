@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import IO
 
 logger = logging.getLogger("fastps.launch")
@@ -71,10 +72,10 @@ class Stream:
 
     def silence(self) -> None:
         """Let the file's descriptor lead to nowhere, because nobody takes what is written to it."""
-        if self._file >= 0:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._file)
-            os.close(nowhere)
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no file at all
+            number = self._file if self._stream is None or self._file >= 0 else self._stream.fileno()
+            with Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), number)
 
 
 class OutputThread:
@@ -98,13 +99,13 @@ class OutputThread:
         self._thread: threading.Thread | None = None
         self._patience_s = _HURRY_S
 
-    def put(self, call: Callable[[], object], nbytes: int = 0, lines: int = 1) -> None:
-        """Let the thread run a call that writes so many bytes and lines; lose them if too many bytes wait."""
+    def put(self, call: Callable[[], object], nbytes: int = 0, lines: int = 1) -> bool:
+        """Let the thread run a call that writes so many bytes and lines. Lose them, and return False, if too many wait."""
         size = nbytes + _OF_A_CALL
         with self._changed:
             if self._held_bytes + size > MOST_BYTES:
                 self._lose(lines, _NOBODY)
-                return
+                return False
             self._calls.append((call, size, lines))
             self._held_bytes += size
             self._held_lines += lines
@@ -112,6 +113,7 @@ class OutputThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fastps-output", daemon=True)
             self._thread.start()
+        return True
 
     def drain(self, hurries: Callable[[], bool]) -> bool:
         """Wait until all calls have run; while `hurries()`, until none has ended for a second. Returns whether they have."""
@@ -182,18 +184,33 @@ class StandardStreams:
 
     def __init__(self) -> None:
         self.out, self.err = Stream(sys.stdout), Stream(sys.stderr)
+        self._draws = False
         if self.out.isatty() and self.err.isatty():
             self._threads = [OutputThread("the terminal", self.out, self.err)]
         else:
             self._threads = [OutputThread("standard output", self.out), OutputThread("standard error", self.err)]
 
-    def put(self, stream: Stream, call: Callable[[], object], nbytes: int = 0, lines: int = 1) -> None:
-        """Run a call that writes to a stream, after those before it. It returns at once."""
-        self._threads[0 if stream is self.out else -1].put(call, nbytes, lines)
+    def put(self, stream: Stream, call: Callable[[], object], nbytes: int = 0, lines: int = 1) -> bool:
+        """Run a call that writes to a stream, after those before it. It returns at once: False if the call is left out."""
+        return self._threads[0 if stream is self.out else -1].put(call, nbytes, lines)
 
-    def on_terminal(self, call: Callable[[], object]) -> None:
+    def on_terminal(self, call: Callable[[], object]) -> bool:
         """Run a call that changes what a terminal shows, if one of the streams is a terminal."""
-        self.put(self.out if self.out.isatty() else self.err, call, lines=0)
+        return self.put(self.out if self.out.isatty() else self.err, call, lines=0)
+
+    def draw(self, call: Callable[[], object]) -> None:
+        """Run a call that draws on a terminal. It is left out while an earlier one waits, since nobody reads the terminal."""
+
+        def drawn() -> None:
+            try:
+                call()
+            finally:
+                self._draws = False
+
+        if not self._draws:
+            self._draws = True
+            if not self.on_terminal(drawn):
+                self._draws = False
 
     @contextlib.contextmanager
     def carrying_logs(self, hurries: Callable[[], bool]) -> Iterator[None]:
@@ -214,7 +231,7 @@ class StandardStreams:
                     logger.warning("%d lines to %s were lost: %s", thread.lost, thread.name, thread.reason)
             of_fastps.handlers, of_fastps.propagate = handlers, propagate
             for thread in self._threads:
-                thread.close()
+                thread.close(_HURRY_S)
 
 
 class _Later(logging.Handler):

@@ -4,6 +4,7 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from sys import executable
 
@@ -124,7 +125,7 @@ def _run_watched(
         rows = observer.statistics()
         if not began_ns and any(row.steps for row in rows):
             began_ns = clock.now_ns()
-        view.show(rows, (clock.now_ns() - began_ns) / 1e9 if began_ns else 0.0)
+        launcher.draw(partial(view.show, rows, (clock.now_ns() - began_ns) / 1e9 if began_ns else 0.0))
 
     title = f"{options.sync}, {options.workers} workers, job {launcher.job}"
     with LiveWorkers(console, title, options.epochs * len(data.train_labels)) as view:

@@ -82,7 +82,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         job.process.wait()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
 def test_the_signal_that_came_reaches_the_workers_which_save_until_they_are_done(
     start: Start, number: signal.Signals, code: int
 ) -> None:
@@ -119,7 +119,7 @@ def test_a_signal_to_every_process_comes_once_so_that_it_interrupts_no_save(star
     assert job.process.wait(60) == 143, job.log
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_ctrl_c_that_was_ignored_at_the_start_stays_ignored(start: Start, method: str) -> None:
     script = "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\nready()\nwait_for('end')"
     job = start(script, "--start-method", method, ignored=signal.SIGINT)

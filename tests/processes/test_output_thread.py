@@ -3,13 +3,16 @@
 import io
 import logging
 import os
+import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fastps.processes.launcher import Launcher
@@ -110,7 +113,7 @@ def test_closed_streams_of_the_command_take_no_pipe_of_a_worker(tmp_path: Path) 
     assert (ended.returncode, (tmp_path / "done").exists()) == (0, True)
 
 
-@pytest.mark.parametrize("where", ["stdout", "stderr"])
+@pytest.mark.parametrize("where", ["stdout", pytest.param("stderr", marks=pytest.mark.slow)])
 def test_a_launcher_whose_output_nobody_reads_replaces_workers_and_obeys_signals(where: str, tmp_path: Path) -> None:
     text = (
         f"if os.environ['FASTPS_RANK'] == '0':\n    for _ in range(3000): print('x' * 99, file=sys.{where})\n"
@@ -127,3 +130,39 @@ def test_a_launcher_whose_output_nobody_reads_replaces_workers_and_obeys_signals
             assert process.wait(60) > 0
         finally:
             process.kill()
+
+
+def test_what_draws_is_left_out_while_the_terminal_takes_nothing() -> None:
+    streams, goes_on, drawn = StandardStreams(), threading.Event(), []
+    with streams.carrying_logs(lambda: False):
+        streams.draw(goes_on.wait)
+        for number in range(1000):
+            streams.draw(lambda number=number: drawn.append(number))  # type: ignore[misc]
+        goes_on.set()
+        streams.put(streams.err, lambda: None)
+    assert drawn == []
+
+
+@pytest.mark.slow
+def test_a_training_on_a_terminal_that_takes_nothing_obeys_sigterm() -> None:
+    """Ctrl-S, while the live table of the workers is shown."""
+    reader, terminal = pty.openpty()
+    other = os.open(os.ttyname(terminal), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    command = [sys.executable, "-m", "fastps.cli", "train", "--epochs", "100000", "-n", "2"]
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, start_new_session=True
+    ) as process:
+        os.close(terminal)
+        try:
+            _await(lambda: len(psutil.Process(process.pid).children()) >= 3, "two workers")
+            with pytest.raises(BlockingIOError):
+                while True:
+                    os.write(other, b"x" * 100)
+            time.sleep(0.5)  # it draws ten times a second
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 143
+        finally:
+            process.kill()
+            os.close(reader)
+            os.close(other)
