@@ -28,6 +28,7 @@ MODULES = {
     "fastps/job/plan": "tests/store/test_store.py",
     "fastps/membership/job_memory": "tests/store/test_store.py",
     "fastps/processes/failure_report": "tests/processes/test_launcher.py",
+    "fastps/processes/outcome": "tests/processes/test_exit_codes.py",
     "fastps/processes/forkserver_client": "tests/faults/test_restarts.py",
     "fastps/processes/program": "tests/processes/test_launcher.py",
     "fastps/store/lane_view": "tests/store/test_store.py",

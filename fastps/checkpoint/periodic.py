@@ -1,23 +1,28 @@
-"""Periodic checkpoints: a thread writes one every so many updates while the workers go on.
+"""Periodic checkpoints: a thread writes one every so many updates while the workers go on; and a last one at the end.
 
 The live worker of the lowest rank pins a version between two of its steps and hands it to the thread. If an earlier checkpoint
 is still being written, by this worker or another, the next one is delayed until a later step. If a checkpoint cannot be written
 (a full disk) or is missed (a disk that hangs), a warning says so, it is counted, and training goes on. No wait for the disk is
 longer than the job's timeout.
+
+SIGUSR1 makes a checkpoint due. SIGTERM ends the program after the step in progress: its worker leaves, and writes the last one.
 """
 
+import json
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fastps.checkpoint.format import Array
+from fastps.checkpoint.format import JSON_FILE, Array, whole
 from fastps.checkpoint.runs import Run
 from fastps.checkpoint.snapshot import HeldVersion, Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
 from fastps.kernels.shm.arena import LANE_LIVE
 from fastps.store.worker import Worker
+from fastps.system.noted_signals import EndedBySignalError, NotedSignals
 from fastps.system.threads import ends_within
 
 logger = logging.getLogger("fastps.checkpointing")
@@ -58,6 +63,9 @@ class Checkpointing:
         self._version = version or (lambda: worker.version)
         self._run = run or Run.of(worker.store)
         self._exact = exact
+        # The share of a node at another version than the others' is of no use.
+        self._signals = NotedSignals(*(() if exact else (signal.SIGTERM, signal.SIGUSR1)))
+        self._last = self._version()  # the newest version that is begun from, or written
         self._next = ((worker.store.version if version is None else version()) // every + 1) * every
         self._thread: threading.Thread | None = None
         self._began = 0  # the version that the thread writes
@@ -76,11 +84,25 @@ class Checkpointing:
         return Path(given), int(text) if every is None else every
 
     def after_step(self) -> None:
-        """Start a checkpoint if one is due and this worker writes it. While one is being written, the next waits."""
+        """Start a checkpoint if one is due and this worker writes it. While one is being written, the next waits.
+
+        Raises EndedBySignalError after SIGTERM.
+        """
         version = self._version()
-        if version < self._next:
-            return
-        if self._worker.rank != self._worker.store.arena.lane_states().find(LANE_LIVE):
+        if self._signals.take(signal.SIGUSR1):
+            self._next = version
+        if self._signals.take(signal.SIGTERM):
+            logger.warning("worker %d ends because of SIGTERM", self._worker.rank)
+            raise EndedBySignalError(signal.SIGTERM)
+        if version >= self._next:
+            self._start(version)
+
+    @property
+    def _is_writer(self) -> bool:
+        return self._worker.rank == self._worker.store.arena.lane_states().find(LANE_LIVE)
+
+    def _start(self, version: int) -> None:
+        if not self._is_writer:
             self._next = (version // self._every + 1) * self._every
             return
         if self._exact:
@@ -126,6 +148,7 @@ class Checkpointing:
         try:
             folder = write(pinned, buffers, self._directory, self._run, limit_s=self._worker.store.timeout_s)
             self.written += 1
+            self._last = pinned.description["version"]
             logger.info("wrote %s, version %d", folder, pinned.description["version"])
         except Error as error:  # also a device's
             self.failures += 1
@@ -135,10 +158,31 @@ class Checkpointing:
             logger.exception("the checkpoint could not be written; training goes on")
 
     def close(self, failed: bool = False) -> None:
-        """Wait for the checkpoint in progress; unless the worker failed, then write the one that is due, if any."""
+        """Wait for the checkpoint in progress; unless the worker failed, then write a last one."""
         if self._join() and not failed:
+            self._write_last()
+        self._signals.close()
+
+    def _write_last(self) -> None:
+        """Write the newest version, unless a worker has written it, and once more if others have gone on meanwhile."""
+        if self._exact:
             self.after_step()
             self._join()
+            return
+        failures = self.failures
+        for _ in range(2):
+            version = self._version()
+            if not self._is_writer or version <= max(self._last, self._newest()) or self.failures > failures:
+                return
+            self._start(version)
+            self._join()
+
+    def _newest(self) -> int:
+        """The version of the newest checkpoint in the directory; -1 if there is none that can be read."""
+        try:
+            return int(json.loads((whole(self._directory)[-1] / JSON_FILE).read_bytes())["version"])
+        except (IndexError, OSError, ValueError, KeyError, TypeError):
+            return -1
 
     def _join(self) -> bool:
         """Wait for the checkpoint in progress, at most the job's timeout; then it is missed. Returns whether none is left."""

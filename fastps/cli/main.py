@@ -6,8 +6,10 @@ numpy only when it needs them, so help and usage errors appear at once.
 
 import importlib
 import logging
+import os
 import pkgutil
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -76,8 +78,20 @@ for group in _groups():
     app.add_typer(group.commands)
 
 
+def _occupy_standard_streams() -> None:
+    """Open what is closed of 0, 1 and 2: a pipe of a worker would get the number, and what is written there would end in it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for as long as the process lasts
+
+
 def main() -> None:
     """Run the command line and exit with its code; an error is one sentence, or with --debug a traceback."""
+    _occupy_standard_streams()
     try:
         app()
     except Error as error:

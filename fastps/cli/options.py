@@ -92,6 +92,12 @@ OnWorkerLoss = Annotated[
         " --restarts continue."
     ),
 ]
+Grace = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS", help="So long workers may take to save and end after Ctrl-C, SIGTERM or another's failure."
+    ),
+]
 NonFinite = Annotated[
     str,
     typer.Option(
@@ -289,7 +295,7 @@ def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
     from fastps.checkpoint.loading import load
     from fastps.checkpoint.runs import check_folder
     from fastps.processes.fault_injection import FaultPlan
-    from fastps.processes.options import JobOptions
+    from fastps.processes.options import GRACE_S, JobOptions
 
     given = context.params
     checkpoint, resume, faults = given["checkpoint"], given["resume"], given["inject_faults"]
@@ -309,6 +315,7 @@ def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
         resume=str(resumed.folder.resolve()) if resumed is not None else "",  # one folder for all workers
         faults=FaultPlan.parse(faults, seed) if faults is not None else None,
         server=given["server"],
+        grace_s=given.get("grace", GRACE_S),
     )
 
 

@@ -3,7 +3,7 @@
 from rich.panel import Panel
 from rich.text import Text
 
-from fastps.processes.launcher import Outcome
+from fastps.processes.outcome import Outcome
 from fastps.system.memory_limits import OUT_OF_MEMORY
 
 

@@ -41,11 +41,14 @@ _ADOPTION_NS = 5_000_000_000
 
 def main() -> None:
     """Import the modules of `sys.argv[2:]`, then serve the launcher at the socket with the descriptor `sys.argv[1]`."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # by the launcher's shell, and so in each worker
+    if not is_ignored:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     order = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     if order is None:
         os._exit(0)  # skip exit handlers: the imported modules were not used
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not is_ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     become(order)
 
 

@@ -1,22 +1,30 @@
 """`fastps run --hosts`: the same command on several machines, started over the system's ssh.
 
 Each host runs `fastps run` as one node, in the same folder and with the same Python. Its output comes back with the host's name
-before each line. Standard input stays open for as long as the job may run: its end tells a host to stop.
+before each line. The first line of standard input has the variables of fastps: every user of a machine can read a process's
+arguments, and the job's secret is among the variables. Each other line is a signal's number. The input stays open for as long
+as the job may run: its end tells a host to stop.
 """
 
 import contextlib
+import json
 import os
 import selectors
 import shlex
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
 from fastps.errors import UsageError
+from fastps.processes.ending import ENDS, PASSED_ON
+from fastps.processes.options import GRACE_S
+from fastps.processes.output_thread import StandardStreams
 from fastps.processes.worker_output import Lines
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.processes import die_with_parent
@@ -25,7 +33,7 @@ SSH = "ssh -o BatchMode=yes"
 DEFAULT_PORT = 29400
 _TICK_S = 0.1
 _GRACE_NS = 5_000_000_000  # for the other nodes to notice the loss and to name it
-_END_NS = 15_000_000_000  # for a host to end its launcher, which takes 4 s at most
+_BEYOND_GRACE_S = 10.0  # for a host's launcher to end after its workers' grace
 _SSH_FAILED = 255
 
 
@@ -36,12 +44,14 @@ class HostsOptions:
     Attributes:
         hosts: what ssh is given for each node, in the order of their numbers.
         ssh: the command that gets a host and a command line, as ssh does.
+        grace_s: how long workers may take to end.
 
     Raises UsageError for fewer than two hosts, or an empty command.
     """
 
     hosts: tuple[str, ...]
     ssh: tuple[str, ...]
+    grace_s: float = GRACE_S
 
     def __post_init__(self) -> None:
         if len(self.hosts) < 2 or not all(self.hosts):
@@ -54,9 +64,9 @@ class HostsOptions:
             raise UsageError("--ssh-command (FASTPS_SSH): expected a command, found an empty one")
 
     @staticmethod
-    def of(hosts: str, ssh: str) -> "HostsOptions":
+    def of(hosts: str, ssh: str, grace_s: float = GRACE_S) -> "HostsOptions":
         """The options from a list with commas, and a command line of the shell; "" for ssh's own."""
-        return HostsOptions(tuple(host.strip() for host in hosts.split(",")), tuple(shlex.split(ssh or SSH)))
+        return HostsOptions(tuple(host.strip() for host in hosts.split(",")), tuple(shlex.split(ssh or SSH)), grace_s)
 
     @property
     def rendezvous(self) -> str:
@@ -64,17 +74,26 @@ class HostsOptions:
         host = self.hosts[0].rpartition("@")[2]
         return f"[{host}]:{DEFAULT_PORT}" if ":" in host else f"{host}:{DEFAULT_PORT}"
 
-    def command(self, node: int, arguments: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    def command(self, node: int, arguments: Sequence[str]) -> list[str]:
         """What starts a node: ssh, its host, and the command line for the host's shell.
 
-        >>> HostsOptions(("a", "b"), ("ssh",)).command(1, ["train.py"], {})[:2]
+        >>> HostsOptions(("a", "b"), ("ssh",)).command(1, ["train.py"])[:2]
         ['ssh', 'b']
         """
         nodes = ["--nnodes", str(len(self.hosts)), "--node-rank", str(node), "--rendezvous", self.rendezvous]
         run = [sys.executable, "-m", "fastps", "run", *nodes, *arguments]
-        own = [f"{name}={value}" for name, value in sorted(variables.items()) if name.startswith("FASTPS_")]
-        watched = ["env", *own, sys.executable, "-m", "fastps.processes.on_host", *run]
+        limit_s = str(self.grace_s + _BEYOND_GRACE_S)
+        watched = [sys.executable, "-m", "fastps.processes.on_host", limit_s, *run]
         return [*self.ssh, self.hosts[node], f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(watched)}"]
+
+
+def variables_line(variables: Mapping[str, str]) -> bytes:
+    """The line that a host reads first: the variables of fastps, as JSON.
+
+    >>> variables_line({"FASTPS_SYNC": "asp", "HOME": "/root"})
+    b'{"FASTPS_SYNC": "asp"}\\n'
+    """
+    return json.dumps({name: value for name, value in variables.items() if name.startswith("FASTPS_")}).encode() + b"\n"
 
 
 @dataclass
@@ -86,6 +105,28 @@ class _Host:
     lines: dict[int, Lines] = field(default_factory=dict)
     last: str = ""
     exit_code: int | None = None
+
+    def tell(self, line: bytes) -> int:
+        """Write a line to standard input. Returns how much of it the pipe took: ssh may read it much later."""
+        if self.process.stdin is None or self.process.stdin.closed:
+            return 0
+        os.set_blocking(self.process.stdin.fileno(), False)
+        try:
+            return os.write(self.process.stdin.fileno(), line)
+        except BlockingIOError:
+            return 0
+        except BrokenPipeError:  # ssh has ended, which its exit code tells
+            return len(line)
+
+    def tell_variables(self) -> None:
+        """Write the first line. Raises UsageError if the pipe does not hold it."""
+        line = variables_line(os.environ)
+        written = self.tell(line)
+        if written < len(line):
+            raise UsageError(
+                f"--hosts: expected the variables that begin with FASTPS_ to take at most {written} bytes, found {len(line)}:"
+                " unset what the job does not need"
+            )
 
     def tell_end(self) -> None:
         """End standard input, which tells the host to stop."""
@@ -103,33 +144,44 @@ class HostsLauncher:
         self._clock = clock
         self._hosts: list[_Host] = []
         self._selector = selectors.DefaultSelector()
-        self._interrupts = 0
+        self._streams: StandardStreams  # of the time when `run` is called
+        self._arrived: deque[int] = deque()  # signals that are not yet obeyed
+        self._interrupts: list[int] = []  # those that end the job
+        self._has_ended = False  # whether the hosts know
         self._tell_at_ns: int | None = None
         self._kill_at_ns: int | None = None
         self.failure = ""
 
     def run(self) -> int:
-        """Start all nodes and wait for them. Returns the exit code: 0, 1, 2 for wrong usage, or 130 after Ctrl-C."""
-        ends = (signal.SIGINT, signal.SIGTERM)
-        previous = [signal.signal(number, self._on_interrupt) for number in ends]
+        """Start all nodes and wait for them. Returns the exit code: 0, 1, 2 for wrong usage, or 128 + the number of a signal.
+
+        A signal that the shell has set to be ignored stays ignored.
+        """
+        previous = {number: signal.getsignal(number) for number in (*ENDS, *PASSED_ON)}
+        for number, handler in previous.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, self._note)
         code = 0
-        try:
-            for node in range(len(self._options.hosts)):
-                self._start(node)
-            while any(host.exit_code is None for host in self._hosts):
-                for key, _ in self._selector.select(_TICK_S):
-                    self._pass_on(key)
-                found = self._look()
-                code = code or found
-        finally:
-            for number, handler in zip(ends, previous, strict=True):
+        self._streams = StandardStreams()
+        with self._streams.carrying_logs(lambda: bool(self._interrupts)):
+            try:
+                for node in range(len(self._options.hosts)):
+                    self._start(node)
+                while any(host.exit_code is None for host in self._hosts):
+                    for key, _ in self._selector.select(_TICK_S):
+                        self._pass_on(key)
+                    found = self._look()
+                    code = code or found
+            finally:
+                self._kill_all()
+                self._selector.close()
+        for number, handler in previous.items():
+            if handler is not None:
                 signal.signal(number, handler)
-            self._kill_all()
-            self._selector.close()
-        return 130 if self._interrupts else code
+        return 128 + self._interrupts[0] if self._interrupts else code
 
     def _start(self, node: int) -> None:
-        command = self._options.command(node, self._arguments, os.environ)
+        command = self._options.command(node, self._arguments)
         name = self._options.hosts[node]
         try:
             process = subprocess.Popen(
@@ -147,7 +199,8 @@ class HostsLauncher:
             ) from error
         host = _Host(name, process)
         self._hosts.append(host)
-        for stream, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        host.tell_variables()
+        for stream, sink in ((process.stdout, self._streams.out), (process.stderr, self._streams.err)):
             pipe = cast("IO[bytes]", stream)
             os.set_blocking(pipe.fileno(), False)
             host.lines[pipe.fileno()] = Lines()
@@ -158,11 +211,10 @@ class HostsLauncher:
         data = os.read(key.fd, 65536)
         cut = host.lines[key.fd]
         for line in cut.feed(data) if data else cut.rest():
-            text = line.decode("utf-8", "replace").rstrip("\r\n")
+            text = line.decode("utf-8", "surrogateescape").rstrip("\r\n")
             if text.strip():
-                host.last = text.strip() if sink is sys.stderr else host.last
-                sink.write(f"{host.name} {text}\n")
-                sink.flush()
+                host.last = line.decode("utf-8", "replace").strip() if sink is self._streams.err else host.last
+                self._streams.put(sink, partial(sink.write, f"{host.name} {text}\n"), len(line))
         if not data:
             self._selector.unregister(key.fileobj)
             cast("IO[bytes]", key.fileobj).close()
@@ -176,10 +228,13 @@ class HostsLauncher:
                 if host.exit_code and not self.failure:
                     self.failure = self._described(host)
                     code = host.exit_code if host.exit_code in (1, 2) else 1
-                    self._tell_at_ns = self._tell_at_ns or self._clock.now_ns() + _GRACE_NS
+                    if not self._interrupts:  # else the other hosts' workers have their own grace
+                        self._tell_at_ns = self._tell_at_ns or self._clock.now_ns() + _GRACE_NS
+        while self._arrived:
+            self._obey(self._arrived.popleft())
         now_ns = self._clock.now_ns()
         if self._tell_at_ns is not None and now_ns >= self._tell_at_ns:
-            self._tell_at_ns, self._kill_at_ns = None, now_ns + _END_NS
+            self._tell_at_ns, self._kill_at_ns = None, self._kill_at_ns or now_ns + self._end_ns
             for host in self._hosts:
                 host.tell_end()
         if self._kill_at_ns is not None and now_ns >= self._kill_at_ns:
@@ -201,13 +256,27 @@ class HostsLauncher:
         ending = f"exit code {code}" if code > 0 else f"its ssh ended by {signal.Signals(-code).name}"
         return f"{host.name}: {ending}: see its output above"
 
-    def _on_interrupt(self, number: int, frame: object) -> None:
-        """Tell all hosts to end on the first Ctrl-C; kill every ssh on the second."""
-        self._interrupts += 1
-        if self._interrupts == 1:
-            self._tell_at_ns = self._clock.now_ns()
-        else:
-            self._kill_at_ns = self._clock.now_ns()
+    @property
+    def _end_ns(self) -> int:
+        """How long all hosts may take to end."""
+        return int((self._options.grace_s + 2 * _BEYOND_GRACE_S) * 1e9)
+
+    def _note(self, number: int, frame: object) -> None:
+        """The handler of all signals."""
+        self._arrived.append(number)
+        if number in ENDS:
+            self._interrupts.append(number)
+
+    def _obey(self, number: int) -> None:
+        """Pass a signal on to all hosts. On the second that ends the job tell them to end at once."""
+        now_ns = self._clock.now_ns()
+        if number in ENDS and self._has_ended:
+            self._tell_at_ns, self._kill_at_ns = now_ns, now_ns + _GRACE_NS
+            return
+        if number in ENDS:
+            self._has_ended, self._kill_at_ns = True, now_ns + self._end_ns
+        for host in self._hosts:
+            host.tell(b"%d\n" % number)
 
     def _kill_all(self) -> None:
         for host in self._hosts:

@@ -5,7 +5,6 @@ they raise an error that names the failed one. A fork server imports torch once 
 replacements. The launcher itself never imports torch, so usage errors appear at once.
 """
 
-import contextlib
 import logging
 import os
 import re
@@ -14,115 +13,42 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
-from fastps.errors import NodeLostError, UsageError, WorkerDiedError
+from fastps.errors import UsageError
 from fastps.kernels.shm.arena import MAX_LANES
 from fastps.membership import discovery
 from fastps.processes.absent_workers import NoShows
 from fastps.processes.beginning import Beginning
-from fastps.processes.fault_injection import FaultInjector, FaultReport
+from fastps.processes.ending import Ending
+from fastps.processes.fault_injection import FaultInjector
 from fastps.processes.forkserver_client import ForkServer
+from fastps.processes.left_behind import LeftBehind
 from fastps.processes.nodes import LaunchRendezvous, NodeOptions
 from fastps.processes.options import JobOptions
+from fastps.processes.outcome import LaunchedWorker, Outcome
 from fastps.processes.output import JobOutput
+from fastps.processes.output_thread import StandardStreams, Stream
 from fastps.processes.program import Program
 from fastps.processes.worker_environment import environment_of, style_of
 from fastps.processes.worker_output import ErrorLines, Lines
 from fastps.system.clock import SYSTEM_CLOCK, Clock
-from fastps.system.memory_limits import oom_kills, oom_reason
+from fastps.system.memory_limits import oom_kills
 from fastps.system.ports import free_port
 from fastps.system.processes import AdoptedProcess, adopting_orphans, die_with_parent
 from fastps.tracing import parts as trace_parts
 
 logger = logging.getLogger("fastps.launch")
 
-GRACE_NS = 2_000_000_000  # for survivors to end by themselves, and again after SIGTERM; Ctrl-C takes at most twice as long
 _DRAIN_NS = 300_000_000  # reads output this long from pipes that a worker's own children hold open
 _IMPORT_NS = 120_000_000_000  # the longest time for the fork server's imports
 _FAULT_TICK_S = 0.02  # time between two calls of FaultInjector.tick
 _OF_A_GROUP = re.compile("nccl|process group|process_group|cuda", re.IGNORECASE)
-# A traceback's last line names the type so.
-_CONSEQUENCES = tuple(f"{kind.__module__}.{kind.__qualname__}:" for kind in (WorkerDiedError, NodeLostError))
 START_METHODS = ("fork", "spawn")
 NO_OPTIONS = JobOptions()
-
-
-@dataclass
-class LaunchedWorker:
-    """One worker process: its exit, and its output on stderr.
-
-    `restart` counts the earlier processes of the same rank.
-    """
-
-    rank: int
-    process: "subprocess.Popen[bytes] | AdoptedProcess"
-    restart: int = 0
-    exit_code: int | None = None
-    ended_ns: int = 0
-    errors: ErrorLines = field(default_factory=ErrorLines)
-    was_out_of_memory: bool = False
-    lost_steps: int | None = 0  # with its arena, because no other worker had attached; None: unknown
-
-    @property
-    def tail(self) -> deque[str]:
-        """The last lines of stderr, as shown."""
-        return self.errors.tail
-
-    @property
-    def process_id(self) -> int:
-        """Process id."""
-        return self.process.pid
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal, unless the process has ended."""
-        if self.exit_code is None:
-            self.process.send_signal(number)
-
-    @property
-    def failed(self) -> bool:
-        """Whether the process ended with an error or a signal."""
-        return self.exit_code not in (None, 0)
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether the loss of another worker or node ended the worker."""
-        return any(line.startswith(_CONSEQUENCES) for line in self.tail)
-
-    @property
-    def ending(self) -> str:
-        """The exit in words."""
-        if self.exit_code is None:
-            return "still running"
-        if self.exit_code < 0:
-            return f"ended by {signal.Signals(-self.exit_code).name}{oom_reason() if self.was_out_of_memory else ''}"
-        return f"exit code {self.exit_code}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a job: all workers with those replaced, the first failure (or None), and whether Ctrl-C ended the job.
-
-    A lost worker is no failure if the job went on to its end. `faults` reports injected faults. `began_ns` is the launcher's
-    start, before any import of a worker. `hint` is a remedy, or empty.
-    """
-
-    workers: list[LaunchedWorker]
-    first_failure: LaunchedWorker | None
-    interrupted: bool
-    seconds: float
-    began_ns: int
-    faults: FaultReport | None = None
-    hint: str = ""
-
-    @property
-    def exit_code(self) -> int:
-        """0: done. 1: a worker failed. 130: ended by Ctrl-C."""
-        return 130 if self.interrupted else 1 if self.first_failure else 0
 
 
 class Launcher:
@@ -193,7 +119,6 @@ class Launcher:
         self._oom_kills = oom_kills()
         self._forkserver: ForkServer | None = None
         self._forkserver_worker: LaunchedWorker | None = None  # its process
-        self._adopting = contextlib.ExitStack()
         self._injector = FaultInjector(options.faults, self.job, workers, clock) if options.faults is not None else None
         self._no_shows = NoShows(self.job, clock)
         self._output = JobOutput(clock, prefix)
@@ -204,45 +129,53 @@ class Launcher:
         self._lines: dict[int, Lines] = {}
         self._tracebacks = "--debug" in sys.argv if tracebacks is None else tracebacks
         self._beginning = Beginning(self.job, clock)
+        self._streams: StandardStreams  # of the time when `run` is called
         self._open_pipes = 0
-        self._signals = [signal.SIGTERM, signal.SIGKILL]  # sent in order, one after each deadline
-        self._deadline_ns: int | None = None
-        self._interrupts = 0
+        self._ending = Ending(self._workers, options.grace_s, clock)
+        self._left = LeftBehind(clock)
 
     def run(self, on_tick: Callable[[], None] | None = None, tick_s: float = 0.1) -> Outcome:
         """Start all workers and wait until all have ended. Calls `on_tick` about every `tick_s` seconds."""
         began_ns = self._clock.now_ns()
-        ends = (signal.SIGINT, signal.SIGTERM)
-        previous = [signal.signal(number, self._on_interrupt) for number in ends]
-        try:
-            self._start()
-            while any(worker.exit_code is None for worker in self._workers):
-                is_quick = self._injector is not None or self._beginning.is_watched
-                self._handle_events(min(tick_s, _FAULT_TICK_S) if is_quick else tick_s)
-                self._enforce_deadline()
-                if self._injector is not None and not self._interrupts:
-                    self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
-                self._look_at_job()
-                if on_tick is not None:
-                    on_tick()
-            self._end_forkserver()
-            self._drain()
-        finally:
-            if self._injector is not None:
-                self._injector.close()
-            self._kill_all()
-            if self._rendezvous is not None:
-                self._rendezvous.close()
-            self._adopting.close()
-            for number, handler in zip(ends, previous, strict=True):
-                signal.signal(number, handler)
-            self._selector.close()
-            if self._trace is not None:
-                self._finish_trace(self._trace)
+        self._streams = StandardStreams()
+        hurries = lambda: self._ending.interrupts > 0  # noqa: E731
+        with self._ending.listening(), adopting_orphans(), self._streams.carrying_logs(hurries):
+            try:
+                self._start()
+                while any(worker.exit_code is None for worker in self._workers):
+                    is_quick = self._injector is not None or self._beginning.is_watched
+                    self._handle_events(min(tick_s, _FAULT_TICK_S) if is_quick else tick_s)
+                    if self._injector is not None and not self._ending.interrupts:
+                        self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
+                    self._look_at_job()
+                    self._left.look(self._own)
+                    if on_tick is not None:
+                        on_tick()
+                self._end_forkserver()
+                self._drain()
+            finally:
+                self._finish()
+            ended_by = self._ending.number
+            first_failure = None if ended_by else self._root_cause()
+            if ended_by or first_failure is not None:
+                self._left.end(self._own)
         seconds = (self._clock.now_ns() - began_ns) / 1e9
         report = self._injector.report if self._injector is not None else None
-        first_failure = None if self._interrupts else self._root_cause()
-        return Outcome(self._workers, first_failure, self._interrupts > 0, seconds, began_ns, report, self._hint(first_failure))
+        return Outcome(self._workers, first_failure, ended_by, seconds, began_ns, report, self._hint(first_failure))
+
+    def draw(self, call: Callable[[], None]) -> None:
+        """Let a call of `on_tick` draw on the terminal, without a wait for whoever reads it."""
+        self._streams.draw(call)
+
+    def _finish(self) -> None:
+        if self._injector is not None:
+            self._injector.close()
+        self._kill_all()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        self._selector.close()
+        if self._trace is not None:
+            self._finish_trace(self._trace)
 
     @property
     def arena(self) -> str:
@@ -298,10 +231,10 @@ class Launcher:
             self._rendezvous = LaunchRendezvous(self._nodes, self._count)
         if self._forks:
             self._start_forkserver()
-        if self._rendezvous is not None and self._rendezvous.wait(lambda: self._interrupts > 0):
+        if self._rendezvous is not None and self._rendezvous.wait(lambda: self._ending.interrupts > 0):
             self.job = self._rendezvous.job
         for rank in range(self._count):
-            if self._interrupts:
+            if self._ending.interrupts:
                 return
             self._workers.append(self._new_worker(rank, 0))
         if not self._restarts_left:
@@ -351,9 +284,9 @@ class Launcher:
         return self._listen(LaunchedWorker(rank, process, restart))
 
     def _listen(self, worker: LaunchedWorker) -> LaunchedWorker:
-        process, worker.errors = worker.process, ErrorLines(whole=self._tracebacks)
+        process, worker.errors, worker.began_ns = worker.process, ErrorLines(whole=self._tracebacks), self._clock.now_ns()
         self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None))
-        for stream, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        for stream, sink in ((process.stdout, self._streams.out), (process.stderr, self._streams.err)):
             pipe = cast("IO[bytes]", stream)
             os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, (worker, sink))
@@ -362,7 +295,6 @@ class Launcher:
 
     def _start_forkserver(self) -> None:
         """Start the fork server and wait for its imports, handling events meanwhile."""
-        self._adopting.enter_context(adopting_orphans())
         variables = self._variables(0, 0)
         imports = self._program.imports if self._imports is None else self._imports
         server = self._forkserver = ForkServer(variables, self._program.path, imports)
@@ -370,10 +302,10 @@ class Launcher:
             self._forkserver_worker = self._launch(0, 0, server.command, variables, [inherited.fileno()])
         self._selector.register(server.control, selectors.EVENT_READ, None)
         deadline_ns = self._clock.now_ns() + _IMPORT_NS
-        while not (server.is_ready or server.refusal or self._interrupts or self._clock.now_ns() >= deadline_ns):
+        while not (server.is_ready or server.refusal or self._ending.interrupts or self._clock.now_ns() >= deadline_ns):
             self._handle_events(_FAULT_TICK_S)
         self._selector.unregister(server.control)
-        if not server.is_ready and not self._interrupts:
+        if not server.is_ready and not self._ending.interrupts:
             logger.warning("workers are new processes: the fork server is not ready: %s", server.refusal or "out of time")
             self._end_forkserver(kill=True)
 
@@ -382,7 +314,6 @@ class Launcher:
         if self._forkserver is not None:
             self._forkserver.close()
             self._forkserver = None
-            self._adopting.close()
         if kill and self._forkserver_worker is not None:
             self._forkserver_worker.send(signal.SIGKILL)
 
@@ -406,6 +337,7 @@ class Launcher:
         return forked
 
     def _handle_events(self, timeout_s: float) -> None:
+        self._ending.obey()
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:  # a message of the fork server
                 continue
@@ -415,7 +347,7 @@ class Launcher:
                 continue
             self._selector.unregister(key.fileobj)
             os.close(key.fd)
-            worker.exit_code = worker.process.wait()
+            worker.exit_code = self._wait(worker)
             worker.ended_ns = self._clock.now_ns()
             logger.info("worker %d: %s", worker.rank, worker.ending)
             if worker is self._forkserver_worker:
@@ -423,13 +355,27 @@ class Launcher:
             elif worker.failed:
                 self._on_loss(worker)
 
+    def _wait(self, worker: LaunchedWorker) -> int:
+        """Reap a worker that has ended. What it has started ends with it, unless it ended well."""
+        ended = os.waitid(os.P_PID, worker.process_id, os.WEXITED | os.WNOWAIT)
+        if ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status):
+            self._left.end_with(worker.process_id, self._own)
+        return worker.process.wait()
+
+    @property
+    def _own(self) -> set[int]:
+        """The processes that this launcher has started and waits for."""
+        others = [self._forkserver_worker] if self._forkserver_worker is not None else []
+        running = {worker.process_id for worker in [*self._workers, *others] if worker.exit_code is None}
+        return running | {self._ending.witness_id, self._rendezvous.process_id if self._rendezvous is not None else 0}
+
     def _on_loss(self, worker: LaunchedWorker) -> None:
         """Handle a failed worker: end the others, go on without it, or replace it while restarts are left."""
-        self._output.hide_bars()  # log lines would be written into the bars
+        self._streams.on_terminal(self._output.hide_bars)  # log lines would be written into the bars
         worker.was_out_of_memory = worker.exit_code == -signal.SIGKILL and oom_kills() > self._oom_kills
         self._oom_kills += worker.was_out_of_memory  # each kill explains one death
-        if self._interrupts or not self._options.continues:
-            self._deadline_ns = self._deadline_ns or worker.ended_ns + GRACE_NS
+        if self._ending.interrupts or not self._options.continues:
+            self._ending.begin(worker.ended_ns)
         elif self._restarts_left and not self._is_over():
             self._replace(worker)
         else:
@@ -440,44 +386,30 @@ class Launcher:
         codes = [worker.exit_code for worker in self._workers]
         return (0 in codes and None not in codes) or self._beginning.is_over()
 
-    def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: IO[str]) -> None:
+    def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: Stream) -> None:
         """Pass on whole lines, each with its worker's number; keep the last lines of stderr for the report."""
         data = os.read(key.fd, 65536)
         cut = self._lines.setdefault(key.fd, Lines())
         lines = cut.feed(data) if data else cut.rest()
-        if sink is sys.stderr:
+        if sink is self._streams.err:
             lines = worker.errors.feed(lines) + ([] if data else worker.errors.rest())
         if not data:
             del self._lines[key.fd]
             self._selector.unregister(key.fileobj)
             cast("IO[bytes]", key.fileobj).close()
             self._open_pipes -= 1
+        rank = self._first_rank + worker.rank
         for line in [*lines, *([cut.bar + b"\r"] if cut.bar else [])]:
-            self._output.write(self._first_rank + worker.rank, line.decode("utf-8", "replace"), sink)
+            text = line.decode("utf-8", "surrogateescape")
+            write = partial(self._output.write, rank, text, sink)
+            self._streams.put(sink, write, len(line), lines=int(not text.endswith("\r")))
         if not data and worker is not self._forkserver_worker:  # the fork server shares the number of a worker that goes on
-            self._output.end(self._first_rank + worker.rank, sink)
+            self._streams.put(sink, partial(self._output.end, rank, sink), lines=0)
 
     @property
     def _first_rank(self) -> int:
         """The number, among the workers of all nodes, of this node's first worker."""
         return self._rendezvous.first_rank if self._rendezvous is not None else 0
-
-    def _on_interrupt(self, number: int, frame: object) -> None:
-        """Pass on the first Ctrl-C, then send SIGTERM and SIGKILL after deadlines. Kill at once on the second."""
-        self._interrupts += 1
-        self._signal_all(signal.SIGINT if self._interrupts == 1 else signal.SIGKILL)
-        self._deadline_ns = self._clock.now_ns() + GRACE_NS
-
-    def _enforce_deadline(self) -> None:
-        if self._deadline_ns is None or self._clock.now_ns() < self._deadline_ns:
-            return
-        self._signal_all(self._signals.pop(0) if len(self._signals) > 1 else self._signals[0])
-        self._deadline_ns = self._clock.now_ns() + GRACE_NS
-
-    def _signal_all(self, number: signal.Signals) -> None:
-        for worker in self._workers:
-            if worker.exit_code is None:
-                worker.process.send_signal(number)
 
     def _drain(self) -> None:
         """Read the rest of the pipes, for a limited time: a worker's own child may keep one open."""
@@ -490,7 +422,7 @@ class Launcher:
         for worker in [*self._workers, *([self._forkserver_worker] if self._forkserver_worker is not None else [])]:
             if worker.exit_code is None:
                 worker.process.kill()
-                worker.exit_code = worker.process.wait()
+                worker.exit_code = self._wait(worker)
         for key in list(self._selector.get_map().values()):
             self._selector.unregister(key.fileobj)
             if isinstance(key.fileobj, int):

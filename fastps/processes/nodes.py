@@ -108,6 +108,7 @@ class LaunchRendezvous:
             process_group=0,  # Ctrl-C reaches only the launcher
             preexec_fn=die_with_parent(os.getpid()),
         )
+        self.process_id = self._process.pid
         self.number, self.first_rank, self.world, self.port, self.job = 0, 0, workers, 0, ""
 
     def wait(self, is_over: Callable[[], bool]) -> bool:

@@ -1,8 +1,11 @@
 """Runs a command on a host of `fastps run --hosts`, and ends it when standard input ends: ssh has gone, or the job is over.
 
-ssh passes no signals on. The command gets SIGINT, as from Ctrl-C, and SIGKILL if it then takes too long.
+The first line of standard input has the command's variables, which no argument may show. Each other line is the number of a
+signal for the command, since ssh passes none on. At the end of the input the command gets SIGINT, and SIGKILL if it then takes
+too long.
 """
 
+import json
 import os
 import selectors
 import signal
@@ -11,32 +14,58 @@ import sys
 
 from fastps.system.processes import die_with_parent
 
-_END_S = 10.0  # a launcher ends its workers within 4 s
+_LONGEST_LINE = 1 << 20
 
 
 def main() -> int:
-    """Run the command of the arguments. Returns its exit code; 128 and the signal's number for one that a signal ended."""
-    process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent(os.getpid()))
+    """Run the command `sys.argv[2:]`, which may take `sys.argv[1]` seconds to end.
+
+    Returns its exit code; 128 and the signal's number for one that a signal ended.
+    """
+    process = subprocess.Popen(
+        sys.argv[2:],
+        env={**os.environ, **_variables()},
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+        preexec_fn=die_with_parent(os.getpid()),
+    )
     ended = os.pidfd_open(process.pid)
     with selectors.DefaultSelector() as selector:
         selector.register(ended, selectors.EVENT_READ)
         selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
-        while True:
-            ready = [key.fd for key, _ in selector.select()]
-            if ended in ready:
-                break
-            if not os.read(sys.stdin.fileno(), 65536):
-                _end(process)
+        rest = b""
+        while ended not in [key.fd for key, _ in selector.select()]:
+            data = os.read(sys.stdin.fileno(), 65536)
+            *numbers, rest = (rest + data).split(b"\n")
+            for number in numbers:
+                process.send_signal(int(number))
+            if not data:
+                _end(process, float(sys.argv[1]))
                 break
     os.close(ended)
     code = process.wait()
     return code if code >= 0 else 128 - code
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _variables() -> dict[str, str]:
+    """Read the first line of standard input, and nothing behind it."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _LONGEST_LINE and (data := os.read(sys.stdin.fileno(), 1)):
+        line += data
+    try:
+        variables = json.loads(line)
+        return {str(name): str(value) for name, value in variables.items()}
+    except (ValueError, AttributeError):
+        sys.exit(
+            "fastps: expected the job's variables as the first line of standard input, found none: is fastps on this host of"
+            " the same version, and does the command of --ssh-command pass standard input on?"
+        )
+
+
+def _end(process: "subprocess.Popen[bytes]", limit_s: float) -> None:
     process.send_signal(signal.SIGINT)
     try:
-        process.wait(_END_S)
+        process.wait(limit_s)
     except subprocess.TimeoutExpired:
         process.kill()
 

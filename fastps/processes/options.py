@@ -8,6 +8,9 @@ from fastps.job.fault_policy import FaultPolicy
 from fastps.processes.fault_injection import FaultPlan
 from fastps.store.server_process import chosen_server
 
+GRACE_S = 30.0  # as Kubernetes and SLURM give by default
+_LONGEST_GRACE_S = 86_400
+
 
 @dataclass(frozen=True)
 class JobOptions:
@@ -23,6 +26,7 @@ class JobOptions:
         overwrite: whether to delete the checkpoints of other runs in that directory.
         resume: checkpoint, or directory of checkpoints, to resume from; "": start anew.
         faults: faults to inject; None: none.
+        grace_s: how long workers may take to end after a signal, before SIGKILL.
         server: the processes that fold, "workers" or "process"; "" leaves the choice to the script.
 
     Raises UsageError for values out of range.
@@ -41,6 +45,7 @@ class JobOptions:
     resume: str = ""
     faults: FaultPlan | None = None
     server: str = ""
+    grace_s: float = GRACE_S
 
     def __post_init__(self) -> None:
         if self.restarts < 0:
@@ -49,6 +54,8 @@ class JobOptions:
             raise UsageError(f"--every: expected a number of updates, and --checkpoint DIR with it, found {self.every}")
         if self.restarts and self.on_worker_loss == "stop":
             raise UsageError("--restarts replaces lost workers, --on-worker-loss stop ends the job: expected one of the two")
+        if not 0 <= self.grace_s <= _LONGEST_GRACE_S:
+            raise UsageError(f"--grace: expected 0 to {_LONGEST_GRACE_S} seconds, found {self.grace_s:g}")
         chosen_server(self.server)
         FaultPolicy(self.on_worker_loss or "stop", self.nonfinite or "reject", self.max_workers)
 

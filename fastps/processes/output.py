@@ -5,14 +5,12 @@ worker.
 """
 
 import os
-import sys
-from typing import IO
 
-from fastps.processes.progress_lines import ProgressLines
+from fastps.processes.progress_lines import ProgressLines, Sink
 from fastps.system.clock import Clock
 
 _BETWEEN_UPDATES_NS = 1_000_000_000
-_Stream = tuple[int, int]  # a worker's rank, and 1 for its standard error, else 0
+_Stream = tuple[int, int]  # a worker's rank, and the number of the sink
 
 
 class JobOutput:
@@ -29,19 +27,20 @@ class JobOutput:
         self._clock = clock
         self._prefix = prefix
         self._on_terminal = ProgressLines()
+        self._sinks: list[Sink] = []  # in the order of their first use
         # Without a terminal, by stream: the time and text of the last written update, and a later one not yet written.
         self._updated_ns: dict[_Stream, int] = {}
         self._last: dict[_Stream, str] = {}
         self._kept: dict[_Stream, str] = {}
 
-    def write(self, rank: int, line: str, sink: IO[str]) -> None:
+    def write(self, rank: int, line: str, sink: Sink) -> None:
         """Write a line of a worker. A line that ends in a carriage return updates the worker's progress bar."""
         text = line.rstrip("\r\n")
         is_update = line.endswith("\r")
         if is_update and not text:
             return  # the carriage return before a bar
         shown = "" if is_update and not text.strip() else f"[{rank}] {text}" if self._prefix else text
-        stream = (rank, int(sink is sys.stderr))
+        stream = self._stream(rank, sink)
         if not _is_terminal(sink):
             self._write_to_file(stream, shown, is_update, sink)
         elif is_update:
@@ -49,9 +48,9 @@ class JobOutput:
         else:
             self._on_terminal.end(stream, f"{shown}\n", sink)
 
-    def end(self, rank: int, sink: IO[str]) -> None:
+    def end(self, rank: int, sink: Sink) -> None:
         """End a worker's stream: the last state of its bar stays."""
-        stream = (rank, int(sink is sys.stderr))
+        stream = self._stream(rank, sink)
         if bar := self._on_terminal.bar_of(stream):
             self._on_terminal.end(stream, f"{bar}\n", sink)
         if kept := self._kept.pop(stream, ""):
@@ -63,7 +62,12 @@ class JobOutput:
         """Clear the bars from the terminal until the next update, so that other lines can be written."""
         self._on_terminal.hide()
 
-    def _write_to_file(self, stream: _Stream, text: str, is_update: bool, sink: IO[str]) -> None:
+    def _stream(self, rank: int, sink: Sink) -> _Stream:
+        if sink not in self._sinks:
+            self._sinks.append(sink)
+        return rank, self._sinks.index(sink)
+
+    def _write_to_file(self, stream: _Stream, text: str, is_update: bool, sink: Sink) -> None:
         """Write an update at most once a second; write a whole line at once, in place of the update that it ends."""
         now_ns = self._clock.now_ns()
         if is_update:
@@ -82,6 +86,6 @@ class JobOutput:
             sink.flush()
 
 
-def _is_terminal(sink: IO[str]) -> bool:
+def _is_terminal(sink: Sink) -> bool:
     """Whether a stream is a terminal that can move the cursor."""
     return sink.isatty() and os.environ.get("TERM") != "dumb"

@@ -6,11 +6,27 @@ The caller names new and ended bars; this file knows neither workers nor time.
 import os
 import re
 import shutil
-from typing import IO
+from typing import Protocol
 
 from rich.cells import cell_len, set_cell_size
 
 _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
+
+
+class Sink(Protocol):
+    """What bars and lines are written to: a stream of text."""
+
+    def write(self, text: str, /) -> object:
+        """Write."""
+
+    def flush(self) -> None:
+        """Pass on what was written."""
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+
+    def fileno(self) -> int:
+        """The file's descriptor. Raises OSError if there is none."""
 
 
 class ProgressLines:
@@ -23,10 +39,10 @@ class ProgressLines:
 
     def __init__(self) -> None:
         self._bars: dict[tuple[int, int], str] = {}
-        self._sink: IO[str] | None = None  # the stream that shows the block
+        self._sink: Sink | None = None  # the stream that shows the block
         self._height = 0
 
-    def update(self, key: tuple[int, int], bar: str, sink: IO[str]) -> None:
+    def update(self, key: tuple[int, int], bar: str, sink: Sink) -> None:
         """Replace the bar of a key; an empty bar ends it."""
         if self._bars.get(key, "") == bar:
             return
@@ -36,7 +52,7 @@ class ProgressLines:
             del self._bars[key]
         self.show("", sink)
 
-    def end(self, key: tuple[int, int], line: str, sink: IO[str]) -> None:
+    def end(self, key: tuple[int, int], line: str, sink: Sink) -> None:
         """Write a line above the block and end the key's bar."""
         self._bars.pop(key, None)
         self.show(line, sink)
@@ -45,7 +61,7 @@ class ProgressLines:
         """Return the bar of a key; empty if there is none."""
         return self._bars.get(key, "")
 
-    def show(self, line: str, sink: IO[str]) -> None:
+    def show(self, line: str, sink: Sink) -> None:
         """Write a line above the block and redraw the block in one write, which avoids flicker."""
         above = self._erasure()
         if self._sink is not None and self._sink is not sink:
@@ -68,14 +84,14 @@ class ProgressLines:
         """Return the control sequence that moves to the block's first line and clears below it."""
         return f"\x1b[{self._height}F\x1b[J" if self._height else ""
 
-    def _lines(self, sink: IO[str]) -> list[str]:
+    def _lines(self, sink: Sink) -> list[str]:
         columns, rows = _size(sink)
         bars = [_cut(self._bars[key], columns - 1) for key in sorted(self._bars)]
         most = max(1, rows - 2)  # one row holds the cursor; a line that scrolled away cannot be erased
         return bars if len(bars) <= most else [*bars[: most - 1], f"... and {len(bars) - most + 1} more"]
 
 
-def _size(sink: IO[str]) -> tuple[int, int]:
+def _size(sink: Sink) -> tuple[int, int]:
     """Return columns and rows of a stream's terminal."""
     try:
         size = os.get_terminal_size(sink.fileno())

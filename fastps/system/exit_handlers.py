@@ -12,6 +12,8 @@ from multiprocessing import process, util
 from types import TracebackType
 from typing import Any
 
+from fastps.system.noted_signals import EndedBySignalError
+
 _closers: dict[int, Callable[[str | None], None]] = {}
 _finishers: dict[int, Callable[[], None]] = {}
 _failure: list[str] = []
@@ -56,13 +58,12 @@ def close_all(failure: str | None = None, *, finish: bool = False) -> None:
         close(failure)
 
 
+def failure_of(error: BaseException | None) -> str | None:
+    """The one line for an exception that ends a program; None for what ends it in order."""
+    in_order = isinstance(error, EndedBySignalError) or (isinstance(error, SystemExit) and error.code in (None, 0))
+    return None if error is None or in_order else f"{type(error).__name__}: {error}"
+
+
 def _close_all() -> None:
-    close_all(_failure[0] if _failure else _failure_on_its_way())
-
-
-def _failure_on_its_way() -> str | None:
-    """The exception in flight, for a child of multiprocessing: its finalizers run while the exception still propagates."""
-    error = sys.exc_info()[1]
-    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-        return None
-    return f"{type(error).__name__}: {error}"
+    # A child of multiprocessing runs its finalizers while the exception still propagates.
+    close_all(_failure[0] if _failure else failure_of(sys.exc_info()[1]))

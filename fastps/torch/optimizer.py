@@ -493,7 +493,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.close(None if error is None else f"{type(error).__name__}: {error}")
+        self.close(exit_handlers.failure_of(error))
 
     def _name(self, index: int) -> str:
         parameter: Parameter = self._store.layout.parameters[index]

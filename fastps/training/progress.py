@@ -14,7 +14,7 @@ class LiveWorkers:
     """Live progress on a terminal: one line per worker, from the job's counters. Use as a context manager."""
 
     def __init__(self, console: Console, title: str, budget_samples: int) -> None:
-        self._live = Live(console=console, refresh_per_second=8, transient=True)
+        self._live = Live(console=console, auto_refresh=False, transient=True)
         self._title = title
         self._budget = budget_samples
         self._seconds = 0.0
@@ -42,4 +42,4 @@ class LiveWorkers:
                 f"{row.wait_share:.0%}",
                 row.state,
             )
-        self._live.update(table)
+        self._live.update(table, refresh=True)

@@ -4,6 +4,7 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from sys import executable
 
@@ -13,8 +14,9 @@ from fastps.errors import Error
 from fastps.job.metrics import Row, staleness_row, zero_gap_share
 from fastps.job.policy import Policy
 from fastps.processes.failure_report import failure_panel
-from fastps.processes.launcher import NO_OPTIONS, Launcher, Outcome
+from fastps.processes.launcher import NO_OPTIONS, Launcher
 from fastps.processes.options import JobOptions
+from fastps.processes.outcome import Outcome
 from fastps.store.observer import Observer, observe
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.telemetry.tensorboard import TICK_S, written
@@ -27,7 +29,7 @@ class RunFailedError(Error):
     """Not all workers of a run finished. The report has been shown; `exit_code` is for the command line."""
 
     def __init__(self, outcome: Outcome) -> None:
-        super().__init__("the run was interrupted" if outcome.interrupted else "the run failed")
+        super().__init__("the run was interrupted" if outcome.ended_by else "the run failed")
         self.exit_code = outcome.exit_code
 
 
@@ -123,7 +125,7 @@ def _run_watched(
         rows = observer.statistics()
         if not began_ns and any(row.steps for row in rows):
             began_ns = clock.now_ns()
-        view.show(rows, (clock.now_ns() - began_ns) / 1e9 if began_ns else 0.0)
+        launcher.draw(partial(view.show, rows, (clock.now_ns() - began_ns) / 1e9 if began_ns else 0.0))
 
     title = f"{options.sync}, {options.workers} workers, job {launcher.job}"
     with LiveWorkers(console, title, options.epochs * len(data.train_labels)) as view:

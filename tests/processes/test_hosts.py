@@ -1,6 +1,7 @@
 """fastps run --hosts: a node on each host, its output with the host's name, and all ended with the first failure or Ctrl-C."""
 
 import getpass
+import json
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from fastps.errors import UsageError
-from fastps.processes.hosts import HostsOptions
+from fastps.processes.hosts import HostsLauncher, HostsOptions, variables_line
 from fastps.system.ports import free_port
 
 TRAIN = Path(__file__).parents[1] / "support" / "train_on_nodes.py"
@@ -133,10 +134,101 @@ def test_the_first_host_is_the_rendezvous_and_variables_of_fastps_go_along() -> 
     options = HostsOptions.of("me@node0,node1", "")
     assert options.rendezvous == "node0:29400"
     assert HostsOptions.of("fd00::1,node1", "").rendezvous == "[fd00::1]:29400"
-    command = options.command(1, ["-n", "4", "a b.py"], {"FASTPS_SYNC": "ssp:3", "HOME": "/x"})
+    command = options.command(1, ["-n", "4", "a b.py"])
     assert command[:4] == ["ssh", "-o", "BatchMode=yes", "node1"]
-    assert "FASTPS_SYNC=ssp:3" in command[4] and "HOME" not in command[4]
     assert "--nnodes 2 --node-rank 1 --rendezvous node0:29400 -n 4 'a b.py'" in command[4]
+    assert variables_line({"FASTPS_SYNC": "ssp:3", "HOME": "/x"}) == b'{"FASTPS_SYNC": "ssp:3"}\n'
+
+
+def _on_host(code: str, line: bytes) -> "subprocess.CompletedProcess[bytes]":
+    command = [sys.executable, "-m", "fastps.processes.on_host", "40", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdin.write(line)
+        process.stdin.close() if not line else process.stdin.flush()
+        out, errors = process.stdout.read(), process.stderr.read()
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def test_a_host_takes_the_variables_from_standard_input_and_its_command_gets_none_of_it() -> None:
+    names = {"FASTPS_SECRET": "several\nlines = 'and \u00bd'", "FASTPS_SYNC": "\udcff"}
+    code = "import json, os, sys\nprint(json.dumps({name: os.environ[name] for name in ('FASTPS_SECRET', 'FASTPS_SYNC')}))\n"
+    ended = _on_host(code + "print(repr(sys.stdin.read()))", variables_line({**names, "HOME": "/x"}))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.decode().splitlines() == [json.dumps(names), "''"]
+
+
+def test_a_host_passes_signals_on_and_ends_its_command_at_the_end_of_the_input() -> None:
+    code = (
+        "import signal, sys, time\nend = []\nsignal.signal(signal.SIGINT, lambda number, frame: end.append(number))\n"
+        "signal.signal(signal.SIGUSR1, lambda number, frame: print('warned', flush=True))\nprint('ready', flush=True)\n"
+        "while not end: time.sleep(0.01)\nprint('ended')\n"
+    )
+    command = [sys.executable, "-m", "fastps.processes.on_host", "40", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(variables_line({}))
+        process.stdin.flush()
+        assert process.stdout.readline() == b"ready\n"
+        process.stdin.write(b"%d\n" % signal.SIGUSR1)
+        process.stdin.flush()
+        assert process.stdout.readline() == b"warned\n"
+        process.stdin.close()
+        assert process.stdout.read() == b"ended\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_sigterm_lets_the_workers_of_all_hosts_save(runner: str, tmp_path: Path) -> None:
+    script = tmp_path / "save.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\nrank = os.environ['FASTPS_RANK']\ndef save(number, frame):\n    time.sleep(3)\n"
+        f"    pathlib.Path({str(tmp_path)!r}, f'saved{{rank}}').touch()\n    sys.exit()\nsignal.signal(signal.SIGTERM, save)\n"
+        f"pathlib.Path({str(tmp_path)!r}, f'came{{rank}}').touch()\ntime.sleep(300)"
+    )
+    process = _start(runner, "one,two", script)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("came*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert len(list(tmp_path.glob("saved*"))) == 2, errors
+
+
+@pytest.mark.parametrize("line", [b"", b"no JSON\n", b"[1, 2]\n"])
+def test_a_host_that_gets_no_variables_says_so_and_starts_nothing(line: bytes) -> None:
+    ended = _on_host("print('started')", line)
+    assert (ended.returncode, ended.stdout) == (1, b"")
+    assert b"expected the job's variables as the first line of standard input" in ended.stderr
+
+
+def test_more_variables_than_ssh_may_leave_unread_are_refused(
+    runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs_nothing = HostsLauncher(HostsOptions.of("one,two", f"sh -c 'exec sleep 60' {tmp_path}"), ["x.py"])
+    monkeypatch.setenv("FASTPS_SYNC", "x" * 100_000)
+    monkeypatch.setenv("FASTPS_JOB", "x" * 100_000)
+    with pytest.raises(UsageError, match=r"to take at most \d+ bytes, found 200\d\d\d: unset"):
+        runs_nothing.run()
+
+
+@pytest.mark.slow
+def test_the_secret_is_in_no_arguments_of_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_SECRET", "only-the-nodes-know-this")
+    ssh, script = tmp_path / "ssh", tmp_path / "look.py"
+    ssh.write_text('#!/bin/sh\nsh -c "$2"\nexit $?\n')  # its arguments stay visible, as ssh's do
+    ssh.chmod(0o755)
+    script.write_text(
+        "import os, pathlib\nsecret = os.environ['FASTPS_SECRET']\n"
+        "for file in pathlib.Path('/proc').glob('[0-9]*/cmdline'):\n    try:\n"
+        "        assert secret.encode() not in file.read_bytes(), file\n    except OSError:\n        pass\nprint(secret)\n"
+    )
+    process = _start(str(ssh), "one,two", script)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert sorted(out.splitlines()) == ["one [0] only-the-nodes-know-this", "two [1] only-the-nodes-know-this"]
 
 
 # -- over a real sshd ----------------------------------------------------------------------------------------------------

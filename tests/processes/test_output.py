@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from fastps.processes.failure_report import failure_panel
-from fastps.processes.launcher import Launcher, Outcome
+from fastps.processes.launcher import Launcher
+from fastps.processes.outcome import Outcome
 from fastps.processes.output import JobOutput
 from fastps.processes.worker_output import Lines
 from fastps.system.clock import MonotonicClock
@@ -259,9 +260,11 @@ def test_panel_tells_of_the_memory_whatever_is_written_after_the_worker_has_ende
     monkeypatch.setattr("fastps.processes.launcher.oom_kills", lambda: next(kills))
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys, time\nif os.fork() == 0:\n    time.sleep(0.1)\n    sys.exit('its child')\nos.kill(os.getpid(), 9)\n"
+        "import os, sys, time\nworker = os.getpid()\nif os.fork() == 0:\n    os.setsid()\n    if os.fork(): os._exit(0)\n"
+        "    while os.path.exists(f'/proc/{worker}'): time.sleep(0.01)\n    sys.exit('its daemon')\n"
+        "os.wait()\ntime.sleep(1)\nos.kill(worker, 9)\n"  # the launcher has seen by then that the daemon is on its own
     )
     shown = _panel_of(Launcher([sys.executable, str(script)], 1).run())
     assert f"worker 0 failed first: ended by SIGKILL{oom_reason()}" in shown
     assert "memory ran out: use fewer workers" in shown
-    assert "its last line: its child" in shown
+    assert "its last line: its daemon" in shown

@@ -15,6 +15,7 @@ from fastps.cli.options import (
     SYNC_HELP,
     CheckpointDirectory,
     Every,
+    Grace,
     Homes,
     Hosts,
     InjectFaults,
@@ -59,7 +60,8 @@ from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
 
 if TYPE_CHECKING:
-    from fastps.processes.launcher import Launcher, Outcome
+    from fastps.processes.launcher import Launcher
+    from fastps.processes.outcome import Outcome
 
 AGAINST_HELP = (
     "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on GPUs limit, nccl, ddp; of a training: ddp,"
@@ -148,9 +150,9 @@ def _run_on_hosts(context: typer.Context) -> int:
     tail = given["arguments"]
     begin, end = sys.argv.index("run") + 1, len(sys.argv) - len(tail)
     options = _without(sys.argv[begin:end], ("--hosts", "--ssh-command"))
-    launcher = HostsLauncher(HostsOptions.of(given["hosts"], given["ssh_command"]), [*options, *tail])
+    launcher = HostsLauncher(HostsOptions.of(given["hosts"], given["ssh_command"], given["grace"]), [*options, *tail])
     code = launcher.run()
-    if launcher.failure and code != 130:
+    if launcher.failure and code < 128:
         Console(stderr=True).print(launcher.failure, markup=False, highlight=False, soft_wrap=True)
     return code
 
@@ -211,6 +213,7 @@ def run(
     server: Server = "",
     restarts: Restarts = 0,
     on_worker_loss: OnWorkerLoss = "",
+    grace: Grace = 30.0,
     nonfinite: NonFinite = "",
     max_workers: MaxWorkers = 0,
     checkpoint: CheckpointDirectory = None,

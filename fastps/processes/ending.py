@@ -1,0 +1,198 @@
+"""The signals of a job: what the launcher passes on to the workers, and how it ends them.
+
+The first SIGINT or SIGTERM reaches the workers as it came, and gives them a grace in which they save; then SIGKILL ends them.
+A second one ends them at once. When a worker fails, the others have a moment to end by themselves, then SIGTERM and the same
+grace.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from fastps.processes.outcome import LaunchedWorker
+from fastps.system.clock import Clock
+from fastps.system.processes import die_with_parent
+
+logger = logging.getLogger("fastps.launch")
+
+ENDS = (signal.SIGINT, signal.SIGTERM)
+PASSED_ON = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_WATCHED = (*ENDS, *PASSED_ON, signal.SIGRTMIN)
+_ANSWER_S = 1.0
+_SURVIVORS_NS = 2_000_000_000  # for the others to end by themselves after a failure
+_SAY_NS = 1_000_000_000  # workers that still run so long after a signal are worth a line
+_AGAIN_NS = 1_000_000_000  # a second SIGTERM within this time is the first, sent by two
+_WITNESS_NS = 100_000_000  # within which a signal to every process of the job has reached each
+
+
+class Ending:
+    """Passes signals on to the workers that run, and ends them.
+
+    Attributes:
+        interrupts: how often SIGINT or SIGTERM came.
+        number: the first of them; 0 before.
+        witness_id: the process id of the witness.
+    """
+
+    def __init__(self, workers: Sequence[LaunchedWorker], grace_s: float, clock: Clock) -> None:
+        """`workers` is the launcher's own list, which grows."""
+        self.interrupts = 0
+        self.number = self.witness_id = 0
+        self._workers = workers
+        self._grace_s = grace_s
+        self._clock = clock
+        self._arrived: deque[signal.Signals] = deque()
+        self._due: deque[tuple[int, signal.Signals]] = deque()  # to pass on, and when
+        self._witness: Witness | None = None
+        self._began_ns = 0  # when the first signal to end came
+        self._term_at_ns = self._say_at_ns = self._kill_at_ns = 0  # 0: never
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within this context signals wait for `obey`. Those that the caller's shell has set to be ignored stay ignored."""
+        handled = [*ENDS, *PASSED_ON, signal.SIGTSTP, signal.SIGCONT]
+        previous = {number: signal.getsignal(number) for number in handled}
+        for number, handler in previous.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, self._note)
+        self._witness = Witness()
+        self.witness_id = self._witness.process_id
+        try:
+            yield
+        finally:
+            self._witness.close()
+            for number, handler in previous.items():
+                if handler is not None:
+                    signal.signal(number, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        """The handler of all signals. It logs nothing: a signal may come within a call of the logger."""
+        self._arrived.append(signal.Signals(number))
+        self.interrupts += number in ENDS
+
+    def begin(self, now_ns: int) -> None:
+        """Let the others end, because a worker has failed."""
+        if not self._term_at_ns and not self._kill_at_ns:
+            self._term_at_ns = now_ns + _SURVIVORS_NS
+
+    def obey(self) -> None:
+        """Do what the signals since the last call ask for, and what the time has come for."""
+        now_ns = self._clock.now_ns()
+        while self._arrived:
+            number = self._arrived.popleft()
+            if number in ENDS and self.number:
+                if number == signal.SIGINT or now_ns - self._began_ns > _AGAIN_NS:
+                    self._kill_at_ns = now_ns
+            elif number in ENDS:
+                self.number, self._began_ns, self._term_at_ns = number, now_ns, 0
+                self._due.append((now_ns + _WITNESS_NS, number))
+                self._await(now_ns)
+            elif number == signal.SIGTSTP:
+                self._stop()
+            elif number == signal.SIGCONT:
+                self._continue(now_ns)
+            else:
+                self._due.append((now_ns + _WITNESS_NS, number))
+        while self._due and now_ns >= self._due[0][0]:
+            self._pass_on(self._due.popleft()[1], now_ns)
+        self._enforce(now_ns)
+
+    def _await(self, now_ns: int) -> None:
+        self._say_at_ns, self._kill_at_ns = now_ns + _SAY_NS, now_ns + int(self._grace_s * 1e9)
+
+    def _pass_on(self, number: signal.Signals, now_ns: int) -> None:
+        """Send the workers a signal, unless they had it: a second one would interrupt what the first made them do."""
+        has_come = self._witness is not None and self._witness.has_seen(number)
+        for worker in self._running:
+            is_new = worker.restart > 0 and now_ns - worker.began_ns < _AGAIN_NS  # the signal has ended the one before it
+            if not has_come or is_new:
+                worker.send(number)
+
+    def _enforce(self, now_ns: int) -> None:
+        if self._term_at_ns and now_ns >= self._term_at_ns:
+            self._term_at_ns = 0
+            self._send(signal.SIGTERM)
+            self._await(now_ns)
+        if self._kill_at_ns and now_ns >= self._kill_at_ns:
+            self._say_at_ns, self._kill_at_ns = 0, now_ns + _SURVIVORS_NS
+            self._send(signal.SIGKILL)
+        if self._say_at_ns and now_ns >= self._say_at_ns:
+            self._say_at_ns = 0
+            workers = ", ".join(f"worker {worker.rank}" for worker in self._running)
+            if workers:
+                left_s = (self._kill_at_ns - now_ns) / 1e9
+                logger.warning("waiting up to %.0f s for %s to save and end; Ctrl-C kills at once", left_s, workers)
+
+    def _stop(self) -> None:
+        """Ctrl-Z: stop the workers, with what they have started, and then this process."""
+        self._send_groups(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _continue(self, now_ns: int) -> None:
+        """Let the workers go on after Ctrl-Z. The time that they stood still is no part of their grace."""
+        self._send_groups(signal.SIGCONT)
+        if self._kill_at_ns:
+            self._await(now_ns)
+
+    @property
+    def _running(self) -> list[LaunchedWorker]:
+        return [worker for worker in self._workers if worker.exit_code is None]
+
+    def _send(self, number: signal.Signals) -> None:
+        for worker in self._running:
+            worker.send(number)
+
+    def _send_groups(self, number: signal.Signals) -> None:
+        for worker in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process_id, number)
+
+
+class Witness:
+    """A process of its own group, which only gets the signals that every process of the job gets.
+
+    SLURM's scancel and the kill of a control group reach the workers without the launcher. The witness tells the launcher so.
+    """
+
+    _PROGRAM = (
+        "import os, signal, sys\nwatched = set(map(int, sys.argv[1:]))\nsignal.pthread_sigmask(signal.SIG_BLOCK, watched)\n"
+        "while True: os.write(1, bytes([signal.sigwait(watched)]))"
+    )
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", self._PROGRAM, *(str(int(number)) for number in _WATCHED)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            process_group=0,
+            preexec_fn=die_with_parent(os.getpid()),
+        )
+        assert self._process.stdout is not None
+        self._reader = self._process.stdout
+        self._seen: list[int] = []
+        self.process_id = self._process.pid
+
+    def has_seen(self, number: int) -> bool:
+        """Whether a signal has come since it was last asked for. The witness reports a marker after all that came before it."""
+        self._process.send_signal(signal.SIGRTMIN)
+        while signal.SIGRTMIN not in self._seen and select.select([self._reader], [], [], _ANSWER_S)[0]:
+            report = os.read(self._reader.fileno(), 4096)
+            self._seen += report
+            if not report:
+                return self._process.wait() == -number  # it had not begun to watch
+        has_come = number in self._seen
+        self._seen = [other for other in self._seen if other not in (number, signal.SIGRTMIN)]
+        return has_come
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.close()

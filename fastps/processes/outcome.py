@@ -1,0 +1,89 @@
+"""How the workers of a launched job ended, each and together."""
+
+import signal
+import subprocess
+from collections import deque
+from dataclasses import dataclass, field
+
+from fastps.errors import NodeLostError, WorkerDiedError
+from fastps.processes.fault_injection import FaultReport
+from fastps.processes.worker_output import ErrorLines
+from fastps.system.memory_limits import oom_reason
+from fastps.system.processes import AdoptedProcess
+
+# A traceback's last line names the type so.
+_CONSEQUENCES = tuple(f"{kind.__module__}.{kind.__qualname__}:" for kind in (WorkerDiedError, NodeLostError))
+
+
+@dataclass
+class LaunchedWorker:
+    """One worker process: its exit, and its output on stderr.
+
+    `restart` counts the earlier processes of the same rank.
+    """
+
+    rank: int
+    process: "subprocess.Popen[bytes] | AdoptedProcess"
+    restart: int = 0
+    exit_code: int | None = None
+    began_ns: int = 0
+    ended_ns: int = 0
+    errors: ErrorLines = field(default_factory=ErrorLines)
+    was_out_of_memory: bool = False
+    lost_steps: int | None = 0  # with its arena, because no other worker had attached; None: unknown
+
+    @property
+    def tail(self) -> deque[str]:
+        """The last lines of stderr, as shown."""
+        return self.errors.tail
+
+    @property
+    def process_id(self) -> int:
+        """Process id."""
+        return self.process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.exit_code is None:
+            self.process.send_signal(number)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the process ended with an error or a signal."""
+        return self.exit_code not in (None, 0)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the loss of another worker or node ended the worker."""
+        return any(line.startswith(_CONSEQUENCES) for line in self.tail)
+
+    @property
+    def ending(self) -> str:
+        """The exit in words."""
+        if self.exit_code is None:
+            return "still running"
+        if self.exit_code < 0:
+            return f"ended by {signal.Signals(-self.exit_code).name}{oom_reason() if self.was_out_of_memory else ''}"
+        return f"exit code {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a job: all workers with those replaced, the first failure (or None), and the signal that ended the job, or 0.
+
+    A lost worker is no failure if the job went on to its end. `faults` reports injected faults. `began_ns` is the launcher's
+    start, before any import of a worker. `hint` is a remedy, or empty.
+    """
+
+    workers: list[LaunchedWorker]
+    first_failure: LaunchedWorker | None
+    ended_by: int
+    seconds: float
+    began_ns: int
+    faults: FaultReport | None = None
+    hint: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """0: done. 1: a worker failed. 130: ended by Ctrl-C. 143: ended by SIGTERM."""
+        return 128 + self.ended_by if self.ended_by else 1 if self.first_failure else 0

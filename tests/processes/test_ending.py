@@ -1,0 +1,184 @@
+"""Signals to the launcher: what reaches the workers, how long they may save, and what ends them."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fastps.errors import UsageError
+from fastps.processes.options import JobOptions
+from tests.support.processes import await_stop, is_stopped
+
+BEGIN = """
+import os, pathlib, signal, sys, time
+folder, rank = pathlib.Path({folder!r}), os.environ["FASTPS_RANK"]
+def note(number, frame):
+    with open(folder / f"signals{{rank}}", "a") as file:
+        print(signal.Signals(number).name, file=file)
+def wait_for(name):
+    while not (folder / name).exists(): time.sleep(0.02)
+def ready():
+    (folder / f"ready{{rank}}").write_text(str(os.getpid()))
+"""
+
+
+class Job:
+    """A launched job of two workers, in a folder where the workers leave files."""
+
+    def __init__(self, folder: Path, script: str, *options: str, ignored: signal.Signals | None = None) -> None:
+        self.folder = folder
+        file = folder / "script.py"
+        file.write_text(BEGIN.format(folder=str(folder)) + script)
+        command = [sys.executable, "-m", "fastps.cli", "run", "-n", "2", *options, str(file)]
+        with (folder / "log").open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=None if ignored is None else lambda: signal.signal(ignored, signal.SIG_IGN),
+            )
+
+    def await_it(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline and self.process.poll() is None, self.log
+            time.sleep(0.02)
+
+    def await_workers(self) -> list[int]:
+        """Wait until both workers are ready; return their process ids."""
+        files = [self.folder / f"ready{rank}" for rank in range(2)]
+        self.await_it(lambda: all(file.exists() and file.read_text() for file in files))
+        return [int(file.read_text()) for file in files]
+
+    def signals(self, rank: int) -> list[str]:
+        file = self.folder / f"signals{rank}"
+        return file.read_text().split() if file.exists() else []
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    jobs: list[Job] = []
+
+    def begin(script: str, *options: str, ignored: signal.Signals | None = None) -> Job:
+        jobs.append(Job(tmp_path, script, *options, ignored=ignored))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.process.kill()
+        job.process.wait()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
+def test_the_signal_that_came_reaches_the_workers_which_save_until_they_are_done(
+    start: Start, number: signal.Signals, code: int
+) -> None:
+    job = start(f"signal.signal({int(number)}, note)\nready()\nwait_for('saved')")
+    job.await_workers()
+    job.process.send_signal(number)
+    job.await_it(lambda: "waiting up to 29 s for worker 0, worker 1 to save and end; Ctrl-C kills at once" in job.log)
+    assert [job.signals(rank) for rank in range(2)] == [[number.name]] * 2
+    (job.folder / "saved").touch()
+    assert job.process.wait(60) == code, job.log
+
+
+def test_warnings_reach_the_workers_and_end_nothing(start: Start) -> None:
+    numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
+    job = start(f"for number in {[int(number) for number in numbers]}: signal.signal(number, note)\nready()\nwait_for('end')")
+    job.await_workers()
+    for count, number in enumerate(numbers, 1):
+        job.process.send_signal(number)
+        job.await_it(lambda count=count: all(len(job.signals(rank)) == count for rank in range(2)))
+    (job.folder / "end").touch()
+    assert job.process.wait(60) == 0, job.log
+    assert [job.signals(rank) for rank in range(2)] == [[number.name for number in numbers]] * 2
+
+
+def test_a_signal_to_every_process_comes_once_so_that_it_interrupts_no_save(start: Start) -> None:
+    """A handler that is called again within its save would save twice at once."""
+    job = start("signal.signal(signal.SIGTERM, note)\nready()\nwait_for('saved')")
+    job.await_workers()
+    for process in [psutil.Process(job.process.pid), *psutil.Process(job.process.pid).children(recursive=True)]:
+        process.send_signal(signal.SIGTERM)
+    job.await_it(lambda: "waiting up to" in job.log)
+    assert [job.signals(rank) for rank in range(2)] == [["SIGTERM"]] * 2
+    (job.folder / "saved").touch()
+    assert job.process.wait(60) == 143, job.log
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_ctrl_c_that_was_ignored_at_the_start_stays_ignored(start: Start, method: str) -> None:
+    script = "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\nready()\nwait_for('end')"
+    job = start(script, "--start-method", method, ignored=signal.SIGINT)
+    job.await_workers()
+    job.process.send_signal(signal.SIGINT)
+    (job.folder / "end").touch()
+    assert job.process.wait(60) == 0, job.log
+
+
+def test_ctrl_z_stops_the_workers_with_the_launcher_and_sigcont_wakes_them(start: Start) -> None:
+    job = start("ready()\nwait_for('end')")
+    workers = job.await_workers()
+    job.process.send_signal(signal.SIGTSTP)
+    for process in [*workers, job.process.pid]:
+        await_stop(process)
+    (job.folder / "end").touch()
+    time.sleep(0.1)
+    assert all(is_stopped(process) for process in workers)
+    job.process.send_signal(signal.SIGCONT)
+    assert job.process.wait(60) == 0, job.log
+
+
+def test_a_second_ctrl_c_kills_at_once(start: Start) -> None:
+    job = start("signal.signal(signal.SIGINT, note)\nready()\nwait_for('never')")
+    workers = job.await_workers()
+    job.process.send_signal(signal.SIGINT)
+    job.await_it(lambda: all(job.signals(rank) for rank in range(2)))
+    began = time.monotonic()
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(25) == 130, job.log
+    assert time.monotonic() - began < 25, "before the grace ends"
+    assert not [worker for worker in workers if psutil.pid_exists(worker)]
+
+
+@pytest.mark.parametrize("grace_s", [-1.0, float("nan"), float("inf"), 1e300])
+def test_a_grace_out_of_range_is_wrong_usage(grace_s: float) -> None:
+    with pytest.raises(UsageError, match="--grace: expected 0 to 86400 seconds, found"):
+        JobOptions(grace_s=grace_s)
+
+
+def test_the_handlers_of_before_are_back_after_a_run(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys\nfrom fastps.processes.launcher import Launcher\n"
+        "numbers = sorted(signal.valid_signals())\nbefore = [signal.getsignal(number) for number in numbers]\n"
+        "assert Launcher([sys.executable, '-c', '0'], 1).run().exit_code == 0\n"
+        "assert before == [signal.getsignal(number) for number in numbers]\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.slow
+def test_five_seconds_of_saving_are_enough_time(start: Start) -> None:
+    """It takes longer than the four seconds that workers once had."""
+    job = start(
+        "signal.signal(signal.SIGTERM, note)\nready()\nwait_for(f'signals{rank}')\ntime.sleep(5)\n"
+        "(folder / f'saved{rank}').touch()"
+    )
+    job.await_workers()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(60) == 143, job.log
+    assert all((job.folder / f"saved{rank}").exists() for rank in range(2))
