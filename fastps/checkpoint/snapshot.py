@@ -38,7 +38,7 @@ from fastps.job.layout import Parameter
 from fastps.membership.job_memory import JobMemory, VersionCopy
 from fastps.store.worker import Worker
 from fastps.system.file_locks import lock
-from fastps.system.shared_memory import available_bytes
+from fastps.system.memory_limits import available_bytes
 from fastps.version import __version__
 
 logger = logging.getLogger("fastps.checkpointing")

@@ -235,13 +235,12 @@ def run(
     policy = parse_policy(sync) if sync is not None else None
     if hosts:
         raise typer.Exit(_run_on_hosts(context))
-    nodes = nodes_of(context)
+    nodes, job = nodes_of(context), job_options_of(context, seed)
     if policy is not None and workers > 0:
         policy.values(workers if nodes is None else nodes.count)  # raises PolicyError for more than there are
     if gpus is not None:
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
-    spec = policy.spec if policy is not None else None
-    command, job = _command_of(arguments, module), job_options_of(context, seed)
+    spec, command = policy.spec if policy is not None else None, _command_of(arguments, module)
     launcher = Launcher(command, workers, sync=spec, options=job, env=env, start_method=start_method, nodes=nodes, trace=trace)
     raise typer.Exit(_report(_outcome(launcher, tensorboard), json_file))
 
