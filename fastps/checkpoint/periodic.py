@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fastps.checkpoint.format import Array
+from fastps.checkpoint.format import Array, whole
 from fastps.checkpoint.runs import Run
 from fastps.checkpoint.snapshot import HeldVersion, Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
@@ -61,6 +61,7 @@ class Checkpointing:
         self._next = ((worker.store.version if version is None else version()) // every + 1) * every
         self._thread: threading.Thread | None = None
         self._began = 0  # the version that the thread writes
+        self._told_of_others = False
         self.written = 0
         self.failures = 0
 
@@ -127,6 +128,13 @@ class Checkpointing:
             folder = write(pinned, buffers, self._directory, self._run, limit_s=self._worker.store.timeout_s)
             self.written += 1
             logger.info("wrote %s, version %d", folder, pinned.description["version"])
+            if not self._told_of_others and not all(self._run.owns(found) for found in whole(folder.parent)):
+                self._told_of_others = True
+                logger.warning(
+                    "%s has checkpoints of another run, too, which stay; resuming from there takes the newest of all: give each"
+                    " run a folder of its own",
+                    folder.parent,
+                )
         except Error as error:  # also a device's
             self.failures += 1
             logger.warning("%s; training goes on", str(error))  # not its traceback, which holds the arena
