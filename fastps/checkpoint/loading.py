@@ -5,6 +5,7 @@ that all nodes see. The shares of one version of one run are one checkpoint. A v
 """
 
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -105,7 +106,7 @@ def _saved(folders: Sequence[Path], damage: list[str]) -> dict[_Saved, Path]:
 def _joined(directory: Path, shares: Sequence[Checkpoint]) -> Checkpoint:
     """One checkpoint of the whole model."""
     first = shares[0].description
-    parameters = [dict(each) for each in first["share"]["whole"]]
+    parameters = _whole_model(directory, first["share"].get("whole"))
     pieces: dict[str, list[Array]] = {}
     steps: dict[str, int] = {}
     for share in shares:
@@ -119,11 +120,28 @@ def _joined(directory: Path, shares: Sequence[Checkpoint]) -> Checkpoint:
         suffix, stride = "/" + parameter["name"], parameter.pop("stride")
         for prefix in ("weights", *(f"state/{plane}" for plane in first["rule"]["planes"])):
             flat = np.concatenate(pieces[prefix + suffix]) if prefix + suffix in pieces else np.zeros(0, np.float32)
-            if flat.size != int(np.prod(parameter["shape"])):
+            last = sum((extent - 1) * step for extent, step in zip(parameter["shape"], stride, strict=True))
+            if flat.size != math.prod(parameter["shape"]) or (flat.size and last >= flat.size):
                 raise refused(
                     directory, f"tensor {prefix + suffix!r}", f"{parameter['shape']} in all shares", f"{flat.size} floats"
                 )
             tensors[prefix + suffix] = strided(flat, parameter["shape"], stride)
+        if parameter["name"] not in steps:
+            raise refused(directory, f"parameter {parameter['name']!r}", "it in a share", "it in none")
         parameter["steps"] = steps[parameter["name"]]
     description: Mapping[str, Any] = {key: value for key, value in first.items() if key not in _OF_ONE_SHARE}
     return Checkpoint(directory, {**description, "parameters": parameters}, tensors)
+
+
+def _whole_model(directory: Path, found: Any) -> list[dict[str, Any]]:
+    """What a share says of the model's parameters."""
+
+    def are_numbers(value: Any, count: int) -> bool:
+        return isinstance(value, list) and len(value) == count and all(type(each) is int and each >= 0 for each in value)
+
+    for each in found if isinstance(found, list) else [found]:
+        dimensions = len(each["shape"]) if isinstance(each, dict) and isinstance(each.get("shape"), list) else -1
+        is_named = isinstance(each, dict) and isinstance(each.get("name"), str) and type(each.get("group")) is int
+        if not (is_named and are_numbers(each["shape"], dimensions) and are_numbers(each.get("stride"), dimensions)):
+            raise refused(directory, "a share's parameter", "its name, group, shape and stride", repr(each)[:80])
+    return [dict(each) for each in found]

@@ -8,7 +8,6 @@ longer than the job's timeout.
 SIGUSR1 makes a checkpoint due. SIGTERM ends the program after the step in progress: its worker leaves, and writes the last one.
 """
 
-import json
 import logging
 import os
 import signal
@@ -16,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fastps.checkpoint.format import JSON_FILE, Array, whole
+from fastps.checkpoint.format import Array, read_description, whole
 from fastps.checkpoint.runs import Run
 from fastps.checkpoint.snapshot import HeldVersion, Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
@@ -69,6 +68,7 @@ class Checkpointing:
         self._next = ((worker.store.version if version is None else version()) // every + 1) * every
         self._thread: threading.Thread | None = None
         self._began = 0  # the version that the thread writes
+        self._told_of_others = False
         self.written = 0
         self.failures = 0
 
@@ -150,6 +150,13 @@ class Checkpointing:
             self.written += 1
             self._last = pinned.description["version"]
             logger.info("wrote %s, version %d", folder, pinned.description["version"])
+            if not self._told_of_others and not all(self._run.owns(found) for found in whole(folder.parent)):
+                self._told_of_others = True
+                logger.warning(
+                    "%s has checkpoints of another run, too, which stay; resuming from there takes the newest of all: give each"
+                    " run a folder of its own",
+                    folder.parent,
+                )
         except Error as error:  # also a device's
             self.failures += 1
             logger.warning("%s; training goes on", str(error))  # not its traceback, which holds the arena
@@ -178,11 +185,9 @@ class Checkpointing:
             self._join()
 
     def _newest(self) -> int:
-        """The version of the newest checkpoint in the directory; -1 if there is none that can be read."""
-        try:
-            return int(json.loads((whole(self._directory)[-1] / JSON_FILE).read_bytes())["version"])
-        except (IndexError, OSError, ValueError, KeyError, TypeError):
-            return -1
+        """The version of this run's newest checkpoint in the directory; -1 if there is none that can be read."""
+        own = [folder for folder in whole(self._directory) if self._run.owns(folder)]
+        return int(read_description(own[-1])["version"]) if own else -1
 
     def _join(self) -> bool:
         """Wait for the checkpoint in progress, at most the job's timeout; then it is missed. Returns whether none is left."""

@@ -131,6 +131,26 @@ def test_damaged_share_of_the_newest_version_is_named_and_the_version_before_tak
     assert "share-1-of-2/checkpoint-000002: tensor" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        (lambda share: share.pop("whole"), "a share's parameter: expected its name, group, shape and stride, found None"),
+        (lambda share: share.update(whole=[7]), "a share's parameter: .* found 7"),
+        (lambda share: share["whole"][0].update(stride=[1 << 40, 1]), r"tensor 'weights/a': expected \[3, 5\] in all shares"),
+        (lambda share: share["whole"][0].update(stride=[1]), "a share's parameter: .* found {'name': 'a'"),
+        (lambda share: share["whole"][0].update(shape=[-3, -5]), "a share's parameter: .* found {'name': 'a'"),
+        (lambda share: share["whole"].append(share["whole"][3] | {"name": "e", "shape": [0]}), "a share's parameter"),
+    ],
+)
+def test_what_a_share_says_of_the_model_is_bounded(tmp_path: Path, change: Any, refusal: str) -> None:
+    first, _ = _write(tmp_path, 2, np.zeros(_layout().buffer_floats, np.float32))
+    described = read_description(first)
+    change(described["share"])
+    (first / "checkpoint.json").write_bytes(sealed(described))
+    with pytest.raises(fastps.CheckpointError, match=refusal):
+        fastps.load(tmp_path)
+
+
 def test_one_share_can_be_read_by_itself(tmp_path: Path) -> None:
     first, _ = _write(tmp_path, 2, np.arange(_layout().buffer_floats, dtype=np.float32))
     assert fastps.load(first).weights()["a"].shape == (15,)

@@ -92,6 +92,18 @@ def test_another_writer_of_the_folder_is_waited_for_as_long_as_the_timeout(tmp_p
         os.close(descriptor)
 
 
+def test_two_jobs_that_write_into_one_folder_are_told_and_keep_what_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _job(tmp_path, timeout_s=60) as (first, of_first), _job(tmp_path, timeout_s=60) as (second, of_second):
+        for _ in range(4):
+            for worker, checkpointing in ((first, of_first), (second, of_second)):
+                _steps(worker, checkpointing, 2)
+                checkpointing.close()
+    assert caplog.text.count(f"{tmp_path} has checkpoints of another run, too, which stay") == 2
+    assert sorted(fastps.load(found).version for found in tmp_path.iterdir()) == [6, 6, 8, 8]
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("room", [True, False], ids=["a copy fits into memory", "it does not fit"])
 def test_tables_are_copied_and_a_hung_disk_stops_no_step(

@@ -86,6 +86,16 @@ def test_a_launch_is_one_run_whatever_jobs_it_makes(tmp_path: Path, monkeypatch:
         check_folder(tmp_path, None, overwrite=False)
 
 
+def test_all_workers_of_a_job_are_of_one_run_and_those_of_a_later_job_of_its_name_of_another() -> None:
+    found = []
+    for _ in range(2):
+        with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0), workers=2, job="of one run") as store:
+            with fastps.Store.connect("of one run", store.layout, []) as other:
+                assert Run.of(other) == Run.of(store)
+                found.append(Run.of(store).id)
+    assert found[0] != found[1]
+
+
 def test_a_script_may_begin_one_job_after_the_other_in_its_folder_and_keeps_the_checkpoints_of_each(tmp_path: Path) -> None:
     for _ in range(2):
         check_folder(tmp_path, None, overwrite=False)
