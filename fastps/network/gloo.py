@@ -6,6 +6,7 @@ descriptor, also after a stranger has closed it, and without a descriptor Gloo a
 uses the private `ProcessGroupGloo._Options`, which is needed to choose the network address to listen on.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -16,7 +17,6 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
@@ -27,7 +27,9 @@ logger = logging.getLogger("fastps.network")
 Transfer = tuple[Work, torch.Tensor]
 _SO_ATTACH_FILTER = 26  # of Linux, which Python does not name
 _DROP_ALL = struct.pack("@HBBI", 0x06, 0, 0, 0)  # a program for packets, of one instruction: return 0, the bytes to keep
+_MOST_DESCRIPTORS = 2048  # the sockets of links are looked for among the lowest
 _making = threading.Lock()
+_libc = ctypes.PyDLL(None)  # its calls keep the GIL: to get it back beside busy threads would take longer than the call
 
 
 class GlooLink:
@@ -38,18 +40,18 @@ class GlooLink:
 
     def __init__(self, store: Store, name: str, side: int, address: str, timeout_s: float) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        device, listener = _device_at(address)
-        options._devices = [device]
         options._timeout = timedelta(seconds=timeout_s)
         self._peer = 1 - side
         try:
-            self._group: ProcessGroupGloo | None = ProcessGroupGloo(PrefixStore(name, store), side, 2, options)
+            device, listener = _device_at(address)
+            options._devices = [device]
+            with listener or contextlib.nullcontext():
+                self._group: ProcessGroupGloo | None = ProcessGroupGloo(PrefixStore(name, store), side, 2, options)
+                _close_port(listener, name)
         except RuntimeError as error:
             raise LinkLostError(
                 f"link {name}: expected the other node at {address} within {timeout_s:g} s: {reason_of(error)}"
             ) from error
-        finally:
-            _close_port(listener, name)
 
     def send(self, memory: Memory) -> Transfer:
         """See Link."""
@@ -85,10 +87,18 @@ class GlooLink:
         self._group = None
 
 
-def _listening() -> dict[Any, int]:
-    """The descriptors at which this process listens, by address and port."""
-    found = psutil.Process().net_connections("tcp")
-    return {each.laddr: each.fd for each in found if each.status == psutil.CONN_LISTEN}
+def _listening() -> dict[bytes, int]:
+    """The descriptors at which this process listens for TCP, by address and port, as the kernel writes them."""
+    found, answer, length, place = {}, ctypes.c_int(), ctypes.c_uint(), ctypes.create_string_buffer(28)
+    for descriptor in range(_MOST_DESCRIPTORS):
+        length.value = ctypes.sizeof(answer)
+        arguments = descriptor, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(answer), ctypes.byref(length)
+        if _libc.getsockopt(*arguments) == 0 and answer.value:
+            length.value = ctypes.sizeof(place)
+            _libc.getsockname(descriptor, place, ctypes.byref(length))
+            if struct.unpack_from("@H", place)[0] in (socket.AF_INET, socket.AF_INET6):
+                found[place.raw[: length.value]] = descriptor
+    return found
 
 
 def _device_at(address: str) -> tuple[Any, socket.socket | None]:
@@ -97,7 +107,9 @@ def _device_at(address: str) -> tuple[Any, socket.socket | None]:
         before = _listening()
         device = ProcessGroupGloo.create_device(hostname=address)
         new = [descriptor for place, descriptor in _listening().items() if place not in before]
-        return device, socket.socket(fileno=os.dup(new[0])) if len(new) == 1 else None
+        with contextlib.suppress(OSError):  # no descriptor is left
+            return device, socket.socket(fileno=os.dup(new[0])) if len(new) == 1 else None
+    return device, None
 
 
 def _close_port(listener: socket.socket | None, name: str) -> None:
@@ -109,8 +121,7 @@ def _close_port(listener: socket.socket | None, name: str) -> None:
         if listener is None:
             raise OSError("its socket was not found")
         program = ctypes.create_string_buffer(_DROP_ALL)
-        with listener:
-            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
     except OSError as error:
         logger.warning(
             "link %s: its port stays open to strangers, who may take all of this process's descriptors: %s", name, error

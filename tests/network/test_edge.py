@@ -161,6 +161,27 @@ def test_a_port_that_cannot_be_closed_to_strangers_is_warned_of(
     assert caplog.text.count("link link: its port stays open to strangers") == 2
 
 
+@pytest.mark.parametrize("left", [1, 3])
+def test_a_process_without_descriptors_refuses_a_link_over_gloo(left: int) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own = torch.distributed.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest, held = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(left):
+            os.close(held.pop())
+        with pytest.raises(LinkLostError, match="Too many open files"):
+            gloo.GlooLink(own, "link", 0, "127.0.0.1", 5.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
+
+
 def _train(folder: Path) -> Any:
     """Train until the file `end` is there; the file `steps` grows with each step."""
     model = torch.nn.Linear(50, 50)
