@@ -44,6 +44,7 @@ from fastps.tracing import parts as trace_parts
 logger = logging.getLogger("fastps.launch")
 
 _DRAIN_NS = 300_000_000  # reads output this long from pipes that a worker's own children hold open
+_PAUSE_NS = 1_000_000  # before the next look at output that the reader of the launcher's is too slow for
 _IMPORT_NS = 120_000_000_000  # the longest time for the fork server's imports
 _FAULT_TICK_S = 0.02  # time between two calls of FaultInjector.tick
 _OF_A_GROUP = re.compile("nccl|process group|process_group|cuda", re.IGNORECASE)
@@ -131,6 +132,7 @@ class Launcher:
         self._beginning = Beginning(self.job, clock)
         self._streams: StandardStreams  # of the time when `run` is called
         self._open_pipes = 0
+        self._is_draining = False
         self._ending = Ending(self._workers, options.grace_s, clock)
         self._left = LeftBehind(clock)
 
@@ -343,7 +345,10 @@ class Launcher:
                 continue
             worker, sink = key.data
             if sink is not None:
-                self._pass_on(key, worker, sink)
+                if self._streams.is_slow(sink) and not (self._is_draining or self._ending.interrupts):
+                    self._clock.sleep_ns(_PAUSE_NS)
+                else:
+                    self._pass_on(key, worker, sink)
                 continue
             self._selector.unregister(key.fileobj)
             os.close(key.fd)
@@ -399,10 +404,10 @@ class Launcher:
             cast("IO[bytes]", key.fileobj).close()
             self._open_pipes -= 1
         rank = self._first_rank + worker.rank
-        for line in [*lines, *([cut.bar + b"\r"] if cut.bar else [])]:
-            text = line.decode("utf-8", "surrogateescape")
-            write = partial(self._output.write, rank, text, sink)
-            self._streams.put(sink, write, len(line), lines=int(not text.endswith("\r")))
+        texts = [line.decode("utf-8", "surrogateescape") for line in [*lines, *([cut.bar + b"\r"] if cut.bar else [])]]
+        if texts:
+            write = partial(self._output.write_all, rank, texts, sink)
+            self._streams.put(sink, write, sum(map(len, texts)), lines=sum(not text.endswith("\r") for text in texts))
         if not data and worker is not self._forkserver_worker:  # the fork server shares the number of a worker that goes on
             self._streams.put(sink, partial(self._output.end, rank, sink), lines=0)
 
@@ -413,6 +418,7 @@ class Launcher:
 
     def _drain(self) -> None:
         """Read the rest of the pipes, for a limited time: a worker's own child may keep one open."""
+        self._is_draining = True
         deadline_ns = self._clock.now_ns() + _DRAIN_NS
         while self._open_pipes and self._clock.now_ns() < deadline_ns:
             self._handle_events(0.05)

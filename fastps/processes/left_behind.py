@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fastps.system.clock import Clock
 
+_LOOK_NS = 100_000_000  # between two looks
 _ROUND_NS = 5_000_000
 _ROUNDS, _LAST_ROUNDS = 5, 200  # a child that left the group may have children that left its own
 
@@ -25,11 +26,15 @@ class LeftBehind:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._before = set(_adopted(()))  # children of the program that launches
+        self._looked_ns = 0
         self._seen: set[int] = set()
         self._known: set[int] = set()  # orphans of workers that run, or that have ended well
 
     def look(self, own: Collection[int]) -> None:
         """Reap the orphans that have ended, and note the others. An orphan of two looks is of no worker that ends later."""
+        if self._clock.now_ns() - self._looked_ns < _LOOK_NS:
+            return
+        self._looked_ns = self._clock.now_ns()
         running = self._running(own)
         self._known, self._seen = running & self._seen, running
 

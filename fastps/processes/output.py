@@ -5,6 +5,7 @@ worker.
 """
 
 import os
+from collections.abc import Sequence
 
 from fastps.processes.progress_lines import ProgressLines, Sink
 from fastps.system.clock import Clock
@@ -33,6 +34,11 @@ class JobOutput:
         self._last: dict[_Stream, str] = {}
         self._kept: dict[_Stream, str] = {}
 
+    def write_all(self, rank: int, lines: Sequence[str], sink: Sink) -> None:
+        """Write lines of a worker in their order."""
+        for line in lines:
+            self.write(rank, line, sink)
+
     def write(self, rank: int, line: str, sink: Sink) -> None:
         """Write a line of a worker. A line that ends in a carriage return updates the worker's progress bar."""
         text = line.rstrip("\r\n")
@@ -55,7 +61,6 @@ class JobOutput:
             self._on_terminal.end(stream, f"{bar}\n", sink)
         if kept := self._kept.pop(stream, ""):
             sink.write(f"{kept}\n")
-            sink.flush()
         self._last.pop(stream, None)
 
     def hide_bars(self) -> None:
@@ -83,7 +88,6 @@ class JobOutput:
             self._last[stream] = text
         if not is_written:
             sink.write(f"{text}\n")
-            sink.flush()
 
 
 def _is_terminal(sink: Sink) -> bool:

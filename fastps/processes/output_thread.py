@@ -1,6 +1,7 @@
 """Writing that never holds up the launcher: threads write what bounded queues hold.
 
-A pager that was stopped, Ctrl-S, a full disk or a closed pipe cost lines, which are counted and told at the end.
+A slow reader slows the workers down, as a pipe does: the launcher reads no more from them meanwhile. A reader that has taken
+nothing for long (a stopped pager, Ctrl-S), a full disk and a closed pipe cost lines, which are counted and told at the end.
 """
 
 import contextlib
@@ -15,50 +16,91 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
+
+from fastps.system.clock import SYSTEM_CLOCK
 
 logger = logging.getLogger("fastps.launch")
 
-MOST_BYTES = 8 << 20  # held for a stream that takes none
+MOST_BYTES = 8 << 20  # held for a stream that takes nothing
+MANY_BYTES = 1 << 20  # held for a stream that is slow
+_STUCK_NS = 10_000_000_000  # without any progress: the stream is not slow, it takes nothing
+_PIECE_BYTES = 1 << 16
 _OF_A_CALL = 256  # bytes that a call takes besides its text
 _HURRY_S = 1.0  # for the rest of the output once the job shall end
 _LOOK_S = 0.05
 _NOBODY = "nobody has taken them"
 
 
+class LostLinesError(Exception):
+    """Lines that a stream did not take: how many, and why."""
+
+    def __init__(self, lines: int, error: Exception) -> None:
+        self.lines = lines
+        super().__init__(_reason_of(error))
+
+
+def _reason_of(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
 class Stream:
     """A standard stream. Text that was decoded with "surrogateescape" is written as the bytes that it was.
 
-    >>> Stream(sys.stdout).write("loss 0.5\\n")
+    Attributes:
+        progressed_ns: when it last took something.
+
+    >>> stream = Stream(sys.stdout)
+    >>> stream.write("loss 0.5\n"), stream.flush()
     loss 0.5
+    (None, None)
     """
 
     def __init__(self, stream: IO[str] | None) -> None:
         """`stream`: None for one that is closed, as sys.stdout is then."""
         self._stream = stream
         self._file = -1
+        self._waiting = bytearray()
+        self.progressed_ns = 0
         if isinstance(stream, io.TextIOWrapper):  # others take no bytes, or are more than their file
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
                 self._file = stream.fileno()
 
     def write(self, text: str) -> None:
-        """Write and flush. Raises OSError, and what a stream without a file raises."""
-        data = text.encode("utf-8", "surrogateescape")
-        if self._file < 0:
-            if self._stream is None:
-                raise OSError("it is closed")
-            self._stream.write(data.decode("utf-8", "replace"))
-            self._stream.flush()
-            return
-        while data:
-            try:
-                data = data[os.write(self._file, data) :]
-            except BlockingIOError:  # another process has made the terminal or the pipe non-blocking
-                select.select([], [self._file], [])
+        """Let the next `flush` write a text: a system call for each line would cost a wait for the interpreter's lock."""
+        self._waiting += text.encode("utf-8", "surrogateescape")
 
     def flush(self) -> None:
-        """Do nothing: `write` flushes."""
+        """Write what waits. Raises LostLinesError."""
+        while self._waiting:
+            try:
+                written = self._write()
+            except Exception as error:  # of any kind of stream
+                lines = self.waiting_lines
+                self._waiting.clear()
+                raise LostLinesError(lines, error) from error
+            del self._waiting[:written]
+            self.progressed_ns = SYSTEM_CLOCK.now_ns()
+
+    def _write(self) -> int:
+        """Write a part of what waits, and return its length."""
+        if self._stream is None:
+            raise OSError("it is closed")
+        if self._file < 0:
+            self._stream.write(self._waiting.decode("utf-8", "replace"))
+            self._stream.flush()
+            return len(self._waiting)
+        try:
+            return os.write(self._file, self._waiting[:_PIECE_BYTES])
+        except BlockingIOError:  # another process has made the terminal or the pipe non-blocking
+            select.select([], [self._file], [])
+            return 0
+
+    @property
+    def waiting_lines(self) -> int:
+        """The number of lines that wait for `flush`."""
+        return self._waiting.count(b"\n")
 
     def isatty(self) -> bool:
         """Whether it is a terminal."""
@@ -78,6 +120,15 @@ class Stream:
                 os.dup2(nowhere.fileno(), number)
 
 
+class _Call(NamedTuple):
+    """What the thread runs. `stream`: where alone it writes, with `write`; None for one that writes by itself."""
+
+    run: Callable[[], object]
+    stream: Stream | None
+    nbytes: int
+    lines: int
+
+
 class OutputThread:
     """Runs calls that write to the streams, in order. The thread begins with the first call.
 
@@ -92,28 +143,36 @@ class OutputThread:
         self.lost = 0
         self.reason = ""
         self._streams = streams
-        self._calls: deque[tuple[Callable[[], object], int, int]] = deque()
-        self._held_bytes = self._held_lines = 0  # with the call in progress
+        self._calls: deque[_Call] = deque()
+        self._held_bytes = 0  # with the calls in progress
+        self._busy_since_ns = 0
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._patience_s = _HURRY_S
 
-    def put(self, call: Callable[[], object], nbytes: int = 0, lines: int = 1) -> bool:
+    def put(self, run: Callable[[], object], stream: Stream | None = None, nbytes: int = 0, lines: int = 1) -> bool:
         """Let the thread run a call that writes so many bytes and lines. Lose them, and return False, if too many wait."""
-        size = nbytes + _OF_A_CALL
+        call = _Call(run, stream, nbytes + _OF_A_CALL, lines)
         with self._changed:
-            if self._held_bytes + size > MOST_BYTES:
+            if self._held_bytes + call.nbytes > MOST_BYTES:
                 self._lose(lines, _NOBODY)
                 return False
-            self._calls.append((call, size, lines))
-            self._held_bytes += size
-            self._held_lines += lines
+            if not self._held_bytes:
+                self._busy_since_ns = SYSTEM_CLOCK.now_ns()
+            self._calls.append(call)
+            self._held_bytes += call.nbytes
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fastps-output", daemon=True)
             self._thread.start()
         return True
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether much waits for a reader that still takes some."""
+        since_ns = max(self._busy_since_ns, *(stream.progressed_ns for stream in self._streams))
+        return self._held_bytes > MANY_BYTES and SYSTEM_CLOCK.now_ns() - since_ns < _STUCK_NS
 
     def drain(self, hurries: Callable[[], bool]) -> bool:
         """Wait until all calls have run; while `hurries()`, until none has ended for a second. Returns whether they have."""
@@ -126,9 +185,10 @@ class OutputThread:
     def give_up(self) -> None:
         """Count what waits as lost, and end a write that does not end: the streams lead to nowhere from now on."""
         with self._changed:
-            self._lose(self._held_lines, _NOBODY)
+            lines = sum(call.lines for call in self._calls) + sum(stream.waiting_lines for stream in self._streams)
+            self._lose(lines, _NOBODY)
             self._calls.clear()
-            self._held_bytes = self._held_lines = 0
+            self._held_bytes = 0
         for stream in self._streams:
             stream.silence()
         before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
@@ -153,26 +213,37 @@ class OutputThread:
                     self._changed.wait()
                 if not self._calls:
                     return
-                call, size, lines = self._calls.popleft()
-            reason = _failure_of(call)
+                calls = list(self._calls)
+                self._calls.clear()
+            self._run_all(calls)
             with self._changed:
-                if self._held_bytes:  # not given up meanwhile
-                    self._held_bytes -= size
-                    self._held_lines -= lines
-                    self._lose(lines if reason else 0, reason)
+                self._held_bytes = max(0, self._held_bytes - sum(call.nbytes for call in calls))  # 0 if it was given up
                 self._changed.notify_all()
+
+    def _run_all(self, calls: list[_Call]) -> None:
+        before: Stream | None = None
+        for call in calls:
+            if call.stream is not before or call.stream is None:
+                self._flush()
+            before = call.stream
+            try:
+                call.run()
+            except LostLinesError as error:  # from a flush of its own
+                self._lose(error.lines, str(error))
+            except Exception as error:  # of any log handler: a thread that ended would write no more
+                self._lose(call.lines, _reason_of(error))
+        self._flush()
+
+    def _flush(self) -> None:
+        for stream in self._streams:
+            try:
+                stream.flush()
+            except LostLinesError as error:
+                self._lose(error.lines, str(error))
 
     def _lose(self, lines: int, reason: str) -> None:
         self.lost += lines
         self.reason = self.reason or (reason if lines else "")
-
-
-def _failure_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:  # of any kind of stream and log handler: a thread that ended would write no more
-        return getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return ""
 
 
 class StandardStreams:
@@ -192,11 +263,18 @@ class StandardStreams:
 
     def put(self, stream: Stream, call: Callable[[], object], nbytes: int = 0, lines: int = 1) -> bool:
         """Run a call that writes to a stream, after those before it. It returns at once: False if the call is left out."""
-        return self._threads[0 if stream is self.out else -1].put(call, nbytes, lines)
+        return self._thread_of(stream).put(call, stream, nbytes, lines)
+
+    def is_slow(self, stream: Stream) -> bool:
+        """Whether what comes for a stream should wait, because its reader still takes what came before."""
+        return self._thread_of(stream).is_slow
+
+    def _thread_of(self, stream: Stream) -> OutputThread:
+        return self._threads[0 if stream is self.out else -1]
 
     def on_terminal(self, call: Callable[[], object]) -> bool:
         """Run a call that changes what a terminal shows, if one of the streams is a terminal."""
-        return self.put(self.out if self.out.isatty() else self.err, call, lines=0)
+        return self._thread_of(self.out if self.out.isatty() else self.err).put(call, lines=0)
 
     def draw(self, call: Callable[[], object]) -> None:
         """Run a call that draws on a terminal. It is left out while an earlier one waits, since nobody reads the terminal."""

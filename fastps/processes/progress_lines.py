@@ -70,14 +70,12 @@ class ProgressLines:
             above = ""
         lines = self._lines(sink)
         sink.write(above + line + "".join(f"{text}\n" for text in lines))
-        sink.flush()
         self._sink, self._height = sink, len(lines)
 
     def hide(self) -> None:
         """Clear the block until the next bar or line, so that other output can be written."""
         if self._sink is not None:
             self._sink.write(self._erasure())
-            self._sink.flush()
         self._height = 0
 
     def _erasure(self) -> str:

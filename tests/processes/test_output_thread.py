@@ -62,9 +62,11 @@ def test_logs_of_the_launcher_keep_their_order_and_their_handlers(caplog: pytest
     assert (of_fastps.handlers, of_fastps.propagate) == before
 
 
-def test_a_stream_without_a_file_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_without_a_file_gets_text() -> None:
     cell = io.StringIO()
-    Stream(cell).write(b"caf\xe9 \xc2\xbd\n".decode("utf-8", "surrogateescape"))
+    stream = Stream(cell)
+    stream.write(b"caf\xe9 \xc2\xbd\n".decode("utf-8", "surrogateescape"))
+    stream.flush()
     assert cell.getvalue() == "caf\ufffd \u00bd\n"
 
 
@@ -104,6 +106,20 @@ def test_a_pipe_that_its_reader_closes_does_not_end_the_job(tmp_path: Path) -> N
     (tmp_path / "closed").touch()
     assert process.stderr.read() == "fastps.launch: 1 lines to standard output were lost: Broken pipe\n"
     assert process.wait(60) == 0
+
+
+def test_a_reader_that_is_slower_than_the_workers_gets_every_line(tmp_path: Path) -> None:
+    count = 3 * MOST_BYTES // 1000
+    text = f"for number in range({count}): print(number, 'x' * 990)"
+    with subprocess.Popen([*RUN, "-n", "1", _script(tmp_path, text)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        numbers = []
+        for line in process.stdout:
+            numbers.append(int(line.split()[1]))
+            if len(numbers) % 5000 == 1:
+                time.sleep(0.2)
+    assert numbers == list(range(count))
+    assert process.returncode == 0
 
 
 def test_closed_streams_of_the_command_take_no_pipe_of_a_worker(tmp_path: Path) -> None:
