@@ -152,5 +152,5 @@ def _connect(job: str, rank: int, text: bytes, clock: Clock) -> tuple[int, int]:
             clock.sleep_ns(1_000_000)
         except rendezvous.LayoutDiffers as error:
             raise AttachError(f"expected rank {rank} to run {text.decode()!r}, found {error.theirs!r}") from error
-        except (rendezvous.Silent, rendezvous.OtherUser, rendezvous.AbiDiffers) as error:
+        except (rendezvous.Silent, rendezvous.AbiDiffers) as error:
             raise AttachError(f"rank {rank} cannot be met: {error}") from error
