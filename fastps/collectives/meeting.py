@@ -123,7 +123,11 @@ def meet(store: KeyStore, rank: int, size: int, *, clock: Clock = SYSTEM_CLOCK) 
 
 def _check_machine(store: KeyStore, rank: int, size: int) -> None:
     """Raise UnsupportedError on every rank if the ranks run on several machines."""
-    own = {"boot": _BOOT_ID.read_text().strip(), "host": os.uname().nodename}
+    try:
+        boot = _BOOT_ID.read_text().strip()
+    except OSError:  # gVisor has none
+        boot = os.uname().nodename
+    own = {"boot": boot, "host": os.uname().nodename}
     store.set(f"machine/{rank}", json.dumps(own))
     machines = [json.loads(store.get(f"machine/{other}")) for other in range(size)]
     elsewhere = next((other for other in range(size) if machines[other]["boot"] != machines[0]["boot"]), None)

@@ -42,7 +42,9 @@ def create(size: int, what: str, needed: int | None = None) -> int:
     except OSError as error:
         os.close(descriptor)
         reason = "no memory is left" if error.errno in (errno.ENOSPC, errno.ENOMEM) else str(error)
-        raise ArenaError(f"the arena needs {_shown(needed)} for {what}, but {reason}; {_shown(free)} were free") from error
+        if error.errno == errno.EFBIG:
+            reason = "a file may not be as large: raise the limit (ulimit -f)"
+        raise ArenaError(f"the arena needs {_shown(needed)} for {what}, but {reason}; {_shown(free)} were free") from None
     return descriptor
 
 
@@ -86,11 +88,11 @@ def available_bytes() -> tuple[int, str]:
     for folder in _own_cgroups():
         try:
             maximum = (folder / "memory.max").read_text().strip()
-            current = int((folder / "memory.current").read_text())
+            left = int(maximum) - int((folder / "memory.current").read_text()) if maximum != "max" else free
         except (OSError, ValueError):
             continue
-        if maximum != "max" and int(maximum) - current < free:
-            free, limit = max(0, int(maximum) - current), f"limit of the control group {folder}"
+        if left < free:
+            free, limit = max(0, left), f"limit of the control group {str(folder)!r}"
     return free, limit
 
 
@@ -111,7 +113,7 @@ def _oom_kills_of(folder: Path) -> int:
 def _own_cgroups() -> list[Path]:
     """This process's control group and its ancestors (cgroup version 2); empty if there is none."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = os.fsdecode(Path("/proc/self/cgroup").read_bytes()).split("\n")  # a group's name holds any byte but a line end
     except OSError:
         return []
     own = next((line[3:] for line in lines if line.startswith("0::")), None)
