@@ -15,6 +15,7 @@ from pathlib import Path
 from fastps.checkpoint.format import Array
 from fastps.checkpoint.snapshot import Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
+from fastps.job.environment import whole_number
 from fastps.kernels.shm.arena import LANE_LIVE
 from fastps.store.worker import Worker
 
@@ -65,10 +66,7 @@ class Checkpointing:
         given = directory if directory is not None else os.environ.get("FASTPS_CHECKPOINT")
         if not given:
             return None
-        text = os.environ.get("FASTPS_CHECKPOINT_EVERY", str(DEFAULT_EVERY))
-        if every is None and not text.isdecimal():
-            raise UsageError(f"expected FASTPS_CHECKPOINT_EVERY to be a whole number of updates, found {text!r}")
-        return Path(given), int(text) if every is None else every
+        return Path(given), whole_number("FASTPS_CHECKPOINT_EVERY", DEFAULT_EVERY, 1 << 50) if every is None else every
 
     def after_step(self) -> None:
         """Start a checkpoint if one is due and this worker writes it. While one is being written, the next waits."""

@@ -17,7 +17,7 @@ from rich.logging import RichHandler
 from typer.core import TyperGroup
 
 from fastps.cli import commands
-from fastps.errors import Error, PolicyError, UsageError
+from fastps.errors import Error, PolicyError, UsageError, naming_isa
 from fastps.version import __version__
 
 
@@ -79,7 +79,8 @@ for group in _groups():
 def main() -> None:
     """Run the command line and exit with its code; an error is one sentence, or with --debug a traceback."""
     try:
-        app()
+        with naming_isa():
+            app()
     except Error as error:
         if "--debug" in sys.argv:
             raise

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from fastps.job.environment import check_job
 from fastps.kernels.shm import rendezvous
 from fastps.kernels.shm.arena import ABI
 from fastps.system import unix_sockets
@@ -142,7 +143,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def place_name(job: str, place: Place) -> bytes:
     """The abstract socket name of a place: a zero byte and `fastps/<job>/<place>`. Raises ValueError.
 
-    The name leaves room for the tail of an alias.
+    The name leaves room for the tail of an alias. Raises UsageError for a job's name that is too long.
 
     >>> place_name("mnist", 3)
     b'\\x00fastps/mnist/3'
@@ -153,12 +154,9 @@ def place_name(job: str, place: Place) -> bytes:
 
 
 def _name(job: str, place: str) -> bytes:
-    name = b"\0fastps/" + os.fsencode(job) + b"/" + place.encode()
-    longest = rendezvous.NAME_BYTES - unix_sockets.TAIL_BYTES
-    if not job or len(name) > longest:
-        limit = longest - (len(name) - len(os.fsencode(job)))
-        raise ValueError(f"expected a job's name of 1 to {limit} bytes, found {job!r}; give the job a shorter name")
-    return name
+    before, after = b"\0fastps/", b"/" + place.encode()
+    check_job(job, rendezvous.NAME_BYTES - unix_sockets.TAIL_BYTES - len(before + after))
+    return before + os.fsencode(job) + after
 
 
 def check_free(job: str, place: Place) -> None:

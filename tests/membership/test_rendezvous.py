@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from fastps.errors import UsageError
 from fastps.kernels.shm import rendezvous as answer
 from fastps.membership import rendezvous
 from fastps.system import unix_sockets
@@ -490,7 +491,7 @@ def test_a_name_is_abstract_and_made_of_job_and_place() -> None:
 
 @pytest.mark.parametrize("wrong", ["", "x" * 88, "é" * 50])
 def test_a_job_name_of_another_length_is_refused(wrong: str) -> None:
-    with pytest.raises(ValueError, match="job's name of 1 to 87 bytes"):
+    with pytest.raises(UsageError, match="of 1 to 87 bytes"):
         rendezvous.place_name(wrong, 100)
 
 
