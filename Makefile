@@ -123,7 +123,7 @@ test-sanitizers: sanitized-thread sanitized-address  ## an arena's threads under
 		tests/kernels/protocol tests/kernels/update/test_rows.py tests/kernels/scheduling/test_scheduler.py
 
 FUZZ_SECONDS ?= 600
-fuzz: sanitized-address  ## fuzz messages, arena words and checkpoints for FUZZ_SECONDS (600) under AddressSanitizer
+fuzz: sanitized-address  ## fuzz all that others write: messages, arena words, checkpoints, /proc, texts; for FUZZ_SECONDS (600) under AddressSanitizer
 	$(UNDER_ADDRESS) FASTPS_FUZZ_SECONDS=$(FUZZ_SECONDS) $(SANITIZED_PYTEST) --timeout=$$(($(FUZZ_SECONDS) + 600)) tests/fuzz
 
 lint: $(VENV)/.installed  ## ruff, cython-lint, mypy, and the imports between packages

@@ -87,7 +87,8 @@ def __getattr__(name: str) -> Any:
             module = _DISCIPLINES
         if module is None:
             raise AttributeError(f"module 'fastps' has no attribute {name!r}")
-        value = getattr(importlib.import_module(module), name)
+        with errors.naming_isa():
+            value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 

@@ -3,6 +3,8 @@
 Each message is one sentence: what was expected, what was found, what to do.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -129,6 +131,17 @@ def raise_for_outcome(outcome: int, bad_lane: int, buffers: int) -> None:
     if outcome == lane.BAD_STATE:
         raise damaged("the committed state of a shard")
     raise ProtocolError(f"the fold failed with outcome {outcome}; this is an error of fastps, please report it")
+
+
+@contextlib.contextmanager
+def naming_isa() -> Iterator[None]:
+    """Name FASTPS_ISA in the error of an import inside: compiled code refuses its value, and knows no error of fastps."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("expected an instruction set of this machine"):
+            raise
+        raise UsageError(f"FASTPS_ISA: {error}") from None
 
 
 def damaged(what: str) -> ProtocolError:

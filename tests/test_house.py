@@ -41,6 +41,7 @@ MODULES = {
     "kernels/protocol/shard_locks": "tests/kernels/protocol/test_lane.py",
     "kernels/protocol/fold_call": "tests/device/test_device.py",
     "fastps/system/ports": "tests/processes/test_nodes.py",
+    "fastps/system/unix_sockets": "tests/edges/test_strangers.py",
     "kernels/protocol/work_item": "tests/kernels/protocol/test_shared_fold.py",
     "kernels/shm/offsets": "tests/kernels/shm/test_damage.py",
     "fastps/version": "tests/cli/test_main.py",

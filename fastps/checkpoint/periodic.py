@@ -19,6 +19,7 @@ from fastps.checkpoint.format import Array, read_description, whole
 from fastps.checkpoint.runs import Run
 from fastps.checkpoint.snapshot import HeldVersion, Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
+from fastps.job.environment import whole_number
 from fastps.kernels.shm.arena import LANE_LIVE
 from fastps.store.worker import Worker
 from fastps.system.noted_signals import EndedBySignalError, NotedSignals
@@ -78,10 +79,7 @@ class Checkpointing:
         given = directory if directory is not None else os.environ.get("FASTPS_CHECKPOINT")
         if not given:
             return None
-        text = os.environ.get("FASTPS_CHECKPOINT_EVERY", str(DEFAULT_EVERY))
-        if every is None and not text.isdecimal():
-            raise UsageError(f"expected FASTPS_CHECKPOINT_EVERY to be a whole number of updates, found {text!r}")
-        return Path(given), int(text) if every is None else every
+        return Path(given), whole_number("FASTPS_CHECKPOINT_EVERY", DEFAULT_EVERY, 1 << 50) if every is None else every
 
     def after_step(self) -> None:
         """Start a checkpoint if one is due and this worker writes it. While one is being written, the next waits.

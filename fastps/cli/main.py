@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 from typer.core import TyperGroup
 
 from fastps.cli import commands
-from fastps.errors import Error, PolicyError, UsageError
+from fastps.errors import Error, PolicyError, UsageError, naming_isa
 from fastps.version import __version__
 
 
@@ -93,7 +93,8 @@ def main() -> None:
     """Run the command line and exit with its code; an error is one sentence, or with --debug a traceback."""
     _occupy_standard_streams()
     try:
-        app()
+        with naming_isa():
+            app()
     except Error as error:
         if "--debug" in sys.argv:
             raise

@@ -123,7 +123,11 @@ def meet(store: KeyStore, rank: int, size: int, *, clock: Clock = SYSTEM_CLOCK) 
 
 def _check_machine(store: KeyStore, rank: int, size: int) -> None:
     """Raise UnsupportedError on every rank if the ranks run on several machines."""
-    own = {"boot": _BOOT_ID.read_text().strip(), "host": os.uname().nodename}
+    try:
+        boot = _BOOT_ID.read_text().strip()
+    except OSError:  # gVisor has none
+        boot = os.uname().nodename
+    own = {"boot": boot, "host": os.uname().nodename}
     store.set(f"machine/{rank}", json.dumps(own))
     machines = [json.loads(store.get(f"machine/{other}")) for other in range(size)]
     elsewhere = next((other for other in range(size) if machines[other]["boot"] != machines[0]["boot"]), None)
@@ -152,5 +156,5 @@ def _connect(job: str, rank: int, text: bytes, clock: Clock) -> tuple[int, int]:
             clock.sleep_ns(1_000_000)
         except rendezvous.LayoutDiffers as error:
             raise AttachError(f"expected rank {rank} to run {text.decode()!r}, found {error.theirs!r}") from error
-        except (rendezvous.Silent, rendezvous.OtherUser, rendezvous.AbiDiffers) as error:
+        except (rendezvous.Silent, rendezvous.AbiDiffers) as error:
             raise AttachError(f"rank {rank} cannot be met: {error}") from error

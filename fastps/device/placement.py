@@ -12,6 +12,7 @@ from typing import Literal
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job import environment
+from fastps.job.launchers import whole
 
 Placement = Literal["host", "device"]
 _DEVICES = Path("/dev")
@@ -29,9 +30,16 @@ def gpus_of_workers() -> list[str]:
     ['0']
     >>> del os.environ["FASTPS_GPUS"]
     """
-    text = os.environ.get("FASTPS_GPUS", "")
-    gpus = [gpu.strip() for gpu in text.split(",") if gpu.strip()]
+    gpus = _gpus_in(os.environ.get("FASTPS_GPUS", ""))
     return [gpus[rank % len(gpus)] for rank in range(environment.world_size())] if gpus else []
+
+
+def _gpus_in(text: str) -> list[str]:
+    """The GPUs of FASTPS_GPUS. Raises UsageError for what is no list of numbers."""
+    gpus = [gpu.strip() for gpu in text.split(",") if gpu.strip()]
+    if any(whole(gpu) is None for gpu in gpus):
+        raise UsageError(f"FASTPS_GPUS: expected numbers of GPUs such as 0,1, found {text!r}")
+    return gpus
 
 
 def parse_gpus(text: str) -> str:
@@ -42,7 +50,7 @@ def parse_gpus(text: str) -> str:
     fastps.errors.UsageError: --gpus: expected numbers of GPUs such as 0,1, found '0,x'
     """
     numbers = [number.strip() for number in text.split(",")]
-    if not all(number.isdecimal() for number in numbers):
+    if any(whole(number) is None for number in numbers):
         raise UsageError(f"--gpus: expected numbers of GPUs such as 0,1, found {text!r}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = len(list(_DEVICES.glob("nvidia[0-9]*"))) if visible is None else len([name for name in visible.split(",") if name])
@@ -65,10 +73,12 @@ def gpu_variables(rank: int, base: Mapping[str, str]) -> dict[str, str]:
     >>> gpu_variables(0, {"FASTPS_GPUS": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     {'CUDA_VISIBLE_DEVICES': '0', 'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
     """
-    gpus = [gpu.strip() for gpu in base.get("FASTPS_GPUS", "").split(",") if gpu.strip()]
+    gpus = _gpus_in(base.get("FASTPS_GPUS", ""))
     if not gpus:
         return {}
     visible = [name.strip() for name in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if visible and max(map(int, gpus)) >= len(visible):
+        raise UsageError(f"FASTPS_GPUS={','.join(gpus)}: expected numbers within CUDA_VISIBLE_DEVICES={','.join(visible)}")
     own = gpus[rank % len(gpus)]
     ordered = [own, *(gpu for gpu in dict.fromkeys(gpus) if gpu != own)]
     return {
@@ -83,13 +93,11 @@ def placement() -> Placement:
     "auto" means "device" if all workers are on one GPU and CuPy is installed, else "host": several GPUs have never been tried.
     Raises UsageError, and UnsupportedError for an allocator that cannot share memory between processes.
     """
-    wanted = os.environ.get("FASTPS_PLACEMENT", "auto")
+    wanted = environment.chosen("FASTPS_PLACEMENT")
     gpus = gpus_of_workers()
     is_one = len(set(gpus)) == 1 or (not gpus and environment.world_size() == 1)
     if wanted == "auto":
         wanted = "device" if is_one and importlib.util.find_spec("cupy") is not None else "host"
-    elif wanted not in ("host", "device"):
-        raise UsageError(f"FASTPS_PLACEMENT: expected host, device or auto, found {wanted!r}")
     elif wanted == "device" and not is_one and not gpus:
         raise UsageError(
             "FASTPS_PLACEMENT=device: expected to know each worker's GPU, found no word of the GPUs: start the workers with"
@@ -111,7 +119,7 @@ def bucket_bytes() -> int | None:
         size = int(float(text) * (1 << 20))
     except (ValueError, OverflowError):
         size = -1
-    if size < 0:
+    if not 0 <= size < 1 << 50:
         raise UsageError(f"FASTPS_BUCKET_MB: expected the megabytes of a bucket, such as {BUCKET_MB}, or 0, found {text!r}")
     return size or None
 

@@ -4,6 +4,7 @@ They meet at an abstract socket that the job names: no port is agreed on before,
 """
 
 import contextlib
+import os
 import socket
 import struct
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from fastps.errors import TimeoutExceededError
 from fastps.membership.rendezvous import OtherUser, check_user
+from fastps.system import unix_sockets
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.deadline import Deadline
 
@@ -59,14 +61,14 @@ class GroupStore:
         return TCPStore(_HOST, port, is_master=False, timeout=timeout)
 
     @property
-    def _name(self) -> str:
-        return f"\0fastps-group/{self.job}"
+    def _name(self) -> bytes:
+        return b"\0fastps-group/" + os.fsencode(self.job)
 
     def _tell(self, port: int, clock: Clock, deadline: Deadline) -> None:
         """Tell every other worker the port, once it asks."""
         missing = set(range(1, self.workers))
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
-            listening.bind(self._name)
+            unix_sockets.take(self._name, listening.bind)
             listening.listen(self.workers)
             listening.settimeout(_POLL_S)
             while missing:
@@ -88,10 +90,13 @@ class GroupStore:
 
     def _ask(self) -> int | None:
         """The port that worker 0 tells; None if it is not there yet."""
+        return next((port for name in (self._name, *unix_sockets.aliases(self._name)) if (port := self._ask_at(name))), None)
+
+    def _ask_at(self, name: bytes) -> int | None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
             asking.settimeout(_ANSWER_S)
             try:
-                asking.connect(self._name)
+                asking.connect(name)
                 check_user(asking)
                 asking.sendall(_NUMBER.pack(self.rank))
                 return int(_NUMBER.unpack(asking.recv(_NUMBER.size))[0])

@@ -1,7 +1,8 @@
 """The identity of this process: its rank, the number of workers and its job, from the script or the launcher's variables.
 
 The module reads the variables of fastps' own launcher, of torchrun, of launchers that set torchrun's, and of SLURM's and MPI's.
-Without any, this process is alone. The environment is never changed.
+Without any, this process is alone. The environment is never changed. What other modules read of it is parsed here: a
+variable that holds nonsense is an error that names it.
 """
 
 import hashlib
@@ -13,11 +14,13 @@ from multiprocessing import process
 from typing import Any
 
 from fastps.errors import UsageError
-from fastps.job.launchers import launched
+from fastps.job.launchers import MOST, launched, whole
 
 TRACE_VARIABLE = "FASTPS_TRACE"  # the file that a launch records its trace into
 # The first variable that is set counts. Lightning sets only LOCAL_RANK, which on one machine is the rank.
 _RANKS, _WORKERS = ("FASTPS_RANK", "RANK", "LOCAL_RANK"), ("FASTPS_WORKERS", "WORLD_SIZE")
+_CHOICES = {"FASTPS_PLACEMENT": ("auto", "host", "device"), "FASTPS_KEEP_MEMORY": ("1", "0")}  # the default first
+LONGEST_JOB = 64  # bytes; the rest of a socket's name says which node, optimizer and place it is
 _SPAWN = "fastps.spawn(fn, args, workers=N) starts processes that find each other"
 
 
@@ -96,6 +99,8 @@ def identity(job: str | None = None, rank: int | None = None, workers: int | Non
     'mnist'
     """
     check_main_guard()
+    for name in _CHOICES:
+        chosen(name)
     is_child = process.parent_process() is not None
     is_told = any(name in os.environ for name in (*_RANKS, *_WORKERS)) or _process_group() is not None
     if is_child and rank is None and workers is None and not is_told:
@@ -111,7 +116,7 @@ def identity(job: str | None = None, rank: int | None = None, workers: int | Non
     if not 0 <= number < count:
         raise UsageError(f"expected a rank from 0 to the number of workers, less one, found rank {number} of {count} workers")
     if job is not None:
-        return Identity(job, number, count)
+        return Identity(check_job(job), number, count)
     if workers is not None and workers > 1:
         raise UsageError(f"workers={workers} needs job=: expected a name that all {workers} processes give, found none")
     return Identity(secrets.token_hex(8) if workers == 1 else _job_of_launch(), number, count, instance)
@@ -141,7 +146,7 @@ def _job_of_launch() -> str:
                 f"{found.launcher} started {found.workers} processes and gives their launch no name: set FASTPS_JOB to the same"
                 " text for all of them"
             )
-        own = hashlib.sha256(text.encode()).hexdigest()[:16]
+        own = hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
     if own is None:
         keys = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
         values = [os.environ.get(key, "") for key in keys]
@@ -153,8 +158,39 @@ def _job_of_launch() -> str:
                     " text for all"
                 )
             return secrets.token_hex(8)
-        own = hashlib.sha256("\0".join(values).encode()).hexdigest()[:16]
-    return own
+        own = hashlib.sha256(os.fsencode("\0".join(values))).hexdigest()[:16]
+    return check_job(own)
+
+
+def check_job(name: str, most: int = LONGEST_JOB) -> str:
+    """Return a job's name. Raises UsageError if it is empty, has more than `most` bytes, or cannot be printed."""
+    if not name.isprintable() or not 1 <= len(os.fsencode(name)) <= most:
+        raise UsageError(
+            f"expected a job's name (job=, FASTPS_JOB) of 1 to {most} bytes of printable text, found {name[:100]!r}; give the"
+            " job another name"
+        )
+    return name
+
+
+def chosen(name: str) -> str:
+    """The value of a variable that has a few; the default if it is unset or empty. Raises UsageError for any other.
+
+    >>> chosen("FASTPS_KEEP_MEMORY")
+    '1'
+    """
+    choices = _CHOICES[name]
+    found = os.environ.get(name) or choices[0]
+    if found not in choices:
+        raise UsageError(f"expected the environment variable {name} to be one of {', '.join(choices)}, found {found!r}")
+    return found
+
+
+def whole_number(name: str, default: int, most: int = MOST) -> int:
+    """The value of a variable that counts; the default if it is unset or empty. Raises UsageError above `most`, too."""
+    text = os.environ.get(name) or str(default)
+    if (found := whole(text, most)) is None:
+        raise UsageError(f"expected {name} to be a whole number, found {text[:40]!r}; the largest is {most:,}")
+    return found
 
 
 def job_name(instance: int) -> str:
@@ -172,8 +208,9 @@ def _number(names: tuple[str, ...], default: int) -> int:
     name = next((name for name in names if name in os.environ), None)
     if name is None:
         return default
-    text = os.environ[name]
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"expected the environment variable {name} to be a whole number, found {text!r}") from None
+    if (found := whole(os.environ[name])) is None:
+        raise UsageError(
+            f"expected the environment variable {name} to be a whole number, found {os.environ[name][:40]!r}; the largest is"
+            f" {MOST:,}"
+        )
+    return found

@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 
 from fastps.errors import UsageError
+from fastps.job.environment import whole_number
+from fastps.kernels.shm.arena import MAX_LANES
 
 LOSS_CHOICES = ("stop", "continue")
 NONFINITE_CHOICES = ("reject", "raise", "allow")
@@ -43,13 +45,10 @@ class FaultPolicy:
     @staticmethod
     def of(on_worker_loss: str | None = None, nonfinite: str | None = None, max_workers: int | None = None) -> "FaultPolicy":
         """The arguments, or FASTPS_ON_WORKER_LOSS, FASTPS_NONFINITE and FASTPS_MAX_WORKERS where they are None."""
-        text = os.environ.get("FASTPS_MAX_WORKERS", "0")
-        if max_workers is None and not text.isdecimal():
-            raise UsageError(f"expected FASTPS_MAX_WORKERS to be a whole number, found {text!r}")
         return FaultPolicy(
             on_worker_loss or os.environ.get("FASTPS_ON_WORKER_LOSS", "stop"),
             nonfinite or os.environ.get("FASTPS_NONFINITE", "reject"),
-            int(text) if max_workers is None else max_workers,
+            whole_number("FASTPS_MAX_WORKERS", 0, MAX_LANES) if max_workers is None else max_workers,
         )
 
     def lanes(self, workers: int) -> int:

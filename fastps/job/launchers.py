@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fastps.errors import UsageError
 
 Names = tuple[str, ...]
+MOST = (1 << 20) - 1  # of a rank, a number of workers, a port, and the like
 _FIRST_PORT, _PORTS = 20000, 10000  # below the ports that Linux gives to clients
 _STEPS = 64  # consecutive jobs of SLURM get ports that are so far apart
 
@@ -197,8 +198,8 @@ def launcher_place(variables: Mapping[str, str] | None = None) -> LauncherPlace:
     own = os.environ if variables is None else variables
     found = launched(own)
     if found is None or found.nodes == 1:
-        index = own.get(POD_INDEX, "")
-        return LauncherPlace(node=int(index)) if index.isdecimal() else LauncherPlace()
+        index = whole(own.get(POD_INDEX, ""))
+        return LauncherPlace(node=index) if index is not None else LauncherPlace()
     if found.local_workers > 1 or found.nodes not in (0, found.workers):
         raise UsageError(
             f"{found.launcher} starts {found.workers} processes, {found.local_workers} of them on this node: expected one"
@@ -208,15 +209,24 @@ def launcher_place(variables: Mapping[str, str] | None = None) -> LauncherPlace:
     return LauncherPlace(found.workers, found.node if found.node >= 0 else found.rank, found.rendezvous)
 
 
+def whole(text: str, most: int = MOST) -> int | None:
+    """The whole number from 0 to `most` that a text is; None for any other text.
+
+    >>> whole("12"), whole("1e3"), whole("-1"), whole("9" * 5000)
+    (12, None, None, None)
+    """
+    return int(text) if text.isdecimal() and len(text) <= len(str(most)) and int(text) <= most else None
+
+
 def number(names: Names, variables: Mapping[str, str] | None = None) -> int:
     """The whole number in the first of these variables that is set. Raises UsageError."""
     text = _value(names, os.environ if variables is None else variables)
-    if not text.isdecimal():
+    if (found := whole(text)) is None:
         raise UsageError(
             f"the environment says that a launcher started this process as one of several: expected {names[0]} to be a whole"
-            f" number, found {text or None!r}"
+            f" number, found {text[:40] or None!r}; the largest is {MOST:,}"
         )
-    return int(text)
+    return found
 
 
 def _value(names: Names, own: Mapping[str, str]) -> str:
@@ -231,7 +241,7 @@ def tasks_of_nodes(text: str) -> list[int]:
     """
     tasks: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        found = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,5})\))?", part.strip())
         if found is None:
             raise UsageError(f"expected tasks of nodes such as 4(x2),3, as SLURM gives them, found {text!r}")
         tasks += [int(found[1])] * int(found[2] or 1)
@@ -254,5 +264,5 @@ def port_of(job: str, step: str) -> int:
     >>> port_of("200505", "0"), port_of("200505", "1"), port_of("200506", "0")
     (22320, 22321, 22384)
     """
-    numbers = [int("".join(filter(str.isdecimal, text)) or 0) for text in (job, step)]
+    numbers = [int("".join(filter(str.isdecimal, text))[-18:] or 0) for text in (job, step)]
     return _FIRST_PORT + (numbers[0] * _STEPS + numbers[1]) % _PORTS

@@ -7,13 +7,13 @@ parameter.
 import hashlib
 import json
 import math
-import os
 import sys
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from fastps.errors import UnsupportedError, UsageError
+from fastps.job.environment import whole_number
 from fastps.job.fault_policy import DEFAULT_FAULTS, FaultPolicy
 from fastps.job.policy import Policy
 from fastps.job.update_rules import UPDATE_RULES, Rule
@@ -76,10 +76,7 @@ def chosen_readers(given: int | None = None) -> int:
     >>> chosen_readers(2)
     2
     """
-    text = os.environ.get("FASTPS_MAX_READERS") or str(DEFAULT_READERS)
-    if given is None and not text.isdecimal():
-        raise UsageError(f"expected FASTPS_MAX_READERS to be a whole number, found {text!r}")
-    found = int(text) if given is None else given
+    found = whole_number("FASTPS_MAX_READERS", DEFAULT_READERS, arena.MAX_LANES) if given is None else given
     if found < 0:
         raise UsageError(f"expected max_readers of 0 (none) or more, found {found}")
     return found
@@ -253,7 +250,7 @@ class Description:
                 for row in found["parameters"]
             )
             return Description(parameters, int(found["workers"]))
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"expected the description of a job, found {text[:60]!r}") from error
 
 
@@ -295,13 +292,13 @@ def _sharded(placed: list[Parameter], shards: int, total: int) -> list[Parameter
 
 def first_difference(mine: str, theirs: str) -> str:
     """One sentence that names the first difference between two layouts; `mine` is "here"."""
-    own = json.loads(mine)
     try:
-        other = json.loads(theirs)
-        if not isinstance(other["parameters"], list):
-            raise TypeError
-    except (ValueError, TypeError, KeyError):
+        return _first_difference(json.loads(mine), json.loads(theirs))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return "there the description is not one of fastps"
+
+
+def _first_difference(own: Any, other: Any) -> str:
     for key in ("abi", "byte_order", "workers", "sync", "faults", "rule", "groups", "owner_lanes", "slot_owners", "server"):
         if own.get(key) != other.get(key):
             return f"here {key.replace('_', ' ')} is {_shown(own.get(key))}, there it is {_shown(other.get(key))}"

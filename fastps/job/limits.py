@@ -28,6 +28,7 @@ STREAMED_BYTES = 28 << 20
 # The same for a rule whose results go through a staging buffer: bytes that a fold writes, if two or more cores share the fold.
 STAGED_BYTES = 128 << 20
 DEFAULT_TIMEOUT_S = 300.0
+LONGEST_TIMEOUT_S = 1_000_000_000  # 31 years; a deadline in ns has 63 bits
 DEFAULT_STALL_MS = 500  # of a fold that does not go on, before the others go on without its worker
 
 # A ring holds at most as many pushes as the lane has slots, or two pushes would name one slot. Null pushes and the last
@@ -40,7 +41,7 @@ assert arena.MAX_LANES + 1 < 1 << 16
 def timeout_s(given: float | None = None) -> float:
     """The timeout of all waits, in seconds: the argument, else FASTPS_TIMEOUT, else 300.
 
-    Raises UsageError for a value that is not a positive number.
+    Raises UsageError for a value that is not a number of more than 0 and at most LONGEST_TIMEOUT_S.
     """
     text = os.environ.get("FASTPS_TIMEOUT")
     if given is None and text is None:
@@ -49,8 +50,11 @@ def timeout_s(given: float | None = None) -> float:
         value = float(given if given is not None else text or "")
     except ValueError:
         value = -1.0
-    if not value > 0:
-        raise UsageError(f"expected a timeout of more than 0 seconds (FASTPS_TIMEOUT or timeout_s), found {given or text!r}")
+    if not 0 < value <= LONGEST_TIMEOUT_S:
+        raise UsageError(
+            f"expected a timeout of more than 0 and at most {LONGEST_TIMEOUT_S:,} seconds (FASTPS_TIMEOUT or timeout_s), found"
+            f" {text if given is None else given!r}"
+        )
     return value
 
 
@@ -67,7 +71,8 @@ def stall_ns(given_ms: float | None = None) -> int:
     except ValueError:
         value = -1.0
     if not (value == 0 or 100 <= value < 1e9):
-        raise UsageError(f"expected a time of 100 ms or more, or 0 for none (FASTPS_STALL_MS), found {given_ms or text!r}")
+        found = text if given_ms is None else given_ms
+        raise UsageError(f"expected a time of 100 ms or more, or 0 for none (FASTPS_STALL_MS), found {found!r}")
     return int(value * 1_000_000)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from fastps.errors import PolicyError, UnsupportedError, UsageError
 from fastps.job import environment, launchers
 from fastps.job.fault_policy import LOSS_CHOICES, FaultPolicy
-from fastps.job.launchers import FASTPS, TORCHRUN, Launched
+from fastps.job.launchers import FASTPS, TORCHRUN, Launched, whole
 from fastps.job.layout import LEAF, Layout
 from fastps.job.policy import Policy
 from fastps.job.secret import VARIABLE as SECRET
@@ -95,7 +95,7 @@ class NodePolicy:
                 raise UsageError(f"expected {_OPTIONS[name]} to be one of {', '.join(choices)}, found {getattr(self, name)!r}")
         for name, (least, most, text) in _RANGES.items():
             if not least <= getattr(self, name) <= most:
-                raise UsageError(f"expected {_OPTIONS[name]} of {text}, found {getattr(self, name):g}")
+                raise UsageError(f"expected {_OPTIONS[name]} of {text}, found {getattr(self, name)!r:.40}")
         if self.homes == "spread" and self.on_node_loss == "continue":
             raise UsageError(
                 "--homes spread (FASTPS_HOMES): a lost node takes its share of the weights with it: expected --on-node-loss"
@@ -251,7 +251,7 @@ def address(text: str) -> tuple[str, int]:
     ('node0', 29400)
     """
     host, colon, port = text.rpartition(":")
-    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+    if not (host and colon and whole(port, 65535)):
         raise UsageError(f"expected the rendezvous as HOST:PORT, such as node0:29400, found {text!r}")
     return host.strip("[]"), int(port)
 

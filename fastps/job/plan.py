@@ -3,20 +3,24 @@
 from bisect import bisect_left
 from dataclasses import replace
 
-from fastps.errors import UsageError
+from fastps.errors import LayoutError, UsageError
 from fastps.job import limits
 from fastps.job.layout import GRADIENT_NUMBERS, Layout
 from fastps.kernels.shm import plan as arena_plan
+from fastps.kernels.shm.arena import MAX_BUFFERS
 
 
 def plan(layout: Layout) -> tuple[bytes, int, int]:
     """The header of a layout's arena, the arena's size in bytes, and how many of them the job needs from the beginning.
 
     The rest gets pages later: the readers' buffers when a reader comes, and the rows of pushes when a worker needs them.
-    Raises UsageError for a layout without parameters.
+    Raises UsageError for a layout without parameters, and LayoutError for a number of workers out of range.
     """
     if not layout.parameters:
         raise UsageError("expected at least one parameter, found none")
+    most = (MAX_BUFFERS - 3) // (2 if layout.policy.overlap else 1)  # each has one buffer or two, and three are for all
+    if not 1 <= layout.lanes <= most:
+        raise LayoutError(f"expected 1 to {most} workers (and max_workers=) in this job, found {layout.lanes}")
     header, size = arena_plan.plan(
         lanes=layout.lanes,
         slots=layout.slots,

@@ -37,7 +37,7 @@ def secret_of_text(text: str, where: str) -> Secret:
             f"{where}: expected a secret of at least {SHORTEST} characters, found {len(text)}; make one by"
             " python -c 'import secrets; print(secrets.token_hex())'"
         )
-    return Secret(text.encode())
+    return Secret(os.fsencode(text))
 
 
 def secret_of_environment(variables: Mapping[str, str] = os.environ) -> Secret | None:

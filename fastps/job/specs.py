@@ -12,6 +12,7 @@ from fastps.errors import PolicyError
 from fastps.job.disciplines import DISCIPLINES, Discipline
 from fastps.job.policy import DEFAULT_SHARDS, Policy
 
+_LONGEST = 500  # characters
 _SCALE_NAMES = {"1/sigma": "staleness", "1/n": "divisor", "sqrt": "square-root"}
 _NAMES = "|".join(re.escape(name) for name in DISCIPLINES)
 _NEXT_SPEC = re.compile(rf",(?=\s*(?:{_NAMES})\s*(?:[:,]|$))", re.IGNORECASE)
@@ -52,6 +53,8 @@ def parse_policy(spec: "str | Policy") -> Policy:
     """
     if isinstance(spec, Policy):
         return spec
+    if len(spec) > _LONGEST:
+        raise PolicyError(f"expected a spec of at most {_LONGEST} characters, found {len(spec):,}: {spec[:40]!r}...")
     name, colon, rest = spec.strip().partition(":")
     if not colon and "," in name:
         name, _, rest = name.partition(",")

@@ -1,35 +1,39 @@
-"""Discovery of the jobs that run on this machine, from the kernel's list of listening sockets.
+"""Discovery of this user's jobs on this machine, from the kernel's list of listening sockets.
 
-fastps keeps no list and no file of jobs: a job runs exactly as long as a process listens at one of its names.
+fastps keeps no list and no file of jobs: a job runs exactly as long as a process listens at one of its names. Any user may take
+such a name, and put any bytes into it. A name that is no place of a job is skipped, and so is a stranger's where the kernel
+tells users.
 """
 
 import hashlib
 import os
-from collections.abc import Callable
-from pathlib import Path
+import re
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from fastps.errors import AttachError, LayoutError
 from fastps.job.layout import Layout, first_difference
 from fastps.kernels.shm.arena import ABI, MAX_LANES
 from fastps.membership import rendezvous
+from fastps.system import unix_sockets
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
-_TABLE = Path("/proc/net/unix")
-_LISTENS = 0x10000  # __SO_ACCEPTCON, in the column of flags
-_PREFIX = b"@fastps/"  # the table shows the zero byte of an abstract name as @
+_NAME = re.compile(rb"fastps/(.+)/(host|[0-9]{1,9})")
 _ASK_TIMEOUT_S = 0.2
 _ANSWER_TIMEOUT_S = 1.0
 Found = TypeVar("Found")
 
 
 def listening() -> dict[str, set[rendezvous.Place]]:
-    """The running jobs of all users, each with the places at which a process listens. Raises AttachError."""
+    """The running jobs, each with the places at which a process listens; a stranger's where the kernel shows no users.
+
+    Raises AttachError.
+    """
     try:
-        table = _TABLE.read_bytes()
+        sockets = unix_sockets.named(b"fastps/")
     except OSError as error:
-        raise AttachError(f"expected to read which jobs run from {_TABLE}, found: {error}") from error
-    return places_in(table)
+        raise AttachError(f"expected to read which jobs run from the kernel's list of sockets, found: {error}") from error
+    return places_in(each.name for each in sockets if each.listens)
 
 
 def arenas_of(job: str) -> list[str]:
@@ -49,22 +53,18 @@ def instances_of(job: str) -> list[int]:
     return found
 
 
-def places_in(table: bytes) -> dict[str, set[rendezvous.Place]]:
-    """The jobs and places in a table in the format of /proc/net/unix. Sockets that are not from fastps are skipped.
+def places_in(names: Iterable[bytes]) -> dict[str, set[rendezvous.Place]]:
+    """The jobs and places among socket names. Names that fastps does not give are skipped.
 
-    >>> lines = b"0: 2 0 00010000 0001 01 7 @fastps/mnist/host\\n0: 2 0 00010000 0001 01 8 @fastps/mnist/0\\n"
-    >>> sorted(places_in(lines)["mnist"], key=str)
-    [0, 'host']
+    >>> sorted(places_in([b"fastps/mnist/host", b"fastps/mnist/0", b"fastps/mnist/1~0a1b2c3d"])["mnist"], key=str)
+    [0, 1, 'host']
     """
     found: dict[str, set[rendezvous.Place]] = {}
-    for line in table.split(b"\n"):
-        columns = line.split(None, 7)
-        if len(columns) != 8 or not columns[7].startswith(_PREFIX) or not int(columns[3], 16) & _LISTENS:
-            continue
-        job, slash, place = columns[7].removeprefix(_PREFIX).rpartition(b"/")
-        if not slash or not (place == b"host" or place.isdigit()):
-            continue
-        found.setdefault(os.fsdecode(job), set()).add("host" if place == b"host" else int(place))
+    for name in names:
+        if match := _NAME.fullmatch(unix_sockets.plain(name)):
+            job, place = os.fsdecode(match[1]), match[2]
+            if job.isprintable():
+                found.setdefault(job, set()).add("host" if place == b"host" else int(place))
     return found
 
 
@@ -78,16 +78,12 @@ def _is_ours(job: str, places: set[rendezvous.Place], clock: Clock) -> bool:
     silent = False
     for place in sorted(places, key=str):
         try:
-            answer = rendezvous.connect(
-                job, place, abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=_ASK_TIMEOUT_S, clock=clock
-            )
+            answer = rendezvous.observe(job, place, _ASK_TIMEOUT_S, clock)
         except rendezvous.Absent:
             continue
         except rendezvous.Silent:
             silent = True
             continue
-        except rendezvous.OtherUser:
-            return False
         except rendezvous.AbiDiffers:
             return True  # this user's, from another version of fastps; attaching reports that
         os.close(answer.memfd)
@@ -100,7 +96,7 @@ def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> ren
     """Connect to each place of `job` until one answers; without a layout, as an observer.
 
     Raises LayoutError if the layouts differ, and AttachError if no place answers within the timeout, or if the listener belongs
-    to another user or another version of fastps.
+    to another version of fastps.
     """
     text = layout.text() if layout else ""
     digest = layout.digest() if layout else bytes(32)
@@ -149,19 +145,26 @@ def _connect(job: str, place: rendezvous.Place, digest: bytes, text: str, *, obs
 def _first(job: str, lanes: int, ask: Callable[[rendezvous.Place], Found], timeout_s: float, clock: Clock) -> Found:
     """What `ask` gets of the first place that answers. Raises AttachError."""
     deadline_ns = clock.now_ns() + int(timeout_s * 1e9)
-    places: list[rendezvous.Place] = ["host", *range(lanes)]
+    everywhere: list[rendezvous.Place] = ["host", *range(lanes)]
+    stranger = ""
     while True:
-        for place_of in places:
+        is_over = clock.now_ns() >= deadline_ns
+        places = listening().get(job, set()) | ({"host"} if is_over else set())  # the last look also finds who else answers
+        for place_of in everywhere:
             try:
-                return ask(place_of)
+                if place_of in places:
+                    return ask(place_of)
+            except rendezvous.OtherUser as error:
+                stranger = f"; {error}"
             except (rendezvous.Absent, rendezvous.Silent):
                 continue
-            except (rendezvous.AbiDiffers, rendezvous.OtherUser) as error:
+            except rendezvous.AbiDiffers as error:
                 raise AttachError(f"job {job}: {error}") from error
-        if clock.now_ns() >= deadline_ns:
+        if is_over:
             others = ", ".join(sorted(listening())) or "none"
             raise AttachError(
                 f"job {job}: expected an answer from its creator or a worker within {timeout_s:g} s, found nobody (jobs that"
-                f" run here: {others}); was worker 0 started, and do all workers give the same job= or FASTPS_JOB?"
+                f" run here: {others}{stranger}); was worker 0 started, do all workers give the same job= or FASTPS_JOB, and"
+                " are they in one network namespace (one container)?"
             )
         clock.sleep_ns(10_000_000)

@@ -190,10 +190,8 @@ class BoardView:
     def of(job: str, clock: Clock = SYSTEM_CLOCK) -> "BoardView | None":
         """The board of a leaf arena's job; None for a job of one node. Raises ArenaError."""
         try:
-            offer = rendezvous.connect(
-                job, "board", abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=_ASK_S, clock=clock
-            )
-        except (rendezvous.Absent, rendezvous.Silent, rendezvous.OtherUser, rendezvous.AbiDiffers):
+            offer = rendezvous.observe(job, "board", _ASK_S, clock)
+        except (rendezvous.Absent, rendezvous.Silent, rendezvous.AbiDiffers):
             return None
         os.close(offer.pidfd)
         try:

@@ -11,7 +11,6 @@ import select
 
 from fastps.errors import WorkerDiedError
 from fastps.kernels.shm.arena import (
-    ABI,
     LANE_DEAD,
     LANE_EXPELLED,
     LANE_FAILED,
@@ -135,9 +134,7 @@ class Peers:
         lane = owner[0]
         place: rendezvous.Place = "server" if lane == self._arena.server_lane else lane
         try:
-            answer = rendezvous.connect(
-                self._job, place, abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=_ASK_TIMEOUT_S
-            )
+            answer = rendezvous.observe(self._job, place, _ASK_TIMEOUT_S)
         except rendezvous.Absent:
             return self._has_changed(owner)
         except rendezvous.Silent:

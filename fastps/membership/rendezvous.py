@@ -1,9 +1,10 @@
 """The rendezvous: how a process gets the arena's memory from a member of the job, and a pidfd to detect that member's death.
 
 Every attached worker, the creator of the arena and the server each have a listener at an abstract socket. A joiner connects to
-them one after the other; no path is created in any file system. An offer brings the memory and the listening process's pidfd:
-no process id is looked up, so a reused id cannot mislead. Each way in which connecting can fail has an exception, which the
-caller translates. The caller also checks, when it maps the memory, that it is a sealed arena.
+them one after the other; no path is created in any file system. Any user may take any name: where a stranger has a place's
+name, the process of this user takes an alias of it, which nobody can foresee. An offer brings the memory and the listening
+process's pidfd: no process id is looked up, so a reused id cannot mislead. Each way in which connecting can fail has an
+exception, which the caller translates. The caller also checks, when it maps the memory, that it is a sealed arena.
 """
 
 import contextlib
@@ -17,7 +18,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from fastps.job.environment import check_job
 from fastps.kernels.shm import rendezvous
+from fastps.kernels.shm.arena import ABI
+from fastps.system import unix_sockets
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 Place = int | Literal["host", "server", "board"]
@@ -40,8 +44,8 @@ class Silent(Exception):  # noqa: N818
     """A process listens at the place, but gave no valid answer in time: it is stopped, overloaded, or not fastps."""
 
 
-class OtherUser(Exception):  # noqa: N818
-    """This process and the listener belong to different users."""
+class OtherUser(Absent):
+    """Only a process of another user listens at the place: any user may take a name, so this says nothing about the job."""
 
 
 class AbiDiffers(Exception):  # noqa: N818
@@ -97,7 +101,12 @@ class Listener(rendezvous.Listener):
 
     def __init__(self, name: bytes, memfd: int, pidfd: int, abi: int, layout_hash: bytes, layout: bytes, place: int) -> None:
         _live.add(self)  # before the socket listens, so that no fork can miss it
-        super().__init__(name, memfd, pidfd, abi, layout_hash, layout, place, os.geteuid())
+        listen = super().__init__
+        try:
+            unix_sockets.take(name, lambda taken: listen(taken, memfd, pidfd, abi, layout_hash, layout, place, os.geteuid()))
+        except BaseException:
+            self.close()
+            raise
 
 
 class ReaderName:
@@ -110,7 +119,7 @@ class ReaderName:
         _live.add(self)  # before the name is taken, so that no fork can miss it
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.bind(_name(job, f"reader{reader}"))
+            unix_sockets.take(_name(job, f"reader{reader}"), self._socket.bind)
         except BaseException:
             self._socket.close()
             raise
@@ -134,6 +143,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def place_name(job: str, place: Place) -> bytes:
     """The abstract socket name of a place: a zero byte and `fastps/<job>/<place>`. Raises ValueError.
 
+    The name leaves room for the tail of an alias. Raises UsageError for a job's name that is too long.
+
     >>> place_name("mnist", 3)
     b'\\x00fastps/mnist/3'
     """
@@ -143,17 +154,20 @@ def place_name(job: str, place: Place) -> bytes:
 
 
 def _name(job: str, place: str) -> bytes:
-    name = b"\0fastps/" + os.fsencode(job) + b"/" + place.encode()
-    if not job or len(name) > rendezvous.NAME_BYTES:
-        limit = rendezvous.NAME_BYTES - (len(name) - len(os.fsencode(job)))
-        raise ValueError(f"expected a job's name of 1 to {limit} bytes, found {job!r}; give the job a shorter name")
-    return name
+    before, after = b"\0fastps/", b"/" + place.encode()
+    check_job(job, rendezvous.NAME_BYTES - unix_sockets.TAIL_BYTES - len(before + after))
+    return before + os.fsencode(job) + after
 
 
 def check_free(job: str, place: Place) -> None:
-    """Raise OSError if another process listens at a place. This process does not listen there, not even for a moment."""
+    """Raise OSError if another process of this user listens at a place. This process never does, not even for a moment."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.bind(place_name(job, place))
+        unix_sockets.take(place_name(job, place), probe.bind)
+
+
+def observe(job: str, place: Place, timeout_s: float, clock: Clock = SYSTEM_CLOCK) -> Offer:
+    """Connect to a place as an observer of the arena, as `connect` does."""
+    return connect(job, place, abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=timeout_s, clock=clock)
 
 
 def connect(
@@ -167,7 +181,7 @@ def connect(
     timeout_s: float,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Offer:
-    """Connect to the listener at a place, and return its offer of the arena's memory and its pidfd.
+    """Connect to the listener at a place, or at an alias of its name, and return its offer of the memory and its pidfd.
 
     Args:
         job, place: the listener to connect to.
@@ -183,7 +197,21 @@ def connect(
     """
     name = place_name(job, place)
     hello = rendezvous.pack_hello(abi, layout_hash, len(layout), observer) + layout
-    deadline = _Deadline(clock, timeout_s, f"place {place} of job {job}")
+
+    def ask(at: bytes) -> Offer:
+        return _ask(at, hello, abi, _Deadline(clock, timeout_s, f"place {place} of job {job}"))
+
+    try:
+        return ask(name)
+    except (Absent, Silent):
+        for alias in unix_sockets.aliases(name):
+            with contextlib.suppress(Absent):
+                return ask(alias)
+        raise
+
+
+def _ask(name: bytes, hello: bytes, abi: int, deadline: "_Deadline") -> Offer:
+    """The offer of the listener at a name."""
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             _connect(connection, name, deadline)

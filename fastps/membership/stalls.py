@@ -8,7 +8,6 @@ no result.
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from fastps.errors import ArenaError
@@ -16,11 +15,9 @@ from fastps.job import limits
 from fastps.kernels.protocol.lane import BUSY, Lane
 from fastps.kernels.shm.arena import Arena
 from fastps.membership.job_memory import JobMemory
-from fastps.system import shared_memory
+from fastps.system import proc, shared_memory
 
 logger = logging.getLogger("fastps.membership")
-
-_STOPPED = "Tt"  # states in /proc/PID/stat: by a signal, by a debugger
 
 
 class _Look(NamedTuple):
@@ -99,11 +96,7 @@ class Stalls:
 
         The kernel counts this time in ticks of 10 ms or less. A process that is stopped uses none, whatever it has used before.
         """
-        try:
-            fields = Path(f"/proc/{self._arena.process_id(peer)}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return ""
-        return "stopped" if fields[0] in _STOPPED else f"{fields[11]} {fields[12]}"
+        return proc.processor_time(self._arena.process_id(peer))
 
     def _reserve(self) -> bool:
         """Give the spare buffers pages, once. False if there is no memory for them: then the stopped peer is waited for."""

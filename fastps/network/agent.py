@@ -150,7 +150,7 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory, report: Report
     nodes = order.nodes
     rendezvous = Rendezvous(nodes, order.name, layout, leaf.timeout_s, leaf.clock)
     if not nodes.is_first:
-        rendezvous.check()
+        rendezvous.check(order.hypers)
     shares = shares_of(layout, nodes)
     homes: list[FarHome | NearHome] = []
     for node, share in enumerate(shares):
@@ -160,7 +160,7 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory, report: Report
         else:
             homes.append(FarHome(leaf, edges, report.of_home(node)))
     if nodes.is_first:
-        rendezvous.publish()
+        rendezvous.publish(order.hypers)
     only = homes[0] if len(homes) == 1 else SpreadHomes(shares, homes, 2 * nodes.policy.timeout_s)
     try:
         only.begin(Sums(leaf).weights(0))

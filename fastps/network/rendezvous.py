@@ -6,9 +6,10 @@ Agents use the store only to join. Open edges do not need it.
 import contextlib
 import copy
 import json
+import logging
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import NoReturn
@@ -19,6 +20,7 @@ from fastps.errors import AttachError, LayoutError
 from fastps.job.layout import Layout, first_difference
 from fastps.job.nodes import Nodes
 from fastps.job.secret import secret_of_environment
+from fastps.job.update_rules import Hyper
 from fastps.network.addresses import own_address
 from fastps.network.awaiting import OpenPort, await_answer, is_refused
 from fastps.network.checks import hello_fault
@@ -31,6 +33,7 @@ from fastps.system.clock import Clock
 from fastps.system.deadline import Deadline
 from fastps.system.time_limit import call_within
 
+logger = logging.getLogger("fastps.network")
 OPEN_S = 60.0  # the longest time that the first edge of a node takes to open
 _OPEN_SHARE = 0.9  # a home that does not come is told from a network that is cut
 _POLL_NS = 10_000_000
@@ -68,15 +71,19 @@ class Rendezvous:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         return PrefixStore(f"fastps/{self._name}", connect_store(self.nodes.host, self.nodes.port, limit_s))
 
-    def publish(self) -> None:
+    def publish(self, hypers: Sequence[Hyper]) -> None:
         """Publish node 0's description of the job, so that another node can name what differs."""
         store = self.store()
         self._publish_port(store)
         store.set("policy", json.dumps(asdict(self.nodes.policy)))
+        store.set("hypers", json.dumps({group: hyper._asdict() for group, hyper in enumerate(hypers)}))
         store.set("layout", self.layout.text())
 
-    def check(self) -> None:
-        """Compare this node's description of the job with node 0's. Raises LayoutError that names the first difference."""
+    def check(self, hypers: Sequence[Hyper]) -> None:
+        """Compare this node's description of the job with node 0's. Raises LayoutError that names the first difference.
+
+        Hyper-parameters may differ, because each push has its own: a schedule may be further in a node that joins late.
+        """
         store, layout = self.store(), self.layout
         self._publish_port(store)
         try:
@@ -98,6 +105,19 @@ class Rendezvous:
             )
             store.set(_refused_key(self.nodes.number), reason)  # so that node 0 does not wait
             raise LayoutError(reason)
+        self._warn_of_hypers(hypers, _table_of(store.get("hypers")))
+
+    def _warn_of_hypers(self, hypers: Sequence[Hyper], theirs: dict[str, object]) -> None:
+        for group, hyper in enumerate(hypers):
+            there = theirs.get(str(group))
+            for name, own in hyper._asdict().items():
+                if not isinstance(there, dict) or there.get(name) == own:
+                    continue
+                logger.warning(
+                    "node %d begins with %s %s in parameter group %d, and node 0 with %s: each push is folded with its own;"
+                    " give all nodes the same optimizer, unless this node joins a job whose schedule is further",
+                    *(self.nodes.number, name, own, group, there.get(name)),
+                )
 
     def _publish_port(self, store: Store) -> None:
         store.set(_port_key(self.nodes.number), json.dumps([self._address, self._port.number]))

@@ -33,7 +33,7 @@ class FaultPlan:
     @staticmethod
     def parse(text: str, seed: int = 0) -> "FaultPlan":
         """Read `kill:N,stop:N,seconds:S`, each part optional. Raises UsageError."""
-        values: dict[str, float] = {"kill": 0, "stop": 0, "seconds": 60}
+        values = {"kill": 0.0, "stop": 0.0, "seconds": 60.0}
         for part in text.split(","):
             name, _, number = part.partition(":")
             try:
@@ -44,7 +44,7 @@ class FaultPlan:
                 raise UsageError(
                     f"--inject-faults: expected parts such as kill:40,stop:20,seconds:600, found {part!r}"
                 ) from None
-        whole = all(values[name] >= 0 and values[name] == int(values[name]) for name in ("kill", "stop"))
+        whole = all(values[name] >= 0 and values[name].is_integer() for name in ("kill", "stop"))
         if not whole or not 0 < values["seconds"] <= 86400:
             raise UsageError(f"--inject-faults: expected whole numbers of faults and 0 to 86400 seconds, found {text!r}")
         return FaultPlan(int(values["kill"]), int(values["stop"]), values["seconds"], seed)

@@ -67,7 +67,13 @@ class HostsOptions:
     @staticmethod
     def of(hosts: str, ssh: str, grace_s: float = GRACE_S) -> "HostsOptions":
         """The options from a list with commas, and a command line of the shell; "" for ssh's own."""
-        return HostsOptions(tuple(host.strip() for host in hosts.split(",")), tuple(shlex.split(ssh or SSH)), grace_s)
+        try:
+            command = tuple(shlex.split(ssh or SSH))
+        except ValueError as error:
+            raise UsageError(
+                f"--ssh-command (FASTPS_SSH): expected a command line of the shell, found {ssh!r} ({error})"
+            ) from None
+        return HostsOptions(tuple(host.strip() for host in hosts.split(",")), command, grace_s)
 
     @property
     def rendezvous(self) -> str:

@@ -33,9 +33,10 @@ from fastps.processes.outcome import LaunchedWorker, Outcome
 from fastps.processes.output import JobOutput
 from fastps.processes.output_thread import StandardStreams, Stream
 from fastps.processes.program import Program
-from fastps.processes.worker_environment import environment_of, style_of
+from fastps.processes.worker_environment import environment_of, inherited, style_of
 from fastps.processes.worker_output import ErrorLines, Lines
 from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.descriptors import reserve
 from fastps.system.memory_limits import oom_kills
 from fastps.system.ports import free_port
 from fastps.system.processes import AdoptedProcess, adopting_orphans, die_with_parent
@@ -228,6 +229,7 @@ class Launcher:
         )
 
     def _start(self) -> None:
+        reserve(3 * self._count + 32, f"the pipes of {self._count} workers")
         self._port = free_port()  # for scripts that start torch.distributed themselves
         if self._nodes is not None:
             self._rendezvous = LaunchRendezvous(self._nodes, self._count)
@@ -252,7 +254,7 @@ class Launcher:
         return self._launch(rank, restart, self._command, variables)
 
     def _variables(self, rank: int, restart: int) -> dict[str, str]:
-        base = {**os.environ, **self._options.environment()}
+        base = {**inherited(), **self._options.environment()}
         if restart and self.job in discovery.listening():
             base["FASTPS_JOINS"] = "1"  # the worker joins the running job instead of creating it again
         variables = environment_of(

@@ -21,8 +21,9 @@ from fastps.job.specs import parse_policy
 from fastps.kernels.shm.arena import MAX_LANES
 from fastps.processes import handover
 from fastps.processes.spawned_processes import GRACE_NS, Crew, SpawnedWorker
-from fastps.processes.worker_environment import environment_of
+from fastps.processes.worker_environment import environment_of, inherited
 from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.descriptors import reserve
 from fastps.system.interrupts import Interrupts, counted_interrupts
 from fastps.system.memory_limits import OUT_OF_MEMORY, oom_kills, oom_reason
 from fastps.telemetry.tensorboard import written
@@ -94,7 +95,8 @@ def spawn(
     if model is None:
         _warn_of_copies(args)
     spec = parse_policy(sync).spec if sync is not None else None
-    base = {**os.environ, **({"FASTPS_ON_WORKER_LOSS": on_worker_loss} if on_worker_loss is not None else {})}
+    reserve(4 * workers + 16, f"{workers} workers")
+    base = {**inherited(), **({"FASTPS_ON_WORKER_LOSS": on_worker_loss} if on_worker_loss is not None else {})}
     job = secrets.token_hex(8)
     environments = [environment_of(number, workers, 0, job, spec, base) for number in range(workers)]
     work = handover.Work(fn, tuple(args), model)

@@ -21,6 +21,7 @@ _OF_TORCHRUN = (
     *("ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
     "TORCHELASTIC_RUN_ID",
 )
+_OF_THIS_WORKER = ("FASTPS_JOINS",)  # says how this process began, if it is itself a launched worker
 _OF_NODES = ("FASTPS_NNODES", "FASTPS_NODE_RANK", "FASTPS_RENDEZVOUS", "FASTPS_LOCAL_RANK", "FASTPS_LOCAL_WORKERS")
 _ASKS = re.compile(rb"\bRANK\b|\bLOCAL_RANK\b|\bWORLD_SIZE\b|\bMASTER_PORT\b|\binit_process_group\b|\binit_device_mesh\b")
 
@@ -38,6 +39,11 @@ def style_of(wanted: str, command: Sequence[str]) -> Style:
     if wanted != "auto":
         raise UsageError(f"--env: expected fastps, torchrun or auto, found {wanted!r}")
     return "torchrun" if any(_ASKS.search(text) for text in Program(command).texts) else "fastps"
+
+
+def inherited() -> dict[str, str]:
+    """This process's environment without what only concerns its own place in a job."""
+    return {name: value for name, value in os.environ.items() if name not in _OF_THIS_WORKER}
 
 
 def environment_of(

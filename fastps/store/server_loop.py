@@ -15,7 +15,6 @@ from fastps.errors import raise_for_outcome
 from fastps.job import limits as config
 from fastps.job.layout import Layout
 from fastps.kernels.protocol.lane import AWAITING, BAD_DESCRIPTOR, FENCED, Lane
-from fastps.kernels.shm.arena import ABI
 from fastps.membership import rendezvous
 from fastps.membership.membership import expel
 from fastps.membership.peers import Peers
@@ -130,12 +129,10 @@ class Server:
             if state in WORKER_PRESENT and not self._peers.is_dismissed((lane, generation)):
                 return False
         try:
-            answer = rendezvous.connect(
-                self._store.job, "host", abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=_ASK_TIMEOUT_S
-            )
+            answer = rendezvous.observe(self._store.job, "host", _ASK_TIMEOUT_S)
         except rendezvous.Silent:
             return False
-        except (rendezvous.Absent, rendezvous.OtherUser, rendezvous.AbiDiffers):
+        except (rendezvous.Absent, rendezvous.AbiDiffers):
             return True
         # A restarted job has the same name and another arena.
         is_ours = os.path.sameopenfile(answer.memfd, self._store.descriptor)

@@ -36,7 +36,9 @@ from fastps.store.start import StartState
 from fastps.store.worker import Worker
 from fastps.system import numa, shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.descriptors import reserve
 
+_DESCRIPTORS = 24  # of a worker, beside a pidfd of each other one
 _DYING_S = 2.0  # the longest time that a killed process takes to exit
 
 
@@ -100,7 +102,7 @@ class Store(JobMemory):
 
         With `gradient_type` "float16" workers push half as many bytes; gradients are summed in single precision.
         Raises PolicyError; UnsupportedError for another dtype, or a gradient type that NumPy lacks or float64 excludes;
-        ArenaError if there is too little memory; ValueError for a number of workers out of range; CheckpointError; UsageError
+        ArenaError if there is too little memory; LayoutError for a number of workers out of range; CheckpointError; UsageError
         for no weights or an unknown option; AttachError if the job's name is taken or the server process does not start.
         """
         arrays = {name: np.asarray(value) for name, value in weights.items()}
@@ -156,6 +158,7 @@ class Store(JobMemory):
         if resume is not None:
             resume.check_layout(layout)
         header, size, needed = plan(layout)
+        reserve(layout.lanes + _DESCRIPTORS, f"a worker of {layout.lanes}")
         floats = sum(parameter.size for parameter in layout.parameters)
         store: Store | None = None
         what = f"{floats:,} parameters and {layout.lanes} {cls.lanes_are}"
@@ -244,6 +247,7 @@ class Store(JobMemory):
         answers, and ArenaError if the arena cannot be mapped.
         """
         limit_s = limits.timeout_s(timeout_s)
+        reserve(layout.lanes + _DESCRIPTORS, f"a worker of {layout.lanes}")
         answer = discovery.find(job, layout, limit_s, clock)
         os.close(answer.pidfd)
         try:

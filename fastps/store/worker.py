@@ -150,6 +150,8 @@ class Worker(LaneView):
         self.check_usable()
         if self._policy.overlap:
             self._start_background()
+        if not 0 <= samples < 1 << 32:
+            raise UsageError(f"expected 0 to {(1 << 32) - 1:,} samples in a push (batch_size=, report_loss), found {samples}")
         if self._needs_samples and samples < 1:
             raise UsageError(
                 f"{self._policy.spec} scales by samples: expected the size of the batch with each push, found none;"

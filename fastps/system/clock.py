@@ -75,7 +75,10 @@ class MonotonicClock:
                 file = _local.schedstat = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115
             except OSError:
                 return -1
-        return int(os.pread(file.fileno(), 64, 0).split()[1])
+        try:
+            return int(os.pread(file.fileno(), 64, 0).split()[1])
+        except (OSError, IndexError, ValueError):
+            return -1
 
     def process_cpu_ns(self) -> int:
         """CPU time of this process."""

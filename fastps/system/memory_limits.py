@@ -3,6 +3,7 @@
 The machine's free memory counts, and the limits of this process's control groups (version 1 or 2) with all groups above them.
 """
 
+import os
 from pathlib import Path
 
 import psutil
@@ -26,7 +27,7 @@ def available_bytes() -> tuple[int, str]:
     for folder in _own_groups():
         left = _left_in(folder)
         if left is not None and left < free:
-            free, limit = max(0, left), f"limit of the control group {folder}"
+            free, limit = max(0, left), f"limit of the control group {str(folder)!r}"
     return free, limit
 
 
@@ -74,10 +75,11 @@ def _counts(file: Path) -> dict[str, int]:
 def _own_groups() -> list[Path]:
     """The folders of this process's memory control groups and of those above them; empty if there are none."""
     try:
-        lines = [line.split(":", 2) for line in _OWN.read_text().splitlines()]
+        text = os.fsdecode(_OWN.read_bytes())  # a group's name holds any byte but a line end
     except OSError:
         return []
     found: list[Path] = []
+    lines = (line.split(":", 2) for line in text.split("\n"))
     for number, controllers, path in (line for line in lines if len(line) == 3):
         base = _ROOT if number == "0" else _ROOT / "memory"
         if number == "0" or "memory" in controllers.split(","):

@@ -43,7 +43,8 @@ def create(size: int, what: str, needed: int | None = None, advise: Callable[[in
         if not isinstance(error, OSError):
             raise
         reason = "no memory is left" if error.errno in (errno.ENOSPC, errno.ENOMEM) else str(error)
-        raise ArenaError(f"the arena needs {_shown(needed)} for {what}, but {reason}: {advise(0)}") from error
+        advice = "raise the limit of a file's size (ulimit -f)" if error.errno == errno.EFBIG else advise(0)
+        raise ArenaError(f"the arena needs {_shown(needed)} for {what}, but {reason}: {advice}") from None
     return descriptor
 
 

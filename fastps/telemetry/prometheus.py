@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fastps.errors import Error, UnsupportedError, UsageError
+from fastps.job.launchers import whole
 from fastps.membership import discovery
 from fastps.store.observer import Look, Observer, observe
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -34,7 +35,7 @@ def parse_address(text: str) -> tuple[str, int]:
     (('127.0.0.1', 9400), ('0.0.0.0', 9400), ('::1', 9400))
     """
     host, _, port = text.rpartition(":")
-    if not port.isdecimal() or int(port) > 65535:
+    if whole(port, 65535) is None:
         raise UsageError(f"--prometheus: expected :PORT or HOST:PORT such as :9400, found {text!r}")
     return host.removeprefix("[").removesuffix("]") or _LOCALHOST, int(port)
 

@@ -115,7 +115,10 @@ def _compile(path: Path) -> None:
 
 def _compiler() -> list[str]:
     """The command of the C++ compiler: the variable CXX, or the first that is installed. Raises UsageError."""
-    given = shlex.split(os.environ.get("CXX", ""))
+    try:
+        given = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        _refuse("the command of a C++ compiler in CXX", repr(os.environ["CXX"]), str(error))
     candidates = [given] if given else [[name] for name in COMPILERS]
     found = next((command for command in candidates if shutil.which(command[0])), None)
     if found is None:

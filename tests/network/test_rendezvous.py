@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 from fastps.job.layout import Layout, place
 from fastps.job.nodes import NodePolicy, Nodes
 from fastps.job.specs import parse_policy
-from fastps.job.update_rules import SGD
+from fastps.job.update_rules import SGD, Hyper
 from fastps.network.edge import Edge
 from fastps.network.link import LinkLostError, RefusedError, UnreachableError
 from fastps.network.messages import Header, Kind
@@ -117,3 +117,22 @@ def test_rendezvous_that_has_ended_is_final(port: int) -> None:
     node.nodes = Nodes(2, 1, 0, 1, "127.0.0.1", free_port(), NodePolicy(timeout_s=8.0))
     with pytest.raises(RefusedError, match="nothing listens"):
         node.connect(HELLO, is_first=False)
+
+
+def test_a_node_with_other_hyper_parameters_than_node_0_is_told(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    """It trained with another learning rate in silence."""
+    _side(port, 0).publish([Hyper(0.1), Hyper(0.2)])
+    _side(port, 1).check([Hyper(0.1), Hyper(0.2)])
+    assert not caplog.records
+    _side(port, 1).check([Hyper(0.1), Hyper(0.3, momentum=0.5)])
+    first, second = [record.getMessage() for record in caplog.records]
+    assert "node 1 begins with learning_rate 0.3 in parameter group 1, and node 0 with 0.2: each push" in first
+    assert "momentum 0.5 in parameter group 1, and node 0 with 0.0" in second
+
+
+@pytest.mark.parametrize("other", ["", "[]", "{", '{"0": 3}', '{"0": {}}'])
+def test_a_description_from_another_program_is_no_exception(port: int, other: str) -> None:
+    home = _side(port, 0)
+    home.publish([Hyper(0.1)])
+    home.store().set("hypers", other)
+    _side(port, 1).check([Hyper(0.1)])

@@ -85,10 +85,10 @@ def await_stop(process_id: int) -> None:
 def is_stopped(process_id: int) -> bool:
     """Whether all threads of a process are stopped. Raises ProcessLookupError if it has ended."""
     threads = Path(f"/proc/{process_id}/task").iterdir()
-    states = {(thread / "stat").read_text().rpartition(") ")[2][:1] for thread in threads}
-    if states <= {"Z", "X"}:
+    states = {(thread / "stat").read_bytes().rpartition(b") ")[2][:1] for thread in threads}
+    if states <= {b"Z", b"X"}:
         raise ProcessLookupError(f"process {process_id} has ended")
-    return states == {"T"}
+    return states == {b"T"}
 
 
 def children_of(process_id: int) -> list[int]:

@@ -46,7 +46,7 @@ def check_faults(options: dict[str, Any]) -> None:
 def check_nodes(nodes: int) -> None:
     """Raise UnsupportedError for workers on several machines."""
     found = launchers.launched()
-    count = max(nodes, int(os.environ.get("FASTPS_NNODES", "1")), found.nodes if found is not None else 1)
+    count = max(nodes, environment.whole_number("FASTPS_NNODES", 1), found.nodes if found is not None else 1)
     if count > 1:
         raise UnsupportedError(
             f"FastpsStrategy trains on one node: expected num_nodes=1, found {count}; several nodes train with a"

@@ -1,0 +1,24 @@
+"""The descriptors that this process may open: more where its limit may be raised, a named error where it may not."""
+
+import resource
+from pathlib import Path
+
+from fastps.errors import UsageError
+
+
+def reserve(count: int, what: str) -> None:
+    """Make sure that this process may open `count` descriptors more, for `what`. Raises UsageError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        opened = len(list(Path("/proc/self/fd").iterdir()))
+    except OSError:
+        opened = soft  # not even the list can be opened
+    needed = opened + count
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise UsageError(
+            f"expected a limit of at least {needed} descriptors for {what}, found {hard}, of which {opened} are open: raise it"
+            " (ulimit -n), or start fewer workers"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

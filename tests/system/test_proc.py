@@ -1,0 +1,38 @@
+"""Processes are looked at by their files under /proc: their names are anybody's, and they may end meanwhile."""
+
+import ctypes
+import os
+import signal
+
+import pytest
+
+from fastps.system import proc
+from tests.support import processes
+
+
+@pytest.mark.parametrize("name", [b"a) T 1", b"\xff\xfe", b"x\ny", b") ) )", b" "])
+def test_a_name_with_anything_in_it_does_not_hide_what_a_process_does(name: bytes) -> None:
+    reader, writer = os.pipe()
+
+    def work() -> None:
+        ctypes.CDLL(None).prctl(15, name, 0, 0, 0)  # PR_SET_NAME
+        os.write(writer, b"x")
+        signal.pause()
+
+    child = processes.start(work)
+    assert os.read(reader, 1) == b"x"
+    try:
+        assert proc.processor_time(child.process_id) not in ("", "stopped")
+        processes.stop(child.process_id)
+        assert proc.processor_time(child.process_id) == "stopped"
+    finally:
+        os.kill(child.process_id, signal.SIGKILL)
+        processes.finish([child], 20)
+        os.close(reader)
+        os.close(writer)
+    assert proc.processor_time(child.process_id) == "", "it has ended"
+
+
+@pytest.mark.parametrize("stat", [b"", b"7 (x)", b"7 (x) R 1 2", b"\xff" * 100, b"7 (x) R" + b" 1" * 10])
+def test_a_file_that_ends_early_tells_nothing(stat: bytes) -> None:
+    assert proc.processor_time_in(stat) == ""
