@@ -106,6 +106,14 @@ def _children() -> list[psutil.Process]:
     return [child for child in found if "resource_tracker" not in _command(child)]
 
 
+def _signals() -> dict[str, object]:
+    """How this process handles the signals that end or wake it, and those that it blocks."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    return {number.name: signal.getsignal(number) for number in numbers} | {
+        "mask": signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    }
+
+
 def _left_behind(memory: set[str], descriptors: dict[str, int]) -> str:
     """What is here that was not before, in words; empty if nothing is."""
     children, shared, now = _children(), _shared_memory() - memory, _descriptors()
@@ -117,8 +125,11 @@ def _left_behind(memory: set[str], descriptors: dict[str, int]) -> str:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Compare before and after; children get a moment to be reaped, and what only garbage holds is collected."""
-    memory, descriptors = _shared_memory(), _descriptors()
+    memory, descriptors, signals, frozen = _shared_memory(), _descriptors(), _signals(), gc.get_freeze_count()
     yield
+    if gc.get_freeze_count() != frozen:  # in later tests each look at all objects would freeze them
+        gc.collect()
+        garbage.freeze()
     deadline = time.monotonic() + 5
     while (left := _left_behind(memory, descriptors)) and time.monotonic() < deadline:
         gc.collect()
@@ -130,6 +141,7 @@ def nothing_is_left_behind() -> Iterator[None]:
             child.kill()
             child.wait(10)
     assert not left, f"left behind: {left}"
+    assert _signals() == signals, "how signals are handled was not restored"
 
 
 def _command(process: psutil.Process) -> str:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fastps.processes.outcome import LaunchedWorker
 from fastps.system.clock import Clock
@@ -29,6 +29,21 @@ _SURVIVORS_NS = 2_000_000_000  # for the others to end by themselves after a fai
 _SAY_NS = 1_000_000_000  # workers that still run so long after a signal are worth a line
 _AGAIN_NS = 1_000_000_000  # a second SIGTERM within this time is the first, sent by two
 _WITNESS_NS = 100_000_000  # within which a signal to every process of the job has reached each
+
+
+@contextlib.contextmanager
+def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Within this context `handler` gets these signals. Those that the caller's shell has set to be ignored stay ignored."""
+    previous = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number, before in previous.items():
+            if before is not signal.SIG_IGN:
+                signal.signal(number, handler)
+        yield
+    finally:
+        for number, before in previous.items():
+            if before is not None:
+                signal.signal(number, before)
 
 
 class Ending:
@@ -55,21 +70,11 @@ class Ending:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Within this context signals wait for `obey`. Those that the caller's shell has set to be ignored stay ignored."""
-        handled = [*ENDS, *PASSED_ON, signal.SIGTSTP, signal.SIGCONT]
-        previous = {number: signal.getsignal(number) for number in handled}
-        for number, handler in previous.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, self._note)
-        self._witness = Witness()
-        self.witness_id = self._witness.process_id
-        try:
-            yield
-        finally:
-            self._witness.close()
-            for number, handler in previous.items():
-                if handler is not None:
-                    signal.signal(number, handler)
+        """Within this context signals wait for `obey`."""
+        with handling([*ENDS, *PASSED_ON, signal.SIGTSTP, signal.SIGCONT], self._note):
+            with contextlib.closing(Witness()) as self._witness:
+                self.witness_id = self._witness.process_id
+                yield
 
     def _note(self, number: int, frame: object) -> None:
         """The handler of all signals. It logs nothing: a signal may come within a call of the logger."""

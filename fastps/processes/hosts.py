@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from fastps.errors import UsageError
-from fastps.processes.ending import ENDS, PASSED_ON
+from fastps.processes.ending import ENDS, PASSED_ON, handling
 from fastps.processes.options import GRACE_S
 from fastps.processes.output_thread import StandardStreams
 from fastps.processes.worker_output import Lines
@@ -164,13 +164,9 @@ class HostsLauncher:
 
         A signal that the shell has set to be ignored stays ignored.
         """
-        previous = {number: signal.getsignal(number) for number in (*ENDS, *PASSED_ON)}
-        for number, handler in previous.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, self._note)
         code = 0
         self._streams = StandardStreams()
-        with self._streams.carrying_logs(lambda: bool(self._interrupts)):
+        with handling([*ENDS, *PASSED_ON], self._note), self._streams.carrying_logs(lambda: bool(self._interrupts)):
             try:
                 for node in range(len(self._options.hosts)):
                     self._start(node)
@@ -182,9 +178,6 @@ class HostsLauncher:
             finally:
                 self._kill_all()
                 self._selector.close()
-        for number, handler in previous.items():
-            if handler is not None:
-                signal.signal(number, handler)
         return 128 + self._interrupts[0] if self._interrupts else code
 
     def _start(self, node: int) -> None:

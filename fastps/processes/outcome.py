@@ -1,5 +1,6 @@
 """How the workers of a launched job ended, each and together."""
 
+import os
 import signal
 import subprocess
 from collections import deque
@@ -44,8 +45,8 @@ class LaunchedWorker:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal, unless the process has ended."""
-        if self.exit_code is None:
-            self.process.send_signal(number)
+        if self.exit_code is None:  # nobody but the launcher's own wait reaps it, which Popen.send_signal would do
+            os.kill(self.process_id, number)
 
     @property
     def failed(self) -> bool:

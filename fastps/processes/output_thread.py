@@ -45,7 +45,7 @@ def _reason_of(error: Exception) -> str:
 
 
 class Stream:
-    """A standard stream. Text that was decoded with "surrogateescape" is written as the bytes that it was.
+    r"""A standard stream. Text that was decoded with "surrogateescape" is written as the bytes that it was.
 
     Attributes:
         progressed_ns: when it last took something.

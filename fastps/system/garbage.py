@@ -25,7 +25,9 @@ def objects() -> list[Any]:
     found = gc.get_objects()
     if any(each is _newest for each in reversed(found)):
         return found
+    found.clear()
     gc.unfreeze()
+    gc.collect()  # or garbage would be frozen, too: the arena of a job that is over
     found = gc.get_objects()
     gc.freeze()
     return found

@@ -113,7 +113,7 @@ def test_a_model_that_does_not_fit_is_exit_code_1() -> None:
         ((9, 4, "lion"), "--optimizer: expected one of sgd, momentum, nesterov, adam"),
         ((9, 4, "sgd", "bsp", "int8"), "--dtype: expected one of float32, float16, bfloat16, float64, found 'int8'"),
         ((9, 4, "sgd", "foo"), "unknown synchronization 'foo'"),
-        ((9, 100_000, "sgd"), "workers, found 100000"),
+        ((9, 100_000, "sgd"), "in this job, found 100000"),
         ((10**15, 1, "sgd"), "whose arena can be addressed"),
         ((10**13, 60, "sgd"), "whose arena can be addressed"),
         ((10**30, 1, "sgd"), "whose arena can be addressed"),

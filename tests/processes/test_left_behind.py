@@ -73,12 +73,13 @@ def test_orphans_that_end_are_no_zombies(tmp_path: Path) -> None:
         "(folder / 'orphaned').touch()\nwait_for('reaped')\n"
     )
     other = subprocess.Popen([sys.executable, "-S", "-c", "0"], process_group=0)  # a child of this program, which waits for it
+    before = {child.pid for child in psutil.Process().children()}  # this program's own, which it waits for
     looks = []
 
     def look() -> None:
         if (tmp_path / "orphaned").exists():
-            zombies = [child.pid for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE]
-            looks.append([zombie for zombie in zombies if zombie != other.pid])
+            zombies = {child.pid for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE}
+            looks.append(zombies - before)
             if len(looks) > 3 and not looks[-1]:
                 (tmp_path / "reaped").touch()
 

@@ -47,7 +47,7 @@ def test_the_tightest_group_of_all_levels_counts_and_page_cache_is_free(tmp_path
     _is_in(tmp_path, "0::/slice/job")
     group("slice/job", max="max\n", current=f"{10 * MIB}")
     slice_ = group("slice", max=f"{64 * MIB}", current=f"{60 * MIB}", stat=f"anon 7\ninactive_file {20 * MIB}\nodd\n")
-    assert memory_limits.available_bytes() == (24 * MIB, f"limit of the control group {slice_}")
+    assert memory_limits.available_bytes() == (24 * MIB, f"limit of the control group {str(slice_)!r}")
     group("slice/job", max=f"{8 * MIB}")
     assert memory_limits.available_bytes()[0] == 0, "more is used than the limit allows"
 
@@ -56,13 +56,13 @@ def test_groups_of_version_1_count_too(tmp_path: Path, group: Group) -> None:
     _is_in(tmp_path, "4:cpu,memory:/docker/7", "0::/")
     outer = group("memory/docker", limit_in_bytes=f"{64 * MIB}", usage_in_bytes=f"{50 * MIB}", stat=f"total_active_file {MIB}")
     group("memory/docker/7", limit_in_bytes="9223372036854771712", usage_in_bytes="0")
-    assert memory_limits.available_bytes() == (15 * MIB, f"limit of the control group {outer}")
+    assert memory_limits.available_bytes() == (15 * MIB, f"limit of the control group {str(outer)!r}")
 
 
 def test_a_container_that_sees_its_group_at_the_root_has_its_limit(tmp_path: Path, group: Group) -> None:
     _is_in(tmp_path, "4:memory:/only/on/the/host")
     root = group("memory", limit_in_bytes=f"{3 * MIB}", usage_in_bytes=f"{MIB}", oom_control="under_oom 0\noom_kill 2\n")
-    assert memory_limits.available_bytes() == (2 * MIB, f"limit of the control group {root}")
+    assert memory_limits.available_bytes() == (2 * MIB, f"limit of the control group {str(root)!r}")
     assert memory_limits.oom_kills() == 2
 
 

@@ -362,7 +362,7 @@ def test_placement_follows_the_launchers_word_and_the_users(monkeypatch: pytest.
     with pytest.raises(fastps.UnsupportedError, match="leave expandable_segments out"):
         placement()
     monkeypatch.setenv("FASTPS_PLACEMENT", "attic")
-    with pytest.raises(fastps.UsageError, match="expected host, device or auto"):
+    with pytest.raises(fastps.UsageError, match="FASTPS_PLACEMENT to be one of auto, host, device, found 'attic'"):
         placement()
 
 
