@@ -6,6 +6,7 @@ halfway. The scheduler decides what a discipline does with fewer or more workers
 """
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -89,6 +90,7 @@ class Membership:
         self._worker = worker
         self._store = worker.store
         self._faults = worker.store.layout.faults
+        self._looking = threading.RLock()
         self._peers = Peers(worker.store.arena, worker.store.descriptor, worker.store.job, worker.rank)
         self._told_foreign = False
         self._refused = ""
@@ -136,6 +138,14 @@ class Membership:
 
         Raises WorkerDiedError under on_worker_loss="stop", ExpelledError, and the errors of `report_rejections`.
         """
+        if not self._looking.acquire(blocking=False):
+            return  # another thread of this worker, which waits for another part, looks now
+        try:
+            self._look(now_ns)
+        finally:
+            self._looking.release()
+
+    def _look(self, now_ns: int) -> None:
         self._worker.recover_stale_locks(now_ns)
         if LANE_EXPELLED in self._store.arena.lane_states():
             self.tell_expelled()

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -208,3 +209,11 @@ def test_a_dead_workers_pins_count_no_more() -> None:
             worker.step({"a": np.zeros(40), "b": np.zeros(9)})
             seen.add(store.arena.committed()[1])
         assert pinned < 0 or pinned > max(seen) or pinned in seen
+
+
+def test_several_threads_of_a_worker_may_look_at_the_same_time() -> None:
+    """The threads of a node that has homes on several nodes do."""
+    with _store("bsp", 2) as store, store.attach(0) as worker, store.attach(1):
+        with ThreadPoolExecutor(4) as threads:
+            looks = [threads.submit(lambda: [worker.look_around() for _ in range(2_000)]) for _ in range(4)]
+        assert [look.exception() for look in looks] == [None] * 4
