@@ -38,7 +38,6 @@ class Checkpointing:
 
     Attributes:
         written: the number of checkpoints that this worker has written.
-        failures: the number of checkpoints that it could not write, or missed.
     """
 
     def __init__(
@@ -63,15 +62,15 @@ class Checkpointing:
         self._version = version or (lambda: worker.version)
         self._run = run or Run.of(worker.store)
         self._exact = exact
-        # The share of a node at another version than the others' is of no use.
+        # Nodes' shares of different versions make no checkpoint.
         self._signals = NotedSignals(*(() if exact else (signal.SIGTERM, signal.SIGUSR1)))
-        self._last = self._version()  # the newest version that is begun from, or written
+        self._last = self._version()  # the newest version that was read at the start, or written
         self._next = ((worker.store.version if version is None else version()) // every + 1) * every
         self._thread: threading.Thread | None = None
         self._began = 0  # the version that the thread writes
         self._told_of_others = False
+        self._failed: set[int] = set()  # versions; one that is given up may fail later, too
         self.written = 0
-        self.failures = 0
 
     @staticmethod
     def wanted(directory: str | os.PathLike[str] | None, every: int | None) -> tuple[Path, int] | None:
@@ -96,6 +95,11 @@ class Checkpointing:
             self._start(version)
 
     @property
+    def failures(self) -> int:
+        """The number of checkpoints that this worker could not write, or missed."""
+        return len(self._failed)
+
+    @property
     def _is_writer(self) -> bool:
         return self._worker.rank == self._worker.store.arena.lane_states().find(LANE_LIVE)
 
@@ -111,7 +115,7 @@ class Checkpointing:
         try:
             buffers = {name: array.copy() for name, array in self._buffers().items()}
         except Exception:  # a buffer of a kind that NumPy does not take
-            self.failures += 1
+            self._failed.add(version)
             self._next = (version // self._every + 1) * self._every
             logger.exception("the model's buffers cannot be saved, and no checkpoint is written; training goes on")
             return
@@ -132,7 +136,7 @@ class Checkpointing:
         if version < self._next + self._every:
             logger.debug("version %d: a checkpoint is due, and the one before is still being written", version)
             return
-        self.failures += 1
+        self._failed.add(self._next)
         logger.warning(
             "no checkpoint of version %d: the one of version %d is still being written to %s; training goes on, and the next"
             " one comes when that is done",
@@ -156,10 +160,10 @@ class Checkpointing:
                     folder.parent,
                 )
         except Error as error:  # also a device's
-            self.failures += 1
+            self._failed.add(self._began)
             logger.warning("%s; training goes on", str(error))  # not its traceback, which holds the arena
         except Exception:  # a fault of fastps or of a file system: a thread that ended would write no more, and say nothing
-            self.failures += 1
+            self._failed.add(self._began)
             logger.exception("the checkpoint could not be written; training goes on")
 
     def close(self, failed: bool = False) -> None:
@@ -196,7 +200,7 @@ class Checkpointing:
         if ends_within(self._thread, store.timeout_s, what, store.clock):
             self._thread = None
             return True
-        self.failures += 1
+        self._failed.add(self._began)
         logger.warning(
             "the checkpoint of version %d was not written to %s within %g s, and is missed: the disk hangs, or is slow",
             self._began,

@@ -18,10 +18,10 @@ from fastps.checkpoint.format import Checkpoint, read_description, whole
 from fastps.errors import CheckpointError
 from fastps.job import limits
 from fastps.membership.job_memory import JobMemory
+from fastps.system.machine import boot_id
 from fastps.system.threads import ends_within
 
 _MOST_EARLIER = 100  # of a run that is resumed again and again
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _begun: set[str] = set()  # by this process: a script may wrap one optimizer after the other
 
 
@@ -38,7 +38,7 @@ class Run:
         found = _of_launch()
         if not found:  # the memory of an arena has a number that no other has until the machine starts again
             memory = os.fstat(store.descriptor)
-            found = _hashed(f"{_BOOT.read_text() if _BOOT.exists() else ''}/{memory.st_dev}/{memory.st_ino}/{store.job}")
+            found = _hashed(f"{boot_id()}/{memory.st_dev}/{memory.st_ino}/{store.job}")
         _begun.add(found)
         return cls(found, tuple(earlier)[-_MOST_EARLIER:])
 

@@ -10,7 +10,6 @@ import os
 import secrets
 import select
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from fastps.errors import AttachError, UnsupportedError
@@ -19,11 +18,11 @@ from fastps.kernels.shm.mapping import SharedMapping
 from fastps.membership import rendezvous
 from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.machine import boot_id
 from fastps.version import __version__
 
 FORMAT = 0x70670001  # of the group's memory; no number of an arena
 DEPTH = 4
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOST_MEMORY = 32 << 20  # bytes for the blocks of a group, which should stay in the caches
 _LEAST_BLOCK, _MOST_BLOCK = 64 << 10, 256 << 10
 _CONNECT_S = 5.0
@@ -123,11 +122,7 @@ def meet(store: KeyStore, rank: int, size: int, *, clock: Clock = SYSTEM_CLOCK) 
 
 def _check_machine(store: KeyStore, rank: int, size: int) -> None:
     """Raise UnsupportedError on every rank if the ranks run on several machines."""
-    try:
-        boot = _BOOT_ID.read_text().strip()
-    except OSError:  # gVisor has none
-        boot = os.uname().nodename
-    own = {"boot": boot, "host": os.uname().nodename}
+    own = {"boot": boot_id(), "host": os.uname().nodename}
     store.set(f"machine/{rank}", json.dumps(own))
     machines = [json.loads(store.get(f"machine/{other}")) for other in range(size)]
     elsewhere = next((other for other in range(size) if machines[other]["boot"] != machines[0]["boot"]), None)

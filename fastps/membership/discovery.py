@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from fastps.errors import AttachError, LayoutError
+from fastps.errors import ArenaError, AttachError, LayoutError
 from fastps.job.layout import Layout, first_difference
-from fastps.kernels.shm.arena import ABI, MAX_LANES
+from fastps.kernels.shm.arena import ABI, MAX_LANES, Arena
 from fastps.membership import rendezvous
-from fastps.system import unix_sockets
+from fastps.system import shared_memory, unix_sockets
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 _NAME = re.compile(rb"fastps/(.+)/(host|[0-9]{1,9})")
@@ -136,6 +136,18 @@ def find_described(job: str, timeout_s: float, clock: Clock) -> tuple[rendezvous
     return _first(job, MAX_LANES, ask, timeout_s, clock)
 
 
+def arena_of(job: str, timeout_s: float, clock: Clock, *, writable: bool = False) -> Arena:
+    """Map the arena of a job without joining it. Raises AttachError, and ArenaError for one that this fastps cannot read."""
+    answer = find(job, None, timeout_s, clock)
+    os.close(answer.pidfd)
+    try:
+        return Arena(shared_memory.map_shared(answer.memfd, writable=writable))
+    except ValueError as error:
+        raise ArenaError(f"job {job}: {error}") from error
+    finally:
+        os.close(answer.memfd)
+
+
 def _connect(job: str, place: rendezvous.Place, digest: bytes, text: str, *, observer: bool = False) -> rendezvous.Offer:
     return rendezvous.connect(
         job, place, abi=ABI, layout_hash=digest, layout=text.encode(), observer=observer, timeout_s=_ANSWER_TIMEOUT_S
@@ -149,7 +161,7 @@ def _first(job: str, lanes: int, ask: Callable[[rendezvous.Place], Found], timeo
     stranger = ""
     while True:
         is_over = clock.now_ns() >= deadline_ns
-        places = listening().get(job, set()) | ({"host"} if is_over else set())  # the last look also finds who else answers
+        places = listening().get(job, set()) | ({"host"} if is_over else set())  # at last, a stranger's answer is named, too
         for place_of in everywhere:
             try:
                 if place_of in places:

@@ -42,7 +42,7 @@ from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
-from fastps.system.processes import raise_descriptor_limit
+from fastps.system.descriptors import reserve_all
 from fastps.tracing.node_part import NodePart, node_note
 
 logger = logging.getLogger("fastps.network")
@@ -253,7 +253,7 @@ def _serve_node(store: Store, given: AgentOrder, upstream: Upstream) -> None:
 def main() -> int:
     """Read the order and serve. Returns the exit code."""
     logging.basicConfig(format="fastps: %(message)s", level=logging.WARNING)
-    raise_descriptor_limit()  # the port of a link that waits for its node is open to strangers, too
+    reserve_all()  # the port of a link that waits for its node is open to strangers, too
     return run_from_order(serve, "agent", (Error,))
 
 

@@ -16,7 +16,7 @@ from fastps.errors import AttachError, Error, UsageError
 from fastps.network.addresses import is_here
 from fastps.network.awaiting import await_name
 from fastps.network.gloo import reason_of
-from fastps.system.processes import raise_descriptor_limit
+from fastps.system.descriptors import reserve_all
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--timeout", type=float, required=True)
     given = parser.parse_args()
-    raise_descriptor_limit()  # torch's store takes a connection of anybody
+    reserve_all()  # torch's store takes a connection of anybody
     try:
         store = _open(given.host, given.port, given.timeout)
     except Error as error:

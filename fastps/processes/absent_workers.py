@@ -7,9 +7,8 @@ import logging
 import os
 
 from fastps.errors import ArenaError, AttachError
-from fastps.kernels.shm.arena import LANE_FREE, Arena
+from fastps.kernels.shm.arena import LANE_FREE
 from fastps.membership import discovery
-from fastps.system import shared_memory
 from fastps.system.clock import Clock
 
 logger = logging.getLogger("fastps.launch")
@@ -46,16 +45,11 @@ class NoShows:
     def _tell(self, name: str, ranks: set[int]) -> bool:
         """Mark these ranks as failed in one arena. Returns False if the arena did not answer."""
         try:
-            answer = discovery.find(name, None, _ASK_S, self._clock)
+            arena = discovery.arena_of(name, _ASK_S, self._clock, writable=True)
         except AttachError:
             return False
-        os.close(answer.pidfd)
-        try:
-            arena = Arena(shared_memory.map_shared(answer.memfd))
-        except (ValueError, ArenaError):
+        except ArenaError:
             return True  # the arena has another format, which its workers report
-        finally:
-            os.close(answer.memfd)
         for rank in sorted(ranks):
             if rank < arena.lanes and arena.lane_state(rank) == LANE_FREE:
                 # If this process ends after the claim, peers find no listener at the lane and mark it dead.

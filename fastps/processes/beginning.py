@@ -5,12 +5,10 @@ The launcher holds the arena's memory until a second worker has attached, so tha
 
 import contextlib
 import logging
-import os
 
 from fastps.errors import ArenaError, AttachError
 from fastps.kernels.shm.arena import LANE_FREE, LANE_LEAVING, LANE_LEFT, Arena
 from fastps.membership import discovery
-from fastps.system import shared_memory
 from fastps.system.clock import Clock
 
 logger = logging.getLogger("fastps.launch")
@@ -58,11 +56,6 @@ class Beginning:
         return steps
 
     def _found(self, name: str) -> Arena | None:
-        with contextlib.suppress(AttachError, ArenaError, ValueError):  # it has ended, or its workers say what is wrong
-            answer = discovery.find(name, None, _ASK_S, self._clock)
-            os.close(answer.pidfd)
-            try:
-                return Arena(shared_memory.map_shared(answer.memfd, writable=False))
-            finally:
-                os.close(answer.memfd)
+        with contextlib.suppress(AttachError, ArenaError):  # it has ended, or its workers say what is wrong
+            return discovery.arena_of(name, _ASK_S, self._clock)
         return None

@@ -32,7 +32,7 @@ from fastps.system.processes import die_with_parent
 SSH = "ssh -o BatchMode=yes"
 DEFAULT_PORT = 29400
 _TICK_S = 0.1
-_PAUSE_NS = 1_000_000  # before the next look at output that the reader of this process's is too slow for
+_PAUSE_NS = 1_000_000  # until the next try to pass on output, while this process's own reader is slow
 _GRACE_NS = 5_000_000_000  # for the other nodes to notice the loss and to name it
 _BEYOND_GRACE_S = 10.0  # for a host's launcher to end after its workers' grace
 _SSH_FAILED = 255

@@ -45,7 +45,7 @@ from fastps.tracing import parts as trace_parts
 logger = logging.getLogger("fastps.launch")
 
 _DRAIN_NS = 300_000_000  # reads output this long from pipes that a worker's own children hold open
-_PAUSE_NS = 1_000_000  # before the next look at output that the reader of the launcher's is too slow for
+_PAUSE_NS = 1_000_000  # until the next try to pass on output, while the launcher's own reader is slow
 _IMPORT_NS = 120_000_000_000  # the longest time for the fork server's imports
 _FAULT_TICK_S = 0.02  # time between two calls of FaultInjector.tick
 _OF_A_GROUP = re.compile("nccl|process group|process_group|cuda", re.IGNORECASE)
@@ -141,8 +141,7 @@ class Launcher:
         """Start all workers and wait until all have ended. Calls `on_tick` about every `tick_s` seconds."""
         began_ns = self._clock.now_ns()
         self._streams = StandardStreams()
-        hurries = lambda: self._ending.interrupts > 0  # noqa: E731
-        with self._ending.listening(), adopting_orphans(), self._streams.carrying_logs(hurries):
+        with self._ending.listening(), adopting_orphans(), self._streams.carrying_logs(self._is_interrupted):
             try:
                 self._start()
                 while any(worker.exit_code is None for worker in self._workers):
@@ -166,8 +165,11 @@ class Launcher:
         report = self._injector.report if self._injector is not None else None
         return Outcome(self._workers, first_failure, ended_by, seconds, began_ns, report, self._hint(first_failure))
 
+    def _is_interrupted(self) -> bool:
+        return self._ending.interrupts > 0
+
     def draw(self, call: Callable[[], None]) -> None:
-        """Let a call of `on_tick` draw on the terminal, without a wait for whoever reads it."""
+        """Let a call of `on_tick` draw on the terminal, without a wait for its reader."""
         self._streams.draw(call)
 
     def _finish(self) -> None:
@@ -235,7 +237,7 @@ class Launcher:
             self._rendezvous = LaunchRendezvous(self._nodes, self._count)
         if self._forks:
             self._start_forkserver()
-        if self._rendezvous is not None and self._rendezvous.wait(lambda: self._ending.interrupts > 0):
+        if self._rendezvous is not None and self._rendezvous.wait(self._is_interrupted):
             self.job = self._rendezvous.job
         for rank in range(self._count):
             if self._ending.interrupts:
@@ -429,7 +431,7 @@ class Launcher:
         self._end_forkserver()
         for worker in [*self._workers, *([self._forkserver_worker] if self._forkserver_worker is not None else [])]:
             if worker.exit_code is None:
-                worker.process.kill()
+                worker.send(signal.SIGKILL)
                 worker.exit_code = self._wait(worker)
         for key in list(self._selector.get_map().values()):
             self._selector.unregister(key.fileobj)

@@ -31,7 +31,10 @@ class LeftBehind:
         self._known: set[int] = set()  # orphans of workers that run, or that have ended well
 
     def look(self, own: Collection[int]) -> None:
-        """Reap the orphans that have ended, and note the others. An orphan of two looks is of no worker that ends later."""
+        """Reap the orphans that have ended, and note the others.
+
+        An orphan that two looks have seen is not from a worker that ends later.
+        """
         if self._clock.now_ns() - self._looked_ns < _LOOK_NS:
             return
         self._looked_ns = self._clock.now_ns()

@@ -4,13 +4,10 @@ Each process counts its own optimizers. If the counts differ because one process
 actor), the process joins a job that still expects a worker of this rank. Jobs that the script names (`job=`) are not counted.
 """
 
-import os
-
-from fastps.errors import ArenaError, AttachError, LayoutError
+from fastps.errors import ArenaError, AttachError
 from fastps.job.environment import Identity
-from fastps.kernels.shm.arena import LANE_FREE, Arena
+from fastps.kernels.shm.arena import LANE_FREE
 from fastps.membership import discovery
-from fastps.system import shared_memory
 from fastps.system.clock import Clock
 
 _POLL_NS = 10_000_000
@@ -48,14 +45,7 @@ def expected(identity: Identity, timeout_s: float, clock: Clock) -> Identity:
 def _expects(identity: Identity, clock: Clock) -> bool:
     """Whether the job has a lane of this rank to which no worker has attached yet."""
     try:
-        answer = discovery.find(identity.name, None, _ASK_S, clock)
-    except (AttachError, LayoutError):
+        arena = discovery.arena_of(identity.name, _ASK_S, clock)
+    except (AttachError, ArenaError):
         return False
-    os.close(answer.pidfd)
-    try:
-        arena = Arena(shared_memory.map_shared(answer.memfd, writable=False))
-    except (ValueError, ArenaError):
-        return False
-    finally:
-        os.close(answer.memfd)
     return identity.rank < arena.lanes and arena.lane_state(identity.rank) == LANE_FREE

@@ -3,10 +3,8 @@
 An observer maps the arena read-only, never pins a buffer and never takes a shard lock.
 """
 
-import os
 from dataclasses import dataclass, field, replace
 
-from fastps.errors import ArenaError
 from fastps.kernels.shm.arena import (
     LANE_DEAD,
     LANE_EXPELLED,
@@ -21,7 +19,6 @@ from fastps.kernels.shm.arena import (
 from fastps.membership import discovery
 from fastps.membership.node_board import BoardView, NodeStatistics
 from fastps.membership.rendezvous import Place
-from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 _TRIES = 4  # copies of the counters before one is accepted during which a shard published
@@ -177,16 +174,9 @@ class Observer:
     """
 
     def __init__(self, job: str, timeout_s: float, clock: Clock) -> None:
-        answer = discovery.find(job, None, timeout_s, clock)
-        os.close(answer.pidfd)
         self._job = job
         self._clock = clock
-        try:
-            self._arena = Arena(shared_memory.map_shared(answer.memfd, writable=False))
-        except ValueError as error:
-            raise ArenaError(f"job {job}: {error}") from error
-        finally:
-            os.close(answer.memfd)
+        self._arena = discovery.arena_of(job, timeout_s, clock)
         self._board = BoardView.of(job, clock)
 
     def statistics(self) -> list[WorkerStatistics]:

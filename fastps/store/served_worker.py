@@ -39,8 +39,10 @@ class ServedWorker(Worker):
                 # Finish with a lock that it recovered from a dead worker and could not release yet. Where the server passed it
                 # by, take the lock once: until then the server waits for the next worker that stops.
                 self.lane.hand_over(not self.lane.was_passed_by())
-                self._settle(self.lane.try_combine(self._clock.now_ns()))
-                self.lane.hand_over(True)
+                try:
+                    self._settle(self.lane.try_combine(self._clock.now_ns()))
+                finally:
+                    self.lane.hand_over(True)
         else:
             super().try_combine()
 

@@ -22,3 +22,9 @@ def reserve(count: int, what: str) -> None:
             " (ulimit -n), or start fewer workers"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def reserve_all() -> None:
+    """Let this process open as many descriptors as the hard limit allows; the usual limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

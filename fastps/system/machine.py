@@ -7,6 +7,16 @@ from typing import Any
 
 import psutil
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """A number of this machine since it started; its name where the kernel (gVisor) has no such number."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return platform.node()
+
 
 def machine() -> dict[str, Any]:
     """The CPU, architecture, usable cores, memory in bytes, kernel and Python version of this machine."""

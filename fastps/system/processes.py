@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import resource
 import signal
 from collections.abc import Callable, Iterator
 from typing import IO
@@ -26,12 +25,6 @@ def ask_to_die_with_parent(parent: int) -> None:
 def die_with_parent(parent: int) -> Callable[[], None]:
     """A `preexec_fn` that asks the kernel to kill the new process when its parent dies."""
     return lambda: ask_to_die_with_parent(parent)
-
-
-def raise_descriptor_limit() -> None:
-    """Let this process have as many descriptors as the hard limit allows; the usual limit is 1,024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextlib.contextmanager

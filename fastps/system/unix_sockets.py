@@ -1,4 +1,4 @@
-"""The Unix sockets of this machine that have an abstract name: who has which name, and who listens.
+"""The Unix sockets of this machine that have an abstract name: their names, their users, and whether they listen.
 
 Every user may bind any name, and may put any bytes into it. The kernel's socket diagnostics give names as bytes, and each
 socket's user. Where the kernel has no diagnostics, /proc/net/unix is read: a line there can be forged, and shows no user.

@@ -1,5 +1,6 @@
 """Signals to the launcher: what reaches the workers, how long they may save, and what ends them."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from fastps.errors import UsageError
 from fastps.processes.options import JobOptions
+from fastps.processes.outcome import LaunchedWorker
 from tests.support.processes import await_stop, is_stopped
 
 BEGIN = """
@@ -182,3 +184,11 @@ def test_five_seconds_of_saving_are_enough_time(start: Start) -> None:
     job.process.send_signal(signal.SIGTERM)
     assert job.process.wait(60) == 143, job.log
     assert all((job.folder / f"saved{rank}").exists() for rank in range(2))
+
+
+def test_a_signal_to_a_worker_that_has_ended_leaves_its_exit_to_the_launchers_wait() -> None:
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    LaunchedWorker(0, ended).send(signal.SIGKILL)
+    assert os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT) is not None
+    assert ended.wait() == 0
