@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator
@@ -27,6 +28,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 guardian.guard()
+_frozen, _freeze = threading.Event(), gc.freeze
+
+
+def _noted_freeze() -> None:
+    """Freeze, and note it: `gc.get_freeze_count()` would walk over a million frozen objects."""
+    _frozen.set()
+    _freeze()
+
+
+gc.freeze = _noted_freeze
 # A forked child must not collect the parent's garbage: a C++ destructor there may join a thread that only the parent has.
 os.register_at_fork(after_in_child=garbage.freeze)
 
@@ -123,9 +134,10 @@ def _left_behind(memory: set[str], descriptors: dict[str, int]) -> str:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Compare before and after; children get a moment to be reaped, and what only garbage holds is collected."""
-    memory, descriptors, frozen = _shared_memory(), _descriptors(), gc.get_freeze_count()
+    memory, descriptors = _shared_memory(), _descriptors()
+    _frozen.clear()
     yield
-    if gc.get_freeze_count() != frozen:  # in later tests each look at all objects would freeze them
+    if _frozen.is_set():  # in later tests each look at all objects would freeze them
         gc.collect()
         garbage.freeze()
     deadline = time.monotonic() + 5
