@@ -17,7 +17,7 @@ from typing import Any
 
 from fastps.advice.nodes import simulation_of_nodes
 from fastps.job.specs import parse_policies, parse_policy
-from fastps.reproduce.live_nodes import LiveJob, LiveRunError, run_live
+from fastps.lab.papers.live_nodes import LiveJob, LiveRunError, run_live
 from fastps.simulation.compute_models import ComputeModel
 from fastps.simulation.links import MeasuredLinks, ModelOnNodes, on_links, read_links
 from fastps.simulation.simulate import Simulation, simulate

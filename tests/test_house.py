@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {
     "fastps/cli/commands": "tests/cli/test_main.py",  # parsing and printing; what they call has tests of its own
     "fastps/integrations/lightning": "tests/integrations/test_lightning.py",  # a Trainer uses all of them
-    "fastps/reproduce": "tests/reproduce/test_reproduce.py",  # tables of the papers' rows, and what runs them
+    "fastps/lab/papers": "tests/lab/papers/test_papers.py",  # tables of the papers' rows, and what runs them
     "fastps/tracing": "tests/tracing/test_trace.py",  # what one part writes, another reads
     "fastps/collectives": "tests/collectives/test_process_group.py",  # parts of one process group
     "kernels/scheduling": "tests/kernels/scheduling/test_scheduler.py",  # parts of one scheduler, compared with its oracles
@@ -54,18 +54,18 @@ MODULES = {
     "fastps/cli/simulation_report": "tests/simulation/test_simulate.py",
     "fastps/cli/trace_report": "tests/tracing/test_trace.py",
     "fastps/device/arena": "tests/device/test_device.py",
-    "fastps/device/cuda_calls": "tests/device/test_cuda.py",
-    "fastps/device/cuda_on_host": "tests/device/test_cuda.py",
-    "fastps/device/hazards": "tests/device/test_stepped.py",
-    "fastps/device/host": "tests/device/test_device.py",
+    "fastps/lab/gpus/cuda_calls": "tests/device/test_cuda.py",
+    "fastps/lab/gpus/cuda_on_host": "tests/device/test_cuda.py",
+    "fastps/lab/gpus/hazards": "tests/lab/gpus/test_stepped.py",
+    "fastps/lab/gpus/host": "tests/device/test_device.py",
     "fastps/device/interface": "tests/device/test_device.py",
     "fastps/device/memory": "tests/device/test_device.py",
     "fastps/device/plan": "tests/device/test_several_devices.py",
     "fastps/device/regions": "tests/device/test_device.py",
     "fastps/device/store": "tests/device/test_device.py",
     "fastps/device/work_items": "tests/device/test_several_devices.py",
-    "fastps/diagnostics/device_workers": "tests/diagnostics/test_device_chaos.py",
-    "fastps/diagnostics/chaos_worlds": "tests/crash/test_chaos.py",
+    "fastps/lab/worlds/device_workers": "tests/lab/worlds/test_device_chaos.py",
+    "fastps/lab/worlds/chaos_worlds": "tests/crash/test_chaos.py",
     "fastps/cli/links_report": "tests/diagnostics/test_links.py",
     "fastps/diagnostics/finding": "tests/diagnostics/test_doctor.py",
     "fastps/diagnostics/gpu": "tests/diagnostics/test_doctor.py",
@@ -96,12 +96,12 @@ MODULES = {
     "fastps/store/served_worker": "tests/processes/test_server.py",
     "fastps/store/server_process": "tests/processes/test_server.py",
     "fastps/store/server_loop": "tests/processes/test_server.py",
-    "fastps/diagnostics/device_worlds": "tests/diagnostics/test_device_chaos.py",
-    "fastps/diagnostics/served_worlds": "tests/diagnostics/test_device_chaos.py",
+    "fastps/lab/worlds/device_worlds": "tests/lab/worlds/test_device_chaos.py",
+    "fastps/lab/worlds/served_worlds": "tests/lab/worlds/test_device_chaos.py",
     "fastps/device/first": "tests/device/test_server_of_several.py",
-    "fastps/diagnostics/node_edges": "tests/diagnostics/test_node_chaos.py",
-    "fastps/diagnostics/node_mutants": "tests/diagnostics/test_node_chaos.py",
-    "fastps/diagnostics/node_worlds": "tests/diagnostics/test_node_chaos.py",
+    "fastps/lab/worlds/node_edges": "tests/lab/worlds/test_node_chaos.py",
+    "fastps/lab/worlds/node_mutants": "tests/lab/worlds/test_node_chaos.py",
+    "fastps/lab/worlds/node_worlds": "tests/lab/worlds/test_node_chaos.py",
     "fastps/network/gloo": "tests/network/test_edge.py",
     "fastps/network/link": "tests/network/test_edge.py",
     "fastps/network/home": "tests/network/test_agent.py",

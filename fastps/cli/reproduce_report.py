@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from fastps.cli.tables import Column, Rows
-from fastps.reproduce.row import Effort, Row, Verdict
-from fastps.reproduce.show import plain_cells, summary
+from fastps.lab.papers.row import Effort, Row, Verdict
+from fastps.lab.papers.show import plain_cells, summary
 
 
 def list_table(rows: Sequence[Row]) -> Rows:

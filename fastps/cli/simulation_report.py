@@ -17,7 +17,7 @@ from fastps.simulation.simulate import Outcome, Simulation, build, simulate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from fastps.training.virtual import VirtualTraining
+    from fastps.lab.virtual.training import VirtualTraining
 
 Row = dict[str, Any]
 
@@ -56,7 +56,7 @@ def _play(
 ) -> Outcome:
     if training is None:
         return simulate(policy, simulation, trace=trace, tick=tick)
-    from fastps.training.virtual import train_virtually
+    from fastps.lab.virtual.training import train_virtually
 
     return train_virtually(policy, simulation, training, tick=tick)
 

@@ -11,11 +11,11 @@ from fastps.bench import exact, gpu_check, kernels_cuda
 from fastps.bench.gpu_worker import GpuJob
 from fastps.bench.measure import SMOKE
 from fastps.device.cuda import CudaDevice
-from fastps.device.cuda_on_host import HostCuda
-from fastps.device.host import HostDevice, Teeth
 from fastps.errors import Error
 from fastps.kernels.cuda.runtime import CudaUnavailableError, load_cupy
 from fastps.kernels.update import fold, reference
+from fastps.lab.gpus.cuda_on_host import HostCuda
+from fastps.lab.gpus.host import HostDevice, Teeth
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 
 from fastps.bench.nodes_predicted import compare
-from fastps.reproduce.live_nodes import LiveJob
+from fastps.lab.papers.live_nodes import LiveJob
 from fastps.system.namespaces import missing_reason
 
 

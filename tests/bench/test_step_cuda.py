@@ -8,7 +8,7 @@ import pytest
 
 from fastps.bench import step_cuda
 from fastps.bench.peers import LEARNING_RATE, Job
-from fastps.device.cuda_on_host import HostCuda
+from fastps.lab.gpus.cuda_on_host import HostCuda
 
 
 @pytest.fixture

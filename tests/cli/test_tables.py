@@ -13,8 +13,8 @@ from fastps.cli.reproduce_report import list_table, verdict_table
 from fastps.cli.simulation_report import simulation_table
 from fastps.cli.tables import Column, Rows, show
 from fastps.cli.trace_report import advice_table, worker_table
-from fastps.reproduce import Effort, choose
-from fastps.reproduce.row import Verdict
+from fastps.lab.papers import Effort, choose
+from fastps.lab.papers.row import Verdict
 from fastps.store.observer import Look, ShardStatistics, WorkerStatistics
 
 TIMES = ("compute_ms_mean", "compute_ms_median", "compute_ms_p95", "cpu_ms_mean", "queue_ms_mean", "blocked_ms_mean")

@@ -4,8 +4,8 @@ import pytest
 
 hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the failpoint build: make test-hooks")
 
-from fastps.diagnostics import chaos, chaos_worlds  # noqa: E402
 from fastps.kernels.chaos.world import World  # noqa: E402
+from fastps.lab.worlds import chaos, chaos_worlds  # noqa: E402
 
 # The number of seeds, from 0 on, that find each mutant, with a margin; docs/reliability.md lists the first seed for each.
 FOUND_WITHIN = {

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.device.host import HostDevice
 from fastps.device.plan import handle_table_bytes, waits_before_posting
 from fastps.device.store import DeviceStore
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
+from fastps.lab.gpus.host import HostDevice
 from tests.support import processes
 
 AMOUNT, SIZE = np.float32(1 / 1024), 1025

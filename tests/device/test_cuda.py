@@ -9,11 +9,11 @@ import pytest
 
 import fastps
 from fastps.device.cuda import CudaDevice
-from fastps.device.cuda_calls import RecordedCuda, merged
-from fastps.device.cuda_on_host import HostCuda
-from fastps.device.cuda_rules import CudaRuleError, check_record
-from fastps.device.host import HostDevice, Teeth
 from fastps.device.interface import DeviceError
+from fastps.lab.gpus.cuda_calls import RecordedCuda, merged
+from fastps.lab.gpus.cuda_on_host import HostCuda
+from fastps.lab.gpus.cuda_rules import CudaRuleError, check_record
+from fastps.lab.gpus.host import HostDevice, Teeth
 from tests.device import test_device as jobs
 from tests.support import processes
 

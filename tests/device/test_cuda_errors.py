@@ -11,11 +11,11 @@ import pytest
 import fastps
 from fastps.device.cuda import CudaDevice
 from fastps.device.cuda_errors import LOST, named
-from fastps.device.cuda_on_host import HostCuda
-from fastps.device.host import HostDevice, Teeth, host_devices
 from fastps.device.interface import DeviceError, DeviceFailedError, DeviceMemoryError
 from fastps.device.store import DeviceStore
 from fastps.kernels.shm.arena import LANE_DEAD
+from fastps.lab.gpus.cuda_on_host import HostCuda
+from fastps.lab.gpus.host import HostDevice, Teeth, host_devices
 from tests.device import test_device as jobs
 from tests.device import test_server_of_several as served
 from tests.support import processes

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.device.host import HostDevice, Teeth
 from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceLostError
 from fastps.device.plan import handle_table_bytes
 from fastps.device.store import DeviceStore
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Update
+from fastps.lab.gpus.host import HostDevice, Teeth
 from tests.support import processes
 
 DELAY_S = 0.003

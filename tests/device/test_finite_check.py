@@ -9,13 +9,13 @@ import pytest
 
 import fastps
 from fastps.device.finite_check import FiniteCheck
-from fastps.device.host import HostDevice, Teeth
 from fastps.device.plan import handle_table_bytes
 from fastps.device.store import DeviceStore
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Update
+from fastps.lab.gpus.host import HostDevice, Teeth
 from fastps.store.presence import presence_of
 from tests.device.test_device import SHAPES, contiguous, first_weights, gradient
 from tests.support import processes

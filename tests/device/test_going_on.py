@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.device.host import HostDevice, Teeth, host_devices
 from fastps.device.plan import handle_table_bytes
 from fastps.device.store import DeviceStore
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.kernels.shm.arena import LANE_DEAD
+from fastps.lab.gpus.host import HostDevice, Teeth, host_devices
 from tests.support import processes
 
 AMOUNT = np.float32(1 / 1024)

@@ -13,14 +13,14 @@ import fastps
 from fastps.checkpoint import snapshot
 from fastps.checkpoint.runs import Run
 from fastps.device.cuda import CudaDevice
-from fastps.device.cuda_calls import RecordedCuda, merged
-from fastps.device.cuda_on_host import HostCuda
-from fastps.device.cuda_rules import check_record
-from fastps.device.host import HostDevice, Teeth, host_devices
 from fastps.device.plan import placed_on
 from fastps.device.store import DeviceStore
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
+from fastps.lab.gpus.cuda_calls import RecordedCuda, merged
+from fastps.lab.gpus.cuda_on_host import HostCuda
+from fastps.lab.gpus.cuda_rules import check_record
+from fastps.lab.gpus.host import HostDevice, Teeth, host_devices
 from tests.device import test_device as jobs
 from tests.support import processes
 

@@ -10,8 +10,8 @@ import pytest
 
 import fastps
 from fastps.device import users_rule
-from fastps.device.host import HostDevice, Teeth
 from fastps.job.update_rules import Update
+from fastps.lab.gpus.host import HostDevice, Teeth
 from tests.device.test_device import gradient
 from tests.device.test_several_devices import ALL, assert_equal, make_store, on_cpu, steps_of
 from tests.support import processes, twins

@@ -11,12 +11,12 @@ import pytest
 
 from fastps import SGD, Adam, Store
 from fastps.device.cuda import CudaDevice
-from fastps.device.cuda_on_host import HostCuda
-from fastps.device.host import Teeth
 from fastps.device.interface import DeviceError
 from fastps.diagnostics import gpu
 from fastps.diagnostics.doctor import OPTIMIZERS, Need, examine, need_findings, need_of
 from fastps.errors import PolicyError, UsageError
+from fastps.lab.gpus.cuda_on_host import HostCuda
+from fastps.lab.gpus.host import Teeth
 from tests.support import commands, processes
 
 PARAMETERS = 100_000

@@ -7,10 +7,10 @@ import pytest
 
 import fastps
 from fastps.advice.advise import candidates
-from fastps.diagnostics.chaos_worlds import SPECS
 from fastps.job import disciplines
 from fastps.job.disciplines import DISCIPLINES
 from fastps.job.specs import parse_policy
+from fastps.lab.worlds.chaos_worlds import SPECS
 from tests.oracles.table import ORACLES, PLAYED
 
 # `auto` is for DistributedOptimizer alone, and `policy` is Policy itself; they have no function of their own in fastps.

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fastps
-from fastps.device.host import HostDevice, Teeth
 from fastps.device.interface import Device
 from fastps.device.placement import gpus_of_workers
+from fastps.lab.gpus.host import HostDevice, Teeth
 from fastps.torch.on_device import DevicePlacement
 from fastps.torch.placements import HostPlacement
 from tests.support import processes

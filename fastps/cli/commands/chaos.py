@@ -38,7 +38,7 @@ def chaos(
     """
     from dataclasses import asdict
 
-    from fastps.diagnostics import chaos as simulation
+    from fastps.lab.worlds import chaos as simulation
     from fastps.system.json_report import write_json
 
     if seeds < 1 or seed < 0:
@@ -72,7 +72,7 @@ def _play_in_python(nodes: int, devices: int, seeds: int, seed: int, mutant: str
     from dataclasses import asdict
     from functools import partial
 
-    from fastps.diagnostics import device_chaos, node_chaos
+    from fastps.lab.worlds import device_chaos, node_chaos
     from fastps.system.json_report import write_json
 
     console = console_of(json_file)

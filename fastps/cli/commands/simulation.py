@@ -135,8 +135,8 @@ def simulate(
     console = console_of(json_file)
     training = None
     if train:
+        from fastps.lab.virtual.training import VirtualTraining
         from fastps.training.data import load
-        from fastps.training.virtual import VirtualTraining
 
         training = VirtualTraining(data=load(data), learning_rate=lr, momentum=momentum)
     outcomes = report.simulate_all(
@@ -171,8 +171,8 @@ def reproduce(
     """Measure the headline tables and figures of the five papers again, and say of each whether it is reproduced."""
     from fastps.cli.reproduce_report import list_table, verdict_table
     from fastps.cli.tables import show
-    from fastps.reproduce import Effort, choose
-    from fastps.reproduce import show as output
+    from fastps.lab.papers import Effort, choose
+    from fastps.lab.papers import show as output
     from fastps.system.json_report import write_json
 
     rows = choose(ids)

@@ -1,0 +1,430 @@
+"""A model of the time that one step's pushes, folds and pulls take on several GPUs. It is a model: no GPU has run them.
+
+    python -m fastps.lab.worlds.device_schedule
+
+The real scheduler, lanes and arena on devices run a small job under `bsp` on stepped devices, which record all work on streams:
+what waits for what, and what each piece reads and writes where. The bytes are then scaled to a large model, and the work is
+laid out in time: pieces run as soon as their stream and events allow; those that need the same memory or link share it equally.
+
+A backward pass of a given length may precede each push; the gradients of the shards appear evenly, from the last to the first.
+It takes its time, and no bandwidth. What the model leaves out: forward passes, launches, latencies, and the bandwidth of the
+host's own memory.
+"""
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from fastps.device.arena import DeviceArena
+from fastps.device.first import FirstVersion
+from fastps.device.interface import DeviceError
+from fastps.device.placement import BUCKET_MB
+from fastps.device.plan import handle_table_bytes, homes, shards_of
+from fastps.job.fault_policy import FaultPolicy
+from fastps.job.layout import Layout, place
+from fastps.job.plan import plan
+from fastps.job.specs import parse_policy
+from fastps.job.update_rules import SGD, Adam, Update
+from fastps.kernels.cuda.launch_args import Span
+from fastps.kernels.protocol.lane import BUSY, DONE
+from fastps.kernels.protocol.worker_lane import WorkerLane
+from fastps.kernels.shm.format import format_memory
+from fastps.lab.gpus.stepped import SteppedDevice, SteppedEvent, SteppedNode, SteppedStream
+from fastps.membership.job_memory import JobMemory
+from fastps.store.presence import presence_of
+from fastps.system import shared_memory
+from fastps.system.clock import SYSTEM_CLOCK
+
+_FLOATS = 1024  # of a shard of the job that is recorded
+_STEPS = 4
+_MOST_ROUNDS = 1000
+# Of 100 million parameters: 10,000 tokens a GPU and step, at 4 operations a token and parameter and 400 TFLOP/s.
+BACKWARD_S = 0.01
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Bandwidths in bytes a second: of a GPU's memory, of its links to other GPUs and to the host, each in one direction.
+
+    The defaults are those of one H100 with NVLink, as published.
+    """
+
+    memory: float = 3.3e12
+    peers: float = 450e9
+    host: float = 55e9
+
+    def of(self, resource: str) -> float:
+        """The bandwidth of a resource, by the first word of its name."""
+        return {"memory": self.memory, "peers": self.peers, "host": self.host}[resource.split()[0]]
+
+
+@dataclass
+class Piece:
+    """A piece of work on a stream: bytes by resource, or an event that it records or waits for, by the record's number.
+
+    `seconds`: how long it takes in any case.
+    """
+
+    kind: str
+    traffic: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    event: int = 0
+    number: int = 0
+    step: int = 0
+    seconds: float = 0.0
+
+    def lasts(self, speeds: Speeds, users: Mapping[str, int], scale: float) -> float:
+        """How many seconds it takes while `users` pieces share each resource."""
+        shared = [size * scale * users[name] / speeds.of(name) for name, size in self.traffic.items()]
+        return max([self.seconds, *shared])
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The model's answer, for one step in the steady state.
+
+    Attributes:
+        step_s: seconds from the end of a step to the end of the next.
+        bound_s: seconds that the busiest resource needs for its bytes alone: no order of the work is faster.
+        busiest: its name.
+        seconds: by kind of work, the seconds in which some of it runs.
+    """
+
+    step_s: float
+    bound_s: float
+    busiest: str
+    seconds: dict[str, float]
+
+
+class _RecordingNode(SteppedNode):
+    """A node that keeps all work of each stream."""
+
+    def __init__(self, unreachable: set[frozenset[str]]) -> None:
+        super().__init__(0, unreachable)
+        self.recorded: dict[int, list[Piece]] = defaultdict(list)
+        self.step_number = -1  # before the first step
+
+
+class _RecordingDevice(SteppedDevice):
+    """A device that notes what it is asked for, and what each piece of work touches."""
+
+    def __init__(self, node: _RecordingNode, process: int, identity: str) -> None:
+        self._recording = node
+        super().__init__(node, process, identity)
+
+    def _note(self, stream: SteppedStream, kind: str, event: SteppedEvent | None = None) -> None:
+        made = Piece(kind, step=self._recording.step_number)
+        if event is not None:
+            made.event, made.number = id(event), event.made
+        self._recording.recorded[stream.number].append(made)
+
+    def record(self, event: SteppedEvent, stream: SteppedStream) -> None:
+        """See Device."""
+        super().record(event, stream)
+        self._note(stream, "record", event)
+
+    def wait(self, event: SteppedEvent, stream: SteppedStream) -> None:
+        """See Device."""
+        super().wait(event, stream)
+        self._note(stream, "wait", event)
+
+    def compute(self, seconds: float) -> None:
+        """Queue work on the compute stream that takes its time and touches nothing."""
+        stream = self.compute_stream()
+        self.queue(stream, "backward", lambda on: None)
+        self._note(stream, "backward")
+        self._recording.recorded[stream.number][-1].seconds = seconds
+
+    def copy(self, to: int, source: int, size: int, stream: SteppedStream) -> None:
+        """See Device."""
+        super().copy(to, source, size, stream)
+        self._note(stream, "copy")
+
+    def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
+        """See Device."""
+        super().launch_fold(rule, dtype, order, tiles, blocks, stream)
+        self._note(stream, "fold")
+
+    def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
+        """See Device."""
+        super().launch_check(dtype, args, tiles, blocks, stream)
+        self._note(stream, "check")
+
+    def _touch(self, spans: list[Span], writes: bool, stream: SteppedStream, text: str) -> None:
+        super()._touch(spans, writes, stream, text)
+        made = self._recording.recorded[stream.number][stream.clock[stream.number] - 1]
+        for address, size in spans:
+            # Work items and tables do not grow with the model, and the setup is over before the first step.
+            if size >= 4 * _FLOATS and made.step >= 0:
+                self._add(made.traffic, self.node.find(address, size, self.process, self, text).identity, size, writes)
+
+    def _add(self, traffic: dict[str, float], there: str | None, size: int, writes: bool) -> None:
+        here = self.identity
+        if there is None:
+            traffic[f"host {'from' if writes else 'to'} {here}"] += size
+            return
+        traffic[f"memory of {there}"] += size
+        if there != here:
+            begin, end = (here, there) if writes else (there, here)
+            traffic[f"peers from {begin}"] += size
+            traffic[f"peers to {end}"] += size
+
+
+class _Job:
+    """A job of one worker a device under bsp. Each shard has one parameter.
+
+    `backward_s`: the length of a backward pass; `marks`: whether its hooks mark the shards whose gradients have appeared.
+    """
+
+    def __init__(
+        self, update: Update, gpus: int, shards: int, *, has_peers: bool, backward_s: float = 0.0, marks: bool = False
+    ) -> None:
+        self._backward_s, self._marks = backward_s, marks
+        names = [f"gpu {number}" for number in range(gpus)]
+        pairs = {frozenset((one, other)) for one in names for other in names if one != other}
+        self.node = _RecordingNode(set() if has_peers else pairs)
+        self.hyper = update.hyper
+        self.layout = _layout_of(update, gpus, shards)
+        self.memory = _memory_of(self.layout)
+        self._now_ns = 0
+        self.lanes: list[WorkerLane] = []
+        self.arenas: list[DeviceArena] = []
+        self._devices = [_RecordingDevice(self.node, rank, name) for rank, name in enumerate(names)]
+        for rank, device in enumerate(self._devices):
+            self.memory.arena.claim(rank, os.getpid(), False)
+            self.lanes.append(WorkerLane(self.memory.arena, rank))
+            self.arenas.append(DeviceArena(self.memory, rank, device))
+        self.buffers = [[0] * len(self.layout.shards) for _ in names]
+
+    def run(self) -> dict[int, list[Piece]]:
+        """Set the job up, take _STEPS steps, and return all work by stream."""
+        try:
+            self._begin()
+            for step in range(_STEPS):
+                self.node.step_number = step
+                self._step()
+                while self.node.step():
+                    pass
+            return dict(self.node.recorded)
+        finally:
+            self.arenas.clear()
+            self.lanes.clear()
+            self.memory.close()
+
+    def _begin(self) -> None:
+        for lane, arena in zip(self.lanes, self.arenas, strict=True):
+            lane.fold_with(arena.fold, ())
+            arena.show()
+        for arena in self.arenas:
+            arena.open()
+        first = FirstVersion(self.layout, is_resumed=False)
+        self.arenas[0].fill(first)
+        first.close()
+        self.node.meet()
+        for arena in self.arenas:
+            arena.take_first()
+        self.node.meet()
+        for rank, (lane, arena) in enumerate(zip(self.lanes, self.arenas, strict=True)):
+            lane.fold_with(arena.fold, arena.own_shards())
+            self._pull(rank)
+
+    def _step(self) -> None:
+        shards = len(self.layout.shards)
+        for lane, arena, device in zip(self.lanes, self.arenas, self._devices, strict=True):
+            slot = int(lane.slot)
+            if self._backward_s:
+                self._backward(arena, device, slot)
+            lane.set_hyper(slot, 0, *self.hyper)
+            lane.set_presence(slot, presence_of(range(shards), shards))
+            arena.mark_pushed(slot)
+            self._settle(lane.push(self._now(), 1.0, 1, False), lane)
+        waiting = dict(enumerate(self.lanes))
+        for _ in range(_MOST_ROUNDS):
+            for rank, lane in list(waiting.items()):
+                if lane.advance(self._now(), False):
+                    del waiting[rank]
+            if not waiting:
+                break
+            for lane in self.lanes:
+                self._settle(lane.try_combine(self._now()), lane)
+        if waiting:
+            raise DeviceError(f"expected a grant for workers {sorted(waiting)}, found none")
+        for rank, arena in enumerate(self.arenas):
+            arena.mark_released()
+            self._pull(rank)
+
+    def _backward(self, arena: DeviceArena, device: _RecordingDevice, slot: int) -> None:
+        shards = len(self.layout.shards)
+        for shard in reversed(range(shards)):
+            device.compute(self._backward_s / shards)
+            if self._marks:
+                arena.mark_computed(shard, slot)
+
+    def _pull(self, rank: int) -> None:
+        self.lanes[rank].pull_all(self.buffers[rank])
+        self.arenas[rank].show_pulled(self.buffers[rank])
+
+    def _settle(self, outcome: int, lane: WorkerLane) -> None:
+        if outcome not in (DONE, BUSY):
+            raise lane.fold_failure or DeviceError(f"expected a fold, found outcome {outcome}")
+
+    def _now(self) -> int:
+        self._now_ns += 1000
+        return self._now_ns
+
+
+def _layout_of(update: Update, gpus: int, shards: int) -> Layout:
+    rows = [(f"parameter {number}", (_FLOATS,), (1,), 0) for number in range(shards)]
+    faults = FaultPolicy(nonfinite="allow")  # no check, and no wait of the host
+    layout = Layout(place(rows), 1, update.rule, parse_policy("bsp"), gpus, faults=faults).with_shards(shards)
+    owners = homes([4 * (end - begin) for begin, end in layout.shards], range(gpus))
+    return replace(layout, owner_lanes=owners, extra_bytes=handle_table_bytes(shards))
+
+
+def _memory_of(layout: Layout) -> JobMemory:
+    header, size, needed = plan(layout)
+    descriptor = shared_memory.create(size, "a modelled job", needed)
+    memory = shared_memory.map_shared(descriptor)
+    segments = [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters]
+    values = layout.policy.values(layout.workers)
+    format_memory(memory, header, segments, shards=layout.host_shards, tables=[], started=layout.workers, **values)
+    return JobMemory(descriptor, memory, layout, "modelled", 1.0, SYSTEM_CLOCK, [SGD(lr=0.1).hyper] * layout.groups)
+
+
+# -- time ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Running:
+    piece: Piece
+    left: float = 1.0
+
+
+def lay_out(streams: dict[int, list[Piece]], speeds: Speeds, scale: float = 1.0) -> Iterator[tuple[float, float, list[Piece]]]:
+    """Yield (begin, end, the pieces that run) of each stretch of time in which the same work runs.
+
+    A resource is shared equally by the pieces that need it. Raises DeviceError for work that waits for what never happens.
+    """
+    places, done = dict.fromkeys(streams, 0), defaultdict[int, int](int)
+    running: dict[int, _Running] = {}
+    now = 0.0
+    while True:
+        _start(streams, places, done, running)
+        if not running:
+            break
+        users = defaultdict[str, int](int)
+        for each in running.values():
+            for resource in each.piece.traffic:
+                users[resource] += 1
+        rates = {stream: 1 / each.piece.lasts(speeds, users, scale) for stream, each in running.items()}
+        lasts = min(each.left / rates[stream] for stream, each in running.items())
+        yield now, now + lasts, [each.piece for each in running.values()]
+        now += lasts
+        for stream, each in list(running.items()):
+            each.left -= lasts * rates[stream]
+            if each.left <= 1e-9:
+                del running[stream]
+                places[stream] += 1
+    if any(places[stream] < len(pieces) for stream, pieces in streams.items()):
+        raise DeviceError("expected all work to come to its end, found some that waits for what never happens")
+
+
+def _start(streams: dict[int, list[Piece]], places: dict[int, int], done: dict[int, int], running: dict[int, _Running]) -> None:
+    """Let every stream go on to its next piece that takes time, past events and pieces without traffic."""
+    moves = True
+    while moves:
+        moves = False
+        for stream, pieces in streams.items():
+            if stream in running or places[stream] == len(pieces):
+                continue
+            piece = pieces[places[stream]]
+            if piece.traffic or piece.seconds:
+                running[stream] = _Running(piece)
+                continue
+            if piece.kind == "wait" and done[piece.event] < piece.number:
+                continue
+            if piece.kind == "record":
+                done[piece.event] = piece.number
+            places[stream] += 1
+            moves = True
+
+
+def model(
+    update: Update,
+    gpus: int,
+    parameters: float = 1e8,
+    speeds: Speeds | None = None,
+    *,
+    has_peers: bool = True,
+    backward_s: float = 0.0,
+    overlaps: bool = False,
+) -> Schedule:
+    """The schedule of a step: `gpus` GPUs with a worker each, `parameters` float32 parameters in equal shards, under `bsp`.
+
+    Without `has_peers` gradients and weights go through page-locked host memory. A step begins with a backward pass of
+    `backward_s` seconds. There is a shard for each GPU; with `overlaps` the shards are those of FASTPS_BUCKET_MB's default, and
+    each is folded while backward goes on.
+
+    >>> found = model(SGD(lr=0.1), gpus=1)
+    >>> found.busiest, round(found.bound_s / found.step_s, 2)
+    ('memory of gpu 0', 1.0)
+    """
+    speeds = speeds or Speeds()
+    shards = shards_of(int(4 * parameters), gpus, BUCKET_MB << 20 if overlaps else None)
+    job = _Job(update, gpus, shards, has_peers=has_peers, backward_s=backward_s, marks=overlaps)
+    streams, scale = job.run(), parameters / (_FLOATS * shards)
+    bytes_of, steps = defaultdict[str, float](float), range(1, _STEPS)  # the first step is left out
+    for piece in (each for pieces in streams.values() for each in pieces if each.step in steps):
+        for resource, size in piece.traffic.items():
+            bytes_of[resource] += size * scale / len(steps)
+    busiest = max(sorted(bytes_of), key=lambda name: bytes_of[name] / speeds.of(name))
+    seconds, ends = defaultdict[str, float](float), dict.fromkeys(range(-1, _STEPS), 0.0)
+    for begin, end, pieces in lay_out(streams, speeds, scale):
+        for step in {piece.step for piece in pieces}:
+            ends[step] = max(ends[step], end)
+        for kind in {piece.kind for piece in pieces if piece.step in steps}:
+            seconds[kind] += (end - begin) / len(steps)
+    step_s = (ends[_STEPS - 1] - ends[0]) / len(steps)
+    return Schedule(step_s, bytes_of[busiest] / speeds.of(busiest), busiest, dict(seconds))
+
+
+_CASES = ((1, True), (2, True), (4, True), (8, True), (4, False))  # GPUs, and whether they have peer access
+_RULES: tuple[tuple[str, Update], ...] = (("SGD with momentum", SGD(lr=0.1, momentum=0.9)), ("Adam", Adam(lr=0.1)))
+
+
+def _path(gpus: int, has_peers: bool) -> str:
+    return "-" if gpus == 1 else "NVLink" if has_peers else "host memory"
+
+
+def overlap_table(backward_s: float = BACKWARD_S) -> str:
+    """What a step adds to a backward pass, without and with overlap, for 100 million parameters, as a table in Markdown."""
+    lines = ["| rule | GPUs | path | backward | added without overlap | added with overlap |", "|" + "---|" * 6]
+    for name, update in _RULES:
+        for gpus, has_peers in _CASES:
+            steps = [
+                model(update, gpus, has_peers=has_peers, backward_s=backward_s, overlaps=overlaps).step_s
+                for overlaps in (False, True)
+            ]
+            shown = " | ".join(f"{1e3 * (step_s - backward_s):.2f} ms" for step_s in steps)
+            lines.append(f"| {name} | {gpus} | {_path(gpus, has_peers)} | {1e3 * backward_s:.0f} ms | {shown} |")
+    return "\n".join(lines)
+
+
+def table() -> str:
+    """The model's figures for 100 million parameters without a backward pass, as a table in Markdown."""
+    lines = ["| rule | GPUs | path | step | folds | copies | bound | of the bound |", "|" + "---|" * 8]
+    for name, update in _RULES:
+        for gpus, has_peers in _CASES:
+            found = model(update, gpus, has_peers=has_peers)
+            times = [found.step_s, found.seconds.get("fold", 0.0), found.seconds.get("copy", 0.0)]
+            shown = " | ".join(f"{1e3 * each:.2f} ms" for each in times)
+            bound = f"{1e3 * found.bound_s:.2f} ms ({found.busiest.split()[0]})"
+            lines.append(
+                f"| {name} | {gpus} | {_path(gpus, has_peers)} | {shown} | {bound} | {found.bound_s / found.step_s:.0%} |"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{table()}\n\n{overlap_table()}\n")

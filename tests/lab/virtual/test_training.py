@@ -1,0 +1,224 @@
+"""Real gradients in virtual time: the weights are those that a plain loop would have, and that each worker would have read."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fastps import parse_policy
+from fastps.errors import UsageError
+from fastps.lab.virtual.training import VirtualTraining, _Pushed, _Replay, _Shard, train_virtually
+from fastps.simulation.compute_models import ComputeModel, parse_compute
+from fastps.simulation.simulate import Outcome, Simulation, simulate
+from fastps.training.data import Dataset, load
+from fastps.training.models import accuracy, model_for
+from fastps.training.options import TrainingOptions
+from fastps.training.worker_main import Batches
+from tests.support import commands
+
+VARIED = parse_compute("lognormal:10ms,0.4")
+
+
+@pytest.fixture(scope="module")
+def digits() -> Dataset:
+    return load("digits")
+
+
+def trained(spec: str, data: Dataset, simulation: Simulation, **options: float) -> Outcome:
+    return train_virtually(parse_policy(spec), simulation, VirtualTraining(data=data, looks=4, **options))
+
+
+def stepping(data: Dataset, workers: int) -> tuple[torch.nn.Module, list[Batches], torch.optim.SGD]:
+    """What a plain loop needs: the same first weights and the same batches."""
+    torch.manual_seed(0)
+    model = model_for(data)
+    options = TrainingOptions(workers=workers, batch_size=16)
+    batches = [Batches(data, options, worker) for worker in range(workers)]
+    return model, batches, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+
+
+def learned(spec: str, data: Dataset, simulation: Simulation) -> np.ndarray:
+    """The weights at the end."""
+    policy = parse_policy(spec)
+    trace = simulate(policy, simulation, trace=True).trace
+    assert trace is not None
+    replay = _Replay(policy, simulation, VirtualTraining(data=data, learning_rate=0.05, momentum=0.5), trace)
+    replay.run(None)
+    return np.concatenate([shard.weights for shard in replay._shards])
+
+
+def flat(model: torch.nn.Module) -> np.ndarray:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).numpy()
+
+
+def test_bsp_is_torch_on_the_mean_gradient(digits: Dataset) -> None:
+    simulation = Simulation(workers=3, steps=20, batch=16, compute=VARIED)
+    model, batches, optimizer = stepping(digits, 3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        for each in batches:
+            inputs, labels = each.next()
+            (torch.nn.functional.cross_entropy(model(inputs), labels) / 3).backward()
+        optimizer.step()
+    for spec in ("bsp", "bsp,shards=5"):
+        np.testing.assert_allclose(learned(spec, digits, simulation), flat(model), atol=1e-5)
+
+
+def test_combined_pushes_are_torch_on_the_sum_of_the_gradients(digits: Dataset) -> None:
+    """Three workers of one speed push at one instant: each drain is a step of all three."""
+    simulation = Simulation(workers=3, steps=20, batch=16, compute=ComputeModel("constant", 1e6))
+    model, batches, optimizer = stepping(digits, 3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        for each in batches:
+            inputs, labels = each.next()
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    for spec in ("asp,combine=true", "ssp:1,shards=3,combine=true"):
+        np.testing.assert_allclose(learned(spec, digits, simulation), flat(model), atol=1e-5)
+
+
+def test_a_gradient_is_of_the_weights_that_its_worker_had_read(digits: Dataset) -> None:
+    """Workers that push in turn under asp: each gradient is of the weights of two updates ago."""
+    steps, workers = 30, 3
+    times = [[10 + worker, *[30] * steps] for worker in range(workers)]
+    simulation = Simulation(workers=workers, steps=steps, batch=16, compute=ComputeModel("replay", replay=times))
+    outcome = trained("asp", digits, simulation, learning_rate=0.05, momentum=0.5)
+    assert outcome.row["staleness"][-1][0] == 2
+    model, batches, optimizer = stepping(digits, workers)
+    read = [[parameter.detach().clone() for parameter in model.parameters()] for _ in range(workers)]
+    for update in range(steps * workers):
+        worker = update % workers
+        newest = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter, old in zip(model.parameters(), read[worker], strict=True):
+            parameter.data.copy_(old)
+        optimizer.zero_grad()
+        inputs, labels = batches[worker].next()
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        for parameter, new in zip(model.parameters(), newest, strict=True):
+            parameter.data.copy_(new)
+        optimizer.step()
+        read[worker] = [parameter.detach().clone() for parameter in model.parameters()]
+    np.testing.assert_allclose(learned("asp", digits, simulation), flat(model), atol=1e-5)
+    assert outcome.row["test_accuracy"] == pytest.approx(accuracy(model, digits), abs=1 / 360), "one image may tip over"
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "ssp:1",
+        "dssp:1,4",
+        "backup:2",
+        "psp:4,0.5",
+        "hardsync:64",
+        "softsync:2",
+        "softsync:5,scale=staleness",
+        "adv:1",
+        "adv*:1",
+        "r2sp:0.8",
+        "r2sp:0.8,tune=true",
+        "ssp:2,clip=1",
+        "asp,scale=1/sigma,combine=true",
+    ],
+)
+def test_every_discipline_learns_and_says_the_same_twice(spec: str, digits: Dataset) -> None:
+    simulation = Simulation(workers=6, steps=40, batch=16, compute=VARIED, model_bytes=1000, bandwidth=1e6)
+    options = {"learning_rate": 0.02, "momentum": 0.5}
+    first, second = (trained(spec, digits, simulation, **options).row for _ in range(2))
+    assert first["test_accuracy"] > 0.5
+    assert first["accuracy_over_time"] == second["accuracy_over_time"] and first["train_loss"] == second["train_loss"]
+    times = [seconds for seconds, _ in first["accuracy_over_time"]]
+    assert len(times) == 4 and times == sorted(times)
+
+
+def test_a_rate_that_falls_stops_learning(digits: Dataset) -> None:
+    simulation = Simulation(workers=2, steps=60, batch=16, compute=VARIED)
+    policy, early = parse_policy("asp"), tuple(share / 100 for share in range(1, 9))
+    losses = [
+        train_virtually(policy, simulation, VirtualTraining(data=digits, learning_rate=0.1, falls_at=falls)).row["train_loss"]
+        for falls in ((), early)
+    ]
+    assert losses[1] > 2 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"learning_rate": 0.0}, "--lr"), ({"momentum": 1.0}, "--momentum"), ({"looks": 0}, "look")]
+)
+def test_values_that_do_not_fit_are_refused(options: dict[str, float], message: str, digits: Dataset) -> None:
+    with pytest.raises(UsageError, match=message):
+        VirtualTraining(data=digits, **options)
+
+
+def test_late_pushes_and_averages_are_refused(digits: Dataset) -> None:
+    with pytest.raises(UsageError, match="--late-push"):
+        trained("asp", digits, Simulation(late_pushes=(0.1, 1000)))
+    with pytest.raises(UsageError, match="ema"):
+        trained("asp,ema=0.9", digits, Simulation())
+
+
+def test_a_shard_keeps_no_version_that_nobody_will_read(digits: Dataset) -> None:
+    policy, simulation = parse_policy("ssp:3"), Simulation(workers=5, steps=30, batch=16, compute=VARIED)
+    trace = simulate(policy, simulation, trace=True).trace
+    assert trace is not None
+    replay = _Replay(policy, simulation, VirtualTraining(data=digits), trace)
+    replay.run(None)
+    assert set(replay._shards[0]._kept) == {replay._shards[0].version}
+    assert np.isfinite(replay._shards[0].weights).all()
+
+
+@pytest.mark.slow
+def test_the_command_shows_and_writes_the_accuracy(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    arguments = ["--train", "--sync", "bsp,asp", "-n", "3", "--steps", "30"]
+    found = commands.fastps("simulate", *arguments, "--json", str(file))
+    assert found.returncode == 0 and "accuracy" in found.stdout, found.stderr
+    for row in json.loads(file.read_text())["rows"]:
+        assert row["accuracy_over_time"][-1][1] == row["test_accuracy"] > 0.5
+
+
+def test_the_goal_is_reached_when_one_worker_had_ten_small_losses_in_a_row(digits: Dataset) -> None:
+    """In virtual time a goal is a matter of the losses: a loss that is never met, one that is met at once, and one between."""
+    simulation = Simulation(workers=2, steps=60, batch=16, compute=ComputeModel("replay", replay=[[10_000_000], [15_000_000]]))
+    assert trained("asp", digits, simulation).row["goal_s"] is None, "none was asked for"
+    assert trained("asp", digits, simulation, goal=1e-9).row["goal_s"] is None
+    assert trained("asp", digits, simulation, goal=1e9).row["goal_s"] == pytest.approx(0.1), "the first worker's tenth step"
+    found = trained("asp", digits, simulation, goal=1.0).row
+    assert 0.1 < found["goal_s"] < found["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "batches", "staleness", "by"),
+    [
+        ("softsync:1", [8, 8], [0, 0], 1.0),
+        ("softsync:4", [8, 8], [2, 5], 1 / 4),  # equation (6): alpha_0 / n, whatever each gradient's staleness
+        ("softsync:30,scale=mean", [8, 8], [9, 9], 1.0),
+        ("adv:2", [8, 8], [1, 1], 1 / 2),
+        ("adv*:2", [8, 8], [1, 1], 1 / 2),
+        ("hardsync:128", [4, 4], [0, 0], 1 / 4),  # section 3.2: sqrt(lambda mu / B) = sqrt(8 / 128)
+        ("hardsync:128", [64, 64], [0, 0], 1.0),
+        ("hardsync:2", [9, 9], [0, 0], 3.0),
+        ("hardsync:10", [10, 30], [0, 0], 2.0),
+    ],
+)
+def test_learning_rates_are_those_of_rudras_equations(
+    spec: str, batches: list[int], staleness: list[int], by: float, digits: Dataset
+) -> None:
+    """Equations (3), (5), (6) and section 3.2: alpha times the factor, times the mean of the gradients 1 and 3."""
+    training = VirtualTraining(data=digits, learning_rate=0.5, momentum=0.0)
+    shard = _Shard(np.zeros(4, np.float32), Counter({0: 1}), training, parse_policy(spec))
+    pushes = [_Pushed(np.full(4, value, np.float32), 1.0, batch, batch) for value, batch in zip((1, 3), batches, strict=True)]
+    shard.fold(list(zip(pushes, staleness, strict=True)), slice(0, 4), training.learning_rate)
+    assert shard.weights == pytest.approx([-0.5 * by * (1 + 3) / 2] * 4)
+
+
+def test_a_rate_for_each_gradients_own_staleness_is_footnote_3(digits: Dataset) -> None:
+    """ "Such a strategy should apply smaller learning rates to staler gradients": 1 / 4, and 1 for a staleness of 0 and 1."""
+    training = VirtualTraining(data=digits, learning_rate=0.5, momentum=0.0)
+    shard = _Shard(np.zeros(4, np.float32), Counter({0: 1}), training, parse_policy("softsync:1,scale=1/sigma"))
+    pushes = [_Pushed(np.full(4, value, np.float32), 1.0, 8, 8) for value in (8, 3, 1)]
+    shard.fold(list(zip(pushes, (4, 1, 0), strict=True)), slice(0, 4), training.learning_rate)
+    assert shard.weights == pytest.approx([-0.5 * (8 / 4 + 3 + 1) / 3] * 4)

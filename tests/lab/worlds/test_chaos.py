@@ -1,0 +1,54 @@
+"""`fastps chaos` from the build that people train with: it finds the failpoint build, or says how to make it."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fastps.errors import UsageError
+from fastps.lab.worlds import chaos
+from tests.support import commands
+
+
+def _chaos(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    return commands.fastps("chaos", *arguments, **variables)
+
+
+def test_without_the_build_the_command_says_how_to_make_it(tmp_path: Path) -> None:
+    ended = _chaos("--seeds", "1", FASTPS_HOOKS_PATH=str(tmp_path))
+    assert ended.returncode == 2
+    assert "make hooks" in ended.stderr and str(tmp_path) in ended.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--seeds", "0"), ("--seed", "-1")])
+def test_numbers_out_of_range_are_wrong_usage(arguments: tuple[str, str]) -> None:
+    assert _chaos(*arguments).returncode == 2
+
+
+def _needs_hooks() -> None:
+    try:
+        chaos.hooks_path()
+    except UsageError as error:
+        pytest.skip(str(error))
+
+
+def test_rows_have_the_agreed_keys_and_exit_codes_tell_violations() -> None:
+    _needs_hooks()
+    fine = _chaos("--seeds", "20", "--json", "-")
+    row = json.loads(fine.stdout)["rows"][0]
+    assert fine.returncode == 0
+    assert {"seeds", "steps", "faults", "violations", "worst_detection_s"} <= set(row)
+    assert (row["seeds"], row["violations"]) == (20, 0)
+    broken = _chaos("--seeds", "10", "--mutant", "flip-first", "--json", "-")
+    row = json.loads(broken.stdout)["rows"][0]
+    assert broken.returncode == 1
+    assert row["violations"] == len(row["failing"]) == 10
+    assert "seed 0 (" in broken.stderr
+
+
+def test_an_unknown_mutant_is_wrong_usage_and_the_known_are_named() -> None:
+    _needs_hooks()
+    ended = _chaos("--seeds", "1", "--mutant", "drop-everything")
+    assert ended.returncode == 2
+    assert "forget-pins" in ended.stderr
