@@ -147,7 +147,7 @@ def _connect(worker: Worker, layout: Layout, hypers: list[Hyper], job: str) -> S
             found.timeout_s = old.timeout_s
             return found
         except AttachError as error:
-            worker.look_around()
+            worker.check_peers()
             if old.clock.now_ns() >= deadline_ns:
                 raise TimeoutExceededError(
                     f"worker {worker.rank}: the switch to {layout.policy.spec} failed: {error}"

@@ -15,14 +15,12 @@ from fastps.device.first import FirstVersion
 from fastps.device.interface import Device, DeviceError, DeviceFailedError, DeviceLostError, DeviceMemoryError
 from fastps.device.snapshot import Snapshots
 from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDiedError
-from fastps.job import limits
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.membership.job_memory import VersionCopy, Views
 from fastps.membership.peers import Peers
 from fastps.membership.rendezvous import Listener
-from fastps.store.served_worker import ServedWorker
 from fastps.store.server_process import AgentPlan, DevicePlan
 from fastps.store.start import StartState
 from fastps.store.store import Store
@@ -36,8 +34,6 @@ _CAUSE_NS = 1_000_000_000  # a process whose device fails says so well before
 
 class DeviceWorker(Worker):
     """A worker of a DeviceStore. Its gradients and weights are the device's arrays."""
-
-    _combines_itself = False
 
     def __init__(self, store: Store, rank: int, listener: Listener, generation: int = 0) -> None:
         assert isinstance(store, DeviceStore)
@@ -141,15 +137,18 @@ class DeviceWorker(Worker):
 
     def _finish(self, arena: DeviceArena, slot: int | None = None) -> None:
         """Wait until this worker's own work is done, where its discipline needs that, and fold what others push meanwhile."""
-        arena.begin_finish(slot)
-        while not arena.is_finished():
-            seen = self.lane.event()
+
+        def is_finished() -> bool:
             if self._needs_others:  # they need this worker, too: no other lane folds the shards on its device
                 self.try_combine()
-            self.lane.await_call(seen, 0, _SLICE_NS)
-            now_ns = self._clock.now_ns()
-            if now_ns - self._looked_ns > limits.LIVENESS_NS:
-                self._look(now_ns)
+            return arena.is_finished()
+
+        arena.begin_finish(slot)
+        self.wait_until(
+            is_finished,
+            _SLICE_NS,
+            lambda: f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for its own device; raise FASTPS_TIMEOUT",
+        )
 
     def try_combine(self) -> None:
         """See Worker.try_combine. Raises the device's error if a fold could not be queued."""
@@ -176,7 +175,7 @@ class DeviceWorker(Worker):
         """
         deadline = Deadline(self._clock.now_ns(), _CAUSE_NS if isinstance(error, DeviceLostError) else 0)
         while not isinstance(error, DeviceFailedError | DeviceMemoryError):
-            self.look_around()
+            self.check_peers()
             if deadline.is_over(self._clock.now_ns()):
                 break
             self._clock.sleep_ns(_PAUSE_NS)
@@ -224,19 +223,15 @@ class DeviceWorker(Worker):
         finally:
             peers.close()
 
-
-class ServedDeviceWorker(ServedWorker, DeviceWorker):
-    """A worker of a DeviceStore whose memory belongs to a server process: it maps that memory, and never folds."""
-
     def _make_lane(self) -> WorkerLane:
         lane = super()._make_lane()
-        if not self.is_served:
+        if self.store.layout.has_server and not lane.served:
             raise self._without_server()
         return lane
 
     def take_over(self) -> None:
-        """Raise WorkerDiedError: the memory is gone with the server."""
-        self.look_around()  # raises a more specific error if the server has died
+        """Raise WorkerDiedError: the memory is gone with the server, which owned it."""
+        self.check_peers()  # raises a more specific error if the server has died
         raise self._without_server()
 
     def _without_server(self) -> WorkerDiedError:
@@ -251,7 +246,6 @@ class DeviceStore(Store):
     """A store with its shards on devices. Call `use` with this process's device before `attach`."""
 
     worker_class = DeviceWorker
-    served_class = ServedDeviceWorker
     device: Device
     devices: DeviceArena | None = None
     waits_for_work = True  # when it closes: False after a failure

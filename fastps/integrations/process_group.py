@@ -76,7 +76,7 @@ class JobGroup(ProcessGroup):
         until_ns = SYSTEM_CLOCK.now_ns() + _NAMED_NS
         while (workers := meeting.open_workers()) and SYSTEM_CLOCK.now_ns() < until_ns:
             for worker in workers:
-                worker.look_around()
+                worker.check_peers()
             SYSTEM_CLOCK.sleep_ns(_PAUSE_NS)
         return WorkerDiedError(
             f"worker {self.rank()}: expected all {self.size()} workers in {name} of torch.distributed, found that one of them"

@@ -8,21 +8,16 @@ from typing import TYPE_CHECKING
 
 from fastps.errors import UsageError
 from fastps.job.policy import MOST_SLOTS
+from fastps.kernels.protocol import wait
 from fastps.kernels.shm import arena
 
 if TYPE_CHECKING:
     from fastps.job.layout import Layout
 
 RING_SIZE = 8  # descriptors in a lane's ring
-SLICE_NS = 20_000_000  # a wait checks its peers at least this often (protocol A.8: 50 ms), so a death is reported within 100 ms
-OVERDUE_NS = 200_000  # the longest sleep while a timer is overdue: the combiner is about to fire it
+SLICE_NS = wait.SLICE  # a wait checks its peers this often (protocol A.8: 50 ms), so a death is reported within 100 ms
 LIVENESS_NS = 50_000_000  # a worker that never waits checks its peers this often
 SPINS = 4_000  # polls before a worker sleeps: about the cost of one sleep and wake-up (measured: 500 spins = 48 us)
-# If workers outnumber the cores and a worker's last wait was shorter than this, the worker yields before it sleeps. A sleep and
-# a wake-up take long beside the steps of small models, and nothing beside those of large ones (docs/experiments/yielding.md).
-SHORT_WAIT_NS = 1_000_000
-POLLS_AWAKE = 4  # polls in a round: between two readings of the clock
-ROUNDS_AWAKE = 10  # the most rounds before the worker sleeps
 # Bytes that a fold reads and writes. From here on non-temporal stores pay (docs/experiments/non-temporal-stores.md).
 STREAMED_BYTES = 28 << 20
 # The same for a rule whose results go through a staging buffer: bytes that a fold writes, if two or more cores share the fold.

@@ -8,7 +8,7 @@ halfway. The scheduler decides what a discipline does with fewer or more workers
 import logging
 import threading
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from fastps.errors import ExpelledError, NonFiniteGradientError, WorkerDiedError, damaged
 from fastps.job.layout import first_difference
@@ -37,8 +37,6 @@ _DAMAGES = {
     DAMAGED_SLOT: "a descriptor of slot {found}",
     DAMAGED_TURN: "a push of step {found}, which was not granted",
 }
-
-_Found = TypeVar("_Found")
 
 
 def expelled_text(arena: Arena, lane: int) -> str:
@@ -78,8 +76,8 @@ class Participant(Protocol):
     def recover_stale_locks(self, now_ns: int) -> None:
         """Recover the shard locks of owners that have already been replaced."""
 
-    def wait_until(self, reached: Callable[[], _Found | None], pause_ns: int, timeout_text: Callable[[], str]) -> _Found:
-        """Poll `reached` until it is true, and check the peers meanwhile."""
+    def wait_to_join(self, timeout_text: Callable[[], str]) -> None:
+        """Wait until every shard counts the worker."""
 
 
 class Membership:
@@ -102,13 +100,9 @@ class Membership:
         """Wait until every shard counts this worker. Raises TimeoutExceededError that says what the lane waits for."""
         worker, arena = self._worker, self._store.arena
         worker.lane.recover_lock(worker.rank, self._store.clock.now_ns(), self.generation - 1)
-        worker.wait_until(self._has_joined, 500_000, self._not_joined_text)
+        worker.wait_to_join(self._not_joined_text)
         arena.joined(worker.rank)
         logger.info("worker %d joined as generation %d at version %d", worker.rank, self.generation, arena.version)
-
-    def _has_joined(self) -> bool:
-        self._worker.try_combine()
-        return self._store.arena.has_joined(self._worker.rank)
 
     def _not_joined_text(self) -> str:
         worker, arena = self._worker, self._store.arena

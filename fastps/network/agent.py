@@ -100,16 +100,16 @@ class AgentServer(Server):
         self.lane.fold_with(leaf.fold, [0], nothing=True)
         self._has_finished = False
 
-    def _combine(self) -> None:
-        super()._combine()
+    def _is_over(self) -> bool:
         if not self._has_finished and self._is_done():
             self._has_finished = True
             self._finish()
+        return super()._is_over()
 
     def _is_done(self) -> bool:
         """Whether every worker of this node has left, and everything that it pushed is folded."""
-        states = self._arena.lane_states()[: self._store.layout.lanes]
-        if any(state in (LANE_FREE, LANE_JOINING, LANE_LIVE) for state in states[: self._store.layout.workers]):
+        states = self._arena.lane_states()[: self.store.layout.lanes]
+        if any(state in (LANE_FREE, LANE_JOINING, LANE_LIVE) for state in states[: self.store.layout.workers]):
             return False
         counted = [self._arena.counters(lane) for lane in range(len(states))]
         return all(each["done"] >= each["posted"] for each in counted)
@@ -125,10 +125,11 @@ class AgentServer(Server):
             self.lane.release(True, 0, self._clock.now_ns())
         self._arena.finish(self.lane.index)
 
-    def _look(self, now_ns: int) -> None:
-        super()._look(now_ns)
+    def check_peers(self, now_ns: int) -> None:
+        """See Driven. Also checks the home."""
+        super().check_peers(now_ns)
         self._leaf.check()
-        lost = -1 if self._store.layout.faults.continues else self._lost_worker()
+        lost = -1 if self.store.layout.faults.continues else self._lost_worker()
         if lost >= 0:
             nodes = self._leaf.nodes
             reason = self._arena.failure(lost) or "its process is gone"
@@ -136,7 +137,7 @@ class AgentServer(Server):
 
     def _lost_worker(self) -> int:
         """The first worker that failed or died; -1 if there is none."""
-        owners = enumerate(self._arena.members()[: self._store.layout.lanes])
+        owners = enumerate(self._arena.members()[: self.store.layout.lanes])
         gone = (
             lane
             for lane, (generation, state) in owners

@@ -31,30 +31,30 @@ from fastps.store.worker import Worker
 _LOOK_S = 0.1
 
 
-class _Lane(Worker):
+class NodeWorker(Worker):
     """A Worker whose waits also call `check`, which raises what ends the wait."""
 
     check: Callable[[], None] | None = None
 
-    def _look(self, now_ns: int) -> None:
+    def check_peers(self, now_ns: int | None = None) -> None:
+        """See Worker. A node may be lost, or its edge."""
         if self.check is not None:
             self.check()
-        super()._look(now_ns)
+        super().check_peers(now_ns)
+
+    def check_nodes(self) -> None:
+        """Raise WorkerDiedError if another node is lost and the job ends with it."""
+        super().check_peers()
 
     def leave(self) -> None:
         """Make no more pushes, without a wait for the others."""
         self._leave()
 
-    def _others_are_done(self) -> bool:
-        if self.check is not None:  # a node may be lost, or its edge, while it waits for the others at the end
-            self.check()
-        return super()._others_are_done()
-
 
 class HomeStore(Store):
     """The arena of one part, in the process of node 0's agent."""
 
-    worker_class = _Lane
+    worker_class = NodeWorker
     lanes_are = "nodes"
 
 
@@ -81,7 +81,7 @@ class NodeLanes:
         """Call this in every wait from now on."""
         self._is_aborted = False
         for worker in self._workers:
-            cast(_Lane, worker).check = check
+            cast(NodeWorker, worker).check = check
 
     def slots(self, step: int) -> list[tuple[int, Memory]]:
         """The number of each part that a step carries, and the slot of its push.
@@ -158,7 +158,7 @@ class NodeLanes:
         """
         self.has_left = True
         for worker in self._workers:
-            cast(_Lane, worker).leave()
+            cast(NodeWorker, worker).leave()
         for part, worker in zip(self.parts, self._workers, strict=True):
             worker.wait_for_others()
             yield part, _weights(worker)
@@ -173,10 +173,10 @@ class NodeLanes:
         """The version of the first part's last pull."""
         return self._workers[0].version
 
-    def look_around(self) -> None:
+    def check_peers(self) -> None:
         """Raise WorkerDiedError if another node is lost and the job ends with it."""
         for worker in self._workers:
-            worker.look_around()
+            cast(NodeWorker, worker).check_nodes()
 
     def abort(self) -> None:
         """End a wait for a part that will not come over the present edge."""

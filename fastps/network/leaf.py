@@ -11,15 +11,15 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from fastps.errors import NodeLostError
+from fastps.errors import NodeLostError, ProtocolError
 from fastps.job.nodes import Nodes
 from fastps.kernels.protocol.fold_call import FoldCall, FoldedPush
 from fastps.kernels.shm.arena import LANE_LEFT
 from fastps.membership.job_memory import JobMemory
 from fastps.network.messages import Header, Kind
 from fastps.network.sums import SumOfPushes, Sums, Terms
-from fastps.store.served_worker import ServedWorker
 from fastps.store.store import Store
+from fastps.store.worker import Worker
 
 
 class Outgoing(Protocol):
@@ -66,7 +66,7 @@ class Upstream(Protocol):
         ...
 
 
-class LeafWorker(ServedWorker):
+class LeafWorker(Worker):
     """A worker of a leaf arena."""
 
     def take_over(self) -> None:
@@ -75,17 +75,23 @@ class LeafWorker(ServedWorker):
         if arena.lane_state(arena.server_lane) != LANE_LEFT:
             reason = arena.failure(arena.server_lane).partition(": ")[2]
             raise NodeLostError(reason or f"this node's agent (process {arena.process_id(arena.server_lane)}) was killed")
-        self.is_served = False
+        self.lane.leave_to_server(False)
+        self.lane.fold_with(_fold_nothing, ())
 
-    def _others_are_done(self) -> bool:
-        """Whether the workers of all nodes have left: the agent leaves last."""
-        return not self.store.arena.is_served() and super()._others_are_done()
+    def _wait_for_last(self) -> None:
+        """Wait until the workers of all nodes have left: the agent leaves last."""
+        self.wait_until(lambda: not self.store.arena.is_served(), 5_000_000, self._timeout_text)
+        super()._wait_for_last()
+
+
+def _fold_nothing(_call: FoldCall) -> None:
+    raise ProtocolError("a worker of a leaf folds nothing: the home has the weights")
 
 
 class LeafStore(Store):
     """The arena of one node, whose server is the node's agent."""
 
-    served_class = LeafWorker
+    worker_class = LeafWorker
 
 
 class Leaf:

@@ -77,7 +77,7 @@ class NearHome:
         """See Upstream."""
         try:
             self._home.check()
-            self._lanes.look_around()
+            self._lanes.check_peers()
         except Error as error:
             raise self._home.loss_of(error) from error
 

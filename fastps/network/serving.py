@@ -212,7 +212,7 @@ class Serving(threading.Thread):
         """Handle one message, if one comes soon. Returns False after the last."""
         header, lanes = edge.next_header(_LISTEN_S), self._lanes_of_node()
         if header is None:
-            lanes.look_around()
+            lanes.check_peers()
         elif header.kind == Kind.FETCH:
             self._send_first(edge, lanes)
         elif header.kind == Kind.FIRST and self._node == 0:

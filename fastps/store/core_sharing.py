@@ -8,7 +8,7 @@ import os
 
 from fastps.job import limits
 from fastps.job.layout import Layout
-from fastps.kernels.protocol.lane import Lane
+from fastps.kernels.protocol.wait import Wait
 from fastps.kernels.shm.arena import Arena
 
 
@@ -18,25 +18,14 @@ class Cores:
     Attributes:
         takers: the number of processes that combine or wait.
         spins: the polls of a wait before it sleeps.
-        last_wait_ns: the duration of the owner's last wait, which the owner sets. It is the estimate for the next wait.
     """
 
-    last_wait_ns = 0
-
-    def __init__(self, arena: Arena, lane: Lane, layout: Layout, takers: int) -> None:
-        self._arena, self._lane, self._layout, self.takers = arena, lane, layout, takers
+    def __init__(self, arena: Arena, wait: Wait, layout: Layout, takers: int) -> None:
+        self._arena, self._wait, self._layout, self.takers = arena, wait, layout, takers
         self._own = sorted(os.sched_getaffinity(0))
         self._count = self.spins = 0
-        arena.set_cores(lane.index, self._own[0], len(self._own))
+        arena.set_cores(wait.lane.index, self._own[0], len(self._own))
         self.look()
-
-    @property
-    def yields(self) -> bool:
-        """Whether the next wait yields before it sleeps: the processes outnumber the cores, and the last wait was short.
-
-        A sleep and a wake-up take longer than a step of a small model. If the others compute for long, sleeping is better.
-        """
-        return not self.spins and self.last_wait_ns < limits.SHORT_WAIT_NS
 
     def share_among(self, takers: int) -> None:
         """Set the number of processes that combine or wait."""
@@ -50,11 +39,11 @@ class Cores:
         if count == self._count:
             return
         self._count = count
-        self.spins = spins(self.takers, count)
+        self.spins = self._wait.spins = spins(self.takers, count)
         if not self._layout.policy.overlap:
             others = helpers(self.takers, count)
-            self._lane.share_folds(others, parts(self.takers, count, self._own))
-            self._lane.stream_folds(limits.streams(self._layout, others))
+            self._wait.lane.share_folds(others, parts(self.takers, count, self._own))
+            self._wait.lane.stream_folds(limits.streams(self._layout, others))
 
 
 def spins(takers: int, cores: int) -> int:

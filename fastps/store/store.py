@@ -30,7 +30,6 @@ from fastps.kernels.shm.format import format_memory
 from fastps.membership import discovery, rendezvous
 from fastps.membership.job_memory import JobMemory, Views
 from fastps.store.row_slots import check_tables
-from fastps.store.served_worker import ServedWorker
 from fastps.store.server_process import AgentPlan, DevicePlan, ServerProcess, chosen_server
 from fastps.store.start import StartState
 from fastps.store.worker import Worker
@@ -57,7 +56,6 @@ class Store(JobMemory):
     """
 
     worker_class: type[Worker] = Worker  # the class that `attach` instantiates
-    served_class: type[ServedWorker] = ServedWorker  # the same, if a server combines
     lanes_are = "workers"  # whom the arena has lanes for
 
     server: ServerProcess | None = None
@@ -290,8 +288,7 @@ class Store(JobMemory):
             raise AttachError(f"worker {rank} is or was attached already: each rank joins once; check the ranks")
         numa.bring_slots(self.memory, *self.arena.slots_range(rank))
         try:
-            kind = self.served_class if self.layout.has_server else self.worker_class
-            return kind(self, rank, listener, generation)
+            return self.worker_class(self, rank, listener, generation)
         except BaseException:
             if self.arena.lane_state(rank) != arena.LANE_FAILED:  # else the worker has said why
                 self.arena.finish(rank, "it could not join")

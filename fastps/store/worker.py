@@ -16,12 +16,14 @@ from fastps.job import limits
 from fastps.job.links import link_of
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE, KIND_NULL, KIND_PUSH
+from fastps.kernels.protocol.wait import Wait
 from fastps.kernels.protocol.worker_lane import EARLY, FULL
-from fastps.kernels.shm.arena import LANE_EXPELLED, LANE_FREE, LANE_JOINING, LANE_LIVE
+from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership import rendezvous
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import Membership
 from fastps.store.background import Background
+from fastps.store.drive import drive
 from fastps.store.lane_view import LaneView
 from fastps.store.late_responses import LateResponses
 from fastps.store.presence import Presence
@@ -55,8 +57,6 @@ class Worker(LaneView):
         rows: the rows of tables in this worker's slots.
         injected_transfer_ns: the duration given to `transfer_ms`, in ns.
     """
-
-    _combines_itself = True  # whether try_combine is not overridden
 
     def __init__(self, store: JobMemory, rank: int, listener: rendezvous.Listener, generation: int = 0) -> None:
         super().__init__(store, rank)
@@ -170,8 +170,8 @@ class Worker(LaneView):
             self._push_on_its_way(now_ns, scale, samples, null)
         if self.delays is not None:
             self._responses.draw(lane.steps)
-        if now_ns - self._looked_ns > limits.LIVENESS_NS:
-            self._look(now_ns)
+        if now_ns - self._checked_ns > limits.LIVENESS_NS:
+            self.check_peers(now_ns)
 
     def push_nothing(self) -> bool:
         """Make a null push that has read the newest version, if the step may begin; wait for nothing, and pull nothing."""
@@ -245,7 +245,7 @@ class Worker(LaneView):
             raise self._forked_error()
         if not self.lane.advance(self._clock.now_ns(), self._goes_on_at_once) or self._responses.late:
             granted = 0 if self._goes_on_at_once else self.lane.steps + 1
-            granted_ns = self._wait(granted, self.lane.slot_free_at, self._needed_shards)
+            granted_ns = self._wait_for_step(granted, self.lane.slot_free_at, self._needed_shards)
             if self._is_partial:
                 granted_ns = self._wait_for_more(granted)
             self.lane.advance_late(granted_ns)
@@ -310,7 +310,7 @@ class Worker(LaneView):
 
     def fold_apart(self, apart: bool) -> None:
         """Post and fold by two calls, if `apart`, so that a profiler can tell them apart; else by one, which is faster."""
-        self._pushes_itself = self._combines_itself and not self._policy.overlap and not apart
+        self._pushes_itself = not self._policy.overlap and not apart
 
     def transfer_ms(self, duration_ms: float) -> None:
         """Make each push and each pull take `duration_ms`, by a real wait on a link that workers may share."""
@@ -376,8 +376,13 @@ class Worker(LaneView):
         """
         self._check_not_forked()
         self._leave()
-        self.wait_until(self._others_are_done, 5_000_000, self._timeout_text)
+        self._wait_for_last()
         self.pull()
+
+    def _wait_for_last(self) -> None:
+        wait = Wait(self.lane)
+        wait.begin_last(self.store.layout.workers, self._clock.now_ns())
+        drive(self, wait, self._timeout_text)
 
     def _stay_for_latecomers(self) -> None:
         """Keep the listener open until all initial workers have attached, or another live worker can answer latecomers.
@@ -387,11 +392,11 @@ class Worker(LaneView):
         """
         text = f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for initial workers that never attached"
         try:
-            self.wait_until(self._nobody_needs_it, 5_000_000, lambda: text)
+            self.wait_until(self._latecomers_are_served, 5_000_000, lambda: text)
         except Error as error:
             logger.warning("%s", str(error))  # not its traceback, which holds the arena
 
-    def _nobody_needs_it(self) -> bool:
+    def _latecomers_are_served(self) -> bool:
         """Whether all initial workers attached, or another live worker can answer latecomers.
 
         A worker changes its state before it calls this, so of two workers that leave at once, one sees that the other leaves.
@@ -399,18 +404,6 @@ class Worker(LaneView):
         self.try_combine()
         states = self.store.arena.lane_states()
         return LANE_FREE not in states[: self.store.layout.workers] or LANE_LIVE in states or LANE_JOINING in states
-
-    def _others_are_done(self) -> bool:
-        """Whether no other worker will push, and every push is folded, dropped or rejected."""
-        self.try_combine()
-        states = self.store.arena.lane_states()
-        if LANE_FREE in states[: self.store.layout.workers]:
-            return False  # under disciplines without waits, a worker may attach after this one has finished
-        for lane, state in enumerate(states):
-            counters = self.store.arena.counters(lane)
-            if state in (LANE_LIVE, LANE_JOINING) or (state != LANE_EXPELLED and counters["done"] < counters["posted"]):
-                return False
-        return True
 
     # -- the end -----------------------------------------------------------------------------------
 

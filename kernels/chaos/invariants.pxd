@@ -48,6 +48,7 @@ cdef class InvariantChecker:
     cdef char kinds[MAX_WORKERS][MAX_STEPS]
     cdef int64_t posted[MAX_WORKERS]              # descriptors, as their workers know
     cdef int64_t promised[MAX_WORKERS]            # descriptors that were posted before the worker last tried to combine
+    cdef int64_t called[MAX_WORKERS]              # descriptors that the present owner has called the server for
     cdef int64_t starts[MAX_WORKERS]              # of the present owner, where an earlier one's words were damaged
     cdef char owners[MAX_WORKERS][MAX_STEPS]      # the generation that posted a descriptor, + 1; 0: none has
     # Of each lane one bit a generation.
@@ -63,6 +64,7 @@ cdef class InvariantChecker:
     cdef bint is_wounded(self, int32_t index, uint32_t generation) noexcept nogil
     cdef bint is_content(self, uint32_t shard, uint64_t version, const float *weights) noexcept nogil
     cdef void watch_rows(self, uint32_t shard, const float *weights, const char *what) noexcept nogil
+    cdef void watch_calls(self) noexcept nogil
     cdef void end(self, uint32_t dead, uint32_t unnoticed) noexcept nogil
     cdef void fail(self, const char *what, int64_t a, int64_t b, int64_t c) noexcept nogil
 

@@ -92,12 +92,29 @@ cdef class InvariantChecker:
     cdef void own(self, int32_t index, uint64_t posted) noexcept nogil:
         """A process has a lane from now on, behind `posted` descriptors."""
         cdef uint64_t position
+        self.called[index] = 0
         for position in range(posted, MAX_STEPS):
             self.owners[index][position] = 0  # what the last owner was about to post
         if self.wounded[index]:
             self.posted[index] = posted
             self.promised[index] = 0  # what a damaged count promised
             self.starts[index] = posted
+
+    cdef void watch_calls(self) noexcept nogil:
+        """A server rests, and was not called since it began to combine: no lock is free over a push that it was called for."""
+        cdef int32_t shard, index
+        cdef uint64_t lock
+        cdef scheduler_t *state
+        for shard in range(self.n_shards):
+            lock = self.arena.shard_header(shard).lock
+            if fps_lock_owner(lock) or lock & FPS_PENDING:
+                continue
+            state = self.arena.scheduler(shard, fps_commit_record(self.arena.shard_header(shard).commit))
+            for index in range(self.n_workers):
+                if (state_workers(state)[index].consumed < self.called[index]
+                        and not self.is_wounded(index, self._generation(index))):
+                    self.fail(b"missed call: the server rests over push %ld of worker %ld (shard %ld)",
+                              state_workers(state)[index].consumed, index, shard)
 
     cdef void promise(self, int32_t index, uint64_t position, uint32_t kind) noexcept nogil:
         """A lane's owner is about to post a descriptor."""

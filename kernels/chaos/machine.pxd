@@ -55,6 +55,7 @@ cdef class Machine:
     cdef fps_coroutine coroutines[MAX_WORKERS]
     cdef process_t processes[MAX_WORKERS]
     cdef int32_t n_processes
+    cdef int32_t n_places       # of these so many, the first ones, are replaced when they die
     cdef Arena arena
     cdef InvariantChecker checker
     cdef what_a_process_does born   # before it runs: its private memory is made

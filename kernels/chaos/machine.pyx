@@ -229,7 +229,7 @@ cdef class Machine:
         me.state = DEAD
         me.died_ns = self.now_ns
         me.noticed = me.settled = False
-        if self.restarts_left > 0 and me.generation < MOST_LIVES - 1 and self.draw() % 2:
+        if self.runs < self.n_places and self.restarts_left > 0 and me.generation < MOST_LIVES - 1 and self.draw() % 2:
             self.restarts_left -= 1
             me.state = RESTARTS
             me.until_ns = self.now_ns + (<int64_t> MOST_RESTART_NS >> (self.draw() % 16))

@@ -11,7 +11,6 @@ from fastps.kernels.chaos.invariants cimport MAX_WATCHED_SHARDS, MAX_WORKERS, In
 cdef struct life_t:
     uint32_t generation         # how many had this lane before
     uint32_t marked_dead[MAX_WORKERS]          # of each lane, the owners whom this process knows to be dead
-    int64_t looked_ns
     int64_t pushes
     int64_t buffers[MAX_WATCHED_SHARDS]
     int64_t read_buffers[MAX_WATCHED_SHARDS]   # of its reader
@@ -21,12 +20,15 @@ cdef class Workers:
     cdef Arena arena
     cdef InvariantChecker checker
     cdef list lanes
-    cdef PyObject *_all_lanes[MAX_WORKERS][MOST_LIVES]     # the same, by lane and generation
+    cdef list waits
+    cdef PyObject *_all_waits[MAX_WORKERS][MOST_LIVES]     # the same, by lane and generation
+    cdef PyObject *_waits[MAX_WORKERS]            # of the present owners
     cdef PyObject *_lanes[MAX_WORKERS]            # of the present owners
     cdef list readers
     cdef PyObject *_readers[MAX_WORKERS]          # the same; NULL where nothing is read
     cdef life_t lives[MAX_WORKERS]
     cdef int32_t n_workers
+    cdef int32_t n_processes                      # workers, and a server if there is one: the last
     cdef int32_t n_shards
     # What the seed decides.
     cdef int32_t n_steps
@@ -54,14 +56,14 @@ cdef class Workers:
     cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil
     cdef void _wait_for_room(self, int32_t index) noexcept nogil
     cdef void _advance(self, int32_t index) noexcept nogil
-    cdef bint _wait_awake(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
-    cdef void _wait(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
-    cdef void _combine(self, int32_t index) noexcept nogil
+    cdef void _drive(self, int32_t index) noexcept nogil
+    cdef void _take_over(self, int32_t index) noexcept nogil
+    cdef void _serve(self, int32_t index) noexcept nogil
+    cdef bint _is_over(self) noexcept nogil
+    cdef void _promise(self, int32_t index, int64_t posted) noexcept nogil
     cdef void _settle(self, int32_t index, int outcome) noexcept nogil
     cdef int _pass_by(self, int32_t index) noexcept nogil
-    cdef void _look_now_and_then(self, int32_t index) noexcept nogil
-    cdef void _look_around(self, int32_t index) noexcept nogil
-    cdef bint _others_are_done(self, int32_t index) noexcept nogil
+    cdef void _check_peers(self, int32_t index) noexcept nogil
     cdef void _leave(self, int32_t index) noexcept nogil
     cdef void _wound(self) noexcept nogil
     cdef void _expel(self, int32_t index, int32_t bad, uint64_t damage) noexcept nogil

@@ -8,19 +8,36 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from fastps.kernels.base.atomics cimport (
-    fps_event_sleep,
-    fps_pin_exchange,
-    fps_state_acquire,
-    fps_tail_acquire,
+from fastps.kernels.base.atomics cimport fps_event_sleep, fps_pin_exchange
+from fastps.kernels.base.failpoints cimport (
+    FPS_FAILPOINT,
+    FPS_MUTANT_FORGET_TAKING_OVER,
+    FPS_MUTANT_SERVE_ON,
+    fps_mutant,
 )
-from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
 from fastps.kernels.chaos.invariants cimport MAX_STEPS, RING_SIZE, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
-from fastps.kernels.chaos.machine cimport STALLED, Machine
+from fastps.kernels.chaos.machine cimport DEAD, ENDED, STALLED, Machine
 from fastps.kernels.protocol.combiner cimport Combiner
-from fastps.kernels.protocol.commit cimport COMBINE_AWAITING, COMBINE_BAD_DESCRIPTOR, COMBINE_BUSY, COMBINE_FENCED
+from fastps.kernels.protocol.commit cimport COMBINE_BUSY
+from fastps.kernels.protocol.lane cimport Lane
 from fastps.kernels.protocol.reader_pins cimport ReaderPins
 from fastps.kernels.protocol.ring cimport lane_descriptor
+from fastps.kernels.protocol.wait cimport (
+    GOAL_CALL,
+    GOAL_JOIN,
+    GOAL_LAST,
+    GOAL_SETTLE,
+    HELD_NS,
+    SLICE_NS,
+    WANT_CHECK_PEERS,
+    WANT_EXPEL,
+    WANT_EXPELLED,
+    WANT_NOTHING,
+    WANT_PAUSE,
+    WANT_REST,
+    WANT_TAKE_OVER,
+    Wait,
+)
 from fastps.kernels.protocol.worker_lane cimport PUSH_EXPELLED, PUSH_FULL, WorkerLane
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
@@ -45,15 +62,7 @@ from fastps.kernels.update.fold cimport fps_hyper
 from fastps.kernels.update.rows_h cimport fps_rows, fps_rows_values_offset, fps_table
 
 cdef enum:
-    # The live store's limits, in simulated time.
-    SLICE_NS = 50_000_000
-    LIVENESS_NS = 50_000_000
-    IDLE_NS = 5_000_000         # between two polls of a worker that waits for the others' end
-    JOIN_NS = 500_000           # and of one that waits to join
     READER_SLICE_NS = 1_000_000  # of a worker that sleeps as a reader: the others may need its push
-    ROUNDS_AWAKE = 3            # of a wait that begins without sleep
-    POLLS_AWAKE = 4             # in each
-    OVERDUE_NS = 200_000
     GARBAGE = 1000              # what a slot holds while it is written
 
 cdef PyObject *_workers = NULL
@@ -69,7 +78,7 @@ cdef void _live(int index) noexcept nogil:
 
 cdef class Workers:
     """The processes of one job on `machine`. `lanes`: for each lane of `arena` one WorkerLane for each process that may have
-    it.
+    it. `servers`: the lane of a server, or none.
 
     `readers`: a reader for each lane, or none: each process then reads published weights also as one that is no worker.
     `steps`: pushes of a worker. `spins`: polls before it sleeps. `at_once`: it continues without waiting.
@@ -78,7 +87,7 @@ cdef class Workers:
     """
 
     def __cinit__(self, Machine machine not None, Arena arena not None, InvariantChecker checker not None,
-                  list lanes not None, list readers not None, *, int steps, int spins, bint at_once, bint is_partial,
+                  list lanes not None, list servers not None, list readers not None, *, int steps, int spins, bint at_once, bint is_partial,
                   uint32_t null_share, bint reads_rows, int wounds):
         cdef int index, generation
         self.machine, self.arena, self.checker, self.lanes, self.readers = machine, arena, checker, lanes, readers
@@ -87,9 +96,12 @@ cdef class Workers:
         self.null_share, self.reads_rows, self.wounds_left = null_share, reads_rows, wounds
         for index, reader in enumerate(readers):
             self._readers[index] = <PyObject *> reader
-        for index, owners in enumerate(lanes):
-            for generation, lane in enumerate(owners):
-                self._all_lanes[index][generation] = <PyObject *> lane
+        self.n_processes = self.n_workers + len(servers)
+        self.waits = [[Wait(lane) for lane in owners] for owners in [*lanes, servers]]
+        for index, owners in enumerate(self.waits):
+            for generation, wait in enumerate(owners):
+                (<Wait> wait).spins = spins
+                self._all_waits[index][generation] = <PyObject *> wait
 
     cdef void play(self, double skew_ns, int64_t shared_least):
         """Let all of them live, until they have ended or something is wrong."""
@@ -98,7 +110,8 @@ cdef class Workers:
         self.machine.arena, self.machine.checker = self.arena, self.checker
         self.machine.born = _born
         self.machine.live = _live
-        self.machine.begin(self.n_workers, skew_ns)
+        self.machine.n_places = self.n_workers
+        self.machine.begin(self.n_processes, skew_ns)
         self.machine.play(shared_least)
         _workers = NULL
 
@@ -108,10 +121,10 @@ cdef class Workers:
         cdef int32_t other
         memset(me, 0, sizeof(life_t))
         me.generation = self.machine.processes[index].generation
-        for other in range(self.n_workers):
+        for other in range(self.n_processes):
             me.marked_dead[other] = self.machine.processes[other].generation  # the present owner's death is still to come
-        me.looked_ns = self.machine.clock(index)
-        self._lanes[index] = self._all_lanes[index][me.generation]
+        self._waits[index] = self._all_waits[index][me.generation]
+        self._lanes[index] = <PyObject *> (<Wait> self._waits[index]).lane
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -120,6 +133,9 @@ cdef class Workers:
         cdef uint32_t kind
         cdef int64_t generation
         cdef int32_t shard
+        if index >= self.n_workers:
+            self._serve(index)
+            return
         generation = self.arena._claim(index, index, True)
         self.checker.own(index, self.arena.lane(index).tail)
         if generation != me.generation:
@@ -128,6 +144,7 @@ cdef class Workers:
             (<Combiner> (<WorkerLane> self._lanes[index])._combiners[shard]).lock.generation = me.generation
         (<WorkerLane> self._lanes[index])._begin()
         (<WorkerLane> self._lanes[index]).loss = 0
+        (<WorkerLane> self._lanes[index])._leave_to_server(self.arena._is_served())
         if generation > 0:
             self._join(index)
         (<WorkerLane> self._lanes[index]).steps = (<WorkerLane> self._lanes[index])._begin_steps()
@@ -193,13 +210,39 @@ cdef class Workers:
 
     cdef void _join(self, int32_t index) noexcept nogil:
         """Wait until every shard counts this worker."""
-        cdef life_t *me = &self.lives[index]
-        (<WorkerLane> self._lanes[index])._recover_locks(index, me.generation - 1, self.machine.clock(index))
-        while not self.arena._has_joined(index) and not self._is_out(index):
-            self._combine(index)
-            self._look_around(index)
-            self.machine.pause(JOIN_NS)
+        (<WorkerLane> self._lanes[index])._recover_locks(index, self.lives[index].generation - 1, self.machine.clock(index))
+        (<Wait> self._waits[index])._begin(GOAL_JOIN, self.machine.clock(index), 500_000)
+        self._drive(index)
         self.arena._move(index, FPS_LANE_JOINING, FPS_LANE_LIVE)
+
+    # -- a server ------------------------------------------------------------------------------------
+
+    cdef void _serve(self, int32_t index) noexcept nogil:
+        """The life of a server: combine when called, until every worker has ended and the dead are marked as such."""
+        (<Wait> self._waits[index])._begin(GOAL_CALL, self.machine.clock(index), SLICE_NS)
+        self._drive(index)
+        self.arena._end(index, 0, FPS_LANE_LEFT)
+
+    cdef bint _is_over(self) noexcept nogil:
+        cdef int32_t index
+        for index in range(self.n_workers):
+            if self.machine.processes[index].state != ENDED and not (
+                    self.machine.processes[index].state == DEAD and self.machine.processes[index].settled):
+                return False
+        return True
+
+    cdef void _promise(self, int32_t index, int64_t posted) noexcept nogil:
+        """This process has combined, or called the server: what was posted before is decided, or will be.
+
+        A server that has combined rests if it was not called meanwhile.
+        """
+        if index >= self.n_workers:
+            if self.arena.lane(index).event == (<Wait> self._waits[index]).seen:
+                self.checker.watch_calls()
+        elif (<Lane> self._lanes[index]).served:
+            self.checker.called[index] = posted
+        else:
+            self.checker.promised[index] = posted
 
     # -- what is read ------------------------------------------------------------------------------
 
@@ -349,69 +392,69 @@ cdef class Workers:
             self._wait_for_room(index)
         self.lives[index].pushes += 1
         self._settle(index, outcome)
-        self._look_now_and_then(index)
         if self.wounds_left and self.machine.draw() % 8 == 0:
             self._wound()
 
     cdef void _wait_for_room(self, int32_t index) noexcept nogil:
-        self._wait(index, 0, (<WorkerLane> self._lanes[index]).words.tail + 1 - self.arena.header.ring_size, 0)
+        (<Wait> self._waits[index])._begin_step(
+            0, (<WorkerLane> self._lanes[index]).words.tail + 1 - self.arena.header.ring_size, 0, self.machine.clock(index))
+        self._drive(index)
 
     cdef void _advance(self, int32_t index) noexcept nogil:
         """Begin the next step, once it may begin."""
-        cdef int64_t granted = 0 if self.at_once else (<WorkerLane> self._lanes[index]).steps + 1
         if (<WorkerLane> self._lanes[index])._advance(self.machine.clock(index), self.at_once):
             return
-        self._wait(index, granted, (<WorkerLane> self._lanes[index]).free_at[(<WorkerLane> self._lanes[index]).slot],
-                   1 if self.is_partial else 0)
+        (<Wait> self._waits[index])._begin_step(
+            0 if self.at_once else (<WorkerLane> self._lanes[index]).steps + 1,
+            (<WorkerLane> self._lanes[index]).free_at[(<WorkerLane> self._lanes[index]).slot], 1 if self.is_partial else 0,
+            self.machine.clock(index))
+        self._drive(index)
         (<WorkerLane> self._lanes[index])._advance_late(self.machine.clock(index))
 
-    cdef void _wait(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil:
-        cdef int64_t due_ns, slice_ns
-        if shards == 0:
-            shards = self.n_shards
-        if self.spins == 0 and self.machine.draw() & 1 and self._wait_awake(index, granted, done, shards):
-            return
-        while True:
-            due_ns = (<WorkerLane> self._lanes[index])._due_ns()
-            slice_ns = SLICE_NS
-            if due_ns >= 0:
-                due_ns -= self.machine.clock(index)
-                slice_ns = min(slice_ns, due_ns if due_ns > 0 else <int64_t> OVERDUE_NS)
-            if (<WorkerLane> self._lanes[index])._wait(granted, done, self.spins, slice_ns, shards):
-                return
-            self._combine(index)
-            self._look_now_and_then(index)
-            if self._is_out(index):
-                return
-
-    cdef bint _wait_awake(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil:
-        """Where workers outnumber the cores a wait may be taken to be short: it begins without sleep."""
-        cdef int _round
-        for _round in range(ROUNDS_AWAKE):
-            if (<WorkerLane> self._lanes[index])._wait_awake(granted, done, POLLS_AWAKE, shards):
-                return True
-            self._combine(index)
-        return False
-
-    cdef void _combine(self, int32_t index) noexcept nogil:
-        self._settle(index, (<WorkerLane> self._lanes[index])._try_combine(self.machine.clock(index)))
-
     cdef void _settle(self, int32_t index, int outcome) noexcept nogil:
-        """Combine until no helper is awaited. What was posted before is decided then."""
-        cdef int64_t posted = (<WorkerLane> self._lanes[index]).words.tail
+        """End a combine. What was posted before is decided then."""
         if outcome == COMBINE_BUSY:
             outcome = self._pass_by(index)
-        while outcome == COMBINE_AWAITING or outcome == COMBINE_BAD_DESCRIPTOR:
-            if outcome == COMBINE_BAD_DESCRIPTOR:
-                self._expel(index, (<WorkerLane> self._lanes[index]).bad_lane, (<WorkerLane> self._lanes[index]).damage)
-            self._look_now_and_then(index)
-            outcome = self._pass_by(index)
-            if outcome == COMBINE_BUSY:
-                outcome = (<WorkerLane> self._lanes[index])._try_combine(self.machine.clock(index))
-        if outcome < 0 or outcome == COMBINE_FENCED:
-            self.checker.fail(b"combine: worker %ld's ended with outcome %ld (lane %ld)", index, outcome,
-                              (<WorkerLane> self._lanes[index]).bad_lane)
-        self.checker.promised[index] = posted
+        (<Wait> self._waits[index])._begin(GOAL_SETTLE, self.machine.clock(index), HELD_NS)
+        (<Wait> self._waits[index])._tell(outcome)
+        self._drive(index)
+
+    cdef void _drive(self, int32_t index) noexcept nogil:
+        """Do what a process's wait wants, until it is over, or the process is expelled, or its world is."""
+        cdef int64_t posted
+        cdef int want, outcome
+        while True:
+            posted = (<Lane> self._lanes[index]).words.tail
+            want = (<Wait> self._waits[index])._want(self.machine.clock(index))
+            if want in (WANT_NOTHING, WANT_REST, WANT_PAUSE) and not (<Wait> self._waits[index]).held:
+                self._promise(index, posted)
+            if want in (WANT_NOTHING, WANT_EXPELLED):
+                return
+            if want in (WANT_REST, WANT_PAUSE):
+                if index >= self.n_workers and self._is_over():
+                    return
+                outcome = self._pass_by(index)
+                if outcome != COMBINE_BUSY:
+                    (<Wait> self._waits[index])._tell(outcome)
+                elif want == WANT_REST:
+                    (<Wait> self._waits[index])._rest()
+                else:
+                    self.machine.pause((<Wait> self._waits[index]).slice_ns)
+            elif want == WANT_CHECK_PEERS:
+                self._check_peers(index)
+            elif want == WANT_EXPEL:
+                self._expel(index, (<Lane> self._lanes[index]).bad_lane, (<Lane> self._lanes[index]).damage)
+            elif want == WANT_TAKE_OVER:
+                self._take_over(index)
+            else:
+                self.checker.fail(b"combine: worker %ld's ended with outcome %ld (lane %ld)", index,
+                                  (<Wait> self._waits[index]).outcome, (<Lane> self._lanes[index]).bad_lane)
+                return
+
+    cdef void _take_over(self, int32_t index) noexcept nogil:
+        """Combine from now on: the server has ended."""
+        if not fps_mutant(FPS_MUTANT_FORGET_TAKING_OVER):
+            (<Lane> self._lanes[index])._leave_to_server(False)
 
     cdef int _pass_by(self, int32_t index) noexcept nogil:
         """Now and then, go on without another process: mostly one that is stopped, rarely one that runs."""
@@ -419,10 +462,10 @@ cdef class Workers:
         cdef int outcome
         if self.machine.pass_share == 0 or (self.machine.draw() & 0xffff) >= self.machine.pass_share:
             return COMBINE_BUSY
-        other = <int32_t> (self.machine.draw() % <uint64_t> self.n_workers)
+        other = <int32_t> (self.machine.draw() % <uint64_t> self.n_processes)
         if other == index or (self.machine.processes[other].state != STALLED and self.machine.draw() % 8):
             return COMBINE_BUSY
-        outcome = (<WorkerLane> self._lanes[index])._pass_by(other, self.machine.clock(index))
+        outcome = (<Lane> self._lanes[index])._pass_by(other, self.machine.clock(index))
         if outcome != COMBINE_BUSY:
             self.machine.passed_by()
         return outcome
@@ -435,44 +478,26 @@ cdef class Workers:
 
     # -- the others --------------------------------------------------------------------------------
 
-    cdef void _look_now_and_then(self, int32_t index) noexcept nogil:
-        if self.machine.clock(index) - self.lives[index].looked_ns > LIVENESS_NS:
-            self._look_around(index)
-
-    cdef void _look_around(self, int32_t index) noexcept nogil:
+    cdef void _check_peers(self, int32_t index) noexcept nogil:
         """Recover the locks of dead processes that this one has not seen yet, and mark them dead."""
         cdef life_t *me = &self.lives[index]
         cdef int32_t dead
         cdef uint32_t generation
-        me.looked_ns = self.machine.clock(index)
-        (<WorkerLane> self._lanes[index])._recover_stale_locks(me.looked_ns)
-        for dead in range(self.n_workers):
+        if index >= self.n_workers and fps_mutant(FPS_MUTANT_SERVE_ON):
+            return
+        (<Lane> self._lanes[index])._recover_stale_locks(self.machine.clock(index))
+        for dead in range(self.n_processes):
             while dead != index and me.marked_dead[dead] < self.machine.deaths(dead):
                 generation = me.marked_dead[dead]
                 if generation == self.machine.processes[dead].generation:
                     self.machine.notice(dead)
-                (<WorkerLane> self._lanes[index])._recover_locks(dead, generation, self.machine.clock(index))
+                if dead >= self.n_workers:
+                    self._take_over(index)
+                (<Lane> self._lanes[index])._recover_locks(dead, generation, self.machine.clock(index))
                 self.arena._mark_dead(dead, generation)
                 if generation == self.machine.processes[dead].generation:
                     self.machine.processes[dead].settled = True
                 me.marked_dead[dead] = generation + 1
-                self._combine(index)
-
-    cdef bint _others_are_done(self, int32_t index) noexcept nogil:
-        cdef int32_t other
-        cdef uint32_t state
-        self._combine(index)
-        if (<WorkerLane> self._lanes[index])._was_passed_by():
-            return False
-        for other in range(self.n_workers):
-            state = fps_member_state(fps_state_acquire(&self.arena.lane(other).state))
-            if state in (FPS_LANE_FREE, FPS_LANE_LIVE, FPS_LANE_JOINING):
-                return False
-            if state == FPS_LANE_EXPELLED:
-                continue
-            if (<WorkerLane> self._lanes[other])._done() < fps_tail_acquire(&self.arena.lane(other).tail):
-                return False
-        return True
 
     cdef void _leave(self, int32_t index) noexcept nogil:
         cdef life_t *me = &self.lives[index]
@@ -485,12 +510,11 @@ cdef class Workers:
                 return
             self._wait_for_room(index)
         self.arena._move(index, FPS_LANE_LIVE, FPS_LANE_LEAVING)
-        self._combine(index)
-        while not self._others_are_done(index):
-            if self._is_out(index):
-                return
-            self._look_now_and_then(index)
-            self.machine.pause(IDLE_NS)
+        (<Wait> self._waits[index])._begin(GOAL_LAST, self.machine.clock(index), 5_000_000)
+        (<Wait> self._waits[index]).started = self.n_workers
+        self._drive(index)
+        if self._is_out(index):
+            return
         self._pull(index, True)
         for shard in range(self.n_shards):
             fps_pin_exchange(&self.arena.lane_shard(index, shard).pin, 0)

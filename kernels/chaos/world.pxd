@@ -15,4 +15,4 @@ cdef class World:
     cdef InvariantChecker checker
     cdef Workers workers
 
-    cdef void _end(self, int32_t n_workers) noexcept
+    cdef void _end(self) noexcept

@@ -35,4 +35,5 @@ class World:
         tables: bool = False,
         passes: float = 0.0,
         wounds: int = 0,
+        server: bool = False,
     ) -> dict[str, Any]: ...

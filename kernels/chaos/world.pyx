@@ -29,6 +29,7 @@ from fastps.kernels.chaos.machine cimport (
 from fastps.kernels.chaos.workers cimport Workers
 from fastps.kernels.update.fold cimport FPS_RULE_ADAGRAD, FPS_RULE_SGD
 from fastps.kernels.update.rows_h cimport FPS_ROWS_ADAGRAD, FPS_ROWS_SGD
+from fastps.kernels.protocol.lane cimport Lane
 from fastps.kernels.protocol.reader_pins cimport ReaderPins
 from fastps.kernels.protocol.worker_lane cimport WorkerLane
 from fastps.kernels.chaos.invariants cimport RING_SIZE, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
@@ -45,7 +46,7 @@ cdef class World:
             bint may_drop, int64_t bound, bint partial, bint at_once, int helpers, int shared_least, int spins, double switch,
             double crash, double stall, double wake, double null, int crashes, int stalls, int restarts,
             int busy_factor, double skew_ns, dict policy not None, bint reads=False, bint tables=False,
-            double passes=0.0, int wounds=0):
+            double passes=0.0, int wounds=0, bint server=False):
         """Play one seed; returns what happened as a dict.
 
         Args:
@@ -64,10 +65,15 @@ cdef class World:
                 then if it is not.
             tables: each shard has a table, of which every push has rows.
             wounds: lanes whose words are damaged, at most.
+            server: one more process combines for the workers, until it dies.
         """
         cdef Machine machine = self.machine
         machine.random = seed * <uint64_t> 0x9e3779b97f4a7c15 + 1
-        lanes = self._make(workers, shards, slots, adagrad, helpers, restarts, policy, reads, tables)
+        lanes = self._make(workers, shards, slots, adagrad, helpers, restarts, policy, reads, tables, server)
+        servers = [Lane(self.arena, self.arena.server_lane)] if server else []
+        if server:
+            servers[0].share_folds(helpers)
+            self.arena.serve(1)
         readers = [ReaderPins(self.arena, index) for index in range(workers)] if reads else []
         self.checker = InvariantChecker(
             self.arena, workers, steps, is_sum=is_sum, is_mean=is_mean, may_drop=may_drop, bound=bound)
@@ -78,22 +84,22 @@ cdef class World:
         machine.wake_share = <uint32_t> (wake * (1 << 24))
         machine.crashes_left, machine.stalls_left, machine.restarts_left = crashes, stalls, restarts
         machine.busy_factor = busy_factor
-        self.workers = Workers(machine, self.arena, self.checker, lanes, readers, steps=steps, spins=spins, at_once=at_once,
+        self.workers = Workers(machine, self.arena, self.checker, lanes, servers, readers, steps=steps, spins=spins, at_once=at_once,
                                is_partial=partial, null_share=<uint32_t> (null * (1 << 16)),
                                reads_rows=tables and bound == 0 and not may_drop and not partial and not at_once, wounds=wounds)
         self.workers.play(skew_ns, shared_least)
-        self._end(workers)
+        self._end()
         return self._outcome()
 
     def _make(self, int workers, int shards, int slots, bint adagrad, int helpers, int restarts, dict policy, bint reads,
-              bint tables):
+              bint tables, bint server):
         """A fresh arena in the same memory; returns, for each lane, those of the processes that may have it."""
         described = [(SHARD_FLOATS + 1, ROW_FLOATS, shards + shard, 0, shard) for shard in range(shards if tables else 0)]
         header, size = plan(
             lanes=workers, slots=slots, ring_size=RING_SIZE, groups=1, parameters=shards + len(described),
             buffer_floats=shards * SHARD_FLOATS, rule=FPS_RULE_ADAGRAD if adagrad else FPS_RULE_SGD,
             state_planes=1 if adagrad else 0, extra_bytes=0,
-            buffers=workers + 2, shards=shards, readers=workers if reads else 0, tables=described,
+            buffers=workers + 2, shards=shards, readers=workers if reads else 0, tables=described, servers=server,
             row_rule=FPS_ROWS_ADAGRAD if adagrad else FPS_ROWS_SGD)
         if size > self.memory_bytes:
             self.memory, self.memory_bytes = mmap.mmap(-1, 2 * size), 2 * size
@@ -110,11 +116,11 @@ cdef class World:
                 lane.share_folds(helpers)
         return lanes
 
-    cdef void _end(self, int32_t n_workers) noexcept:
+    cdef void _end(self) noexcept:
         """Tell the invariant checker which processes are dead, and which deaths no survivor has handled."""
         cdef int32_t index
         cdef uint32_t dead = 0, unnoticed = 0
-        for index in range(n_workers):
+        for index in range(self.machine.n_processes):
             if self.machine.processes[index].state == DEAD:
                 dead |= (<uint32_t> 1) << index
                 self.checker.posted[index] = self.arena.lane(index).tail  # not what it was about to post

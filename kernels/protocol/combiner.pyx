@@ -250,16 +250,16 @@ cdef class Combiner:
         return False
 
     cdef int _hand_over(self) noexcept nogil:
-        """Release a lock under which this lane cannot fold, and wake the lanes that can."""
-        if not self.lock.let_go(0):
+        """Offer a lock under which this lane cannot fold, and wake the lanes that can."""
+        if not self.lock.let_go(FPS_PENDING):
             return self._end_late()
         self.wake_all()
         return COMBINE_BUSY
 
     cdef void wake_all(self) noexcept nogil:
-        """Move every other lane's event and wake those that sleep: one of them can fold what is pending."""
+        """Move every other lane's event and wake those that sleep: one of them, or the server, can fold what is pending."""
         cdef uint32_t index
-        for index in range(self.arena.header.n_lanes):
+        for index in range(self.arena.header.n_lanes + self.arena.header.n_servers):
             if index != self.lane:
                 fps_event_add(&self.arena.lane(index).event)
                 if fps_sleeping_load(&self.arena.lane(index).sleeping):

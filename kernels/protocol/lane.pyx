@@ -21,9 +21,16 @@ from fastps.kernels.base.atomics cimport (
     fps_sleeping_load,
     fps_sleeping_set,
     fps_state_acquire,
+    fps_tail_acquire,
     fps_yield,
 )
-from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_ONE_COUNT, fps_mutant
+from fastps.kernels.base.failpoints cimport (
+    FPS_FAILPOINT,
+    FPS_MUTANT_FORGET_CALL,
+    FPS_MUTANT_FORGET_RETURN,
+    FPS_MUTANT_ONE_COUNT,
+    fps_mutant,
+)
 from fastps.kernels.protocol.commit cimport (
     COMBINE_AWAITING,
     COMBINE_BAD_DESCRIPTOR,
@@ -39,11 +46,15 @@ from fastps.kernels.protocol.shard_locks cimport ShardLocks
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
     FPS_LANE_EXPELLED,
+    FPS_LANE_FREE,
+    FPS_LANE_JOINING,
+    FPS_LANE_LIVE,
     FPS_LEAVE,
     FPS_NULL,
     FPS_PUSH,
     fps_descriptor,
     fps_granted_steps,
+    fps_lane,
     fps_member_state,
 )
 from fastps.kernels.update.fold cimport fps_hyper
@@ -63,6 +74,7 @@ BAD_DESCRIPTOR = COMBINE_BAD_DESCRIPTOR  # lane `bad_lane` holds a descriptor th
 NO_BUFFER = COMBINE_NO_BUFFER            # every weights buffer is active or pinned: there are more readers than planned
 BAD_FOLD = COMBINE_BAD_FOLD              # the fold refused its job
 BAD_STATE = COMBINE_BAD_STATE            # something wrote over the committed scheduler state
+UNSERVED = LANE_UNSERVED                 # the server has ended: `leave_to_server(False)`, then combine
 
 KIND_PUSH = FPS_PUSH
 KIND_NULL = FPS_NULL
@@ -112,48 +124,6 @@ cdef class Lane(ShardLocks):
             raise IndexError(f"expected a slot of 0 to {self.arena.header.n_slots - 1}, found {slot}")
         return 0
 
-    def call_server(self):
-        """Wake the server. Its next drain sees everything that was posted before."""
-        cdef fps_lane *server = self.arena.lane(self.arena.header.n_lanes)
-        if not self.arena.header.n_servers:
-            raise RuntimeError("expected an arena with a lane for a server, found one whose workers take the turns")
-        with nogil:
-            fps_event_add(&server.event)
-            if fps_sleeping_load(&server.sleeping):
-                fps_event_wake(&server.event)
-
-    def event(self):
-        """The word whose change `await_call` waits for. The server reads it before it combines."""
-        return fps_event_load(&self.words.event)
-
-    def await_call(self, uint32_t seen, int64_t spins, int64_t slice_ns):
-        """Wait, as the server, until the word is no longer `seen`, which `event` returned, or the slice ends. Releases the GIL.
-
-        A worker moves the word after its post, so no push is missed. Returns early on a signal.
-        """
-        cdef int64_t _poll
-        with nogil:
-            for _poll in range(spins):
-                if fps_event_load(&self.words.event) != seen:
-                    break
-                fps_pause()
-            fps_sleeping_set(&self.words.sleeping, 1)
-            if fps_event_load(&self.words.event) == seen:
-                fps_event_sleep(&self.words.event, seen, slice_ns)
-            fps_sleeping_set(&self.words.sleeping, 0)
-
-    def await_call_awake(self, uint32_t seen, int64_t polls):
-        """Poll `polls` times without sleep, and yield the core in between. Returns whether the word changed."""
-        cdef int64_t _poll
-        cdef bint called = False
-        with nogil:
-            for _poll in range(polls):
-                called = fps_event_load(&self.words.event) != seen
-                if called:
-                    break
-                fps_yield()
-        return called
-
     def set_presence(self, uint32_t slot, bytes words not None):
         """Write the bitmap of the parameters that have a gradient in the slot: uint64 words, little endian."""
         cdef uint64_t size = self.arena.header.presence_words * sizeof(uint64_t)
@@ -202,10 +172,13 @@ cdef class Lane(ShardLocks):
         return self.words.tail
 
     cdef uint64_t _done(self) noexcept nogil:
-        cdef uint64_t done = fps_head_acquire(&self.arena.lane_shard(self.index, 0).head)
+        return self._done_of(self.index)
+
+    cdef uint64_t _done_of(self, uint32_t lane) noexcept nogil:
+        cdef uint64_t done = fps_head_acquire(&self.arena.lane_shard(lane, 0).head)
         cdef uint32_t shard
         for shard in range(1, self.n_shards):
-            done = min(done, fps_head_acquire(&self.arena.lane_shard(self.index, shard).head))
+            done = min(done, fps_head_acquire(&self.arena.lane_shard(lane, shard).head))
         return done
 
     def done(self):
@@ -218,6 +191,74 @@ cdef class Lane(ShardLocks):
 
     cdef bint _is_expelled(self) noexcept nogil:
         return fps_member_state(fps_state_acquire(&self.words.state)) == FPS_LANE_EXPELLED
+
+    # -- a server ------------------------------------------------------------------------------------
+
+    def leave_to_server(self, bint served):
+        """Set whether this lane leaves combining to the server: it then calls the server instead.
+
+        Raises RuntimeError for an arena without a lane for a server.
+        """
+        if served and not self.arena.header.n_servers:
+            raise RuntimeError("expected an arena with a lane for a server, found one whose workers take the turns")
+        self._leave_to_server(served)
+
+    cdef void _leave_to_server(self, bint served) noexcept nogil:
+        self.served = served
+        self._hand_over(served)
+
+    cdef int _try_combine(self, int64_t now_ns) noexcept nogil:
+        """Combine; where the server does that, call it. LANE_UNSERVED if it has ended.
+
+        A lane that is served ends what it holds: a lock that it recovered from a dead worker and could not release yet. If the
+        server passed it by, it takes that lock once, because the server passes by no second lane before.
+        """
+        cdef int outcome
+        if not self.served:
+            return ShardLocks._try_combine(self, now_ns)
+        if not self.arena._is_served():
+            return LANE_UNSERVED
+        if not fps_mutant(FPS_MUTANT_FORGET_CALL):
+            self._call(self.arena.header.n_lanes)
+        self._hand_over(fps_mutant(FPS_MUTANT_FORGET_RETURN) or not self._was_passed_by())
+        outcome = ShardLocks._try_combine(self, now_ns)
+        self._hand_over(True)
+        return outcome
+
+    cdef void _call(self, uint32_t lane) noexcept nogil:
+        """Move a lane's event, and wake the lane if it sleeps."""
+        cdef fps_lane *words = self.arena.lane(lane)
+        fps_event_add(&words.event)
+        if fps_sleeping_load(&words.sleeping):
+            fps_event_wake(&words.event)
+
+    def event(self):
+        """The word whose change `sleep` waits for. Read it before what the wait is for."""
+        return fps_event_load(&self.words.event)
+
+    def sleep(self, uint32_t seen, int64_t slice_ns):
+        """Sleep until the event is no longer `seen`, or the slice ends. Releases the GIL. Returns early on a signal."""
+        with nogil:
+            self._sleep(seen, 0, slice_ns)
+
+    cdef void _sleep(self, uint32_t seen, int64_t spins, int64_t slice_ns) noexcept nogil:
+        cdef int64_t _poll
+        for _poll in range(spins):
+            if fps_event_load(&self.words.event) != seen:
+                break
+            fps_pause()
+        fps_sleeping_set(&self.words.sleeping, 1)
+        if fps_event_load(&self.words.event) == seen:
+            fps_event_sleep(&self.words.event, seen, slice_ns)
+        fps_sleeping_set(&self.words.sleeping, 0)
+
+    cdef void _poll_awake(self, uint32_t seen, int64_t polls) noexcept nogil:
+        """Poll the event `polls` times without sleep, and yield the core in between."""
+        cdef int64_t _poll
+        for _poll in range(polls):
+            if fps_event_load(&self.words.event) != seen:
+                break
+            fps_yield()
 
     # -- grants ------------------------------------------------------------------------------------
 
@@ -243,6 +284,23 @@ cdef class Lane(ShardLocks):
 
     cdef int64_t _granted(self, uint32_t shard) noexcept nogil:
         return fps_granted_steps(fps_grant_acquire(&self.arena.lane_shard(self.index, shard).granted)) - self.ahead[shard]
+
+    cdef bint _is_last(self, uint32_t started) noexcept nogil:
+        """Whether no other worker will push, and every push is folded, dropped or rejected.
+
+        One of the `started` initial workers that has not attached may still push: without waits it may come late. A lane that
+        was passed by is not done: it has to write its late counters again under the lock.
+        """
+        cdef uint32_t index, state
+        if self._was_passed_by():
+            return False
+        for index in range(self.arena.header.n_lanes):
+            state = fps_member_state(fps_state_acquire(&self.arena.lane(index).state))
+            if state in (FPS_LANE_LIVE, FPS_LANE_JOINING) or (state == FPS_LANE_FREE and index < started):
+                return False
+            if state != FPS_LANE_EXPELLED and self._done_of(index) < fps_tail_acquire(&self.arena.lane(index).tail):
+                return False
+        return True
 
     cdef uint32_t _fresh(self, int64_t granted) noexcept nogil:
         cdef uint32_t shard, fresh = 0

@@ -236,11 +236,11 @@ cdef class ShardLocks(Reader):
                 return combiner.fold.failure
         return None
 
-    def hand_over(self, bint hands_over):
-        """Set whether this lane leaves every lock to the server. A lock that it holds is released without draining."""
-        cdef Combiner combiner
-        for combiner in self.combiners:
-            combiner.hands_over = hands_over
+    cdef void _hand_over(self, bint hands_over) noexcept nogil:
+        """Set whether this lane leaves every lock to others. A lock that it holds is released without draining."""
+        cdef uint32_t shard
+        for shard in range(self.n_shards):
+            (<Combiner> self._combiners[shard]).hands_over = hands_over
 
     def wake_all(self):
         """Wake every lane that sleeps, for a push that this lane cannot fold itself."""

@@ -246,6 +246,9 @@ cdef class Arena(ArenaCounters):
 
     def is_served(self):
         """Whether a server process combines, as far as the lanes say now."""
+        return bool(self._is_served())
+
+    cdef bint _is_served(self) noexcept nogil:
         return (self.header.n_servers != 0
                 and fps_member_state(fps_state_acquire(&self.lane(self.header.n_lanes).state)) == FPS_LANE_SERVING)
 

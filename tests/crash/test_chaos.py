@@ -34,6 +34,10 @@ FOUND_WITHIN = {
     "heads-back": 3_000,
     "forget-ring": 50,
     "read-expelled": 300,
+    "forget-call": 50,
+    "call-late": 200,
+    "forget-taking-over": 20,
+    "serve-on": 200,
 }
 # Seeds whose processes are readers, too, and what is found.
 FOUND_BY_READERS = {
@@ -46,6 +50,7 @@ RARELY_FOUND_BY_READERS = ("event-late",)  # a commit between two words that a r
 # A case of its own: tests/crash/test_stop_at_every_store.py.
 FOUND_ELSEWHERE = ("back-early",)
 RARELY_FOUND_WITHIN = {
+    "forget-return": 3_000,  # needs a stopped worker that is passed by, and another after it
     "one-count": 3_000,  # needs a joiner whose shards are apart
     "break-at-once": 30_000,  # needs a dead combiner, a stopped helper, and a push in between
     "first-clock": 15_000,  # needs a fold in another shard between the first shard's admission of a joiner and its own
@@ -121,6 +126,7 @@ def test_seeds_draw_every_discipline_and_every_number_of_crashes() -> None:
     assert {plan.measures["crashes"] for plan in plans} == {0, 1, 2, 3, 4}
     assert {plan.measures["helpers"] > 0 for plan in plans} == {True, False}
     assert {plan.measures["wounds"] for plan in plans} == {0, 1, 4}
+    assert {plan.measures["server"] for plan in plans} == {True, False}
 
 
 def test_all_mutants_are_looked_for() -> None:

@@ -79,7 +79,7 @@ def test_a_worker_whose_words_are_damaged_is_expelled_by_name_and_the_others_go_
                 worker.try_combine()
             assert store.arena.lane_state(BAD) == LANE_EXPELLED
             for worker in good:
-                worker.look_around()
+                worker.check_peers()
         assert f"worker {BAD} (process" in caplog.text and said in caplog.text and "the job goes on without it" in caplog.text
         _step_all(good, 6)
         with pytest.raises(fastps.ExpelledError, match=f"worker {BAD} .* was expelled: .*{said}") as raised:
@@ -164,7 +164,7 @@ def test_a_worker_does_not_pay_for_the_damaged_words_of_the_one_before_it(sync: 
         if has_posted:
             assert workers[BAD].lane.post(KIND_PUSH, 2, workers[BAD].slot, 0, store.clock.now_ns())
         damage(LaneWords(store.memory, BAD))
-        workers[BAD].lane.hand_over(True)  # it ends at once, and does not combine before
+        workers[BAD].lane.fold_with(lambda call: None, ())  # it ends at once, and does not combine before
         workers[BAD].close("its process fails")
         again = store.attach(BAD)
         assert again.generation == 1 and store.arena.lane_state(BAD) == LANE_LIVE

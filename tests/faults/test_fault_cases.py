@@ -273,7 +273,7 @@ def test_case_17_raise_stops_everyone_and_allow_folds_it() -> None:
             worker.gradients["w"][...] = np.nan
             worker.push(store.hypers, samples=1)
             os.read(reader, 1)  # worker 0 has failed: the reason is told, not that it is gone
-            worker._look(time.monotonic_ns())
+            worker.check_peers()
 
     with _store(2, "bsp", nonfinite="raise", on_worker_loss="stop") as store:
         child = processes.start(lambda: other(store))

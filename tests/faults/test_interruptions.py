@@ -272,7 +272,7 @@ def test_a_turn_is_broken_whose_owners_successor_died_before_it_could(have_met: 
         with store.attach(0) as steady:
             steady.wait_for_start()
             if have_met:
-                steady.look_around()
+                steady.check_peers()
             told[0] = 1
             processes.finish([owner], 10)
             processes.finish([processes.start(die_before_the_claim)], 10)

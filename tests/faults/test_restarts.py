@@ -79,7 +79,7 @@ for phase in range(2):
         if fresh and fastps.rank() == 0 and phase == 0 and step == 3:
             os.kill(os.getpid(), 9)
     while fresh and fastps.rank() == 1 and phase == 0 and opt.worker.store.arena.generation(0) == 0:
-        opt.worker.look_around()  # until the replacement has come
+        opt.worker.check_peers()  # until the replacement has come
         time.sleep(0.01)
     opt.close()
 """

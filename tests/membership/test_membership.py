@@ -158,7 +158,7 @@ def test_a_worker_that_leaves_and_comes_back_in_a_living_process_costs_the_other
         counts = []
         for _ in range(6):
             with store.attach(1) as comes:
-                stays.look_around()
+                stays.check_peers()
                 comes.step()
             counts.append(descriptors.opened().count("anon_inode:[pidfd]"))
         assert counts[1:] == [counts[1]] * 5, counts
@@ -215,5 +215,5 @@ def test_several_threads_of_a_worker_may_look_at_the_same_time() -> None:
     """The threads of a node that has homes on several nodes do."""
     with _store("bsp", 2) as store, store.attach(0) as worker, store.attach(1):
         with ThreadPoolExecutor(4) as threads:
-            looks = [threads.submit(lambda: [worker.look_around() for _ in range(2_000)]) for _ in range(4)]
+            looks = [threads.submit(lambda: [worker.check_peers() for _ in range(2_000)]) for _ in range(4)]
         assert [look.exception() for look in looks] == [None] * 4

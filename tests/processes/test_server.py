@@ -336,7 +336,7 @@ def test_the_server_outlives_its_creator_and_ends_with_the_last_worker() -> None
             for step in range(100):
                 worker.step(_constant(1, step))
                 time.sleep(0.002)
-            assert worker.is_served and not _is_gone(server)  # type: ignore[attr-defined]
+            assert worker.lane.served and not _is_gone(server)  # type: ignore[attr-defined]
         _until(lambda: _is_gone(server), 2.0)
 
 

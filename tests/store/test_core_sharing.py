@@ -11,6 +11,7 @@ import pytest
 
 import fastps
 from fastps.job import limits as config
+from fastps.kernels.protocol.wait import SHORT_WAIT
 from fastps.store import core_sharing as cores
 
 _OWN = os.sched_getaffinity(0)
@@ -29,6 +30,14 @@ def _job() -> Iterator[fastps.Store]:
 def _attach(store: fastps.Store, rank: int, own: Set[int]) -> fastps.Worker:
     os.sched_setaffinity(0, own)
     return store.attach(rank)
+
+
+def _stays_awake(worker: fastps.Worker) -> bool:
+    """Whether the next wait for a grant begins without sleep."""
+    now_ns = time.monotonic_ns()
+    worker.step_wait.begin_step(99, 0, now_ns)
+    worker.step_wait.want(now_ns)
+    return worker.step_wait.is_awake
 
 
 @pytest.mark.skipif(len(_OWN) < 2, reason="needs two cores")
@@ -50,18 +59,18 @@ def test_workers_that_share_a_core_sleep_and_fold_alone() -> None:
 def test_who_outnumbers_the_cores_stays_awake_for_short_waits_only() -> None:
     with _job() as store, _attach(store, 0, {min(_OWN)}) as first, _attach(store, 1, {min(_OWN)}):
         first.cores.look()
-        assert first.cores.yields
-        first.cores.last_wait_ns = config.SHORT_WAIT_NS
-        assert not first.cores.yields
-        first.cores.last_wait_ns = config.SHORT_WAIT_NS - 1
-        assert first.cores.yields
+        assert _stays_awake(first)
+        first.step_wait.last_wait_ns = SHORT_WAIT
+        assert not _stays_awake(first)
+        first.step_wait.last_wait_ns = SHORT_WAIT - 1
+        assert _stays_awake(first)
 
 
 @pytest.mark.skipif(len(_OWN) < 2, reason="needs two cores")
 def test_who_has_a_core_spins_and_keeps_it() -> None:
     with _job() as store, _attach(store, 0, {min(_OWN)}) as first, _attach(store, 1, {max(_OWN)}):
         first.cores.look()
-        assert first.cores.spins and not first.cores.yields
+        assert first.cores.spins and not _stays_awake(first)
 
 
 def test_a_long_wait_of_workers_on_one_core_ends_asleep() -> None:
@@ -73,7 +82,7 @@ def test_a_long_wait_of_workers_on_one_core_ends_asleep() -> None:
         spent_ns = time.process_time_ns() - began_ns
         late.join()
         assert spent_ns < 100_000_000, "a wait of 300 ms that never slept"
-        assert not first.cores.yields
+        assert not _stays_awake(first)
 
 
 def test_the_cores_of_who_has_left_count_no_more() -> None:

@@ -280,7 +280,7 @@ def test_stranger_with_another_model_is_refused_and_ends_no_job(on_worker_loss: 
         with store.attach(0) as worker, store.attach(1), fastps.Store.create(theirs, update) as other:
             with pytest.raises(fastps.LayoutError, match="differs from the job's"):
                 fastps.Store.connect(store.job, other.layout, [update.hyper], timeout_s=5)
-            worker.look_around()
+            worker.check_peers()
             worker.step({"w": np.ones(4)})
             assert store.version == 1
 

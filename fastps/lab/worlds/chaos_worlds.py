@@ -89,6 +89,7 @@ def plan_of(seed: int) -> Plan:
         "policy": dict(_values_of(spec, workers)),
         "tables": seed % 3 == 2,
         "passes": random.Random(-1 - seed).choice((0.0, 0.02, 0.2, 0.9)) if faulty else 0.0,
+        "server": random.Random(f"server {seed}").random() < 0.3,
         "wounds": random.Random(f"wounds {seed}").choice((0, 0, 1, 4)) if faulty else 0,
     }
     # Many a combiner is stopped, and passed by. Not under R2SP, which paces its grants by the times of the steps.

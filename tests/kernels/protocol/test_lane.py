@@ -33,6 +33,7 @@ class Job:
         high: int = 0,
         release: str = "printed",
         combine: bool = False,
+        servers: int = 0,
     ) -> None:
         header, size = plan(
             lanes=lanes,
@@ -45,6 +46,7 @@ class Job:
             state_planes=0,
             extra_bytes=0,
             buffers=lanes + 3,
+            servers=servers,
         )
         self.memory = mmap.mmap(-1, size)
         format_memory(

@@ -1,0 +1,122 @@
+"""The live driver of a lane that waits, and the only loop of fastps that waits for a grant.
+
+`Wait` (kernels/protocol/wait) decides what a lane does next. The driver does it: it rests, checks the peers, and reports.
+Between two rests Python runs signal handlers (Ctrl-C), and the peers are checked every 20 ms, so a death is reported within
+100 ms and no wait hangs.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Protocol, TypeVar, cast
+
+from fastps.errors import TimeoutExceededError, raise_for_outcome
+from fastps.kernels.protocol.lane import BAD_DESCRIPTOR, Lane
+from fastps.kernels.protocol.wait import (
+    CHECK_PEERS,
+    EXPEL,
+    EXPELLED,
+    NOTHING,
+    PAUSE,
+    REST,
+    TAKE_OVER,
+    Wait,
+)
+from fastps.membership.job_memory import JobMemory
+from fastps.membership.membership import expel
+from fastps.system.deadline import Deadline
+
+_Found = TypeVar("_Found")
+
+
+class Driven(Protocol):
+    """The owner of a lane, as its driver needs it: a worker or a server.
+
+    Attributes:
+        combine_lock: guards the lane, which several threads of a process may drive.
+    """
+
+    store: JobMemory
+    lane: Lane
+    combine_lock: threading.RLock
+
+    def check_peers(self, now_ns: int) -> None:
+        """Handle peers that have died. Raises the error that ends the job."""
+
+    def check_progress(self, now_ns: int, tell: Callable[[int], None]) -> None:
+        """Pass by a peer that has stopped, and `tell` the outcome."""
+
+    def take_over(self) -> None:
+        """Combine from now on, because the server is gone."""
+
+    def tell_expelled(self) -> None:
+        """Report workers that were expelled. Raises ExpelledError if this is one."""
+
+    def explain_failure(self) -> bool:
+        """Raise the cause of a failed combine, if it is known. True: go on all the same."""
+
+
+def drive(
+    owner: Driven,
+    wait: Wait,
+    overdue: Callable[[], str] | None,
+    reached: Callable[[], _Found | None] = lambda: None,
+) -> _Found | None:
+    """Do what `wait` wants, until it is over or `reached` returns what is true. Returns that.
+
+    Raises TimeoutExceededError with the text `overdue` after the store's timeout (None: never), ProtocolError, ExpelledError,
+    and the errors of `owner`.
+    """
+    clock, deadline = owner.store.clock, None
+    while True:
+        now_ns = clock.now_ns()
+        with owner.combine_lock:
+            want = wait.want(now_ns)
+        if want == NOTHING:
+            return None
+        if want in (REST, PAUSE) and (found := reached()):
+            return found
+        deadline = deadline or Deadline(now_ns, int(owner.store.timeout_s * 1e9))
+        if overdue is not None and deadline.is_over(now_ns):
+            raise TimeoutExceededError(overdue())
+        if want == REST:
+            wait.rest()
+        elif want == PAUSE:
+            clock.sleep_ns(wait.slice_ns)
+        else:
+            _report(owner, wait, want, now_ns)
+
+
+def poll(owner: Driven, reached: Callable[[], _Found | None], pause_ns: int, overdue: Callable[[], str]) -> _Found:
+    """Poll `reached` every `pause_ns` until its result is true, check the peers meanwhile, and return the result.
+
+    The lane does not combine. Raises as `drive`.
+    """
+    wait = Wait(owner.lane)
+    wait.begin_own(pause_ns, owner.store.clock.now_ns())
+    return cast(_Found, drive(owner, wait, overdue, reached))
+
+
+def settle(owner: Driven, outcome: int, overdue: Callable[[], str]) -> None:
+    """End a combine that returned `outcome`: finish a fold that waits for its helpers, and raise the error of a failed one.
+
+    A worker whose words are damaged is expelled, if the job goes on without it. Raises as `drive`.
+    """
+    wait = Wait(owner.lane)
+    wait.settle(outcome, owner.store.clock.now_ns())
+    drive(owner, wait, overdue)
+
+
+def _report(owner: Driven, wait: Wait, want: int, now_ns: int) -> None:
+    if want == CHECK_PEERS:
+        owner.check_peers(now_ns)
+        with owner.combine_lock:
+            owner.check_progress(now_ns, wait.tell)
+    elif want == EXPEL and expel(owner.store, owner.lane.bad_lane, owner.lane.damage):
+        owner.tell_expelled()
+    elif want == TAKE_OVER:
+        owner.take_over()
+    elif want == EXPELLED:
+        owner.tell_expelled()
+    elif not owner.explain_failure():
+        outcome = BAD_DESCRIPTOR if want == EXPEL else wait.outcome
+        raise_for_outcome(outcome, owner.lane.bad_lane, owner.store.arena.buffers)

@@ -1,0 +1,128 @@
+"""What a lane wants while it waits: the machine is asked without a driver, a clock or another process."""
+
+from fastps.kernels.protocol import wait
+from fastps.kernels.protocol.lane import AWAITING, BAD_STATE, BUSY, DONE, KIND_LEAVE, Lane
+from fastps.kernels.protocol.wait import Wait
+from fastps.kernels.shm.arena import LANE_EXPELLED
+from tests.kernels.protocol.test_lane import ASP, BSP, Job
+
+NOW_NS = 1_000_000_000
+
+
+def _wait(lane: Lane) -> Wait:
+    """A wait of a lane that has just checked its peers."""
+    found = Wait(lane)
+    found.checked_ns = NOW_NS
+    return found
+
+
+def test_a_worker_that_waits_for_a_step_combines_for_the_others() -> None:
+    job = Job(2, **BSP)
+    job.post(0, 1.0, NOW_NS)
+    waits = _wait(job.lanes[0])
+    waits.begin_step(2, 1, NOW_NS)
+    assert waits.want(NOW_NS) == wait.REST
+    job.post(1, 1.0, NOW_NS)  # worker 1 does not combine
+    assert waits.want(NOW_NS + 7) == wait.NOTHING
+    assert waits.last_wait_ns == 7
+    assert job.arena.version == 1
+
+
+def test_a_driver_is_told_to_check_the_peers_once_a_slice_and_the_lane_combines_after_it() -> None:
+    job = Job(2, **BSP)
+    waits = _wait(job.lanes[0])
+    waits.begin_step(2, 0, NOW_NS)
+    late_ns = NOW_NS + wait.SLICE
+    assert [waits.want(now_ns) for now_ns in (NOW_NS, late_ns - 1, late_ns, late_ns)] == [
+        *(wait.REST, wait.REST, wait.CHECK_PEERS, wait.REST)
+    ]
+    job.post(0, 1.0, NOW_NS)
+    job.post(1, 1.0, NOW_NS)
+    assert waits.want(late_ns + wait.SLICE) == wait.CHECK_PEERS
+    assert waits.want(late_ns + wait.SLICE) == wait.NOTHING
+
+
+def test_a_wait_is_not_over_while_the_lane_holds_a_fold_for_a_helper() -> None:
+    job = Job(1, **ASP)
+    waits = _wait(job.lanes[0])
+    waits.settle(AWAITING, NOW_NS)
+    assert waits.want(NOW_NS) == wait.REST and waits.held and waits.is_awake
+    assert waits.want(NOW_NS) == wait.NOTHING and not waits.held, "the next combine ends it"
+
+
+def test_what_a_driver_tells_is_the_outcome_of_the_next_combine() -> None:
+    job = Job(2, **BSP)
+    waits = _wait(job.lanes[0])
+    for outcome, wanted in ((DONE, wait.NOTHING), (BUSY, wait.NOTHING), (BAD_STATE, wait.FAILURE)):
+        waits.settle(outcome, NOW_NS)
+        assert waits.want(NOW_NS) == wanted
+    assert waits.outcome == BAD_STATE
+    waits.begin_step(2, 0, NOW_NS)
+    waits.tell(BAD_STATE)
+    assert waits.want(NOW_NS) == wait.FAILURE
+
+
+def test_a_wait_of_the_drivers_own_pauses_and_leaves_the_lane_alone() -> None:
+    job = Job(1, **ASP)
+    job.post(0, 1.0, NOW_NS)
+    waits = _wait(job.lanes[0])
+    waits.begin_own(1_234, NOW_NS)
+    assert waits.want(NOW_NS) == waits.want(NOW_NS) == wait.PAUSE
+    assert waits.slice_ns == 1_234 and job.arena.version == 0
+
+
+def test_the_last_worker_waits_until_every_push_is_decided_and_everybody_has_come() -> None:
+    job = Job(3, **ASP)
+    for lane in (0, 1):
+        job.arena.claim(lane, 1)
+    waits = _wait(job.lanes[0])
+    job.post(1, 1.0, NOW_NS)
+    for lane in (0, 1):
+        assert job.lanes[lane].post(KIND_LEAVE, 0, 0, 0, NOW_NS)
+        job.arena.leave(lane)
+    waits.begin_last(3, NOW_NS)
+    assert waits.want(NOW_NS) == wait.PAUSE, "worker 2 has not attached"
+    assert job.arena.version == 1
+    waits.begin_last(2, NOW_NS)
+    assert waits.want(NOW_NS) == wait.NOTHING
+
+
+def test_a_served_worker_calls_the_server_which_combines_once_it_is_called() -> None:
+    job = Job(1, **ASP, servers=1)
+    job.arena.serve(1)
+    server = Lane(job.arena, job.arena.server_lane)
+    serves, waits = _wait(server), _wait(job.lanes[0])
+    job.lanes[0].leave_to_server(True)
+    serves.begin_calls(NOW_NS)
+    assert serves.want(NOW_NS) == wait.REST
+    job.post(0, 1.0, NOW_NS)
+    called = server.event()
+    waits.settle(job.lanes[0].try_combine(NOW_NS), NOW_NS)
+    assert server.event() != called and job.arena.version == 0
+    assert serves.want(NOW_NS) == wait.REST and job.arena.version == 1
+    waits.begin_step(0, 1, NOW_NS)
+    assert waits.want(NOW_NS) == wait.NOTHING
+
+
+def test_a_worker_whose_server_has_ended_is_told_to_take_over() -> None:
+    job = Job(1, **ASP, servers=1)
+    job.arena.serve(1)
+    job.lanes[0].leave_to_server(True)
+    job.arena.finish(job.arena.server_lane)
+    job.post(0, 1.0, NOW_NS)
+    waits = _wait(job.lanes[0])
+    waits.settle(job.lanes[0].try_combine(NOW_NS), NOW_NS)
+    assert waits.want(NOW_NS) == wait.TAKE_OVER
+    job.lanes[0].leave_to_server(False)
+    assert waits.want(NOW_NS) == wait.NOTHING and job.arena.version == 1
+
+
+def test_a_lane_that_was_expelled_waits_no_longer() -> None:
+    job = Job(2, **BSP)
+    job.arena.claim(0, 1)
+    waits = _wait(job.lanes[0])
+    waits.begin_step(2, 0, NOW_NS)
+    assert waits.want(NOW_NS) == wait.REST
+    job.arena.expel(0, 0)
+    assert job.arena.lane_state(0) == LANE_EXPELLED
+    assert waits.want(NOW_NS) == wait.EXPELLED
