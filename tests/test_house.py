@@ -109,8 +109,6 @@ MODULES = {
     "fastps/network/near_home": "tests/network/test_agent.py",
     "fastps/network/far_home": "tests/network/test_agent.py",
     "fastps/network/serving": "tests/network/test_agent.py",
-    "fastps/network/store_host": "tests/network/test_meeting.py",
-    "fastps/network/launch_rendezvous": "tests/processes/test_nodes.py",
     "fastps/torch/on_nodes": "tests/network/test_agent.py",
     "fastps/store/transfers": "tests/store/test_disciplines_live.py",
     "fastps/store/waiting": "tests/store/test_store.py",

@@ -97,7 +97,7 @@ class LaunchRendezvous:
             "trusts_network": options.trusts_network,
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fastps.network.launch_rendezvous", json.dumps(meeting)],
+            [sys.executable, "-P", "-m", "fastps.network.meeting", json.dumps(meeting)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={

@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from fastps.errors import AttachError
 from fastps.network.introduction import await_keys, introduce
-from fastps.network.rendezvous import connect_store
+from fastps.network.tcp_store import connect_store
 from tests.support import nodes
 
 Connect = Callable[[], Store]
