@@ -26,14 +26,14 @@ from fastps.checkpoint.snapshot import Pinned
 from fastps.errors import ArenaError, UsageError
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import GradientType, Layout, Parameter, chosen_readers, place
+from fastps.job.layout import GradientType, Layout, Parameter, place
+from fastps.job.options import value_of
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.store import earlier_jobs, instances
 from fastps.store.equal_gradients import EqualGradients
-from fastps.store.server_process import chosen_server
 from fastps.store.worker import Worker
 from fastps.system import exit_handlers
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -152,7 +152,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._buffers = ModelBuffers(model)
         self._placement = self._place(push_dtype)
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
-        self._server, self._max_readers = chosen_server(server), chosen_readers(max_readers)
+        self._server, self._max_readers = value_of("FASTPS_SERVER", server), value_of("FASTPS_MAX_READERS", max_readers)
         layout = self._layout(model, policy, faults, pushed)
         self._check_model(layout)
         wanted = Checkpointing.wanted(checkpoint, every)

@@ -9,7 +9,8 @@ import torch
 import fastps
 from fastps.errors import PolicyError, UsageError
 from fastps.job.disciplines import DISCIPLINES
-from fastps.job.nodes import NodePolicy, Nodes, address, check_policy, nodes_of_environment
+from fastps.job.nodes import Nodes, address, check_policy, nodes_of_environment
+from fastps.job.options import NodePolicy
 from fastps.job.specs import parse_policy
 
 OWN = {
@@ -63,8 +64,12 @@ def test_both_launchers_say_the_same(environment: pytest.MonkeyPatch, variables:
             "int4",
             "expected --link-dtype (FASTPS_LINK_DTYPE) to be one of float32, bfloat16, float16, int8, found 'int4'",
         ),
-        ("FASTPS_NODE_TIMEOUT", "0.1", "expected --node-timeout (FASTPS_NODE_TIMEOUT) of 1 to 3600 seconds, found 0.1"),
-        ("FASTPS_NODE_TIMEOUT", "soon", "FASTPS_NODE_TIMEOUT to be a number, found 'soon'"),
+        (
+            "FASTPS_NODE_TIMEOUT",
+            "0.1",
+            "expected --node-timeout (FASTPS_NODE_TIMEOUT) to be a number of 1 to 3600 seconds, found 0.1",
+        ),
+        ("FASTPS_NODE_TIMEOUT", "soon", "(FASTPS_NODE_TIMEOUT) to be a number of 1 to 3600 seconds, found 'soon'"),
     ],
 )
 def test_a_wrong_value_is_named(environment: pytest.MonkeyPatch, name: str, value: str, message: str) -> None:

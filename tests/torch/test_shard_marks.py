@@ -209,5 +209,5 @@ def test_workers_on_two_gpus_with_several_shards_each_have_the_bits_of_the_cpu(
 def test_a_size_of_shards_that_is_none_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("-1", "many", "nan", "inf"):
         monkeypatch.setenv("FASTPS_BUCKET_MB", text)
-        with pytest.raises(fastps.UsageError, match="FASTPS_BUCKET_MB: expected the megabytes of a bucket"):
+        with pytest.raises(fastps.UsageError, match="expected FASTPS_BUCKET_MB to be a number of 0"):
             HostDeviceOptimizer(torch.optim.SGD(make_model().parameters(), lr=0.01))

@@ -1,24 +1,24 @@
 """The commands of virtual time: simulate, reproduce."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fastps.cli.commands import CHOOSE, MACHINE
 from fastps.cli.options import (
     DATA_HELP,
+    ON_LINKS,
     SYNC_HELP,
     Bar,
-    Homes,
     Json,
     LearningRate,
-    LinkDtype,
     Links,
     Momentum,
     Parameters,
     Wide,
     console_of,
+    with_options,
 )
 from fastps.errors import UsageError
 from fastps.training.options import LEARNING_RATE
@@ -37,6 +37,7 @@ ORDER = 40
     " --compute constant:25ms --model-bytes 350kB --service-rate 4.8GB --update-time 1ms   |   fastps simulate -n 64"
     " --links links.json --parameters 25e6 --compute lognormal:300ms,0.1",
 )
+@with_options(ON_LINKS)
 def simulate(
     sync: Annotated[
         str, typer.Option(help="Specs, separated by commas, on the same computing times. " + SYNC_HELP)
@@ -87,8 +88,6 @@ def simulate(
     late_pull: Annotated[str | None, typer.Option(metavar="SHARE:TIME", help="The same for answers to workers.")] = None,
     links: Links = None,
     parameters: Parameters = None,
-    link_dtype: LinkDtype = "float32",
-    homes: Homes = "first",
     seed: Annotated[int, typer.Option(help="Decides all draws: one seed, one trace, on any machine.")] = 0,
     train: Annotated[bool, typer.Option("--train", help="Compute each gradient, too: accuracy over virtual time.")] = False,
     data: Annotated[str, typer.Option(help="What --train trains on: " + DATA_HELP)] = "digits",
@@ -99,6 +98,7 @@ def simulate(
     wide: Wide = False,
     json_file: Json = None,
     progress: Bar = True,
+    **given: Any,
 ) -> None:
     """Play synchronization schemes in virtual time, with as many workers as you like, by the scheduler that the store runs."""
     from fastps.cli import simulation_report as report
@@ -128,7 +128,7 @@ def simulate(
     simulation = read_simulation(texts, workers=workers, steps=steps, leave=leave, batch=batch_size, cores=cores, seed=seed)
     runs = [(policy, simulation) for policy in policies]
     if links is not None:
-        found, model = links_of(links, parameters, workers, link_dtype, homes)
+        found, model = links_of(links, parameters, workers, given["link_dtype"], given["homes"])
         runs = [on_links(simulation, policy, found, model) for policy in policies]
     if trace is not None and len(policies) > 1:
         raise UsageError(f"--trace records one run: expected one spec, found {len(policies)}")
