@@ -117,7 +117,7 @@ MODULES = {
     "fastps/system/machine": "tests/bench/test_bench.py",
     "fastps/system/shared_memory": "tests/store/test_store.py",
     "fastps/torch/checkpoint": "tests/checkpoint/test_checkpoint.py",
-    "fastps/torch/evaluation": "tests/torch/test_optimizer.py",
+    "fastps/torch/attachment": "tests/torch/test_optimizer.py",
     "fastps/torch/gradients": "tests/torch/test_optimizer.py",
     "fastps/torch/join": "tests/torch/test_foreign.py",
     "fastps/torch/model_buffers": "tests/torch/test_optimizer.py",

@@ -85,7 +85,7 @@ class JobOptimizer(DistributedOptimizer):
         if self.worker.rank == 0:
             self.replace_weights(loaded)
         together()
-        self._take_weights()  # replaced weights have no new version
+        self._job.take_weights()  # replaced weights have no new version
         if self._kept is not None:
             kept, self._kept = self._kept, None
             self.load_state_dict(kept)
