@@ -17,7 +17,7 @@ from fastps.integrations import meeting
 from fastps.integrations.group_store import GroupStore
 from fastps.job import environment, limits
 from fastps.job.nodes import nodes_of_environment
-from fastps.network.gloo import reason_of
+from fastps.network.link import reason_of
 from fastps.system.clock import SYSTEM_CLOCK
 
 logger = logging.getLogger("fastps.integrations")

@@ -12,7 +12,7 @@ import torch
 
 from fastps.errors import NodeLostError, ProtocolError, TimeoutExceededError
 from fastps.membership.job_memory import JobMemory
-from fastps.network.codec import CODECS
+from fastps.network.codec import CODECS, RoundedReceiver, RoundedSender
 from fastps.network.edge import CHUNK_FLOATS, SENDS_UNDER_WAY, Edge, chunk_ranges
 from fastps.network.leaf import Outgoing
 from fastps.network.link import LinkLostError, Memory, RefusedError, UnreachableError
@@ -20,7 +20,6 @@ from fastps.network.messages import Header, Kind
 from fastps.network.monitoring.watch import EdgeWatch
 from fastps.network.parts import cut_of
 from fastps.network.rendezvous import OPEN_S, Rendezvous
-from fastps.network.rounding import RoundedReceiver, RoundedSender
 from fastps.network.session import LeafSession
 from fastps.network.sums import pack
 from fastps.system.deadline import Deadline

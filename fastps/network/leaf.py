@@ -8,7 +8,6 @@ because the home has the weights; they end when their agent is lost.
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from fastps.errors import NodeLostError
@@ -122,6 +121,5 @@ class Leaf:
     def _header(self, pushes: Sequence[FoldedPush]) -> Header:
         if not pushes:
             return Header(Kind.NULL)
-        losses = [self._store.arena.counters(push.lane)["loss"] for push in pushes]
         samples = sum(push.samples for push in pushes)
-        return Header(Kind.PUSH, weight=len(pushes), samples=samples, loss=float(np.mean(losses)))
+        return Header(Kind.PUSH, weight=len(pushes), samples=samples, loss=self._sums.mean_loss(pushes))

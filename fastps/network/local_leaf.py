@@ -85,7 +85,7 @@ class LocalLeaf:
         self._apply(call)
         self._done = _Done(self._done.versions + 1, self._done.samples + sum(push.samples for push in call.pushes))
         if call.pushes:
-            self._losses = self._mean_loss(call.pushes)
+            self._losses = self._sums.mean_loss(call.pushes)
         weights = self._sums.weights(call.weights_out)
         age = self._done.versions - self._begun.versions
         if self._under_way and age == self._overlap:
@@ -122,9 +122,6 @@ class LocalLeaf:
         hypers, present = self._store.slot_words(push.lane, push.slot)
         gradient = self._sums.slot(push.lane, push.slot).numpy()
         return gradient, [tuple(hyper) for hyper in hypers], present.tolist(), push.scale, push.rate_scale
-
-    def _mean_loss(self, pushes: Sequence[FoldedPush]) -> float:
-        return float(np.mean([self._store.arena.counters(push.lane)["loss"] for push in pushes]))
 
     def _exchange(self, weights: torch.Tensor) -> None:
         """Push what the next fragment has moved, and take the home's weights: now, or `local_overlap` versions later.

@@ -20,11 +20,9 @@ from fastps.job.nodes import Nodes
 from fastps.job.secret import secret_of_environment
 from fastps.job.update_rules import Hyper
 from fastps.network.addresses import own_address
-from fastps.network.checks import hello_fault
 from fastps.network.edge import Edge
-from fastps.network.gloo import GlooLink, reason_of
-from fastps.network.link import Link, LinkLostError, RefusedError, UnreachableError
-from fastps.network.messages import HEADER_BYTES, Header, Kind
+from fastps.network.link import GlooLink, Link, LinkLostError, RefusedError, UnreachableError, reason_of
+from fastps.network.messages import HEADER_BYTES, Header, Kind, hello_fault
 from fastps.network.secret import EdgeName, prove
 from fastps.network.tcp_store import OpenPort, check_answers, connect_store, is_refused
 from fastps.system.clock import Clock

@@ -10,15 +10,13 @@ import numpy as np
 import torch
 
 from fastps.errors import Error, NodeLostError, ProtocolError, WorkerDiedError
-from fastps.network.checks import check_push, check_terms
-from fastps.network.codec import CODECS
+from fastps.network.codec import CODECS, RoundedReceiver, RoundedSender
 from fastps.network.edge import CHUNK_BYTES, Edge, chunks_of
 from fastps.network.home import Home, NodeLanes
 from fastps.network.link import LinkLostError, Memory
-from fastps.network.messages import Header, Kind
+from fastps.network.messages import Header, Kind, check_push, check_terms
 from fastps.network.monitoring.watch import EdgeWatch
 from fastps.network.rendezvous import Requests
-from fastps.network.rounding import RoundedReceiver, RoundedSender
 from fastps.network.session import NodeRecord
 from fastps.network.sums import payload_bytes, unpack
 from fastps.tracing.file import PUSH_POSTED, WEIGHTS_SENT

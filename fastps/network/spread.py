@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from fastps.network.far_home import FarHome
+from fastps.network.home import NearHome
 from fastps.network.leaf import Outgoing
 from fastps.network.messages import Header
-from fastps.network.near_home import NearHome
 from fastps.network.parts import Part
 from fastps.network.sums import Terms
 

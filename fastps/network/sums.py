@@ -74,6 +74,10 @@ class Sums:
         offset = self._store.arena.weights_offset(buffer)
         return torch.from_numpy(np.frombuffer(self._store.memory, np.float32, self._floats, offset))
 
+    def mean_loss(self, pushes: Sequence[FoldedPush]) -> float:
+        """The mean of the losses that the workers of these pushes have reported."""
+        return float(np.mean([self._store.arena.counters(push.lane)["loss"] for push in pushes]))
+
     def begin(
         self, pushes: Sequence[FoldedPush], outs: Sequence[torch.Tensor], first: int = 0
     ) -> tuple[Terms, Iterator[torch.Tensor]]:

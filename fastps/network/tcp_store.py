@@ -14,8 +14,7 @@ from datetime import timedelta
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from fastps.errors import AttachError, UsageError
-from fastps.network.gloo import reason_of
-from fastps.network.link import RefusedError, UnreachableError
+from fastps.network.link import RefusedError, UnreachableError, reason_of
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.deadline import Deadline
 

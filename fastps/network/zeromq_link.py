@@ -24,8 +24,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.secret import Secret
-from fastps.network.gloo import reason_of
-from fastps.network.link import LinkLostError, Memory, TimedOutError
+from fastps.network.link import LinkLostError, Memory, TimedOutError, reason_of
 from fastps.network.secret import are_equal, mac
 from fastps.system.extras import how_to_install
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from fastps.errors import ProtocolError
 from fastps.job.update_rules import SGD, Hyper, RMSProp, Rule
-from fastps.network.checks import check_push, check_terms, hello_fault
-from fastps.network.messages import Header, Kind
+from fastps.network.messages import Header, Kind, check_push, check_terms, hello_fault
 from fastps.network.sums import Terms, pack, payload_bytes, unpack
 
 GROUPS, PARAMETERS = 2, 70
