@@ -10,7 +10,7 @@ from typing import Any
 from fastps.advice.replay import for_policy, policy_of, simulation_of, steady_part
 from fastps.errors import UsageError
 from fastps.job.disciplines import DISCIPLINES
-from fastps.job.policy import NUMBERS, Policy
+from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.simulation.simulate import Simulation, simulate
 from fastps.tracing.file import Trace
@@ -28,7 +28,7 @@ def candidates(workers: int, batch: int = 1) -> list[str]:
     >>> candidates(2)[:4], candidates(1)
     (['bsp', 'asp', 'ssp:1', 'ssp:2'], ['bsp', 'asp'])
     """
-    rows = [row for name, row in DISCIPLINES.items() if workers > 1 or name not in NUMBERS]
+    rows = [row for row in DISCIPLINES.values() if workers > 1 or not row.numbers]
     return [spec for row in rows for spec in row.advised(workers, batch)]
 
 

@@ -5,11 +5,11 @@ row. A discipline is data, not a class. The table is the only list of discipline
 the documentation's table and the tests read it, and the names of `__all__` are public names of fastps.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fastps.errors import PolicyError
-from fastps.job.policy import DEFAULT_SHARDS, LEAST_WARM_UP, MAX_BOUND, MOST_WARM_UP, Policy, spec_of
+from fastps.job.policy import DEFAULT_SHARDS, LEAST_WARM_UP, MAX_BOUND, MOST_WARM_UP, NUMBERS, Policy, spec_of
 
 __all__ = ["ASP", "BSP", "DSSP", "PSP", "R2SP", "SSP", "BackupWorkers", "HardSync", "RudraAdv", "RudraAdvStar", "SoftSync"]
 
@@ -234,6 +234,7 @@ class Discipline:
         staleness: the versions between the weights of a gradient and those that it changes, in words; N is the workers.
         use: when to use it, one sentence.
         examples: specs that show every option; tests build and schedule each for 4 workers.
+        numbers: the values of the policy that are the spec's numbers, and the letters of the usage for them.
         defaults: how many trailing numbers may be omitted.
         options: the names that may follow as name=value.
         advised: returns the specs that `fastps advise` tries for so many workers and such a batch; none by default.
@@ -247,6 +248,7 @@ class Discipline:
     staleness: str
     use: str
     examples: tuple[str, ...]
+    numbers: Mapping[str, str] = field(default_factory=dict)
     defaults: int = 0
     options: tuple[str, ...] = ()
     advised: Callable[[int, int], Sequence[str]] = lambda workers, batch: ()
@@ -293,6 +295,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="bounded",
         use="Workers slow down now and then, none for good.",
         examples=("ssp:3",),
+        numbers={"low": "s", "high": "s"},
         advised=lambda workers, batch: [f"ssp:{bound}" for bound in (1, 2, 3, 5, 10)],
         chaos=("ssp:1", "ssp:3"),
     ),
@@ -315,6 +318,7 @@ DISCIPLINES: dict[str, Discipline] = {
             "dssp:3,15,credit=listed",
             "dssp:3,15,credit=prose",
         ),
+        numbers={"low": "lo", "high": "hi"},
         options=("release", "hard_bound", "bound", "credit"),
         advised=lambda workers, batch: ["dssp:1,4", "dssp:3,15", "dssp:5,30"],
         chaos=("dssp:1,3,hard_bound=true", "dssp:1,3,bound=push,credit=prose"),
@@ -327,6 +331,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="0",
         use="A few workers are slow at random, and the work of b workers may be lost.",
         examples=("backup:1",),
+        numbers={"backups": "b"},
         advised=_backups,
         chaos=("backup:1",),
     ),
@@ -338,6 +343,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="0, with some stale blocks",
         use="Single messages come late on a network of many servers.",
         examples=("psp:3,0.75", "psp:3,0.75,shards=8", "psp:3,0.75,push_timeout=0.5", "psp:3,0.75,pull_timeout=0.5"),
+        numbers={"count": "c", "pull": "f"},
         options=("shards", "push_timeout", "pull_timeout"),
         advised=lambda workers, batch: [f"psp:{max(1, round(0.75 * workers))},0.75", f"psp:{workers - 1},1"],
     ),
@@ -349,6 +355,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="0",
         use="The total batch is large, and the learning rate was tuned for a batch of B.",
         examples=("hardsync:128",),
+        numbers={"reference": "B"},
         advised=lambda workers, batch: [f"hardsync:{batch * workers}"],
     ),
     "softsync": Discipline(
@@ -359,6 +366,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="about n",
         use="A middle between updates of all workers (n = 1) and asp (n = N).",
         examples=("softsync:2",),
+        numbers={"divisor": "n"},
         advised=lambda workers, batch: [f"softsync:{n}" for n in (*_divisors(workers), workers)],
         chaos=("softsync:2",),
     ),
@@ -370,6 +378,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="a little more than adv",
         use="The tree is to be simulated with hidden transfers.",
         examples=("adv*:1", "adv*:1,groups=3"),
+        numbers={"divisor": "n"},
         options=("groups",),
         advised=lambda workers, batch: [f"adv*:{n}" for n in _divisors(workers)[-1:]],
     ),
@@ -381,6 +390,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="about n",
         use="The tree of many learners is to be simulated; on one machine it saves link time only.",
         examples=("adv:1", "adv:1,groups=3"),
+        numbers={"divisor": "n"},
         options=("groups",),
         advised=lambda workers, batch: [f"adv:{n}" for n in _divisors(workers)[-1:]],
         chaos=("adv:2",),
@@ -393,6 +403,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="N - 1",
         use="All workers share one link that bsp fills in bursts; tune=true evens out their speeds with batch sizes.",
         examples=("r2sp", "r2sp:0.5", "r2sp,tune=true", "r2sp:0.5,tune=true"),
+        numbers={"relax": "r"},
         defaults=1,
         options=("tune",),
         advised=lambda workers, batch: ["r2sp:0.5", "r2sp:0.8", "r2sp:1", "r2sp:0.8,tune=true"],
@@ -406,6 +417,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="that of the choice",
         use="You do not know which to take.",
         examples=("auto", "auto:100"),
+        numbers={"warm_up": "steps"},
         defaults=1,
     ),
     "policy": Discipline(
@@ -431,3 +443,4 @@ DISCIPLINES: dict[str, Discipline] = {
         ),
     ),
 }
+NUMBERS.update({name: row.numbers for name, row in DISCIPLINES.items()})

@@ -107,6 +107,7 @@ OPTIONS = {
         Option("FASTPS_MAX_WORKERS", 0, Range(f"0 (as many as at the start) to {MAX_LANES}", 0, MAX_LANES)),
         Option("FASTPS_MAX_READERS", 8, Range(f"0 (none) to {MAX_LANES}", 0, MAX_LANES)),
         Option("FASTPS_CHECKPOINT_EVERY", 1000, Range("0 or more updates", 0, 1 << 50)),
+        Option("FASTPS_OVERWRITE", "0", ("0", "1")),
         # At most 31 years: a deadline in ns has 63 bits.
         Option("FASTPS_TIMEOUT", 300.0, Range("more than 0 and at most 1,000,000,000 seconds", 1e-9, 1e9)),
         # Of a fold that does not go on, before the others go on without its worker.

@@ -20,19 +20,8 @@ MOST_SLOTS = 4
 LEAST_WARM_UP = 8  # fewer steps say little, and the advice leaves out the first
 MOST_WARM_UP = 10_000
 
-NUMBERS: dict[str, dict[str, str]] = {
-    "ssp": {"low": "s", "high": "s"},
-    "dssp": {"low": "lo", "high": "hi"},
-    "backup": {"backups": "b"},
-    "psp": {"count": "c", "pull": "f"},
-    "hardsync": {"reference": "B"},
-    "softsync": {"divisor": "n"},
-    "adv*": {"divisor": "n"},
-    "adv": {"divisor": "n"},
-    "r2sp": {"relax": "r"},
-    "auto": {"warm_up": "steps"},
-}
-"""The values that are numbers of a named discipline's spec, with the papers' letters for them."""
+NUMBERS: dict[str, Mapping[str, str]] = {}
+"""The values that are numbers of a named spec, with its letters for them, by the name: those of the table of disciplines."""
 _KINDS: dict[type, tuple[type, str]] = {
     bool: (bool, "true or false"),
     int: (numbers.Integral, "a whole number"),

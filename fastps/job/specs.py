@@ -8,7 +8,7 @@ from typing import Any
 
 from fastps.errors import PolicyError
 from fastps.job.disciplines import DISCIPLINES
-from fastps.job.policy import DEFAULT_SHARDS, NUMBERS, Policy
+from fastps.job.policy import DEFAULT_SHARDS, Policy
 
 _LONGEST = 500  # characters
 _SCALE_NAMES = {"1/sigma": "staleness", "1/n": "divisor", "sqrt": "square-root"}
@@ -69,7 +69,7 @@ def parse_policy(spec: "str | Policy") -> Policy:
     if unknown is not None:
         known = ", ".join(dict.fromkeys([*discipline.options, *MODIFIERS]))
         raise PolicyError(f"{spec!r}: expected {discipline.usage} with the options {known}, found the option {unknown!r}")
-    most = len(set(NUMBERS.get(name.strip().lower(), {}).values()))
+    most = len(set(discipline.numbers.values()))
     if not most - discipline.defaults <= len(numbers) <= most:
         raise PolicyError(f"{spec!r}: expected {discipline.usage}, found {len(numbers)} of {most} numbers")
     try:

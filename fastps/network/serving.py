@@ -14,7 +14,7 @@ from fastps.network.codec import CODECS, RoundedReceiver, RoundedSender
 from fastps.network.edge import CHUNK_BYTES, Edge, chunks_of
 from fastps.network.home import Home, NodeLanes
 from fastps.network.link import LinkLostError, Memory
-from fastps.network.messages import Header, Kind, check_push, check_terms
+from fastps.network.messages import Header, Kind, check_push
 from fastps.network.monitoring.watch import EdgeWatch
 from fastps.network.rendezvous import Requests
 from fastps.network.session import NodeRecord
@@ -284,8 +284,7 @@ class Serving(threading.Thread):
         own = chunks if self._received is None else self._received.memory(len(chunk) // 4 for chunk in chunks)
         arriving = edge.receiving(memory for each in ([packed], own) for memory in each)
         next(arriving)
-        check_terms(packed.tobytes(), self._rule, self._groups, self._parameters)
-        terms = unpack(packed.tobytes(), self._groups, self._parameters)
+        terms = unpack(packed.tobytes(), self._rule, self._groups, self._parameters)
         number = 0
         for part, slot, missing in wanted:
             for _ in slot:

@@ -3,6 +3,7 @@
 A parameter that a push does not have counts as zero in the sum, and as absent if no push has it.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastps.job.update_rules import Hyper
+from fastps.errors import ProtocolError
+from fastps.job.update_rules import Hyper, Rule
 from fastps.kernels.protocol.fold_call import FoldedPush
+from fastps.kernels.update import fold
 from fastps.membership.job_memory import JobMemory
 from fastps.network.edge import chunk_ranges
+
+_FLAGS_END = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -42,18 +47,37 @@ def payload_bytes(groups: int, parameters: int) -> int:
 def pack(terms: Terms) -> bytes:
     """The terms as bytes.
 
-    >>> unpack(pack(Terms([Hyper(0.5)], np.array([True, False]))), 1, 2).hypers[0].learning_rate
+    >>> from fastps.job.update_rules import SGD
+    >>> unpack(pack(Terms([Hyper(0.5)], np.array([True, False]))), SGD(0.1).rule, 1, 2).hypers[0].learning_rate
     0.5
     """
     return np.array(terms.hypers, np.float64).tobytes() + terms.presence
 
 
-def unpack(data: bytes, groups: int, parameters: int) -> Terms:
-    """The terms of `pack`."""
-    words = np.frombuffer(data, np.float64, len(Hyper._fields) * groups).reshape(groups, -1).tolist()
-    hypers = [Hyper._make([*row[:-1], int(row[-1])]) for row in words]
-    bits = np.frombuffer(data, np.uint8, offset=8 * len(Hyper._fields) * groups)
-    return Terms(hypers, np.unpackbits(bits, count=parameters, bitorder="little").view(np.bool_))
+def unpack(data: bytes, rule: Rule, groups: int, parameters: int) -> Terms:
+    """The terms of `pack`, which another node has sent. Raises ProtocolError.
+
+    A fold fails, and ends the job on all nodes, if the hyper-parameters need state that the job's rule does not have.
+    """
+    words = np.frombuffer(data, np.float64, len(Hyper._fields) * groups)
+    hypers = []
+    for group, row in enumerate(words.reshape(groups, -1).tolist()):
+        for name, value in zip(Hyper._fields, row, strict=True):
+            if not math.isfinite(value):
+                raise ProtocolError(f"expected a finite {name} in group {group}, found {value}")
+        if not (0 <= row[-1] < _FLAGS_END and row[-1].is_integer()):
+            raise ProtocolError(f"expected flags from 0 to {_FLAGS_END - 1} in group {group}, found {row[-1]:g}")
+        needed = fold.planes_needed(rule.number, tuple(row))
+        if needed > len(rule.planes):
+            raise ProtocolError(
+                f"expected hyper-parameters of {rule.name} with {len(rule.planes)} tensors of state in group {group}, found"
+                f" some that need {needed}: build the same optimizer on all nodes, and keep its options"
+            )
+        hypers.append(Hyper._make([*row[:-1], int(row[-1])]))
+    bits = np.unpackbits(np.frombuffer(data, np.uint8, offset=words.nbytes), bitorder="little").view(np.bool_)
+    if bits[parameters:].any():
+        raise ProtocolError(f"expected bits for {parameters} parameters, found bits beyond them")
+    return Terms(hypers, bits[:parameters])
 
 
 class Sums:

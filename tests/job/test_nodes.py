@@ -67,7 +67,7 @@ def test_both_launchers_say_the_same(environment: pytest.MonkeyPatch, variables:
         (
             "FASTPS_NODE_TIMEOUT",
             "0.1",
-            "expected --node-timeout (FASTPS_NODE_TIMEOUT) to be a number of 1 to 3600 seconds, found 0.1",
+            "expected --node-timeout (FASTPS_NODE_TIMEOUT) to be a number of 1 to 3600 seconds, found '0.1'",
         ),
         ("FASTPS_NODE_TIMEOUT", "soon", "(FASTPS_NODE_TIMEOUT) to be a number of 1 to 3600 seconds, found 'soon'"),
     ],

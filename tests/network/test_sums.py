@@ -50,7 +50,7 @@ def test_the_terms_of_a_sum_survive_the_journey() -> None:
         worker._write_slot_header(0, store.hypers, presence_of([0, 64, 69], 70))
         terms, _ = Sums(store).begin([FoldedPush(0, 0, 1.0, 1.0, 0)], [torch.zeros(store.layout.buffer_floats)])
         data = pack(terms)
-        found = unpack(data, 1, 70)
+        found = unpack(data, store.layout.rule, 1, 70)
         worker.close()
     assert len(data) == payload_bytes(1, 70)
     assert found.hypers == [Hyper(0.5, beta1=0.9, beta2=0.999, epsilon=1e-8, flags=found.hypers[0].flags)]

@@ -39,6 +39,7 @@ ORDER = 40
 )
 @with_options(ON_LINKS)
 def simulate(
+    context: typer.Context,
     sync: Annotated[
         str, typer.Option(help="Specs, separated by commas, on the same computing times. " + SYNC_HELP)
     ] = "bsp,asp,ssp:3,dssp:3,15",
@@ -108,22 +109,7 @@ def simulate(
     from fastps.simulation.options import SimulationTexts, read_policies, read_simulation
     from fastps.system.json_report import write_json
 
-    texts = SimulationTexts(
-        compute=compute,
-        speed=speed,
-        straggler=straggler,
-        burst=burst,
-        model_bytes=model_bytes,
-        bandwidth=bandwidth,
-        worker_bandwidth=worker_bandwidth,
-        latency=latency,
-        service_time=service_time,
-        service_rate=service_rate,
-        update_time=update_time,
-        slow_server=slow_server,
-        late_push=late_push,
-        late_pull=late_pull,
-    )
+    texts = SimulationTexts(**{name: context.params[name] for name in SimulationTexts.__dataclass_fields__})
     policies = read_policies(sync, shards)
     simulation = read_simulation(texts, workers=workers, steps=steps, leave=leave, batch=batch_size, cores=cores, seed=seed)
     runs = [(policy, simulation) for policy in policies]
