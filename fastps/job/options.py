@@ -131,22 +131,10 @@ def _field(variable: str, default: Any, values: tuple[str, ...] | Range, help_: 
 
 @dataclass(frozen=True)
 class NodePolicy:
-    """How a job treats its nodes; the same on all of them.
+    """How a job treats its nodes; the same on all of them. The help of each field says what it does.
 
-    Attributes:
-        within: how the workers of one node are summed: "bsp" waits for all of them, "asp" takes the pushes that are there.
-        on_node_loss: when a node is lost, the others "stop" with an error that names it, or "continue" without it.
-        timeout_s: a node that sends nothing for this long is lost.
-        link_dtype: the type in which floats travel: "float32", or with error feedback "bfloat16", "float16" or "int8".
-        local_steps: the versions that a node makes by itself between two exchanges; 0: every push goes to the home.
-        local_mix: the share of the home's weights in those with which a node goes on after an exchange.
-        outer_lr, outer_momentum: the home's rule with local_steps: SGD with Nesterov momentum (arXiv 2311.08105, section 3.1).
-        link: what carries bytes: "gloo", or "zmq", which encrypts them and needs a secret.
-        homes: the nodes that hold weights and optimizer state: "first" for node 0 alone, "spread" for a share on each node.
-        local_fragments: the fragments of the model that are exchanged in turn, each every `local_steps` versions.
-        local_overlap: the versions that a node makes while an exchange takes place.
-
-    Raises UsageError for a value out of range.
+    `link_dtype` rounds with error feedback. The home's rule with local steps is SGD with Nesterov momentum (arXiv 2311.08105,
+    section 3.1). Raises UsageError for a value out of range.
     """
 
     within: str = _field("FASTPS_WITHIN", "bsp", ("bsp", "asp"), "Sum all workers of a node (bsp), or those that pushed (asp).")

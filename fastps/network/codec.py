@@ -14,10 +14,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from fastps.job.wire import BLOCK_FLOATS
 from fastps.network.edge import CHUNK_FLOATS, RECEIVES_UNDER_WAY, SENDS_UNDER_WAY
 from fastps.network.link import Memory
-
-BLOCK_FLOATS = 256
 
 
 class Codec(Protocol):

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from fastps.errors import Error, NodeLostError, ProtocolError, WorkerDiedError
+from fastps.job.wire import CHUNK_BYTES
 from fastps.network.codec import CODECS, RoundedReceiver, RoundedSender
-from fastps.network.edge import CHUNK_BYTES, Edge, chunks_of
+from fastps.network.edge import Edge, chunks_of
 from fastps.network.home import Home, NodeLanes
 from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header, Kind, check_push

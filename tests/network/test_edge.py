@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import fastps
+from fastps.job.wire import CHUNK_BYTES
 from fastps.network import link as link_module
-from fastps.network.edge import CHUNK_BYTES, MOST_HEADERS, chunks_of
+from fastps.network.edge import MOST_HEADERS, chunks_of
 from fastps.network.link import LinkLostError
 from fastps.network.messages import Header, Kind
 from tests.network.conftest import SECRET, Pair, both, make_link
