@@ -81,83 +81,83 @@ Parameters = Annotated[
 ]
 
 
-def _option(kind: Any, default: Any, *flags: str, **settings: Any) -> tuple[Any, Any]:
+def option(kind: Any, default: Any, *flags: str, **settings: Any) -> tuple[Any, Any]:
     """The annotation and the default of a parameter."""
     return Annotated[kind, typer.Option(*flags, **settings)], default
 
 
 TRAINING: Options = {
     "workers": (Workers, 4),
-    "epochs": _option(int, 3, help="Passes over the training images, all workers together."),
-    "batch_size": _option(int, 16, help="Samples of a worker's batch."),
+    "epochs": option(int, 3, help="Passes over the training images, all workers together."),
+    "batch_size": option(int, 16, help="Samples of a worker's batch."),
     "lr": (LearningRate, LEARNING_RATE),
     "momentum": (Momentum, 0.5),
-    "data": _option(str, "mnist5k", help=DATA_HELP),
+    "data": option(str, "mnist5k", help=DATA_HELP),
     "seed": (Seed, 0),
-    "straggler": _option(
+    "straggler": option(
         list[str], [], metavar="WORKER:FACTOR", help="Stretch a worker's compute time by an honest wait; may be repeated."
     ),
-    "transfer_ms": _option(float, 0.0, help="What each push and each pull takes on its link: an honest wait."),
-    "compute_ms": _option(float, 0.0, help="An extra wait in each step, as more computing would take."),
-    "pull_delay": _option(
+    "transfer_ms": option(float, 0.0, help="What each push and each pull takes on its link: an honest wait."),
+    "compute_ms": option(float, 0.0, help="An extra wait in each step, as more computing would take."),
+    "pull_delay": option(
         str | None, None, metavar="SHARE:SECONDS", help="Let a share of the pulls' responses come late, such as 0.01:0.5."
     ),
 }
 """Of the commands that train a network of their own."""
 PUSH: Options = {
-    "push_dtype": _option(
+    "push_dtype": option(
         str,
         PUSH_DTYPES[0],
         help=f"What gradients are pushed in: {', '.join(PUSH_DTYPES)}. Sums and updates are in float32 all the same.",
     )
 }
 JOB: Options = {
-    "server": _option(
+    "server": option(
         str,
         "",
         metavar="workers|process",
         help="Fold pushes in waiting workers or in a server process, for scripts that do not say. Default: workers.",
         show_default=False,
     ),
-    "restarts": _option(int, 0, help="Replace so many lost workers, in all; the job goes on meanwhile."),
-    "on_worker_loss": _option(
+    "restarts": option(int, 0, help="Replace so many lost workers, in all; the job goes on meanwhile."),
+    "on_worker_loss": option(
         str,
         "",
         help="What the others do when a worker is lost, stop or continue, for scripts that do not say. Default: stop; with"
         " --restarts continue.",
     ),
-    "nonfinite": _option(
+    "nonfinite": option(
         str,
         "",
         "--nonfinite",
         help="A push with Inf or NaN, for scripts that do not say: reject (the default), raise or allow.",
         show_default=False,
     ),
-    "max_workers": _option(int, 0, help="So many may be attached at a time; 0: as many as at the start."),
-    "checkpoint": _option(Path | None, None, "--checkpoint", help="Write checkpoints into this directory."),
-    "every": _option(int, 0, metavar="UPDATES", help="With --checkpoint: updates between two checkpoints; 0: 1000."),
-    "overwrite": _option(bool, False, "--overwrite", help="With --checkpoint: delete other runs' checkpoints there."),
-    "resume": _option(Path | None, None, help="Go on from this checkpoint, or from the newest of a directory of them."),
-    "inject_faults": _option(
+    "max_workers": option(int, 0, help="So many may be attached at a time; 0: as many as at the start."),
+    "checkpoint": option(Path | None, None, "--checkpoint", help="Write checkpoints into this directory."),
+    "every": option(int, 0, metavar="UPDATES", help="With --checkpoint: updates between two checkpoints; 0: 1000."),
+    "overwrite": option(bool, False, "--overwrite", help="With --checkpoint: delete other runs' checkpoints there."),
+    "resume": option(Path | None, None, help="Go on from this checkpoint, or from the newest of a directory of them."),
+    "inject_faults": option(
         str | None,
         None,
         metavar="kill:N,stop:N,seconds:S",
         help="Kill and stop (for 1 to 5 s) workers at random moments of the first S seconds; give --restarts for the killed.",
     ),
-    "old_chaos": _option(str | None, None, "--chaos", hidden=True, callback=_renamed),
+    "old_chaos": option(str | None, None, "--chaos", hidden=True, callback=_renamed),
 }
 """Of the commands that start workers: how the job handles faults, and its checkpoints."""
 PLACE: Options = {
-    "nnodes": _option(
+    "nnodes": option(
         int | None,
         None,
         "--nnodes",
         metavar="N",
         help="Nodes of the job; run the same command on each. Default: SLURM's or MPI's, else 1.",
     ),
-    "rendezvous": _option(str, "", metavar="HOST:PORT", help="Where the nodes find each other; HOST is node 0."),
-    "node_rank": _option(str, "auto", metavar="auto|N", help="This node's number; auto: HOST is 0, others as they come."),
-    "interface": _option(
+    "rendezvous": option(str, "", metavar="HOST:PORT", help="Where the nodes find each other; HOST is node 0."),
+    "node_rank": option(str, "auto", metavar="auto|N", help="This node's number; auto: HOST is 0, others as they come."),
+    "interface": option(
         str,
         "",
         metavar="NAME|ADDRESS",
@@ -165,13 +165,13 @@ PLACE: Options = {
         help="The interface to the other nodes. Default: the one that leads to the rendezvous.",
         show_default=False,
     ),
-    "trusted_network": _option(
+    "trusted_network": option(
         bool, False, "--trusted-network", envvar="FASTPS_TRUSTED_NETWORK", help="Listen at a public address, too."
     ),
 }
 """Of the commands that run on each of several nodes: how the nodes find each other."""
 NODES: Options = {
-    each.name: _option(type(each.default), each.default, each.flag, metavar=each.metavar or each.words, help=each.help)
+    each.name: option(type(each.default), each.default, each.flag, metavar=each.metavar or each.words, help=each.help)
     for each in NodePolicy.options().values()
 }
 """How a job treats its nodes: the fields of NodePolicy."""
@@ -179,7 +179,7 @@ ON_LINKS: Options = {name: NODES[name] for name in ("link_dtype", "homes")}
 OUTPUT: Options = {
     "wide": (Wide, False),
     "json_file": (Json, None),
-    "progress": _option(bool, True, "--progress/--no-progress", help="Show the workers live."),
+    "progress": option(bool, True, "--progress/--no-progress", help="Show the workers live."),
 }
 
 
