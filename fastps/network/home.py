@@ -20,12 +20,11 @@ from fastps.job.nodes import Nodes
 from fastps.job.update_rules import Hyper
 from fastps.kernels.shm.arena import LANE_FREE
 from fastps.membership.job_memory import Floats, JobMemory, Views
-from fastps.network.leaf import Outgoing
 from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header
 from fastps.network.parts import Cut, Part, cut_of
 from fastps.network.session import HomeSession
-from fastps.network.sums import Terms
+from fastps.network.sums import Outgoing, Terms
 from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.store.worker import Worker
@@ -342,7 +341,7 @@ class NearHome:
 
     def _push(self, step: int, header: Header, sent: Outgoing) -> None:
         slots = [(part, torch.from_numpy(slot.view(np.float32))) for part, slot in self._lanes.slots(step)]
-        terms, chunks = sent.begin([slot for _, slot in slots], self._lanes.cut.span(step)[0])
+        terms, chunks = sent([slot for _, slot in slots], self._lanes.cut.span(step)[0])
         for part, slot in slots:
             at = 0
             while at < len(slot):

@@ -4,7 +4,7 @@ A parameter that a push does not have counts as zero in the sum, and as absent i
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,14 @@ class Terms:
         """The bitmap of some parameters, in order."""
         bits = np.packbits(self.present[parameters.start : parameters.stop], bitorder="little").tobytes()
         return bits.ljust(8 * -(-len(parameters) // 64), b"\0")
+
+
+Outgoing = Callable[[Sequence[torch.Tensor], int], tuple[Terms, Iterator[torch.Tensor]]]
+"""What a node sends to the home: gives its terms, and its chunks from a float on, computed one by one into some tensors.
+
+Together the tensors are as long as what is sent, and each but the last is whole chunks. May be called again, and by several
+threads.
+"""
 
 
 def payload_bytes(groups: int, parameters: int) -> int:
@@ -103,7 +111,7 @@ class Sums:
         return float(np.mean([self._store.arena.counters(push.lane)["loss"] for push in pushes]))
 
     def begin(
-        self, pushes: Sequence[FoldedPush], outs: Sequence[torch.Tensor], first: int = 0
+        self, pushes: Sequence[FoldedPush], outs: Sequence[torch.Tensor], first: int
     ) -> tuple[Terms, Iterator[torch.Tensor]]:
         """The terms of a sum, and its chunks, which are computed one by one into `outs`, one of them after the other.
 
@@ -143,18 +151,6 @@ class Sums:
             for slot, scale, bits in zip(slots, scales, present, strict=True):
                 if bits[index]:
                     total.add_(slot[first:last], alpha=scale)
-
-
-@dataclass(frozen=True)
-class SumOfPushes:
-    """The sum of some pushes of a leaf arena, whose slots stay as they are meanwhile."""
-
-    sums: Sums
-    pushes: Sequence[FoldedPush]
-
-    def begin(self, outs: Sequence[torch.Tensor], first: int = 0) -> tuple[Terms, Iterator[torch.Tensor]]:
-        """See Outgoing."""
-        return self.sums.begin(self.pushes, outs, first)
 
 
 def _chunks(whole: torch.Tensor) -> Iterator[torch.Tensor]:
