@@ -6,7 +6,7 @@ simulator read the values and know no names. The scheduler makes the decisions.
 
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,75 +112,60 @@ class Policy:
             defaults = {name: field.default for name, field in self.__dataclass_fields__.items()} | {"spec": "", "scale": plain}
             values = {name: (getattr(self, name), default) for name, default in defaults.items()}
             object.__setattr__(self, "spec", spec_of("policy", **values))
-        self._check()
-
-    def _check(self) -> None:
-        self._check_kinds()
-        reason = reason_against(self.fold, self.grant, self.scale)
-        if reason is not None:
-            raise PolicyError(f"{self.spec}: {reason}")
-        wrong = next((name for name, (_, fits) in _RANGES.items() if not fits(self)), None)
-        if wrong is not None:
-            raise PolicyError(
-                f"{self.spec}: expected {self._called(wrong)} of {_RANGES[wrong][0]}, found {getattr(self, wrong)}"
-            )
-        if self.low > self.high:
-            low, high = self._called("low"), self._called("high")
-            raise PolicyError(f"{self.spec}: expected {low} <= {high}, found {low}={self.low} and {high}={self.high}")
-        self._check_use()
-        self._check_pull()
-
-    def _check_kinds(self) -> None:
-        """Check that each value has the type of its default; a value parsed from a spec may have any type."""
-        for name, field in self.__dataclass_fields__.items():
-            kind = type(field.default) if name not in ("fold", "grant") else str
-            value = getattr(self, name)
-            if not isinstance(value, _KINDS[kind][0]) or (isinstance(value, bool) and kind is not bool):
-                allowed = f" of {_RANGES[name][0]}" if name in _RANGES and kind is not str else ""
-                raise PolicyError(
-                    f"{self.spec}: expected {self._called(name)} to be {_KINDS[kind][1]}{allowed}, found {value!r}"
-                )
+        fault = next(self._faults(), None)
+        if fault is not None:
+            raise PolicyError(f"{self.spec}: {fault}")
 
     def _called(self, name: str) -> str:
         """The name of a value in this policy's spec."""
         return NUMBERS.get(self.spec.partition(":")[0], {}).get(name, name)
 
-    def _check_use(self) -> None:
-        """Raise PolicyError for a value that this policy never reads, because it is a mistake."""
+    def _faults(self) -> Iterator[str]:
+        """What is wrong with the values, one by one: a value parsed from a spec may have any type."""
+        defaults = {name: field.default for name, field in self.__dataclass_fields__.items()}
+        for name, default in defaults.items():
+            kind = type(default) if name not in ("fold", "grant") else str
+            value = getattr(self, name)
+            if not isinstance(value, _KINDS[kind][0]) or (isinstance(value, bool) and kind is not bool):
+                allowed = f" of {_RANGES[name][0]}" if name in _RANGES and kind is not str else ""
+                yield f"expected {self._called(name)} to be {_KINDS[kind][1]}{allowed}, found {value!r}"
+        reason: str | None = reason_against(self.fold, self.grant, self.scale)
+        if reason is not None:
+            yield reason
+        for name, (allowed, fits) in _RANGES.items():
+            if not fits(self):
+                yield f"expected {self._called(name)} of {allowed}, found {getattr(self, name)}"
         for name, (what, word) in _READ_WITH.items():
-            found = getattr(self, what)
-            if found != word and getattr(self, name) != self.__dataclass_fields__[name].default:
-                raise PolicyError(f"{self.spec}: {name} is read with {what} {word!r} only, found {what} {found!r}")
-        if self.scale == "batch" and self.grant != "round-robin":
-            raise PolicyError(
-                f"{self.spec}: scale 'batch' needs grant 'round-robin', which learns each worker's first batch, found grant"
-                f" {self.grant!r}"
-            )
-        if self.bound == "push" and not self.hard_bound:
-            raise PolicyError(f"{self.spec}: bound=push says what hard_bound limits: expected hard_bound=true, found false")
-        if self.bound == "push" and self.high < 1:
-            raise PolicyError(f"{self.spec}: the first push leads by 1: expected high of at least 1 with bound=push, found 0")
-        if self.count and self.backups:
-            raise PolicyError(f"{self.spec}: a quorum is a count or the workers less the backups: expected one of the two")
+            if getattr(self, what) != word and getattr(self, name) != defaults[name]:
+                yield f"{name} is read with {what} {word!r} only, found {what} {getattr(self, what)!r}"
+        yield from self._contradictions()
 
-    def _check_pull(self) -> None:
+    def _contradictions(self) -> Iterator[str]:
+        """Why values that are within their ranges make no sense together."""
+        low, high = self._called("low"), self._called("high")
+        if self.low > self.high:
+            yield f"expected {low} <= {high}, found {low}={self.low} and {high}={self.high}"
+        if self.scale == "batch" and self.grant != "round-robin":
+            yield f"scale 'batch' needs grant 'round-robin', which learns each worker's first batch, found grant {self.grant!r}"
+        if self.bound == "push" and not self.hard_bound:
+            yield "bound=push says what hard_bound limits: expected hard_bound=true, found false"
+        if self.bound == "push" and self.high < 1:
+            yield "the first push leads by 1: expected high of at least 1 with bound=push, found 0"
+        if self.count and self.backups:
+            yield "a quorum is a count or the workers less the backups: expected one of the two"
         if self.pull < 1 and self.shards == 1:
-            raise PolicyError(
-                f"{self.spec}: a partial pull needs parts to choose from: expected shards of 2 to {MAX_SHARDS}, found 1"
-            )
+            yield f"a partial pull needs parts to choose from: expected shards of 2 to {MAX_SHARDS}, found 1"
         if self.pull < 1 and self.grant in ("at-once", "round-robin"):
-            raise PolicyError(
-                f"{self.spec}: a partial pull goes with a grant that each shard gives by itself (next-version or bounded),"
-                f" found {self.grant}"
+            yield (
+                "a partial pull goes with a grant that each shard gives by itself (next-version or bounded), found"
+                f" {self.grant}"
             )
         if self.shards > 1 and self.grant == "round-robin":
-            raise PolicyError(
-                f"{self.spec}: a fixed order of grants needs one coordinator: expected shards=1, found {self.shards}"
-            )
+            yield f"a fixed order of grants needs one coordinator: expected shards=1, found {self.shards}"
         if self.overlap and self.waits_for_fold:
-            raise PolicyError(
-                f"{self.spec}: a worker that waits for its version has nothing to compute meanwhile: overlap needs a grant"
-                f" other than next-version and a fold other than in-order, found grant {self.grant!r} and fold {self.fold!r}"
+            yield (
+                "a worker that waits for its version has nothing to compute meanwhile: overlap needs a grant other than"
+                f" next-version and a fold other than in-order, found grant {self.grant!r} and fold {self.fold!r}"
             )
 
     def check_workers(self, workers: int) -> None:
