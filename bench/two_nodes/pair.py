@@ -18,9 +18,9 @@ import numpy as np
 from fastps.bench.two_nodes import counters
 from fastps.bench.two_nodes.order import Meeting, Order, answer, turns
 from fastps.job import environment
-from fastps.network.edge import CHUNK_BYTES, Edge, chunks_of
-from fastps.network.gloo import GlooLink
-from fastps.network.link import Memory
+from fastps.job.wire import CHUNK_BYTES
+from fastps.network.edge import Edge, chunks_of
+from fastps.network.link import GlooLink, Memory
 from fastps.network.messages import Header, Kind
 
 _LIMIT_S = 60.0

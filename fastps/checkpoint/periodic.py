@@ -19,15 +19,13 @@ from fastps.checkpoint.format import Array, read_description, whole
 from fastps.checkpoint.runs import Run
 from fastps.checkpoint.snapshot import HeldVersion, Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
-from fastps.job.environment import whole_number
+from fastps.job.options import value_of
 from fastps.kernels.shm.arena import LANE_LIVE
 from fastps.store.worker import Worker
 from fastps.system.noted_signals import EndedBySignalError, NotedSignals
 from fastps.system.threads import ends_within
 
 logger = logging.getLogger("fastps.checkpointing")
-
-DEFAULT_EVERY = 1000
 
 
 class Checkpointing:
@@ -78,7 +76,7 @@ class Checkpointing:
         given = directory if directory is not None else os.environ.get("FASTPS_CHECKPOINT")
         if not given:
             return None
-        return Path(given), whole_number("FASTPS_CHECKPOINT_EVERY", DEFAULT_EVERY, 1 << 50) if every is None else every
+        return Path(given), value_of("FASTPS_CHECKPOINT_EVERY") if every is None else every
 
     def after_step(self) -> None:
         """Start a checkpoint if one is due and this worker writes it. While one is being written, the next waits.

@@ -1,6 +1,8 @@
 """Options that several commands share: their types, help texts and checks."""
 
+import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,15 +10,16 @@ import typer
 from rich.console import Console
 
 from fastps.errors import UsageError
+from fastps.job.options import NodePolicy
+from fastps.training.options import LEARNING_RATE
 
 if TYPE_CHECKING:
-    from fastps.job.nodes import NodePolicy
     from fastps.processes.nodes import NodeOptions
     from fastps.processes.options import JobOptions
     from fastps.training.options import TrainingOptions
 
 
-def _checked(target: Path | str | None, option: typer.CallbackParam) -> Path | str | None:
+def checked(target: Path | str | None, option: typer.CallbackParam) -> Path | str | None:
     """Check that a file can be written, before a run starts."""
     if target is not None and str(target) != "-" and not Path(target).resolve().parent.is_dir():
         raise UsageError(f"{option.opts[0]} {target}: expected a file in a folder that exists")
@@ -27,38 +30,29 @@ def checked_page(target: Path | None, option: typer.CallbackParam) -> Path | Non
     """Check that a page can be written, before a run starts."""
     if target is not None and target.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"{option.opts[0]} {target}: expected a file whose name ends with .html, because the report is a page")
-    _checked(target, option)
+    checked(target, option)
     return target
 
+
+def _renamed(given: str | None, option: typer.CallbackParam) -> None:
+    """Refuse an option by its old name: `run` would pass an unknown one on to the script."""
+    if given is not None:
+        raise UsageError(f"{option.opts[0]} is now --inject-faults {given}; `fastps chaos` is the simulation of faults")
+
+
+Options = dict[str, tuple[Any, Any]]
+"""Options that several commands share: the annotation and the default of each parameter."""
 
 SYNC_HELP = "Synchronization, such as bsp, asp or dssp:3,15; `fastps disciplines` lists all."
 PUSH_DTYPES = ("float32", "float16", "bfloat16")
 DATA_HELP = "mnist5k (5,000 real MNIST images), digits, mnist:DIR or cifar10:DIR (the original files)."
 Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of worker processes.")]
-Epochs = Annotated[int, typer.Option(help="Passes over the training images, all workers together.")]
-BatchSize = Annotated[int, typer.Option(help="Samples of a worker's batch.")]
 LearningRate = Annotated[float, typer.Option("--lr", help="Learning rate of SGD.")]
 Momentum = Annotated[float, typer.Option(help="Momentum of SGD.")]
-Data = Annotated[str, typer.Option(help=DATA_HELP)]
 Seed = Annotated[int, typer.Option(help="Decides weights and order of samples.")]
-Straggler = Annotated[
-    list[str],
-    typer.Option(metavar="WORKER:FACTOR", help="Stretch a worker's compute time by an honest wait; may be repeated."),
-]
-TransferMs = Annotated[float, typer.Option(help="What each push and each pull takes on its link: an honest wait.")]
-ComputeMs = Annotated[float, typer.Option(help="An extra wait in each step, as more computing would take.")]
-PushDtype = Annotated[
-    str,
-    typer.Option(help=f"What gradients are pushed in: {', '.join(PUSH_DTYPES)}. Sums and updates are in float32 all the same."),
-]
-PullDelay = Annotated[
-    str | None, typer.Option(metavar="SHARE:SECONDS", help="Let a share of the pulls' responses come late, such as 0.01:0.5.")
-]
-WarmStart = Annotated[Path | None, typer.Option(help="Begin with the weights that --save wrote (Rudra's warm start).")]
-Save = Annotated[Path | None, typer.Option(callback=_checked, help="Write the final weights into this file (.npz).")]
 TraceFile = Annotated[
     Path | None,
-    typer.Option("--trace", metavar="FILE", callback=_checked, help="Record the run, for fastps trace and fastps advise."),
+    typer.Option("--trace", metavar="FILE", callback=checked, help="Record the run, for fastps trace and fastps advise."),
 ]
 Report = Annotated[
     Path | None,
@@ -74,105 +68,10 @@ TensorBoard = Annotated[
     ),
 ]
 Json = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", callback=_checked, help="Write the rows as JSON; - for stdout.")
+    str | None, typer.Option("--json", metavar="FILE", callback=checked, help="Write the rows as JSON; - for stdout.")
 ]
-Server = Annotated[
-    str,
-    typer.Option(
-        metavar="workers|process",
-        help="Fold pushes in waiting workers or in a server process, for scripts that do not say. Default: workers.",
-        show_default=False,
-    ),
-]
-Restarts = Annotated[int, typer.Option(help="Replace so many lost workers, in all; the job goes on meanwhile.")]
-OnWorkerLoss = Annotated[
-    str,
-    typer.Option(
-        help="What the others do when a worker is lost, stop or continue, for scripts that do not say. Default: stop; with"
-        " --restarts continue."
-    ),
-]
-Grace = Annotated[
-    float,
-    typer.Option(
-        metavar="SECONDS", help="So long workers may take to save and end after Ctrl-C, SIGTERM or another's failure."
-    ),
-]
-NonFinite = Annotated[
-    str,
-    typer.Option(
-        "--nonfinite",
-        help="A push with Inf or NaN, for scripts that do not say: reject (the default), raise or allow.",
-        show_default=False,
-    ),
-]
-MaxWorkers = Annotated[int, typer.Option(help="So many may be attached at a time; 0: as many as at the start.")]
-CheckpointDirectory = Annotated[Path | None, typer.Option("--checkpoint", help="Write checkpoints into this directory.")]
-Every = Annotated[int, typer.Option(metavar="UPDATES", help="With --checkpoint: updates between two checkpoints; 0: 1000.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="With --checkpoint: delete other runs' checkpoints there.")]
-Resume = Annotated[Path | None, typer.Option(help="Go on from this checkpoint, or from the newest of a directory of them.")]
-InjectFaults = Annotated[
-    str | None,
-    typer.Option(
-        metavar="kill:N,stop:N,seconds:S",
-        help="Kill and stop (for 1 to 5 s) workers at random moments of the first S seconds; give --restarts for the killed.",
-    ),
-]
-
-
-def _renamed(given: str | None, option: typer.CallbackParam) -> None:
-    """Refuse an option by its old name: `run` would pass an unknown one on to the script."""
-    if given is not None:
-        raise UsageError(f"{option.opts[0]} is now --inject-faults {given}; `fastps chaos` is the simulation of faults")
-
-
-NumberOfNodes = Annotated[
-    int | None,
-    typer.Option(
-        "--nnodes", metavar="N", help="Nodes of the job; run the same command on each. Default: SLURM's or MPI's, else 1."
-    ),
-]
-Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the nodes find each other; HOST is node 0.")]
-NodeRank = Annotated[str, typer.Option(metavar="auto|N", help="This node's number; auto: HOST is 0, others as they come.")]
-Within = Annotated[str, typer.Option(metavar="bsp|asp", help="Sum all workers of a node (bsp), or those that pushed (asp).")]
-OnNodeLoss = Annotated[str, typer.Option(metavar="stop|continue", help="What the other nodes do when a node is lost.")]
-NodeTimeout = Annotated[float, typer.Option(metavar="SECONDS", help="A node that sends nothing for this long is lost.")]
-Interface = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME|ADDRESS",
-        envvar="FASTPS_INTERFACE",
-        help="The interface to the other nodes. Default: the one that leads to the rendezvous.",
-        show_default=False,
-    ),
-]
-TrustedNetwork = Annotated[
-    bool,
-    typer.Option("--trusted-network", envvar="FASTPS_TRUSTED_NETWORK", help="Listen at a public address, too."),
-]
-Hosts = Annotated[
-    str,
-    typer.Option(
-        metavar="HOST,HOST,...", help="Start a node on each of these hosts over ssh; the first is node 0, on port 29400."
-    ),
-]
-SshCommand = Annotated[
-    str,
-    typer.Option(
-        metavar="COMMAND",
-        envvar="FASTPS_SSH",
-        help="With --hosts: what gets a host and a command line. Default: ssh -o BatchMode=yes.",
-        show_default=False,
-    ),
-]
-LinkDtype = Annotated[str, typer.Option(metavar="TYPE", help="Type in which floats travel: float32, bfloat16, float16, int8.")]
-LinkKind = Annotated[
-    str, typer.Option("--link", metavar="gloo|zmq", help="What carries bytes between nodes; zmq encrypts, and needs a secret.")
-]
-Homes = Annotated[
-    str,
-    typer.Option(metavar="first|spread", help="Nodes that hold weights and optimizer state: node 0, or each a share of them."),
-]
+Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, also where they do not fit the width.")]
+Bar = Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")]
 Links = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Workers are nodes, on the links that fastps doctor --nodes --output FILE has measured."),
@@ -180,32 +79,124 @@ Links = Annotated[
 Parameters = Annotated[
     str | None, typer.Option(metavar="N|CHECKPOINT", help="With --links: what travels, such as 25e6 or a checkpoint.")
 ]
-SecretFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="A file with a secret that all nodes prove to know; FASTPS_SECRET is another way."),
-]
-LocalSteps = Annotated[
-    int,
-    typer.Option(
-        metavar="H", help="With --nnodes: each node trains by itself for H versions, then sends what it has moved (DiLoCo)."
+
+
+def option(kind: Any, default: Any, *flags: str, **settings: Any) -> tuple[Any, Any]:
+    """The annotation and the default of a parameter."""
+    return Annotated[kind, typer.Option(*flags, **settings)], default
+
+
+TRAINING: Options = {
+    "workers": (Workers, 4),
+    "epochs": option(int, 3, help="Passes over the training images, all workers together."),
+    "batch_size": option(int, 16, help="Samples of a worker's batch."),
+    "lr": (LearningRate, LEARNING_RATE),
+    "momentum": (Momentum, 0.5),
+    "data": option(str, "mnist5k", help=DATA_HELP),
+    "seed": (Seed, 0),
+    "straggler": option(
+        list[str], [], metavar="WORKER:FACTOR", help="Stretch a worker's compute time by an honest wait; may be repeated."
     ),
-]
-LocalFragments = Annotated[
-    int,
-    typer.Option(metavar="P", help="With --local-steps: fragments of the model that are exchanged in turn (Streaming DiLoCo)."),
-]
-LocalOverlap = Annotated[
-    int, typer.Option(metavar="TAU", help="With --local-steps: versions that a node makes while an exchange takes place.")
-]
-LocalMix = Annotated[
-    float, typer.Option(metavar="ALPHA", help="With --local-steps: the share of the home's weights that a node takes.")
-]
-OuterLr = Annotated[float, typer.Option(help="With --local-steps: the learning rate of node 0's rule.")]
-OuterMomentum = Annotated[float, typer.Option(help="With --local-steps: its Nesterov momentum; 0: plain SGD.")]
-OldChaos = Annotated[str | None, typer.Option("--chaos", hidden=True, callback=_renamed)]
-Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, also where they do not fit the width.")]
-Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show the workers live.")]
-Bar = Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")]
+    "transfer_ms": option(float, 0.0, help="What each push and each pull takes on its link: an honest wait."),
+    "compute_ms": option(float, 0.0, help="An extra wait in each step, as more computing would take."),
+    "pull_delay": option(
+        str | None, None, metavar="SHARE:SECONDS", help="Let a share of the pulls' responses come late, such as 0.01:0.5."
+    ),
+}
+"""Of the commands that train a network of their own."""
+PUSH: Options = {
+    "push_dtype": option(
+        str,
+        PUSH_DTYPES[0],
+        help=f"What gradients are pushed in: {', '.join(PUSH_DTYPES)}. Sums and updates are in float32 all the same.",
+    )
+}
+JOB: Options = {
+    "server": option(
+        str,
+        "",
+        metavar="workers|process",
+        help="Fold pushes in waiting workers or in a server process, for scripts that do not say. Default: workers.",
+        show_default=False,
+    ),
+    "restarts": option(int, 0, help="Replace so many lost workers, in all; the job goes on meanwhile."),
+    "on_worker_loss": option(
+        str,
+        "",
+        help="What the others do when a worker is lost, stop or continue, for scripts that do not say. Default: stop; with"
+        " --restarts continue.",
+    ),
+    "nonfinite": option(
+        str,
+        "",
+        "--nonfinite",
+        help="A push with Inf or NaN, for scripts that do not say: reject (the default), raise or allow.",
+        show_default=False,
+    ),
+    "max_workers": option(int, 0, help="So many may be attached at a time; 0: as many as at the start."),
+    "checkpoint": option(Path | None, None, "--checkpoint", help="Write checkpoints into this directory."),
+    "every": option(int, 0, metavar="UPDATES", help="With --checkpoint: updates between two checkpoints; 0: 1000."),
+    "overwrite": option(bool, False, "--overwrite", help="With --checkpoint: delete other runs' checkpoints there."),
+    "resume": option(Path | None, None, help="Go on from this checkpoint, or from the newest of a directory of them."),
+    "inject_faults": option(
+        str | None,
+        None,
+        metavar="kill:N,stop:N,seconds:S",
+        help="Kill and stop (for 1 to 5 s) workers at random moments of the first S seconds; give --restarts for the killed.",
+    ),
+    "old_chaos": option(str | None, None, "--chaos", hidden=True, callback=_renamed),
+}
+"""Of the commands that start workers: how the job handles faults, and its checkpoints."""
+PLACE: Options = {
+    "nnodes": option(
+        int | None,
+        None,
+        "--nnodes",
+        metavar="N",
+        help="Nodes of the job; run the same command on each. Default: SLURM's or MPI's, else 1.",
+    ),
+    "rendezvous": option(str, "", metavar="HOST:PORT", help="Where the nodes find each other; HOST is node 0."),
+    "node_rank": option(str, "auto", metavar="auto|N", help="This node's number; auto: HOST is 0, others as they come."),
+    "interface": option(
+        str,
+        "",
+        metavar="NAME|ADDRESS",
+        envvar="FASTPS_INTERFACE",
+        help="The interface to the other nodes. Default: the one that leads to the rendezvous.",
+        show_default=False,
+    ),
+    "trusted_network": option(
+        bool, False, "--trusted-network", envvar="FASTPS_TRUSTED_NETWORK", help="Listen at a public address, too."
+    ),
+}
+"""Of the commands that run on each of several nodes: how the nodes find each other."""
+NODES: Options = {
+    each.name: option(type(each.default), each.default, each.flag, metavar=each.metavar or each.words, help=each.help)
+    for each in NodePolicy.options().values()
+}
+"""How a job treats its nodes: the fields of NodePolicy."""
+ON_LINKS: Options = {name: NODES[name] for name in ("link_dtype", "homes")}
+OUTPUT: Options = {
+    "wide": (Wide, False),
+    "json_file": (Json, None),
+    "progress": option(bool, True, "--progress/--no-progress", help="Show the workers live."),
+}
+
+
+def with_options(*groups: Options, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of these groups in its `**given`. `defaults` replace those of the groups."""
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, default), annotation=annotation)
+        for group in groups
+        for name, (annotation, default) in group.items()
+    ]
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        own = [each for each in inspect.signature(command).parameters.values() if each.kind is not each.VAR_KEYWORD]
+        command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]  # typer reads it
+        return command
+
+    return give
 
 
 def console_of(json_file: str | None) -> Console:
@@ -260,15 +251,11 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> "Training
 
 def nodes_of(context: typer.Context) -> "NodeOptions | None":
     """Make the NodeOptions of `fastps run`; None for a job of one node. Raises UsageError."""
-    from fastps.job.nodes import NodePolicy
-
-    given = context.params
-    names = ("within", "on_node_loss", "node_timeout", "link_dtype", "local_steps", "local_mix", "outer_lr", "outer_momentum")
-    policy = NodePolicy(*(given[name] for name in (*names, "link", "homes", "local_fragments", "local_overlap")))
+    policy = NodePolicy(**{name: context.params[option.name] for name, option in NodePolicy.options().items()})
     return placed_nodes(context, policy)
 
 
-def placed_nodes(context: typer.Context, policy: "NodePolicy") -> "NodeOptions | None":
+def placed_nodes(context: typer.Context, policy: NodePolicy) -> "NodeOptions | None":
     """The nodes that the options and what started this command describe; None for one node. Raises UsageError."""
     from fastps.job.launchers import launcher_place
     from fastps.job.secret import secret_of_file

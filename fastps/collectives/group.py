@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastps.collectives.meeting import DEPTH, KeyStore, Met, meet
+from fastps.collectives.group_memory import DEPTH, KeyStore, Met, meet
 from fastps.collectives.stores import StoreChoice
 from fastps.errors import Error, TimeoutExceededError, UsageError, WorkerDiedError
 from fastps.kernels.collectives import exchange

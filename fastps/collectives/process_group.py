@@ -14,7 +14,7 @@ from torch.distributed import AllreduceOptions, BarrierOptions, BroadcastOptions
 
 from fastps.collectives import tensors as of
 from fastps.collectives.group import Collective, Group
-from fastps.collectives.meeting import KeyStore
+from fastps.collectives.group_memory import KeyStore
 from fastps.collectives.works import GroupWork, Sequencer
 from fastps.errors import UnsupportedError, UsageError
 from fastps.kernels.collectives.exchange import KINDS, NO_REDUCTION

@@ -13,12 +13,11 @@ from typing import Literal
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job import environment
 from fastps.job.launchers import whole
+from fastps.job.options import OPTIONS, value_of
 
 Placement = Literal["host", "device"]
 _DEVICES = Path("/dev")
-# Twice the buckets of DistributedDataParallel, because a bucket costs each GPU a launch, and each worker events and copies. An
-# H100 folds so much in 0.1 ms and copies it over NVLink in 0.15 ms (by published bandwidths). Nobody has measured either.
-BUCKET_MB = 64
+BUCKET_MB = int(OPTIONS["FASTPS_BUCKET_MB"].default)
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -93,7 +92,7 @@ def placement() -> Placement:
     "auto" means "device" if all workers are on one GPU and CuPy is installed, else "host": several GPUs have never been tried.
     Raises UsageError, and UnsupportedError for an allocator that cannot share memory between processes.
     """
-    wanted = environment.chosen("FASTPS_PLACEMENT")
+    wanted = value_of("FASTPS_PLACEMENT")
     gpus = gpus_of_workers()
     is_one = len(set(gpus)) == 1 or (not gpus and environment.world_size() == 1)
     if wanted == "auto":
@@ -112,16 +111,9 @@ def placement() -> Placement:
 def bucket_bytes() -> int | None:
     """The size of the buckets that are folded while backward goes on, in bytes: FASTPS_BUCKET_MB in units of 2**20, or 64.
 
-    None for 0: no fold begins before backward has ended. Raises UsageError for anything but a number of 0 or more.
+    None for 0: no fold begins before backward has ended. Raises UsageError.
     """
-    text = os.environ.get("FASTPS_BUCKET_MB", str(BUCKET_MB))
-    try:
-        size = int(float(text) * (1 << 20))
-    except (ValueError, OverflowError):
-        size = -1
-    if not 0 <= size < 1 << 50:
-        raise UsageError(f"FASTPS_BUCKET_MB: expected the megabytes of a bucket, such as {BUCKET_MB}, or 0, found {text!r}")
-    return size or None
+    return int(value_of("FASTPS_BUCKET_MB") * (1 << 20)) or None
 
 
 def check_allocator() -> None:

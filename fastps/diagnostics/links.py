@@ -22,11 +22,9 @@ from fastps.job.update_rules import SGD
 from fastps.network.addresses import own_address
 from fastps.network.codec import CODECS
 from fastps.network.edge import Edge
-from fastps.network.gloo import GlooLink, reason_of
-from fastps.network.introduction import Introduction, await_keys
-from fastps.network.launch_rendezvous import Meeting, Met, meet
-from fastps.network.link import LinkLostError
+from fastps.network.link import GlooLink, LinkLostError, reason_of
 from fastps.network.measuring import SMALL_BYTES, LinkRates, measure, respond
+from fastps.network.meeting import Introduction, Meeting, Met, await_keys, meet
 from fastps.network.parts import parts_of
 from fastps.processes.nodes import NodeOptions
 from fastps.store.store import Store as Arena

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fastps.errors import UnsupportedError
-from fastps.integrations import meeting, process_group
+from fastps.integrations import attendance, process_group
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.policy import Policy
@@ -85,7 +85,7 @@ class JobOptimizer(DistributedOptimizer):
         if self.worker.rank == 0:
             self.replace_weights(loaded)
         together()
-        self._take_weights()  # replaced weights have no new version
+        self._job.take_weights()  # replaced weights have no new version
         if self._kept is not None:
             kept, self._kept = self._kept, None
             self.load_state_dict(kept)
@@ -262,7 +262,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # its package 
                 " its arguments as sync= and fastps_options="
             )
         optimizer = self._wrapped(optimizer)
-        meeting.keep_going(optimizer)
+        attendance.keep_going(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def _wrapped(self, optimizer: torch.optim.Optimizer) -> JobOptimizer:

@@ -9,12 +9,12 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastps.errors import TimeoutExceededError
 from fastps.membership.rendezvous import OtherUser, check_user
+from fastps.network.tcp_store import connect_store, host_store
 from fastps.system import unix_sockets
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.deadline import Deadline
@@ -45,9 +45,8 @@ class GroupStore:
     def meet(self, clock: Clock = SYSTEM_CLOCK) -> Store:
         """Wait for the others, and return the store. Raises TimeoutExceededError if one does not come."""
         deadline = Deadline(clock.now_ns(), int(self.limit_s * 1e9))
-        timeout = timedelta(seconds=self.limit_s)
         if self.rank == 0:
-            store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            store = host_store(_HOST, 0, self.limit_s)
             self._tell(store.port, clock, deadline)
             return store
         while (port := self._ask()) is None:
@@ -58,7 +57,7 @@ class GroupStore:
                     " worker 0, and raise FASTPS_TIMEOUT if it is only slow"
                 )
             clock.sleep_ns(int(_POLL_S * 1e9))
-        return TCPStore(_HOST, port, is_master=False, timeout=timeout)
+        return connect_store(_HOST, port, self.limit_s)
 
     @property
     def _name(self) -> bytes:

@@ -13,11 +13,11 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, ScatterOptions, Store, Work  # type: ignore[attr-defined]
 
 from fastps.errors import Error, UnsupportedError, UsageError, WorkerDiedError
-from fastps.integrations import meeting
+from fastps.integrations import attendance
 from fastps.integrations.group_store import GroupStore
 from fastps.job import environment, limits
 from fastps.job.nodes import nodes_of_environment
-from fastps.network.gloo import reason_of
+from fastps.network.link import reason_of
 from fastps.system.clock import SYSTEM_CLOCK
 
 logger = logging.getLogger("fastps.integrations")
@@ -61,7 +61,7 @@ class JobGroup(ProcessGroup):
         board = _KeyBoard(self._store, self._number, self.rank())
         try:
             work: Work = getattr(self._gloo, name)(*arguments, **options)
-            meeting.wait(work.is_completed, f"in {name} of torch.distributed", board, self.limit_s, pushes=pushes)
+            attendance.wait(work.is_completed, f"in {name} of torch.distributed", board, self.limit_s, pushes=pushes)
             work.wait()
         except RuntimeError as error:
             if isinstance(error, Error):
@@ -74,7 +74,7 @@ class JobGroup(ProcessGroup):
     def _lost(self, name: str, error: RuntimeError) -> Exception:
         """The error of a collective that Gloo ended. Raises the store's own error if it can name the worker that is lost."""
         until_ns = SYSTEM_CLOCK.now_ns() + _NAMED_NS
-        while (workers := meeting.open_workers()) and SYSTEM_CLOCK.now_ns() < until_ns:
+        while (workers := attendance.open_workers()) and SYSTEM_CLOCK.now_ns() < until_ns:
             for worker in workers:
                 worker.check_peers()
             SYSTEM_CLOCK.sleep_ns(_PAUSE_NS)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from fastps.errors import Error, NodeLostError, UnsupportedError, UsageError, WorkerDiedError
 from fastps.job.specs import parse_policy
-from fastps.network.store_host import limit_name_lookups
+from fastps.network.tcp_store import host_store, limit_name_lookups
 from fastps.system import exit_handlers
 from fastps.system.extras import how_to_install
 from fastps.torch.optimizer import DistributedOptimizer
@@ -281,7 +281,7 @@ def _own_place() -> Place:
 def _keep_rendezvous(address: str) -> int:
     """Open the store in which the agents of all nodes meet, for as long as this process lives. Returns its port."""
     limit_name_lookups()
-    _stores.append(TCPStore(address, 0, is_master=True, wait_for_workers=False))
+    _stores.append(host_store(address, 0, 300.0))
     return int(_stores[-1].port)
 
 

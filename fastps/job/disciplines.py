@@ -5,11 +5,11 @@ row. A discipline is data, not a class. The table is the only list of discipline
 the documentation's table and the tests read it, and the names of `__all__` are public names of fastps.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fastps.errors import PolicyError
-from fastps.job.policy import DEFAULT_SHARDS, LEAST_WARM_UP, MAX_BOUND, Policy
+from fastps.job.policy import DEFAULT_SHARDS, LEAST_WARM_UP, MAX_BOUND, MOST_WARM_UP, NUMBERS, Policy, spec_of
 
 __all__ = ["ASP", "BSP", "DSSP", "PSP", "R2SP", "SSP", "BackupWorkers", "HardSync", "RudraAdv", "RudraAdvStar", "SoftSync"]
 
@@ -38,8 +38,7 @@ def SSP(s: int) -> Policy:  # noqa: N802
     >>> SSP(3).spec
     'ssp:3'
     """
-    _check("ssp", "s", s, 0)
-    return Policy(spec=f"ssp:{s}", fold="each", grant="bounded", low=s, high=s, release="printed")
+    return Policy(spec=spec_of("ssp", s), fold="each", grant="bounded", low=s, high=s, release="printed")
 
 
 def DSSP(  # noqa: N802
@@ -70,16 +69,14 @@ def DSSP(  # noqa: N802
     >>> DSSP(3, 15, bound="push", credit="prose").spec
     'dssp:3,15,bound=push,credit=prose'
     """
-    _check("dssp", "lo", lo, 0)
-    _check("dssp", "hi", hi, 0)
-    if hi < lo:
-        raise PolicyError(f"dssp:{lo},{hi}: expected lo <= hi, found lo={lo} and hi={hi}; write dssp:{hi},{lo}?")
-    spec = f"dssp:{lo},{hi}"
-    spec += "" if release == "next-push" else f",release={release}"
-    spec += f",bound={bound}" if bound != "grant" else ",hard_bound=true" if hard_bound else ""
-    spec += "" if credit == "listed" else f",credit={credit}"
     return Policy(
-        spec=spec,
+        spec=spec_of(
+            *("dssp", lo, hi),
+            release=(release, "next-push"),
+            hard_bound=(hard_bound if bound == "grant" else False, False),
+            bound=(bound, "grant"),
+            credit=(credit, "listed"),
+        ),
         fold="each",
         grant="bounded",
         low=lo,
@@ -99,8 +96,10 @@ def Auto(steps: int = 32) -> Policy:  # noqa: N802
     >>> Auto().spec, Auto(100).spec
     ('auto', 'auto:100')
     """
-    _check("auto", "steps", steps, LEAST_WARM_UP)
-    return Policy(spec="auto" if steps == 32 else f"auto:{steps}", fold="all", grant="next-version", warm_up=steps)
+    spec = spec_of("auto") if steps == 32 else spec_of("auto", steps)
+    if steps == 0:  # a policy without warm-up
+        raise PolicyError(f"{spec}: expected steps of {LEAST_WARM_UP} to {MOST_WARM_UP}, found 0")
+    return Policy(spec=spec, fold="all", grant="next-version", warm_up=steps)
 
 
 def BackupWorkers(b: int) -> Policy:  # noqa: N802
@@ -112,8 +111,7 @@ def BackupWorkers(b: int) -> Policy:  # noqa: N802
     >>> BackupWorkers(1).spec
     'backup:1'
     """
-    _check("backup", "b", b, 0)
-    return Policy(spec=f"backup:{b}", fold="quorum", grant="next-version", backups=b)
+    return Policy(spec=spec_of("backup", b), fold="quorum", grant="next-version", backups=b)
 
 
 def PSP(  # noqa: N802
@@ -137,11 +135,10 @@ def PSP(  # noqa: N802
     >>> PSP(3, 0.75).spec
     'psp:3,0.75'
     """
-    spec = f"psp:{push},{_number(pull)}"
-    options = {"push_timeout": (push_timeout, 0.0), "pull_timeout": (pull_timeout, 0.0), "shards": (shards, DEFAULT_SHARDS)}
-    spec += "".join(f",{name}={_number(value)}" for name, (value, default) in options.items() if value != default)
-    spec += "" if scale == "linear" else f",scale={scale}"
-    _check("psp", "c", push, 1)
+    timeouts = {"push_timeout": (push_timeout, 0.0), "pull_timeout": (pull_timeout, 0.0)}
+    spec = spec_of("psp", push, pull, **timeouts, shards=(shards, DEFAULT_SHARDS), scale=(scale, "linear"))
+    if push == 0:  # a policy that takes the pushes of all workers but the backups
+        raise PolicyError(f"{spec}: expected c of 1 to {MAX_BOUND}, found 0")
     return Policy(
         spec=spec,
         fold="quorum",
@@ -163,10 +160,8 @@ def HardSync(reference_batch: int) -> Policy:  # noqa: N802
     >>> HardSync(128).spec
     'hardsync:128'
     """
-    _check("hardsync", "B", reference_batch, 1)
-    return Policy(
-        spec=f"hardsync:{reference_batch}", fold="all", grant="next-version", scale="square-root", reference=reference_batch
-    )
+    spec = spec_of("hardsync", reference_batch)
+    return Policy(spec=spec, fold="all", grant="next-version", scale="square-root", reference=reference_batch)
 
 
 def SoftSync(n: int, *, scale: str = "divisor") -> Policy:  # noqa: N802
@@ -179,14 +174,8 @@ def SoftSync(n: int, *, scale: str = "divisor") -> Policy:  # noqa: N802
     >>> SoftSync(2).spec
     'softsync:2'
     """
-    _check("softsync", "n", n, 1)
-    return Policy(
-        spec=f"softsync:{n}" + ("" if scale == "divisor" else f",scale={scale}"),
-        fold="count",
-        grant="at-once",
-        scale=scale,
-        divisor=n,
-    )
+    spec = spec_of("softsync", n, scale=(scale, "divisor"))
+    return Policy(spec=spec, fold="count", grant="at-once", scale=scale, divisor=n)
 
 
 def RudraAdv(n: int, *, groups: int = 2) -> Policy:  # noqa: N802
@@ -198,8 +187,7 @@ def RudraAdv(n: int, *, groups: int = 2) -> Policy:  # noqa: N802
     >>> RudraAdv(1).spec
     'adv:1'
     """
-    _check("adv", "n", n, 1)
-    spec = f"adv:{n}" + ("" if groups == 2 else f",groups={groups}")
+    spec = spec_of("adv", n, groups=(groups, 2))
     return Policy(spec=spec, fold="count", grant="at-once", scale="divisor", divisor=n, groups=groups)
 
 
@@ -215,8 +203,7 @@ def RudraAdvStar(n: int, *, groups: int = 2) -> Policy:  # noqa: N802
     >>> RudraAdvStar(1).spec
     'adv*:1'
     """
-    _check("adv*", "n", n, 1)
-    spec = f"adv*:{n}" + ("" if groups == 2 else f",groups={groups}")
+    spec = spec_of("adv*", n, groups=(groups, 2))
     return Policy(spec=spec, fold="count", grant="at-once", scale="divisor", divisor=n, groups=groups, overlap=True)
 
 
@@ -231,21 +218,8 @@ def R2SP(relax: float = 0.8, *, tune: bool = False) -> Policy:  # noqa: N802
     >>> R2SP(0.8, tune=True).spec
     'r2sp:0.8,tune=true'
     """
-    spec = f"r2sp:{_number(relax)}" + (",tune=true" if tune else "")
+    spec = spec_of("r2sp", relax, tune=(tune, False))
     return Policy(spec=spec, fold="in-order", grant="round-robin", scale="batch" if tune else "one", relax=relax, tune=tune)
-
-
-def _check(name: str, what: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or not least <= value <= MAX_BOUND:
-        raise PolicyError(f"{name}: expected {what} from {least} to {MAX_BOUND}, a whole number, found {value}")
-
-
-def _number(value: object) -> str:
-    """The shortest text that parses to the same number: 0.8, 1, 0.1234567."""
-    if not isinstance(value, float | int):
-        return str(value)
-    short = f"{value:g}"
-    return short if float(short) == value else repr(float(value))
 
 
 @dataclass(frozen=True)
@@ -260,7 +234,7 @@ class Discipline:
         staleness: the versions between the weights of a gradient and those that it changes, in words; N is the workers.
         use: when to use it, one sentence.
         examples: specs that show every option; tests build and schedule each for 4 workers.
-        numbers: the types of the spec's numbers.
+        numbers: the values of the policy that are the spec's numbers, and the letters of the usage for them.
         defaults: how many trailing numbers may be omitted.
         options: the names that may follow as name=value.
         advised: returns the specs that `fastps advise` tries for so many workers and such a batch; none by default.
@@ -274,7 +248,7 @@ class Discipline:
     staleness: str
     use: str
     examples: tuple[str, ...]
-    numbers: tuple[type, ...] = ()
+    numbers: Mapping[str, str] = field(default_factory=dict)
     defaults: int = 0
     options: tuple[str, ...] = ()
     advised: Callable[[int, int], Sequence[str]] = lambda workers, batch: ()
@@ -321,7 +295,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="bounded",
         use="Workers slow down now and then, none for good.",
         examples=("ssp:3",),
-        numbers=(int,),
+        numbers={"low": "s", "high": "s"},
         advised=lambda workers, batch: [f"ssp:{bound}" for bound in (1, 2, 3, 5, 10)],
         chaos=("ssp:1", "ssp:3"),
     ),
@@ -344,7 +318,7 @@ DISCIPLINES: dict[str, Discipline] = {
             "dssp:3,15,credit=listed",
             "dssp:3,15,credit=prose",
         ),
-        numbers=(int, int),
+        numbers={"low": "lo", "high": "hi"},
         options=("release", "hard_bound", "bound", "credit"),
         advised=lambda workers, batch: ["dssp:1,4", "dssp:3,15", "dssp:5,30"],
         chaos=("dssp:1,3,hard_bound=true", "dssp:1,3,bound=push,credit=prose"),
@@ -357,7 +331,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="0",
         use="A few workers are slow at random, and the work of b workers may be lost.",
         examples=("backup:1",),
-        numbers=(int,),
+        numbers={"backups": "b"},
         advised=_backups,
         chaos=("backup:1",),
     ),
@@ -369,7 +343,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="0, with some stale blocks",
         use="Single messages come late on a network of many servers.",
         examples=("psp:3,0.75", "psp:3,0.75,shards=8", "psp:3,0.75,push_timeout=0.5", "psp:3,0.75,pull_timeout=0.5"),
-        numbers=(int, float),
+        numbers={"count": "c", "pull": "f"},
         options=("shards", "push_timeout", "pull_timeout"),
         advised=lambda workers, batch: [f"psp:{max(1, round(0.75 * workers))},0.75", f"psp:{workers - 1},1"],
     ),
@@ -381,7 +355,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="0",
         use="The total batch is large, and the learning rate was tuned for a batch of B.",
         examples=("hardsync:128",),
-        numbers=(int,),
+        numbers={"reference": "B"},
         advised=lambda workers, batch: [f"hardsync:{batch * workers}"],
     ),
     "softsync": Discipline(
@@ -392,7 +366,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="about n",
         use="A middle between updates of all workers (n = 1) and asp (n = N).",
         examples=("softsync:2",),
-        numbers=(int,),
+        numbers={"divisor": "n"},
         advised=lambda workers, batch: [f"softsync:{n}" for n in (*_divisors(workers), workers)],
         chaos=("softsync:2",),
     ),
@@ -404,7 +378,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="a little more than adv",
         use="The tree is to be simulated with hidden transfers.",
         examples=("adv*:1", "adv*:1,groups=3"),
-        numbers=(int,),
+        numbers={"divisor": "n"},
         options=("groups",),
         advised=lambda workers, batch: [f"adv*:{n}" for n in _divisors(workers)[-1:]],
     ),
@@ -416,7 +390,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="about n",
         use="The tree of many learners is to be simulated; on one machine it saves link time only.",
         examples=("adv:1", "adv:1,groups=3"),
-        numbers=(int,),
+        numbers={"divisor": "n"},
         options=("groups",),
         advised=lambda workers, batch: [f"adv:{n}" for n in _divisors(workers)[-1:]],
         chaos=("adv:2",),
@@ -429,7 +403,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="N - 1",
         use="All workers share one link that bsp fills in bursts; tune=true evens out their speeds with batch sizes.",
         examples=("r2sp", "r2sp:0.5", "r2sp,tune=true", "r2sp:0.5,tune=true"),
-        numbers=(float,),
+        numbers={"relax": "r"},
         defaults=1,
         options=("tune",),
         advised=lambda workers, batch: ["r2sp:0.5", "r2sp:0.8", "r2sp:1", "r2sp:0.8,tune=true"],
@@ -443,7 +417,7 @@ DISCIPLINES: dict[str, Discipline] = {
         staleness="that of the choice",
         use="You do not know which to take.",
         examples=("auto", "auto:100"),
-        numbers=(int,),
+        numbers={"warm_up": "steps"},
         defaults=1,
     ),
     "policy": Discipline(
@@ -469,3 +443,4 @@ DISCIPLINES: dict[str, Discipline] = {
         ),
     ),
 }
+NUMBERS.update({name: row.numbers for name, row in DISCIPLINES.items()})

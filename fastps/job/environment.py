@@ -15,11 +15,11 @@ from typing import Any
 
 from fastps.errors import UsageError
 from fastps.job.launchers import MOST, launched, whole
+from fastps.job.options import OPTIONS, value_of
 
 TRACE_VARIABLE = "FASTPS_TRACE"  # the file that a launch records its trace into
 # The first variable that is set counts. Lightning sets only LOCAL_RANK, which on one machine is the rank.
 _RANKS, _WORKERS = ("FASTPS_RANK", "RANK", "LOCAL_RANK"), ("FASTPS_WORKERS", "WORLD_SIZE")
-_CHOICES = {"FASTPS_PLACEMENT": ("auto", "host", "device"), "FASTPS_KEEP_MEMORY": ("1", "0")}  # the default first
 LONGEST_JOB = 64  # bytes; the rest of a socket's name says which node, optimizer and place it is
 _SPAWN = "fastps.spawn(fn, args, workers=N) starts processes that find each other"
 
@@ -99,8 +99,8 @@ def identity(job: str | None = None, rank: int | None = None, workers: int | Non
     'mnist'
     """
     check_main_guard()
-    for name in _CHOICES:
-        chosen(name)
+    for name in OPTIONS:
+        value_of(name)
     is_child = process.parent_process() is not None
     is_told = any(name in os.environ for name in (*_RANKS, *_WORKERS)) or _process_group() is not None
     if is_child and rank is None and workers is None and not is_told:
@@ -170,27 +170,6 @@ def check_job(name: str, most: int = LONGEST_JOB) -> str:
             " job another name"
         )
     return name
-
-
-def chosen(name: str) -> str:
-    """The value of a variable that has a few; the default if it is unset or empty. Raises UsageError for any other.
-
-    >>> chosen("FASTPS_KEEP_MEMORY")
-    '1'
-    """
-    choices = _CHOICES[name]
-    found = os.environ.get(name) or choices[0]
-    if found not in choices:
-        raise UsageError(f"expected the environment variable {name} to be one of {', '.join(choices)}, found {found!r}")
-    return found
-
-
-def whole_number(name: str, default: int, most: int = MOST) -> int:
-    """The value of a variable that counts; the default if it is unset or empty. Raises UsageError above `most`, too."""
-    text = os.environ.get(name) or str(default)
-    if (found := whole(text, most)) is None:
-        raise UsageError(f"expected {name} to be a whole number, found {text[:40]!r}; the largest is {most:,}")
-    return found
 
 
 def job_name(instance: int) -> str:

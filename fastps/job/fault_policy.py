@@ -3,15 +3,10 @@
 All workers of a job agree on these values, so they are part of its layout.
 """
 
-import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from fastps.errors import UsageError
-from fastps.job.environment import whole_number
-from fastps.kernels.shm.arena import MAX_LANES
-
-LOSS_CHOICES = ("stop", "continue")
-NONFINITE_CHOICES = ("reject", "raise", "allow")
+from fastps.job.options import value_of
 
 
 @dataclass(frozen=True)
@@ -36,19 +31,16 @@ class FaultPolicy:
     max_workers: int = 0
 
     def __post_init__(self) -> None:
-        for name, choices in (("on_worker_loss", LOSS_CHOICES), ("nonfinite", NONFINITE_CHOICES)):
-            if getattr(self, name) not in choices:
-                raise UsageError(f"expected {name} to be one of {', '.join(choices)}, found {getattr(self, name)!r}")
-        if self.max_workers < 0:
-            raise UsageError(f"expected max_workers of 0 (as many as at the start) or more, found {self.max_workers}")
+        for name, value in asdict(self).items():
+            value_of(f"FASTPS_{name.upper()}", value)
 
     @staticmethod
     def of(on_worker_loss: str | None = None, nonfinite: str | None = None, max_workers: int | None = None) -> "FaultPolicy":
         """The arguments, or FASTPS_ON_WORKER_LOSS, FASTPS_NONFINITE and FASTPS_MAX_WORKERS where they are None."""
         return FaultPolicy(
-            on_worker_loss or os.environ.get("FASTPS_ON_WORKER_LOSS", "stop"),
-            nonfinite or os.environ.get("FASTPS_NONFINITE", "reject"),
-            whole_number("FASTPS_MAX_WORKERS", 0, MAX_LANES) if max_workers is None else max_workers,
+            value_of("FASTPS_ON_WORKER_LOSS", on_worker_loss),
+            value_of("FASTPS_NONFINITE", nonfinite),
+            value_of("FASTPS_MAX_WORKERS", max_workers),
         )
 
     def lanes(self, workers: int) -> int:

@@ -12,9 +12,9 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from fastps.errors import UnsupportedError, UsageError
-from fastps.job.environment import whole_number
+from fastps.errors import UnsupportedError
 from fastps.job.fault_policy import DEFAULT_FAULTS, FaultPolicy
+from fastps.job.options import OPTIONS
 from fastps.job.policy import Policy
 from fastps.job.update_rules import UPDATE_RULES, Rule
 from fastps.kernels.shm import arena
@@ -66,20 +66,7 @@ class Parameter:
 LEAF = "leaf"
 """The name of the rule of a leaf arena, whose fold is made on another arena."""
 
-DEFAULT_READERS = 8
 """The most processes at a time that only read a job's weights, unless the job asks for another number."""
-
-
-def chosen_readers(given: int | None = None) -> int:
-    """The most readers of a job: the argument, else FASTPS_MAX_READERS, else 8. Raises UsageError for no whole number.
-
-    >>> chosen_readers(2)
-    2
-    """
-    found = whole_number("FASTPS_MAX_READERS", DEFAULT_READERS, arena.MAX_LANES) if given is None else given
-    if found < 0:
-        raise UsageError(f"expected max_readers of 0 (none) or more, found {found}")
-    return found
 
 
 @dataclass(frozen=True)
@@ -107,7 +94,7 @@ class Layout:
     owner_lanes: tuple[int, ...] = ()
     slot_owners: tuple[int, ...] = ()
     server: str = "workers"
-    max_readers: int = DEFAULT_READERS
+    max_readers: int = OPTIONS["FASTPS_MAX_READERS"].default
 
     @property
     def lanes(self) -> int:

@@ -3,10 +3,9 @@
 Limits that a user may change come from the environment and are read at each call. The settings of a job are not here.
 """
 
-import os
 from typing import TYPE_CHECKING
 
-from fastps.errors import UsageError
+from fastps.job.options import value_of
 from fastps.job.policy import MOST_SLOTS
 from fastps.kernels.protocol import wait
 from fastps.kernels.shm import arena
@@ -22,9 +21,6 @@ SPINS = 4_000  # polls before a worker sleeps: about the cost of one sleep and w
 STREAMED_BYTES = 28 << 20
 # The same for a rule whose results go through a staging buffer: bytes that a fold writes, if two or more cores share the fold.
 STAGED_BYTES = 128 << 20
-DEFAULT_TIMEOUT_S = 300.0
-LONGEST_TIMEOUT_S = 1_000_000_000  # 31 years; a deadline in ns has 63 bits
-DEFAULT_STALL_MS = 500  # of a fold that does not go on, before the others go on without its worker
 
 # A ring holds at most as many pushes as the lane has slots, or two pushes would name one slot. Null pushes and the last
 # descriptor, LEAVE, need places of their own.
@@ -34,41 +30,16 @@ assert arena.MAX_LANES + 1 < 1 << 16
 
 
 def timeout_s(given: float | None = None) -> float:
-    """The timeout of all waits, in seconds: the argument, else FASTPS_TIMEOUT, else 300.
-
-    Raises UsageError for a value that is not a number of more than 0 and at most LONGEST_TIMEOUT_S.
-    """
-    text = os.environ.get("FASTPS_TIMEOUT")
-    if given is None and text is None:
-        return DEFAULT_TIMEOUT_S
-    try:
-        value = float(given if given is not None else text or "")
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= LONGEST_TIMEOUT_S:
-        raise UsageError(
-            f"expected a timeout of more than 0 and at most {LONGEST_TIMEOUT_S:,} seconds (FASTPS_TIMEOUT or timeout_s), found"
-            f" {text if given is None else given!r}"
-        )
-    return value
+    """The timeout of all waits, in seconds: the argument, else FASTPS_TIMEOUT, else 300. Raises UsageError."""
+    return float(value_of("FASTPS_TIMEOUT", given))
 
 
 def stall_ns(given_ms: float | None = None) -> int:
     """How long a peer that holds up the others may stand still before they go on without it, in ns; 0: for ever.
 
-    The argument, else FASTPS_STALL_MS, else 500 ms. Raises UsageError for a value that is not a number of 100 or more, or 0.
+    The argument, else FASTPS_STALL_MS, else 500 ms. Raises UsageError.
     """
-    text = os.environ.get("FASTPS_STALL_MS")
-    if given_ms is None and text is None:
-        return DEFAULT_STALL_MS * 1_000_000
-    try:
-        value = float(given_ms if given_ms is not None else text or "")
-    except ValueError:
-        value = -1.0
-    if not (value == 0 or 100 <= value < 1e9):
-        found = text if given_ms is None else given_ms
-        raise UsageError(f"expected a time of 100 ms or more, or 0 for none (FASTPS_STALL_MS), found {found!r}")
-    return int(value * 1_000_000)
+    return int(value_of("FASTPS_STALL_MS", given_ms) * 1_000_000)
 
 
 def streams(layout: "Layout", helpers: int) -> bool:

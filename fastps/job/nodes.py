@@ -4,15 +4,14 @@ Launchers set the variables that describe them.
 """
 
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from fastps.errors import PolicyError, UnsupportedError, UsageError
 from fastps.job import environment, launchers
-from fastps.job.fault_policy import LOSS_CHOICES, FaultPolicy
+from fastps.job.fault_policy import FaultPolicy
 from fastps.job.launchers import FASTPS, TORCHRUN, Launched, whole
 from fastps.job.layout import LEAF, Layout
+from fastps.job.options import NodePolicy, value_of
 from fastps.job.policy import Policy
 from fastps.job.secret import VARIABLE as SECRET
 from fastps.job.secret import Secret, secret_of_environment
@@ -21,128 +20,7 @@ from fastps.job.update_rules import UPDATE_RULES, Hyper, Options, Rule, rule_for
 from fastps.kernels.update import fold
 
 _WITHIN = {"bsp": "bsp", "asp": "asp,combine=true"}
-_CHOICES: dict[str, Collection[str]] = {
-    "within": _WITHIN,
-    "on_node_loss": LOSS_CHOICES,
-    "link_dtype": ("float32", "bfloat16", "float16", "int8"),
-    "link": ("gloo", "zmq"),
-    "homes": ("first", "spread"),
-}
-_OPTIONS = {
-    "within": "--within (FASTPS_WITHIN)",
-    "on_node_loss": "--on-node-loss (FASTPS_ON_NODE_LOSS)",
-    "timeout_s": "--node-timeout (FASTPS_NODE_TIMEOUT)",
-    "link_dtype": "--link-dtype (FASTPS_LINK_DTYPE)",
-    "link": "--link (FASTPS_LINK)",
-    "homes": "--homes (FASTPS_HOMES)",
-    "local_steps": "--local-steps (FASTPS_LOCAL_STEPS)",
-    "local_fragments": "--local-fragments (FASTPS_LOCAL_FRAGMENTS)",
-    "local_overlap": "--local-overlap (FASTPS_LOCAL_OVERLAP)",
-    "local_mix": "--local-mix (FASTPS_LOCAL_MIX)",
-    "outer_lr": "--outer-lr (FASTPS_OUTER_LR)",
-    "outer_momentum": "--outer-momentum (FASTPS_OUTER_MOMENTUM)",
-}
-_VARIABLES = {name: option.partition("(")[2].rstrip(")") for name, option in _OPTIONS.items()}
-_RANGES = {
-    "timeout_s": (1.0, 3600.0, "1 to 3600 seconds"),
-    "local_steps": (0, 1_000_000, "0 to 1,000,000 versions"),
-    "local_fragments": (1, 1000, "1 to 1,000 fragments"),
-    "local_overlap": (0, 1_000_000, "0 to 1,000,000 versions"),
-    "local_mix": (1e-6, 1.0, "more than 0 and at most 1"),
-    "outer_lr": (1e-6, 1e6, "more than 0"),
-    "outer_momentum": (0.0, 0.999999, "0 or more and less than 1"),
-}
-_WHOLE_NUMBERS = ("local_steps", "local_fragments", "local_overlap")
 _LEAF_RULE = Rule(LEAF, fold.RULES["sgd"], ())  # without state: the home has it
-
-
-@dataclass(frozen=True)
-class NodePolicy:
-    """How a job treats its nodes; the same on all of them.
-
-    Attributes:
-        within: how the workers of one node are summed: "bsp" waits for all of them, "asp" takes the pushes that are there.
-        on_node_loss: when a node is lost, the others "stop" with an error that names it, or "continue" without it.
-        timeout_s: a node that sends nothing for this long is lost.
-        link_dtype: the type in which floats travel: "float32", or with error feedback "bfloat16", "float16" or "int8".
-        local_steps: the versions that a node makes by itself between two exchanges; 0: every push goes to the home.
-        local_fragments: the fragments of the model that are exchanged in turn, each every `local_steps` versions.
-        local_overlap: the versions that a node makes while an exchange takes place.
-        local_mix: the share of the home's weights in those with which a node goes on after an exchange.
-        outer_lr, outer_momentum: the home's rule with local_steps: SGD with Nesterov momentum (arXiv 2311.08105, section 3.1).
-        link: what carries bytes: "gloo", or "zmq", which encrypts them and needs a secret.
-        homes: the nodes that hold weights and optimizer state: "first" for node 0 alone, "spread" for a share on each node.
-
-    Raises UsageError for a value out of range.
-    """
-
-    within: str = "bsp"
-    on_node_loss: str = "stop"
-    timeout_s: float = 3.0
-    link_dtype: str = "float32"
-    local_steps: int = 0
-    local_mix: float = 1.0
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    link: str = "gloo"
-    homes: str = "first"
-    local_fragments: int = 1
-    local_overlap: int = 0
-
-    def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise UsageError(f"expected {_OPTIONS[name]} to be one of {', '.join(choices)}, found {getattr(self, name)!r}")
-        for name, (least, most, text) in _RANGES.items():
-            if not least <= getattr(self, name) <= most:
-                raise UsageError(f"expected {_OPTIONS[name]} of {text}, found {getattr(self, name)!r:.40}")
-        if self.homes == "spread" and self.on_node_loss == "continue":
-            raise UsageError(
-                "--homes spread (FASTPS_HOMES): a lost node takes its share of the weights with it: expected --on-node-loss"
-                " stop beside it, found continue"
-            )
-        self._check_fragments()
-
-    def _check_fragments(self) -> None:
-        steps, fragments, overlap = self.local_steps, self.local_fragments, self.local_overlap
-        if not steps and (fragments > 1 or overlap):
-            name = "local_fragments" if fragments > 1 else "local_overlap"
-            raise UsageError(f"{_OPTIONS[name]}: expected {_OPTIONS['local_steps']} beside it, found none")
-        if fragments > 1 and steps % fragments:
-            raise UsageError(
-                f"{_OPTIONS['local_fragments']}: fragments are exchanged at even distances: expected a divisor of the {steps}"
-                f" local steps, found {fragments}"
-            )
-        if steps and overlap > steps // fragments:
-            raise UsageError(
-                f"{_OPTIONS['local_overlap']}: one exchange ends before the next begins: expected at most"
-                f" {steps // fragments} versions, which is local steps / fragments, found {overlap}"
-            )
-        if fragments > 1 and self.homes == "spread":
-            raise UsageError(
-                "--homes spread (FASTPS_HOMES): the homes of all shares exchange at the same time: expected no fragments"
-                f" beside it, found {_OPTIONS['local_fragments']} {fragments}"
-            )
-
-    @staticmethod
-    def of_environment() -> "NodePolicy":
-        """The policy of this process's job. Raises UsageError."""
-        found: dict[str, Any] = {name: os.environ[key] for name, key in _VARIABLES.items() if key in os.environ}
-        for name in _RANGES.keys() & found.keys():
-            kind = int if name in _WHOLE_NUMBERS else float
-            try:
-                found[name] = kind(found[name])
-            except ValueError:
-                wanted = "a whole number" if kind is int else "a number"
-                raise UsageError(f"expected {_VARIABLES[name]} to be {wanted}, found {found[name]!r}") from None
-        return NodePolicy(**found)
-
-    def environment(self) -> Mapping[str, str]:
-        """The variables that pass this policy to workers."""
-        return {key: str(getattr(self, name)) for name, key in _VARIABLES.items()}
-
-
-DEFAULT_NODE_POLICY = NodePolicy()
 
 
 @dataclass(frozen=True)
@@ -166,7 +44,7 @@ class Nodes:
     local_workers: int
     host: str
     port: int
-    policy: NodePolicy = DEFAULT_NODE_POLICY
+    policy: NodePolicy = field(default_factory=NodePolicy)
     interface: str = ""
     trusts_network: bool = False
     launched: Launched | None = None
@@ -238,10 +116,7 @@ def _nodes_without_store() -> Nodes | None:
 
 def _network() -> tuple[str, bool]:
     """The interface to the other nodes, and whether its network is trusted. Raises UsageError."""
-    trusts = os.environ.get("FASTPS_TRUSTED_NETWORK", "0")
-    if trusts not in ("0", "1"):
-        raise UsageError(f"expected FASTPS_TRUSTED_NETWORK to be 0 or 1, found {trusts!r}")
-    return os.environ.get("FASTPS_INTERFACE", ""), trusts == "1"
+    return os.environ.get("FASTPS_INTERFACE", ""), value_of("FASTPS_TRUSTED_NETWORK") == "1"
 
 
 def address(text: str) -> tuple[str, int]:

@@ -6,7 +6,7 @@ simulator read the values and know no names. The scheduler makes the decisions.
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,32 +20,19 @@ MOST_SLOTS = 4
 LEAST_WARM_UP = 8  # fewer steps say little, and the advice leaves out the first
 MOST_WARM_UP = 10_000
 
-_ALLOWED = {
-    "low": "0 to high",
-    "high": f"low to {MAX_BOUND}",
-    "release": "release=next-push or release=printed",
-    "bound": "bound=grant or bound=push",
-    "credit": "credit=listed or credit=prose",
-    "count": f"0 (the workers less the backups) to {MAX_BOUND}",
-    "backups": f"0 to {MAX_BOUND}",
-    "push_timeout": "0 to less than 3600 seconds",
-    "divisor": f"1 to {MAX_BOUND}, and to the number of workers",
-    "groups": "0 (no tree) to the number of workers",
-    "relax": "0 to 1",
-    "reference": f"1 to {MAX_BOUND} samples",
-    "pull": "more than 0 and at most 1",
-    "pull_timeout": "0 to less than 3600 seconds",
-    "shards": f"1 to {MAX_SHARDS}",
-    "warm_up": f"0 (none), or {LEAST_WARM_UP} to {MOST_WARM_UP} steps",
-    "ema": "0 (none) to less than 1",
-    "clip": "0 (not at all) or more, and finite",
-}
+NUMBERS: dict[str, Mapping[str, str]] = {}
+"""The values that are numbers of a named spec, with its letters for them, by the name: those of the table of disciplines."""
 _KINDS: dict[type, tuple[type, str]] = {
     bool: (bool, "true or false"),
     int: (numbers.Integral, "a whole number"),
     float: (numbers.Real, "a number"),
     str: (str, "a word"),
 }
+
+_SCHEDULED = (
+    *("fold", "grant", "scale", "low", "high", "release", "hard_bound", "bound", "credit", "combine", "divisor", "groups"),
+    *("relax", "tune"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,134 +105,86 @@ class Policy:
     clip: float = 0.0
 
     def __post_init__(self) -> None:
+        plain = "one" if self.fold in ("each", "in-order") else "mean"
         if not self.scale:
-            object.__setattr__(self, "scale", "one" if self.fold in ("each", "in-order") else "mean")
+            object.__setattr__(self, "scale", plain)
         if not self.spec:
-            object.__setattr__(self, "spec", _spec_of(self))
-        self._check()
+            defaults = {name: field.default for name, field in self.__dataclass_fields__.items()} | {"spec": "", "scale": plain}
+            values = {name: (getattr(self, name), default) for name, default in defaults.items()}
+            object.__setattr__(self, "spec", spec_of("policy", **values))
+        fault = next(self._faults(), None)
+        if fault is not None:
+            raise PolicyError(f"{self.spec}: {fault}")
 
-    def _check(self) -> None:
-        self._check_kinds()
-        reason = reason_against(self.fold, self.grant, self.scale)
-        if reason is not None:
-            raise PolicyError(f"{self.spec}: {reason}")
-        fits = {
-            "low": 0 <= self.low <= self.high,
-            "high": self.high <= MAX_BOUND,
-            "release": self.release in ("next-push", "printed"),
-            "bound": self.bound in ("grant", "push"),
-            "credit": self.credit in ("listed", "prose"),
-            "count": 0 <= self.count <= MAX_BOUND,
-            "backups": 0 <= self.backups <= MAX_BOUND,
-            "push_timeout": 0 <= self.push_timeout < 3600,
-            "divisor": (self.fold != "count" or self.divisor >= 1) and 0 <= self.divisor <= MAX_BOUND,
-            "groups": 0 <= self.groups <= MAX_BOUND,
-            "relax": 0 <= self.relax <= 1,
-            "reference": (self.scale != "square-root" or self.reference >= 1) and 0 <= self.reference <= MAX_BOUND,
-            "pull": 0 < self.pull <= 1,
-            "pull_timeout": 0 <= self.pull_timeout < 3600,
-            "shards": 1 <= self.shards <= MAX_SHARDS,
-            "warm_up": self.warm_up == 0 or LEAST_WARM_UP <= self.warm_up <= MOST_WARM_UP,
-            "ema": 0 <= self.ema < 1,
-            "clip": 0 <= self.clip < math.inf,
-        }
-        wrong = next((name for name, fit in fits.items() if not fit), None)
-        if wrong is not None:
-            raise PolicyError(f"{self.spec}: expected {wrong} of {_ALLOWED[wrong]}, found {getattr(self, wrong)}")
-        self._check_use()
-        self._check_pull()
+    def _called(self, name: str) -> str:
+        """The name of a value in this policy's spec."""
+        return NUMBERS.get(self.spec.partition(":")[0], {}).get(name, name)
 
-    def _check_kinds(self) -> None:
-        """Check that each value has the type of its default; a value parsed from a spec may have any type."""
-        for name, field in self.__dataclass_fields__.items():
-            kind = type(field.default) if name not in ("fold", "grant") else str
+    def _faults(self) -> Iterator[str]:
+        """What is wrong with the values, one by one: a value parsed from a spec may have any type."""
+        defaults = {name: field.default for name, field in self.__dataclass_fields__.items()}
+        for name, default in defaults.items():
+            kind = type(default) if name not in ("fold", "grant") else str
             value = getattr(self, name)
             if not isinstance(value, _KINDS[kind][0]) or (isinstance(value, bool) and kind is not bool):
-                allowed = f" of {_ALLOWED[name]}" if name in _ALLOWED and kind is not str else ""
-                raise PolicyError(f"{self.spec}: expected {name} to be {_KINDS[kind][1]}{allowed}, found {value!r}")
+                allowed = f" of {_RANGES[name][0]}" if name in _RANGES and kind is not str else ""
+                yield f"expected {self._called(name)} to be {_KINDS[kind][1]}{allowed}, found {value!r}"
+        reason: str | None = reason_against(self.fold, self.grant, self.scale)
+        if reason is not None:
+            yield reason
+        for name, (allowed, fits) in _RANGES.items():
+            if not fits(self):
+                yield f"expected {self._called(name)} of {allowed}, found {getattr(self, name)}"
+        for name, (what, word) in _READ_WITH.items():
+            if getattr(self, what) != word and getattr(self, name) != defaults[name]:
+                yield f"{name} is read with {what} {word!r} only, found {what} {getattr(self, what)!r}"
+        yield from self._contradictions()
 
-    def _check_use(self) -> None:
-        """Raise PolicyError for a value that this policy never reads, because it is a mistake."""
-        uses = {
-            "grant 'bounded'": (self.grant == "bounded", ("low", "high", "hard_bound")),
-            "fold 'each'": (self.fold == "each", ("combine",)),
-            "fold 'quorum'": (self.fold == "quorum", ("count", "backups", "push_timeout")),
-            "fold 'count'": (self.fold == "count", ("divisor", "groups")),
-            "grant 'round-robin'": (self.grant == "round-robin", ("relax", "tune")),
-            "scale 'square-root'": (self.scale == "square-root", ("reference",)),
-            "fold 'all'": (self.fold == "all", ("warm_up",)),
-        }
-        for what, (used, names) in uses.items():
-            given = next((name for name in names if getattr(self, name)), None)
-            if given is not None and not used:
-                found = getattr(self, what.split()[0])
-                raise PolicyError(f"{self.spec}: {given} is read with {what} only, found {what.split()[0]} {found!r}")
+    def _contradictions(self) -> Iterator[str]:
+        """Why values that are within their ranges make no sense together."""
+        low, high = self._called("low"), self._called("high")
+        if self.low > self.high:
+            yield f"expected {low} <= {high}, found {low}={self.low} and {high}={self.high}"
         if self.scale == "batch" and self.grant != "round-robin":
-            raise PolicyError(
-                f"{self.spec}: scale 'batch' needs grant 'round-robin', which learns each worker's first batch, found grant"
-                f" {self.grant!r}"
-            )
+            yield f"scale 'batch' needs grant 'round-robin', which learns each worker's first batch, found grant {self.grant!r}"
         if self.bound == "push" and not self.hard_bound:
-            raise PolicyError(f"{self.spec}: bound=push says what hard_bound limits: expected hard_bound=true, found false")
+            yield "bound=push says what hard_bound limits: expected hard_bound=true, found false"
         if self.bound == "push" and self.high < 1:
-            raise PolicyError(f"{self.spec}: the first push leads by 1: expected high of at least 1 with bound=push, found 0")
-        if self.credit != "listed" and self.grant != "bounded":
-            raise PolicyError(f"{self.spec}: credit is read with grant 'bounded' only, found grant {self.grant!r}")
+            yield "the first push leads by 1: expected high of at least 1 with bound=push, found 0"
         if self.count and self.backups:
-            raise PolicyError(f"{self.spec}: a quorum is a count or the workers less the backups: expected one of the two")
-
-    def _check_pull(self) -> None:
+            yield "a quorum is a count or the workers less the backups: expected one of the two"
         if self.pull < 1 and self.shards == 1:
-            raise PolicyError(
-                f"{self.spec}: a partial pull needs parts to choose from: expected shards of 2 to {MAX_SHARDS}, found 1"
-            )
+            yield f"a partial pull needs parts to choose from: expected shards of 2 to {MAX_SHARDS}, found 1"
         if self.pull < 1 and self.grant in ("at-once", "round-robin"):
-            raise PolicyError(
-                f"{self.spec}: a partial pull goes with a grant that each shard gives by itself (next-version or bounded),"
-                f" found {self.grant}"
+            yield (
+                "a partial pull goes with a grant that each shard gives by itself (next-version or bounded), found"
+                f" {self.grant}"
             )
         if self.shards > 1 and self.grant == "round-robin":
-            raise PolicyError(
-                f"{self.spec}: a fixed order of grants needs one coordinator: expected shards=1, found {self.shards}"
-            )
+            yield f"a fixed order of grants needs one coordinator: expected shards=1, found {self.shards}"
         if self.overlap and self.waits_for_fold:
-            raise PolicyError(
-                f"{self.spec}: a worker that waits for its version has nothing to compute meanwhile: overlap needs a grant"
-                f" other than next-version and a fold other than in-order, found grant {self.grant!r} and fold {self.fold!r}"
+            yield (
+                "a worker that waits for its version has nothing to compute meanwhile: overlap needs a grant other than"
+                f" next-version and a fold other than in-order, found grant {self.grant!r} and fold {self.fold!r}"
             )
 
     def check_workers(self, workers: int) -> None:
         """Raise PolicyError for numbers that are out of range for `workers` workers."""
-        checks = {
-            "b": (self.backups < workers, f"0 to {workers - 1}, fewer than the workers", self.backups),
-            "c": (self.count <= workers, f"1 to {workers}, the number of workers", self.count),
-            "n": (self.divisor <= workers, f"1 to {workers}, the number of workers", self.divisor),
-            "groups": (self.groups <= workers, f"0 to {workers}, the number of workers", self.groups),
-        }
-        for name, (fits, allowed, found) in checks.items():
-            if not fits:
-                raise PolicyError(f"{self.spec}: expected {name} of {allowed}, found {found}")
+        limits = {"backups": workers - 1, "count": workers, "divisor": workers, "groups": workers}
+        name = next((name for name, most in limits.items() if getattr(self, name) > most), None)
+        if name is not None:
+            least = 1 if name in ("count", "divisor") else 0
+            words = "fewer than the workers" if name == "backups" else "the number of workers"
+            found = f"{words}, found {getattr(self, name)}"
+            raise PolicyError(f"{self.spec}: expected {self._called(name)} of {least} to {limits[name]}, {found}")
 
     def values(self, workers: int) -> Mapping[str, Any]:
         """The scheduler's values for `workers` workers. Raises PolicyError as `check_workers` does."""
         self.check_workers(workers)
         return {
-            "fold": self.fold,
-            "grant": self.grant,
-            "scale": self.scale,
-            "low": self.low,
-            "high": self.high,
-            "release": self.release,
-            "hard_bound": self.hard_bound,
-            "bound": self.bound,
-            "credit": self.credit,
-            "combine": self.combine,
+            **{name: getattr(self, name) for name in _SCHEDULED},
             "count": (self.count or workers - self.backups) if self.fold == "quorum" else 0,
             "timeout_ns": int(self.push_timeout * 1e9),
-            "divisor": self.divisor,
-            "groups": self.groups,
-            "relax": self.relax,
-            "tune": self.tune,
             "reference": float(self.reference),
             "repeats": self.pull < 1,
         }
@@ -297,12 +236,54 @@ class Policy:
         return replace(self, spec=f"{self.spec},{text}", **options)
 
 
-def _spec_of(policy: Policy) -> str:
-    """A spec that names every value that differs from its default."""
-    plain = {"scale": "one" if policy.fold in ("each", "in-order") else "mean"}
-    parts = []
-    for name, field in Policy.__dataclass_fields__.items():
-        value = getattr(policy, name)
-        if name != "spec" and value != plain.get(name, field.default):
-            parts.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
-    return f"policy:{','.join(parts)}"
+def spec_of(name: str, *numbers: object, **options: tuple[object, object]) -> str:
+    """The text of a discipline with these numbers and options. An option is its value and its default, which is left out.
+
+    >>> spec_of("r2sp", 0.8, tune=(True, False)), spec_of("asp")
+    ('r2sp:0.8,tune=true', 'asp')
+    """
+    parts = [_text(number) for number in numbers]
+    parts += [f"{key}={_text(value)}" for key, (value, default) in options.items() if value != default]
+    return f"{name}:{','.join(parts)}" if parts else name
+
+
+def _text(value: object) -> str:
+    """The shortest text that parses to the same value: true, 0.8, 1, 0.1234567."""
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_RANGES: dict[str, tuple[str, Callable[[Policy], bool]]] = {
+    "low": (f"0 to {MAX_BOUND}", lambda of: 0 <= of.low <= MAX_BOUND),
+    "high": (f"0 to {MAX_BOUND}", lambda of: 0 <= of.high <= MAX_BOUND),
+    "release": ("release=next-push or release=printed", lambda of: of.release in ("next-push", "printed")),
+    "bound": ("bound=grant or bound=push", lambda of: of.bound in ("grant", "push")),
+    "credit": ("credit=listed or credit=prose", lambda of: of.credit in ("listed", "prose")),
+    "count": (f"1 to {MAX_BOUND}, or 0 (the workers less the backups)", lambda of: 0 <= of.count <= MAX_BOUND),
+    "backups": (f"0 to {MAX_BOUND}", lambda of: 0 <= of.backups <= MAX_BOUND),
+    "push_timeout": ("0 to less than 3600 seconds", lambda of: 0 <= of.push_timeout < 3600),
+    "divisor": (f"1 to {MAX_BOUND}, and to the number of workers", lambda of: (of.fold == "count") <= of.divisor <= MAX_BOUND),
+    "groups": ("0 (no tree) to the number of workers", lambda of: 0 <= of.groups <= MAX_BOUND),
+    "relax": ("0 to 1", lambda of: 0 <= of.relax <= 1),
+    "reference": (f"1 to {MAX_BOUND} samples", lambda of: (of.scale == "square-root") <= of.reference <= MAX_BOUND),
+    "pull": ("more than 0 and at most 1", lambda of: 0 < of.pull <= 1),
+    "pull_timeout": ("0 to less than 3600 seconds", lambda of: 0 <= of.pull_timeout < 3600),
+    "shards": (f"1 to {MAX_SHARDS}", lambda of: 1 <= of.shards <= MAX_SHARDS),
+    "warm_up": (
+        f"{LEAST_WARM_UP} to {MOST_WARM_UP} steps, or 0 (none)",
+        lambda of: of.warm_up == 0 or LEAST_WARM_UP <= of.warm_up <= MOST_WARM_UP,
+    ),
+    "ema": ("0 (none) to less than 1", lambda of: 0 <= of.ema < 1),
+    "clip": ("0 (not at all) or more, and finite", lambda of: 0 <= of.clip < math.inf),
+}
+_READ_WITH = {
+    **dict.fromkeys(("low", "high", "hard_bound", "credit"), ("grant", "bounded")),
+    **dict.fromkeys(("combine",), ("fold", "each")),
+    **dict.fromkeys(("count", "backups", "push_timeout"), ("fold", "quorum")),
+    **dict.fromkeys(("divisor", "groups"), ("fold", "count")),
+    **dict.fromkeys(("relax", "tune"), ("grant", "round-robin")),
+    "reference": ("scale", "square-root"),
+    "warm_up": ("fold", "all"),
+}

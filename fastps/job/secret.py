@@ -13,6 +13,7 @@ from fastps.errors import UsageError
 
 VARIABLE = "FASTPS_SECRET"
 SHORTEST = 16  # characters
+HOW_TO_GIVE = f"give all nodes the same {VARIABLE} or --secret-file"
 
 
 @dataclass(frozen=True)

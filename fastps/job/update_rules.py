@@ -121,12 +121,16 @@ def rule_for(name: str, groups: Sequence[Options], defaults: Options) -> Rule:
     return Rule(name, fold.RULE_SGD if row.only_rows else fold.RULES[name], row.state[:planes], initial)
 
 
-def _update(name: str, **options: Any) -> Update:
+def _update(name: str, arguments: dict[str, Any]) -> Update:
+    """The update of a function below, by its arguments, whose names are torch's but for `decoupled`."""
+    options = {"decoupled_weight_decay" if key == "decoupled" else key: value for key, value in arguments.items()}
     return Update(rule_for(name, [options], options), UPDATE_RULES[name].hyper(options))
 
 
-def _maximize(options: Options) -> int:
-    return fold.HYPER_MAXIMIZE if options.get("maximize") else 0
+def _hyper(options: Options, flags: int = 0, **others: float) -> Hyper:
+    """Hyper-parameters with the learning rate, the decay and the flags that every rule has."""
+    flags |= fold.HYPER_MAXIMIZE if options.get("maximize") else 0
+    return Hyper(float(options["lr"]), weight_decay=float(options.get("weight_decay", 0.0)), flags=flags, **others)
 
 
 def SGD(  # noqa: N802 - torch's names
@@ -144,21 +148,12 @@ def SGD(  # noqa: N802 - torch's names
     """
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-    return _update(
-        "sgd",
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-    )
+    return _update("sgd", locals())
 
 
 def _sgd_hyper(options: Options) -> Hyper:
-    flags = _maximize(options) | (fold.HYPER_NESTEROV if options["nesterov"] else 0)
-    decay = float(options["weight_decay"])
-    return Hyper(float(options["lr"]), options["momentum"], options["dampening"], decay, flags=flags)
+    flags = fold.HYPER_NESTEROV if options["nesterov"] else 0
+    return _hyper(options, flags, momentum=options["momentum"], dampening=options["dampening"])
 
 
 def Adam(  # noqa: N802
@@ -175,23 +170,14 @@ def Adam(  # noqa: N802
     >>> Adam(amsgrad=True).rule.planes
     ('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq')
     """
-    return _update(
-        "adam",
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled,
-        maximize=maximize,
-        amsgrad=amsgrad,
-    )
+    return _update("adam", locals())
 
 
 def _adam_hyper(options: Options) -> Hyper:
-    flags = _maximize(options) | (fold.HYPER_DECOUPLED if options.get("decoupled_weight_decay") else 0)
+    flags = fold.HYPER_DECOUPLED if options.get("decoupled_weight_decay") else 0
     flags |= fold.HYPER_AMSGRAD if options.get("amsgrad") else 0
-    (beta1, beta2), decay = options["betas"], float(options["weight_decay"])
-    return Hyper(float(options["lr"]), 0.0, 0.0, decay, float(beta1), float(beta2), options["eps"], flags=flags)
+    beta1, beta2 = map(float, options["betas"])
+    return _hyper(options, flags, beta1=beta1, beta2=beta2, epsilon=options["eps"])
 
 
 def NAdam(  # noqa: N802
@@ -208,16 +194,7 @@ def NAdam(  # noqa: N802
     >>> NAdam().rule.planes
     ('exp_avg', 'exp_avg_sq')
     """
-    return _update(
-        "nadam",
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        momentum_decay=momentum_decay,
-        decoupled_weight_decay=decoupled,
-        maximize=maximize,
-    )
+    return _update("nadam", locals())
 
 
 def _nadam_hyper(options: Options) -> Hyper:
@@ -252,9 +229,7 @@ def RAdam(  # noqa: N802
     >>> RAdam().rule.planes
     ('exp_avg', 'exp_avg_sq')
     """
-    return _update(
-        "radam", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=decoupled, maximize=maximize
-    )
+    return _update("radam", locals())
 
 
 def Adamax(  # noqa: N802
@@ -269,7 +244,7 @@ def Adamax(  # noqa: N802
     >>> Adamax().rule.planes
     ('exp_avg', 'exp_inf')
     """
-    return _update("adamax", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
+    return _update("adamax", locals())
 
 
 def Adadelta(  # noqa: N802
@@ -284,12 +259,11 @@ def Adadelta(  # noqa: N802
     >>> Adadelta().rule.planes
     ('square_avg', 'acc_delta')
     """
-    return _update("adadelta", lr=lr, rho=rho, eps=eps, weight_decay=weight_decay, maximize=maximize)
+    return _update("adadelta", locals())
 
 
 def _adadelta_hyper(options: Options) -> Hyper:
-    decay, rho = float(options["weight_decay"]), float(options["rho"])
-    return Hyper(float(options["lr"]), 0.0, 0.0, decay, 0.0, rho, options["eps"], flags=_maximize(options))
+    return _hyper(options, beta2=float(options["rho"]), epsilon=options["eps"])
 
 
 def Adagrad(  # noqa: N802
@@ -307,20 +281,11 @@ def Adagrad(  # noqa: N802
     """
     if initial_accumulator_value < 0:
         raise ValueError(f"expected an initial accumulator value of 0 or more, found {initial_accumulator_value}")
-    return _update(
-        "adagrad",
-        lr=lr,
-        lr_decay=lr_decay,
-        weight_decay=weight_decay,
-        initial_accumulator_value=initial_accumulator_value,
-        eps=eps,
-        maximize=maximize,
-    )
+    return _update("adagrad", locals())
 
 
 def _adagrad_hyper(options: Options) -> Hyper:
-    decay, rate_decay = float(options["weight_decay"]), float(options["lr_decay"])
-    return Hyper(float(options["lr"]), 0.0, 0.0, decay, 0.0, 0.0, options["eps"], rate_decay, _maximize(options))
+    return _hyper(options, epsilon=options["eps"], learning_rate_decay=float(options["lr_decay"]))
 
 
 def RMSProp(  # noqa: N802
@@ -337,22 +302,12 @@ def RMSProp(  # noqa: N802
     >>> RMSProp(centered=True).rule.planes
     ('square_avg', 'momentum_buffer', 'grad_avg')
     """
-    return _update(
-        "rmsprop",
-        lr=lr,
-        alpha=alpha,
-        eps=eps,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        centered=centered,
-        maximize=maximize,
-    )
+    return _update("rmsprop", locals())
 
 
 def _rmsprop_hyper(options: Options) -> Hyper:
-    flags = _maximize(options) | (fold.HYPER_CENTERED if options["centered"] else 0)
-    decay, alpha = float(options["weight_decay"]), float(options["alpha"])
-    return Hyper(float(options["lr"]), options["momentum"], 0.0, decay, 0.0, alpha, options["eps"], 0.0, flags)
+    flags = fold.HYPER_CENTERED if options["centered"] else 0
+    return _hyper(options, flags, momentum=options["momentum"], beta2=float(options["alpha"]), epsilon=options["eps"])
 
 
 def SparseAdam(  # noqa: N802
@@ -363,12 +318,7 @@ def SparseAdam(  # noqa: N802
     >>> SparseAdam().rule.planes
     ('exp_avg', 'exp_avg_sq')
     """
-    return _update("sparse_adam", lr=lr, betas=betas, eps=eps, maximize=maximize)
-
-
-def _sparse_adam_hyper(options: Options) -> Hyper:
-    beta1, beta2 = options["betas"]
-    return Hyper(float(options["lr"]), 0.0, 0.0, 0.0, float(beta1), float(beta2), options["eps"], flags=_maximize(options))
+    return _update("sparse_adam", locals())
 
 
 def RowWiseAdagrad(lr: float = 1e-2, eps: float = 1e-10, maximize: bool = False) -> Update:  # noqa: N802
@@ -377,11 +327,11 @@ def RowWiseAdagrad(lr: float = 1e-2, eps: float = 1e-10, maximize: bool = False)
     >>> RowWiseAdagrad().rule.planes
     ('sum',)
     """
-    return _update("row_wise_adagrad", lr=lr, eps=eps, maximize=maximize)
+    return _update("row_wise_adagrad", locals())
 
 
 def _row_wise_adagrad_hyper(options: Options) -> Hyper:
-    return Hyper(float(options["lr"]), epsilon=options["eps"], flags=_maximize(options))
+    return _hyper(options, epsilon=options["eps"])
 
 
 UPDATE_RULES = {
@@ -468,7 +418,7 @@ UPDATE_RULES = {
         squares=("square_avg", "acc_delta"),
     ),
     "sparse_adam": UpdateRule(
-        hyper=_sparse_adam_hyper,
+        hyper=_adam_hyper,
         state=("exp_avg", "exp_avg_sq"),
         optimizers=("SparseAdam",),
         examples=dict,

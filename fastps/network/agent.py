@@ -23,19 +23,18 @@ from fastps.job.update_rules import Hyper
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_FAILED, LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership.job_memory import JobMemory
 from fastps.network.far_home import FarHome
-from fastps.network.home import Home
+from fastps.network.home import Home, NearHome
 from fastps.network.home_checkpoint import PartStart
-from fastps.network.leaf import Leaf, Outgoing, Upstream
+from fastps.network.leaf import Leaf, Upstream
 from fastps.network.link import LinkLostError
 from fastps.network.local_leaf import LocalLeaf
 from fastps.network.messages import Header
 from fastps.network.monitoring.report import Report
-from fastps.network.near_home import NearHome
 from fastps.network.parts import Part, shares_of
 from fastps.network.rendezvous import Rendezvous
 from fastps.network.serving import Serving
 from fastps.network.spread import SpreadHomes
-from fastps.network.sums import Sums
+from fastps.network.sums import Outgoing, Sums
 from fastps.store.server_loop import Server, answer_as_server, run_from_order, with_rule
 from fastps.store.server_process import AgentPlan, Order, picklable
 from fastps.store.start import StartState

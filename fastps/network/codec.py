@@ -1,16 +1,22 @@
 """Codecs: float32 values rounded to bytes that travel between nodes, in 16 or 8 bits each.
 
 int8 has a scale for each block of 256 floats: their largest magnitude, divided by 127.
+
+Streams of rounded floats with error feedback, so that nothing is lost over many messages.
+
+A push travels as its sum plus the rounding error of the push before. Weights travel as the difference from what the receiver
+has, so a difference also repairs the rounding of the one before. Sums and updates stay in single precision on both sides.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from fastps.job.wire import BLOCK_FLOATS
+from fastps.network.edge import CHUNK_FLOATS, RECEIVES_UNDER_WAY, SENDS_UNDER_WAY
 from fastps.network.link import Memory
-
-BLOCK_FLOATS = 256
 
 
 class Codec(Protocol):
@@ -95,3 +101,87 @@ CODECS: dict[str, Codec | None] = {
     "int8": Blocks(),
 }
 """Codecs by the value of `link_dtype`; None sends the floats unchanged, without a copy."""
+
+
+class RoundedSender:
+    """The sender's side. It keeps two float32 values for each float of the stream.
+
+    With `is_sum` every message is a sum, and the sender adds the rounding error of one message to the next. Otherwise a message
+    is the difference between the values and what the receiver has; `begin` sets what it has at first. A message may be encoded
+    again, with the same result, until `settle` says that the receiver has it.
+    """
+
+    def __init__(self, codec: Codec, floats: int, *, is_sum: bool) -> None:
+        self._codec = codec
+        self._kept, self._next = torch.zeros(floats), torch.zeros(floats)
+        self._is_encoded = False  # whether `_next` is what to keep once the receiver has the message
+        self._is_sum = is_sum
+        self._decoded = torch.zeros(CHUNK_FLOATS)
+        self._ring = _ring(codec, SENDS_UNDER_WAY + 1)
+        self._messages = 0
+        self._step = 0  # the last for which `settle_before` was called
+
+    def begin(self, values: torch.Tensor) -> None:
+        """Set the values that the receiver has: they were sent unrounded."""
+        self._kept.copy_(values)
+        self._is_encoded, self._step = False, 0
+
+    def settle(self) -> None:
+        """The receiver has the message that was encoded last. Does nothing the second time."""
+        if self._is_encoded:
+            self._kept, self._next = self._next, self._kept
+            self._is_encoded = False
+
+    def settle_before(self, step: int) -> None:
+        """The receiver has begun a step, so it has the message of the step before.
+
+        Does nothing when the same step begins again: what is encoded by then is a part of its own message.
+        """
+        if step > self._step:
+            self.settle()
+            self._step = step
+
+    def encoded(self, chunks: Iterable[torch.Tensor]) -> Iterator[Memory]:
+        """Encode chunks in order, from the first float on. Only the last SENDS_UNDER_WAY messages are valid."""
+        first, self._is_encoded = 0, True
+        for values in chunks:
+            out = self._ring[self._messages % len(self._ring)][: self._codec.wire_bytes(len(values))]
+            self._messages += 1
+            span = slice(first, first + len(values))
+            self._encode(self._kept[span], values, self._next[span], out)
+            first += len(values)
+            yield out
+
+    def _encode(self, kept: torch.Tensor, values: torch.Tensor, then: torch.Tensor, out: Memory) -> None:
+        decoded = self._decoded[: len(values)]
+        wanted = torch.add(kept, values, out=then) if self._is_sum else values - kept
+        self._codec.encode(wanted, out)
+        self._codec.decode(out, decoded)
+        if self._is_sum:
+            then.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)  # a rejected push leaves no error behind
+        else:
+            torch.add(kept, decoded, out=then)
+
+
+class RoundedReceiver:
+    """The receiver's side: memory for the messages that are under way, and the values of those that have arrived."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._ring = _ring(codec, RECEIVES_UNDER_WAY + 1)
+        self._values = torch.zeros(CHUNK_FLOATS)
+
+    def memory(self, lengths: Iterable[int]) -> Iterator[Memory]:
+        """Yield memory for messages of these numbers of floats, in order."""
+        for number, floats in enumerate(lengths):
+            yield self._ring[number % len(self._ring)][: self._codec.wire_bytes(floats)]
+
+    def values(self, number: int, floats: int) -> torch.Tensor:
+        """Decode message `number`, counted from 0, after it has arrived. The result is valid until the next call."""
+        values = self._values[:floats]
+        self._codec.decode(self._ring[number % len(self._ring)][: self._codec.wire_bytes(floats)], values)
+        return values
+
+
+def _ring(codec: Codec, entries: int) -> list[Memory]:
+    return [np.zeros(codec.wire_bytes(CHUNK_FLOATS), np.uint8) for _ in range(entries)]

@@ -15,13 +15,13 @@ from itertools import islice, pairwise
 import numpy as np
 
 from fastps.errors import ProtocolError
+from fastps.job.wire import CHUNK_BYTES
 from fastps.network.link import Link, LinkLostError, Memory, RefusedError, TimedOutError
 from fastps.network.messages import HEADER_BYTES, Header, Kind
 from fastps.network.monitoring.watch import EdgeWatch
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 BEAT_S = 0.5
-CHUNK_BYTES = 1 << 20
 CHUNK_FLOATS = CHUNK_BYTES // 4
 SENDS_UNDER_WAY = 17  # the most sends at a time; their memory must not change
 RECEIVES_UNDER_WAY = 9  # the most receives at a time

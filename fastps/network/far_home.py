@@ -12,17 +12,15 @@ import torch
 
 from fastps.errors import NodeLostError, ProtocolError, TimeoutExceededError
 from fastps.membership.job_memory import JobMemory
-from fastps.network.codec import CODECS
+from fastps.network.codec import CODECS, RoundedReceiver, RoundedSender
 from fastps.network.edge import CHUNK_FLOATS, SENDS_UNDER_WAY, Edge, chunk_ranges
-from fastps.network.leaf import Outgoing
 from fastps.network.link import LinkLostError, Memory, RefusedError, UnreachableError
 from fastps.network.messages import Header, Kind
 from fastps.network.monitoring.watch import EdgeWatch
 from fastps.network.parts import cut_of
 from fastps.network.rendezvous import OPEN_S, Rendezvous
-from fastps.network.rounding import RoundedReceiver, RoundedSender
 from fastps.network.session import LeafSession
-from fastps.network.sums import pack
+from fastps.network.sums import Outgoing, pack
 from fastps.system.deadline import Deadline
 from fastps.tracing.file import PUSH_SENT, WEIGHTS_TAKEN
 
@@ -226,7 +224,7 @@ class FarHome:
         """Send the terms of a sum, and its floats from a part on. Its header left at `began_ns`."""
         cut, step = self._cut, self._session.step
         turn, numbers, begin = cut.turn(step), cut.numbers(step), cut.span(step)[0]
-        terms, chunks = sent.begin(self._staging[turn], begin)
+        terms, chunks = sent(self._staging[turn], begin)
         messages = self._sent[turn].encoded(chunks) if self._sent else map(_memory, chunks)
         is_left = part < len(numbers)
         skipped = -(-(cut.parts[numbers[part]].first - begin) // CHUNK_FLOATS) if is_left else len(self._staging[turn])

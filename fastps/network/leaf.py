@@ -5,10 +5,10 @@ that the home grants. It holds the lock of its shard meanwhile, so later pushes 
 because the home has the weights; they end when their agent is lost.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from fastps.errors import NodeLostError, ProtocolError
@@ -17,21 +17,9 @@ from fastps.kernels.protocol.fold_call import FoldCall, FoldedPush
 from fastps.kernels.shm.arena import LANE_LEFT
 from fastps.membership.job_memory import JobMemory
 from fastps.network.messages import Header, Kind
-from fastps.network.sums import SumOfPushes, Sums, Terms
+from fastps.network.sums import Outgoing, Sums
 from fastps.store.store import Store
 from fastps.store.worker import Worker
-
-
-class Outgoing(Protocol):
-    """What a node sends to the home: the sum of its workers' gradients, or what its weights have moved."""
-
-    def begin(self, outs: Sequence[torch.Tensor], first: int = 0) -> tuple[Terms, Iterator[torch.Tensor]]:
-        """The terms, and the chunks from float `first` on, which are computed one by one into `outs`.
-
-        Together `outs` are as long as what is sent, and each but the last is whole chunks. May be called again, and by several
-        threads.
-        """
-        ...
 
 
 class Upstream(Protocol):
@@ -105,7 +93,7 @@ class Leaf:
 
     def fold(self, call: FoldCall) -> None:
         """Take one version from the home; the function given to Lane.fold_with. Raises NodeLostError."""
-        sent = SumOfPushes(self._sums, call.pushes) if call.pushes else None
+        sent = partial(self._sums.begin, call.pushes) if call.pushes else None
         before, after = self._sums.weights(call.weights_in), self._sums.weights(call.weights_out)
         self.upstream.step(self._header(call.pushes), sent, before, after)
         self._store.write_halves(call.weights_out)
@@ -128,6 +116,5 @@ class Leaf:
     def _header(self, pushes: Sequence[FoldedPush]) -> Header:
         if not pushes:
             return Header(Kind.NULL)
-        losses = [self._store.arena.counters(push.lane)["loss"] for push in pushes]
         samples = sum(push.samples for push in pushes)
-        return Header(Kind.PUSH, weight=len(pushes), samples=samples, loss=float(np.mean(losses)))
+        return Header(Kind.PUSH, weight=len(pushes), samples=samples, loss=self._sums.mean_loss(pushes))

@@ -28,23 +28,14 @@ from fastps.network.messages import Header, Kind
 from fastps.network.sums import Sums, Terms
 
 
-class Difference:
-    """What a node has moved, as a sum that travels: the weights of the last exchange less those of now."""
-
-    def __init__(self, before: torch.Tensor, now: torch.Tensor, terms: Terms) -> None:
-        self._before, self._now, self._terms = before, now, terms
-
-    def begin(self, outs: Sequence[torch.Tensor], first: int = 0) -> tuple[Terms, Iterator[torch.Tensor]]:
-        """See Outgoing."""
-        return self._terms, self._chunks(outs, first)
-
-    def _chunks(self, outs: Sequence[torch.Tensor], begin: int) -> Iterator[torch.Tensor]:
-        for out in outs:
-            for first, last in chunk_ranges(0, len(out)):
-                chunk = out[first:last]
-                torch.sub(self._before[begin + first : begin + last], self._now[begin + first : begin + last], out=chunk)
-                yield chunk
-            begin += len(out)
+def _difference(before: torch.Tensor, now: torch.Tensor, outs: Sequence[torch.Tensor], begin: int) -> Iterator[torch.Tensor]:
+    """What a node has moved, as the chunks of a sum: the weights of the last exchange less those of now."""
+    for out in outs:
+        for first, last in chunk_ranges(0, len(out)):
+            chunk = out[first:last]
+            torch.sub(before[begin + first : begin + last], now[begin + first : begin + last], out=chunk)
+            yield chunk
+        begin += len(out)
 
 
 @dataclass(frozen=True)
@@ -85,7 +76,7 @@ class LocalLeaf:
         self._apply(call)
         self._done = _Done(self._done.versions + 1, self._done.samples + sum(push.samples for push in call.pushes))
         if call.pushes:
-            self._losses = self._mean_loss(call.pushes)
+            self._losses = self._sums.mean_loss(call.pushes)
         weights = self._sums.weights(call.weights_out)
         age = self._done.versions - self._begun.versions
         if self._under_way and age == self._overlap:
@@ -123,9 +114,6 @@ class LocalLeaf:
         gradient = self._sums.slot(push.lane, push.slot).numpy()
         return gradient, [tuple(hyper) for hyper in hypers], present.tolist(), push.scale, push.rate_scale
 
-    def _mean_loss(self, pushes: Sequence[FoldedPush]) -> float:
-        return float(np.mean([self._store.arena.counters(push.lane)["loss"] for push in pushes]))
-
     def _exchange(self, weights: torch.Tensor) -> None:
         """Push what the next fragment has moved, and take the home's weights: now, or `local_overlap` versions later.
 
@@ -142,7 +130,10 @@ class LocalLeaf:
         self._under_way.append(self._thread.submit(self._step, header, self._sent))
 
     def _step(self, header: Header, now: torch.Tensor) -> tuple[int, int]:
-        return self.upstream.step(header, Difference(self._taken, now, self._terms), self._taken, self._received)
+        def moved(outs: Sequence[torch.Tensor], first: int) -> tuple[Terms, Iterator[torch.Tensor]]:
+            return self._terms, _difference(self._taken, now, outs, first)
+
+        return self.upstream.step(header, moved, self._taken, self._received)
 
     def _take(self, span: tuple[int, int], weights: torch.Tensor) -> None:
         """Take the home's weights that have come, mixed with the node's own by `local_mix`."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastps.errors import TimeoutExceededError
-from fastps.network.edge import CHUNK_BYTES, RECEIVES_UNDER_WAY, Edge
+from fastps.job.wire import CHUNK_BYTES
+from fastps.network.edge import RECEIVES_UNDER_WAY, Edge
 from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header, Kind
 from fastps.system.clock import SYSTEM_CLOCK, Clock

@@ -1,17 +1,28 @@
-"""How workers meet whose launcher keeps no store: worker 0 starts one, and all learn which node they are on.
+"""How the processes of a job of several nodes meet before it begins, at a store that node 0 keeps.
 
-MPI's launchers do not number the nodes. Every worker then tells the store its rank and its number on its node. Where the ranks
-of each node follow each other, this gives the nodes exactly, also if they have different numbers of workers.
+The launchers, `fastps run` on every node, agree on numbers for nodes and workers, and on a name for the job. Each runs this
+module as a process, because the store is torch's and a launcher never imports torch. Where the launcher keeps no store (MPI,
+SLURM), worker 0 runs it as a meeting of one node, and the workers learn which node they are on. MPI's launchers do not number
+the nodes. Every worker then tells the store its rank and its number on its node. Where the ranks of each node follow each
+other, this gives the nodes exactly, also if they have different numbers of workers.
+
+Nodes introduce themselves: version, machine and address, and whether a firewall is between them. Every node opens a port at
+its own address and connects to that of node 0; node 0 connects to those of all others. Agents choose their ports anew for each
+edge, so a firewall that lets only the rendezvous through is found here and not in a timeout.
 """
 
 import atexit
 import contextlib
 import json
 import os
+import platform
+import secrets
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -19,15 +30,328 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from fastps.errors import AttachError, Error, UsageError
 from fastps.job.launchers import Launched
 from fastps.job.nodes import Nodes
-from fastps.network.addresses import own_address
-from fastps.network.awaiting import await_name
-from fastps.network.gloo import reason_of
-from fastps.network.introduction import await_keys, introduce, introductions
-from fastps.network.rendezvous import connect_store
+from fastps.network.addresses import is_here, is_loopback, own_address
+from fastps.network.link import reason_of
+from fastps.network.messages import WIRE_VERSION
+from fastps.network.tcp_store import await_name, connect_store, host_store, limit_name_lookups
+from fastps.system.clock import SYSTEM_CLOCK
+from fastps.system.descriptors import reserve_all
+from fastps.system.ports import free_port
+from fastps.version import __version__
 
-_READ_S = 5.0  # for the other workers to read why the job cannot begin
+_REACH_S = 5.0  # a machine that answers does so within milliseconds, and others read why the job cannot begin
+_PROGRESS_S = 10.0
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a node says of itself: its fastps, its machine's name, and the address and port at which it listens now."""
+
+    number: int
+    version: str
+    machine: str
+    address: str
+    port: int
+
+    @property
+    def shown(self) -> str:
+        """The node in an error."""
+        return f"node {self.number} ({self.machine}, {self.address})"
+
+
+def introduce(
+    store: Store, number: int, count: int, address: str, timeout_s: float, reader: tuple[int, int] | None = None
+) -> list[Introduction]:
+    """Exchange introductions with all nodes, and check them. Returns those of all nodes, by number.
+
+    `reader` is as in `introductions`; by default the nodes themselves read.
+
+    Raises AttachError, on every node the same: another version, an address that others cannot reach, or a firewall.
+    """
+    with socket.create_server((address, 0), family=_family(address), backlog=count + 8) as listener:
+        own = Introduction(number, f"{__version__} ({WIRE_VERSION})", platform.node(), address, listener.getsockname()[1])
+        store.set(f"introduction/{number}", json.dumps(asdict(own)))
+        met = range(count) if number == 0 else (0,)
+        await_keys(store, [f"introduction/{node}" for node in met], timeout_s, number)
+        others = [_of(store, node) for node in met if node != number]
+        store.set(f"introduced/{number}", next((text for other in others if (text := _obstacle(own, other))), ""))
+        return introductions(store, number, count, timeout_s, reader or (number, count))
+
+
+def has_introduced(store: Store, number: int) -> bool:
+    """Whether a node, or its predecessor that was lost, has met the others."""
+    return bool(store.check([f"introduced/{number}"]))
+
+
+def introductions(store: Store, number: int, count: int, timeout_s: float, reader: tuple[int, int]) -> list[Introduction]:
+    """Wait until all nodes have introduced themselves. Raises AttachError as `introduce` does.
+
+    `reader` is the caller's number among those that read the result, and how many they are. The store may end with reader 0,
+    so that one leaves last if there is an error.
+    """
+    await_keys(store, [f"introduced/{node}" for node in range(count)], timeout_s, number)
+    reason = next((text for node in range(count) if (text := store.get(f"introduced/{node}").decode())), "")
+    found = [_of(store, node) for node in range(count)]
+    _agree(store, "has read", reader, reason)
+    return found
+
+
+def _agree(store: Store, key: str, reader: tuple[int, int], reason: str) -> None:
+    """Raise AttachError for a reason that all readers have. The store may end with reader 0, which waits for the others."""
+    store.set(f"{key}/{reader[0]}", "")
+    if reason and reader[0] == 0:
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"{key}/{each}" for each in range(reader[1])], timedelta(seconds=_REACH_S))
+    if reason:
+        raise AttachError(reason)
+
+
+def await_keys(store: Store, keys: list[str], timeout_s: float, number: int) -> None:
+    """Wait on node `number` for keys that the nodes set, and print now and then how many are missing. Raises AttachError."""
+    left_s = timeout_s
+    while True:
+        try:
+            store.wait(keys, timedelta(seconds=min(_PROGRESS_S, left_s)))
+            return
+        except RuntimeError:
+            left_s -= _PROGRESS_S
+            missing = _missing(store, keys, number)
+            if left_s <= 0:
+                raise AttachError(
+                    f"node {number} waited {timeout_s:g} s for {missing} of {len(keys)} nodes: start them, or give a smaller"
+                    " --nnodes; raise FASTPS_TIMEOUT if they are only slow"
+                ) from None
+            print(f"fastps: node {number} waits for {missing} of {len(keys)} nodes", file=sys.stderr, flush=True)
+
+
+def _missing(store: Store, keys: list[str], number: int) -> int:
+    try:
+        return sum(not store.check([key]) for key in keys)
+    except RuntimeError as error:
+        raise AttachError(
+            f"node {number} lost the rendezvous while it waited for the other nodes: see the output of node 0"
+        ) from error
+
+
+def _of(store: Store, node: int) -> Introduction:
+    return Introduction(**json.loads(store.get(f"introduction/{node}")))
+
+
+def _obstacle(own: Introduction, other: Introduction) -> str:
+    """Why two nodes cannot work together; empty if they can."""
+    if own.version != other.version:
+        return (
+            f"{own.shown} has fastps {own.version}, {other.shown} has {other.version}: expected one version; install the same"
+            " on all nodes"
+        )
+    if is_loopback(own.address) != is_loopback(other.address):
+        local = own if is_loopback(own.address) else other
+        return (
+            f"{local.shown} listens at a loopback address, which no other machine reaches: there the rendezvous' host means the"
+            " machine itself; give --rendezvous an address of node 0, or --interface (FASTPS_INTERFACE) on that node"
+        )
+    try:
+        socket.create_connection((other.address, other.port), _REACH_S, (own.address, 0)).close()
+    except OSError as error:
+        return (
+            f"{own.shown} cannot reach port {other.port} of {other.shown} ({error}), although the rendezvous answers: a"
+            " firewall is between them, or the address is of another network; allow all TCP ports between the nodes, or choose"
+            " the interface with --interface (FASTPS_INTERFACE)"
+        )
+    return ""
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+_LOOKS, _LOOK_NS = 25, 200_000_000
+_BEAT_S = 1.0  # several while another launcher looks
+_ENDED = 1 << 40  # more beats than any launcher makes
 _known: dict[tuple[int, Nodes], Nodes] = {}  # by process: a forked child meets anew
 _hosts: dict[int, "subprocess.Popen[bytes]"] = {}
+
+
+# -- of launchers ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node's place: its number, its first worker's rank, the workers of all nodes, the job's name, a free port of node 0."""
+
+    number: int
+    first_rank: int
+    world: int
+    job: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a launcher says of its node.
+
+    Attributes:
+        host, port: the rendezvous.
+        nodes, workers: how many nodes the job has, and how many workers this one has.
+        number: this node's number; -1: the rendezvous' own host becomes node 0, and the others are numbered as they come.
+        timeout_s: how long to wait for the other nodes.
+        interface, trusts_network: see own_address.
+    """
+
+    host: str
+    port: int
+    nodes: int
+    workers: int
+    number: int
+    timeout_s: float
+    interface: str = ""
+    trusts_network: bool = False
+
+
+@dataclass(frozen=True)
+class Met:
+    """What the nodes have agreed on. On node 0 the rendezvous lasts as long as `store`.
+
+    `nodes` is empty on a node that is started again while the others run.
+    """
+
+    store: Store
+    place: Place
+    nodes: list[Introduction]
+    beats: "_Beats"
+
+
+def meet(given: Meeting) -> Met:
+    """Find the other nodes. Raises AttachError, UsageError."""
+    await_name(given.host, given.timeout_s)
+    address = own_address(given.host, given.port, given.interface, given.trusts_network)
+    store, number = _connect(given)
+    try:
+        named = PrefixStore("launch", store)
+        number = _take(named, [number] if number >= 0 else range(1, given.nodes))
+        beats = _Beats(given, number)
+        beats.start()
+        try:
+            place = _place(named, given, number)
+            is_known = has_introduced(named, number)
+            found = [] if is_known else introduce(named, number, given.nodes, address, given.timeout_s)
+        except BaseException:
+            beats.end()
+            raise
+        return Met(store, place, found, beats)
+    except Error:
+        raise
+    except RuntimeError as error:
+        raise AttachError(
+            f"node {number} lost the rendezvous at {given.host}:{given.port} ({reason_of(error)}): see the output of node 0"
+        ) from error
+
+
+def main() -> int:
+    """Meet the other nodes, print the place as a line of JSON, and on node 0 keep the store until standard input ends."""
+    limit_name_lookups()
+    reserve_all()  # torch's store takes a connection of anybody
+    try:
+        found = meet(Meeting(**json.loads(sys.argv[1])))
+    except Error as error:
+        print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
+        return 1
+    print(json.dumps(asdict(found.place)), flush=True)
+    sys.stdin.read()
+    found.beats.end()
+    return 0
+
+
+class _Beats(threading.Thread):
+    """The thread that shows, from when a node has its number, that the node's launcher lives. At its end the number is free.
+
+    A beat may fail, because the network is cut or node 0 has ended: the next one opens another connection.
+    """
+
+    def __init__(self, given: Meeting, number: int) -> None:
+        super().__init__(name="fastps-beats", daemon=True)
+        self._given, self._number = given, number
+        self._ends = threading.Event()
+
+    def run(self) -> None:
+        """See threading.Thread."""
+        store: Store | None = None
+        while True:
+            has_ended = self._ends.wait(_BEAT_S)
+            try:
+                store = store or connect_store(self._given.host, self._given.port, _BEAT_S)
+                PrefixStore("launch", store).add(_beats_key(self._number), _ENDED if has_ended else 1)
+            except (AttachError, RuntimeError):
+                store = None
+            if has_ended:
+                return
+
+    def end(self) -> None:
+        """Make the number free."""
+        self._ends.set()
+        self.join(3 * _BEAT_S)
+
+
+def _connect(given: Meeting) -> tuple[Store, int]:
+    """The store and this node's number; -1 if it is to take one."""
+    if given.number == 0 or (given.number < 0 and is_here(given.host)):
+        try:
+            return host_store(given.host, given.port, given.timeout_s), 0
+        except UsageError:
+            if given.number == 0:
+                raise
+    return connect_store(given.host, given.port, given.timeout_s), given.number
+
+
+def _take(store: Store, numbers: Sequence[int]) -> int:
+    """Take the first number that is free: nobody has it, or its launcher has ended, is lost, or shows no sign of life.
+
+    Raises UsageError.
+    """
+    own = secrets.token_hex(8)
+    first: dict[int, int] = {}
+    for look in range(_LOOKS):
+        if look:
+            SYSTEM_CLOCK.sleep_ns(_LOOK_NS)
+        for number in numbers:
+            key = f"holder/{number}"
+            holder = store.get(key).decode() if store.check([key]) else ""
+            beats = int(store.add(_beats_key(number), 0))
+            is_silent = beats == first.setdefault(number, beats) and look == _LOOKS - 1
+            if (not holder or beats >= _ENDED or is_silent) and store.compare_set(key, holder, own).decode() == own:
+                store.add(_beats_key(number), -beats)
+                return number
+    if len(numbers) > 1:
+        raise UsageError(
+            f"expected {len(numbers) + 1} nodes at the rendezvous, found another one: check --nnodes on every node"
+        )
+    raise UsageError(
+        f"two nodes say that they are node {numbers[0]}: give each another --node-rank, or leave it to auto; a lost node can"
+        " start again with --on-node-loss continue"
+    )
+
+
+def _beats_key(number: int) -> str:
+    """The key at which a node's launcher shows that it lives."""
+    return f"beats/{number}"
+
+
+def _place(store: Store, given: Meeting, number: int) -> Place:
+    if number == 0:
+        store.set("job", json.dumps([secrets.token_hex(8), free_port(""), given.nodes]))
+    store.set(f"workers/{number}", str(given.workers))
+    await_keys(store, ["job"], given.timeout_s, number)
+    job, port, nodes = json.loads(store.get("job"))
+    if nodes != given.nodes:
+        raise UsageError(
+            f"node {number} expects {given.nodes} nodes, node 0 expects {nodes}: give the same --nnodes everywhere"
+        )
+    await_keys(store, [f"workers/{each}" for each in range(given.nodes)], given.timeout_s, number)
+    counts = [int(store.get(f"workers/{each}")) for each in range(given.nodes)]
+    return Place(number, sum(counts[:number]), sum(counts), job, port)
+
+
+# -- of workers --------------------------------------------------------------------------------
 
 
 def met(nodes: Nodes, timeout_s: float) -> Nodes:
@@ -57,7 +381,7 @@ def _meet(nodes: Nodes, launched: Launched, timeout_s: float) -> Nodes:
     try:
         store = PrefixStore("meeting", connect_store(nodes.host, nodes.port, timeout_s))
         if not nodes.count:
-            number, count = _place(store, launched, timeout_s)
+            number, count = _place_of_worker(store, launched, timeout_s)
             nodes = replace(nodes, number=number, count=count)
         reader = launched.rank, launched.workers
         if nodes.local_rank == 0:
@@ -78,9 +402,14 @@ def _start_store(nodes: Nodes, timeout_s: float) -> None:
     """Start the process that keeps the store. It ends when this process and its agents have ended."""
     if os.getpid() in _hosts:
         return
-    arguments = [f"--host={nodes.host}", f"--port={nodes.port}", f"--timeout={timeout_s}"]
+    if not is_here(nodes.host):
+        raise AttachError(
+            f"worker 0 keeps the rendezvous of all nodes, and {nodes.host} is not an address of its machine: expected the host"
+            " of worker 0 in FASTPS_RENDEZVOUS=HOST:PORT"
+        )
+    given = Meeting(nodes.host, nodes.port, 1, 1, 0, timeout_s, nodes.interface, nodes.trusts_network)
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "fastps.network.store_host", *arguments],
+        [sys.executable, "-P", "-m", "fastps.network.meeting", json.dumps(asdict(given))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={
@@ -108,7 +437,7 @@ def _end_store(owner: int) -> None:
         host.stdin.close()
 
 
-def _place(store: Store, launched: Launched, timeout_s: float) -> tuple[int, int]:
+def _place_of_worker(store: Store, launched: Launched, timeout_s: float) -> tuple[int, int]:
     """This worker's node, and the number of nodes: worker 0 finds them for all. Raises AttachError."""
     keys = [f"worker/{rank}" for rank in range(launched.workers)]
     store.set(keys[launched.rank], json.dumps([launched.local_rank, launched.local_workers]))
@@ -118,15 +447,11 @@ def _place(store: Store, launched: Launched, timeout_s: float) -> tuple[int, int
         store.set("firsts", json.dumps(first_ranks(places) or []))
     await_keys(store, ["firsts"], timeout_s, -1)
     firsts: list[int] = json.loads(store.get("firsts"))
-    store.set(f"has read firsts/{launched.rank}", "")
-    if not firsts:
-        if launched.rank == 0:  # the store ends with this process
-            with contextlib.suppress(RuntimeError):
-                store.wait([f"has read firsts/{rank}" for rank in range(launched.workers)], timedelta(seconds=_READ_S))
-        raise AttachError(
-            f"{launched.launcher} does not number the nodes, and the ranks of a node do not follow each other: expected ranks"
-            " that fill one node after the other; give mpirun --map-by slot, or start `fastps run` once on each node"
-        )
+    reason = (
+        f"{launched.launcher} does not number the nodes, and the ranks of a node do not follow each other: expected ranks that"
+        " fill one node after the other; give mpirun --map-by slot, or start `fastps run` once on each node"
+    )
+    _agree(store, "has read firsts", (launched.rank, launched.workers), "" if firsts else reason)
     first = launched.rank - launched.local_rank
     return firsts.index(first), len(firsts)
 
@@ -148,3 +473,9 @@ def first_ranks(places: Mapping[int, tuple[int, ...]]) -> list[int] | None:
             return None
         rank += max(1, workers)
     return firsts
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # skip the exit handlers of torch, because a launcher would wait for them

@@ -1,7 +1,8 @@
 """The headers that nodes exchange. All have one size, which no version of fastps changes.
 
 Gloo ends a process that receives a message of another size than it expects. So both sides first exchange a header, which says
-what follows; the layout, which both know, gives its size.
+what follows; the layout, which both know, gives its size. What another
+node says is checked before it has any effect.
 """
 
 import enum
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastps.errors import ProtocolError
+from fastps.job.secret import HOW_TO_GIVE
 
 HEADER_BYTES = 512
 WIRE_VERSION = 3
@@ -122,3 +124,32 @@ class Header:
         is_beat = kind == Kind.BEAT
         fields: list[Any] = [Kind(kind), *numbers, "" if is_beat else tail.decode("utf-8", "replace"), tail if is_beat else b""]
         return Header(*fields)
+
+
+MOST_GRADIENTS = 1 << 20  # in one sum of a node
+MOST_SAMPLES = 1 << 48  # in one sum of a node
+
+
+def hello_fault(hello: Header, layout: bytes) -> str:
+    """Why the first message over an edge is no HELLO of this job; empty if it is one.
+
+    >>> hello_fault(Header(Kind.HELLO, weight=2), bytes(32))
+    ''
+    """
+    if hello.kind == Kind.CHALLENGE:
+        return f"node 0 was given no secret, and this node has one: {HOW_TO_GIVE}"
+    if hello.kind != Kind.HELLO:
+        return f"expected a HELLO, found {hello.kind.name}"
+    if hello.layout != layout:
+        return "expected a HELLO of this job's layout, found another layout: build the same model, optimizer and discipline"
+    if not 1 <= hello.weight <= MOST_GRADIENTS:
+        return f"expected a HELLO of 1 to {MOST_GRADIENTS} workers, found {hello.weight}"
+    return ""
+
+
+def check_push(header: Header) -> None:
+    """Check the numbers of a PUSH. Raises ProtocolError."""
+    if not 1 <= header.weight <= MOST_GRADIENTS:
+        raise ProtocolError(f"expected a sum of 1 to {MOST_GRADIENTS} gradients, found {header.weight}")
+    if not 0 <= header.samples <= MOST_SAMPLES:
+        raise ProtocolError(f"expected a sum over 0 to {MOST_SAMPLES} samples, found {header.samples}")

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fastps.job.layout import Layout, Parameter
-from fastps.job.nodes import NodePolicy, Nodes
+from fastps.job.nodes import Nodes
+from fastps.job.options import NodePolicy
 from fastps.job.wire import part_count
 from fastps.network.edge import CHUNK_FLOATS
 

@@ -8,13 +8,11 @@ import copy
 import json
 import logging
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from datetime import timedelta
 from typing import NoReturn
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from fastps.errors import AttachError, LayoutError
 from fastps.job.layout import Layout, first_difference
@@ -22,13 +20,11 @@ from fastps.job.nodes import Nodes
 from fastps.job.secret import secret_of_environment
 from fastps.job.update_rules import Hyper
 from fastps.network.addresses import own_address
-from fastps.network.awaiting import OpenPort, await_answer, is_refused
-from fastps.network.checks import hello_fault
 from fastps.network.edge import Edge
-from fastps.network.gloo import GlooLink, reason_of
-from fastps.network.link import Link, LinkLostError, RefusedError, UnreachableError
-from fastps.network.messages import HEADER_BYTES, Header, Kind
+from fastps.network.link import GlooLink, Link, LinkLostError, RefusedError, UnreachableError, reason_of
+from fastps.network.messages import HEADER_BYTES, Header, Kind, hello_fault
 from fastps.network.secret import EdgeName, prove
+from fastps.network.tcp_store import OpenPort, check_answers, connect_store, is_refused
 from fastps.system.clock import Clock
 from fastps.system.deadline import Deadline
 from fastps.system.time_limit import call_within
@@ -310,28 +306,3 @@ def _port_key(node: int) -> str:
 def _refused_key(node: int) -> str:
     """The key at which a node says why it does not come."""
     return f"refused/{node}"
-
-
-def check_answers(host: str, port: int, timeout_s: float) -> None:
-    """Check that something listens. Raises UnreachableError if no answer comes, RefusedError if nothing listens."""
-    try:
-        socket.create_connection((host, port), timeout=timeout_s).close()
-    except ConnectionRefusedError as error:
-        raise RefusedError(f"nothing listens at {host}:{port} any more") from error
-    except OSError as error:
-        raise UnreachableError(f"{host}:{port} did not answer: {error}") from error
-
-
-def connect_store(host: str, port: int, timeout_s: float) -> Store:
-    """A connection to the store at the rendezvous. Raises AttachError if nothing answers within the timeout."""
-    limit = timedelta(seconds=timeout_s)
-    reason = await_answer(host, port, timeout_s)  # torch waits longer and longer between two tries
-    if not reason:
-        try:
-            return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        except RuntimeError as error:
-            reason = reason_of(error)
-    raise AttachError(
-        f"no rendezvous answered at {host}:{port} within {timeout_s:g} s ({reason}): start node 0 there, and check the name,"
-        " the port and the firewall"
-    )

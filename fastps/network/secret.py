@@ -11,12 +11,11 @@ import secrets
 from dataclasses import dataclass
 from typing import Protocol
 
-from fastps.job.secret import Secret
+from fastps.job.secret import HOW_TO_GIVE, Secret
 from fastps.network.link import LinkLostError, RefusedError
 from fastps.network.messages import Header, Kind
 
 NONCE_BYTES = 32
-HOW_TO_GIVE = "give all nodes the same FASTPS_SECRET or --secret-file"
 
 
 class Headers(Protocol):

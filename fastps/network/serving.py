@@ -10,15 +10,14 @@ import numpy as np
 import torch
 
 from fastps.errors import Error, NodeLostError, ProtocolError, WorkerDiedError
-from fastps.network.checks import check_push, check_terms
-from fastps.network.codec import CODECS
-from fastps.network.edge import CHUNK_BYTES, Edge, chunks_of
+from fastps.job.wire import CHUNK_BYTES
+from fastps.network.codec import CODECS, RoundedReceiver, RoundedSender
+from fastps.network.edge import Edge, chunks_of
 from fastps.network.home import Home, NodeLanes
 from fastps.network.link import LinkLostError, Memory
-from fastps.network.messages import Header, Kind
+from fastps.network.messages import Header, Kind, check_push
 from fastps.network.monitoring.watch import EdgeWatch
 from fastps.network.rendezvous import Requests
-from fastps.network.rounding import RoundedReceiver, RoundedSender
 from fastps.network.session import NodeRecord
 from fastps.network.sums import payload_bytes, unpack
 from fastps.tracing.file import PUSH_POSTED, WEIGHTS_SENT
@@ -286,8 +285,7 @@ class Serving(threading.Thread):
         own = chunks if self._received is None else self._received.memory(len(chunk) // 4 for chunk in chunks)
         arriving = edge.receiving(memory for each in ([packed], own) for memory in each)
         next(arriving)
-        check_terms(packed.tobytes(), self._rule, self._groups, self._parameters)
-        terms = unpack(packed.tobytes(), self._groups, self._parameters)
+        terms = unpack(packed.tobytes(), self._rule, self._groups, self._parameters)
         number = 0
         for part, slot, missing in wanted:
             for _ in slot:

@@ -6,32 +6,26 @@ allowed, all homes fold the pushes of all nodes into every version.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 
 import torch
 
 from fastps.network.far_home import FarHome
-from fastps.network.leaf import Outgoing
+from fastps.network.home import NearHome
 from fastps.network.messages import Header
-from fastps.network.near_home import NearHome
 from fastps.network.parts import Part
-from fastps.network.sums import Terms
+from fastps.network.sums import Outgoing, Terms
 
 _LOOK_S = 0.2
 
 
-@dataclass(frozen=True)
-class OutgoingShare:
+def share_of(sent: Outgoing, share: Part) -> Outgoing:
     """The range of an outgoing sum that one home gets."""
 
-    whole: Outgoing
-    share: Part
+    def begin(outs: Sequence[torch.Tensor], first: int) -> tuple[Terms, Iterator[torch.Tensor]]:
+        terms, chunks = sent(outs, share.first + first)
+        return Terms(terms.hypers, terms.present[share.parameters.start : share.parameters.stop]), chunks
 
-    def begin(self, outs: Sequence[torch.Tensor], first: int = 0) -> tuple[Terms, Iterator[torch.Tensor]]:
-        """See Outgoing."""
-        terms, chunks = self.whole.begin(outs, self.share.first + first)
-        parameters = self.share.parameters
-        return Terms(terms.hypers, terms.present[parameters.start : parameters.stop]), chunks
+    return begin
 
 
 class SpreadHomes:
@@ -61,7 +55,7 @@ class SpreadHomes:
 
         def one(share: Part, home: FarHome | NearHome) -> None:
             floats = slice(share.first, share.last)
-            home.step(header, OutgoingShare(sent, share) if sent is not None else None, before[floats], after[floats])
+            home.step(header, share_of(sent, share) if sent is not None else None, before[floats], after[floats])
 
         self._all(one)
         return self.coming()

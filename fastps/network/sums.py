@@ -3,17 +3,22 @@
 A parameter that a push does not have counts as zero in the sum, and as absent if no push has it.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastps.job.update_rules import Hyper
+from fastps.errors import ProtocolError
+from fastps.job.update_rules import Hyper, Rule
 from fastps.kernels.protocol.fold_call import FoldedPush
+from fastps.kernels.update import fold
 from fastps.membership.job_memory import JobMemory
 from fastps.network.edge import chunk_ranges
+
+_FLAGS_END = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,14 @@ class Terms:
         return bits.ljust(8 * -(-len(parameters) // 64), b"\0")
 
 
+Outgoing = Callable[[Sequence[torch.Tensor], int], tuple[Terms, Iterator[torch.Tensor]]]
+"""What a node sends to the home: gives its terms, and its chunks from a float on, computed one by one into some tensors.
+
+Together the tensors are as long as what is sent, and each but the last is whole chunks. May be called again, and by several
+threads.
+"""
+
+
 def payload_bytes(groups: int, parameters: int) -> int:
     """The size of `pack`'s result."""
     return 8 * len(Hyper._fields) * groups + 8 * -(-parameters // 64)
@@ -42,18 +55,37 @@ def payload_bytes(groups: int, parameters: int) -> int:
 def pack(terms: Terms) -> bytes:
     """The terms as bytes.
 
-    >>> unpack(pack(Terms([Hyper(0.5)], np.array([True, False]))), 1, 2).hypers[0].learning_rate
+    >>> from fastps.job.update_rules import SGD
+    >>> unpack(pack(Terms([Hyper(0.5)], np.array([True, False]))), SGD(0.1).rule, 1, 2).hypers[0].learning_rate
     0.5
     """
     return np.array(terms.hypers, np.float64).tobytes() + terms.presence
 
 
-def unpack(data: bytes, groups: int, parameters: int) -> Terms:
-    """The terms of `pack`."""
-    words = np.frombuffer(data, np.float64, len(Hyper._fields) * groups).reshape(groups, -1).tolist()
-    hypers = [Hyper._make([*row[:-1], int(row[-1])]) for row in words]
-    bits = np.frombuffer(data, np.uint8, offset=8 * len(Hyper._fields) * groups)
-    return Terms(hypers, np.unpackbits(bits, count=parameters, bitorder="little").view(np.bool_))
+def unpack(data: bytes, rule: Rule, groups: int, parameters: int) -> Terms:
+    """The terms of `pack`, which another node has sent. Raises ProtocolError.
+
+    A fold fails, and ends the job on all nodes, if the hyper-parameters need state that the job's rule does not have.
+    """
+    words = np.frombuffer(data, np.float64, len(Hyper._fields) * groups)
+    hypers = []
+    for group, row in enumerate(words.reshape(groups, -1).tolist()):
+        for name, value in zip(Hyper._fields, row, strict=True):
+            if not math.isfinite(value):
+                raise ProtocolError(f"expected a finite {name} in group {group}, found {value}")
+        if not (0 <= row[-1] < _FLAGS_END and row[-1].is_integer()):
+            raise ProtocolError(f"expected flags from 0 to {_FLAGS_END - 1} in group {group}, found {row[-1]:g}")
+        needed = fold.planes_needed(rule.number, tuple(row))
+        if needed > len(rule.planes):
+            raise ProtocolError(
+                f"expected hyper-parameters of {rule.name} with {len(rule.planes)} tensors of state in group {group}, found"
+                f" some that need {needed}: build the same optimizer on all nodes, and keep its options"
+            )
+        hypers.append(Hyper._make([*row[:-1], int(row[-1])]))
+    bits = np.unpackbits(np.frombuffer(data, np.uint8, offset=words.nbytes), bitorder="little").view(np.bool_)
+    if bits[parameters:].any():
+        raise ProtocolError(f"expected bits for {parameters} parameters, found bits beyond them")
+    return Terms(hypers, bits[:parameters])
 
 
 class Sums:
@@ -74,8 +106,12 @@ class Sums:
         offset = self._store.arena.weights_offset(buffer)
         return torch.from_numpy(np.frombuffer(self._store.memory, np.float32, self._floats, offset))
 
+    def mean_loss(self, pushes: Sequence[FoldedPush]) -> float:
+        """The mean of the losses that the workers of these pushes have reported."""
+        return float(np.mean([self._store.arena.counters(push.lane)["loss"] for push in pushes]))
+
     def begin(
-        self, pushes: Sequence[FoldedPush], outs: Sequence[torch.Tensor], first: int = 0
+        self, pushes: Sequence[FoldedPush], outs: Sequence[torch.Tensor], first: int
     ) -> tuple[Terms, Iterator[torch.Tensor]]:
         """The terms of a sum, and its chunks, which are computed one by one into `outs`, one of them after the other.
 
@@ -115,18 +151,6 @@ class Sums:
             for slot, scale, bits in zip(slots, scales, present, strict=True):
                 if bits[index]:
                     total.add_(slot[first:last], alpha=scale)
-
-
-@dataclass(frozen=True)
-class SumOfPushes:
-    """The sum of some pushes of a leaf arena, whose slots stay as they are meanwhile."""
-
-    sums: Sums
-    pushes: Sequence[FoldedPush]
-
-    def begin(self, outs: Sequence[torch.Tensor], first: int = 0) -> tuple[Terms, Iterator[torch.Tensor]]:
-        """See Outgoing."""
-        return self.sums.begin(self.pushes, outs, first)
 
 
 def _chunks(whole: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -23,9 +23,8 @@ import numpy as np
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastps.errors import UnsupportedError, UsageError
-from fastps.job.secret import Secret
-from fastps.network.gloo import reason_of
-from fastps.network.link import LinkLostError, Memory, TimedOutError
+from fastps.job.secret import HOW_TO_GIVE, Secret
+from fastps.network.link import LinkLostError, Memory, TimedOutError, reason_of
 from fastps.network.secret import are_equal, mac
 from fastps.system.extras import how_to_install
 
@@ -330,10 +329,7 @@ def _authentic(record: bytes, name: str, secret: Secret) -> tuple[bytes, str]:
     except (TypeError, ValueError):
         raise LinkLostError("expected a key of the other side, found other bytes in the store at the rendezvous") from None
     if not are_equal(code, mac(secret, "key", name, key, endpoint)):
-        raise LinkLostError(
-            "the key of the other side was not made with this job's secret: give all nodes the same FASTPS_SECRET or"
-            " --secret-file"
-        )
+        raise LinkLostError(f"the key of the other side was not made with this job's secret: {HOW_TO_GIVE}")
     return key.encode(), endpoint
 
 

@@ -6,11 +6,12 @@ import selectors
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastps.errors import AttachError, UsageError
 from fastps.job import limits
-from fastps.job.nodes import DEFAULT_NODE_POLICY, NodePolicy, address, check_secret
+from fastps.job.nodes import address, check_secret
+from fastps.job.options import NodePolicy
 from fastps.job.secret import VARIABLE as SECRET
 from fastps.job.secret import Secret, secret_of_environment
 from fastps.processes.options import JobOptions
@@ -41,7 +42,7 @@ class NodeOptions:
     count: int
     rendezvous: str
     rank: str = "auto"
-    policy: NodePolicy = DEFAULT_NODE_POLICY
+    policy: NodePolicy = field(default_factory=NodePolicy)
     interface: str = ""
     trusts_network: bool = False
     secret: Secret | None = None
@@ -97,7 +98,7 @@ class LaunchRendezvous:
             "trusts_network": options.trusts_network,
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fastps.network.launch_rendezvous", json.dumps(meeting)],
+            [sys.executable, "-P", "-m", "fastps.network.meeting", json.dumps(meeting)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={

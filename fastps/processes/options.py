@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from fastps.errors import UsageError
 from fastps.job.fault_policy import FaultPolicy
+from fastps.job.options import value_of
 from fastps.processes.fault_injection import FaultPlan
-from fastps.store.server_process import chosen_server
 
 GRACE_S = 30.0  # as Kubernetes and SLURM give by default
 _LONGEST_GRACE_S = 86_400
@@ -56,7 +56,7 @@ class JobOptions:
             raise UsageError("--restarts replaces lost workers, --on-worker-loss stop ends the job: expected one of the two")
         if not 0 <= self.grace_s <= _LONGEST_GRACE_S:
             raise UsageError(f"--grace: expected 0 to {_LONGEST_GRACE_S} seconds, found {self.grace_s:g}")
-        chosen_server(self.server)
+        value_of("FASTPS_SERVER", self.server)
         FaultPolicy(self.on_worker_loss or "stop", self.nonfinite or "reject", self.max_workers)
 
     @property

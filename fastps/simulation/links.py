@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from fastps.errors import UsageError
-from fastps.job.nodes import NodePolicy, Nodes, check_policy
+from fastps.job.nodes import Nodes, check_policy
+from fastps.job.options import NodePolicy
 from fastps.job.policy import Policy
 from fastps.job.wire import part_count, wire_bytes
 from fastps.simulation.simulate import Routes, Simulation

@@ -15,29 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastps.errors import AttachError, UsageError
+from fastps.errors import AttachError
 from fastps.job.layout import Layout
 from fastps.job.update_rules import Rule
 from fastps.kernels.shm.arena import LANE_JOINING, LANE_LEAVING, LANE_LIVE
 from fastps.membership.job_memory import JobMemory
 
-CHOICES = ("workers", "process")
 WORKER_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
 _POLL_NS = 1_000_000
 _END_S = 5.0  # a server without workers exits within milliseconds; a stopped one would never exit
 _START_S = 60.0  # importing numpy takes long on a busy machine; the timeout of waits may be shorter
-
-
-def chosen_server(given: str | None = None) -> str:
-    """The processes that combine: the argument, else FASTPS_SERVER, else "workers". Raises UsageError for any other value.
-
-    >>> chosen_server("process")
-    'process'
-    """
-    found = given or os.environ.get("FASTPS_SERVER") or "workers"
-    if found not in CHOICES:
-        raise UsageError(f"expected server to be one of {', '.join(CHOICES)}, found {found!r}")
-    return found
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from fastps.errors import ArenaError, AttachError, UnsupportedError, UsageError
 from fastps.job import limits
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import GradientType, Layout, chosen_readers, place
+from fastps.job.layout import GradientType, Layout, place
+from fastps.job.options import value_of
 from fastps.job.plan import plan, remedy
 from fastps.job.policy import Policy
 from fastps.job.precision import check_double
@@ -30,7 +31,7 @@ from fastps.kernels.shm.format import format_memory
 from fastps.membership import discovery, rendezvous
 from fastps.membership.job_memory import JobMemory, Views
 from fastps.store.row_slots import check_tables
-from fastps.store.server_process import AgentPlan, DevicePlan, ServerProcess, chosen_server
+from fastps.store.server_process import AgentPlan, DevicePlan, ServerProcess
 from fastps.store.start import StartState
 from fastps.store.worker import Worker
 from fastps.system import numa, shared_memory
@@ -119,10 +120,9 @@ class Store(JobMemory):
         numbers = check_tables(arrays, tables, update.rule, policy, update.hyper)
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         placed = place(rows, policy.shards, numbers, types)
-        layout = Layout(
-            placed, 1, update.rule, policy, workers, faults=faults, gradient_type=gradient_type, server=chosen_server(server)
-        )
-        layout = replace(layout, max_readers=chosen_readers(max_readers))
+        server = value_of("FASTPS_SERVER", server)
+        layout = Layout(placed, 1, update.rule, policy, workers, faults=faults, gradient_type=gradient_type, server=server)
+        layout = replace(layout, max_readers=value_of("FASTPS_MAX_READERS", max_readers))
         check_double(layout)
 
         def write(views: Views) -> None:

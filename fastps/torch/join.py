@@ -20,6 +20,7 @@ from fastps.errors import UnsupportedError, UsageError
 from fastps.job import environment, limits
 from fastps.job.environment import Identity
 from fastps.job.layout import GradientType, Layout
+from fastps.job.options import value_of
 from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
 from fastps.membership import discovery
@@ -84,7 +85,7 @@ def check_checkpoints(
             ' on_worker_loss="stop" beside it; take what it recommends (fastps advise) as sync instead'
         )
     if wanted is not None and rank == 0:
-        overwrite = os.environ.get("FASTPS_OVERWRITE", "0") != "0"
+        overwrite = value_of("FASTPS_OVERWRITE") == "1"
         tables = [parameter for parameter in layout.parameters if parameter.is_table]  # whose rows may have less state
         floats = layout.buffer_floats * (1 + layout.planes) + sum(table.size for table in tables)
         check_folder(wanted[0], resumed, overwrite=overwrite, needed_bytes=4 * floats, timeout_s=timeout_s)

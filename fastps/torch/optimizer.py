@@ -6,13 +6,12 @@ else, takes new weights: it points `p.data` at the published buffer. The model's
 """
 
 import contextlib
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import profiler
@@ -23,38 +22,39 @@ from fastps.checkpoint.format import Array
 from fastps.checkpoint.periodic import Checkpointing
 from fastps.checkpoint.runs import Run, earlier_runs
 from fastps.checkpoint.snapshot import Pinned
-from fastps.errors import ArenaError, UsageError
+from fastps.errors import UsageError
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import GradientType, Layout, Parameter, chosen_readers, place
+from fastps.job.layout import GradientType, Layout, place
+from fastps.job.options import value_of
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
-from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.store import earlier_jobs, instances
-from fastps.store.equal_gradients import EqualGradients
-from fastps.store.server_process import chosen_server
+from fastps.store.observer import WorkerStatistics, statistics_of
 from fastps.store.worker import Worker
 from fastps.system import exit_handlers
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.malloc import keep_freed_memory
 from fastps.torch import foreign, join, profiling, state, tables
+from fastps.torch.attachment import Attachment
 from fastps.torch.checkpoint import described_group, saved_buffers
-from fastps.torch.evaluation import Evaluation
-from fastps.torch.gradients import hooked, loss_scaling
+from fastps.torch.gradients import loss_scaling
 from fastps.torch.join import Joining
-from fastps.torch.model_buffers import BufferRounds, ModelBuffers
+from fastps.torch.model_buffers import ModelBuffers
 from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_load
 from fastps.torch.placed import placed
 from fastps.torch.placements import HostPlacement
 from fastps.torch.update_rules import Hypers, pushed_type, rows_of, rule_of, types_of, without
-from fastps.torch.weights import Weights, shaped_tensors
+from fastps.torch.weights import shaped_tensors, shown
 
-logger = logging.getLogger("fastps.torch")
+if TYPE_CHECKING:
+    from fastps.kernels.shm.arena import Histograms
+
 _GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
-class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
+class DistributedOptimizer(OptimizerState):
     """Wrap a torch optimizer; the fold then runs its arithmetic on the gradients that all workers push.
 
     The same script runs alone, under `fastps run -n 4` and under torchrun:
@@ -152,7 +152,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._buffers = ModelBuffers(model)
         self._placement = self._place(push_dtype)
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
-        self._server, self._max_readers = chosen_server(server), chosen_readers(max_readers)
+        self._server, self._max_readers = value_of("FASTPS_SERVER", server), value_of("FASTPS_MAX_READERS", max_readers)
         layout = self._layout(model, policy, faults, pushed)
         self._check_model(layout)
         wanted = Checkpointing.wanted(checkpoint, every)
@@ -160,7 +160,8 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         join.check_checkpoints(wanted, resumed, self._identity.rank, stated, timeout_s)
         self._model, self._seeds, self._earlier_versions = model, dict(seeds or {}), 0
         start = self._placement.start(resumed) if resumed is not None else None
-        self._first_versions = start.beginning(layout)["versions"] if start is not None else []
+        versions = start.beginning(layout)["versions"] if start is not None else []
+        self._job = Attachment(self._placement, self._tensors, self._buffers, self.close, versions)
         joined = self._join(layout, Joining(self._identity, self._names_job, start, timeout_s, clock))
         self.run = Run.of(joined.store, earlier_runs(resumed))
         self._begin(joined, batch_size, wanted if self._placement.saves else None)
@@ -177,46 +178,20 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
 
     def _begin(self, worker: Worker, batch_size: int, checkpointing: tuple[Path, int] | None) -> None:
         """Take the job's weights and hook into backward."""
-        self._use(worker)
-        self._warm_up = WarmUp(self._store, self._worker) if self.policy.warm_up else None
-        dense = [index for index in range(len(self._tensors)) if index not in self._store.tables]
-        self._hooks = [hooked(self._tensors[index], self._hook(index)) for index in dense]
-        self._hooks.append(self._inner.register_load_state_dict_pre_hook(refuse_load))
+        self._job.use(worker)
+        self._warm_up = WarmUp(worker.store, worker) if self.policy.warm_up else None
         self._in_no_sync = False
-        self._has_begun = False
         self._batch_size = batch_size
         self._samples = batch_size
-        self._take_weights()
-        if not self._placement.shows_arena:
-            self._weights.remember()
-        self._checkpointing = None
+        self._job.hook([self._inner.register_load_state_dict_pre_hook(refuse_load)])
         if checkpointing is not None:
             run, exact, version = self.run, self._placement.saves_share, partial(self._placement.saved_version, worker)
             pin = partial(self.pin_whole_version, {}, waits=exact)
-            self._checkpointing = Checkpointing(worker, *checkpointing, pin, self.model_buffers, version, run=run, exact=exact)
+            self._job.checkpointing = Checkpointing(
+                worker, *checkpointing, pin, self.model_buffers, version, run=run, exact=exact
+            )
 
     # -- joining -----------------------------------------------------------------------------------
-
-    def _use(self, worker: Worker) -> None:
-        """Push gradients to, and pull weights from, this worker's arena from now on."""
-        self._placement.begin()
-        self._worker, self._store = worker, worker.store
-        self._clip = self.policy.clip
-        self._weights = Weights(self._tensors, self._store, partial(self._placement.shown_views, self._store))
-        self._is_late = worker.generation > 0
-        slots = [self._slot_tensors(slot) for slot in range(self._store.arena.slots)]
-        self._gradients = tables.gradients_of(self._placement, worker, self._tensors, slots, self.policy.waits_for_fold)
-        self._rounds = BufferRounds(self._buffers, worker)
-        self._equal_gradients = EqualGradients(worker, reads_slots=self._placement.name != "device")
-        exit_handlers.register(worker, self._leave, self.wait_for_others)
-        earlier_jobs.register(worker, self._tensors, self.close, self.wait_for_others)
-        try:
-            self._placement.use(worker)
-        except ArenaError as error:
-            exit_handlers.forget(worker)
-            worker.close(str(error))
-            worker.store.close()
-            raise
 
     def _take_advice(self, warm_up: WarmUp) -> None:
         """End the warm-up: continue under the discipline that it recommends, in a new arena if the discipline changes."""
@@ -224,17 +199,12 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         policy = warm_up.choose()
         if policy is None:
             return
-        old, versions = self._worker, self._store.version
+        versions = self._job.store.version
         next_instance = self._identity.instance + 1 if self._names_job else instances.following()
         self._identity = self._identity.of_instance(next_instance)
-        moved = move(old, policy, self._identity.name, self._hypers())
+        moved = move(self._job.worker, policy, self._identity.name, self._hypers_read.of(self.param_groups))
         self._earlier_versions += versions
-        self._gradients.clone()
-        self._use(moved)
-        self._take_weights()
-        exit_handlers.forget(old)
-        old.close()
-        old.store.close()
+        self._job.change_to(moved)
 
     def _layout(self, model: torch.nn.Module | None, policy: Policy, faults: FaultPolicy, pushed: GradientType) -> Layout:
         rows, numbers = rows_of(self.param_groups, model, self._left_out), tables.tables_of(self._tensors, self._rule)
@@ -254,28 +224,14 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
             """Start the job with the state that the optimizer had when it was wrapped (loaded from a checkpoint, say)."""
             state.write_first(store, partial(shaped_tensors, store), self._rule, self._entries())
 
-        return self._placement.join(layout, self._hypers(), to, write_state if any(self._entries()) else None)
-
-    def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
-        return self._placement.tensor_views(self._store, views)
-
-    def _slot_tensors(self, slot: int) -> list[torch.Tensor]:
-        """Tensors over a slot of this worker's lane."""
-        return self._placement.slot_views(self._store, self._store.gradient_views(self._worker.rank, slot))
+        hypers = self._hypers_read.of(self.param_groups)
+        return self._placement.join(layout, hypers, to, write_state if any(self._entries()) else None)
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        """The function that autograd calls after it has accumulated into a parameter's `p.grad`."""
-
-        def put(tensor: torch.Tensor) -> None:
-            self._gradients.put(index, self._worker.lane.slot, tensor)
-
-        return put
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as torch does; with set_to_none=False existing gradients become zeros."""
-        self._gradients.zero(set_to_none)
+        self._job.gradients.zero(set_to_none)
 
     def expose_gradients(self) -> None:
         """Point every p.grad at the slot of the next push. The slot holds old values: write all gradients, then `step()`.
@@ -284,9 +240,9 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         stays the same and every p.grad is still set. Keep no such p.grad after `step()` without a copy. Raises UsageError with
         a 16-bit `push_dtype` or with a staged model.
         """
-        if self._gradients.is_apart:
-            self._worker.advance()
-        self._gradients.expose(self._worker.lane.slot)
+        if self._job.gradients.is_apart:
+            self._job.worker.advance()
+        self._job.gradients.expose(self._job.worker.lane.slot)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -294,11 +250,11 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
 
         Several backwards before one `step()` accumulate without this, too; it exists for loops written for DDP.
         """
-        self._in_no_sync = self._gradients.accumulates = True
+        self._in_no_sync = self._job.gradients.accumulates = True
         try:
             yield
         finally:
-            self._in_no_sync = self._gradients.accumulates = False
+            self._in_no_sync = self._job.gradients.accumulates = False
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -309,7 +265,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         ParameterChangedError, UsageError. If an error or Ctrl-C ends the wait, the next call resumes it before it pushes.
         """
         if profiler._is_profiler_enabled:
-            with profiling.ranges(self._worker, self):
+            with profiling.ranges(self._job.worker, self._job):
                 return self._hooked_step(closure)
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1]:
             return self._hooked_step(closure)
@@ -322,25 +278,25 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         if self._in_no_sync:
             raise UsageError("step() was called inside no_sync(): leave the block before the step that pushes")
-        worker, gradients, warm_up = self._worker, self._gradients, self._warm_up
+        job, warm_up = self._job, self._warm_up
+        worker, gradients = job.worker, job.gradients
         worker.check_usable()
-        if not self._has_begun:
+        if not job.has_begun:
             foreign.check_not_averaged(self._tensors)
         if gradients.is_apart:
             worker.advance()  # finishes the previous step, whose wait an error ended
-        if (changed := self._weights.changed()) >= 0:
-            self._refuse_write(changed)
+        job.refuse_writes()
         if self._left_out or self._state.is_lent or self._inner.state is not self._state:
             self._take_writes()
         presence = gradients.collect(slot := worker.lane.slot)
-        self._equal_gradients.compare(slot)
+        job.equal_gradients.compare(slot)
         scale, skipped = 1.0, False
         if "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
             scale, skipped = loss_scaling(self.__dict__)  # only a GradScaler's step sets them
-        if self._is_late:
-            skipped = skipped or self._begins_void()
-        if self._clip:
-            scale *= gradients.clip_factor(self._clip, scale)
+        if job.is_late:
+            skipped = skipped or job.begins_void()
+        if job.clip:
+            scale *= gradients.clip_factor(job.clip, scale)
         if warm_up is not None and worker.steps + 1 == warm_up.steps:
             warm_up.publish()
         hypers = self._hypers_read.of(self.param_groups)
@@ -353,69 +309,120 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
             if worker.lane.awaits:
                 gradients.detach(slot)
             raise
-        self._take_weights()
+        job.take_weights()
         if warm_up is not None and worker.steps == warm_up.steps:
             self._take_advice(warm_up)
-        if self._checkpointing is not None:
-            self._checkpointing.after_step()
+        if job.checkpointing is not None:
+            job.checkpointing.after_step()
         return loss
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
 
-    def _hypers(self) -> list[Hyper]:
-        return self._hypers_read.of(self.param_groups)
-
-    def _take_weights(self) -> None:
-        """Update every parameter to the newest version."""
-        self._placement.pull(self._weights, self._worker)
-        if self._has_begun or not self._placement.shows_arena:
-            return
-        if self._total_steps == 0 and self._is_running():
-            self._is_late = True
-            self._weights.show_copies()  # so that a script that loads weights now does not write into the job's
-        self._weights.remember()  # writes before the first step are allowed
-        self._has_begun = self._total_steps > 0
-
-    def _is_running(self) -> bool:
-        """Whether the others began without this worker: it replaces a lost one, or its discipline does not wait for it."""
-        pulled = [self._worker.lane.shard_version(shard) for shard in range(self._store.arena.shards)]
-        return self._is_late or pulled != (self._first_versions or [0] * len(pulled))
-
-    def _refuse_write(self, changed: int) -> None:
-        """Raise ParameterChangedError for a write outside of step().
-
-        Other workers read these buffers, so such a write would reach them at a random moment. Before the first step a write
-        reaches all workers before they begin, so loading a model's state dict right after wrapping is allowed. A parameter
-        that was pointed at other memory reaches no other worker, and the next step would point it back.
-        """
-        undone = not self._placement.shows_arena or self._placement.name == "node"
-        moved = not undone and self._weights.has_moved(changed)
-        is_first = self._total_steps == 0 and (self._is_late or self._store.layout.shown_type == "float32")
-        if undone or moved or not is_first:
-            raise foreign.write_error(self._name(changed), is_undone=undone, has_moved=moved)
-
-    def _begins_void(self) -> bool:
-        """Whether this worker joined a running job and its script then loaded other weights.
-
-        Its first gradient is then not a gradient at the job's weights, so the worker makes a null push instead.
-        """
-        worker = self._worker
-        if not self._is_late or worker.own_steps or self._weights.changed() < 0:
-            return False
-        logger.warning("worker %d joined a running job: what its script wrote to the parameters is not used", worker.rank)
-        return True
-
     # -- looking -----------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The number of updates that all workers together have made so far."""
+        return self._earlier_versions + self._job.store.version
+
+    @property
+    def policy(self) -> Policy:
+        """The discipline in force; with sync="auto" it can change after the warm-up."""
+        return self._job.store.layout.policy
+
+    @property
+    def placement(self) -> str:
+        """Where the job's shards are: "host", "staged" (shards in host memory, model on a GPU) or "device"."""
+        return self._placement.name
+
+    @property
+    def worker(self) -> Worker:
+        """The attached Worker of this optimizer; with sync="auto" it can change after the warm-up."""
+        return self._job.worker
+
+    def statistics(self) -> list[WorkerStatistics]:
+        """Current statistics, one row per worker: steps, waiting, staleness and others."""
+        return statistics_of(self._job.store.arena)
+
+    def histograms(self) -> "list[Histograms]":
+        """Each shard's histograms: gaps between updates, staleness, arrivals within a version."""
+        return [self._job.store.arena.histograms(shard) for shard in range(self._job.store.arena.shards)]
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Show the moving average of the weights as the parameters inside the block; without `ema` they stay unchanged.
+
+        theta_bar of Chen et al. 2017, section 1.1: "we will often evaluate performance on" it.
+        """
+        if not self._job.store.layout.policy.ema:
+            yield
+            return
+        with shown(self._tensors, state.averages(self._job.worker, self._job.tensor_views)):
+            yield
+
+    def average_buffers(self) -> None:
+        """Set this model's buffers to the average over all workers, for evaluation. A collective call.
+
+        Every live worker must call it equally often; it waits until all have. A worker that left in good order counts with the
+        buffers that it left with. Means are averaged, variances are averaged by their moments, and counters take the maximum.
+        Raises TimeoutExceededError naming the workers that have not called it, WorkerDiedError, UsageError without `model=`.
+        """
+        self._job.rounds.average()
+
+    def take_newest(self) -> None:
+        """Take the newest weights now, not only with the next step: for an evaluation that the workers begin together.
+
+        Raises ParameterChangedError for weights that were written to outside of step(), UsageError after close.
+        """
+        self._job.worker.check_open()
+        self._job.refuse_writes()
+        self._job.worker.try_combine()
+        lane, arena = self._job.worker.lane, self._job.store.arena
+        if any(lane.shard_version(shard) != arena.shard_version(shard) for shard in range(arena.shards)):
+            self._job.take_weights()
+
+    @contextlib.contextmanager
+    def private_weights(self) -> Iterator[None]:
+        """Show copies of the present weights as the parameters inside the block, which may write into them.
+
+        Libraries that exchange weights in place for an evaluation (averages) then change no other worker's. The block's writes
+        are gone after it.
+
+        >>> import fastps
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
+        ...     before = model.weight.item()
+        ...     with optimizer.private_weights(), torch.no_grad():
+        ...         _ = model.weight.fill_(7.0)
+        ...     model.weight.item() == before
+        True
+        """
+        self._job.refuse_writes()
+        try:
+            with self.shown_weights([tensor.detach().clone(memory_format=torch.preserve_format) for tensor in self._tensors]):
+                yield
+        finally:
+            self._job.weights.remember()
+
+    @contextlib.contextmanager
+    def shown_weights(self, values: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Show these tensors as the parameters inside the block, one each in the order of the param_groups.
+
+        Use it to evaluate other weights, such as the best so far or an average: writing them into the parameters would change
+        the memory that other workers read. To change the job's weights, use `DistributedOptimizer.replace_weights`.
+        """
+        with shown(self._tensors, list(values)):
+            yield
 
     def report_loss(self, loss: float, samples: int = 0) -> None:
         """Report this worker's loss and batch size to observers; the next push carries them."""
-        self._worker.loss = loss
+        self._job.worker.loss = loss
         self._samples = samples or self._batch_size
 
     def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> Pinned:
         """Pin the whole published version for a checkpoint; see PinnedVersion."""
         groups = [described_group(group) for group in self.param_groups]
-        return self._placement.pin(self._worker, groups, {"seeds": self._seeds, **extra}, waits=waits)
+        return self._placement.pin(self._job.worker, groups, {"seeds": self._seeds, **extra}, waits=waits)
 
     def model_buffers(self) -> dict[str, Array]:
         """This worker's buffers (BatchNorm) of the model given as `model=`, by name; checkpoints save them."""
@@ -424,31 +431,20 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     @property
     def batch_size(self) -> int:
         """The next step's batch size: the grant's if it carries one (R2SP's tuning), else the one given at wrapping."""
-        return self._worker.batch_size or self._batch_size
+        return self._job.worker.batch_size or self._batch_size
 
     # -- the end -----------------------------------------------------------------------------------
 
     def wait_for_start(self) -> None:
         """Wait until every worker of the job has attached."""
-        self._worker.wait_for_start()
+        self._job.worker.wait_for_start()
 
     def wait_for_others(self) -> None:
         """Wait until every other worker has closed, and take the final weights. Worker 0 calls it before it saves them.
 
         This worker must not push afterwards. `average_buffers()` then averages the buffers that the workers left with.
         """
-        self._leave_buffers()
-        self._worker.wait_for_others()
-        self._take_weights()
-
-    def _leave_buffers(self) -> None:
-        """Publish this worker's buffers for averages after it has left. No error stops it leaving: it is logged."""
-        if self._worker.has_left:
-            return
-        try:
-            self._rounds.leave()
-        except Exception as error:
-            logger.warning("the model's buffers of worker %d are not published: %s", self._worker.rank, error)
+        self._job.wait_for_others()
 
     def close(self, failure: str | None = None) -> None:
         """Leave the job: parameters become private copies of the weights last taken, and the others go on without this worker.
@@ -457,44 +453,43 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         worker stays, up to the timeout, until every initial worker that its scheme did not wait for has attached. The wrapped
         torch optimizer has the job's state then, of which `state_dict()` gives copies.
         """
-        if self._worker.closed or self._worker.forked:
+        if self._job.worker.closed or self._job.worker.forked:
             return
         if failure is None:
             self._keep_state()
-            earlier_jobs.leave(self._worker, self._tensors)
-        self._leave(failure)
+            earlier_jobs.leave(self._job.worker, self._tensors)
+        self._job.leave(failure)
 
-    def _leave(self, failure: str | None) -> None:
-        """Leave the job, as `close()` does, without the optimizer's state."""
-        if self._worker.closed or self._worker.forked:
-            return
-        if self._checkpointing is not None:
-            self._checkpointing.close(failed=failure is not None)
-        self._placement.end()
-        if self._has_begun and (changed := self._weights.changed()) >= 0:
-            logger.warning(
-                "parameter %r was written to after the last step(): other workers read the same memory; close() first",
-                self._name(changed),
-            )
-        for hook in self._hooks:
-            hook.remove()
-        self._weights.show_copies()
-        self._gradients.clone()
-        self._weights.leave()
-        if failure is None:
-            self._leave_buffers()
-        try:
-            self._worker.close(failure, stays=True)
-        finally:
-            exit_handlers.forget(self._worker)
-            self._store.close()
+    def unwrap(self) -> torch.optim.Optimizer:
+        """End the job, and return the torch optimizer with the job's last state. Every worker calls it, after the same step.
+
+        The parameters are private copies of the weights. Worker 0 waits until the others have called it or closed, so it has
+        what all of them pushed. To go on with more parameters, add them to the torch optimizer, and wrap it again: the new job
+        begins with worker 0's weights and state. If every worker calls `wait_for_others()` before, all have the job's last
+        weights and state.
+
+        >>> import fastps
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> inner = optimizer.unwrap()
+        >>> inner.add_param_group({"params": model.append(torch.nn.Linear(2, 1))[1].parameters(), "lr": 0.01})
+        >>> fastps.DistributedOptimizer(inner).close()
+
+        After `close()`, the torch optimizer has the state of that moment.
+
+        Raises UnsupportedError in a job of several nodes, WorkerDiedError, TimeoutExceededError.
+        """
+        if not self._job.worker.closed:
+            self._job.worker.store.layout.check_has_state("unwrap()")
+            if self._job.worker.rank == 0:
+                self.wait_for_others()
+            self.close()
+        if self._untaken is not None:
+            raise UsageError(f"unwrap(): {self._untaken}")
+        return self._inner
 
     def __enter__(self) -> "DistributedOptimizer":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close(exit_handlers.failure_of(error))
-
-    def _name(self, index: int) -> str:
-        parameter: Parameter = self._store.layout.parameters[index]
-        return parameter.name

@@ -7,20 +7,18 @@ import torch
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.update_rules import Rule
-from fastps.store.worker import Worker
 from fastps.torch import state
+from fastps.torch.attachment import Attachment
 from fastps.torch.job_state import Entry, JobState, copied
 from fastps.torch.named_weights import NamedWeights
 from fastps.torch.update_rules import WRAP_ANEW, Hypers, check_saved, without
-from fastps.torch.weights import Weights
 
 
 class OptimizerState(torch.optim.Optimizer):
-    """The part of a DistributedOptimizer that loads and saves state and weights."""
+    """The state and the weights of a DistributedOptimizer, as torch loads and saves them."""
 
-    _worker: Worker
+    _job: Attachment
     _model: torch.nn.Module | None
-    _weights: Weights
     _wrapped: bool
     _tensors: list[Any]
     _rule: Rule
@@ -29,18 +27,6 @@ class OptimizerState(torch.optim.Optimizer):
     _left_out: dict[int, str]
     _state: JobState
     _untaken: str | None = "the worker left with an error, or at the program's exit, and kept no state"
-
-    @property
-    def _total_steps(self) -> int:
-        return self._worker.earlier_steps + self._worker.own_steps
-
-    def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over flat views of the arena, one per parameter."""
-        raise NotImplementedError
-
-    def _take_weights(self) -> None:
-        """Update every parameter to the newest version."""
-        raise NotImplementedError
 
     def take_newest_weights(self) -> None:
         """Show the newest version between two steps, as `step()` does, without a push.
@@ -54,9 +40,9 @@ class OptimizerState(torch.optim.Optimizer):
 
         Raises UsageError after close, and after many calls without a step under a discipline that waits for the slowest worker.
         """
-        self._worker.check_open()
-        if self._worker.store.version != self._worker.version:
-            self._take_weights()
+        self._job.worker.check_open()
+        if self._job.worker.store.version != self._job.worker.version:
+            self._job.take_weights()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise UsageError: pickle and copy would make an optimizer that belongs to no job."""
@@ -100,11 +86,11 @@ class OptimizerState(torch.optim.Optimizer):
 
     def _read_state(self) -> Iterable[tuple[Any, Entry]]:
         """The entries of the job's state, each with its parameter. In a job of several nodes none: no worker reaches them."""
-        self._worker.check_open()
-        if self._worker.store.layout.is_leaf:
+        self._job.worker.check_open()
+        if self._job.worker.store.layout.is_leaf:
             return []
         groups = [group for group in without(self.param_groups, self._left_out) for _ in group["params"]]
-        found = state.entries(self._worker, self._tensor_views, self._rule, groups)
+        found = state.entries(self._job.worker, self._job.tensor_views, self._rule, groups)
         return [(tensor, entry) for tensor, entry in zip(self._tensors, found, strict=True) if entry is not None]
 
     def _share_state(self) -> None:
@@ -164,12 +150,12 @@ class OptimizerState(torch.optim.Optimizer):
 
         After `close()` it is the state at that moment. Raises UsageError if that could not be taken, and says why.
         """
-        if self._worker.closed:
+        if self._job.worker.closed:
             if self._untaken is not None:
                 raise UsageError(f"state_dict() after close(): {self._untaken}")
             return super().state_dict()
-        self._worker.check_open()
-        self._worker.store.layout.check_has_state("the optimizer's state")
+        self._job.worker.check_open()
+        self._job.worker.store.layout.check_has_state("the optimizer's state")
         with self._state.handed_out() as is_own:
             found = super().state_dict()
         if is_own:
@@ -180,47 +166,11 @@ class OptimizerState(torch.optim.Optimizer):
     def _keep_state(self) -> None:
         """Take the state for the time after close. No error leaves this: the training is over."""
         try:
-            self._worker.store.layout.check_has_state("the optimizer's state")
+            self._job.worker.store.layout.check_has_state("the optimizer's state")
             self._state.detach()
             self._untaken = None
         except Exception as error:  # of any kind: param_groups may have changed since the last step
             self._untaken = f"the state could not be taken at close: {type(error).__name__}: {error}"
-
-    def unwrap(self) -> torch.optim.Optimizer:
-        """End the job, and return the torch optimizer with the job's last state. Every worker calls it, after the same step.
-
-        The parameters are private copies of the weights. Worker 0 waits until the others have called it or closed, so it has
-        what all of them pushed. To go on with more parameters, add them to the torch optimizer, and wrap it again: the new job
-        begins with worker 0's weights and state. If every worker calls `wait_for_others()` before, all have the job's last
-        weights and state.
-
-        >>> import fastps
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        >>> optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> inner = optimizer.unwrap()
-        >>> inner.add_param_group({"params": model.append(torch.nn.Linear(2, 1))[1].parameters(), "lr": 0.01})
-        >>> fastps.DistributedOptimizer(inner).close()
-
-        After `close()`, the torch optimizer has the state of that moment.
-
-        Raises UnsupportedError in a job of several nodes, WorkerDiedError, TimeoutExceededError.
-        """
-        if not self._worker.closed:
-            self._worker.store.layout.check_has_state("unwrap()")
-            if self._worker.rank == 0:
-                self.wait_for_others()
-            self.close()
-        if self._untaken is not None:
-            raise UsageError(f"unwrap(): {self._untaken}")
-        return self._inner
-
-    def wait_for_others(self) -> None:
-        """Wait until every other worker has closed, and take the final weights."""
-        raise NotImplementedError
-
-    def close(self, failure: str | None = None) -> None:
-        """Leave the job."""
-        raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this or of the wrapped optimizer, at any time between steps. Every worker calls it.
@@ -230,7 +180,7 @@ class OptimizerState(torch.optim.Optimizer):
 
         Raises ValueError for another model's state, and UnsupportedError for state that the fold would compute differently.
         """
-        self._worker.check_usable()
+        self._job.worker.check_usable()
         check_saved(self._rule, state_dict)
         super().load_state_dict(state_dict)
         self._keep_floats(state_dict)
@@ -266,24 +216,24 @@ class OptimizerState(torch.optim.Optimizer):
         Raises ValueError for tensors of other shapes or names, UsageError for names without `model=`, and the errors of waiting
         for the shard locks; nothing changes then.
         """
-        self._worker.check_usable()
+        self._job.worker.check_usable()
         named = NamedWeights(self._model, self._tensors, values) if isinstance(values, Mapping) else None
         given: Any = values if named is None else named.in_order()
         make = given if callable(given) else lambda _: given
-        state.publish_weights(self._worker, self._tensor_views, lambda newest: list(make(newest)))
+        state.publish_weights(self._job.worker, self._job.tensor_views, lambda newest: list(make(newest)))
         if named is not None:
             named.load_others()
-        self._take_weights()
-        self._weights.remember()
+        self._job.take_weights()
+        self._job.weights.remember()
 
     def _publish_state(self, entries: Sequence[Entry | None]) -> None:
         """Make worker 0's entries, of which those that are None stay, the job's.
 
         Not those of its replacement, whose script loads before its first step.
         """
-        if self._worker.rank == 0 and (not self._worker.generation or self._worker.own_steps):
-            state.publish(self._worker, self._tensor_views, self._rule, entries)
-            self._take_weights()
+        if self._job.worker.rank == 0 and (not self._job.worker.generation or self._job.worker.own_steps):
+            state.publish(self._job.worker, self._job.tensor_views, self._rule, entries)
+            self._job.take_weights()
 
 
 def check_kind(optimizer: object) -> None:

@@ -13,16 +13,16 @@ from torch.autograd.profiler import record_function
 from fastps.store.worker import Worker
 
 OF_WORKER = {"push": "fastps::push", "try_combine": "fastps::fold", "advance": "fastps::wait"}
-OF_OPTIMIZER = {"_take_weights": "fastps::pull"}
+OF_JOB = {"take_weights": "fastps::pull"}
 
 
 @contextmanager
-def ranges(worker: Worker, optimizer: object) -> Iterator[None]:
-    """Within it, what the worker and its optimizer do are ranges: a push with the fold in it, the wait, and the pull.
+def ranges(worker: Worker, job: object) -> Iterator[None]:
+    """Within it, what the worker and its attachment do are ranges: a push with the fold in it, the wait, and the pull.
 
     A wait has a fold for each time that the worker tries to fold meanwhile. A try that finds nothing to fold is short.
     """
-    replaced = [(worker, *item) for item in OF_WORKER.items()] + [(optimizer, *item) for item in OF_OPTIMIZER.items()]
+    replaced = [(worker, *item) for item in OF_WORKER.items()] + [(job, *item) for item in OF_JOB.items()]
     worker.fold_apart(True)
     try:
         for owner, method, name in replaced:

@@ -9,14 +9,13 @@ attributes; `why_not_compiled` tells the reason.
 import functools
 import importlib
 import logging
-import os
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 
-from fastps.errors import UsageError
+from fastps.job.options import value_of
 from fastps.kernels.tensors.attributes import Attribute
 from fastps.torch import built_loops
 
@@ -168,9 +167,7 @@ def why_not_compiled() -> str | None:
 
 def _chosen() -> tuple[ModuleType | None, str | None]:
     """The module with the compiled loops, or None and the reason. Raises UsageError, as `why_not_compiled` does."""
-    wanted = os.environ.get("FASTPS_TENSOR_LOOPS", "auto")
-    if wanted not in ("auto", "attributes", "build"):
-        raise UsageError(f"FASTPS_TENSOR_LOOPS: expected auto, attributes or build, found {wanted!r}")
+    wanted = value_of("FASTPS_TENSOR_LOOPS")
     if wanted == "attributes":
         return None, "loops over Python's attributes, because FASTPS_TENSOR_LOOPS says so"
     if _installed is not None and _installed.BUILT_FOR == TORCH:

@@ -361,11 +361,11 @@ def test_checkpoints_every_so_many_updates_and_a_failure_goes_on(tmp_path: Path)
         folder.rmdir()
         folder.write_text("not a directory any more")
         _train(model, optimizer, 0, 3)
-        assert optimizer._checkpointing is not None
-        optimizer._checkpointing._join()
+        assert optimizer._job.checkpointing is not None
+        optimizer._job.checkpointing._join()
         _train(model, optimizer, 3, 5)
-        optimizer._checkpointing._join()
-        assert (optimizer._checkpointing.written, optimizer._checkpointing.failures) == (0, 2)
+        optimizer._job.checkpointing._join()
+        assert (optimizer._job.checkpointing.written, optimizer._job.checkpointing.failures) == (0, 2)
         assert optimizer.version == 5
 
 

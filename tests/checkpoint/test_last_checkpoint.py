@@ -66,8 +66,8 @@ def test_sigusr1_makes_a_checkpoint_due_and_training_goes_on(tmp_path: Path) -> 
         signal.raise_signal(signal.SIGUSR1)
         assert _versions(tmp_path) == []
         _step(model, optimizer)
-        assert optimizer._checkpointing is not None
-        optimizer._checkpointing._join()
+        assert optimizer._job.checkpointing is not None
+        optimizer._job.checkpointing._join()
         assert _versions(tmp_path) == [2]
         _step(model, optimizer)
     assert _versions(tmp_path) == [2, 3]

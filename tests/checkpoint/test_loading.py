@@ -16,7 +16,8 @@ from fastps.checkpoint.loading import share_folder
 from fastps.checkpoint.runs import Run
 from fastps.checkpoint.snapshot import write
 from fastps.job.layout import Layout, place
-from fastps.job.nodes import NodePolicy, Nodes
+from fastps.job.nodes import Nodes
+from fastps.job.options import NodePolicy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD
 from fastps.network.home_checkpoint import Share

@@ -31,7 +31,7 @@ def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     ("arguments", "message"),
     [
         (["train", "--sync", "foo"], "unknown synchronization 'foo': expected one of bsp, asp"),
-        (["train", "--sync", "ssp:-1"], "expected s from 0"),
+        (["train", "--sync", "ssp:-1"], "expected s of 0"),
         (["train", "--sync", "dssp:9,3"], "expected lo <= hi"),
         (["compare", "--sync", "bsp,foo"], "bsp,foo"),
         (["train", "--workers", "0"], "--workers: expected at least 1, found 0"),
@@ -74,7 +74,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], messa
     ("arguments", "sentence"),
     [
         (["train", "--sync", "psp:5,0.5", "--workers", "4"], "psp:5,0.5: expected c of 1 to 4, the number of workers, found 5"),
-        (["train", "--sync", "ssp:3,ema=1"], "ssp:3,ema=1: expected ema of 0 (none) to less than 1, found 1.0"),
+        (["train", "--sync", "ssp:3,ema=1"], "ssp:3,ema=1: expected ema of 0 (none) to less than 1, found 1"),
         (
             ["compare", "--sync", "bsp,policy:fold=all,grant=at-once"],
             "policy:fold=all,grant=at-once: fold 'all' cannot go with grant 'at-once': a sum of all workers needs workers"

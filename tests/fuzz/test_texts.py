@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,13 @@ from fastps.errors import Error
 from fastps.job import environment, launchers, limits
 from fastps.job.disciplines import DISCIPLINES
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import Description, chosen_readers, first_difference
+from fastps.job.layout import Description, first_difference
 from fastps.job.nodes import address, nodes_of_environment
+from fastps.job.options import OPTIONS, value_of
 from fastps.job.specs import MODIFIERS, parse_policies, parse_policy
 from fastps.processes.fault_injection import FaultPlan
 from fastps.processes.hosts import HostsOptions
 from fastps.simulation.compute_models import parse_compute
-from fastps.store.server_process import chosen_server
 from fastps.telemetry.prometheus import parse_address
 from tests.fuzz.amount import fuzz
 
@@ -166,8 +167,7 @@ def test_any_environment_is_read_or_refused() -> None:
         limits.timeout_s,
         limits.stall_ns,
         FaultPolicy.of,
-        chosen_readers,
-        chosen_server,
+        *(partial(value_of, variable) for variable in OPTIONS),
         lambda: Checkpointing.wanted(None, None),
         placement,
         bucket_bytes,

@@ -59,8 +59,6 @@ def test_workers_of_one_torchrun_find_one_name_and_a_restart_finds_another(monke
         ({"FASTPS_JOB": "x" * 200}, "1 to 64 bytes of printable text, found 'xxx"),
         ({"FASTPS_JOB": ""}, "1 to 64 bytes of printable text, found ''"),
         ({"FASTPS_JOB": "\udcff"}, "printable text"),
-        ({"FASTPS_PLACEMENT": "gpu"}, "FASTPS_PLACEMENT to be one of auto, host, device, found 'gpu'"),
-        ({"FASTPS_KEEP_MEMORY": "no"}, "FASTPS_KEEP_MEMORY to be one of 1, 0, found 'no'"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "neither FASTPS_JOB nor torchrun's variables"),
     ],
 )

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from fastps.errors import UsageError
-from fastps.job.nodes import NodePolicy, check_secret
+from fastps.job.nodes import check_secret
+from fastps.job.options import NodePolicy
 from fastps.job.secret import secret_of_environment, secret_of_file, secret_of_text
 
 TEXT = "0123456789abcdefg"

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import fastps
 from fastps.job.layout import Layout, place
-from fastps.job.nodes import NodePolicy, Nodes, home_layout
+from fastps.job.nodes import Nodes, home_layout
+from fastps.job.options import NodePolicy
 from fastps.job.specs import parse_policy
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.update import fold, reference

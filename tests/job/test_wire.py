@@ -5,8 +5,8 @@ import pytest
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD
-from fastps.job.wire import BLOCK_FLOATS, CHUNK_BYTES, part_count, wire_bytes
-from fastps.network import codec, edge
+from fastps.job.wire import part_count, wire_bytes
+from fastps.network import codec
 from fastps.network.parts import parts_of
 
 
@@ -20,7 +20,3 @@ def test_bytes_are_those_that_codecs_write(floats: int) -> None:
 def test_homes_are_cut_into_so_many_parts(floats: int) -> None:
     layout = Layout(place([("w", (floats,), (1,), 0)], 1), 1, SGD(lr=0.1).rule, parse_policy("bsp"), 2)
     assert len(parts_of(layout)) == part_count(layout.buffer_floats)
-
-
-def test_chunks_and_blocks_are_those_of_the_links() -> None:
-    assert (CHUNK_BYTES, BLOCK_FLOATS) == (edge.CHUNK_BYTES, codec.BLOCK_FLOATS)

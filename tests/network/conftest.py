@@ -10,8 +10,7 @@ from torch.distributed import TCPStore
 
 from fastps.job.secret import Secret
 from fastps.network.edge import Edge
-from fastps.network.gloo import GlooLink
-from fastps.network.link import Link
+from fastps.network.link import GlooLink, Link
 from fastps.network.zeromq_link import ZeromqLink
 
 SECRET = Secret(b"a secret of the tests")

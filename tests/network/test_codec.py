@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastps.network.codec import BLOCK_FLOATS, CODECS, Codec
+from fastps.job.wire import BLOCK_FLOATS
+from fastps.network.codec import CODECS, Codec
 from fastps.network.edge import CHUNK_FLOATS
 
 ROUNDED = {name: codec for name, codec in CODECS.items() if codec is not None}

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import fastps
-from fastps.network import gloo
-from fastps.network.edge import CHUNK_BYTES, MOST_HEADERS, chunks_of
+from fastps.job.wire import CHUNK_BYTES
+from fastps.network import link as link_module
+from fastps.network.edge import MOST_HEADERS, chunks_of
 from fastps.network.link import LinkLostError
 from fastps.network.messages import Header, Kind
 from tests.network.conftest import SECRET, Pair, both, make_link
@@ -155,7 +156,7 @@ def test_a_port_that_cannot_be_closed_to_strangers_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(gloo, "_listening", dict)
+    monkeypatch.setattr(link_module, "_listening", dict)
     for link in both(lambda side: make_link("gloo", store.port, "link", side)):
         link.close()
     assert caplog.text.count("link link: its port stays open to strangers") == 2
@@ -175,7 +176,7 @@ def test_a_process_without_descriptors_refuses_a_link_over_gloo(left: int) -> No
         for _ in range(left):
             os.close(held.pop())
         with pytest.raises(LinkLostError, match="Too many open files"):
-            gloo.GlooLink(own, "link", 0, "127.0.0.1", 5.0)
+            link_module.GlooLink(own, "link", 0, "127.0.0.1", 5.0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in held:

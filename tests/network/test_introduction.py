@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from fastps.errors import AttachError
-from fastps.network.introduction import await_keys, introduce
-from fastps.network.rendezvous import connect_store
+from fastps.network.meeting import await_keys, introduce
+from fastps.network.tcp_store import connect_store
 from tests.support import nodes
 
 Connect = Callable[[], Store]

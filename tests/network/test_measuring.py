@@ -10,10 +10,9 @@ import pytest
 
 from fastps.network import measuring
 from fastps.network.edge import Edge
-from fastps.network.gloo import GlooLink
-from fastps.network.link import LinkLostError, Memory
+from fastps.network.link import GlooLink, LinkLostError, Memory
 from fastps.network.measuring import LinkRates, measure, respond
-from fastps.network.rendezvous import connect_store
+from fastps.network.tcp_store import connect_store
 from tests.support import nodes
 
 SLOW_BYTES_S = 100e6

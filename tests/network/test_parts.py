@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
-from fastps.job.nodes import NodePolicy
+from fastps.job.options import NodePolicy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD
 from fastps.network.edge import CHUNK_FLOATS

@@ -8,7 +8,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from fastps.job.layout import Layout, place
-from fastps.job.nodes import NodePolicy, Nodes
+from fastps.job.nodes import Nodes
+from fastps.job.options import NodePolicy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD, Hyper
 from fastps.network.edge import Edge

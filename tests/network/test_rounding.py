@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from fastps.network.codec import CODECS
+from fastps.network.codec import CODECS, RoundedReceiver, RoundedSender
 from fastps.network.edge import CHUNK_FLOATS, RECEIVES_UNDER_WAY
-from fastps.network.rounding import RoundedReceiver, RoundedSender
 
 ROUNDED = {name: codec for name, codec in CODECS.items() if codec is not None}
 EACH = pytest.mark.parametrize("name", list(ROUNDED))

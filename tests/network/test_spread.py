@@ -18,7 +18,8 @@ import torch
 import fastps
 from fastps.bench.namespaces import missing_reason
 from fastps.errors import PolicyError, UsageError
-from fastps.job.nodes import NodePolicy, Nodes, check_policy
+from fastps.job.nodes import Nodes, check_policy
+from fastps.job.options import NodePolicy
 from fastps.job.specs import parse_policy
 from fastps.network.edge import CHUNK_FLOATS
 from tests.support import nodes, processes

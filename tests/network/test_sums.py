@@ -30,7 +30,7 @@ def test_a_sum_is_numpys(scales: tuple[float, ...], absent: dict[int, list[int]]
             worker._write_slot_header(0, store.hypers, presence_of(present, len(SHAPES)))
         out = torch.full((store.layout.buffer_floats,), 7.0)
         pushes = [FoldedPush(lane, 0, scale, 1.0, 0) for lane, scale in reversed(list(enumerate(scales)))]
-        terms, parts = Sums(store).begin(pushes, [out[:CHUNK_FLOATS], out[CHUNK_FLOATS:]])
+        terms, parts = Sums(store).begin(pushes, [out[:CHUNK_FLOATS], out[CHUNK_FLOATS:]], 0)
         found = torch.cat([part.clone() for part in parts]).numpy()
         assert len(found) == store.layout.buffer_floats
         for index, parameter in enumerate(store.layout.parameters):
@@ -48,9 +48,9 @@ def test_the_terms_of_a_sum_survive_the_journey() -> None:
     with fastps.Store.create({str(i): np.ones(1, np.float32) for i in range(70)}, fastps.Adam(lr=0.5), workers=1) as store:
         worker = store.attach(0)
         worker._write_slot_header(0, store.hypers, presence_of([0, 64, 69], 70))
-        terms, _ = Sums(store).begin([FoldedPush(0, 0, 1.0, 1.0, 0)], [torch.zeros(store.layout.buffer_floats)])
+        terms, _ = Sums(store).begin([FoldedPush(0, 0, 1.0, 1.0, 0)], [torch.zeros(store.layout.buffer_floats)], 0)
         data = pack(terms)
-        found = unpack(data, 1, 70)
+        found = unpack(data, store.layout.rule, 1, 70)
         worker.close()
     assert len(data) == payload_bytes(1, 70)
     assert found.hypers == [Hyper(0.5, beta1=0.9, beta2=0.999, epsilon=1e-8, flags=found.hypers[0].flags)]

@@ -378,10 +378,7 @@ def test_the_environment_says_how_many_readers(monkeypatch: pytest.MonkeyPatch) 
         assert store.arena.readers == 3
     with _store(max_readers=1) as store:
         assert store.arena.readers == 1
-    monkeypatch.setenv("FASTPS_MAX_READERS", "many")
-    with pytest.raises(fastps.UsageError, match="expected FASTPS_MAX_READERS to be a whole number, found 'many'"):
-        _store()
-    with pytest.raises(fastps.UsageError, match=r"expected max_readers of 0 \(none\) or more, found -1"):
+    with pytest.raises(fastps.UsageError, match=r"expected max_readers to be a whole number of 0 \(none\) to [0-9]+, found -1"):
         _store(max_readers=-1)
 
 

@@ -14,9 +14,9 @@ from torch.distributed import PrefixStore, TCPStore
 
 from fastps.job.secret import Secret
 from fastps.job.update_rules import Hyper
-from fastps.network.edge import CHUNK_BYTES, chunk_ranges
-from fastps.network.gloo import GlooLink
-from fastps.network.link import Link, LinkLostError, Memory
+from fastps.job.wire import CHUNK_BYTES
+from fastps.network.edge import chunk_ranges
+from fastps.network.link import GlooLink, Link, LinkLostError, Memory
 from fastps.network.messages import HEADER_BYTES, Header, Kind
 from fastps.network.rendezvous import LARGEST_MESSAGE
 from fastps.network.secret import EdgeName, mac

@@ -133,8 +133,8 @@ def _bytes(tensor: torch.Tensor) -> list[Any]:
 def test_constants_of_every_type_pass_averages_checkpoints_and_a_resume(kind: str, tmp_path: Path) -> None:
     model = Constant(KINDS[kind]())
     optimizer = _train(model, tmp_path)
-    assert optimizer._checkpointing is not None
-    assert (optimizer._checkpointing.failures, optimizer._checkpointing.written) == (0, 2)
+    assert optimizer._job.checkpointing is not None
+    assert (optimizer._job.checkpointing.failures, optimizer._job.checkpointing.written) == (0, 2)
     assert _bytes(model.value) == _bytes(KINDS[kind]())
     other = Constant(torch.zeros_like(KINDS[kind]()))
     _train(other, tmp_path / "again", tmp_path)
@@ -189,6 +189,6 @@ def test_checkpoint_that_cannot_be_written_is_counted_whatever_the_error(
 
     monkeypatch.setattr("fastps.checkpoint.periodic.write", fail)
     optimizer = _train(Constant(torch.ones(2)), tmp_path)
-    assert optimizer._checkpointing is not None
-    assert optimizer._checkpointing.failures >= 1
-    assert optimizer._checkpointing.written == 0
+    assert optimizer._job.checkpointing is not None
+    assert optimizer._job.checkpointing.failures >= 1
+    assert optimizer._job.checkpointing.written == 0

@@ -81,8 +81,8 @@ def test_a_profiled_step_has_the_result_of_any_other(tmp_path: Path) -> None:
 def test_nothing_is_left_behind_without_a_profiler(tmp_path: Path) -> None:
     with _wrapped() as (model, optimizer):
         _profiled(tmp_path, model, optimizer)
-        replaced = {*profiling.OF_WORKER, *profiling.OF_OPTIMIZER}
-        assert not replaced & {*vars(optimizer), *vars(optimizer.worker)}
+        replaced = {*profiling.OF_WORKER, *profiling.OF_JOB}
+        assert not replaced & {*vars(optimizer._job), *vars(optimizer.worker)}
         assert optimizer.worker._pushes_itself
         version = optimizer.version
         with pytest.raises(RuntimeError, match="from the loop"):
@@ -92,7 +92,7 @@ def test_nothing_is_left_behind_without_a_profiler(tmp_path: Path) -> None:
         with pytest.raises(fastps.UsageError, match="no_sync"):
             with profile(activities=[ProfilerActivity.CPU]), optimizer.no_sync():
                 _step(model, optimizer)
-        assert not replaced & {*vars(optimizer), *vars(optimizer.worker)}
+        assert not replaced & {*vars(optimizer._job), *vars(optimizer.worker)}
         _step(model, optimizer)
         assert optimizer.version == version + 2
 

@@ -204,10 +204,3 @@ def test_workers_on_two_gpus_with_several_shards_each_have_the_bits_of_the_cpu(
     expected = staged.run_ranks([fastps.DistributedOptimizer] * 2, "bsp", monkeypatch, f"one-{dtype}", push_dtype=dtype)
     found = staged.run_ranks([SeveralDevicesOptimizer] * 2, "bsp", monkeypatch, f"several-{dtype}", push_dtype=dtype)
     assert found == [expected[0]] * 2
-
-
-def test_a_size_of_shards_that_is_none_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in ("-1", "many", "nan", "inf"):
-        monkeypatch.setenv("FASTPS_BUCKET_MB", text)
-        with pytest.raises(fastps.UsageError, match="FASTPS_BUCKET_MB: expected the megabytes of a bucket"):
-            HostDeviceOptimizer(torch.optim.SGD(make_model().parameters(), lr=0.01))

@@ -251,7 +251,7 @@ def test_writes_into_private_weights_are_gone_after_the_block_and_others_are_ref
         for refused in (optimizer.take_newest, optimizer.private_weights().__enter__):
             with pytest.raises(fastps.ParameterChangedError, match="outside of step"):
                 refused()
-        optimizer._weights.remember()
+        optimizer._job.weights.remember()
 
 
 # -- after the end -----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def disciplines(wide: Wide = False, json_file: Json = None) -> None:
         }
         for row in DISCIPLINES.values()
     ]
-    modifiers = [{"kind": "modifier", "option": f"{name}={usage}"} for name, (usage, _) in MODIFIERS.items()]
+    modifiers = [{"kind": "modifier", "option": f"{name}={usage}"} for name, usage in MODIFIERS.items()]
     console = console_of(json_file)
     columns = [Column("spec"), *(Column(heading, left=True) for heading in ("what it does", "when to use it"))]
     columns += [Column(heading, wide=True, left=True) for heading in ("staleness", "paper")]

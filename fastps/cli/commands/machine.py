@@ -12,49 +12,21 @@ from rich.console import Console
 
 from fastps.cli.commands import MACHINE, TRAIN, WATCH
 from fastps.cli.options import (
+    JOB,
+    NODES,
+    PLACE,
     SYNC_HELP,
-    CheckpointDirectory,
-    Every,
-    Grace,
-    Homes,
-    Hosts,
-    InjectFaults,
-    Interface,
     Json,
-    LinkDtype,
-    LinkKind,
-    LocalFragments,
-    LocalMix,
-    LocalOverlap,
-    LocalSteps,
-    MaxWorkers,
-    NodeRank,
-    NodeTimeout,
-    NonFinite,
-    NumberOfNodes,
-    OldChaos,
-    OnNodeLoss,
-    OnWorkerLoss,
-    OuterLr,
-    OuterMomentum,
-    Overwrite,
-    Rendezvous,
-    Restarts,
-    Resume,
-    SecretFile,
     Seed,
-    Server,
-    SshCommand,
     TensorBoard,
     TraceFile,
-    TrustedNetwork,
     Wide,
-    Within,
     Workers,
     console_of,
     job_options_of,
     nodes_of,
     placed_nodes,
+    with_options,
 )
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
@@ -89,6 +61,11 @@ PROMETHEUS_HELP = (
     "Serve the figures of JOB, or of all running jobs of this user, at /metrics for Prometheus, until Ctrl-C; jobs may begin"
     " and end meanwhile. Without a host only this machine reaches it. Needs the extra [prometheus]."
 )
+
+HOSTS_HELP = "Start a node on each of these hosts over ssh; the first is node 0, on port 29400."
+SSH_HELP = "With --hosts: what gets a host and a command line. Default: ssh -o BatchMode=yes."
+SECRET_HELP = "A file with a secret that all nodes prove to know; FASTPS_SECRET is another way."
+GRACE_HELP = "So long workers may take to save and end after Ctrl-C, SIGTERM or another's failure."
 
 commands = typer.Typer()
 ORDER = 20
@@ -179,6 +156,7 @@ def _without(options: list[str], names: tuple[str, ...]) -> list[str]:
     "   |   fastps run -n 4 --restarts 8 --checkpoint runs/a --every 500 train.py"
     "   |   fastps run --gpus 0,1,2,3 -n 4 train.py   |   fastps run --nnodes 2 --rendezvous node0:29400 -n 4 train.py",
 )
+@with_options(PLACE, NODES, JOB)
 def run(
     context: typer.Context,
     arguments: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A script and its arguments.")],
@@ -188,42 +166,15 @@ def run(
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
     env: Annotated[str, typer.Option(metavar="auto|fastps|torchrun", help=ENV_HELP)] = "auto",
     start_method: Annotated[str, typer.Option(metavar="fork|spawn", help=START_METHOD_HELP)] = "fork",
-    nnodes: NumberOfNodes = None,
-    rendezvous: Rendezvous = "",
-    node_rank: NodeRank = "auto",
-    within: Within = "bsp",
-    on_node_loss: OnNodeLoss = "stop",
-    node_timeout: NodeTimeout = 3.0,
-    link_dtype: LinkDtype = "float32",
-    local_steps: LocalSteps = 0,
-    local_fragments: LocalFragments = 1,
-    local_overlap: LocalOverlap = 0,
-    local_mix: LocalMix = 1.0,
-    outer_lr: OuterLr = 0.7,
-    outer_momentum: OuterMomentum = 0.9,
-    interface: Interface = "",
-    trusted_network: TrustedNetwork = False,
-    hosts: Hosts = "",
-    ssh_command: SshCommand = "",
-    link: LinkKind = "gloo",
-    homes: Homes = "first",
-    secret_file: SecretFile = None,
+    hosts: Annotated[str, typer.Option(metavar="HOST,HOST,...", help=HOSTS_HELP)] = "",
+    ssh_command: Annotated[str, typer.Option(metavar="COMMAND", envvar="FASTPS_SSH", help=SSH_HELP, show_default=False)] = "",
+    secret_file: Annotated[Path | None, typer.Option(metavar="FILE", help=SECRET_HELP)] = None,
+    grace: Annotated[float, typer.Option(metavar="SECONDS", help=GRACE_HELP)] = 30.0,
     trace: TraceFile = None,
     tensorboard: TensorBoard = None,
-    server: Server = "",
-    restarts: Restarts = 0,
-    on_worker_loss: OnWorkerLoss = "",
-    grace: Grace = 30.0,
-    nonfinite: NonFinite = "",
-    max_workers: MaxWorkers = 0,
-    checkpoint: CheckpointDirectory = None,
-    every: Every = 0,
-    overwrite: Overwrite = False,
-    resume: Resume = None,
-    inject_faults: InjectFaults = None,
-    old_chaos: OldChaos = None,
     seed: Seed = 0,
     json_file: Json = None,
+    **given: Any,
 ) -> None:
     """Run a training script in several workers.
 
@@ -355,6 +306,7 @@ def _whole(name: str, text: str) -> int:
     epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -"
     "   |   fastps doctor --nnodes 2 --rendezvous node0:29400 --parameters 25e6",
 )
+@with_options(PLACE, {"link_dtype": NODES["link_dtype"]})
 def doctor(
     context: typer.Context,
     model_size: Annotated[
@@ -370,29 +322,24 @@ def doctor(
     nodes: Annotated[
         bool, typer.Option("--nodes", help="Measure the links between nodes instead; implied by --nnodes or --rendezvous.")
     ] = False,
-    nnodes: NumberOfNodes = None,
-    rendezvous: Rendezvous = "",
-    node_rank: NodeRank = "auto",
-    interface: Interface = "",
-    trusted_network: TrustedNetwork = False,
     parameters: Annotated[
         list[str],
         typer.Option(
             metavar="N|CHECKPOINT", help="With --nodes, on node 0: what bounds a step of this model; may be repeated."
         ),
     ] = [],  # noqa: B006 - typer copies it
-    link_dtype: LinkDtype = "float32",
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --nodes: also write the links as JSON, on node 0 and all others.")
     ] = None,
     wide: Wide = False,
     json_file: Json = None,
+    **given: Any,
 ) -> None:
     """Show what this machine offers, check that an arena works, and what a model needs; exit code 1 if something does not.
 
     With --nodes, or --nnodes and --rendezvous on each node, measure the links between nodes instead.
     """
-    if nodes or (nnodes or 1) > 1 or rendezvous:
+    if nodes or (given["nnodes"] or 1) > 1 or given["rendezvous"]:
         _doctor_links(context)
         return
     from dataclasses import asdict
@@ -426,7 +373,7 @@ def _doctor_links(context: typer.Context) -> None:
     from fastps.cli.links_report import links_table, parameters_of
     from fastps.cli.tables import show
     from fastps.diagnostics.links import examine_links
-    from fastps.job.nodes import NodePolicy
+    from fastps.job.options import NodePolicy
     from fastps.system.json_report import write_json
 
     given = context.params

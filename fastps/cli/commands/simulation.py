@@ -1,29 +1,67 @@
 """The commands of virtual time: simulate, reproduce."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fastps.cli.commands import CHOOSE, MACHINE
 from fastps.cli.options import (
     DATA_HELP,
+    ON_LINKS,
     SYNC_HELP,
     Bar,
-    Homes,
     Json,
     LearningRate,
-    LinkDtype,
     Links,
     Momentum,
+    Options,
     Parameters,
     Wide,
     console_of,
+    option,
+    with_options,
 )
 from fastps.errors import UsageError
 from fastps.training.options import LEARNING_RATE
 
 FACTORS_HELP = "NUMBER:FACTOR or FIRST-LAST:FACTOR, such as 0:3 or 0-9:3; may be repeated."
+
+TEXTS: Options = {
+    "compute": option(
+        str,
+        "lognormal:10ms,0.3",
+        help="How long a step computes: constant:TIME, normal:MEAN,DEVIATION, lognormal:MEDIAN,SIGMA (of the logarithm),"
+        " pareto:LEAST,SHAPE, or replay:FILE (a line of times such as 10ms 12ms for all workers, or a line for each).",
+    ),
+    "speed": option(list[str], [], help="Workers that are FACTOR times as fast: " + FACTORS_HELP),
+    "straggler": option(list[str], [], help="Workers that compute FACTOR times as long: " + FACTORS_HELP),
+    "burst": option(
+        str | None,
+        None,
+        metavar="EVERY:LENGTH:FACTOR",
+        help="Each worker is slow now and then, such as 10s:500ms:3; mean times.",
+    ),
+    "model_bytes": option(str, "0", metavar="SIZE", help="Bytes of a push, and of a pull, such as 100MB."),
+    "bandwidth": option(
+        str, "0", metavar="RATE", help="Of each server's port, each direction, such as 10Gbit; 0: without bound."
+    ),
+    "worker_bandwidth": option(
+        str, "0", metavar="RATE", help="Of each worker's port, in even parts for the shards; 0: without bound."
+    ),
+    "latency": option(str, "0s", metavar="TIME", help="From the last byte sent to its arrival, such as 50us."),
+    "service_time": option(
+        str, "0s", metavar="TIME", help="Of a server for each message, push or answer, one after the other, such as 100us."
+    ),
+    "service_rate": option(
+        str, "0", metavar="RATE", help="And bytes of it that a server goes through, such as 5GB; 0: without bound."
+    ),
+    "update_time": option(str, "0s", metavar="TIME", help="Of a server for each update, such as 1ms."),
+    "slow_server": option(list[str], [], help="Shards whose server is FACTOR times as slow: " + FACTORS_HELP),
+    "late_push": option(str | None, None, metavar="SHARE:TIME", help="A share of the pushes comes so late, such as 0.01:0.5s."),
+    "late_pull": option(str | None, None, metavar="SHARE:TIME", help="The same for answers to workers."),
+}
+"""The options that are read as texts with units: the fields of SimulationTexts."""
 
 commands = typer.Typer()
 ORDER = 40
@@ -37,6 +75,7 @@ ORDER = 40
     " --compute constant:25ms --model-bytes 350kB --service-rate 4.8GB --update-time 1ms   |   fastps simulate -n 64"
     " --links links.json --parameters 25e6 --compute lognormal:300ms,0.1",
 )
+@with_options(TEXTS, ON_LINKS)
 def simulate(
     sync: Annotated[
         str, typer.Option(help="Specs, separated by commas, on the same computing times. " + SYNC_HELP)
@@ -46,49 +85,13 @@ def simulate(
         int, typer.Option(help="Steps of a worker; the run ends after workers x steps pushes, by whomever.")
     ] = 1000,
     leave: Annotated[bool, typer.Option("--leave", help="Each worker leaves after its own steps instead.")] = False,
-    compute: Annotated[
-        str,
-        typer.Option(
-            help="How long a step computes: constant:TIME, normal:MEAN,DEVIATION, lognormal:MEDIAN,SIGMA (of the logarithm),"
-            " pareto:LEAST,SHAPE, or replay:FILE (a line of times such as 10ms 12ms for all workers, or a line for each)."
-        ),
-    ] = "lognormal:10ms,0.3",
-    speed: Annotated[list[str], typer.Option(help="Workers that are FACTOR times as fast: " + FACTORS_HELP)] = [],  # noqa: B006
-    straggler: Annotated[list[str], typer.Option(help="Workers that compute FACTOR times as long: " + FACTORS_HELP)] = [],  # noqa: B006
-    burst: Annotated[
-        str | None,
-        typer.Option(metavar="EVERY:LENGTH:FACTOR", help="Each worker is slow now and then, such as 10s:500ms:3; mean times."),
-    ] = None,
     batch_size: Annotated[int, typer.Option(help="Samples of a worker's first batch.")] = 32,
-    model_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of a push, and of a pull, such as 100MB.")] = "0",
-    bandwidth: Annotated[
-        str, typer.Option(metavar="RATE", help="Of each server's port, each direction, such as 10Gbit; 0: without bound.")
-    ] = "0",
-    worker_bandwidth: Annotated[
-        str, typer.Option(metavar="RATE", help="Of each worker's port, in even parts for the shards; 0: without bound.")
-    ] = "0",
-    latency: Annotated[str, typer.Option(metavar="TIME", help="From the last byte sent to its arrival, such as 50us.")] = "0s",
-    service_time: Annotated[
-        str,
-        typer.Option(metavar="TIME", help="Of a server for each message, push or answer, one after the other, such as 100us."),
-    ] = "0s",
-    service_rate: Annotated[
-        str, typer.Option(metavar="RATE", help="And bytes of it that a server goes through, such as 5GB; 0: without bound.")
-    ] = "0",
-    update_time: Annotated[str, typer.Option(metavar="TIME", help="Of a server for each update, such as 1ms.")] = "0s",
     shards: Annotated[int | None, typer.Option(help="Servers that the model is cut over; default: as the spec says.")] = None,
-    slow_server: Annotated[list[str], typer.Option(help="Shards whose server is FACTOR times as slow: " + FACTORS_HELP)] = [],  # noqa: B006
     cores: Annotated[
         float, typer.Option(metavar="C", help="Cores that computing workers share, in slices of 4 ms; 0: each has one.")
     ] = 0.0,
-    late_push: Annotated[
-        str | None, typer.Option(metavar="SHARE:TIME", help="A share of the pushes comes so late, such as 0.01:0.5s.")
-    ] = None,
-    late_pull: Annotated[str | None, typer.Option(metavar="SHARE:TIME", help="The same for answers to workers.")] = None,
     links: Links = None,
     parameters: Parameters = None,
-    link_dtype: LinkDtype = "float32",
-    homes: Homes = "first",
     seed: Annotated[int, typer.Option(help="Decides all draws: one seed, one trace, on any machine.")] = 0,
     train: Annotated[bool, typer.Option("--train", help="Compute each gradient, too: accuracy over virtual time.")] = False,
     data: Annotated[str, typer.Option(help="What --train trains on: " + DATA_HELP)] = "digits",
@@ -99,6 +102,7 @@ def simulate(
     wide: Wide = False,
     json_file: Json = None,
     progress: Bar = True,
+    **given: Any,
 ) -> None:
     """Play synchronization schemes in virtual time, with as many workers as you like, by the scheduler that the store runs."""
     from fastps.cli import simulation_report as report
@@ -108,27 +112,12 @@ def simulate(
     from fastps.simulation.options import SimulationTexts, read_policies, read_simulation
     from fastps.system.json_report import write_json
 
-    texts = SimulationTexts(
-        compute=compute,
-        speed=speed,
-        straggler=straggler,
-        burst=burst,
-        model_bytes=model_bytes,
-        bandwidth=bandwidth,
-        worker_bandwidth=worker_bandwidth,
-        latency=latency,
-        service_time=service_time,
-        service_rate=service_rate,
-        update_time=update_time,
-        slow_server=slow_server,
-        late_push=late_push,
-        late_pull=late_pull,
-    )
+    texts = SimulationTexts(**{name: given[name] for name in TEXTS})
     policies = read_policies(sync, shards)
     simulation = read_simulation(texts, workers=workers, steps=steps, leave=leave, batch=batch_size, cores=cores, seed=seed)
     runs = [(policy, simulation) for policy in policies]
     if links is not None:
-        found, model = links_of(links, parameters, workers, link_dtype, homes)
+        found, model = links_of(links, parameters, workers, given["link_dtype"], given["homes"])
         runs = [on_links(simulation, policy, found, model) for policy in policies]
     if trace is not None and len(policies) > 1:
         raise UsageError(f"--trace records one run: expected one spec, found {len(policies)}")

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from fastps.cli.commands import CHOOSE, WATCH
-from fastps.cli.options import Bar, Homes, Json, LinkDtype, Links, Wide, console_of
+from fastps.cli.options import ON_LINKS, Bar, Json, Links, Wide, console_of, with_options
 from fastps.errors import UsageError
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def _save_perfetto(found: "Trace", perfetto: Path, profiles: list[Path], console
     " run.trace --sync ssp:3,dssp:3,15 --cores 8 --json -   |   fastps advise run.node0.trace run.node1.trace"
     " --links links.json --nodes 64",
 )
+@with_options(ON_LINKS)
 def advise(
     context: typer.Context,
     files: Annotated[
@@ -138,11 +139,10 @@ def advise(
     ] = 0.0,
     links: Links = None,
     nodes: Annotated[int, typer.Option(metavar="N", help="With --links: predict so many nodes.")] = 2,
-    link_dtype: LinkDtype = "float32",
-    homes: Homes = "first",
     wide: Wide = False,
     json_file: Json = None,
     progress: Bar = True,
+    **given: Any,
 ) -> None:
     """Play a recorded run's steps under other disciplines in virtual time, rank them, and recommend one.
 

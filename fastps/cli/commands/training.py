@@ -1,52 +1,30 @@
 """The commands that train: train, compare, stragglers."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fastps.advice.stragglers import PAPER_EXPONENT
 from fastps.cli.commands import TRAIN, WATCH
 from fastps.cli.options import (
+    JOB,
+    OUTPUT,
+    PUSH,
     SYNC_HELP,
-    BatchSize,
-    CheckpointDirectory,
-    ComputeMs,
-    Data,
-    Epochs,
-    Every,
-    InjectFaults,
-    Json,
-    LearningRate,
-    MaxWorkers,
-    Momentum,
-    NonFinite,
-    OldChaos,
-    OnWorkerLoss,
-    Overwrite,
-    Progress,
-    PullDelay,
-    PushDtype,
+    TRAINING,
     Report,
-    Restarts,
-    Resume,
-    Save,
-    Seed,
-    Server,
-    Straggler,
     TensorBoard,
     TraceFile,
-    TransferMs,
-    WarmStart,
-    Wide,
-    Workers,
+    checked,
     console_of,
     job_options_of,
     options_of,
+    with_options,
 )
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policies, parse_policy
-from fastps.training.options import LEARNING_RATE
 
 EXPONENT_HELP = (
     "Iterations to converge are taken in proportion to N^-EXPONENT for N gradients a step. The default is of Chen et al.,"
@@ -58,45 +36,28 @@ commands = typer.Typer()
 ORDER = 10
 
 
+def _title(given: Mapping[str, Any]) -> str:
+    """The title of a table of trainings."""
+    return f"{given['data']}, {given['epochs']} epochs, seed {given['seed']}"
+
+
 @commands.command(
     rich_help_panel=TRAIN,
     epilog="Examples:  fastps train --sync bsp -n 4   |   fastps train --sync dssp:3,15 --straggler 0:3 --json -"
     "   |   fastps train --sync asp --compute-ms 20 --restarts 40 --inject-faults kill:40,stop:20,seconds:600"
     " --epochs 100",
 )
+@with_options(TRAINING, PUSH, JOB, OUTPUT, epochs=10)
 def train(
     context: typer.Context,
     sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "bsp",
-    workers: Workers = 4,
-    epochs: Epochs = 10,
-    batch_size: BatchSize = 16,
-    lr: LearningRate = LEARNING_RATE,
-    momentum: Momentum = 0.5,
-    data: Data = "mnist5k",
-    seed: Seed = 0,
-    straggler: Straggler = [],  # noqa: B006 - typer copies it
-    transfer_ms: TransferMs = 0.0,
-    compute_ms: ComputeMs = 0.0,
-    pull_delay: PullDelay = None,
-    push_dtype: PushDtype = "float32",
-    warm_start: WarmStart = None,
-    save: Save = None,
+    warm_start: Annotated[
+        Path | None, typer.Option(help="Begin with the weights that --save wrote (Rudra's warm start).")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(callback=checked, help="Write the final weights into this file (.npz).")] = None,
     trace: TraceFile = None,
     tensorboard: TensorBoard = None,
-    server: Server = "",
-    restarts: Restarts = 0,
-    on_worker_loss: OnWorkerLoss = "",
-    nonfinite: NonFinite = "",
-    max_workers: MaxWorkers = 0,
-    checkpoint: CheckpointDirectory = None,
-    every: Every = 0,
-    overwrite: Overwrite = False,
-    resume: Resume = None,
-    inject_faults: InjectFaults = None,
-    old_chaos: OldChaos = None,
-    wide: Wide = False,
-    json_file: Json = None,
-    progress: Progress = True,
+    **given: Any,
 ) -> None:
     """Train a small network on real images with several workers, and print a summary."""
     from fastps.cli.report import faults_text, training_table
@@ -114,23 +75,24 @@ def train(
     )
     if warm_start is not None and not warm_start.is_file():
         raise UsageError(f"--warm-start {warm_start}: expected a file that --save wrote, found none")
-    policy.check_workers(workers)
-    console, job = console_of(json_file), job_options_of(context, seed)
-    shown = progress and console.is_terminal
-    row = runs.train(options, load(data), console, job=job, progress=shown, trace=trace, tensorboard=tensorboard)
-    show(console, training_table([row], f"{data}, {epochs} epochs, seed {seed}"), wide=wide)
+    policy.check_workers(given["workers"])
+    console, job = console_of(given["json_file"]), job_options_of(context, given["seed"])
+    shown = given["progress"] and console.is_terminal
+    row = runs.train(options, load(given["data"]), console, job=job, progress=shown, trace=trace, tensorboard=tensorboard)
+    show(console, training_table([row], _title(given)), wide=given["wide"])
     if "chaos" in row:
         console.print(faults_text(row["chaos"]))
     if trace is not None:
         console.print(f"recorded: see fastps trace {trace}, fastps advise {trace}", markup=False, highlight=False)
-    if json_file is not None:
-        write_json("train", [row], json_file)
+    if given["json_file"] is not None:
+        write_json("train", [row], given["json_file"])
 
 
 @commands.command(
     rich_help_panel=TRAIN,
     epilog="Example:  fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --straggler 0:3 --plot accuracy.png --report page.html",
 )
+@with_options(TRAINING, PUSH, OUTPUT)
 def compare(
     context: typer.Context,
     sync: Annotated[
@@ -140,23 +102,9 @@ def compare(
             " bsp,dssp:3,15 are two specs. " + SYNC_HELP
         ),
     ] = "bsp,asp,ssp:3,dssp:3,15",
-    workers: Workers = 4,
-    epochs: Epochs = 3,
-    batch_size: BatchSize = 16,
-    lr: LearningRate = LEARNING_RATE,
-    momentum: Momentum = 0.5,
-    data: Data = "mnist5k",
-    seed: Seed = 0,
-    straggler: Straggler = [],  # noqa: B006 - typer copies it
-    transfer_ms: TransferMs = 0.0,
-    compute_ms: ComputeMs = 0.0,
-    pull_delay: PullDelay = None,
-    push_dtype: PushDtype = "float32",
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy over time into this picture.")] = None,
     report: Report = None,
-    wide: Wide = False,
-    json_file: Json = None,
-    progress: Progress = True,
+    **given: Any,
 ) -> None:
     """Train the same network under several synchronization schemes, on the same seed and data, and print one table."""
     from fastps.cli.plots import plot_accuracy
@@ -173,12 +121,12 @@ def compare(
     policies = parse_policies(sync)
     options = options_of(context, sync="")
     for policy in policies:
-        policy.check_workers(workers)
-    console = console_of(json_file)
-    rows = runs.compare(policies, options, load(data), console, progress=progress and console.is_terminal)
-    stragglers = f", straggler {' '.join(straggler)}" if straggler else ""
-    title = f"{data}, {epochs} epochs, seed {seed}{stragglers}"
-    show(console, training_table(rows, title, rows[0]), wide=wide)
+        policy.check_workers(given["workers"])
+    console = console_of(given["json_file"])
+    rows = runs.compare(policies, options, load(given["data"]), console, progress=given["progress"] and console.is_terminal)
+    slow = " ".join(given["straggler"])
+    title = _title(given) + (f", straggler {slow}" if slow else "")
+    show(console, training_table(rows, title, rows[0]), wide=given["wide"])
     if plot is not None:
         plot_accuracy(rows, plot)
     if report is not None:
@@ -186,34 +134,22 @@ def compare(
 
         page.write(comparison.page_of(rows, title), report)
         console.print(f"{report}: open it in a browser", markup=False, highlight=False)
-    if json_file is not None:
-        write_json("compare", rows, json_file)
+    if given["json_file"] is not None:
+        write_json("compare", rows, given["json_file"])
 
 
 @commands.command(
     rich_help_panel=WATCH,
     epilog="Example:  fastps stragglers -n 8 --straggler 0:2 --epochs 3 --plot arrivals.png",
 )
+@with_options(TRAINING, OUTPUT)
 def stragglers(
     context: typer.Context,
     sync: Annotated[str, typer.Option(help="A synchronization that waits for all workers: bsp or hardsync:B.")] = "bsp",
-    workers: Workers = 4,
-    epochs: Epochs = 3,
-    batch_size: BatchSize = 16,
-    lr: LearningRate = LEARNING_RATE,
-    momentum: Momentum = 0.5,
-    data: Data = "mnist5k",
-    seed: Seed = 0,
-    straggler: Straggler = [],  # noqa: B006 - typer copies it
-    transfer_ms: TransferMs = 0.0,
-    compute_ms: ComputeMs = 0.0,
-    pull_delay: PullDelay = None,
     exponent: Annotated[float, typer.Option(help=EXPONENT_HELP)] = PAPER_EXPONENT,
     iterations: Annotated[str | None, typer.Option(metavar="N:COUNT,...", help=ITERATIONS_HELP)] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the share of k-th gradients over time into this picture.")] = None,
-    wide: Wide = False,
-    json_file: Json = None,
-    progress: Progress = True,
+    **given: Any,
 ) -> None:
     """Train, show how long each step waited for its k-th gradient, and estimate the best number of backup workers."""
     from fastps.advice import stragglers as estimate
@@ -228,22 +164,26 @@ def stragglers(
         raise UsageError(f"--sync: expected a synchronization that waits for all workers, such as bsp, found {policy.spec}")
     if not 0 <= exponent <= 2:
         raise UsageError(f"--exponent: expected 0 to 2, found {exponent:g}")
-    law = estimate.interpolated(estimate.parse_points(iterations)) if iterations else estimate.power_law(workers, exponent)
+    law = (
+        estimate.interpolated(estimate.parse_points(iterations))
+        if iterations
+        else estimate.power_law(given["workers"], exponent)
+    )
     options = options_of(context, sync=policy.spec)
-    policy.check_workers(workers)
-    console = console_of(json_file)
-    results = runs.results_of(options, load(data), console, progress=progress and console.is_terminal)
+    policy.check_workers(given["workers"])
+    console = console_of(given["json_file"])
+    results = runs.results_of(options, load(given["data"]), console, progress=given["progress"] and console.is_terminal)
     arrivals = estimate.arrivals(results[0]["histograms"][0]["arrivals_ns"])
     splits = estimate.splits(arrivals, law)
-    show(console, training_table([runs.merged(options, results)], f"{data}, {epochs} epochs, seed {seed}"), wide=wide)
+    show(console, training_table([runs.merged(options, results)], _title(given)), wide=given["wide"])
     known = f"iterations {iterations}" if iterations else f"iterations in proportion to N^-{exponent:g}"
-    show(console, arrivals_table(arrivals), wide=wide)
+    show(console, arrivals_table(arrivals), wide=given["wide"])
     if splits:
-        show(console, splits_table(splits, known), wide=wide)
+        show(console, splits_table(splits, known), wide=given["wide"])
     console.print(straggler_verdict(arrivals, splits, known), markup=False, highlight=False)
     if plot is not None:
         from fastps.cli.plots import plot_arrivals
 
         plot_arrivals(arrivals, plot)
-    if json_file is not None:
-        write_json("stragglers", straggler_rows(runs.merged(options, results), arrivals, splits), json_file)
+    if given["json_file"] is not None:
+        write_json("stragglers", straggler_rows(runs.merged(options, results), arrivals, splits), given["json_file"])

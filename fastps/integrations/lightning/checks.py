@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import (
 from fastps.errors import UnsupportedError, UsageError
 from fastps.integrations.lightning.environment import FastpsEnvironment, is_launched
 from fastps.job import environment, launchers
+from fastps.job.options import value_of
 
 _SHARDED = (DeepSpeedPrecision, FSDPPrecision, TransformerEnginePrecision)
 _LATER = (
@@ -35,7 +36,7 @@ def check_options(options: dict[str, Any]) -> None:
 
 def check_faults(options: dict[str, Any]) -> None:
     """Raise UnsupportedError for jobs that go on without a lost worker, and for the replacement of one."""
-    wanted = options.get("on_worker_loss") or os.environ.get("FASTPS_ON_WORKER_LOSS") or "stop"
+    wanted = value_of("FASTPS_ON_WORKER_LOSS", options.get("on_worker_loss"))
     if wanted != "stop" or environment.joins():
         raise UnsupportedError(
             f"FastpsStrategy with on_worker_loss={wanted!r} (--on-worker-loss, --restarts): expected 'stop', because the"
@@ -46,7 +47,11 @@ def check_faults(options: dict[str, Any]) -> None:
 def check_nodes(nodes: int) -> None:
     """Raise UnsupportedError for workers on several machines."""
     found = launchers.launched()
-    count = max(nodes, environment.whole_number("FASTPS_NNODES", 1), found.nodes if found is not None else 1)
+    count = max(
+        nodes,
+        launchers.number(launchers.FASTPS.nodes) if os.environ.get("FASTPS_NNODES") else 1,
+        found.nodes if found is not None else 1,
+    )
     if count > 1:
         raise UnsupportedError(
             f"FastpsStrategy trains on one node: expected num_nodes=1, found {count}; several nodes train with a"

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.core.optimizer import _MockOptimizer
 
 from fastps.errors import Error, UsageError
-from fastps.integrations import meeting
+from fastps.integrations import attendance
 from fastps.torch.optimizer import DistributedOptimizer
 
 
@@ -39,7 +39,7 @@ class Jobs:
                 continue
             begun.append(DistributedOptimizer(optimizer, model=module, **self._options))
             self.optimizers.append(begun[-1])
-            meeting.keep_going(begun[-1])
+            attendance.keep_going(begun[-1])
         return begun
 
     # -- what the model shows --------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import torch
 
 import fastps
 from fastps.errors import TimeoutExceededError
-from fastps.integrations import meeting
+from fastps.integrations import attendance as waits
+from fastps.integrations.attendance import Attendance
 from fastps.store.worker import Worker
 from fastps.system.clock import SYSTEM_CLOCK
 
@@ -33,7 +34,7 @@ def _pair(sync: str, name: str) -> tuple[Any, Worker, Worker]:
 
 
 def _looked(worker: Worker, board: Board, looks: int = 2) -> None:
-    attendance = meeting.Attendance([worker], board, SYSTEM_CLOCK)
+    attendance = Attendance([worker], board, SYSTEM_CLOCK)
     for _ in range(looks):
         attendance._next_ns = 0
         worker.try_combine()
@@ -47,9 +48,9 @@ def _push(worker: Worker) -> None:
 
 def test_without_a_job_it_only_waits() -> None:
     answers = iter([False] * 100 + [True])
-    meeting.wait(lambda: next(answers), "in a test", Board(), 10.0)
+    waits.wait(lambda: next(answers), "in a test", Board(), 10.0)
     assert list(answers) == []
-    assert meeting.open_workers() == []
+    assert waits.open_workers() == []
 
 
 def test_other_that_computes_is_not_pushed_for() -> None:
@@ -80,7 +81,7 @@ def test_other_that_waits_for_a_grant_gets_it_by_a_push_without_a_gradient(sync:
 def test_nothing_is_pushed_for_another_that_has_made_a_step_since_the_last_look() -> None:
     store, first, second = _pair("asp", "meeting-moves")
     with store:
-        attendance = meeting.Attendance([first], Board(), SYSTEM_CLOCK)
+        attendance = Attendance([first], Board(), SYSTEM_CLOCK)
         for _ in range(2):
             _push(second)
             attendance._next_ns = 0
@@ -91,7 +92,7 @@ def test_nothing_is_pushed_for_another_that_has_made_a_step_since_the_last_look(
 
 def test_without_a_job_the_wait_ends_at_its_own_limit() -> None:
     with pytest.raises(TimeoutExceededError, match=r"worker 0 waited 0.01 s for the other workers in a test: expected every"):
-        meeting.wait(lambda: False, "in a test", Board(), 0.01)
+        waits.wait(lambda: False, "in a test", Board(), 0.01)
 
 
 def test_nothing_is_pushed_while_a_third_worker_neither_waits_nor_has_come() -> None:
@@ -109,10 +110,10 @@ def test_wait_that_does_not_end_raises_an_error_that_says_where(monkeypatch: pyt
     monkeypatch.setenv("FASTPS_TIMEOUT", "0.2")
     model = torch.nn.Linear(2, 1)
     with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
-        meeting.keep_going(optimizer)
+        waits.keep_going(optimizer)
         with pytest.raises(
             TimeoutExceededError, match=r"worker 0 waited 0.2 s for the other workers in a test: expected every"
         ):
-            meeting.wait(lambda: False, "in a test", Board(), 10.0)
-        meeting.wait(lambda: True, "in a test", Board(), 10.0)
-    assert meeting.open_workers() == []
+            waits.wait(lambda: False, "in a test", Board(), 10.0)
+        waits.wait(lambda: True, "in a test", Board(), 10.0)
+    assert waits.open_workers() == []

@@ -1,20 +1,70 @@
-"""Waits for node 0 to appear: for its name, which a pod of a Kubernetes job gets as it starts, and for its rendezvous.
+"""The store of torch.distributed at a rendezvous: kept by this process, or waited for and connected to.
 
-Both print now and then what they wait for. Later on, a port of each agent tells the end of its process from a lost connection.
+A wait for node 0's name, which a pod of a Kubernetes job gets as it starts, or for its port prints now and then what it waits
+for. Later on, a port of each agent tells the end of its process from a lost connection.
 """
 
 import contextlib
+import os
 import socket
 import sys
 import threading
+from datetime import timedelta
 
-from fastps.errors import AttachError
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from fastps.errors import AttachError, UsageError
+from fastps.network.link import RefusedError, UnreachableError, reason_of
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.deadline import Deadline
 
 _NAME_POLL_NS, _ANSWER_POLL_NS = 500_000_000, 50_000_000
 _PROGRESS_NS = 10_000_000_000
 _CONNECT_S = 5.0
+
+
+def host_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """Keep the store of a rendezvous for as long as the result lives; port 0: any. Raises UsageError if the port is taken."""
+    try:
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise UsageError(
+            f"node 0 cannot listen on port {port}: {reason_of(error)}; end what uses the port, or give another"
+        ) from error
+
+
+def connect_store(host: str, port: int, timeout_s: float) -> Store:
+    """A connection to the store at the rendezvous. Raises AttachError if nothing answers within the timeout."""
+    limit = timedelta(seconds=timeout_s)
+    reason = await_answer(host, port, timeout_s)  # torch waits longer and longer between two tries
+    if not reason:
+        try:
+            return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        except RuntimeError as error:
+            reason = reason_of(error)
+    raise AttachError(
+        f"no rendezvous answered at {host}:{port} within {timeout_s:g} s ({reason}): start node 0 there, and check the name,"
+        " the port and the firewall"
+    )
+
+
+def check_answers(host: str, port: int, timeout_s: float) -> None:
+    """Check that something listens. Raises UnreachableError if no answer comes, RefusedError if nothing listens."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except ConnectionRefusedError as error:
+        raise RefusedError(f"nothing listens at {host}:{port} any more") from error
+    except OSError as error:
+        raise UnreachableError(f"{host}:{port} did not answer: {error}") from error
+
+
+def limit_name_lookups() -> None:
+    """Let this process wait for a name server for a second at most. Call it before the first lookup.
+
+    torch's store looks up the name of every client, and answers nobody meanwhile. Under glibc's defaults a name server that
+    does not answer would stop it for 10 s, longer than a lost edge may take to open again.
+    """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def await_name(host: str, timeout_s: float, clock: Clock = SYSTEM_CLOCK) -> None:

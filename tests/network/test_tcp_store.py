@@ -10,8 +10,7 @@ import time
 import pytest
 
 from fastps.errors import AttachError
-from fastps.network.awaiting import await_answer, await_name, is_refused
-from fastps.network.rendezvous import connect_store
+from fastps.network.tcp_store import await_answer, await_name, connect_store, is_refused
 from fastps.system.ports import free_port
 
 
@@ -46,7 +45,7 @@ def test_a_port_that_stays_closed_gives_its_reason() -> None:
 def test_the_port_of_a_process_is_refused_once_it_has_ended() -> None:
     """A stopped process still has its port, and so is not taken for one that has ended."""
 
-    program = "from fastps.network.awaiting import OpenPort; print(OpenPort('127.0.0.1').number, flush=True); input()"
+    program = "from fastps.network.tcp_store import OpenPort; print(OpenPort('127.0.0.1').number, flush=True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
         assert process.stdout is not None

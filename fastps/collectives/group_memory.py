@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import secrets
-import select
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,10 +47,7 @@ class Met:
 
     def dead(self) -> list[int]:
         """The ranks whose processes have ended; one system call."""
-        poll = select.poll()
-        for pidfd in self.pidfds.values():
-            poll.register(pidfd, select.POLLIN)
-        ended = {pidfd for pidfd, _ in poll.poll(0)}
+        ended = rendezvous.dead_among(self.pidfds.values())
         return [rank for rank, pidfd in self.pidfds.items() if pidfd in ended]
 
     def close(self) -> None:

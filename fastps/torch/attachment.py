@@ -1,0 +1,204 @@
+"""An optimizer's attachment to its job: the worker, the weights that its parameters show, and the gradients that it pushes."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fastps.checkpoint.periodic import Checkpointing
+from fastps.errors import ArenaError
+from fastps.job.layout import Parameter
+from fastps.membership.job_memory import JobMemory
+from fastps.store import earlier_jobs
+from fastps.store.equal_gradients import EqualGradients
+from fastps.store.worker import Worker
+from fastps.system import exit_handlers
+from fastps.torch import foreign, tables
+from fastps.torch.gradients import hooked
+from fastps.torch.model_buffers import BufferRounds, ModelBuffers
+from fastps.torch.placements import HostPlacement
+from fastps.torch.weights import Weights
+
+logger = logging.getLogger("fastps.torch")
+
+
+class Attachment:
+    """What an optimizer has of its job. With sync="auto" the job changes once, and the attachment stays.
+
+    Args:
+        close: leaves the job as the optimizer does; called before another job begins with any of the tensors.
+        versions: those of the shards at the job's beginning; [] for zeros.
+
+    Attributes:
+        worker, store: the attached worker, and its job's memory.
+        clip: see Policy.
+        weights, gradients: the weights that the tensors show, and the gradients that they get.
+        is_late: whether the others began without this worker.
+        has_begun: whether the first step has been made, before which a script may write weights.
+    """
+
+    worker: Worker
+    store: JobMemory
+    weights: Weights
+    gradients: Any
+    rounds: BufferRounds
+    equal_gradients: EqualGradients
+
+    def __init__(
+        self,
+        placement: HostPlacement,
+        tensors: list[Any],
+        buffers: ModelBuffers,
+        close: Callable[[], None],
+        versions: Sequence[int],
+    ) -> None:
+        self.placement, self.tensors = placement, tensors
+        self._buffers, self._close, self._first_versions = buffers, close, versions
+        self.is_late = self.has_begun = False
+        self.checkpointing: Checkpointing | None = None
+        self._hooks: list[Any] = []
+
+    def use(self, worker: Worker) -> None:
+        """Push gradients to, and pull weights from, this worker's arena from now on. Raises ArenaError."""
+        self.placement.begin()
+        self.worker, self.store = worker, worker.store
+        self.weights = Weights(self.tensors, self.store, partial(self.placement.shown_views, self.store))
+        self.is_late = worker.generation > 0
+        views = [self.store.gradient_views(worker.rank, slot) for slot in range(self.store.arena.slots)]
+        slots = [self.placement.slot_views(self.store, each) for each in views]
+        policy = self.store.layout.policy
+        self.clip = policy.clip
+        self.gradients = tables.gradients_of(self.placement, worker, self.tensors, slots, policy.waits_for_fold)
+        self.rounds = BufferRounds(self._buffers, worker)
+        self.equal_gradients = EqualGradients(worker, reads_slots=self.placement.name != "device")
+        exit_handlers.register(worker, self.leave, self.wait_for_others)
+        earlier_jobs.register(worker, self.tensors, self._close, self.wait_for_others)
+        try:
+            self.placement.use(worker)
+        except ArenaError as error:
+            exit_handlers.forget(worker)
+            worker.close(str(error))
+            worker.store.close()
+            raise
+
+    def hook(self, others: Sequence[Any]) -> None:
+        """Copy gradients during backward, and take the job's weights. `others`: handles of hooks to remove at the end."""
+        dense = [index for index in range(len(self.tensors)) if index not in self.store.tables]
+        self._hooks = [*(hooked(self.tensors[index], self._put(index)) for index in dense), *others]
+        self.take_weights()
+        if not self.placement.shows_arena:
+            self.weights.remember()
+
+    def _put(self, index: int) -> Callable[[torch.Tensor], None]:
+        """The function that autograd calls after it has accumulated into a parameter's `p.grad`."""
+
+        def put(tensor: torch.Tensor) -> None:
+            self.gradients.put(index, self.worker.lane.slot, tensor)
+
+        return put
+
+    def change_to(self, moved: Worker) -> None:
+        """Leave the present job for another, which has its weights and its state."""
+        old = self.worker
+        self.gradients.clone()
+        self.use(moved)
+        self.take_weights()
+        exit_handlers.forget(old)
+        old.close()
+        old.store.close()
+
+    @property
+    def total_steps(self) -> int:
+        """The steps of this worker and of those that it replaces."""
+        return self.worker.earlier_steps + self.worker.own_steps
+
+    def tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
+        """Tensors over flat views of the arena, one per parameter."""
+        return self.placement.tensor_views(self.store, views)
+
+    def take_weights(self) -> None:
+        """Update every parameter to the newest version."""
+        self.placement.pull(self.weights, self.worker)
+        if self.has_begun or not self.placement.shows_arena:
+            return
+        if self.total_steps == 0 and self._is_running():
+            self.is_late = True
+            self.weights.show_copies()  # so that a script that loads weights now does not write into the job's
+        self.weights.remember()  # writes before the first step are allowed
+        self.has_begun = self.total_steps > 0
+
+    def _is_running(self) -> bool:
+        """Whether the others began without this worker: it replaces a lost one, or its discipline does not wait for it."""
+        pulled = [self.worker.lane.shard_version(shard) for shard in range(self.store.arena.shards)]
+        return self.is_late or pulled != (self._first_versions or [0] * len(pulled))
+
+    def refuse_writes(self) -> None:
+        """Raise ParameterChangedError for a write outside of step().
+
+        Other workers read these buffers, so such a write would reach them at a random moment. Before the first step a write
+        reaches all workers before they begin, so loading a model's state dict right after wrapping is allowed. A parameter
+        that was pointed at other memory reaches no other worker, and the next step would point it back.
+        """
+        if (changed := self.weights.changed()) < 0:
+            return
+        undone = not self.placement.shows_arena or self.placement.name == "node"
+        moved = not undone and self.weights.has_moved(changed)
+        is_first = self.total_steps == 0 and (self.is_late or self.store.layout.shown_type == "float32")
+        if undone or moved or not is_first:
+            raise foreign.write_error(self._name(changed), is_undone=undone, has_moved=moved)
+
+    def begins_void(self) -> bool:
+        """Whether this worker joined a running job and its script then loaded other weights.
+
+        Its first gradient is then not a gradient at the job's weights, so the worker makes a null push instead.
+        """
+        if not self.is_late or self.worker.own_steps or self.weights.changed() < 0:
+            return False
+        logger.warning("worker %d joined a running job: what its script wrote to the parameters is not used", self.worker.rank)
+        return True
+
+    def wait_for_others(self) -> None:
+        """Wait until every other worker has closed, and take the final weights."""
+        self._leave_buffers()
+        self.worker.wait_for_others()
+        self.take_weights()
+
+    def _leave_buffers(self) -> None:
+        """Publish this worker's buffers for averages after it has left. No error stops it leaving: it is logged."""
+        if self.worker.has_left:
+            return
+        try:
+            self.rounds.leave()
+        except Exception as error:
+            logger.warning("the model's buffers of worker %d are not published: %s", self.worker.rank, error)
+
+    def leave(self, failure: str | None) -> None:
+        """Leave the job: the parameters become private copies of the weights last taken."""
+        if self.worker.closed or self.worker.forked:
+            return
+        if self.checkpointing is not None:
+            self.checkpointing.close(failed=failure is not None)
+        self.placement.end()
+        if self.has_begun and (changed := self.weights.changed()) >= 0:
+            logger.warning(
+                "parameter %r was written to after the last step(): other workers read the same memory; close() first",
+                self._name(changed),
+            )
+        for hook in self._hooks:
+            hook.remove()
+        self.weights.show_copies()
+        self.gradients.clone()
+        self.weights.leave()
+        if failure is None:
+            self._leave_buffers()
+        try:
+            self.worker.close(failure, stays=True)
+        finally:
+            exit_handlers.forget(self.worker)
+            self.store.close()
+
+    def _name(self, index: int) -> str:
+        parameter: Parameter = self.store.layout.parameters[index]
+        return parameter.name
