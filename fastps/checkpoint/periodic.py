@@ -23,7 +23,7 @@ from fastps.job.environment import whole_number
 from fastps.kernels.shm.arena import LANE_LIVE
 from fastps.store.worker import Worker
 from fastps.system.noted_signals import EndedBySignalError, NotedSignals
-from fastps.system.threads import ends_within
+from fastps.system.time_limit import ends_within
 
 logger = logging.getLogger("fastps.checkpointing")
 

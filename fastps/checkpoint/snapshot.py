@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -39,6 +40,7 @@ from fastps.membership.job_memory import JobMemory, VersionCopy
 from fastps.store.worker import Worker
 from fastps.system.file_locks import lock
 from fastps.system.memory_limits import available_bytes
+from fastps.system.time_limit import call_within
 from fastps.version import __version__
 
 logger = logging.getLogger("fastps.checkpointing")
@@ -291,8 +293,8 @@ def save(
     This worker waits until the checkpoint is written; the others go on. `extra` is saved with it and may hold anything that
     JSON can. Of this run's checkpoints in the directory the newest `keep` stay, of other runs' all.
 
-    Raises CheckpointError if the checkpoint cannot be written (a full disk, for example), and then leaves the earlier ones as
-    they were; UsageError after close or in a forked child.
+    Raises CheckpointError if the checkpoint cannot be written (a full disk, for example), or not within the job's timeout, and
+    then leaves the earlier ones as they were; UsageError after close or in a forked child.
 
     >>> import tempfile
     >>> import fastps
@@ -311,8 +313,18 @@ def save(
         worker, run = source, Run.of(source.store)
     else:
         worker, buffers, run = source.worker, source.model_buffers(), source.run
-    with contextlib.closing(pin(source, extra or {})) as pinned:
-        return write(pinned, buffers, Path(directory), run, keep, worker.store.timeout_s)
+    limit_s, pinned = worker.store.timeout_s, pin(source, extra or {})
+    copied = {name: array.copy() for name, array in buffers.items()}  # a late write must not see later values
+    call = partial(write, pinned, copied, Path(directory), run, keep, limit_s / 2)
+    if isinstance(pinned, HeldVersion) and pinned.holds_locks:  # which this thread alone gives back
+        return call()
+    what = f"the checkpoint of version {pinned.description['version']} is written to {directory}"
+    try:
+        return call_within(limit_s, call, what)
+    except TimeoutError:
+        raise CheckpointError(
+            f"checkpoint in {directory}: cannot be written within {limit_s:g} s: the disk hangs, or is slow"
+        ) from None
 
 
 def write(
