@@ -6,6 +6,7 @@ All decisions of the server lie in the arena. If the server dies, the worker com
 from fastps.job import limits
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.store.worker import Worker
+from fastps.system import proc
 
 
 class ServedWorker(Worker):
@@ -61,7 +62,12 @@ class ServedWorker(Worker):
     def _timeout_text(self) -> str:
         text = super()._timeout_text()
         if self.is_served:
-            text += f"; process {self.store.arena.process_id(self.store.arena.server_lane)}, the job's server, combines"
+            process = self.store.arena.process_id(self.store.arena.server_lane)
+            text += f"; process {process}, the job's server, " + (
+                f"is stopped: wake it (kill -CONT {process}), or end it (kill -KILL {process}), and the workers combine"
+                if proc.is_stopped(process)
+                else "combines"
+            )
         return text
 
     def _slice_ns(self) -> int:
