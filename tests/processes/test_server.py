@@ -190,13 +190,15 @@ def test_a_stopped_worker_that_is_waited_for_is_named_as_stopped() -> None:
 
     with _store("asp", 2, server="workers", on_worker_loss="continue") as store, store.attach(0) as worker:
         child = processes.start(train)
-        worker.wait_for_start()
-        worker.step(_constant(0, 0))
-        with processes.stopped(child.process_id):
-            assert worker._membership.waited_for() == ["worker 1 (at step 0, stopped)"]
-        assert worker._membership.waited_for() == ["worker 1 (at step 0)"]
-        os.kill(child.process_id, signal.SIGKILL)
-        processes.finish([child], 20)
+        try:
+            worker.wait_for_start()
+            worker.step(_constant(0, 0))
+            with processes.stopped(child.process_id):
+                assert worker._membership.waited_for() == ["worker 1 (at step 0, stopped)"]
+            assert worker._membership.waited_for() == ["worker 1 (at step 0)"]
+        finally:
+            os.kill(child.process_id, signal.SIGKILL)
+            processes.finish([child], 20)
 
 
 def test_an_optimizer_of_torch_has_the_same_bits_with_a_server_that_a_launched_job_asks_for(
