@@ -250,10 +250,8 @@ class Launcher:
     def _new_worker(self, rank: int, restart: int) -> LaunchedWorker:
         """Fork a worker, or start a new process if no fork server is ready."""
         variables = self._variables(rank, restart)
-        forked = self._forked(variables)
-        if forked is not None:
-            return self._listen(LaunchedWorker(rank, forked, restart))
-        return self._launch(rank, restart, self._command, variables)
+        process = self._forked(variables) or self._launch(self._command, variables)
+        return self._listen(rank, restart, process)
 
     def _variables(self, rank: int, restart: int) -> dict[str, str]:
         base = {**inherited(), **self._options.environment()}
@@ -274,10 +272,9 @@ class Launcher:
         return variables if self._rendezvous is None else {**variables, **self._rendezvous.variables(rank, self._style)}
 
     def _launch(
-        self, rank: int, restart: int, command: list[str], variables: dict[str, str], inherited: Sequence[int] = ()
-    ) -> LaunchedWorker:
-        """Start a process, and watch its output and its end."""
-        process = subprocess.Popen(
+        self, command: list[str], variables: dict[str, str], inherited: Sequence[int] = ()
+    ) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
             command,
             env=variables,
             stdin=subprocess.DEVNULL,
@@ -287,10 +284,10 @@ class Launcher:
             process_group=0,  # Ctrl-C at the terminal reaches only the launcher, which passes it on
             preexec_fn=die_with_parent(os.getpid()),
         )
-        return self._listen(LaunchedWorker(rank, process, restart))
 
-    def _listen(self, worker: LaunchedWorker) -> LaunchedWorker:
-        process, worker.errors, worker.began_ns = worker.process, ErrorLines(whole=self._tracebacks), self._clock.now_ns()
+    def _listen(self, rank: int, restart: int, process: "subprocess.Popen[bytes] | AdoptedProcess") -> LaunchedWorker:
+        """Watch a process's output and its end."""
+        worker = LaunchedWorker(rank, process, restart, errors=ErrorLines(whole=self._tracebacks))
         self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None))
         for stream, sink in ((process.stdout, self._streams.out), (process.stderr, self._streams.err)):
             pipe = cast("IO[bytes]", stream)
@@ -305,7 +302,8 @@ class Launcher:
         imports = self._program.imports if self._imports is None else self._imports
         server = self._forkserver = ForkServer(variables, self._program.path, imports)
         with server.inherited as inherited:
-            self._forkserver_worker = self._launch(0, 0, server.command, variables, [inherited.fileno()])
+            process = self._launch(server.command, variables, [inherited.fileno()])
+            self._forkserver_worker = self._listen(0, 0, process)
         self._selector.register(server.control, selectors.EVENT_READ, None)
         deadline_ns = self._clock.now_ns() + _IMPORT_NS
         while not (server.is_ready or server.refusal or self._ending.interrupts or self._clock.now_ns() >= deadline_ns):
@@ -328,6 +326,7 @@ class Launcher:
         self._restarts_left -= 1
         lost.lost_steps = self._beginning.replaced(lost.rank)
         self._workers.append(self._new_worker(lost.rank, lost.restart + 1))
+        self._workers[-1].replaced_ns = self._clock.now_ns()
         logger.warning("worker %d %s; started another, %d restarts left", lost.rank, lost.ending, self._restarts_left)
         if not self._restarts_left:
             self._end_forkserver()
@@ -384,7 +383,7 @@ class Launcher:
         worker.was_out_of_memory = worker.exit_code == -signal.SIGKILL and oom_kills() > self._oom_kills
         self._oom_kills += worker.was_out_of_memory  # each kill explains one death
         if self._ending.interrupts or not self._options.continues:
-            self._ending.begin(worker.ended_ns)
+            self._ending.begin()
         elif self._restarts_left and not self._is_over():
             self._replace(worker)
         else:
