@@ -8,6 +8,7 @@ longer than the job's timeout.
 SIGUSR1 makes a checkpoint due. SIGTERM ends the program after the step in progress: its worker leaves, and writes the last one.
 """
 
+import itertools
 import logging
 import os
 import signal
@@ -33,8 +34,9 @@ DEFAULT_EVERY = 1000
 class Checkpointing:
     """The periodic checkpoints of `DistributedOptimizer(checkpoint=DIR, every=N)`.
 
-    `version` gives the version that counts, where it is not that of the worker's arena. With `exact` every version that is due
-    is written, and the worker waits for the checkpoint before it: several nodes each write a share of the same versions.
+    `pin` is None on a node that writes none, whose workers obey SIGTERM all the same. `version` gives the version that counts,
+    where it is not that of the worker's arena. With `exact` every version that is due is written, and the worker waits for the
+    checkpoint before it: several nodes each write a share of the same versions.
 
     Attributes:
         written: the number of checkpoints that this worker has written.
@@ -45,7 +47,7 @@ class Checkpointing:
         worker: Worker,
         directory: Path,
         every: int,
-        pin: Callable[[], Pinned],
+        pin: Callable[[], Pinned] | None,
         buffers: Callable[[], Mapping[str, Array]],
         version: Callable[[], int] | None = None,
         *,
@@ -101,10 +103,10 @@ class Checkpointing:
 
     @property
     def _is_writer(self) -> bool:
-        return self._worker.rank == self._worker.store.arena.lane_states().find(LANE_LIVE)
+        return self._pin is not None and self._worker.rank == self._worker.store.arena.lane_states().find(LANE_LIVE)
 
     def _start(self, version: int) -> None:
-        if not self._is_writer:
+        if self._pin is None or not self._is_writer:
             self._next = (version // self._every + 1) * self._every
             return
         if self._exact:
@@ -173,15 +175,20 @@ class Checkpointing:
         self._signals.close()
 
     def _write_last(self) -> None:
-        """Write the newest version, unless a worker has written it, and once more if others have gone on meanwhile."""
+        """Write the newest version, unless a worker has written it; once more if others have gone on, or as long as some leave.
+
+        A worker that leaves while another one writes does not write itself.
+        """
         if self._exact:
             self.after_step()
             self._join()
             return
-        failures = self.failures
-        for _ in range(2):
-            version = self._version()
-            if not self._is_writer or version <= max(self._last, self._newest()) or self.failures > failures:
+        failures, live = self.failures, 0
+        for attempt in itertools.count():
+            before, live = live, self._worker.store.arena.lane_states().count(LANE_LIVE)
+            version = self._version()  # read after the lanes: it has the pushes of those that have left
+            is_written = version <= max(self._last, self._newest()) or (attempt > 1 and live == before)
+            if not self._is_writer or is_written or self.failures > failures:
                 return
             self._start(version)
             self._join()
