@@ -29,6 +29,7 @@ FORMAT = 2  # format 1 has no digest and no checksum of the tensors' header
 TENSORS_FILE = "tensors.safetensors"
 JSON_FILE = "checkpoint.json"
 PREFIX = "checkpoint-"
+AVERAGE = "average/"
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "format": int,
     "version": int,
@@ -82,7 +83,7 @@ class Checkpoint:
     @property
     def has_average(self) -> bool:
         """Whether the checkpoint has the moving average of the weights."""
-        return any(name.startswith("average/") for name in self.tensors)
+        return any(name.startswith(AVERAGE) for name in self.tensors)
 
     def weights(self) -> dict[str, Array]:
         """Name to array of each parameter."""
@@ -131,11 +132,10 @@ class Checkpoint:
     def write_into(self, store: JobMemory) -> None:
         """Write weights and optimizer state into the first buffers of a store that no worker has joined yet."""
         layout = store.layout
-        planes = [("weights/", store.weight_views(0))]
-        planes += [(f"state/{name}/", store.plane_views(0, index)) for index, name in enumerate(layout.rule.planes)]
-        if layout.policy.ema and self.has_average:
-            planes.append(("average/", store.plane_views(0, layout.planes - 1)))
-        for prefix, views in planes:
+        for prefix, number in planes_of(layout):
+            if prefix == AVERAGE and not self.has_average:
+                continue
+            views = store.plane_views(0, number - 1) if number else store.weight_views(0)
             for parameter, view in zip(layout.parameters, views, strict=True):
                 if has_values(view, parameter):
                     shaped(view, parameter)[...] = self.tensors[prefix + parameter.name]
@@ -149,6 +149,12 @@ class Checkpoint:
 def refused(folder: Path, what: str, expected: str, found: str) -> CheckpointError:
     """The error for a checkpoint that cannot be used."""
     return CheckpointError(f"checkpoint {folder}: {what}: expected {expected}, found {found}")
+
+
+def planes_of(layout: Layout) -> list[tuple[str, int]]:
+    """What is saved of each parameter: the prefix of its tensors' names, and 0 for the weights, n + 1 for state tensor n."""
+    state = [(f"state/{name}/", 1 + number) for number, name in enumerate(layout.rule.planes)]
+    return [("weights/", 0), *state, *([(AVERAGE, layout.planes)] if layout.policy.ema else [])]
 
 
 def shaped(view: Array, parameter: Parameter) -> Array:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fastps.checkpoint.format import Array, read_description, whole
 from fastps.checkpoint.runs import Run
-from fastps.checkpoint.snapshot import HeldVersion, Pinned, VersionInUseError, write
+from fastps.checkpoint.snapshot import Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
 from fastps.job.environment import whole_number
 from fastps.kernels.shm.arena import LANE_LIVE
@@ -127,7 +127,7 @@ class Checkpointing:
             logger.debug("version %d: a checkpoint is due, and another worker still copies one", version)
             return
         self._next, self._began = (version // self._every + 1) * self._every, version
-        if isinstance(pinned, HeldVersion) and pinned.holds_locks:  # which this worker's own thread gives back
+        if pinned.holds_locks:  # which this worker's own thread gives back
             self._write(pinned, buffers)
             return
         self._thread = threading.Thread(target=self._write, args=(pinned, buffers), name="fastps-checkpoint", daemon=True)

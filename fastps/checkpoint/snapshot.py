@@ -27,6 +27,7 @@ from fastps.checkpoint.format import (
     described_rule,
     has_values,
     number_of,
+    planes_of,
     sealed,
     shaped,
     whole,
@@ -92,6 +93,10 @@ class Pinned(Protocol):
     def description(self) -> dict[str, Any]:
         """The contents of the JSON file."""
 
+    @property
+    def holds_locks(self) -> bool:
+        """Whether the other workers wait until `close`, which only the worker's own thread may call then."""
+
     def arrays(self) -> Iterator[tuple[str, Array]]:
         """The name and the array of each tensor."""
 
@@ -105,6 +110,9 @@ class PinnedVersion:
     A worker creates it between two steps. Only one worker at a time has one: with `waits` this worker waits for the other, else
     VersionInUseError is raised. Under disciplines that keep all workers at the same step, all shards have the same version;
     under others each shard has its own, as in a pull.
+
+    A table lies in memory once, so only the shard locks keep its rows at one version: the worker copies the tables in memory,
+    and then releases the locks. Without room for that it holds them until `close`, which its own thread has to call then.
     """
 
     share = ""
@@ -116,20 +124,33 @@ class PinnedVersion:
         self._owner = worker.rank, worker.generation
         self._shards = 0
         self._copy: VersionCopy | None = None
+        self._locking: Worker | None = None  # its shard locks are held
+        self._tables: dict[str, Array] = {}  # copies
         arena = store.arena
         pinned = []
         try:
+            if store.tables:
+                assert isinstance(worker, Worker)
+                worker.lock_shards()
+                self._locking = worker
             for shard in range(arena.shards):
                 pinned.append(_pin(worker, shard, waits))
                 self._shards += 1
             state = [found[2] for found in pinned]
             self._copy = store.copy_version([found[1] for found in pinned], state)
+            self.description = self._described(pinned, param_groups, extra)
+            if store.tables:
+                self._copy_tables()
         except BaseException:
             self.close()
             raise
-        layout = store.layout
-        steps = store.rule_steps(state)
-        self.description: dict[str, Any] = {
+
+    def _described(
+        self, pinned: list[tuple[int, int, int, list[int]]], param_groups: list[dict[str, Any]], extra: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        layout, arena = self._store.layout, self._store.arena
+        steps = self._store.rule_steps([found[2] for found in pinned])
+        return {
             "format": FORMAT,
             "fastps": __version__,
             "version": min(found[0] for found in pinned),
@@ -147,61 +168,10 @@ class PinnedVersion:
             "extra": dict(extra),
         }
 
-    def arrays(self) -> Iterator[tuple[str, Array]]:
-        """The name and the array of each tensor. The arrays are valid until `close`."""
-        for name, _, array in self._tensors():
-            yield name, array
-
-    def _tensors(self) -> Iterator[tuple[str, Parameter, Array]]:
-        layout, copy = self._store.layout, self._copy
-        assert copy is not None
-        planes = [("weights/", copy.views(0))]
-        planes += [(f"state/{name}/", copy.views(1 + number)) for number, name in enumerate(layout.rule.planes)]
-        if layout.policy.ema:
-            planes.append(("average/", copy.views(layout.planes)))
-        for prefix, views in planes:
-            for parameter, view in zip(layout.parameters, views, strict=True):
-                if has_values(view, parameter):
-                    yield prefix + parameter.name, parameter, shaped(view, parameter)
-
-    def close(self) -> None:
-        """Unpin the buffers, once nothing reads them. May be called twice."""
-        if self._copy is not None and self._shards:
-            self._copy.end()
-        while self._shards:
-            self._shards -= 1
-            rank, generation = self._owner
-            self._store.arena.unpin_version(rank, self._shards, generation)
-
-    def __enter__(self) -> "PinnedVersion":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-class HeldVersion(PinnedVersion):
-    """A whole version of a job with tables. The other workers do not fold while its tables are copied.
-
-    A table lies in memory once, so only the shard locks keep its rows at one version. The worker's own thread copies the tables
-    in memory and releases the locks. Without room for that, it holds them until the version is written and closed.
-    """
-
-    def __init__(self, worker: Worker, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> None:
-        self._worker: Worker | None = worker
-        self._copied: dict[str, Array] = {}
-        worker.lock_shards()
-        try:
-            super().__init__(worker, param_groups, extra, waits=waits)
-            self._copy_tables()
-        except BaseException:
-            self.close()
-            raise
-
     @property
     def holds_locks(self) -> bool:
-        """Whether the other workers wait until `close`, which only this worker's thread may call then."""
-        return self._worker is not None
+        """See Pinned."""
+        return self._locking is not None
 
     def _copy_tables(self) -> None:
         tables = {name: array for name, parameter, array in self._tensors() if parameter.is_table}
@@ -213,31 +183,36 @@ class HeldVersion(PinnedVersion):
                 free >> 20,
             )
             return
-        self._copied = {name: array.copy() for name, array in tables.items()}
+        self._tables = {name: array.copy() for name, array in tables.items()}
         self._unlock()
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
-        """See PinnedVersion."""
-        for name, array in super().arrays():
-            yield name, self._copied.get(name, array)
+        """The name and the array of each tensor. The arrays are valid until `close`."""
+        for name, _, array in self._tensors():
+            yield name, self._tables.get(name, array)
+
+    def _tensors(self) -> Iterator[tuple[str, Parameter, Array]]:
+        layout, copy = self._store.layout, self._copy
+        assert copy is not None
+        for prefix, number in planes_of(layout):
+            for parameter, view in zip(layout.parameters, copy.views(number), strict=True):
+                if has_values(view, parameter):
+                    yield prefix + parameter.name, parameter, shaped(view, parameter)
 
     def close(self) -> None:
-        """Unpin the buffers, and release the shard locks if they are held. May be called twice."""
-        super().close()
+        """Unpin the buffers, once nothing reads them, and release the shard locks if they are held. May be called twice."""
+        if self._copy is not None and self._shards:
+            self._copy.end()
+        while self._shards:
+            self._shards -= 1
+            rank, generation = self._owner
+            self._store.arena.unpin_version(rank, self._shards, generation)
         self._unlock()
 
     def _unlock(self) -> None:
-        worker, self._worker = self._worker, None
+        worker, self._locking = self._locking, None
         if worker is not None:
             worker.unlock_shards(False)
-
-
-def pinned_version(
-    worker: Worker, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool = True
-) -> PinnedVersion:
-    """Pin a whole version of a worker's job: without holding the others up, unless the job has tables."""
-    kind = HeldVersion if worker.store.tables else PinnedVersion
-    return kind(worker, param_groups, extra, waits=waits)
 
 
 def _pin(worker: CopyingLane, shard: int, waits: bool) -> tuple[int, int, int, list[int]]:
@@ -282,7 +257,7 @@ def pin(source: Source | Worker, extra: Mapping[str, Any], *, waits: bool = True
     if not isinstance(source, Worker):
         return source.pin_whole_version(extra, waits=waits)
     groups = [dict(hyper._asdict()) for hyper in source.store.hypers]
-    return pinned_version(source, groups, extra, waits=waits)
+    return PinnedVersion(source, groups, extra, waits=waits)
 
 
 def save(
@@ -316,7 +291,7 @@ def save(
     limit_s, pinned = worker.store.timeout_s, pin(source, extra or {})
     copied = {name: array.copy() for name, array in buffers.items()}  # a late write must not see later values
     call = partial(write, pinned, copied, Path(directory), run, keep, limit_s / 2)
-    if isinstance(pinned, HeldVersion) and pinned.holds_locks:  # which this thread alone gives back
+    if pinned.holds_locks:  # which this thread alone gives back
         return call()
     what = f"the checkpoint of version {pinned.description['version']} is written to {directory}"
     try:

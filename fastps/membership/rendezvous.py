@@ -69,19 +69,12 @@ class LayoutDiffers(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Offer:
-    """The result of a successful `connect`. The caller owns both descriptors and closes them.
+    """The result of a successful `connect`. The caller owns both descriptors and closes them."""
 
-    Attributes:
-        memfd: the arena's memory, not checked yet.
-        pidfd: the listening process; readable once it has ended.
-        place: the lane of that process, or HOST_PLACE.
-        process_id: the process id that the kernel reports, for messages only.
-    """
-
-    memfd: int
-    pidfd: int
-    place: int
-    process_id: int
+    memfd: int  # the arena's memory, not checked yet
+    pidfd: int  # the listening process; readable once it has ended
+    place: int  # the lane of that process, or HOST_PLACE
+    process_id: int  # as the kernel reports it, for messages only
 
 
 _live: "weakref.WeakSet[Listener | ReaderName]" = weakref.WeakSet()

@@ -129,6 +129,8 @@ class HomeView:
 class PinnedParts:
     """One version of all parts, pinned while it is copied, with the description and the tensors of all that the home holds."""
 
+    holds_locks = False
+
     def __init__(self, layout: Layout, parts: list[Part], share: Share | None = None) -> None:
         self._layout, self._parts, self._share = layout, parts, share
         self._pinned: list[PinnedVersion] = []

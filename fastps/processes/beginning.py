@@ -18,11 +18,7 @@ _GONE = (LANE_LEFT, LANE_LEAVING)
 
 
 class Beginning:
-    """The first arena of the launched `job`, until it has two workers.
-
-    Attributes:
-        is_watched: whether looks still wait for the arena.
-    """
+    """The first arena of the launched `job`, until it has two workers. `is_watched`: whether looks still wait for it."""
 
     def __init__(self, job: str, clock: Clock) -> None:
         self._job = job

@@ -15,18 +15,14 @@ _ANSWER_S = 2.0  # a fork takes milliseconds; a stopped fork server never answer
 
 
 class ForkServer:
-    """A fork server, to be started by `command` with `environment`; it inherits the socket `inherited`.
-
-    Attributes:
-        control: the launcher's end of the socket; readable once the fork server has something to say.
-        refusal: the reason why it forks no worker; empty while it does.
-    """
+    """A fork server, to be started by `command` with `environment`; it inherits the socket `inherited`."""
 
     def __init__(self, environment: Mapping[str, str], path: str, imports: Sequence[str]) -> None:
+        # `control` is readable once the fork server has something to say.
         self.control, self.inherited = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.environment = environment
         self.command = [sys.executable, "-c", PROGRAM, path, str(self.inherited.fileno()), *imports]
-        self.refusal = ""
+        self.refusal = ""  # why it forks no worker
         self._is_ready = False
 
     @property

@@ -39,19 +39,11 @@ _SSH_FAILED = 255
 
 @dataclass(frozen=True)
 class HostsOptions:
-    """Where and how to start nodes.
+    """Where and how to start nodes. Raises UsageError for fewer than two hosts, or an empty command."""
 
-    Attributes:
-        hosts: what ssh is given for each node, in the order of their numbers.
-        ssh: the command that gets a host and a command line, as ssh does.
-        grace_s: how long workers may take to end.
-
-    Raises UsageError for fewer than two hosts, or an empty command.
-    """
-
-    hosts: tuple[str, ...]
-    ssh: tuple[str, ...]
-    grace_s: float = GRACE_S
+    hosts: tuple[str, ...]  # what ssh is given for each node, in the order of their numbers
+    ssh: tuple[str, ...]  # the command that gets a host and a command line, as ssh does
+    grace_s: float = GRACE_S  # how long workers may take to end
 
     def __post_init__(self) -> None:
         if len(self.hosts) < 2 or not all(self.hosts):

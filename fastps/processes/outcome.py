@@ -29,14 +29,11 @@ class Child(Protocol):
 
 @dataclass
 class LaunchedWorker:
-    """One worker process: its exit, and its output on stderr. It is a Member.
-
-    `restart` counts the earlier processes of the same rank; `replaced_ns` is when this one took their place.
-    """
+    """One worker process: its exit, and its output on stderr. It is a Member."""
 
     rank: int
     process: Child
-    restart: int = 0
+    restart: int = 0  # the number of earlier processes of the same rank
     exit_code: int | None = None
     replaced_ns: int = 0
     ended_ns: int = 0
@@ -91,19 +88,15 @@ class LaunchedWorker:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job: all workers with those replaced, the first failure (or None), and the signal that ended the job, or 0.
+    """The end of a job."""
 
-    A lost worker is no failure if the job went on to its end. `faults` reports injected faults. `began_ns` is the launcher's
-    start, before any import of a worker. `hint` is a remedy, or empty.
-    """
-
-    workers: list[LaunchedWorker]
-    first_failure: LaunchedWorker | None
-    ended_by: int
+    workers: list[LaunchedWorker]  # with those that were replaced
+    first_failure: LaunchedWorker | None  # a lost worker is none if the job went on to its end
+    ended_by: int  # the signal that ended the job, or 0
     seconds: float
-    began_ns: int
-    faults: FaultReport | None = None
-    hint: str = ""
+    began_ns: int  # the launcher's start, before any import of a worker
+    faults: FaultReport | None = None  # the injected ones
+    hint: str = ""  # a remedy
 
     @property
     def exit_code(self) -> int:

@@ -47,9 +47,6 @@ def _reason_of(error: Exception) -> str:
 class Stream:
     r"""A standard stream. Text that was decoded with "surrogateescape" is written as the bytes that it was.
 
-    Attributes:
-        progressed_ns: when it last took something.
-
     >>> stream = Stream(sys.stdout)
     >>> stream.write("loss 0.5\n"), stream.flush()
     loss 0.5
@@ -61,7 +58,7 @@ class Stream:
         self._stream = stream
         self._file = -1
         self._waiting = bytearray()
-        self.progressed_ns = 0
+        self.progressed_ns = 0  # when it last took something
         if isinstance(stream, io.TextIOWrapper):  # others take no bytes, or are more than their file
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -130,18 +127,12 @@ class _Call(NamedTuple):
 
 
 class OutputThread:
-    """Runs calls that write to the streams, in order. The thread begins with the first call.
-
-    Attributes:
-        name: where the calls write, in words.
-        lost: lines that were not written.
-        reason: why the first of them was not.
-    """
+    """Runs calls that write to the streams, in order; `name` says where. The thread begins with the first call."""
 
     def __init__(self, name: str, *streams: Stream) -> None:
         self.name = name
-        self.lost = 0
-        self.reason = ""
+        self.lost = 0  # lines that were not written
+        self.reason = ""  # why the first of them was not
         self._streams = streams
         self._calls: deque[_Call] = deque()
         self._held_bytes = 0  # with the calls in progress
@@ -247,11 +238,7 @@ class OutputThread:
 
 
 class StandardStreams:
-    """This process's standard output and error, each with a thread; one thread for both where both are terminals.
-
-    Attributes:
-        out, err: the streams.
-    """
+    """This process's standard output and error, each with a thread; one thread for both where both are terminals."""
 
     def __init__(self) -> None:
         self.out, self.err = Stream(sys.stdout), Stream(sys.stderr)

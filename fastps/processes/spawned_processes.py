@@ -43,18 +43,13 @@ _WORKER = _BEGIN + "from fastps.processes.spawned import main\nmain()\n"
 
 
 class SpawnedWorker(LaunchedWorker):
-    """A worker's process and its report.
-
-    Attributes:
-        outcome: what it reported; None while it runs, and if it ended without a report.
-        sentinel: readable once it has ended.
-    """
+    """A worker's process and its report."""
 
     def __init__(self, rank: int, process: Child, report: IO[bytes]) -> None:
         super().__init__(rank, process)
-        self.outcome: handover.Outcome | None = None
+        self.outcome: handover.Outcome | None = None  # what it reported; None while it runs, and if it ended without
         self._report = report
-        self.sentinel = os.pidfd_open(process.pid)
+        self.sentinel = os.pidfd_open(process.pid)  # readable once it has ended
 
     def look(self) -> None:
         """Notice the worker's end. What a failed worker started itself, in its process group, ends with it."""
@@ -84,11 +79,7 @@ class _Forked:
 
 
 class Crew:
-    """The workers of one call, which `start` appends to `workers`. `environments`: of each, by rank.
-
-    Attributes:
-        ending: passes Ctrl-C on, and ends them.
-    """
+    """The workers of one call, which `start` appends to `workers`. `environments`: of each, by rank."""
 
     def __init__(self, environments: Sequence[Mapping[str, str]], clock: Clock) -> None:
         self.workers: list[SpawnedWorker] = []
