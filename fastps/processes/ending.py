@@ -32,15 +32,10 @@ _WITNESS_NS = 100_000_000  # within which a signal to every process of the job h
 
 
 class Member(Protocol):
-    """A process of the group, or one that stands for several on another host.
+    """A process of the group, or one that stands for several on another host."""
 
-    Attributes:
-        exit_code: None while it runs.
-        replaced_ns: when it took the place of a member that was lost; 0: it did not.
-    """
-
-    exit_code: int | None
-    replaced_ns: int
+    exit_code: int | None  # None while it runs
+    replaced_ns: int  # when it took the place of a member that was lost; 0: it did not
 
     @property
     def name(self) -> str:
@@ -66,18 +61,13 @@ def _handling(numbers: Iterable[signal.Signals], handler: Callable[[int, object]
 
 
 class Ending:
-    """Passes signals on to the members that run, and ends them.
-
-    Attributes:
-        interrupts: how often SIGINT or SIGTERM came.
-        number: the first of them that was obeyed; 0 before.
-        witness_id: the process id of the witness; 0: there is none.
-    """
+    """Passes signals on to the members that run, and ends them."""
 
     def __init__(self, members: Sequence[Member], grace_s: float, clock: Clock, survivors_s: float = _SURVIVORS_S) -> None:
         """`members` is the caller's own list, which grows."""
-        self.interrupts = 0
-        self.number = self.witness_id = 0
+        self.interrupts = 0  # how often SIGINT or SIGTERM came
+        self.number = 0  # the first of them that was obeyed
+        self.witness_id = 0  # the process id of the witness, if there is one
         self._members = members
         self._grace_ns, self._survivors_ns = int(grace_s * 1e9), int(survivors_s * 1e9)
         self._clock = clock

@@ -61,10 +61,6 @@ class Victim(Protocol):
 
     rank: int
 
-    @property
-    def process_id(self) -> int:
-        """Process id."""
-
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the worker's process."""
 

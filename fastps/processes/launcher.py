@@ -46,7 +46,6 @@ logger = logging.getLogger("fastps.launch")
 
 _DRAIN_NS = 300_000_000  # reads output this long from pipes that a worker's own children hold open
 _PAUSE_NS = 1_000_000  # until the next try to pass on output, while the launcher's own reader is slow
-_IMPORT_NS = 120_000_000_000  # the longest time for the fork server's imports
 _FAULT_TICK_S = 0.02  # time between two calls of FaultInjector.tick
 _OF_A_GROUP = re.compile("nccl|process group|process_group|cuda", re.IGNORECASE)
 START_METHODS = ("fork", "spawn")
@@ -149,7 +148,9 @@ class Launcher:
                     self._handle_events(min(tick_s, _FAULT_TICK_S) if is_quick else tick_s)
                     if self._injector is not None and not self._ending.interrupts:
                         self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
-                    self._look_at_job()
+                    if self._options.continues:
+                        self._beginning.look()
+                        self._no_shows.tick()
                     self._left.look(self._own)
                     if on_tick is not None:
                         on_tick()
@@ -180,16 +181,13 @@ class Launcher:
             self._rendezvous.close()
         self._selector.close()
         if self._trace is not None:
-            self._finish_trace(self._trace)
+            own = self._trace if self._rendezvous is None else trace_parts.of_node(self._trace, self._rendezvous.number)
+            trace_parts.end(own, self.arena, self._endings())
 
     @property
     def arena(self) -> str:
         """The name of the first arena of this launcher's workers: the job's, and of several nodes also the node's number."""
         return self.job if self._rendezvous is None else f"{self.job}.node{self._rendezvous.number}"
-
-    def _finish_trace(self, file: Path) -> None:
-        own = file if self._rendezvous is None else trace_parts.of_node(file, self._rendezvous.number)
-        trace_parts.end(own, self.arena, self._endings())
 
     def _endings(self) -> dict[int, dict[str, Any]]:
         """What a trace cannot know by itself: how each failed worker's process ended, and when injected stops took place."""
@@ -200,11 +198,6 @@ class Launcher:
         for rank, begin_ns, end_ns in self._injector.report.stops_ns if self._injector is not None else ():
             found.setdefault(rank, {}).setdefault("stops", []).append((begin_ns, end_ns))
         return found
-
-    def _look_at_job(self) -> None:
-        if self._options.continues:
-            self._beginning.look()
-            self._no_shows.tick()
 
     def _root_cause(self) -> LaunchedWorker | None:
         """Return the first failure by time, except workers whose error names another worker as the cause.
@@ -305,12 +298,10 @@ class Launcher:
             process = self._launch(server.command, variables, [inherited.fileno()])
             self._forkserver_worker = self._listen(0, 0, process)
         self._selector.register(server.control, selectors.EVENT_READ, None)
-        deadline_ns = self._clock.now_ns() + _IMPORT_NS
-        while not (server.is_ready or server.refusal or self._ending.interrupts or self._clock.now_ns() >= deadline_ns):
-            self._handle_events(_FAULT_TICK_S)
+        server.await_ready(self._is_interrupted, partial(self._handle_events, _FAULT_TICK_S), self._clock)
         self._selector.unregister(server.control)
-        if not server.is_ready and not self._ending.interrupts:
-            logger.warning("workers are new processes: the fork server is not ready: %s", server.refusal or "out of time")
+        if server.refusal and not self._ending.interrupts:
+            logger.warning("workers are new processes: the fork server is not ready: %s", server.refusal)
             self._end_forkserver(kill=True)
 
     def _end_forkserver(self, kill: bool = False) -> None:

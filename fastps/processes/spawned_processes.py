@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from multiprocessing import connection
 from typing import IO, Any
 
@@ -28,7 +29,6 @@ from fastps.system.processes import adopting_orphans, ask_to_die_with_parent
 
 logger = logging.getLogger("fastps.spawn")
 
-_IMPORT_NS = 120_000_000_000  # the longest time for the fork server's imports
 _TICK_S = 0.05
 # A new process has the caller's sys.path before it imports anything. It ends with the caller, even if that ends at once.
 _BEGIN = """\
@@ -120,7 +120,8 @@ class Crew:
             passed = [inherited.fileno(), file.fileno(), *reports]
             process = _new_process(_SERVER, arguments, self._environments[0], passed)
         try:
-            self._await_imports(server, process)
+            pause = partial(connection.wait, [server.control], _TICK_S)
+            server.await_ready(lambda: self.ending.interrupts > 0, pause, self._clock)
             if server.is_ready and not self.ending.interrupts:
                 program = ["-m", spawned.__name__]
                 with adopting_orphans():
@@ -139,13 +140,6 @@ class Crew:
             if server.refusal or self.ending.interrupts:
                 process.kill()
             process.wait()
-
-    def _await_imports(self, server: ForkServer, process: "subprocess.Popen[bytes]") -> None:
-        deadline_ns = self._clock.now_ns() + _IMPORT_NS
-        while not (server.is_ready or server.refusal or self.ending.interrupts):
-            connection.wait([server.control], _TICK_S)
-            if self._clock.now_ns() >= deadline_ns:
-                server.refusal = "out of time"
 
     def look(self) -> None:
         """Wait until a worker ends, for a limited time, and notice what has ended. Pass signals on."""
