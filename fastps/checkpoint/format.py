@@ -105,14 +105,14 @@ class Checkpoint:
             expected = _identity_of(described(layout.parameters[index])) if index < len(layout.parameters) else None
             found = _identity_of(saved[index]) if index < len(saved) else None
             if expected != found:
-                raise self._refused(f"parameter {index}", f"{_shown(expected)} as in this model", _shown(found))
+                raise refused(self.folder, f"parameter {index}", f"{_shown(expected)} as in this model", _shown(found))
         groups = len(self.description["param_groups"])
         if groups != layout.groups:
-            raise self._refused("field 'param_groups'", f"{layout.groups} as in this optimizer", str(groups))
+            raise refused(self.folder, "field 'param_groups'", f"{layout.groups} as in this optimizer", str(groups))
         rule = self.description["rule"]
         for key, value in described_rule(layout).items():
             if rule.get(key) != value:
-                raise self._refused(f"rule's {key}", f"{value!r} as in this optimizer", repr(rule.get(key)))
+                raise refused(self.folder, f"rule's {key}", f"{value!r} as in this optimizer", repr(rule.get(key)))
 
     def beginning(self, layout: Layout) -> dict[str, Any]:
         """The versions of the shards, the clocks of the workers, and the samples drawn, from which a job resumes.
@@ -141,9 +141,6 @@ class Checkpoint:
                     shaped(view, parameter)[...] = self.tensors[prefix + parameter.name]
         for count, described in zip(store.rule_steps(0), self.description["parameters"], strict=True):
             count[0] = described["steps"]
-
-    def _refused(self, what: str, expected: str, found: str) -> CheckpointError:
-        return refused(self.folder, what, expected, found)
 
 
 def refused(folder: Path, what: str, expected: str, found: str) -> CheckpointError:

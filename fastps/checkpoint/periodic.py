@@ -37,9 +37,6 @@ class Checkpointing:
     `pin` is None on a node that writes none, whose workers obey SIGTERM all the same. `version` gives the version that counts,
     where it is not that of the worker's arena. With `exact` every version that is due is written, and the worker waits for the
     checkpoint before it: several nodes each write a share of the same versions.
-
-    Attributes:
-        written: the number of checkpoints that this worker has written.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class Checkpointing:
         self._began = 0  # the version that the thread writes
         self._told_of_others = False
         self._failed: set[int] = set()  # versions; one that is given up may fail later, too
-        self.written = 0
+        self.written = 0  # the number of checkpoints that this worker has written
 
     @staticmethod
     def wanted(directory: str | os.PathLike[str] | None, every: int | None) -> tuple[Path, int] | None:

@@ -14,7 +14,6 @@ import select
 import socket
 import struct
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -167,23 +166,14 @@ def connect(
     job: str,
     place: Place,
     *,
-    abi: int,
-    layout_hash: bytes,
-    layout: bytes,
-    observer: bool = False,
-    timeout_s: float,
+    abi: int,  # the format in this process, which the listener compares with its own
+    layout_hash: bytes,  # likewise, 32 bytes
+    layout: bytes,  # UTF-8 text, which the listener keeps if the hashes differ, to log the difference
+    observer: bool = False,  # compare only the ABI
+    timeout_s: float,  # the longest wait for the answer; an absent listener is found at once
     clock: Clock = SYSTEM_CLOCK,
 ) -> Offer:
     """Connect to the listener at a place, or at an alias of its name, and return its offer of the memory and its pidfd.
-
-    Args:
-        job, place: the listener to connect to.
-        abi, layout_hash: the format and the layout's hash in this process, which the listener compares with its own. The hash
-            has 32 bytes.
-        layout: UTF-8 text of the layout. The listener keeps it if the hashes differ, to log the difference.
-        observer: compare only the ABI, and ignore `layout_hash` and `layout`.
-        timeout_s: the longest wait for the answer, in seconds. An absent listener is found at once.
-        clock: the clock of the timeout.
 
     Raises Absent, Silent, OtherUser, AbiDiffers or LayoutDiffers; ValueError for an argument out of range; OSError if this
     process has no descriptors left.
@@ -216,21 +206,14 @@ def _ask(name: bytes, hello: bytes, abi: int, deadline: "_Deadline") -> Offer:
         deadline.pause()
 
 
-def dead_among(pidfds: Iterable[int]) -> list[int]:
-    """The pidfds whose processes have ended, found with one system call. Raises OSError for a pidfd that is not open."""
-    poll = select.poll()
-    for pidfd in pidfds:
-        poll.register(pidfd, select.POLLIN)
-    dead = poll.poll(0)
-    for pidfd, events in dead:
-        if events & select.POLLNVAL:
-            raise OSError(errno.EBADF, f"expected an open pidfd, found the closed descriptor {pidfd}")
-    return [pidfd for pidfd, _ in dead]
-
-
 def pidfd_alive(pidfd: int) -> bool:
-    """Whether the process still runs. A zombie does not count as running. Raises OSError."""
-    return not dead_among([pidfd])
+    """Whether the process still runs. A zombie does not count as running. Raises OSError for a pidfd that is not open."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    found = poll.poll(0)
+    if any(events & select.POLLNVAL for _, events in found):
+        raise OSError(errno.EBADF, f"expected an open pidfd, found the closed descriptor {pidfd}")
+    return not found
 
 
 # -- the connecting side ---------------------------------------------------------------------------

@@ -55,24 +55,10 @@ NO_OPTIONS = JobOptions()
 class Launcher:
     """Runs `command` once for each worker. When `run` returns, every process that it started has ended.
 
-    Args:
-        command: program and arguments, the same for all workers.
-        workers: number of workers, at least 1.
-        sync: a spec for FASTPS_SYNC; None leaves the choice to the script.
-        job: the job's name; random by default.
-        options: restarts, losses, checkpoints, injected faults; workers find them in their environment.
-        env: the variables that give a worker its rank: "fastps" (only FASTPS_RANK and the like), "torchrun" (also RANK and the
-            like), or "auto" (torchrun's if the script's own text names them).
-        start_method: "fork": a fork server imports torch once and forks the workers, where the command is this interpreter with
-            a script or `-m` and a module; other commands, and "spawn": a new process each.
-        imports: what the fork server imports; None: torch, unless the script imports the standard library alone.
-        prefix: whether each line of output begins with its worker's number.
-        nodes: the options of a job of several nodes, of which this launcher starts one; None: this machine is alone.
-        trace: a file into which all workers record the run; it is written when the run has ended.
-        tracebacks: whether to pass on tracebacks of fastps' own errors; default: only if the command has --debug.
+    With the start method "fork" a fork server imports torch once and forks the workers, where the command is this interpreter
+    with a script or `-m` and a module. Other commands, and "spawn", are a new process each.
 
-    Raises:
-        UsageError: The number of workers or an option is out of range.
+    Raises UsageError for a number of workers or an option out of range.
     """
 
     def __init__(
@@ -80,16 +66,17 @@ class Launcher:
         command: Sequence[str],
         workers: int,
         *,
-        sync: str | None = None,
-        job: str | None = None,
-        options: JobOptions = NO_OPTIONS,
-        env: str = "auto",
+        sync: str | None = None,  # a spec for FASTPS_SYNC; None leaves the choice to the script
+        job: str | None = None,  # its name; random by default
+        options: JobOptions = NO_OPTIONS,  # workers find them in their environment
+        env: str = "auto",  # a worker's variables: of "fastps", also of "torchrun", or these if the script's text names them
         start_method: str = "fork",
-        imports: Sequence[str] | None = None,
-        prefix: bool = True,
-        nodes: NodeOptions | None = None,
-        trace: Path | None = None,
-        tracebacks: bool | None = None,
+        imports: Sequence[str]
+        | None = None,  # the fork server's; None: torch, unless the script has the standard library's alone
+        prefix: bool = True,  # whether each line of output begins with its worker's number
+        nodes: NodeOptions | None = None,  # of several nodes this launcher starts one
+        trace: Path | None = None,  # where all workers record the run; it is written when the run has ended
+        tracebacks: bool | None = None,  # whether to pass on those of fastps' own errors; default: if the command has --debug
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         if workers < 1:
@@ -105,9 +92,7 @@ class Launcher:
             raise UsageError("a trace has one worker a lane: expected no restarts beside --trace")
         if nodes is not None:
             nodes.check_beside(options)
-        self._command = list(command)
-        self._count = workers
-        self._sync = sync
+        self._command, self._count, self._sync = list(command), workers, sync
         self._options = options
         self._style, self._chose_style = style_of(env, self._command), env == "auto"
         self._program = Program(self._command)

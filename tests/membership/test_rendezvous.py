@@ -124,7 +124,7 @@ def test_two_unrelated_processes_share_the_memory_and_see_each_other_end(job: st
         found = _ask(job)
         assert (found.process_id, _process_of(found.pidfd)) == (process.pid, process.pid)
         os.pwrite(found.memfd, b"hello", 0)
-        assert rendezvous.dead_among([found.pidfd]) == []
+        assert rendezvous.pidfd_alive(found.pidfd)
         text, _ = process.communicate("\n", timeout=20)
         assert text == "hello\n"
         assert not rendezvous.pidfd_alive(found.pidfd)
@@ -370,7 +370,7 @@ def test_a_killed_process_is_absent_at_once(job: str) -> None:
         with pytest.raises(rendezvous.Absent, match=f"nobody answers at 'fastps/{job}/0'"):
             _ask(job)
         assert time.monotonic() - began < AT_ONCE_S
-        assert rendezvous.dead_among([found.pidfd]) == [found.pidfd]
+        assert not rendezvous.pidfd_alive(found.pidfd)
         os.close(found.memfd)
         os.close(found.pidfd)
 
@@ -466,14 +466,14 @@ def test_a_full_queue_of_clients_is_silent_too(job: str) -> None:
 def test_the_dead_are_told_from_the_living_in_one_call() -> None:
     children = [processes.start(lambda: time.sleep(60)) for _ in range(3)]
     pidfds = [os.pidfd_open(child.process_id) for child in children]
-    assert rendezvous.dead_among(pidfds) == []
+    assert [pidfd for pidfd in pidfds if not rendezvous.pidfd_alive(pidfd)] == []
     os.kill(children[1].process_id, signal.SIGKILL)
     assert select.select([pidfds[1]], [], [], 10)[0]
-    assert rendezvous.dead_among(pidfds) == [pidfds[1]], "not waited for yet, and dead all the same"
+    assert [pidfd for pidfd in pidfds if not rendezvous.pidfd_alive(pidfd)] == [pidfds[1]], "not waited for yet, and dead all the same"
     for child in children:
         os.kill(child.process_id, signal.SIGKILL)
     processes.finish(children, 10)
-    assert rendezvous.dead_among(pidfds) == pidfds
+    assert [pidfd for pidfd in pidfds if not rendezvous.pidfd_alive(pidfd)] == pidfds
     for pidfd in pidfds:
         os.close(pidfd)
     with pytest.raises(OSError, match="closed descriptor"):
