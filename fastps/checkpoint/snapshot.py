@@ -8,10 +8,10 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import safetensors
@@ -48,38 +48,11 @@ logger = logging.getLogger("fastps.checkpointing")
 
 KEPT = 2  # a run's newest checkpoints to keep; its older ones are removed when a new one is complete
 _KEPT_SHARES = 3  # a node may have written a version while another still writes the one before
-Found = TypeVar("Found")
 _UNFINISHED = ".unfinished-"
 
 
 class VersionInUseError(Exception):
     """Another worker has pinned a version to copy it."""
-
-
-class CopyingLane(Protocol):
-    """A lane for which a version is pinned: a Worker, or what stands for one."""
-
-    @property
-    def store(self) -> JobMemory:
-        """The arena."""
-
-    @property
-    def rank(self) -> int:
-        """The lane's number."""
-
-    @property
-    def generation(self) -> int:
-        """The generation of the lane's owner."""
-
-    @property
-    def version(self) -> int:
-        """A version, for messages."""
-
-    def check_usable(self) -> None:
-        """Raise UsageError in a forked child or after close."""
-
-    def wait_until(self, ask: Callable[[], Found | None], every_ns: int, text: Callable[[], str]) -> Found:
-        """Wait until `ask` finds something. Raises TimeoutExceededError with the text."""
 
 
 class Pinned(Protocol):
@@ -109,7 +82,8 @@ class PinnedVersion:
 
     A worker creates it between two steps. Only one worker at a time has one: with `waits` this worker waits for the other, else
     VersionInUseError is raised. Under disciplines that keep all workers at the same step, all shards have the same version;
-    under others each shard has its own, as in a pull.
+    under others each shard has its own, as in a pull. `home` is given to pin another arena's version, a home's: that arena, and
+    the lane for which it is pinned.
 
     A table lies in memory once, so only the shard locks keep its rows at one version: the worker copies the tables in memory,
     and then releases the locks. Without room for that it holds them until `close`, which its own thread has to call then.
@@ -118,23 +92,27 @@ class PinnedVersion:
     share = ""
 
     def __init__(
-        self, worker: CopyingLane, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool = True
+        self,
+        worker: Worker,
+        param_groups: list[dict[str, Any]],
+        extra: Mapping[str, Any],
+        *,
+        waits: bool = True,
+        home: tuple[JobMemory, int] | None = None,
     ) -> None:
-        self._store = store = worker.store
-        self._owner = worker.rank, worker.generation
+        store, self._rank = home or (worker.store, worker.rank)
+        self._store, self._generation = store, 0 if home else worker.generation
         self._shards = 0
         self._copy: VersionCopy | None = None
         self._locking: Worker | None = None  # its shard locks are held
         self._tables: dict[str, Array] = {}  # copies
-        arena = store.arena
         pinned = []
         try:
             if store.tables:
-                assert isinstance(worker, Worker)
                 worker.lock_shards()
                 self._locking = worker
-            for shard in range(arena.shards):
-                pinned.append(_pin(worker, shard, waits))
+            for shard in range(store.arena.shards):
+                pinned.append(self._pin(worker, shard, waits))
                 self._shards += 1
             state = [found[2] for found in pinned]
             self._copy = store.copy_version([found[1] for found in pinned], state)
@@ -144,6 +122,24 @@ class PinnedVersion:
         except BaseException:
             self.close()
             raise
+
+    def _pin(self, worker: Worker, shard: int, waits: bool) -> tuple[int, int, int, list[int]]:
+        """Pin a shard's published weights and optimizer state: (version, weights buffer, state buffer, clocks)."""
+
+        def pinned() -> tuple[int, int, int, list[int]] | None:
+            try:
+                return self._store.arena.pin_version(self._rank, shard)
+            except ValueError as error:
+                raise ProtocolError(f"shard {shard}: {error}; restart the job") from error
+
+        worker.check_usable()
+        if waits:
+            text = f"worker {worker.rank} waited to copy version {self._store.version}, because another one still copies one"
+            return worker.wait_until(pinned, 1_000_000, lambda: text)
+        found = pinned()
+        if found is None:
+            raise VersionInUseError
+        return found
 
     def _described(
         self, pinned: list[tuple[int, int, int, list[int]]], param_groups: list[dict[str, Any]], extra: Mapping[str, Any]
@@ -205,33 +201,13 @@ class PinnedVersion:
             self._copy.end()
         while self._shards:
             self._shards -= 1
-            rank, generation = self._owner
-            self._store.arena.unpin_version(rank, self._shards, generation)
+            self._store.arena.unpin_version(self._rank, self._shards, self._generation)
         self._unlock()
 
     def _unlock(self) -> None:
         worker, self._locking = self._locking, None
         if worker is not None:
             worker.unlock_shards(False)
-
-
-def _pin(worker: CopyingLane, shard: int, waits: bool) -> tuple[int, int, int, list[int]]:
-    """Pin a shard's published weights and optimizer state: (version, weights buffer, state buffer, clocks)."""
-
-    def pinned() -> tuple[int, int, int, list[int]] | None:
-        try:
-            return worker.store.arena.pin_version(worker.rank, shard)
-        except ValueError as error:
-            raise ProtocolError(f"shard {shard}: {error}; restart the job") from error
-
-    worker.check_usable()
-    if waits:
-        text = f"worker {worker.rank} waited to copy version {worker.version}, because another worker still copies one"
-        return worker.wait_until(pinned, 1_000_000, lambda: text)
-    found = pinned()
-    if found is None:
-        raise VersionInUseError
-    return found
 
 
 class Source(Protocol):

@@ -14,6 +14,7 @@ from fastps.job.nodes import DEFAULT_NODE_POLICY, NodePolicy, address, check_sec
 from fastps.job.secret import VARIABLE as SECRET
 from fastps.job.secret import Secret, secret_of_environment
 from fastps.processes.options import JobOptions
+from fastps.processes.worker_environment import torchrun_variables
 from fastps.system.processes import die_with_parent
 
 _TICK_S = 0.1
@@ -142,16 +143,8 @@ class LaunchRendezvous:
         if options.secret is not None:
             values[SECRET] = options.secret.key.decode()
         if style == "torchrun":
-            values |= {
-                "RANK": rank,
-                "WORLD_SIZE": self.world,
-                "ROLE_RANK": rank,
-                "ROLE_WORLD_SIZE": self.world,
-                "GROUP_RANK": self.number,
-                "GROUP_WORLD_SIZE": options.count,
-                "MASTER_ADDR": host,
-                "MASTER_PORT": self.port,
-            }
+            local = local_rank, self._workers
+            values |= torchrun_variables(rank, self.world, *local, self.number, options.count, host, self.port)
         return {name: str(value) for name, value in values.items()}
 
     def close(self) -> None:
