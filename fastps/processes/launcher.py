@@ -21,8 +21,7 @@ from typing import IO, Any, cast
 from fastps.errors import UsageError
 from fastps.kernels.shm.arena import MAX_LANES
 from fastps.membership import discovery
-from fastps.processes.absent_workers import NoShows
-from fastps.processes.beginning import Beginning
+from fastps.processes.beginning import Beginning, NoShows
 from fastps.processes.ending import Ending
 from fastps.processes.fault_injection import FaultInjector
 from fastps.processes.forkserver_client import ForkServer
