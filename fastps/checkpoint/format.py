@@ -2,9 +2,7 @@
 
 A checkpoint is a folder `checkpoint-NUMBER` with `tensors.safetensors` (weights, optimizer state, model buffers) and
 `checkpoint.json` (everything else, and checksums of the tensors and of their header). The last line of `checkpoint.json` has a
-digest of all bytes before it, so that one digest covers both files. The folder is written under a temporary name, flushed to
-the disk, then renamed, so a folder with the final name is complete. If the disk is full, the earlier checkpoints stay as they
-are. Nothing is pickled.
+digest of all bytes before it, so that one digest covers both files. Nothing is pickled.
 """
 
 import hashlib

@@ -183,9 +183,10 @@ class Checkpointing:
         failures, live = self.failures, 0
         for attempt in itertools.count():
             before, live = live, self._worker.store.arena.lane_states().count(LANE_LIVE)
+            if not self._is_writer or self.failures > failures or (attempt > 1 and live == before):
+                return
             version = self._version()  # read after the lanes: it has the pushes of those that have left
-            is_written = version <= max(self._last, self._newest()) or (attempt > 1 and live == before)
-            if not self._is_writer or is_written or self.failures > failures:
+            if version <= max(self._last, self._newest()):
                 return
             self._start(version)
             self._join()

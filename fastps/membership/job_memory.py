@@ -120,15 +120,11 @@ class JobMemory(WeightsMemory):
 
     def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Listener:
         """Start a listener at a place ("host" or a lane). Joiners get the memory from it, and peers this process's pidfd."""
-        listener = rendezvous.Listener(
+        name, place = (
             rendezvous.place_name(self.job, place_of),
-            memfd=self._descriptor,
-            pidfd=self._pidfd,
-            abi=arena.ABI,
-            layout_hash=self.layout.digest(),
-            layout=self.layout.text().encode(),
-            place=place_of if isinstance(place_of, int) else -1,
+            place_of if isinstance(place_of, int) else rendezvous.HOST_PLACE,
         )
+        listener = rendezvous.Listener(name, self._descriptor, self._pidfd, self.layout.text().encode(), place)
         self._listeners.append(listener)
         return listener
 

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import ArenaError
-from fastps.kernels.shm.arena import ABI
 from fastps.membership import rendezvous
 from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -153,7 +152,7 @@ class NodeBoard:
         self._memory = np.frombuffer(shared_memory.map_shared(self._memfd), np.uint8)
         _put(self._memory, 0, _HEAD.pack(_MAGIC, _ROW_BYTES, rows))
         name = rendezvous.place_name(job, "board")
-        self._listener = rendezvous.Listener(name, self._memfd, self._pidfd, ABI, bytes(32), b"", rendezvous.HOST_PLACE)
+        self._listener = rendezvous.Listener(name, self._memfd, self._pidfd, b"", rendezvous.HOST_PLACE)
 
     def write(self, rows: Sequence[NodeStatistics]) -> None:
         """Write these rows, the first into the first place. Only one thread may write."""

@@ -9,6 +9,7 @@ exception, which the caller translates. The caller also checks, when it maps the
 
 import contextlib
 import errno
+import hashlib
 import os
 import select
 import socket
@@ -82,20 +83,16 @@ _live: "weakref.WeakSet[Listener | ReaderName]" = weakref.WeakSet()
 class Listener(rendezvous.Listener):
     """A thread that answers at `name` for this process until it is closed. It runs without the GIL.
 
-    The descriptors are duplicated: the caller keeps its own. Clients receive `place`: a lane, or HOST_PLACE.
-    Raises ValueError for an argument out of range, and OSError if another process listens at `name`.
-
-    Example::
-
-        with Listener(place_name("mnist", 0), memfd, pidfd, ABI, layout.digest(), layout.text().encode(), 0):
-            ...  # any process of this user may now connect("mnist", 0, ...)
+    The descriptors are duplicated: the caller keeps its own. Clients receive `place`: a lane, or HOST_PLACE. `layout` is the
+    text of the layout, `abi` the format. Raises ValueError for an argument out of range, and OSError if another process listens
+    at `name`.
     """
 
-    def __init__(self, name: bytes, memfd: int, pidfd: int, abi: int, layout_hash: bytes, layout: bytes, place: int) -> None:
+    def __init__(self, name: bytes, memfd: int, pidfd: int, layout: bytes, place: int, abi: int = ABI) -> None:
         _live.add(self)  # before the socket listens, so that no fork can miss it
-        listen = super().__init__
+        listen, digest = super().__init__, _digest_of(layout)
         try:
-            unix_sockets.take(name, lambda taken: listen(taken, memfd, pidfd, abi, layout_hash, layout, place, os.geteuid()))
+            unix_sockets.take(name, lambda taken: listen(taken, memfd, pidfd, abi, digest, layout, place, os.geteuid()))
         except BaseException:
             self.close()
             raise
@@ -151,6 +148,11 @@ def _name(job: str, place: str) -> bytes:
     return before + os.fsencode(job) + after
 
 
+def _digest_of(layout: bytes) -> bytes:
+    """The hash of a layout's text; without a text one that no layout has."""
+    return hashlib.sha256(layout).digest() if layout else bytes(32)
+
+
 def check_free(job: str, place: Place) -> None:
     """Raise OSError if another process of this user listens at a place. This process never does, not even for a moment."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -159,18 +161,17 @@ def check_free(job: str, place: Place) -> None:
 
 def observe(job: str, place: Place, timeout_s: float, clock: Clock = SYSTEM_CLOCK) -> Offer:
     """Connect to a place as an observer of the arena, as `connect` does."""
-    return connect(job, place, abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=timeout_s, clock=clock)
+    return connect(job, place, timeout_s, observer=True, clock=clock)
 
 
 def connect(
     job: str,
     place: Place,
-    *,
-    abi: int,  # the format in this process, which the listener compares with its own
-    layout_hash: bytes,  # likewise, 32 bytes
-    layout: bytes,  # UTF-8 text, which the listener keeps if the hashes differ, to log the difference
-    observer: bool = False,  # compare only the ABI
     timeout_s: float,  # the longest wait for the answer; an absent listener is found at once
+    layout: bytes = b"",  # UTF-8 text; the listener compares its hash, and keeps it to log a difference
+    *,
+    abi: int = ABI,  # the format in this process, which the listener compares with its own
+    observer: bool = False,  # compare only the ABI
     clock: Clock = SYSTEM_CLOCK,
 ) -> Offer:
     """Connect to the listener at a place, or at an alias of its name, and return its offer of the memory and its pidfd.
@@ -179,7 +180,7 @@ def connect(
     process has no descriptors left.
     """
     name = place_name(job, place)
-    hello = rendezvous.pack_hello(abi, layout_hash, len(layout), observer) + layout
+    hello = rendezvous.pack_hello(abi, _digest_of(layout), len(layout), observer) + layout
 
     def ask(at: bytes) -> Offer:
         return _ask(at, hello, abi, _Deadline(clock, timeout_s, f"place {place} of job {job}"))
