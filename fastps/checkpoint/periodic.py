@@ -8,7 +8,6 @@ longer than the job's timeout.
 SIGUSR1 makes a checkpoint due. SIGTERM ends the program after the step in progress: its worker leaves, and writes the last one.
 """
 
-import itertools
 import logging
 import os
 import signal
@@ -29,6 +28,7 @@ from fastps.system.time_limit import ends_within
 logger = logging.getLogger("fastps.checkpointing")
 
 DEFAULT_EVERY = 1000
+_TURN_NS, _LOOK_NS = 2_000_000_000, 5_000_000  # for workers of lower rank to leave after SIGTERM
 
 
 class Checkpointing:
@@ -67,7 +67,7 @@ class Checkpointing:
         self._next = ((worker.store.version if version is None else version()) // every + 1) * every
         self._thread: threading.Thread | None = None
         self._began = 0  # the version that the thread writes
-        self._told_of_others = False
+        self._told_of_others = self._ends = False
         self._failed: set[int] = set()  # versions; one that is given up may fail later, too
         self.written = 0  # the number of checkpoints that this worker has written
 
@@ -88,6 +88,7 @@ class Checkpointing:
         if self._signals.take(signal.SIGUSR1):
             self._next = version
         if self._signals.take(signal.SIGTERM):
+            self._ends = True
             logger.warning("worker %d ends because of SIGTERM", self._worker.rank)
             raise EndedBySignalError(signal.SIGTERM)
         if version >= self._next:
@@ -172,21 +173,21 @@ class Checkpointing:
         self._signals.close()
 
     def _write_last(self) -> None:
-        """Write the newest version, unless a worker has written it; once more if others have gone on, or as long as some leave.
+        """Write the newest version, unless a worker has written it, and once more if others have gone on meanwhile.
 
-        A worker that leaves while another one writes does not write itself.
+        After SIGTERM all workers leave: each waits until those of lower rank have, which may not have seen its last push.
         """
         if self._exact:
             self.after_step()
             self._join()
             return
-        failures, live = self.failures, 0
-        for attempt in itertools.count():
-            before, live = live, self._worker.store.arena.lane_states().count(LANE_LIVE)
-            if not self._is_writer or self.failures > failures or (attempt > 1 and live == before):
-                return
-            version = self._version()  # read after the lanes: it has the pushes of those that have left
-            if version <= max(self._last, self._newest()):
+        clock, failures = self._worker.store.clock, self.failures
+        until_ns = clock.now_ns() + (_TURN_NS if self._ends else 0)
+        while self._pin is not None and not self._is_writer and clock.now_ns() < until_ns:
+            clock.sleep_ns(_LOOK_NS)
+        for _ in range(2):
+            version = self._version()
+            if not self._is_writer or version <= max(self._last, self._newest()) or self.failures > failures:
                 return
             self._start(version)
             self._join()
