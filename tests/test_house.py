@@ -74,7 +74,6 @@ MODULES = {
     "fastps/job/specs": "tests/job/test_policy.py",
     "fastps/membership/discovery": "tests/cli/test_top.py",
     "fastps/membership/peers": "tests/membership/test_membership.py",
-    "fastps/processes/absent_workers": "tests/faults/test_restarts.py",
     "fastps/processes/fault_injection": "tests/faults/test_restarts.py",
     "fastps/processes/on_host": "tests/processes/test_hosts.py",
     "fastps/processes/options": "tests/processes/test_launcher.py",

@@ -2,9 +2,7 @@
 
 A checkpoint is a folder `checkpoint-NUMBER` with `tensors.safetensors` (weights, optimizer state, model buffers) and
 `checkpoint.json` (everything else, and checksums of the tensors and of their header). The last line of `checkpoint.json` has a
-digest of all bytes before it, so that one digest covers both files. The folder is written under a temporary name, flushed to
-the disk, then renamed, so a folder with the final name is complete. If the disk is full, the earlier checkpoints stay as they
-are. Nothing is pickled.
+digest of all bytes before it, so that one digest covers both files. Nothing is pickled.
 """
 
 import hashlib
@@ -29,7 +27,8 @@ FORMAT = 2  # format 1 has no digest and no checksum of the tensors' header
 TENSORS_FILE = "tensors.safetensors"
 JSON_FILE = "checkpoint.json"
 PREFIX = "checkpoint-"
-_FIELDS: dict[str, type | tuple[type, ...]] = {
+AVERAGE = "average/"
+_FIELDS: dict[str, type] = {
     "format": int,
     "version": int,
     "versions": list,
@@ -43,7 +42,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "checksums": dict,
     "extra": dict,
 }
-_SINCE_FORMAT_2: dict[str, type | tuple[type, ...]] = {"header": int, "digest": str, "run": str, "earlier_runs": list}
+_SINCE_FORMAT_2: dict[str, type] = {"header": int, "digest": str, "run": str, "earlier_runs": list}
 _DIGEST = re.compile(rb',\n "digest": "([0-9a-f]{64})"\n}')
 _DIGEST_BYTES = 81
 Array = npt.NDArray[Any]
@@ -82,7 +81,7 @@ class Checkpoint:
     @property
     def has_average(self) -> bool:
         """Whether the checkpoint has the moving average of the weights."""
-        return any(name.startswith("average/") for name in self.tensors)
+        return any(name.startswith(AVERAGE) for name in self.tensors)
 
     def weights(self) -> dict[str, Array]:
         """Name to array of each parameter."""
@@ -104,14 +103,14 @@ class Checkpoint:
             expected = _identity_of(described(layout.parameters[index])) if index < len(layout.parameters) else None
             found = _identity_of(saved[index]) if index < len(saved) else None
             if expected != found:
-                raise self._refused(f"parameter {index}", f"{_shown(expected)} as in this model", _shown(found))
+                raise refused(self.folder, f"parameter {index}", f"{_shown(expected)} as in this model", _shown(found))
         groups = len(self.description["param_groups"])
         if groups != layout.groups:
-            raise self._refused("field 'param_groups'", f"{layout.groups} as in this optimizer", str(groups))
+            raise refused(self.folder, "field 'param_groups'", f"{layout.groups} as in this optimizer", str(groups))
         rule = self.description["rule"]
         for key, value in described_rule(layout).items():
             if rule.get(key) != value:
-                raise self._refused(f"rule's {key}", f"{value!r} as in this optimizer", repr(rule.get(key)))
+                raise refused(self.folder, f"rule's {key}", f"{value!r} as in this optimizer", repr(rule.get(key)))
 
     def beginning(self, layout: Layout) -> dict[str, Any]:
         """The versions of the shards, the clocks of the workers, and the samples drawn, from which a job resumes.
@@ -131,24 +130,32 @@ class Checkpoint:
     def write_into(self, store: JobMemory) -> None:
         """Write weights and optimizer state into the first buffers of a store that no worker has joined yet."""
         layout = store.layout
-        planes = [("weights/", store.weight_views(0))]
-        planes += [(f"state/{name}/", store.plane_views(0, index)) for index, name in enumerate(layout.rule.planes)]
-        if layout.policy.ema and self.has_average:
-            planes.append(("average/", store.plane_views(0, layout.planes - 1)))
-        for prefix, views in planes:
+        for prefix, number in planes_of(layout):
+            if prefix == AVERAGE and not self.has_average:
+                continue
+            views = store.plane_views(0, number - 1) if number else store.weight_views(0)
             for parameter, view in zip(layout.parameters, views, strict=True):
                 if has_values(view, parameter):
                     shaped(view, parameter)[...] = self.tensors[prefix + parameter.name]
         for count, described in zip(store.rule_steps(0), self.description["parameters"], strict=True):
             count[0] = described["steps"]
 
-    def _refused(self, what: str, expected: str, found: str) -> CheckpointError:
-        return refused(self.folder, what, expected, found)
-
 
 def refused(folder: Path, what: str, expected: str, found: str) -> CheckpointError:
     """The error for a checkpoint that cannot be used."""
     return CheckpointError(f"checkpoint {folder}: {what}: expected {expected}, found {found}")
+
+
+def planes_of(layout: Layout) -> list[tuple[str, int]]:
+    """What is saved of each parameter: the prefix of its tensors' names, and 0 for the weights, n + 1 for state tensor n."""
+    state = [(f"state/{name}/", 1 + number) for number, name in enumerate(layout.rule.planes)]
+    return [("weights/", 0), *state, *([(AVERAGE, layout.planes)] if layout.policy.ema else [])]
+
+
+def _expect(holds: object, folder: Path, what: str, expected: str, found: str = "", value: object = None) -> None:
+    """Raise CheckpointError with what was found, or the value, unless it holds."""
+    if not holds:
+        raise refused(folder, what, expected, found or ("nothing" if value is None else repr(value)[:80]))
 
 
 def shaped(view: Array, parameter: Parameter) -> Array:
@@ -216,30 +223,27 @@ def read_description(folder: Path) -> dict[str, Any]:
         raise refused(folder, JSON_FILE, "JSON as save wrote it", "no file")
     try:
         text = (folder / JSON_FILE).read_bytes()
-        description = json.loads(text)
+        description: dict[str, Any] = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise refused(folder, JSON_FILE, "JSON as save wrote it", f"something else ({error})") from None
-    if not isinstance(description, dict):
-        raise refused(folder, JSON_FILE, "an object", type(description).__name__)
+    _expect(isinstance(description, dict), folder, JSON_FILE, "an object", type(description).__name__)
     fields = _FIELDS if description.get("format") == 1 else _FIELDS | _SINCE_FORMAT_2
     for field, kind in fields.items():
         value = description.get(field)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            name = kind.__name__ if isinstance(kind, type) else "/".join(each.__name__ for each in kind)
-            raise refused(folder, f"field {field!r}", name, "nothing" if value is None else repr(value)[:80])
-    if description["format"] not in (1, FORMAT):
-        raise refused(folder, "field 'format'", f"1 or {FORMAT}, which this fastps reads", str(description["format"]))
+        is_right = isinstance(value, kind) and not isinstance(value, bool)
+        _expect(is_right, folder, f"field {field!r}", kind.__name__, value=value)
+    number = description["format"]
+    _expect(number in (1, FORMAT), folder, "field 'format'", f"1 or {FORMAT}, which this fastps reads", value=number)
     if description["format"] > 1 or "digest" in description:
         _check_digest(folder, text)
     for field in ("version", "drawn"):
-        if not 0 <= description[field] < 1 << 40:
-            raise refused(folder, f"field {field!r}", "0 to 2^40", str(description[field]))
+        _expect(0 <= description[field] < 1 << 40, folder, f"field {field!r}", "0 to 2^40", value=description[field])
     for field, least in (("versions", 0), ("clocks", -1)):
         values = description[field]
-        if not values or any(type(value) is not int or not least <= value < 1 << 40 for value in values):
-            raise refused(folder, f"field {field!r}", f"whole numbers of at least {least}", repr(values)[:80])
-    if not all(isinstance(group, dict) for group in description["param_groups"]):
-        raise refused(folder, "field 'param_groups'", "an object each", repr(description["param_groups"])[:80])
+        are_whole = values and all(type(value) is int and least <= value < 1 << 40 for value in values)
+        _expect(are_whole, folder, f"field {field!r}", f"whole numbers of at least {least}", value=values)
+    groups = description["param_groups"]
+    _expect(all(isinstance(group, dict) for group in groups), folder, "field 'param_groups'", "an object each", value=groups)
     return description
 
 
@@ -247,25 +251,24 @@ def _check_digest(folder: Path, text: bytes) -> None:
     end = _DIGEST.fullmatch(text, max(0, len(text) - _DIGEST_BYTES))
     if end is None:
         raise refused(folder, JSON_FILE, "a digest at its end", "none: it is damaged")
-    found = hashlib.sha256(text[: end.start()]).hexdigest()
-    if found != end[1].decode():
-        raise refused(folder, JSON_FILE, f"the digest {end[1].decode()}", f"{found}: it is damaged")
+    expected, found = end[1].decode(), hashlib.sha256(text[: end.start()]).hexdigest()
+    _expect(found == expected, folder, JSON_FILE, f"the digest {expected}", f"{found}: it is damaged")
 
 
 def _check_tensors(folder: Path, description: dict[str, Any], tensors: Mapping[str, Array]) -> None:
     """Check that each parameter has its weights and state tensors in its shape, and that every tensor has its checksum."""
     planes = description["rule"].get("planes")
-    if not isinstance(planes, list) or not all(isinstance(plane, str) for plane in planes):
-        raise refused(folder, "field 'rule'", "the names of its planes", repr(planes)[:80])
+    are_names = isinstance(planes, list) and all(isinstance(plane, str) for plane in planes)
+    _expect(are_names, folder, "field 'rule'", "the names of its planes", value=planes)
     for index, parameter in enumerate(description["parameters"]):
         fields = {"name": str, "shape": list, "group": int, "steps": int}
-        if not isinstance(parameter, dict) or not all(isinstance(parameter.get(key), kind) for key, kind in fields.items()):
-            raise refused(folder, f"parameter {index}", "name, shape, group and steps", repr(parameter)[:80])
-        if not (0 <= parameter["group"] < len(description["param_groups"]) and 0 <= parameter["steps"] < 1 << 40):
-            raise refused(folder, f"parameter {index}", "a group that is there and 0 to 2^40 steps", repr(parameter)[:80])
+        what, groups = f"parameter {index}", len(description["param_groups"])
+        is_whole = isinstance(parameter, dict) and all(isinstance(parameter.get(key), kind) for key, kind in fields.items())
+        _expect(is_whole, folder, what, "name, shape, group and steps", value=parameter)
+        is_there = 0 <= parameter["group"] < groups and 0 <= parameter["steps"] < 1 << 40
+        _expect(is_there, folder, what, "a group that is there and 0 to 2^40 steps", value=parameter)
         kind = parameter.get("type", "float32")
-        if kind not in ("float32", "float64"):
-            raise refused(folder, f"parameter {index}", "the type float32 or float64", repr(kind)[:80])
+        _expect(kind in ("float32", "float64"), folder, what, "the type float32 or float64", value=kind)
         for name in [f"{prefix}{parameter['name']}" for prefix in ("weights/", *(f"state/{plane}/" for plane in planes))]:
             found = tensors.get(name)
             expected = f"{kind} of shape {parameter['shape']}"
@@ -274,22 +277,16 @@ def _check_tensors(folder: Path, description: dict[str, Any], tensors: Mapping[s
                 if found is None:
                     continue  # the rule of rows has less state
                 shapes.append([*parameter["shape"][:1], 1])
+            what = f"parameter {parameter['name']!r}: tensor {name!r}"
             if found is None:
-                raise refused(folder, f"parameter {parameter['name']!r}: tensor {name!r}", expected, "no such tensor")
-            if found.dtype != kind or list(found.shape) not in shapes:
-                raise refused(
-                    folder,
-                    f"parameter {parameter['name']!r}: tensor {name!r}",
-                    expected,
-                    f"{found.dtype} of shape {list(found.shape)}",
-                )
+                raise refused(folder, what, expected, "no such tensor")
+            is_right = found.dtype == kind and list(found.shape) in shapes
+            _expect(is_right, folder, what, expected, f"{found.dtype} of shape {list(found.shape)}")
     checksums = description["checksums"]
     for name in [*tensors, *checksums]:
-        if name not in checksums or name not in tensors:
-            raise refused(folder, f"tensor {name!r}", "it in both files", "it in one")
-        found_sum = checksum_of(tensors[name])
-        if found_sum != checksums[name]:
-            raise refused(folder, f"tensor {name!r}", f"the checksum {checksums[name]}", f"{found_sum}: it is damaged")
+        _expect(name in checksums and name in tensors, folder, f"tensor {name!r}", "it in both files", "it in one")
+        expected, own = checksums[name], checksum_of(tensors[name])
+        _expect(own == expected, folder, f"tensor {name!r}", f"the checksum {expected}", f"{own}: it is damaged")
 
 
 def checksum_of(array: Array) -> int:

@@ -16,6 +16,8 @@ import numpy as np
 
 from fastps.checkpoint.format import JSON_FILE, PREFIX, Array, Checkpoint, read, read_description, refused, strided, whole
 from fastps.errors import CheckpointError
+from fastps.job import limits
+from fastps.system.time_limit import call_within
 
 logger = logging.getLogger("fastps.checkpointing")
 
@@ -38,9 +40,19 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a checkpoint: a folder that `save` returned, or the newest whole one in a directory of checkpoints.
 
     A warning names each newer one that is damaged. Raises CheckpointError that names the missing, damaged or foreign field or
-    tensor, what was expected and what was found, for each checkpoint of a directory.
+    tensor, what was expected and what was found, for each checkpoint of a directory, or that its disk hangs (FASTPS_TIMEOUT).
     """
-    folder = Path(path)
+    limit_s = limits.timeout_s()
+    try:
+        return call_within(limit_s, lambda: _load(Path(path)), f"the checkpoint {path} is read")
+    except TimeoutError:
+        raise CheckpointError(
+            f"checkpoint {path}: expected it to be read within {limit_s:g} s, found that its disk hangs, or is slow: raise"
+            " FASTPS_TIMEOUT if it is slow"
+        ) from None
+
+
+def _load(folder: Path) -> Checkpoint:
     if (folder / JSON_FILE).is_file():
         return read(folder)
     candidates: list[list[Path]] = [[found] for found in reversed(whole(folder))] if folder.is_dir() else []

@@ -17,25 +17,25 @@ from pathlib import Path
 
 from fastps.checkpoint.format import Array, read_description, whole
 from fastps.checkpoint.runs import Run
-from fastps.checkpoint.snapshot import HeldVersion, Pinned, VersionInUseError, write
+from fastps.checkpoint.snapshot import Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
 from fastps.job.options import value_of
 from fastps.kernels.shm.arena import LANE_LIVE
 from fastps.store.worker import Worker
 from fastps.system.noted_signals import EndedBySignalError, NotedSignals
-from fastps.system.threads import ends_within
+from fastps.system.time_limit import ends_within
 
 logger = logging.getLogger("fastps.checkpointing")
+
+_TURN_NS, _LOOK_NS = 2_000_000_000, 5_000_000  # for workers of lower rank to leave after SIGTERM
 
 
 class Checkpointing:
     """The periodic checkpoints of `DistributedOptimizer(checkpoint=DIR, every=N)`.
 
-    `version` gives the version that counts, where it is not that of the worker's arena. With `exact` every version that is due
-    is written, and the worker waits for the checkpoint before it: several nodes each write a share of the same versions.
-
-    Attributes:
-        written: the number of checkpoints that this worker has written.
+    `pin` is None on a node that writes none, whose workers obey SIGTERM all the same. `version` gives the version that counts,
+    where it is not that of the worker's arena. With `exact` every version that is due is written, and the worker waits for the
+    checkpoint before it: several nodes each write a share of the same versions.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Checkpointing:
         worker: Worker,
         directory: Path,
         every: int,
-        pin: Callable[[], Pinned],
+        pin: Callable[[], Pinned] | None,
         buffers: Callable[[], Mapping[str, Array]],
         version: Callable[[], int] | None = None,
         *,
@@ -66,9 +66,9 @@ class Checkpointing:
         self._next = ((worker.store.version if version is None else version()) // every + 1) * every
         self._thread: threading.Thread | None = None
         self._began = 0  # the version that the thread writes
-        self._told_of_others = False
+        self._told_of_others = self._ends = False
         self._failed: set[int] = set()  # versions; one that is given up may fail later, too
-        self.written = 0
+        self.written = 0  # the number of checkpoints that this worker has written
 
     @staticmethod
     def wanted(directory: str | os.PathLike[str] | None, every: int | None) -> tuple[Path, int] | None:
@@ -87,6 +87,7 @@ class Checkpointing:
         if self._signals.take(signal.SIGUSR1):
             self._next = version
         if self._signals.take(signal.SIGTERM):
+            self._ends = True
             logger.warning("worker %d ends because of SIGTERM", self._worker.rank)
             raise EndedBySignalError(signal.SIGTERM)
         if version >= self._next:
@@ -99,10 +100,10 @@ class Checkpointing:
 
     @property
     def _is_writer(self) -> bool:
-        return self._worker.rank == self._worker.store.arena.lane_states().find(LANE_LIVE)
+        return self._pin is not None and self._worker.rank == self._worker.store.arena.lane_states().find(LANE_LIVE)
 
     def _start(self, version: int) -> None:
-        if not self._is_writer:
+        if self._pin is None or not self._is_writer:
             self._next = (version // self._every + 1) * self._every
             return
         if self._exact:
@@ -123,7 +124,7 @@ class Checkpointing:
             logger.debug("version %d: a checkpoint is due, and another worker still copies one", version)
             return
         self._next, self._began = (version // self._every + 1) * self._every, version
-        if isinstance(pinned, HeldVersion) and pinned.holds_locks:  # which this worker's own thread gives back
+        if pinned.holds_locks:  # which this worker's own thread gives back
             self._write(pinned, buffers)
             return
         self._thread = threading.Thread(target=self._write, args=(pinned, buffers), name="fastps-checkpoint", daemon=True)
@@ -171,12 +172,18 @@ class Checkpointing:
         self._signals.close()
 
     def _write_last(self) -> None:
-        """Write the newest version, unless a worker has written it, and once more if others have gone on meanwhile."""
+        """Write the newest version, unless a worker has written it, and once more if others have gone on meanwhile.
+
+        After SIGTERM all workers leave: each waits until those of lower rank have, which may not have seen its last push.
+        """
         if self._exact:
             self.after_step()
             self._join()
             return
-        failures = self.failures
+        clock, failures = self._worker.store.clock, self.failures
+        until_ns = clock.now_ns() + (_TURN_NS if self._ends else 0)
+        while self._pin is not None and not self._is_writer and clock.now_ns() < until_ns:
+            clock.sleep_ns(_LOOK_NS)
         for _ in range(2):
             version = self._version()
             if not self._is_writer or version <= max(self._last, self._newest()) or self.failures > failures:

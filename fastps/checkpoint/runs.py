@@ -8,7 +8,6 @@ import hashlib
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from fastps.errors import CheckpointError
 from fastps.job import limits
 from fastps.membership.job_memory import JobMemory
 from fastps.system.machine import boot_id
-from fastps.system.threads import ends_within
+from fastps.system.time_limit import call_within
 
 _MOST_EARLIER = 100  # of a run that is resumed again and again
 _begun: set[str] = set()  # by this process: a script may wrap one optimizer after the other
@@ -85,14 +84,11 @@ def check_folder(
     `needed_bytes` is the size of one checkpoint. Raises CheckpointError for a directory that has another run's, unless it is
     resumed from there, that cannot be written, has no room for one, or does not answer within the timeout.
     """
-    refusal: list[CheckpointError] = []
     limit_s = limits.timeout_s(timeout_s)
-    thread = threading.Thread(target=_try, args=(directory, needed_bytes, refusal), name="fastps-folder", daemon=True)
-    thread.start()
-    if not ends_within(thread, limit_s, f"the folder {directory} answers"):
-        refusal.append(_refused(directory, "an answer", f"none within {limit_s:g} s: its disk hangs"))
-    if refusal:
-        raise refusal[0]
+    try:
+        call_within(limit_s, lambda: _try(directory, needed_bytes), f"the folder {directory} answers")
+    except TimeoutError:
+        raise _refused(directory, "an answer", f"none within {limit_s:g} s: its disk hangs") from None
     of_shares = [each for each in directory.glob("share-*-of-*") if each.is_dir()]
     found = [folder for each in (directory, *of_shares) for folder in whole(each)]
     known = {*_begun, *earlier_runs(resumed), _of_launch() or None}
@@ -114,18 +110,16 @@ def _is_in(folder: Path, directory: Path) -> bool:
     return directory.resolve() in (folder.resolve(), folder.resolve().parent)
 
 
-def _try(directory: Path, needed_bytes: int, refusal: list[CheckpointError]) -> None:
-    """Write a file into the directory, and ask how much room there is."""
+def _try(directory: Path, needed_bytes: int) -> None:
+    """Write a file into the directory, and ask how much room there is. Raises CheckpointError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
             found = os.fstatvfs(file.fileno())
     except OSError as error:
-        refusal.append(_refused(directory, "a folder that can be written", str(error)))
-        return
+        raise _refused(directory, "a folder that can be written", str(error)) from error
     if (free := found.f_bavail * found.f_frsize) < needed_bytes:
-        megabytes = f"{needed_bytes / 1e6:.0f} MB of room for a checkpoint", f"{free / 1e6:.0f} MB"
-        refusal.append(_refused(directory, *megabytes))
+        raise _refused(directory, f"{needed_bytes / 1e6:.0f} MB of room for a checkpoint", f"{free / 1e6:.0f} MB")
 
 
 def _refused(directory: Path, expected: str, found: str) -> CheckpointError:

@@ -8,9 +8,10 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import safetensors
@@ -26,6 +27,7 @@ from fastps.checkpoint.format import (
     described_rule,
     has_values,
     number_of,
+    planes_of,
     sealed,
     shaped,
     whole,
@@ -39,44 +41,18 @@ from fastps.membership.job_memory import JobMemory, VersionCopy
 from fastps.store.worker import Worker
 from fastps.system.file_locks import lock
 from fastps.system.memory_limits import available_bytes
+from fastps.system.time_limit import call_within
 from fastps.version import __version__
 
 logger = logging.getLogger("fastps.checkpointing")
 
 KEPT = 2  # a run's newest checkpoints to keep; its older ones are removed when a new one is complete
 _KEPT_SHARES = 3  # a node may have written a version while another still writes the one before
-Found = TypeVar("Found")
 _UNFINISHED = ".unfinished-"
 
 
 class VersionInUseError(Exception):
     """Another worker has pinned a version to copy it."""
-
-
-class CopyingLane(Protocol):
-    """A lane for which a version is pinned: a Worker, or what stands for one."""
-
-    @property
-    def store(self) -> JobMemory:
-        """The arena."""
-
-    @property
-    def rank(self) -> int:
-        """The lane's number."""
-
-    @property
-    def generation(self) -> int:
-        """The generation of the lane's owner."""
-
-    @property
-    def version(self) -> int:
-        """A version, for messages."""
-
-    def check_usable(self) -> None:
-        """Raise UsageError in a forked child or after close."""
-
-    def wait_until(self, ask: Callable[[], Found | None], every_ns: int, text: Callable[[], str]) -> Found:
-        """Wait until `ask` finds something. Raises TimeoutExceededError with the text."""
 
 
 class Pinned(Protocol):
@@ -90,6 +66,10 @@ class Pinned(Protocol):
     def description(self) -> dict[str, Any]:
         """The contents of the JSON file."""
 
+    @property
+    def holds_locks(self) -> bool:
+        """Whether the other workers wait until `close`, which only the worker's own thread may call then."""
+
     def arrays(self) -> Iterator[tuple[str, Array]]:
         """The name and the array of each tensor."""
 
@@ -102,32 +82,71 @@ class PinnedVersion:
 
     A worker creates it between two steps. Only one worker at a time has one: with `waits` this worker waits for the other, else
     VersionInUseError is raised. Under disciplines that keep all workers at the same step, all shards have the same version;
-    under others each shard has its own, as in a pull.
+    under others each shard has its own, as in a pull. `home` is given to pin another arena's version, a home's: that arena, and
+    the lane for which it is pinned.
+
+    A table lies in memory once, so only the shard locks keep its rows at one version: the worker copies the tables in memory,
+    and then releases the locks. Without room for that it holds them until `close`, which its own thread has to call then.
     """
 
     share = ""
 
     def __init__(
-        self, worker: CopyingLane, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool = True
+        self,
+        worker: Worker,
+        param_groups: list[dict[str, Any]],
+        extra: Mapping[str, Any],
+        *,
+        waits: bool = True,
+        home: tuple[JobMemory, int] | None = None,
     ) -> None:
-        self._store = store = worker.store
-        self._owner = worker.rank, worker.generation
+        store, self._rank = home or (worker.store, worker.rank)
+        self._store, self._generation = store, 0 if home else worker.generation
         self._shards = 0
         self._copy: VersionCopy | None = None
-        arena = store.arena
+        self._locking: Worker | None = None  # its shard locks are held
+        self._tables: dict[str, Array] = {}  # copies
         pinned = []
         try:
-            for shard in range(arena.shards):
-                pinned.append(_pin(worker, shard, waits))
+            if store.tables:
+                worker.lock_shards()
+                self._locking = worker
+            for shard in range(store.arena.shards):
+                pinned.append(self._pin(worker, shard, waits))
                 self._shards += 1
             state = [found[2] for found in pinned]
             self._copy = store.copy_version([found[1] for found in pinned], state)
+            self.description = self._described(pinned, param_groups, extra)
+            if store.tables:
+                self._copy_tables()
         except BaseException:
             self.close()
             raise
-        layout = store.layout
-        steps = store.rule_steps(state)
-        self.description: dict[str, Any] = {
+
+    def _pin(self, worker: Worker, shard: int, waits: bool) -> tuple[int, int, int, list[int]]:
+        """Pin a shard's published weights and optimizer state: (version, weights buffer, state buffer, clocks)."""
+
+        def pinned() -> tuple[int, int, int, list[int]] | None:
+            try:
+                return self._store.arena.pin_version(self._rank, shard)
+            except ValueError as error:
+                raise ProtocolError(f"shard {shard}: {error}; restart the job") from error
+
+        worker.check_usable()
+        if waits:
+            text = f"worker {worker.rank} waited to copy version {self._store.version}, because another one still copies one"
+            return worker.wait_until(pinned, 1_000_000, lambda: text)
+        found = pinned()
+        if found is None:
+            raise VersionInUseError
+        return found
+
+    def _described(
+        self, pinned: list[tuple[int, int, int, list[int]]], param_groups: list[dict[str, Any]], extra: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        layout, arena = self._store.layout, self._store.arena
+        steps = self._store.rule_steps([found[2] for found in pinned])
+        return {
             "format": FORMAT,
             "fastps": __version__,
             "version": min(found[0] for found in pinned),
@@ -145,61 +164,10 @@ class PinnedVersion:
             "extra": dict(extra),
         }
 
-    def arrays(self) -> Iterator[tuple[str, Array]]:
-        """The name and the array of each tensor. The arrays are valid until `close`."""
-        for name, _, array in self._tensors():
-            yield name, array
-
-    def _tensors(self) -> Iterator[tuple[str, Parameter, Array]]:
-        layout, copy = self._store.layout, self._copy
-        assert copy is not None
-        planes = [("weights/", copy.views(0))]
-        planes += [(f"state/{name}/", copy.views(1 + number)) for number, name in enumerate(layout.rule.planes)]
-        if layout.policy.ema:
-            planes.append(("average/", copy.views(layout.planes)))
-        for prefix, views in planes:
-            for parameter, view in zip(layout.parameters, views, strict=True):
-                if has_values(view, parameter):
-                    yield prefix + parameter.name, parameter, shaped(view, parameter)
-
-    def close(self) -> None:
-        """Unpin the buffers, once nothing reads them. May be called twice."""
-        if self._copy is not None and self._shards:
-            self._copy.end()
-        while self._shards:
-            self._shards -= 1
-            rank, generation = self._owner
-            self._store.arena.unpin_version(rank, self._shards, generation)
-
-    def __enter__(self) -> "PinnedVersion":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-class HeldVersion(PinnedVersion):
-    """A whole version of a job with tables. The other workers do not fold while its tables are copied.
-
-    A table lies in memory once, so only the shard locks keep its rows at one version. The worker's own thread copies the tables
-    in memory and releases the locks. Without room for that, it holds them until the version is written and closed.
-    """
-
-    def __init__(self, worker: Worker, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> None:
-        self._worker: Worker | None = worker
-        self._copied: dict[str, Array] = {}
-        worker.lock_shards()
-        try:
-            super().__init__(worker, param_groups, extra, waits=waits)
-            self._copy_tables()
-        except BaseException:
-            self.close()
-            raise
-
     @property
     def holds_locks(self) -> bool:
-        """Whether the other workers wait until `close`, which only this worker's thread may call then."""
-        return self._worker is not None
+        """See Pinned."""
+        return self._locking is not None
 
     def _copy_tables(self) -> None:
         tables = {name: array for name, parameter, array in self._tensors() if parameter.is_table}
@@ -211,50 +179,35 @@ class HeldVersion(PinnedVersion):
                 free >> 20,
             )
             return
-        self._copied = {name: array.copy() for name, array in tables.items()}
+        self._tables = {name: array.copy() for name, array in tables.items()}
         self._unlock()
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
-        """See PinnedVersion."""
-        for name, array in super().arrays():
-            yield name, self._copied.get(name, array)
+        """The name and the array of each tensor. The arrays are valid until `close`."""
+        for name, _, array in self._tensors():
+            yield name, self._tables.get(name, array)
+
+    def _tensors(self) -> Iterator[tuple[str, Parameter, Array]]:
+        layout, copy = self._store.layout, self._copy
+        assert copy is not None
+        for prefix, number in planes_of(layout):
+            for parameter, view in zip(layout.parameters, copy.views(number), strict=True):
+                if has_values(view, parameter):
+                    yield prefix + parameter.name, parameter, shaped(view, parameter)
 
     def close(self) -> None:
-        """Unpin the buffers, and release the shard locks if they are held. May be called twice."""
-        super().close()
+        """Unpin the buffers, once nothing reads them, and release the shard locks if they are held. May be called twice."""
+        if self._copy is not None and self._shards:
+            self._copy.end()
+        while self._shards:
+            self._shards -= 1
+            self._store.arena.unpin_version(self._rank, self._shards, self._generation)
         self._unlock()
 
     def _unlock(self) -> None:
-        worker, self._worker = self._worker, None
+        worker, self._locking = self._locking, None
         if worker is not None:
             worker.unlock_shards(False)
-
-
-def pinned_version(
-    worker: Worker, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool = True
-) -> PinnedVersion:
-    """Pin a whole version of a worker's job: without holding the others up, unless the job has tables."""
-    kind = HeldVersion if worker.store.tables else PinnedVersion
-    return kind(worker, param_groups, extra, waits=waits)
-
-
-def _pin(worker: CopyingLane, shard: int, waits: bool) -> tuple[int, int, int, list[int]]:
-    """Pin a shard's published weights and optimizer state: (version, weights buffer, state buffer, clocks)."""
-
-    def pinned() -> tuple[int, int, int, list[int]] | None:
-        try:
-            return worker.store.arena.pin_version(worker.rank, shard)
-        except ValueError as error:
-            raise ProtocolError(f"shard {shard}: {error}; restart the job") from error
-
-    worker.check_usable()
-    if waits:
-        text = f"worker {worker.rank} waited to copy version {worker.version}, because another worker still copies one"
-        return worker.wait_until(pinned, 1_000_000, lambda: text)
-    found = pinned()
-    if found is None:
-        raise VersionInUseError
-    return found
 
 
 class Source(Protocol):
@@ -280,7 +233,7 @@ def pin(source: Source | Worker, extra: Mapping[str, Any], *, waits: bool = True
     if not isinstance(source, Worker):
         return source.pin_whole_version(extra, waits=waits)
     groups = [dict(hyper._asdict()) for hyper in source.store.hypers]
-    return pinned_version(source, groups, extra, waits=waits)
+    return PinnedVersion(source, groups, extra, waits=waits)
 
 
 def save(
@@ -291,8 +244,8 @@ def save(
     This worker waits until the checkpoint is written; the others go on. `extra` is saved with it and may hold anything that
     JSON can. Of this run's checkpoints in the directory the newest `keep` stay, of other runs' all.
 
-    Raises CheckpointError if the checkpoint cannot be written (a full disk, for example), and then leaves the earlier ones as
-    they were; UsageError after close or in a forked child.
+    Raises CheckpointError if the checkpoint cannot be written (a full disk, for example), or not within the job's timeout, and
+    then leaves the earlier ones as they were; UsageError after close or in a forked child.
 
     >>> import tempfile
     >>> import fastps
@@ -311,8 +264,18 @@ def save(
         worker, run = source, Run.of(source.store)
     else:
         worker, buffers, run = source.worker, source.model_buffers(), source.run
-    with contextlib.closing(pin(source, extra or {})) as pinned:
-        return write(pinned, buffers, Path(directory), run, keep, worker.store.timeout_s)
+    limit_s, pinned = worker.store.timeout_s, pin(source, extra or {})
+    copied = {name: array.copy() for name, array in buffers.items()}  # a late write must not see later values
+    call = partial(write, pinned, copied, Path(directory), run, keep, limit_s / 2)
+    if pinned.holds_locks:  # which this thread alone gives back
+        return call()
+    what = f"the checkpoint of version {pinned.description['version']} is written to {directory}"
+    try:
+        return call_within(limit_s, call, what)
+    except TimeoutError:
+        raise CheckpointError(
+            f"checkpoint in {directory}: cannot be written within {limit_s:g} s: the disk hangs, or is slow"
+        ) from None
 
 
 def write(

@@ -4,7 +4,6 @@ Rank 0 makes the memory, and every rank listens at an abstract socket until all 
 store, such as the one of torch.distributed. A group is for one machine, and every rank finds out if another one is elsewhere.
 """
 
-import hashlib
 import json
 import os
 import secrets
@@ -91,9 +90,7 @@ def meet(store: KeyStore, rank: int, size: int, *, clock: Clock = SYSTEM_CLOCK) 
         text = f"fastps {__version__}, process group of {size} ranks, blocks of {block_bytes} bytes".encode()
         if rank != 0:
             memfd, pidfds[0] = _connect(job, 0, text, clock)
-        listener = rendezvous.Listener(
-            rendezvous.place_name(job, rank), memfd, pidfd, FORMAT, hashlib.sha256(text).digest(), text, rank
-        )
+        listener = rendezvous.Listener(rendezvous.place_name(job, rank), memfd, pidfd, text, rank, FORMAT)
         store.set(f"listens/{rank}", "yes")
         for other in range(size):
             store.get(f"listens/{other}")
@@ -134,9 +131,7 @@ def _connect(job: str, rank: int, text: bytes, clock: Clock) -> tuple[int, int]:
     end_ns = clock.now_ns() + int(_CONNECT_S * 1e9)
     while True:
         try:
-            offer = rendezvous.connect(
-                job, rank, abi=FORMAT, layout_hash=hashlib.sha256(text).digest(), layout=text, timeout_s=_CONNECT_S, clock=clock
-            )
+            offer = rendezvous.connect(job, rank, _CONNECT_S, text, abi=FORMAT, clock=clock)
             return offer.memfd, offer.pidfd
         except rendezvous.Absent as error:
             if clock.now_ns() >= end_ns:

@@ -5,7 +5,6 @@ such a name, and put any bytes into it. A name that is no place of a job is skip
 tells users.
 """
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -13,7 +12,7 @@ from typing import TypeVar
 
 from fastps.errors import ArenaError, AttachError, LayoutError
 from fastps.job.layout import Layout, first_difference
-from fastps.kernels.shm.arena import ABI, MAX_LANES, Arena
+from fastps.kernels.shm.arena import MAX_LANES, Arena
 from fastps.membership import rendezvous
 from fastps.system import shared_memory, unix_sockets
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -99,11 +98,10 @@ def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> ren
     to another version of fastps.
     """
     text = layout.text() if layout else ""
-    digest = layout.digest() if layout else bytes(32)
 
     def ask(place: rendezvous.Place) -> rendezvous.Offer:
         try:
-            return _connect(job, place, digest, text, observer=layout is None)
+            return rendezvous.connect(job, place, _ANSWER_TIMEOUT_S, text.encode(), observer=layout is None)
         except rendezvous.LayoutDiffers as difference:
             raise LayoutError(
                 f"this worker's model differs from the job's: {first_difference(text, difference.theirs)}; all workers"
@@ -121,7 +119,7 @@ def find_described(job: str, timeout_s: float, clock: Clock) -> tuple[rendezvous
 
     def ask(place: rendezvous.Place) -> tuple[rendezvous.Offer, str]:
         try:
-            offer = _connect(job, place, bytes(32), "")  # the hash of no layout: the listener answers with its own
+            offer = rendezvous.connect(job, place, _ANSWER_TIMEOUT_S)  # without a layout: the listener answers with its own
         except rendezvous.LayoutDiffers as difference:
             text = difference.theirs
         else:
@@ -129,7 +127,7 @@ def find_described(job: str, timeout_s: float, clock: Clock) -> tuple[rendezvous
             os.close(offer.pidfd)
             raise rendezvous.Silent("expected the job's layout, found none")
         try:
-            return _connect(job, place, hashlib.sha256(text.encode()).digest(), text), text
+            return rendezvous.connect(job, place, _ANSWER_TIMEOUT_S, text.encode()), text
         except rendezvous.LayoutDiffers:
             raise rendezvous.Absent("another job has taken the name") from None
 
@@ -146,12 +144,6 @@ def arena_of(job: str, timeout_s: float, clock: Clock, *, writable: bool = False
         raise ArenaError(f"job {job}: {error}") from error
     finally:
         os.close(answer.memfd)
-
-
-def _connect(job: str, place: rendezvous.Place, digest: bytes, text: str, *, observer: bool = False) -> rendezvous.Offer:
-    return rendezvous.connect(
-        job, place, abi=ABI, layout_hash=digest, layout=text.encode(), observer=observer, timeout_s=_ANSWER_TIMEOUT_S
-    )
 
 
 def _first(job: str, lanes: int, ask: Callable[[rendezvous.Place], Found], timeout_s: float, clock: Clock) -> Found:

@@ -24,19 +24,12 @@ Views = list[Floats]
 
 
 class WeightsMemory:
-    """The weights of a job's arena, mapped into this process.
-
-    Attributes:
-        parameters: the place of each parameter in a weights buffer.
-        memory: the mapping.
-        arena: typed access to the header and the lanes.
-        tables: the numbers of the parameters that are tables.
-    """
+    """The weights of a job's arena, mapped into this process."""
 
     def __init__(self, memory: SharedMapping, parameters: tuple[Parameter, ...]) -> None:
-        self.parameters = parameters
+        self.parameters = parameters  # the place of each in a weights buffer
         self.memory = memory
-        self.arena = arena.Arena(memory)
+        self.arena = arena.Arena(memory)  # typed access to the header and the lanes
         self.tables = [index for index, parameter in enumerate(parameters) if parameter.is_table]
 
     def floats_at(self, byte_offset: int, parameter: Parameter) -> Floats:
@@ -100,14 +93,7 @@ class VersionCopy:
 
 
 class JobMemory(WeightsMemory):
-    """The arena of one job, mapped into this process.
-
-    Attributes:
-        layout: the job's layout.
-        job: the job's name.
-        timeout_s: the timeout of all waits, in seconds.
-        hypers: hyper-parameters of each parameter group.
-    """
+    """The arena of one job, mapped into this process."""
 
     def __init__(
         self,
@@ -121,9 +107,9 @@ class JobMemory(WeightsMemory):
     ) -> None:
         self.layout = layout
         self.job = job
-        self.timeout_s = timeout_s
+        self.timeout_s = timeout_s  # of all waits
         self.clock = clock
-        self.hypers = hypers
+        self.hypers = hypers  # of each parameter group
         super().__init__(memory, layout.parameters)
         self._descriptor = self.descriptor = descriptor
         self._pidfd = os.pidfd_open(os.getpid())
@@ -134,15 +120,11 @@ class JobMemory(WeightsMemory):
 
     def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Listener:
         """Start a listener at a place ("host" or a lane). Joiners get the memory from it, and peers this process's pidfd."""
-        listener = rendezvous.Listener(
+        name, place = (
             rendezvous.place_name(self.job, place_of),
-            memfd=self._descriptor,
-            pidfd=self._pidfd,
-            abi=arena.ABI,
-            layout_hash=self.layout.digest(),
-            layout=self.layout.text().encode(),
-            place=place_of if isinstance(place_of, int) else -1,
+            place_of if isinstance(place_of, int) else rendezvous.HOST_PLACE,
         )
+        listener = rendezvous.Listener(name, self._descriptor, self._pidfd, self.layout.text().encode(), place)
         self._listeners.append(listener)
         return listener
 

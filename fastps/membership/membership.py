@@ -26,6 +26,7 @@ from fastps.kernels.shm.arena import (
 )
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.peers import Owner, Peers
+from fastps.system import proc
 
 logger = logging.getLogger("fastps.membership")
 _WAITED_FOR = {LANE_FREE: ", not attached", LANE_JOINING: ", joining", LANE_LIVE: ""}
@@ -124,7 +125,8 @@ class Membership:
             if lane == worker.rank or (lane >= layout.workers and state == LANE_FREE):
                 continue  # no worker is expected in a lane beyond the initial workers' lanes
             if state in _WAITED_FOR and (arena.clock(lane) < worker.lane.steps or state == LANE_FREE):
-                found.append(f"worker {lane} (at step {arena.clock(lane)}{_WAITED_FOR[state]})")
+                stopped = ", stopped" if proc.is_stopped(arena.process_id(lane)) else ""
+                found.append(f"worker {lane} (at step {arena.clock(lane)}{_WAITED_FOR[state]}{stopped})")
         return [*found, self._refused] if found and self._refused else found
 
     def look(self, now_ns: int) -> None:

@@ -8,43 +8,34 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import ArenaError
-from fastps.kernels.shm.arena import ABI
 from fastps.membership import rendezvous
 from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 STATES = ("joining", "live", "left", "lost")
-FIGURES_BYTES = 104
 _FIGURES = struct.Struct("<IQQQQ68s")
-_MAGIC = b"fastps-nodes-v1\0"
+FIGURES_BYTES = _FIGURES.size
+_MAGIC = b"fastps-nodes-v2\0"
 _HEAD = struct.Struct("<16sII")
 _HEAD_BYTES = 64
-_ROW = struct.Struct(f"<iB{FIGURES_BYTES}s10q")
+_ROW = struct.Struct("<iB68s5Q10q")
 _CHECKSUM = struct.Struct("<I")
 _ROW_BYTES = 256
 _PAGE_BYTES = 4096
 _TRIES = 100
 _ASK_S = 0.2
-assert _FIGURES.size == FIGURES_BYTES
 assert _CHECKSUM.size + _ROW.size <= _ROW_BYTES
 
 
 @dataclass(frozen=True)
 class NodeFigures:
-    """What a node says of itself in each beat.
-
-    Attributes:
-        workers: the workers of the node.
-        steps: the versions that the node has made.
-        wait_ns: the time that the node's agent spent in exchanges: sending, waiting for other nodes, and receiving.
-        sent_bytes, received_bytes: over all links of the node.
-        host: the machine's name, cut to 68 bytes.
+    """What a node says of itself in each beat; see NodeStatistics. The machine's name is cut to 68 bytes.
 
     >>> NodeFigures.unpack(NodeFigures(4, 120, 0, 10, 20, "node0").pack()).steps
     120
@@ -67,10 +58,8 @@ class NodeFigures:
         """The figures in bytes of any origin; None if they have another length."""
         if len(data) != FIGURES_BYTES:
             return None
-        workers, steps, wait_ns, sent_bytes, received_bytes, name = _FIGURES.unpack(data)
-        text = name.rstrip(b"\0").decode("utf-8", "replace")
-        host = "".join(each if each.isprintable() else "?" for each in text)
-        return NodeFigures(workers, steps, wait_ns, sent_bytes, received_bytes, host)
+        workers, steps, wait_ns, sent_bytes, received_bytes, host = _FIGURES.unpack(data)
+        return NodeFigures(workers, steps, wait_ns, sent_bytes, received_bytes, _printable(host))
 
 
 @dataclass(frozen=True)
@@ -123,10 +112,8 @@ class NodeStatistics:
         return self.staleness_sum / self.folded if self.folded else 0.0
 
     def _pack(self) -> bytes:
-        figures = NodeFigures(self.workers, self.steps, self.wait_ns, self.sent_bytes, self.received_bytes, self.host)
-        home = self.pushes, self.lag, self.folded, self.dropped, self.staleness_sum, self.staleness_max
-        clock = self.round_trip_ns, self.clock_offset_ns, self.clock_error_ns
-        data = _ROW.pack(self.node, STATES.index(self.state), figures.pack(), *home, *clock, self.heard_ns)
+        numbers = (getattr(self, name) for name in _NUMBERS)
+        data = _ROW.pack(self.node, STATES.index(self.state), self.host.encode()[:68], *numbers)
         return _CHECKSUM.pack(zlib.crc32(data)) + data
 
     @staticmethod
@@ -135,14 +122,17 @@ class NodeStatistics:
         body = data[_CHECKSUM.size : _CHECKSUM.size + _ROW.size]
         if _CHECKSUM.unpack_from(data)[0] != zlib.crc32(body):
             return None
-        node, state, packed, *numbers = _ROW.unpack(body)
-        figures = NodeFigures.unpack(packed) or NodeFigures()
-        pushes, lag, folded, dropped, staleness_sum, staleness_max, round_trip, offset, error, heard = numbers
-        return NodeStatistics(
-            node, figures.host, STATES[state], figures.workers, figures.steps, figures.wait_ns, figures.sent_bytes,
-            figures.received_bytes, pushes, lag, folded, dropped, staleness_sum, staleness_max, heard, round_trip, offset,
-            error,
-        )  # fmt: skip
+        node, state, host, *numbers = _ROW.unpack(body)
+        return NodeStatistics(node, _printable(host), STATES[state], *numbers)
+
+
+_NUMBERS = [each.name for each in fields(NodeStatistics)][3:]  # behind node, host and state
+
+
+def _printable(name: bytes) -> str:
+    """A host's name that another process wrote."""
+    text = name.rstrip(b"\0").decode("utf-8", "replace")
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 class NodeBoard:
@@ -162,7 +152,7 @@ class NodeBoard:
         self._memory = np.frombuffer(shared_memory.map_shared(self._memfd), np.uint8)
         _put(self._memory, 0, _HEAD.pack(_MAGIC, _ROW_BYTES, rows))
         name = rendezvous.place_name(job, "board")
-        self._listener = rendezvous.Listener(name, self._memfd, self._pidfd, ABI, bytes(32), b"", rendezvous.HOST_PLACE)
+        self._listener = rendezvous.Listener(name, self._memfd, self._pidfd, b"", rendezvous.HOST_PLACE)
 
     def write(self, rows: Sequence[NodeStatistics]) -> None:
         """Write these rows, the first into the first place. Only one thread may write."""

@@ -87,15 +87,9 @@ class Peers:
         who = f"{'the server' if is_server else f'worker {lane}'} (process {self._arena.process_id(lane)})"
         if self._arena.lane_state(lane) == LANE_FAILED:
             return WorkerDiedError(f"{who} failed: {self._arena.failure(lane)}", lane)
-        if is_server:
-            return WorkerDiedError(
-                f"{who} died: expected it to stay until the last worker has left, found its process gone", lane
-            )
-        return WorkerDiedError(
-            f"{who} died: expected it to close its optimizer or to end normally, found its process gone; see its own output"
-            " for the reason",
-            lane,
-        )
+        wish = "stay until the last worker has left" if is_server else "close its optimizer or to end normally"
+        hint = "" if is_server else "; see its own output for the reason"
+        return WorkerDiedError(f"{who} died: expected it to {wish}, found its process gone{hint}", lane)
 
     def forget(self, owner: Owner) -> None:
         """Remove this owner from the peers, and close its pidfd."""

@@ -9,12 +9,12 @@ exception, which the caller translates. The caller also checks, when it maps the
 
 import contextlib
 import errno
+import hashlib
 import os
 import select
 import socket
 import struct
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,19 +69,12 @@ class LayoutDiffers(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Offer:
-    """The result of a successful `connect`. The caller owns both descriptors and closes them.
+    """The result of a successful `connect`. The caller owns both descriptors and closes them."""
 
-    Attributes:
-        memfd: the arena's memory, not checked yet.
-        pidfd: the listening process; readable once it has ended.
-        place: the lane of that process, or HOST_PLACE.
-        process_id: the process id that the kernel reports, for messages only.
-    """
-
-    memfd: int
-    pidfd: int
-    place: int
-    process_id: int
+    memfd: int  # the arena's memory, not checked yet
+    pidfd: int  # the listening process; readable once it has ended
+    place: int  # the lane of that process, or HOST_PLACE
+    process_id: int  # as the kernel reports it, for messages only
 
 
 _live: "weakref.WeakSet[Listener | ReaderName]" = weakref.WeakSet()
@@ -90,20 +83,16 @@ _live: "weakref.WeakSet[Listener | ReaderName]" = weakref.WeakSet()
 class Listener(rendezvous.Listener):
     """A thread that answers at `name` for this process until it is closed. It runs without the GIL.
 
-    The descriptors are duplicated: the caller keeps its own. Clients receive `place`: a lane, or HOST_PLACE.
-    Raises ValueError for an argument out of range, and OSError if another process listens at `name`.
-
-    Example::
-
-        with Listener(place_name("mnist", 0), memfd, pidfd, ABI, layout.digest(), layout.text().encode(), 0):
-            ...  # any process of this user may now connect("mnist", 0, ...)
+    The descriptors are duplicated: the caller keeps its own. Clients receive `place`: a lane, or HOST_PLACE. `layout` is the
+    text of the layout, `abi` the format. Raises ValueError for an argument out of range, and OSError if another process listens
+    at `name`.
     """
 
-    def __init__(self, name: bytes, memfd: int, pidfd: int, abi: int, layout_hash: bytes, layout: bytes, place: int) -> None:
+    def __init__(self, name: bytes, memfd: int, pidfd: int, layout: bytes, place: int, abi: int = ABI) -> None:
         _live.add(self)  # before the socket listens, so that no fork can miss it
-        listen = super().__init__
+        listen, digest = super().__init__, _digest_of(layout)
         try:
-            unix_sockets.take(name, lambda taken: listen(taken, memfd, pidfd, abi, layout_hash, layout, place, os.geteuid()))
+            unix_sockets.take(name, lambda taken: listen(taken, memfd, pidfd, abi, digest, layout, place, os.geteuid()))
         except BaseException:
             self.close()
             raise
@@ -159,6 +148,11 @@ def _name(job: str, place: str) -> bytes:
     return before + os.fsencode(job) + after
 
 
+def _digest_of(layout: bytes) -> bytes:
+    """The hash of a layout's text; without a text one that no layout has."""
+    return hashlib.sha256(layout).digest() if layout else bytes(32)
+
+
 def check_free(job: str, place: Place) -> None:
     """Raise OSError if another process of this user listens at a place. This process never does, not even for a moment."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -167,36 +161,26 @@ def check_free(job: str, place: Place) -> None:
 
 def observe(job: str, place: Place, timeout_s: float, clock: Clock = SYSTEM_CLOCK) -> Offer:
     """Connect to a place as an observer of the arena, as `connect` does."""
-    return connect(job, place, abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=timeout_s, clock=clock)
+    return connect(job, place, timeout_s, observer=True, clock=clock)
 
 
 def connect(
     job: str,
     place: Place,
+    timeout_s: float,  # the longest wait for the answer; an absent listener is found at once
+    layout: bytes = b"",  # UTF-8 text; the listener compares its hash, and keeps it to log a difference
     *,
-    abi: int,
-    layout_hash: bytes,
-    layout: bytes,
-    observer: bool = False,
-    timeout_s: float,
+    abi: int = ABI,  # the format in this process, which the listener compares with its own
+    observer: bool = False,  # compare only the ABI
     clock: Clock = SYSTEM_CLOCK,
 ) -> Offer:
     """Connect to the listener at a place, or at an alias of its name, and return its offer of the memory and its pidfd.
-
-    Args:
-        job, place: the listener to connect to.
-        abi, layout_hash: the format and the layout's hash in this process, which the listener compares with its own. The hash
-            has 32 bytes.
-        layout: UTF-8 text of the layout. The listener keeps it if the hashes differ, to log the difference.
-        observer: compare only the ABI, and ignore `layout_hash` and `layout`.
-        timeout_s: the longest wait for the answer, in seconds. An absent listener is found at once.
-        clock: the clock of the timeout.
 
     Raises Absent, Silent, OtherUser, AbiDiffers or LayoutDiffers; ValueError for an argument out of range; OSError if this
     process has no descriptors left.
     """
     name = place_name(job, place)
-    hello = rendezvous.pack_hello(abi, layout_hash, len(layout), observer) + layout
+    hello = rendezvous.pack_hello(abi, _digest_of(layout), len(layout), observer) + layout
 
     def ask(at: bytes) -> Offer:
         return _ask(at, hello, abi, _Deadline(clock, timeout_s, f"place {place} of job {job}"))
@@ -223,21 +207,14 @@ def _ask(name: bytes, hello: bytes, abi: int, deadline: "_Deadline") -> Offer:
         deadline.pause()
 
 
-def dead_among(pidfds: Iterable[int]) -> list[int]:
-    """The pidfds whose processes have ended, found with one system call. Raises OSError for a pidfd that is not open."""
-    poll = select.poll()
-    for pidfd in pidfds:
-        poll.register(pidfd, select.POLLIN)
-    dead = poll.poll(0)
-    for pidfd, events in dead:
-        if events & select.POLLNVAL:
-            raise OSError(errno.EBADF, f"expected an open pidfd, found the closed descriptor {pidfd}")
-    return [pidfd for pidfd, _ in dead]
-
-
 def pidfd_alive(pidfd: int) -> bool:
-    """Whether the process still runs. A zombie does not count as running. Raises OSError."""
-    return not dead_among([pidfd])
+    """Whether the process still runs. A zombie does not count as running. Raises OSError for a pidfd that is not open."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    found = poll.poll(0)
+    if any(events & select.POLLNVAL for _, events in found):
+        raise OSError(errno.EBADF, f"expected an open pidfd, found the closed descriptor {pidfd}")
+    return not found
 
 
 # -- the connecting side ---------------------------------------------------------------------------

@@ -39,16 +39,13 @@ def patience_ns(store: JobMemory) -> int:
 class Stalls:
     """What a lane of a job waits for, and since when it has not changed.
 
-    Args:
-        lane: the lane that waits, and combines.
-        descriptor: the memfd of the arena, in which the spare buffers get their pages when they are needed.
-        stall_ns: how long nothing may change, in ns; 0: nobody is passed by.
+    `lane` waits, and combines. `stall_ns` is how long nothing may change; 0: nobody is passed by.
     """
 
     def __init__(self, lane: Lane, descriptor: int, stall_ns: int) -> None:
         self._lane = lane
         self._arena: Arena = lane.arena
-        self._descriptor = descriptor
+        self._descriptor = descriptor  # the arena's memfd: the spare buffers get their pages when they are needed
         # The first look comes up to a slice after the stop, and the last one up to a slice after the time is over.
         self._patience_ns = max(stall_ns - 2 * limits.SLICE_NS, 1) if stall_ns else 0
         self._looks: dict[int, _Look] = {}  # by shard

@@ -25,6 +25,8 @@ BEAT_S = 0.5
 CHUNK_FLOATS = CHUNK_BYTES // 4
 SENDS_UNDER_WAY = 17  # the most sends at a time; their memory must not change
 RECEIVES_UNDER_WAY = 9  # the most receives at a time
+_RECENTLY_NS = int(2e9 * BEAT_S)
+_LARGE_ONES_ARE_LOST = "; small messages pass and large ones do not: compare the MTU of both ends"
 MOST_HEADERS = 1000  # that wait for this side; a peer that follows the protocol sends few before it waits for an answer
 
 
@@ -52,6 +54,7 @@ class Edge:
         self._ends = threading.Event()
         self._silent = threading.Event()
         self._has_timed_out = False
+        self._heard_ns = 0  # when the last header came
         self._loss = ""
         self._failure = ""
         self._threads = [
@@ -119,7 +122,7 @@ class Edge:
         try:
             while not self._ends.is_set():
                 self._control.wait(self._control.receive(memory), self._timeout_s)
-                now_ns = self._clock.now_ns()
+                self._heard_ns = now_ns = self._clock.now_ns()
                 self.watch.headers_received += len(memory)
                 header = Header.unpack(memory.tobytes())
                 if header.kind == Kind.BEAT:
@@ -193,6 +196,10 @@ class Edge:
     def _wait(self, transfer: object) -> None:
         try:
             self._data.wait(transfer, self._timeout_s)
+        except TimedOutError as error:
+            beats_come = self._clock.now_ns() - self._heard_ns < _RECENTLY_NS
+            self._lose(reason := f"{error}{_LARGE_ONES_ARE_LOST if beats_come else ''}")
+            raise TimedOutError(reason) from error
         except LinkLostError as error:
             self._lose(str(error))
             raise

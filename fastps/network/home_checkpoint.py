@@ -5,9 +5,9 @@ the job resumes, into as many parts as it then has. With homes="spread" each nod
 are ranges of the model's, and the checkpoint's reader puts the shares together.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,32 +22,8 @@ from fastps.network.parts import Part, parts_of
 from fastps.store.store import Store
 from fastps.store.worker import Worker
 
-Found = TypeVar("Found")
 _POLL_NS = 1_000_000
 _LEVEL_NS = 1_000_000_000  # parts pass through a version one after the other; they are level between two steps of this node
-
-
-@dataclass(frozen=True)
-class _HomeLane:
-    """This node's lane in one home arena, for a pin by another process than the agent, which owns the lane."""
-
-    store: JobMemory
-    worker: Worker
-    rank: int
-    generation: int = 0
-
-    @property
-    def version(self) -> int:
-        """The arena's version."""
-        return self.store.version
-
-    def check_usable(self) -> None:
-        """Raise UsageError in a forked child or after close."""
-        self.worker.check_usable()
-
-    def wait_until(self, ask: Callable[[], Found | None], every_ns: int, text: Callable[[], str]) -> Found:
-        """Wait as the worker of this process does."""
-        return self.worker.wait_until(ask, every_ns, text)
 
 
 @dataclass(frozen=True)
@@ -78,18 +54,18 @@ class HomeView:
         self._parts = parts_of(layout)
         self._stores: list[Store] = []
 
-    def _lanes(self) -> list[_HomeLane]:
+    def _arenas(self) -> list[Store]:
         if not self._stores:
             store = self._worker.store
             for number, part in enumerate(self._parts):
                 name = store_name(store.job, number)
                 self._stores.append(Store.connect(name, part.layout, [], timeout_s=store.timeout_s, clock=store.clock))
-        return [_HomeLane(store, self._worker, self._share.number if self._share else 0) for store in self._stores]
+        return self._stores
 
     @property
     def version(self) -> int:
         """The home's version."""
-        return self._lanes()[0].version
+        return self._arenas()[0].version
 
     def pin(self, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> "PinnedParts":
         """Pin one version of all parts. Raises VersionInUseError if `waits` is False and another worker copies one.
@@ -102,8 +78,9 @@ class HomeView:
         while True:
             pinned = PinnedParts(self._layout, self._parts, self._share)
             try:
-                for lane in self._lanes():
-                    pinned.add(PinnedVersion(lane, param_groups, extra, waits=waits))
+                for arena in self._arenas():
+                    home = arena, self._share.number if self._share else 0  # this node's lane there, which the agent owns
+                    pinned.add(PinnedVersion(self._worker, param_groups, extra, waits=waits, home=home))
                 if pinned.is_level:
                     return pinned
             except BaseException:
@@ -128,6 +105,8 @@ class HomeView:
 
 class PinnedParts:
     """One version of all parts, pinned while it is copied, with the description and the tensors of all that the home holds."""
+
+    holds_locks = False
 
     def __init__(self, layout: Layout, parts: list[Part], share: Share | None = None) -> None:
         self._layout, self._parts, self._share = layout, parts, share

@@ -139,7 +139,7 @@ class Rendezvous:
         """
         timeout_s = open_s(self.nodes, 1 if is_first else 2)
         try:
-            return call_within(timeout_s, lambda: self._connect(hello, timeout_s), lambda late: late[0].abandon())
+            return call_within(timeout_s, lambda: self._connect(hello, timeout_s), discard=lambda late: late[0].abandon())
         except TimeoutError as error:
             raise UnreachableError(f"{self.nodes.host}:{self.nodes.port} did not answer within {timeout_s:g} s") from error
 

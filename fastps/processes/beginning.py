@@ -1,10 +1,13 @@
-"""The beginning of a launched job, while one worker alone is attached: its arena ends with it, and a replacement makes another.
+"""The beginning of a launched job: workers that are lost while one alone is attached, or before they have attached.
 
-The launcher holds the arena's memory until a second worker has attached, so that it can say what was lost.
+The arena of a worker that is alone ends with it, and a replacement makes another. The launcher holds the arena's memory until a
+second worker has attached, so that it can say what was lost. A job counts its workers from the start, and peers notice only the
+death of an attached worker. The launcher reports the others.
 """
 
 import contextlib
 import logging
+import os
 
 from fastps.errors import ArenaError, AttachError
 from fastps.kernels.shm.arena import LANE_FREE, LANE_LEAVING, LANE_LEFT, Arena
@@ -14,15 +17,12 @@ from fastps.system.clock import Clock
 logger = logging.getLogger("fastps.launch")
 
 _ASK_S = 0.1
+_LOOK_NS = 200_000_000  # between two searches for an arena
 _GONE = (LANE_LEFT, LANE_LEAVING)
 
 
 class Beginning:
-    """The first arena of the launched `job`, until it has two workers.
-
-    Attributes:
-        is_watched: whether looks still wait for the arena.
-    """
+    """The first arena of the launched `job`, until it has two workers. `is_watched`: whether looks still wait for it."""
 
     def __init__(self, job: str, clock: Clock) -> None:
         self._job = job
@@ -59,3 +59,45 @@ class Beginning:
         with contextlib.suppress(AttachError, ArenaError):  # it has ended, or its workers say what is wrong
             return discovery.arena_of(name, _ASK_S, self._clock)
         return None
+
+
+class NoShows:
+    """The ranks of the launched `job` whose lanes stay unclaimed, in its arenas."""
+
+    def __init__(self, job: str, clock: Clock) -> None:
+        self._job = job
+        self._clock = clock
+        self._ranks: set[int] = set()
+        self._told: dict[str, set[int]] = {}  # arena name to the ranks that it was told of
+        self._looked_ns = clock.now_ns()
+
+    def add(self, rank: int) -> None:
+        """Record that a worker failed and has no replacement."""
+        self._ranks.add(rank)
+
+    def tick(self) -> None:
+        """Tell every existing arena of the job that does not know yet."""
+        now_ns = self._clock.now_ns()
+        if not self._ranks or now_ns - self._looked_ns < _LOOK_NS:
+            return
+        self._looked_ns = now_ns
+        for name in discovery.arenas_of(self._job):
+            missing = self._ranks - self._told.get(name, set())
+            if missing and self._tell(name, missing):
+                self._told[name] = set(self._ranks)
+
+    def _tell(self, name: str, ranks: set[int]) -> bool:
+        """Mark these ranks as failed in one arena. Returns False if the arena did not answer."""
+        try:
+            arena = discovery.arena_of(name, _ASK_S, self._clock, writable=True)
+        except AttachError:
+            return False
+        except ArenaError:
+            return True  # the arena has another format, which its workers report
+        for rank in sorted(ranks):
+            if rank < arena.lanes and arena.lane_state(rank) == LANE_FREE:
+                # If this process ends after the claim, peers find no listener at the lane and mark it dead.
+                generation = arena.claim(rank, os.getpid())
+                if generation >= 0 and arena.mark_dead(rank, generation):
+                    logger.warning("worker %d failed before it attached to job %s, which goes on without it", rank, name)
+        return True

@@ -1,8 +1,8 @@
-"""The signals of a job: what the launcher passes on to the workers, and how it ends them.
+"""How a group of processes ends: what goes on to them of the signals that come, how long they may save, and what kills them.
 
-The first SIGINT or SIGTERM reaches the workers as it came, and gives them a grace in which they save; then SIGKILL ends them.
-A second one ends them at once. When a worker fails, the others have a moment to end by themselves, then SIGTERM and the same
-grace.
+The first SIGINT or SIGTERM reaches the members as it came, and gives them a grace in which they save; then SIGKILL ends them.
+A second one ends them at once. When a member fails, the others have a moment to end by themselves, then SIGTERM and the same
+grace. The members are workers of this machine, or hosts of which each does the same with its own.
 """
 
 import contextlib
@@ -14,25 +14,39 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
-from fastps.processes.outcome import LaunchedWorker
 from fastps.system.clock import Clock
 from fastps.system.processes import die_with_parent
 
 logger = logging.getLogger("fastps.launch")
 
-ENDS = (signal.SIGINT, signal.SIGTERM)
-PASSED_ON = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_WATCHED = (*ENDS, *PASSED_ON, signal.SIGRTMIN)
+_ENDS = (signal.SIGINT, signal.SIGTERM)
+_PASSED_ON = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_WATCHED = (*_ENDS, *_PASSED_ON, signal.SIGRTMIN)
 _ANSWER_S = 1.0
-_SURVIVORS_NS = 2_000_000_000  # for the others to end by themselves after a failure
-_SAY_NS = 1_000_000_000  # workers that still run so long after a signal are worth a line
+_SURVIVORS_S = 2.0  # for the others to end by themselves after a failure, and between two SIGKILLs
+_SAY_NS = 1_000_000_000  # members that still run so long after a signal are worth a line
 _AGAIN_NS = 1_000_000_000  # a second SIGTERM within this time is the first, sent by two
 _WITNESS_NS = 100_000_000  # within which a signal to every process of the job has reached each
 
 
+class Member(Protocol):
+    """A process of the group, or one that stands for several on another host."""
+
+    exit_code: int | None  # None while it runs
+    replaced_ns: int  # when it took the place of a member that was lost; 0: it did not
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless it has ended. SIGTSTP stops, and SIGCONT wakes, what it has started, too."""
+
+
 @contextlib.contextmanager
-def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
+def _handling(numbers: Iterable[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
     """Within this context `handler` gets these signals. Those that the caller's shell has set to be ignored stay ignored."""
     previous = {number: signal.getsignal(number) for number in numbers}
     try:
@@ -47,20 +61,15 @@ def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, object],
 
 
 class Ending:
-    """Passes signals on to the workers that run, and ends them.
+    """Passes signals on to the members that run, and ends them."""
 
-    Attributes:
-        interrupts: how often SIGINT or SIGTERM came.
-        number: the first of them; 0 before.
-        witness_id: the process id of the witness.
-    """
-
-    def __init__(self, workers: Sequence[LaunchedWorker], grace_s: float, clock: Clock) -> None:
-        """`workers` is the launcher's own list, which grows."""
-        self.interrupts = 0
-        self.number = self.witness_id = 0
-        self._workers = workers
-        self._grace_s = grace_s
+    def __init__(self, members: Sequence[Member], grace_s: float, clock: Clock, survivors_s: float = _SURVIVORS_S) -> None:
+        """`members` is the caller's own list, which grows."""
+        self.interrupts = 0  # how often SIGINT or SIGTERM came
+        self.number = 0  # the first of them that was obeyed
+        self.witness_id = 0  # the process id of the witness, if there is one
+        self._members = members
+        self._grace_ns, self._survivors_ns = int(grace_s * 1e9), int(survivors_s * 1e9)
         self._clock = clock
         self._arrived: deque[signal.Signals] = deque()
         self._due: deque[tuple[int, signal.Signals]] = deque()  # to pass on, and when
@@ -71,37 +80,40 @@ class Ending:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Within this context signals wait for `obey`."""
-        with handling([*ENDS, *PASSED_ON, signal.SIGTSTP, signal.SIGCONT], self._note):
+        with _handling([*_ENDS, *_PASSED_ON, signal.SIGTSTP, signal.SIGCONT], self.note):
             with contextlib.closing(Witness()) as self._witness:
                 self.witness_id = self._witness.process_id
                 yield
 
-    def _note(self, number: int, frame: object) -> None:
+    def note(self, number: int, frame: object) -> None:
         """The handler of all signals. It logs nothing: a signal may come within a call of the logger."""
         self._arrived.append(signal.Signals(number))
-        self.interrupts += number in ENDS
+        self.interrupts += number in _ENDS
 
-    def begin(self, now_ns: int) -> None:
-        """Let the others end, because a worker has failed."""
+    def begin(self) -> None:
+        """Let all end, because one has failed."""
         if not self._term_at_ns and not self._kill_at_ns:
-            self._term_at_ns = now_ns + _SURVIVORS_NS
+            self._term_at_ns = self._clock.now_ns() + self._survivors_ns
 
     def obey(self) -> None:
         """Do what the signals since the last call ask for, and what the time has come for."""
         now_ns = self._clock.now_ns()
         while self._arrived:
             number = self._arrived.popleft()
-            if number in ENDS and self.number:
+            if number in _ENDS and self.number:
                 if number == signal.SIGINT or now_ns - self._began_ns > _AGAIN_NS:
                     self._kill_at_ns = now_ns
-            elif number in ENDS:
+            elif number in _ENDS:
                 self.number, self._began_ns, self._term_at_ns = number, now_ns, 0
                 self._due.append((now_ns + _WITNESS_NS, number))
                 self._await(now_ns)
             elif number == signal.SIGTSTP:
-                self._stop()
+                self._send(number)
+                os.kill(os.getpid(), signal.SIGSTOP)
             elif number == signal.SIGCONT:
-                self._continue(now_ns)
+                self._send(number)
+                if self._kill_at_ns:  # the time that they stood still is no part of their grace
+                    self._await(now_ns)
             else:
                 self._due.append((now_ns + _WITNESS_NS, number))
         while self._due and now_ns >= self._due[0][0]:
@@ -109,15 +121,15 @@ class Ending:
         self._enforce(now_ns)
 
     def _await(self, now_ns: int) -> None:
-        self._say_at_ns, self._kill_at_ns = now_ns + _SAY_NS, now_ns + int(self._grace_s * 1e9)
+        self._say_at_ns, self._kill_at_ns = now_ns + _SAY_NS, now_ns + self._grace_ns
 
     def _pass_on(self, number: signal.Signals, now_ns: int) -> None:
-        """Send the workers a signal, unless they had it: a second one would interrupt what the first made them do."""
+        """Send a signal, except to members that had it: a second one would interrupt what the first made them do."""
         has_come = self._witness is not None and self._witness.has_seen(number)
-        for worker in self._running:
-            is_new = worker.restart > 0 and now_ns - worker.began_ns < _AGAIN_NS  # the signal has ended the one before it
+        for member in self._running:
+            is_new = member.replaced_ns and now_ns - member.replaced_ns < _AGAIN_NS  # the signal has ended the one before it
             if not has_come or is_new:
-                worker.send(number)
+                member.send(number)
 
     def _enforce(self, now_ns: int) -> None:
         if self._term_at_ns and now_ns >= self._term_at_ns:
@@ -125,38 +137,21 @@ class Ending:
             self._send(signal.SIGTERM)
             self._await(now_ns)
         if self._kill_at_ns and now_ns >= self._kill_at_ns:
-            self._say_at_ns, self._kill_at_ns = 0, now_ns + _SURVIVORS_NS
+            self._say_at_ns, self._kill_at_ns = 0, now_ns + self._survivors_ns
             self._send(signal.SIGKILL)
         if self._say_at_ns and now_ns >= self._say_at_ns:
             self._say_at_ns = 0
-            workers = ", ".join(f"worker {worker.rank}" for worker in self._running)
-            if workers:
+            if names := ", ".join(member.name for member in self._running):
                 left_s = (self._kill_at_ns - now_ns) / 1e9
-                logger.warning("waiting up to %.0f s for %s to save and end; Ctrl-C kills at once", left_s, workers)
-
-    def _stop(self) -> None:
-        """Ctrl-Z: stop the workers, with what they have started, and then this process."""
-        self._send_groups(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def _continue(self, now_ns: int) -> None:
-        """Let the workers go on after Ctrl-Z. The time that they stood still is no part of their grace."""
-        self._send_groups(signal.SIGCONT)
-        if self._kill_at_ns:
-            self._await(now_ns)
+                logger.warning("waiting up to %.0f s for %s to save and end; Ctrl-C kills at once", left_s, names)
 
     @property
-    def _running(self) -> list[LaunchedWorker]:
-        return [worker for worker in self._workers if worker.exit_code is None]
+    def _running(self) -> list[Member]:
+        return [member for member in self._members if member.exit_code is None]
 
     def _send(self, number: signal.Signals) -> None:
-        for worker in self._running:
-            worker.send(number)
-
-    def _send_groups(self, number: signal.Signals) -> None:
-        for worker in self._running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.process_id, number)
+        for member in self._running:
+            member.send(number)
 
 
 class Witness:

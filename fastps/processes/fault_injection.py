@@ -61,33 +61,20 @@ class Victim(Protocol):
 
     rank: int
 
-    @property
-    def process_id(self) -> int:
-        """Process id."""
-
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the worker's process."""
 
 
 @dataclass
 class FaultReport:
-    """The injected faults and their cost.
-
-    Attributes:
-        faults: number of each kind.
-        seconds: from the start (all workers live) to the end of the plan or the job.
-        updates: versions published in that time.
-        live_worker_seconds: the sum over all workers of the time in which each was live and not stopped.
-        recoveries_s: for each kill, the time until another worker was live in its place.
-        stops_ns: the rank, the beginning and the end of each stop.
-    """
+    """The injected faults and their cost."""
 
     faults: dict[str, int] = field(default_factory=lambda: {"kill": 0, "stop": 0})
-    seconds: float = 0.0
-    updates: int = 0
-    live_worker_seconds: float = 0.0
-    recoveries_s: list[float] = field(default_factory=list)
-    stops_ns: list[tuple[int, int, int]] = field(default_factory=list)
+    seconds: float = 0.0  # from the start (all workers live) to the end of the plan or the job
+    updates: int = 0  # versions published in that time
+    live_worker_seconds: float = 0.0  # the sum over all workers of the time in which each was live and not stopped
+    recoveries_s: list[float] = field(default_factory=list)  # for each kill, until another worker was live in its place
+    stops_ns: list[tuple[int, int, int]] = field(default_factory=list)  # rank, beginning and end of each
 
     def row(self) -> Mapping[str, Any]:
         """Return the report as a JSON row."""

@@ -5,28 +5,26 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, cast
 
 from fastps.processes.forkserver import MAX_MESSAGE_BYTES, PROGRAM, READY
+from fastps.system.clock import Clock
 from fastps.system.processes import AdoptedProcess
 
+_IMPORT_NS = 120_000_000_000  # the longest time for the imports
 _ANSWER_S = 2.0  # a fork takes milliseconds; a stopped fork server never answers
 
 
 class ForkServer:
-    """A fork server, to be started by `command` with `environment`; it inherits the socket `inherited`.
-
-    Attributes:
-        control: the launcher's end of the socket; readable once the fork server has something to say.
-        refusal: the reason why it forks no worker; empty while it does.
-    """
+    """A fork server, to be started by `command` with `environment`; it inherits the socket `inherited`."""
 
     def __init__(self, environment: Mapping[str, str], path: str, imports: Sequence[str]) -> None:
+        # `control` is readable once the fork server has something to say.
         self.control, self.inherited = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.environment = environment
         self.command = [sys.executable, "-c", PROGRAM, path, str(self.inherited.fileno()), *imports]
-        self.refusal = ""
+        self.refusal = ""  # why it forks no worker
         self._is_ready = False
 
     @property
@@ -41,6 +39,14 @@ class ForkServer:
                 self._is_ready = message == READY
                 self.refusal = "" if self._is_ready else message.decode() or "it has ended"
         return self._is_ready
+
+    def await_ready(self, is_over: Callable[[], bool], pause: Callable[[], object], clock: Clock) -> None:
+        """Call `pause` until the imports are done. If they take too long, that is the refusal."""
+        deadline_ns = clock.now_ns() + _IMPORT_NS
+        while not (self.is_ready or self.refusal or is_over()):
+            pause()
+            if clock.now_ns() >= deadline_ns:
+                self.refusal = "out of time"
 
     def fork(self, environment: Mapping[str, str], arguments: Sequence[str], *, captured: bool = True) -> AdoptedProcess | None:
         """Fork a worker that runs `python ARGUMENTS`. Returns None if the fork server forks none in time.

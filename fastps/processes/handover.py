@@ -30,18 +30,12 @@ _COMPLETE = b"\1"
 
 @dataclass(frozen=True)
 class Setting:
-    """The part of the caller's state that a worker needs before it unpickles its work.
+    """The part of the caller's state that a worker needs before it unpickles its work."""
 
-    Attributes:
-        path, argv: the caller's `sys.path` and `sys.argv`.
-        sources: lines of source code that no file has, by the names that tracebacks give them: a notebook's cells.
-        name: the function's name.
-    """
-
-    path: list[str]
-    argv: list[str]
-    sources: dict[str, list[str]]
-    name: str
+    path: list[str]  # sys.path
+    argv: list[str]  # sys.argv
+    sources: dict[str, list[str]]  # lines that no file has (a notebook's cells), by the names that tracebacks give them
+    name: str  # the function's
 
 
 @dataclass(frozen=True)
@@ -55,17 +49,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a worker reports.
+    """What a worker reports."""
 
-    Attributes:
-        state: the model's final state, from worker 0 if there is a model.
-        error: the exception of a failed worker; None if it has done its work.
-        traceback: its traceback as text.
-    """
-
-    state: Any = None
-    error: BaseException | None = None
-    traceback: str = ""
+    state: Any = None  # the model's final state, from worker 0 if there is a model
+    error: BaseException | None = None  # of a failed worker
+    traceback: str = ""  # the error's
 
 
 def _code(args: tuple[Any, ...], name: str) -> CodeType:

@@ -14,7 +14,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from fastps.errors import UsageError
-from fastps.processes.ending import ENDS, PASSED_ON, handling
+from fastps.processes.ending import Ending
 from fastps.processes.options import GRACE_S
 from fastps.processes.output_thread import StandardStreams
 from fastps.processes.worker_output import Lines
@@ -33,26 +32,18 @@ SSH = "ssh -o BatchMode=yes"
 DEFAULT_PORT = 29400
 _TICK_S = 0.1
 _PAUSE_NS = 1_000_000  # until the next try to pass on output, while this process's own reader is slow
-_GRACE_NS = 5_000_000_000  # for the other nodes to notice the loss and to name it
+_SURVIVORS_S = 5.0  # for the other nodes to notice the loss and to name it
 _BEYOND_GRACE_S = 10.0  # for a host's launcher to end after its workers' grace
 _SSH_FAILED = 255
 
 
 @dataclass(frozen=True)
 class HostsOptions:
-    """Where and how to start nodes.
+    """Where and how to start nodes. Raises UsageError for fewer than two hosts, or an empty command."""
 
-    Attributes:
-        hosts: what ssh is given for each node, in the order of their numbers.
-        ssh: the command that gets a host and a command line, as ssh does.
-        grace_s: how long workers may take to end.
-
-    Raises UsageError for fewer than two hosts, or an empty command.
-    """
-
-    hosts: tuple[str, ...]
-    ssh: tuple[str, ...]
-    grace_s: float = GRACE_S
+    hosts: tuple[str, ...]  # what ssh is given for each node, in the order of their numbers
+    ssh: tuple[str, ...]  # the command that gets a host and a command line, as ssh does
+    grace_s: float = GRACE_S  # how long workers may take to end
 
     def __post_init__(self) -> None:
         if len(self.hosts) < 2 or not all(self.hosts):
@@ -105,13 +96,26 @@ def variables_line(variables: Mapping[str, str]) -> bytes:
 
 @dataclass
 class _Host:
-    """One host's ssh, and what it has written."""
+    """One host's ssh, and what it has written. It is a Member."""
 
-    name: str
+    host: str
     process: "subprocess.Popen[bytes]"
     lines: dict[int, Lines] = field(default_factory=dict)
     last: str = ""
     exit_code: int | None = None
+    replaced_ns: int = 0
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"host {self.host}"
+
+    def send(self, number: signal.Signals) -> None:
+        """Pass a signal on to the host. The first SIGKILL tells it to stop at once, and the next ends ssh."""
+        if number != signal.SIGKILL:
+            self.tell(b"%d\n" % number)
+        elif not self.tell_end():
+            self.process.kill()
 
     def tell(self, line: bytes) -> int:
         """Write a line to standard input. Returns how much of it the pipe took: ssh may read it much later."""
@@ -135,11 +139,13 @@ class _Host:
                 " unset what the job does not need"
             )
 
-    def tell_end(self) -> None:
-        """End standard input, which tells the host to stop."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
+    def tell_end(self) -> bool:
+        """End standard input, which tells the host to stop. Returns False if it has ended already."""
+        if self.process.stdin is None or self.process.stdin.closed:
+            return False
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        return True
 
 
 class HostsLauncher:
@@ -152,11 +158,7 @@ class HostsLauncher:
         self._hosts: list[_Host] = []
         self._selector = selectors.DefaultSelector()
         self._streams: StandardStreams  # of the time when `run` is called
-        self._arrived: deque[int] = deque()  # signals that are not yet obeyed
-        self._interrupts: list[int] = []  # those that end the job
-        self._has_ended = False  # whether the hosts know
-        self._tell_at_ns: int | None = None
-        self._kill_at_ns: int | None = None
+        self._ending = Ending(self._hosts, options.grace_s + 2 * _BEYOND_GRACE_S, clock, _SURVIVORS_S)
         self.failure = ""
 
     def run(self) -> int:
@@ -166,7 +168,7 @@ class HostsLauncher:
         """
         code = 0
         self._streams = StandardStreams()
-        with handling([*ENDS, *PASSED_ON], self._note), self._streams.carrying_logs(lambda: bool(self._interrupts)):
+        with self._ending.listening(), self._streams.carrying_logs(lambda: self._ending.interrupts > 0):
             try:
                 for node in range(len(self._options.hosts)):
                     self._start(node)
@@ -178,7 +180,7 @@ class HostsLauncher:
             finally:
                 self._kill_all()
                 self._selector.close()
-        return 128 + self._interrupts[0] if self._interrupts else code
+        return 128 + self._ending.number if self._ending.number else code
 
     def _start(self, node: int) -> None:
         command = self._options.command(node, self._arguments)
@@ -208,7 +210,7 @@ class HostsLauncher:
 
     def _pass_on(self, key: selectors.SelectorKey) -> None:
         host, sink = key.data
-        if self._streams.is_slow(sink) and not self._interrupts:
+        if self._streams.is_slow(sink) and not self._ending.interrupts:
             self._clock.sleep_ns(_PAUSE_NS)
             return
         data = os.read(key.fd, 65536)
@@ -217,7 +219,7 @@ class HostsLauncher:
             text = line.decode("utf-8", "surrogateescape").rstrip("\r\n")
             if text.strip():
                 host.last = line.decode("utf-8", "replace").strip() if sink is self._streams.err else host.last
-                self._streams.put(sink, partial(sink.write, f"{host.name} {text}\n"), len(line))
+                self._streams.put(sink, partial(sink.write, f"{host.host} {text}\n"), len(line))
         if not data:
             self._selector.unregister(key.fileobj)
             cast("IO[bytes]", key.fileobj).close()
@@ -231,17 +233,8 @@ class HostsLauncher:
                 if host.exit_code and not self.failure:
                     self.failure = self._described(host)
                     code = host.exit_code if host.exit_code in (1, 2) else 1
-                    if not self._interrupts:  # else the other hosts' workers have their own grace
-                        self._tell_at_ns = self._tell_at_ns or self._clock.now_ns() + _GRACE_NS
-        while self._arrived:
-            self._obey(self._arrived.popleft())
-        now_ns = self._clock.now_ns()
-        if self._tell_at_ns is not None and now_ns >= self._tell_at_ns:
-            self._tell_at_ns, self._kill_at_ns = None, self._kill_at_ns or now_ns + self._end_ns
-            for host in self._hosts:
-                host.tell_end()
-        if self._kill_at_ns is not None and now_ns >= self._kill_at_ns:
-            self._kill_all()
+                    self._ending.begin()
+        self._ending.obey()
         return code
 
     def _is_open(self, host: _Host) -> bool:
@@ -251,35 +244,13 @@ class HostsLauncher:
     def _described(self, host: _Host) -> str:
         code = host.exit_code or 0
         if code == _SSH_FAILED:
-            tried = shlex.join([*self._options.ssh, host.name, "true"])
+            tried = shlex.join([*self._options.ssh, host.host, "true"])
             return (
-                f"{host.name}: ssh could not run the command there ({host.last or 'it gave no reason'}): expected `{tried}` to"
+                f"{host.host}: ssh could not run the command there ({host.last or 'it gave no reason'}): expected `{tried}` to"
                 " work without a question; check the host's name and the keys"
             )
         ending = f"exit code {code}" if code > 0 else f"its ssh ended by {signal.Signals(-code).name}"
-        return f"{host.name}: {ending}: see its output above"
-
-    @property
-    def _end_ns(self) -> int:
-        """How long all hosts may take to end."""
-        return int((self._options.grace_s + 2 * _BEYOND_GRACE_S) * 1e9)
-
-    def _note(self, number: int, frame: object) -> None:
-        """The handler of all signals."""
-        self._arrived.append(number)
-        if number in ENDS:
-            self._interrupts.append(number)
-
-    def _obey(self, number: int) -> None:
-        """Pass a signal on to all hosts. On the second that ends the job tell them to end at once."""
-        now_ns = self._clock.now_ns()
-        if number in ENDS and self._has_ended:
-            self._tell_at_ns, self._kill_at_ns = now_ns, now_ns + _GRACE_NS
-            return
-        if number in ENDS:
-            self._has_ended, self._kill_at_ns = True, now_ns + self._end_ns
-        for host in self._hosts:
-            host.tell(b"%d\n" % number)
+        return f"{host.host}: {ending}: see its output above"
 
     def _kill_all(self) -> None:
         for host in self._hosts:

@@ -21,8 +21,7 @@ from typing import IO, Any, cast
 from fastps.errors import UsageError
 from fastps.kernels.shm.arena import MAX_LANES
 from fastps.membership import discovery
-from fastps.processes.absent_workers import NoShows
-from fastps.processes.beginning import Beginning
+from fastps.processes.beginning import Beginning, NoShows
 from fastps.processes.ending import Ending
 from fastps.processes.fault_injection import FaultInjector
 from fastps.processes.forkserver_client import ForkServer
@@ -46,7 +45,6 @@ logger = logging.getLogger("fastps.launch")
 
 _DRAIN_NS = 300_000_000  # reads output this long from pipes that a worker's own children hold open
 _PAUSE_NS = 1_000_000  # until the next try to pass on output, while the launcher's own reader is slow
-_IMPORT_NS = 120_000_000_000  # the longest time for the fork server's imports
 _FAULT_TICK_S = 0.02  # time between two calls of FaultInjector.tick
 _OF_A_GROUP = re.compile("nccl|process group|process_group|cuda", re.IGNORECASE)
 START_METHODS = ("fork", "spawn")
@@ -56,24 +54,10 @@ NO_OPTIONS = JobOptions()
 class Launcher:
     """Runs `command` once for each worker. When `run` returns, every process that it started has ended.
 
-    Args:
-        command: program and arguments, the same for all workers.
-        workers: number of workers, at least 1.
-        sync: a spec for FASTPS_SYNC; None leaves the choice to the script.
-        job: the job's name; random by default.
-        options: restarts, losses, checkpoints, injected faults; workers find them in their environment.
-        env: the variables that give a worker its rank: "fastps" (only FASTPS_RANK and the like), "torchrun" (also RANK and the
-            like), or "auto" (torchrun's if the script's own text names them).
-        start_method: "fork": a fork server imports torch once and forks the workers, where the command is this interpreter with
-            a script or `-m` and a module; other commands, and "spawn": a new process each.
-        imports: what the fork server imports; None: torch, unless the script imports the standard library alone.
-        prefix: whether each line of output begins with its worker's number.
-        nodes: the options of a job of several nodes, of which this launcher starts one; None: this machine is alone.
-        trace: a file into which all workers record the run; it is written when the run has ended.
-        tracebacks: whether to pass on tracebacks of fastps' own errors; default: only if the command has --debug.
+    With the start method "fork" a fork server imports torch once and forks the workers, where the command is this interpreter
+    with a script or `-m` and a module. Other commands, and "spawn", are a new process each.
 
-    Raises:
-        UsageError: The number of workers or an option is out of range.
+    Raises UsageError for a number of workers or an option out of range.
     """
 
     def __init__(
@@ -81,16 +65,17 @@ class Launcher:
         command: Sequence[str],
         workers: int,
         *,
-        sync: str | None = None,
-        job: str | None = None,
-        options: JobOptions = NO_OPTIONS,
-        env: str = "auto",
+        sync: str | None = None,  # a spec for FASTPS_SYNC; None leaves the choice to the script
+        job: str | None = None,  # its name; random by default
+        options: JobOptions = NO_OPTIONS,  # workers find them in their environment
+        env: str = "auto",  # a worker's variables: of "fastps", also of "torchrun", or these if the script's text names them
         start_method: str = "fork",
-        imports: Sequence[str] | None = None,
-        prefix: bool = True,
-        nodes: NodeOptions | None = None,
-        trace: Path | None = None,
-        tracebacks: bool | None = None,
+        imports: Sequence[str]
+        | None = None,  # the fork server's; None: torch, unless the script has the standard library's alone
+        prefix: bool = True,  # whether each line of output begins with its worker's number
+        nodes: NodeOptions | None = None,  # of several nodes this launcher starts one
+        trace: Path | None = None,  # where all workers record the run; it is written when the run has ended
+        tracebacks: bool | None = None,  # whether to pass on those of fastps' own errors; default: if the command has --debug
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         if workers < 1:
@@ -106,9 +91,7 @@ class Launcher:
             raise UsageError("a trace has one worker a lane: expected no restarts beside --trace")
         if nodes is not None:
             nodes.check_beside(options)
-        self._command = list(command)
-        self._count = workers
-        self._sync = sync
+        self._command, self._count, self._sync = list(command), workers, sync
         self._options = options
         self._style, self._chose_style = style_of(env, self._command), env == "auto"
         self._program = Program(self._command)
@@ -149,7 +132,9 @@ class Launcher:
                     self._handle_events(min(tick_s, _FAULT_TICK_S) if is_quick else tick_s)
                     if self._injector is not None and not self._ending.interrupts:
                         self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
-                    self._look_at_job()
+                    if self._options.continues:
+                        self._beginning.look()
+                        self._no_shows.tick()
                     self._left.look(self._own)
                     if on_tick is not None:
                         on_tick()
@@ -180,16 +165,13 @@ class Launcher:
             self._rendezvous.close()
         self._selector.close()
         if self._trace is not None:
-            self._finish_trace(self._trace)
+            own = self._trace if self._rendezvous is None else trace_parts.of_node(self._trace, self._rendezvous.number)
+            trace_parts.end(own, self.arena, self._endings())
 
     @property
     def arena(self) -> str:
         """The name of the first arena of this launcher's workers: the job's, and of several nodes also the node's number."""
         return self.job if self._rendezvous is None else f"{self.job}.node{self._rendezvous.number}"
-
-    def _finish_trace(self, file: Path) -> None:
-        own = file if self._rendezvous is None else trace_parts.of_node(file, self._rendezvous.number)
-        trace_parts.end(own, self.arena, self._endings())
 
     def _endings(self) -> dict[int, dict[str, Any]]:
         """What a trace cannot know by itself: how each failed worker's process ended, and when injected stops took place."""
@@ -200,11 +182,6 @@ class Launcher:
         for rank, begin_ns, end_ns in self._injector.report.stops_ns if self._injector is not None else ():
             found.setdefault(rank, {}).setdefault("stops", []).append((begin_ns, end_ns))
         return found
-
-    def _look_at_job(self) -> None:
-        if self._options.continues:
-            self._beginning.look()
-            self._no_shows.tick()
 
     def _root_cause(self) -> LaunchedWorker | None:
         """Return the first failure by time, except workers whose error names another worker as the cause.
@@ -250,10 +227,8 @@ class Launcher:
     def _new_worker(self, rank: int, restart: int) -> LaunchedWorker:
         """Fork a worker, or start a new process if no fork server is ready."""
         variables = self._variables(rank, restart)
-        forked = self._forked(variables)
-        if forked is not None:
-            return self._listen(LaunchedWorker(rank, forked, restart))
-        return self._launch(rank, restart, self._command, variables)
+        process = self._forked(variables) or self._launch(self._command, variables)
+        return self._listen(rank, restart, process)
 
     def _variables(self, rank: int, restart: int) -> dict[str, str]:
         base = {**inherited(), **self._options.environment()}
@@ -274,10 +249,9 @@ class Launcher:
         return variables if self._rendezvous is None else {**variables, **self._rendezvous.variables(rank, self._style)}
 
     def _launch(
-        self, rank: int, restart: int, command: list[str], variables: dict[str, str], inherited: Sequence[int] = ()
-    ) -> LaunchedWorker:
-        """Start a process, and watch its output and its end."""
-        process = subprocess.Popen(
+        self, command: list[str], variables: dict[str, str], inherited: Sequence[int] = ()
+    ) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
             command,
             env=variables,
             stdin=subprocess.DEVNULL,
@@ -287,10 +261,10 @@ class Launcher:
             process_group=0,  # Ctrl-C at the terminal reaches only the launcher, which passes it on
             preexec_fn=die_with_parent(os.getpid()),
         )
-        return self._listen(LaunchedWorker(rank, process, restart))
 
-    def _listen(self, worker: LaunchedWorker) -> LaunchedWorker:
-        process, worker.errors, worker.began_ns = worker.process, ErrorLines(whole=self._tracebacks), self._clock.now_ns()
+    def _listen(self, rank: int, restart: int, process: "subprocess.Popen[bytes] | AdoptedProcess") -> LaunchedWorker:
+        """Watch a process's output and its end."""
+        worker = LaunchedWorker(rank, process, restart, errors=ErrorLines(whole=self._tracebacks))
         self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None))
         for stream, sink in ((process.stdout, self._streams.out), (process.stderr, self._streams.err)):
             pipe = cast("IO[bytes]", stream)
@@ -305,14 +279,13 @@ class Launcher:
         imports = self._program.imports if self._imports is None else self._imports
         server = self._forkserver = ForkServer(variables, self._program.path, imports)
         with server.inherited as inherited:
-            self._forkserver_worker = self._launch(0, 0, server.command, variables, [inherited.fileno()])
+            process = self._launch(server.command, variables, [inherited.fileno()])
+            self._forkserver_worker = self._listen(0, 0, process)
         self._selector.register(server.control, selectors.EVENT_READ, None)
-        deadline_ns = self._clock.now_ns() + _IMPORT_NS
-        while not (server.is_ready or server.refusal or self._ending.interrupts or self._clock.now_ns() >= deadline_ns):
-            self._handle_events(_FAULT_TICK_S)
+        server.await_ready(self._is_interrupted, partial(self._handle_events, _FAULT_TICK_S), self._clock)
         self._selector.unregister(server.control)
-        if not server.is_ready and not self._ending.interrupts:
-            logger.warning("workers are new processes: the fork server is not ready: %s", server.refusal or "out of time")
+        if server.refusal and not self._ending.interrupts:
+            logger.warning("workers are new processes: the fork server is not ready: %s", server.refusal)
             self._end_forkserver(kill=True)
 
     def _end_forkserver(self, kill: bool = False) -> None:
@@ -328,6 +301,7 @@ class Launcher:
         self._restarts_left -= 1
         lost.lost_steps = self._beginning.replaced(lost.rank)
         self._workers.append(self._new_worker(lost.rank, lost.restart + 1))
+        self._workers[-1].replaced_ns = self._clock.now_ns()
         logger.warning("worker %d %s; started another, %d restarts left", lost.rank, lost.ending, self._restarts_left)
         if not self._restarts_left:
             self._end_forkserver()
@@ -384,7 +358,7 @@ class Launcher:
         worker.was_out_of_memory = worker.exit_code == -signal.SIGKILL and oom_kills() > self._oom_kills
         self._oom_kills += worker.was_out_of_memory  # each kill explains one death
         if self._ending.interrupts or not self._options.continues:
-            self._ending.begin(worker.ended_ns)
+            self._ending.begin()
         elif self._restarts_left and not self._is_over():
             self._replace(worker)
         else:

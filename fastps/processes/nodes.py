@@ -15,6 +15,7 @@ from fastps.job.options import NodePolicy
 from fastps.job.secret import VARIABLE as SECRET
 from fastps.job.secret import Secret, secret_of_environment
 from fastps.processes.options import JobOptions
+from fastps.processes.worker_environment import torchrun_variables
 from fastps.system.processes import die_with_parent
 
 _TICK_S = 0.1
@@ -24,28 +25,19 @@ _TICK_S = 0.1
 class NodeOptions:
     """The options of a job of several nodes, as every launcher of it is given them.
 
-    Attributes:
-        count: the number of nodes.
-        rendezvous: HOST:PORT of node 0, where the nodes find each other.
-        rank: this node's number, or "auto": the rendezvous' host is node 0, and the others are numbered as they come.
-        policy: how the job treats its nodes.
-        interface: the name or an address of this node's interface to the others; "" for the one that leads to the rendezvous.
-        trusts_network: whether this node may listen at a public address.
-        secret: what all nodes know; None: the environment's, if it has one.
-
     Raises UsageError for values out of range.
 
     >>> NodeOptions(2, "10.0.0.1:29400").number
     -1
     """
 
-    count: int
-    rendezvous: str
-    rank: str = "auto"
+    count: int  # of nodes
+    rendezvous: str  # HOST:PORT of node 0, where the nodes find each other
+    rank: str = "auto"  # this node's number, or "auto": node 0 on the rendezvous' host, and the others as they come
     policy: NodePolicy = field(default_factory=NodePolicy)
-    interface: str = ""
-    trusts_network: bool = False
-    secret: Secret | None = None
+    interface: str = ""  # name or address of this node's to the others; "" for the one that leads to the rendezvous
+    trusts_network: bool = False  # whether this node may listen at a public address
+    secret: Secret | None = None  # what all nodes know; None: the environment's, if it has one
 
     def __post_init__(self) -> None:
         if self.count < 2:
@@ -152,16 +144,8 @@ class LaunchRendezvous:
         if options.secret is not None:
             values[SECRET] = options.secret.key.decode()
         if style == "torchrun":
-            values |= {
-                "RANK": rank,
-                "WORLD_SIZE": self.world,
-                "ROLE_RANK": rank,
-                "ROLE_WORLD_SIZE": self.world,
-                "GROUP_RANK": self.number,
-                "GROUP_WORLD_SIZE": options.count,
-                "MASTER_ADDR": host,
-                "MASTER_PORT": self.port,
-            }
+            local = local_rank, self._workers
+            values |= torchrun_variables(rank, self.world, *local, self.number, options.count, host, self.port)
         return {name: str(value) for name, value in values.items()}
 
     def close(self) -> None:

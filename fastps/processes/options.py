@@ -14,20 +14,7 @@ _LONGEST_GRACE_S = 86_400
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Restarts, losses, checkpoints and injected faults of a launched job.
-
-    Attributes:
-        restarts: number of lost workers to replace; more than 0 lets the job go on after a loss.
-        on_worker_loss: "stop" or "continue"; "" leaves the choice to the script, or to `restarts`.
-        nonfinite: "reject", "raise" or "allow"; "" leaves the choice to the script.
-        max_workers: the most workers attached at a time; 0: as many as at the start.
-        checkpoint: directory for checkpoints; "": no checkpoints.
-        every: updates between two checkpoints.
-        overwrite: whether to delete the checkpoints of other runs in that directory.
-        resume: checkpoint, or directory of checkpoints, to resume from; "": start anew.
-        faults: faults to inject; None: none.
-        grace_s: how long workers may take to end after a signal, before SIGKILL.
-        server: the processes that fold, "workers" or "process"; "" leaves the choice to the script.
+    """Restarts, losses, checkpoints and injected faults of a launched job. "" leaves a choice to the script.
 
     Raises UsageError for values out of range.
 
@@ -35,17 +22,17 @@ class JobOptions:
     {'FASTPS_ON_WORKER_LOSS': 'continue'}
     """
 
-    restarts: int = 0
-    on_worker_loss: str = ""
-    nonfinite: str = ""
-    max_workers: int = 0
-    checkpoint: str = ""
-    every: int = 0
-    overwrite: bool = False
-    resume: str = ""
-    faults: FaultPlan | None = None
-    server: str = ""
-    grace_s: float = GRACE_S
+    restarts: int = 0  # number of lost workers to replace; more than 0 lets the job go on after a loss
+    on_worker_loss: str = ""  # "stop" or "continue"
+    nonfinite: str = ""  # "reject", "raise" or "allow"
+    max_workers: int = 0  # the most workers attached at a time; 0: as many as at the start
+    checkpoint: str = ""  # directory for checkpoints
+    every: int = 0  # updates between two checkpoints
+    overwrite: bool = False  # whether to delete the checkpoints of other runs in that directory
+    resume: str = ""  # checkpoint, or directory of checkpoints, to resume from
+    faults: FaultPlan | None = None  # to inject
+    server: str = ""  # the processes that fold: "workers" or "process"
+    grace_s: float = GRACE_S  # how long workers may take to end after a signal, before SIGKILL
 
     def __post_init__(self) -> None:
         if self.restarts < 0:

@@ -1,33 +1,41 @@
 """How the workers of a launched job ended, each and together."""
 
+import contextlib
 import os
 import signal
-import subprocess
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fastps.errors import NodeLostError, WorkerDiedError
 from fastps.processes.fault_injection import FaultReport
 from fastps.processes.worker_output import ErrorLines
 from fastps.system.memory_limits import oom_reason
-from fastps.system.processes import AdoptedProcess
 
 # A traceback's last line names the type so.
 _CONSEQUENCES = tuple(f"{kind.__module__}.{kind.__qualname__}:" for kind in (WorkerDiedError, NodeLostError))
 
 
+class Child(Protocol):
+    """A child process of this one."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+
+    def wait(self) -> int:
+        """Wait for the end. Return the exit code, or -N if signal N ended it."""
+
+
 @dataclass
 class LaunchedWorker:
-    """One worker process: its exit, and its output on stderr.
-
-    `restart` counts the earlier processes of the same rank.
-    """
+    """One worker process: its exit, and its output on stderr. It is a Member."""
 
     rank: int
-    process: "subprocess.Popen[bytes] | AdoptedProcess"
-    restart: int = 0
+    process: Child
+    restart: int = 0  # the number of earlier processes of the same rank
     exit_code: int | None = None
-    began_ns: int = 0
+    replaced_ns: int = 0
     ended_ns: int = 0
     errors: ErrorLines = field(default_factory=ErrorLines)
     was_out_of_memory: bool = False
@@ -43,10 +51,20 @@ class LaunchedWorker:
         """Process id."""
         return self.process.pid
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"worker {self.rank}"
+
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, unless the process has ended."""
-        if self.exit_code is None:  # nobody but the launcher's own wait reaps it, which Popen.send_signal would do
-            os.kill(self.process_id, number)
+        """Send a signal, unless the process has ended. SIGTSTP stops, and SIGCONT wakes, what it has started, too."""
+        if self.exit_code is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):  # it is not yet the leader of its group
+            if number in (signal.SIGTSTP, signal.SIGCONT):
+                os.killpg(self.process_id, signal.SIGSTOP if number == signal.SIGTSTP else number)
+            else:
+                os.kill(self.process_id, number)  # Popen.send_signal would reap it, which the launcher's own wait does
 
     @property
     def failed(self) -> bool:
@@ -70,19 +88,15 @@ class LaunchedWorker:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job: all workers with those replaced, the first failure (or None), and the signal that ended the job, or 0.
+    """The end of a job."""
 
-    A lost worker is no failure if the job went on to its end. `faults` reports injected faults. `began_ns` is the launcher's
-    start, before any import of a worker. `hint` is a remedy, or empty.
-    """
-
-    workers: list[LaunchedWorker]
-    first_failure: LaunchedWorker | None
-    ended_by: int
+    workers: list[LaunchedWorker]  # with those that were replaced
+    first_failure: LaunchedWorker | None  # a lost worker is none if the job went on to its end
+    ended_by: int  # the signal that ended the job, or 0
     seconds: float
-    began_ns: int
-    faults: FaultReport | None = None
-    hint: str = ""
+    began_ns: int  # the launcher's start, before any import of a worker
+    faults: FaultReport | None = None  # the injected ones
+    hint: str = ""  # a remedy
 
     @property
     def exit_code(self) -> int:

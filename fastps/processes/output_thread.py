@@ -32,23 +32,22 @@ _LOOK_S = 0.05
 _NOBODY = "nobody has taken them"
 
 
-class LostLinesError(Exception):
-    """Lines that a stream did not take: how many, and why."""
+class _Lost:
+    """Lines that were not written."""
 
-    def __init__(self, lines: int, error: Exception) -> None:
-        self.lines = lines
-        super().__init__(_reason_of(error))
+    def __init__(self) -> None:
+        self.lines = 0
+        self.reason = ""  # why the first of them was not
 
-
-def _reason_of(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    def add(self, lines: int, reason: Exception | str) -> None:
+        """Count lines."""
+        text = reason if isinstance(reason, str) else getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+        self.lines += lines
+        self.reason = self.reason or (text if lines else "")
 
 
 class Stream:
     r"""A standard stream. Text that was decoded with "surrogateescape" is written as the bytes that it was.
-
-    Attributes:
-        progressed_ns: when it last took something.
 
     >>> stream = Stream(sys.stdout)
     >>> stream.write("loss 0.5\n"), stream.flush()
@@ -61,7 +60,8 @@ class Stream:
         self._stream = stream
         self._file = -1
         self._waiting = bytearray()
-        self.progressed_ns = 0
+        self.lost = _Lost()
+        self.progressed_ns = 0  # when it last took something
         if isinstance(stream, io.TextIOWrapper):  # others take no bytes, or are more than their file
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -72,14 +72,13 @@ class Stream:
         self._waiting += text.encode("utf-8", "surrogateescape")
 
     def flush(self) -> None:
-        """Write what waits. Raises LostLinesError."""
+        """Write what waits. What cannot be written is lost."""
         while self._waiting:
             try:
                 written = self._write()
             except Exception as error:  # of any kind of stream
-                lines = self.waiting_lines
-                self._waiting.clear()
-                raise LostLinesError(lines, error) from error
+                self.lost.add(self.waiting_lines, error)
+                written = len(self._waiting)
             del self._waiting[:written]
             self.progressed_ns = SYSTEM_CLOCK.now_ns()
 
@@ -130,18 +129,13 @@ class _Call(NamedTuple):
 
 
 class OutputThread:
-    """Runs calls that write to the streams, in order. The thread begins with the first call.
-
-    Attributes:
-        name: where the calls write, in words.
-        lost: lines that were not written.
-        reason: why the first of them was not.
-    """
+    """Runs calls that write to the streams, in order; `name` says where. The thread begins with the first call."""
 
     def __init__(self, name: str, *streams: Stream) -> None:
         self.name = name
-        self.lost = 0
-        self.reason = ""
+        self.lost = _Lost()
+        for stream in streams:
+            stream.lost = self.lost
         self._streams = streams
         self._calls: deque[_Call] = deque()
         self._held_bytes = 0  # with the calls in progress
@@ -156,7 +150,7 @@ class OutputThread:
         call = _Call(run, stream, nbytes + _OF_A_CALL, lines)
         with self._changed:
             if self._held_bytes + call.nbytes > MOST_BYTES:
-                self._lose(lines, _NOBODY)
+                self.lost.add(lines, _NOBODY)
                 return False
             if not self._held_bytes:
                 self._busy_since_ns = SYSTEM_CLOCK.now_ns()
@@ -186,7 +180,7 @@ class OutputThread:
         """Count what waits as lost, and end a write that does not end: the streams lead to nowhere from now on."""
         with self._changed:
             lines = sum(call.lines for call in self._calls) + sum(stream.waiting_lines for stream in self._streams)
-            self._lose(lines, _NOBODY)
+            self.lost.add(lines, _NOBODY)
             self._calls.clear()
             self._held_bytes = 0
         for stream in self._streams:
@@ -228,30 +222,17 @@ class OutputThread:
             before = call.stream
             try:
                 call.run()
-            except LostLinesError as error:  # from a flush of its own
-                self._lose(error.lines, str(error))
             except Exception as error:  # of any log handler: a thread that ended would write no more
-                self._lose(call.lines, _reason_of(error))
+                self.lost.add(call.lines, error)
         self._flush()
 
     def _flush(self) -> None:
         for stream in self._streams:
-            try:
-                stream.flush()
-            except LostLinesError as error:
-                self._lose(error.lines, str(error))
-
-    def _lose(self, lines: int, reason: str) -> None:
-        self.lost += lines
-        self.reason = self.reason or (reason if lines else "")
+            stream.flush()
 
 
 class StandardStreams:
-    """This process's standard output and error, each with a thread; one thread for both where both are terminals.
-
-    Attributes:
-        out, err: the streams.
-    """
+    """This process's standard output and error, each with a thread; one thread for both where both are terminals."""
 
     def __init__(self) -> None:
         self.out, self.err = Stream(sys.stdout), Stream(sys.stderr)
@@ -305,8 +286,8 @@ class StandardStreams:
             for thread in self._threads:
                 if not thread.drain(hurries):
                     thread.give_up()
-                if thread.lost:
-                    logger.warning("%d lines to %s were lost: %s", thread.lost, thread.name, thread.reason)
+                if thread.lost.lines:
+                    logger.warning("%d lines to %s were lost: %s", thread.lost.lines, thread.name, thread.lost.reason)
             of_fastps.handlers, of_fastps.propagate = handlers, propagate
             for thread in self._threads:
                 thread.close(_HURRY_S)

@@ -20,11 +20,11 @@ from fastps.job.environment import check_main_guard, rank, world_size
 from fastps.job.specs import parse_policy
 from fastps.kernels.shm.arena import MAX_LANES
 from fastps.processes import handover
-from fastps.processes.spawned_processes import GRACE_NS, Crew, SpawnedWorker
+from fastps.processes.spawned_processes import Crew, SpawnedWorker
 from fastps.processes.worker_environment import environment_of, inherited
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.descriptors import reserve
-from fastps.system.interrupts import Interrupts, counted_interrupts
+from fastps.system.interrupts import deferred_interrupts
 from fastps.system.memory_limits import OUT_OF_MEMORY, oom_kills, oom_reason
 from fastps.telemetry.tensorboard import written
 
@@ -103,12 +103,12 @@ def spawn(
     file = handover.write(work) if start_method != "fork" else None
     try:
         folder = Path(tensorboard) if tensorboard is not None else None
-        with counted_interrupts() as interrupts, written(folder, lambda: job, clock) as tick:
-            crew = Crew(environments, interrupts, clock)
+        crew = Crew(environments, clock)
+        with deferred_interrupts(crew.ending.note), written(folder, lambda: job, clock) as tick:
             try:
                 crew.start(work, file, start_method)
                 logger.info("job %s: started %d workers", job, workers)
-                _await(crew, on_worker_loss == "continue", interrupts, clock, tick)
+                _await(crew, on_worker_loss == "continue", tick)
             finally:
                 crew.end()
     finally:
@@ -183,30 +183,21 @@ def _error_of(worker: SpawnedWorker, killed_before: int) -> BaseException | None
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     was_out_of_memory = code == -signal.SIGKILL and oom_kills() > killed_before
     why = f"{oom_reason()}; {OUT_OF_MEMORY}" if was_out_of_memory else "; see its own output for the reason"
-    return WorkerDiedError(
-        f"worker {worker.rank} (process {worker.pid}) {how}: expected its function to return, found its process gone{why}",
-        worker.rank,
-    )
+    who = f"{worker.name} (process {worker.process_id})"
+    return WorkerDiedError(f"{who} {how}: expected its function to return, found its process gone{why}", worker.rank)
 
 
-def _await(crew: Crew, continues: bool, interrupts: Interrupts, clock: Clock, on_tick: Callable[[], None] | None) -> None:
-    """Wait until all workers have ended, until one fails and the grace period is over, or until Ctrl-C.
-
-    Calls `on_tick` meanwhile. Raises the first failure.
-    """
-    deadline_ns: int | None = None
+def _await(crew: Crew, continues: bool, on_tick: Callable[[], None] | None) -> None:
+    """Wait until all workers have ended; a failure and Ctrl-C end them. Calls `on_tick` meanwhile. Raises the first failure."""
     failed: list[SpawnedWorker] = []
-    while crew.running and not interrupts.count:
-        if deadline_ns is not None and clock.now_ns() >= deadline_ns:
-            break
-        running = crew.running
+    while running := crew.running:
         crew.look()
         if on_tick is not None:
             on_tick()
         failed += [worker for worker in running if _error_of(worker, crew.killed_before) is not None]
         if failed and not continues:
-            deadline_ns = deadline_ns or clock.now_ns() + GRACE_NS
-    if not failed or interrupts.count:
+            crew.ending.begin()
+    if not failed or crew.ending.interrupts:
         return
     errors = {worker.rank: _error_of(worker, crew.killed_before) for worker in failed}
     if continues and len(failed) < len(crew.workers):

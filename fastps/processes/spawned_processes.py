@@ -13,22 +13,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from fastps.processes import handover, spawned
+from fastps.processes.ending import Ending
 from fastps.processes.forkserver_client import ForkServer
+from fastps.processes.options import GRACE_S
+from fastps.processes.outcome import Child, LaunchedWorker
 from fastps.processes.program import TORCH_IMPORTS
 from fastps.system.clock import Clock
-from fastps.system.interrupts import Interrupts
 from fastps.system.memory_limits import oom_kills
 from fastps.system.processes import adopting_orphans, ask_to_die_with_parent
 
 logger = logging.getLogger("fastps.spawn")
 
-GRACE_NS = 2_000_000_000  # between the signals that end workers
-_IMPORT_NS = 120_000_000_000  # the longest time for the fork server's imports
 _TICK_S = 0.05
 # A new process has the caller's sys.path before it imports anything. It ends with the caller, even if that ends at once.
 _BEGIN = """\
@@ -42,35 +42,14 @@ _SERVER = _BEGIN + "from fastps.processes.forkserver import main\nmain()\n"
 _WORKER = _BEGIN + "from fastps.processes.spawned import main\nmain()\n"
 
 
-class Child(Protocol):
-    """A child process of the caller."""
+class SpawnedWorker(LaunchedWorker):
+    """A worker's process and its report."""
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-
-    def wait(self) -> int:
-        """Wait for the end. Return the exit code, or -N if signal N ended it."""
-
-
-class SpawnedWorker:
-    """A worker's process and its report.
-
-    Attributes:
-        rank: the worker's number.
-        pid: its process id.
-        exit_code: its exit code, or -N if signal N ended it; None while it runs.
-        outcome: what it reported; None while it runs, and if it ended without a report.
-    """
-
-    def __init__(self, rank: int, child: Child, report: IO[bytes]) -> None:
-        self.rank = rank
-        self.pid = child.pid
-        self.exit_code: int | None = None
-        self.outcome: handover.Outcome | None = None
-        self._child = child
+    def __init__(self, rank: int, process: Child, report: IO[bytes]) -> None:
+        super().__init__(rank, process)
+        self.outcome: handover.Outcome | None = None  # what it reported; None while it runs, and if it ended without
         self._report = report
-        self.sentinel = os.pidfd_open(child.pid)
+        self.sentinel = os.pidfd_open(process.pid)  # readable once it has ended
 
     def look(self) -> None:
         """Notice the worker's end. What a failed worker started itself, in its process group, ends with it."""
@@ -78,50 +57,35 @@ class SpawnedWorker:
             return
         self.outcome = handover.reported(self._report)
         with contextlib.suppress(ChildProcessError, ProcessLookupError):
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # until it is reaped, no other process gets its number
+            os.waitid(os.P_PID, self.process_id, os.WEXITED | os.WNOWAIT)  # until it is reaped, nobody else gets its number
             if self.outcome is None or self.outcome.error is not None:
-                os.killpg(self.pid, signal.SIGKILL)
-        self.exit_code = self._child.wait()
+                os.killpg(self.process_id, signal.SIGKILL)
+        self.exit_code = self.process.wait()
         os.close(self.sentinel)
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to a worker that runs."""
-        self.look()
-        if self.exit_code is None:
-            os.kill(self.pid, number)
 
-
-@dataclass
 class _Forked:
     """A child that multiprocessing forked."""
 
-    process: Any
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid  # type: ignore[no-any-return]
+    def __init__(self, process: Any) -> None:
+        self.pid: int = process.pid
+        self._process = process
 
     def wait(self) -> int:
-        self.process.join()
-        code: int = self.process.exitcode
-        self.process.close()
+        self._process.join()
+        code: int = self._process.exitcode
+        self._process.close()
         return code
 
 
 class Crew:
-    """The workers of one call, which `start` appends to `workers`.
+    """The workers of one call, which `start` appends to `workers`. `environments`: of each, by rank."""
 
-    Args:
-        work: what they do.
-        variables: each worker's own environment variables, by rank; the rest is the caller's.
-        environment: the whole environment of each worker where it is a new process.
-    """
-
-    def __init__(self, environments: Sequence[Mapping[str, str]], interrupts: Interrupts, clock: Clock) -> None:
+    def __init__(self, environments: Sequence[Mapping[str, str]], clock: Clock) -> None:
         self.workers: list[SpawnedWorker] = []
+        self.ending = Ending(self.workers, GRACE_S, clock)
         self.killed_before = oom_kills()
         self._environments = environments
-        self._interrupts = interrupts
         self._clock = clock
         self._reports = [handover.memory_file("outcome") for _ in environments]
 
@@ -131,7 +95,7 @@ class Crew:
             self._fork(work)
         elif start_method == "spawn" or not self._serve(file):
             for rank in range(len(self.workers), len(self._environments)):
-                if not self._interrupts.count:
+                if not self.ending.interrupts:
                     reports = [self._reports[rank].fileno()]
                     arguments = [str(rank), str(file.fileno()), str(reports[0])]
                     self._add(_new_process(_WORKER, arguments, self._environments[rank], [file.fileno(), *reports]))
@@ -156,8 +120,9 @@ class Crew:
             passed = [inherited.fileno(), file.fileno(), *reports]
             process = _new_process(_SERVER, arguments, self._environments[0], passed)
         try:
-            self._await_imports(server, process)
-            if server.is_ready and not self._interrupts.count:
+            pause = partial(connection.wait, [server.control], _TICK_S)
+            server.await_ready(lambda: self.ending.interrupts > 0, pause, self._clock)
+            if server.is_ready and not self.ending.interrupts:
                 program = ["-m", spawned.__name__]
                 with adopting_orphans():
                     for rank, environment in enumerate(self._environments):
@@ -172,20 +137,14 @@ class Crew:
             return not server.refusal
         finally:
             server.close()
-            if server.refusal or self._interrupts.count:
+            if server.refusal or self.ending.interrupts:
                 process.kill()
             process.wait()
 
-    def _await_imports(self, server: ForkServer, process: "subprocess.Popen[bytes]") -> None:
-        deadline_ns = self._clock.now_ns() + _IMPORT_NS
-        while not (server.is_ready or server.refusal or self._interrupts.count):
-            connection.wait([server.control], _TICK_S)
-            if self._clock.now_ns() >= deadline_ns:
-                server.refusal = "out of time"
-
-    def look(self, timeout_s: float = _TICK_S) -> None:
-        """Wait until a worker ends, for a limited time, and notice what has ended."""
-        connection.wait([worker.sentinel for worker in self.running], timeout_s)
+    def look(self) -> None:
+        """Wait until a worker ends, for a limited time, and notice what has ended. Pass signals on."""
+        self.ending.obey()
+        connection.wait([worker.sentinel for worker in self.running], _TICK_S)
         for worker in self.running:
             worker.look()
 
@@ -195,17 +154,8 @@ class Crew:
         return [worker for worker in self.workers if worker.exit_code is None]
 
     def end(self) -> None:
-        """End all running workers: by SIGINT after Ctrl-C, then by SIGTERM, then by SIGKILL; at a second Ctrl-C by SIGKILL."""
-        for number in [signal.SIGINT] * (self._interrupts.count > 0) + [signal.SIGTERM, signal.SIGKILL]:
-            if self._interrupts.count > 1:
-                number = signal.SIGKILL
-            for worker in self.running:
-                worker.send(number)
-            deadline_ns = self._clock.now_ns() + GRACE_NS
-            while self.running and self._clock.now_ns() < deadline_ns:
-                if self._interrupts.count > 1 and number != signal.SIGKILL:
-                    break
-                self.look()
+        """End the workers that still run."""
+        self.ending.begin()
         while self.running:
             self.look()
         for report in self._reports:

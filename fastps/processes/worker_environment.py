@@ -16,11 +16,6 @@ from fastps.job.environment import TRACE_VARIABLE
 from fastps.processes.program import Program
 
 Style = Literal["fastps", "torchrun"]
-_OF_TORCHRUN = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
-    *("ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
-    "TORCHELASTIC_RUN_ID",
-)
 _OF_THIS_WORKER = ("FASTPS_JOINS",)  # says how this process began, if it is itself a launched worker
 _OF_NODES = ("FASTPS_NNODES", "FASTPS_NODE_RANK", "FASTPS_RENDEZVOUS", "FASTPS_LOCAL_RANK", "FASTPS_LOCAL_WORKERS")
 _ASKS = re.compile(rb"\bRANK\b|\bLOCAL_RANK\b|\bWORLD_SIZE\b|\bMASTER_PORT\b|\binit_process_group\b|\binit_device_mesh\b")
@@ -44,6 +39,28 @@ def style_of(wanted: str, command: Sequence[str]) -> Style:
 def inherited() -> dict[str, str]:
     """This process's environment without what only concerns its own place in a job."""
     return {name: value for name, value in os.environ.items() if name not in _OF_THIS_WORKER}
+
+
+def torchrun_variables(
+    rank: int, world: int, local_rank: int, local_world: int, node: int, nodes: int, host: str, port: int
+) -> dict[str, object]:
+    """The variables by which torchrun tells a worker its place, and where worker 0 listens."""
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": local_world,
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": nodes,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
+
+
+_TORCHRUN = ("ROLE_NAME", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID")
+_OF_TORCHRUN = (*_TORCHRUN, *torchrun_variables(0, 1, 0, 1, 0, 1, "", 0))
 
 
 def environment_of(
@@ -73,22 +90,9 @@ def environment_of(
         "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED", "1"),
     }
     if style == "torchrun":
-        variables |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(workers),
-            "LOCAL_WORLD_SIZE": str(workers),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "ROLE_RANK": str(rank),
-            "ROLE_WORLD_SIZE": str(workers),
-            "ROLE_NAME": "default",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RESTART_COUNT": str(restart),
-            "TORCHELASTIC_MAX_RESTARTS": str(restarts),
-            "TORCHELASTIC_RUN_ID": job,
-        }
+        place = torchrun_variables(rank, workers, rank, workers, 0, 1, "127.0.0.1", port)
+        variables |= {name: str(value) for name, value in place.items()}
+        variables |= dict(zip(_TORCHRUN, ("default", str(restart), str(restarts), job), strict=True))
     variables |= gpu_variables(rank, base)
     variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
     if sync is not None:

@@ -17,6 +17,7 @@ from fastps.membership.stalls import Stalls, patience_ns
 from fastps.store import drive
 from fastps.store.core_sharing import Cores
 from fastps.store.late_responses import LateResponses
+from fastps.system import proc
 from fastps.system.deadline import Deadline
 
 _Found = TypeVar("_Found")
@@ -204,7 +205,12 @@ class LaneWaiter:
         others = ", ".join(self._membership.waited_for()) or "a grant"
         served = ""
         if self.lane.served:
-            served = f"; process {self.store.arena.process_id(self.store.arena.server_lane)}, the job's server, combines"
+            process = self.store.arena.process_id(self.store.arena.server_lane)
+            served = f"; process {process}, the job's server, " + (
+                f"is stopped: wake it (kill -CONT {process}), or end it (kill -KILL {process}), and the workers combine"
+                if proc.is_stopped(process)
+                else "combines"
+            )
         return (
             f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s at step {self.lane.steps} under {self._policy.spec}"
             f" for {others}; raise FASTPS_TIMEOUT if they are only slow{served}"

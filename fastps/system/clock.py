@@ -17,31 +17,24 @@ class Clock(Protocol):
 
     def now_ns(self) -> int:
         """Nanoseconds on a monotonic clock that all processes of this machine share."""
-        ...
 
     def unix_ns(self) -> int:
         """Nanoseconds since 1970. It may jump: use it to label what other programs read, and never for durations."""
-        ...
 
     def sleep_ns(self, duration_ns: int) -> None:
         """Sleep for `duration_ns` nanoseconds."""
-        ...
 
     def thread_cpu_ns(self) -> int:
         """CPU time of the calling thread, in nanoseconds."""
-        ...
 
     def thread_queue_ns(self) -> int:
         """Nanoseconds that the calling thread was runnable but had no core; -1 if the machine does not report it."""
-        ...
 
     def process_cpu_ns(self) -> int:
         """CPU time of all threads of this process, in nanoseconds."""
-        ...
 
     def machine_cpu_ns(self) -> int:
         """CPU time of all processes of this machine, in nanoseconds, with a resolution of some ms."""
-        ...
 
 
 class MonotonicClock:
@@ -54,21 +47,16 @@ class MonotonicClock:
 
     now_ns = staticmethod(time.monotonic_ns)  # since an arbitrary moment of this boot; a step reads it several times
     unix_ns = staticmethod(time.time_ns)
+    thread_cpu_ns = staticmethod(time.thread_time_ns)
+    process_cpu_ns = staticmethod(time.process_time_ns)
 
     def sleep_ns(self, duration_ns: int) -> None:
         """Sleep. Return at once if the duration is zero or less."""
         if duration_ns > 0:
             time.sleep(duration_ns / 1e9)
 
-    def thread_cpu_ns(self) -> int:
-        """CPU time of the calling thread."""
-        return time.thread_time_ns()
-
     def thread_queue_ns(self) -> int:
-        """The run-queue wait that Linux counts for each task: the second number of /proc/thread-self/schedstat.
-
-        See proc_pid_schedstat(5).
-        """
+        """The run-queue wait that Linux counts for each task: the second number of schedstat; see proc_pid_schedstat(5)."""
         file = getattr(_local, "schedstat", None)
         if file is None:
             try:
@@ -79,10 +67,6 @@ class MonotonicClock:
             return int(os.pread(file.fileno(), 64, 0).split()[1])
         except (OSError, IndexError, ValueError):
             return -1
-
-    def process_cpu_ns(self) -> int:
-        """CPU time of this process."""
-        return time.process_time_ns()
 
     def machine_cpu_ns(self) -> int:
         """The time of all cores except idle time. Time that a hypervisor stole counts as spent."""

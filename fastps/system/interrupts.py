@@ -1,4 +1,4 @@
-"""Ctrl-C as a count: code that starts processes ends them before KeyboardInterrupt leaves it.
+"""Ctrl-C that waits: code that starts processes ends them before KeyboardInterrupt leaves it.
 
 Python raises KeyboardInterrupt between any two instructions, also between the start of a process and the line that records it.
 """
@@ -6,43 +6,34 @@ Python raises KeyboardInterrupt between any two instructions, also between the s
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
-from types import FrameType
-
-
-class Interrupts:
-    """How often SIGINT has come within the context of `counted_interrupts`."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def note(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler."""
-        self.count += 1
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def counted_interrupts() -> Iterator[Interrupts]:
-    """Within this context SIGINT is counted. At its end the handler of before is called, and KeyboardInterrupt is raised.
+def deferred_interrupts(note: Callable[[int, object], object]) -> Iterator[None]:
+    """Within this context `note` gets SIGINT. At its end the handler of before is called, and KeyboardInterrupt is raised.
 
-    Nothing changes, and the count stays 0, where Python handles no signal: outside of the main thread, and where SIGINT is
-    ignored or kills.
+    Nothing changes where Python handles no signal: outside of the main thread, and where SIGINT is ignored or kills.
 
-    >>> with counted_interrupts() as interrupts:
-    ...     interrupts.count
-    0
+    >>> with deferred_interrupts(print):
+    ...     pass
     """
-    interrupts = Interrupts()
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield interrupts
+        yield
         return
-    signal.signal(signal.SIGINT, interrupts.note)
+    came: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        came.append(number)
+        note(number, frame)
+
+    signal.signal(signal.SIGINT, handle)
     try:
-        yield interrupts
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if interrupts.count:
+        if came:
             with contextlib.suppress(KeyboardInterrupt):
                 before(signal.SIGINT, None)
             raise KeyboardInterrupt from None

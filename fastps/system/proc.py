@@ -18,6 +18,11 @@ def processor_time(process_id: int) -> str:
         return ""
 
 
+def is_stopped(process_id: int) -> bool:
+    """Whether a process is known to be stopped, by a signal or a debugger."""
+    return processor_time(process_id) == "stopped"
+
+
 def processor_time_in(stat: bytes) -> str:
     """The same from the contents of /proc/PID/stat.
 

@@ -46,8 +46,6 @@ class AdoptedProcess:
     The kernel does not reuse the process id until `wait` has returned, so a signal cannot reach another process.
     """
 
-    stdin: IO[bytes] | None = None
-
     def __init__(self, process_id: int, stdout: IO[bytes] | None = None, stderr: IO[bytes] | None = None) -> None:
         self.pid = process_id
         self.stdout = stdout
@@ -59,12 +57,3 @@ class AdoptedProcess:
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless `wait` has returned."""
-        if self.returncode is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """Kill the process, unless `wait` has returned."""
-        self.send_signal(signal.SIGKILL)

@@ -1,43 +1,66 @@
-"""A time limit for a call that may hang, such as one over a connection that is cut."""
+"""Limits for what may hang: a call over a connection that is cut, or of a file system whose disk does not answer."""
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.deadline import Deadline
+
+logger = logging.getLogger("fastps.waiting")
+
 Result = TypeVar("Result")
+_POLL_S = 0.2
+_MOST_SILENT_NS = 5_000_000_000
 
 
-def call_within(timeout_s: float, call: Callable[[], Result], discard: Callable[[Result], None]) -> Result:
-    """Call, and return the result or raise the error. After the timeout a later result is handed to `discard`.
+def ends_within(thread: threading.Thread, limit_s: float, what: str, clock: Clock = SYSTEM_CLOCK) -> bool:
+    """Wait until a thread has ended, at most `limit_s`; return whether it has. The log says `what` is waited for, if not ""."""
+    began_ns, limit_ns = clock.now_ns(), int(limit_s * 1e9)
+    deadline, silent = Deadline(began_ns, limit_ns), bool(what)
+    thread.join(min(_POLL_S, limit_s))
+    while thread.is_alive() and not deadline.is_over(now_ns := clock.now_ns()):
+        if silent and now_ns - began_ns >= min(_MOST_SILENT_NS, limit_ns // 4):
+            logger.warning("waiting for at most %g s until %s", limit_s, what)
+            silent = False
+        thread.join(min(_POLL_S, limit_s))
+    return not thread.is_alive()
 
-    The call runs in a thread of its own, which lives on after the timeout. Raises TimeoutError.
 
-    >>> call_within(1.0, lambda: 3, lambda late: None)
+def call_within(
+    limit_s: float, call: Callable[[], Result], what: str = "", discard: Callable[[Result], object] = lambda late: None
+) -> Result:
+    """Call, and return the result or raise the error. After the limit a later result is handed to `discard`.
+
+    The call runs in a thread of its own, which lives on after the limit. The log says `what` is waited for, if not "". Raises
+    TimeoutError.
+
+    >>> call_within(1.0, lambda: 3)
     3
     """
-    lock = threading.Lock()
-    ended = threading.Event()
     results: list[Result] = []
     errors: list[BaseException] = []
-    late: list[bool] = []
+    lock, is_late = threading.Lock(), threading.Event()
 
     def run() -> None:
         try:
-            results.append(call())
+            result = call()
         except BaseException as error:
             errors.append(error)
+            return
         with lock:
-            ended.set()
-        if late:
-            for result in results:
-                discard(result)
+            results.append(result)
+        if is_late.is_set():
+            discard(result)
 
-    threading.Thread(target=run, name="fastps-time-limit", daemon=True).start()
-    ended.wait(timeout_s)
+    thread = threading.Thread(target=run, name="fastps-time-limit", daemon=True)
+    thread.start()
+    has_ended = ends_within(thread, limit_s, what)
     with lock:
-        if not ended.is_set():
-            late.append(True)
-            raise TimeoutError(f"expected an answer within {timeout_s:g} s")
+        if not (has_ended or results or errors):
+            is_late.set()
+            raise TimeoutError(f"expected an answer within {limit_s:g} s")
     if errors:
         raise errors[0]
     return results[0]

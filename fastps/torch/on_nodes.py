@@ -71,7 +71,7 @@ class NodePlacement(HostPlacement):
 
     def saved_version(self, worker: Worker) -> int:
         """See HostPlacement."""
-        return self._view(worker).version
+        return self._view(worker).version if self.saves else worker.version
 
     def pin(self, worker: Worker, groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> Pinned:
         """See HostPlacement. Raises UnsupportedError on other nodes than node 0, unless each node has a share."""

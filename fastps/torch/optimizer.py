@@ -164,7 +164,7 @@ class DistributedOptimizer(OptimizerState):
         self._job = Attachment(self._placement, self._tensors, self._buffers, self.close, versions)
         joined = self._join(layout, Joining(self._identity, self._names_job, start, timeout_s, clock))
         self.run = Run.of(joined.store, earlier_runs(resumed))
-        self._begin(joined, batch_size, wanted if self._placement.saves else None)
+        self._begin(joined, batch_size, wanted)
         join.limit_threads(layout.workers)
         keep_freed_memory(4 * layout.buffer_floats)
         self._follow_state(self._placement.state_follows)
@@ -186,7 +186,7 @@ class DistributedOptimizer(OptimizerState):
         self._job.hook([self._inner.register_load_state_dict_pre_hook(refuse_load)])
         if checkpointing is not None:
             run, exact, version = self.run, self._placement.saves_share, partial(self._placement.saved_version, worker)
-            pin = partial(self.pin_whole_version, {}, waits=exact)
+            pin = partial(self.pin_whole_version, {}, waits=exact) if self._placement.saves else None
             self._job.checkpointing = Checkpointing(
                 worker, *checkpointing, pin, self.model_buffers, version, run=run, exact=exact
             )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fastps.checkpoint.format import Checkpoint
-from fastps.checkpoint.snapshot import Pinned, pinned_version
+from fastps.checkpoint.snapshot import Pinned, PinnedVersion
 from fastps.job.layout import Layout
 from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
@@ -68,7 +68,7 @@ class HostPlacement:
 
     def pin(self, worker: Worker, groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> Pinned:
         """Pin the whole published version for a checkpoint."""
-        return pinned_version(worker, groups, extra, waits=waits)
+        return PinnedVersion(worker, groups, extra, waits=waits)
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """Create the job's store or connect to it, and attach."""

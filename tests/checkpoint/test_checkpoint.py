@@ -127,7 +127,7 @@ def test_a_saver_that_dies_leaves_the_earlier_checkpoint_and_its_place(tmp_path:
         def die() -> None:
             with store.attach(1) as worker:
                 fastps.save(worker, tmp_path)
-                with snapshot.pin(worker, {}) as pinned:
+                with contextlib.closing(snapshot.pin(worker, {})) as pinned:
                     (tmp_path / ".unfinished-2").mkdir()
                     assert pinned.description["version"] == 0
                     os.kill(os.getpid(), signal.SIGKILL)

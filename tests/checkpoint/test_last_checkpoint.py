@@ -1,10 +1,12 @@
 """A job leaves a checkpoint of its last version: at its end, and after SIGTERM; SIGUSR1 asks for one at once."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 import fastps
 from fastps.system.noted_signals import EndedBySignalError
+from fastps.system.ports import free_port
 
 
 def _versions(folder: Path) -> list[int]:
@@ -85,32 +88,80 @@ def test_sigterm_ends_the_program_after_its_step_with_a_last_checkpoint(tmp_path
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+SCRIPT = """
+import atexit, os, pathlib, time, torch, fastps
+folder, rank = pathlib.Path({folder!r}), os.environ["FASTPS_RANK"]
+model = torch.nn.Linear(2, 1)
+optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001))
+atexit.register(lambda: (folder / f"end{{rank}}").write_text(str(steps)))
+for steps in range(1, 10**9):
+    optimizer.zero_grad(); model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    (folder / f"steps{{rank}}").write_text(str(steps))
+    time.sleep(0.01)
+"""
+
+
+class _Launched:
+    """A launched job, whose workers leave the number of their steps in a folder."""
+
+    def __init__(self, folder: Path, *options: str, **variables: str) -> None:
+        self.folder, script = folder, folder / "train.py"
+        script.write_text(SCRIPT.format(folder=str(folder)))
+        command = [sys.executable, "-m", "fastps.cli", "run", *options, "--checkpoint", str(folder / "saved"), str(script)]
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths, **variables}
+        )
+
+    def await_steps(self, workers: int, more: int = 20) -> None:
+        """Wait until each worker has made so many steps more."""
+        begun = self._steps()
+        self.await_it(lambda: len(now := self._steps()) == workers and all(now[at] >= begun.get(at, 0) + more for at in now))
+
+    def _steps(self) -> dict[str, int]:
+        return {file.name: int(file.read_text() or 0) for file in self.folder.glob("steps*")}
+
+    def await_it(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 90
+        while not condition():
+            assert time.monotonic() < deadline and self.process.poll() is None
+            time.sleep(0.05)
+
+    def end(self, workers: int) -> tuple[list[int], str]:
+        """Send SIGTERM. Returns the steps of each worker, and what was written to standard error."""
+        try:
+            self.process.send_signal(signal.SIGTERM)
+            _, errors = self.process.communicate(timeout=60)
+        finally:
+            self.process.kill()
+        assert self.process.returncode == 143, errors
+        assert "Traceback" not in errors
+        return [int((self.folder / f"end{rank}").read_text()) for rank in range(workers)], errors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 def test_sigterm_to_the_launcher_loses_no_update(sync: str, tmp_path: Path) -> None:
     """Each worker leaves in order after a step; what they have pushed until then is in the newest checkpoint."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import atexit, os, pathlib, sys, time, torch, fastps\nmodel = torch.nn.Linear(2, 1)\n"
-        "optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001))\n"
-        f"atexit.register(lambda: pathlib.Path({str(tmp_path)!r}, f'end{{fastps.rank()}}').write_text(str(steps)))\n"
-        "for steps in range(1, 10**9):\n    optimizer.zero_grad(); model(torch.ones(1, 2)).sum().backward()\n"
-        "    optimizer.step()\n"
-        f"    if steps == 20: pathlib.Path({str(tmp_path)!r}, f'twenty{{fastps.rank()}}').touch()\n    time.sleep(0.01)\n"
-    )
-    command = [sys.executable, "-m", "fastps.cli", "run", "-n", "3", "--sync", sync, "--checkpoint", str(tmp_path / "saved")]
-    with subprocess.Popen([*command, str(script)], stderr=subprocess.PIPE, text=True) as process:
-        try:
-            deadline = time.monotonic() + 90
-            while len(list(tmp_path.glob("twenty*"))) < 3:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 143, errors
-    steps = [int((tmp_path / f"end{rank}").read_text()) for rank in range(3)]
+    job = _Launched(tmp_path, "-n", "3", "--sync", sync)
+    job.await_steps(3)
+    steps, errors = job.end(3)
     version = _versions(tmp_path / "saved")[-1]
     assert version == (max(steps) if sync == "bsp" else sum(steps)), (steps, errors)
-    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_signals_write_checkpoints_of_a_job_of_several_nodes(tmp_path: Path) -> None:
+    """All workers obey, and node 0's write: SIGUSR1 makes a checkpoint due, and SIGTERM ends the job with a last one."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nexec sh -c "$2"\n')  # it runs the command line here, whatever the host
+    ssh.chmod(0o755)
+    hosts = ["--hosts", "one,two", "--rendezvous", f"127.0.0.1:{free_port()}"]
+    job = _Launched(tmp_path, *hosts, "-n", "1", FASTPS_SSH=str(ssh))
+    job.await_steps(2)
+    job.process.send_signal(signal.SIGUSR1)
+    job.await_it(lambda: _versions(tmp_path / "saved"))
+    job.await_steps(2)
+    (of_node_0, _), errors = job.end(2)
+    assert _versions(tmp_path / "saved")[-1] >= of_node_0, errors

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastps
-from fastps.checkpoint import runs, snapshot
+from fastps.checkpoint import loading, runs, snapshot
 from fastps.checkpoint.periodic import Checkpointing
 from fastps.checkpoint.runs import check_folder
 from tests.support.table_models import TableModel, batches_of, train_on
@@ -63,6 +63,27 @@ def test_the_end_of_a_job_waits_for_a_hung_disk_as_long_as_the_timeout_and_says_
     assert not disk.is_set()
 
 
+def test_save_and_load_wait_for_a_hung_disk_as_long_as_the_timeout_and_say_so(
+    tmp_path: Path, disk: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _job(tmp_path) as (worker, checkpointing):
+        checkpointing.close()
+        with pytest.raises(fastps.CheckpointError, match=r"cannot be written within 0.4 s: the disk hangs, or is slow"):
+            fastps.save(worker, tmp_path)
+        assert not disk.is_set()
+        disk.set()
+        folder = fastps.save(worker, tmp_path)  # once the late one is written
+    assert f"waiting for at most 0.4 s until the checkpoint of version 0 is written to {tmp_path}" in caplog.text
+    assert (fastps.load(folder).version, len(list(tmp_path.iterdir()))) == (0, 2)
+    monkeypatch.setenv("FASTPS_TIMEOUT", "0.4")
+    answers = threading.Event()
+    monkeypatch.setattr(loading, "read", lambda folder: answers.wait(30))
+    with pytest.raises(fastps.CheckpointError, match=r"expected it to be read within 0.4 s, found that its disk hangs, or is"):
+        fastps.load(tmp_path)
+    answers.set()
+    assert f"waiting for at most 0.4 s until the checkpoint {tmp_path} is read" in caplog.text
+
+
 def test_a_checkpoint_that_is_missed_because_the_one_before_takes_so_long_is_a_warning(
     tmp_path: Path, disk: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,7 +104,7 @@ def test_another_writer_of_the_folder_is_waited_for_as_long_as_the_timeout(tmp_p
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         with _job(tmp_path) as (worker, checkpointing):
-            with pytest.raises(fastps.CheckpointError, match=r"another process has written there for more than 0.4 s"):
+            with pytest.raises(fastps.CheckpointError, match=r"another process has written there for more than 0.2 s"):
                 fastps.save(worker, tmp_path)
             _steps(worker, checkpointing, 2)
             checkpointing.close()

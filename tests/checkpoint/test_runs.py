@@ -40,8 +40,7 @@ def test_a_run_that_resumes_deletes_the_checkpoints_that_it_goes_on_with(tmp_pat
     _saved(tmp_path)
     earlier = runs.earlier_runs(fastps.load(tmp_path))
     with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
-        with snapshot.pin(worker, {}) as pinned:
-            snapshot.write(pinned, {}, tmp_path, Run.of(store, earlier), keep=1)
+        snapshot.write(snapshot.pin(worker, {}), {}, tmp_path, Run.of(store, earlier), keep=1)
     assert sorted(found.name for found in tmp_path.iterdir()) == ["checkpoint-000001", "checkpoint-000003"]
     assert runs.earlier_runs(fastps.load(tmp_path))[0] == earlier[0]
 

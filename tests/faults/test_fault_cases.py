@@ -346,7 +346,7 @@ def test_case_19_another_model_is_refused_before_a_byte_is_written() -> None:
 def test_case_20_another_format_and_a_second_job_of_the_same_name_are_refused() -> None:
     with _store(1, job="case-20") as store:
         with pytest.raises(rendezvous.AbiDiffers, match=f"expected the job's arena format to be {ABI + 1}.*found {ABI}"):
-            rendezvous.connect("case-20", "host", abi=ABI + 1, layout_hash=bytes(32), layout=b"", timeout_s=5)
+            rendezvous.connect("case-20", "host", 5, abi=ABI + 1)
         with pytest.raises((OSError, fastps.Error), match="case-20"):
             _store(1, job="case-20")
         assert store.version == 0
@@ -385,7 +385,7 @@ def test_case_22_garbage_at_a_workers_name_changes_nothing() -> None:
                 client.connect(rendezvous.place_name(store.job, 0))
                 client.sendall(garbage)
         worker.step(ONES)
-        found = rendezvous.connect(store.job, 0, abi=ABI, layout_hash=store.layout.digest(), layout=b"", timeout_s=10)
+        found = rendezvous.connect(store.job, 0, 10, store.layout.text().encode())
         for descriptor in (found.memfd, found.pidfd):
             os.close(descriptor)
         assert (store.version, _weights(store)) == (1, [0.0] * 12)

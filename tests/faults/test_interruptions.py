@@ -227,7 +227,7 @@ def test_a_checkpoint_is_left_out_while_another_worker_copies_a_version(tmp_path
     with _store("asp") as store, store.attach(0) as writer, store.attach(1) as other:
         pin = partial(snapshot.pin, writer, {}, waits=False)
         checkpointing = Checkpointing(writer, tmp_path, 1, pin, dict)
-        with snapshot.pin(other, {}):
+        with contextlib.closing(snapshot.pin(other, {})):
             writer.step(ONES)
             checkpointing.after_step()
             assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import array
 import contextlib
+import hashlib
 import os
 import secrets
 import socket
@@ -18,9 +19,8 @@ from tests.fuzz.amount import fuzz
 from tests.support import descriptors
 
 ABI = 7
-HASH = bytes(range(32))
 LAYOUT = b'{"parameters": ["ours"]}'
-HELLO = answer.pack_hello(ABI, HASH, len(LAYOUT), False) + LAYOUT
+HELLO = answer.pack_hello(ABI, hashlib.sha256(LAYOUT).digest(), len(LAYOUT), False) + LAYOUT
 FINDINGS = (
     rendezvous.Absent,
     rendezvous.Silent,
@@ -94,7 +94,7 @@ def test_whatever_is_said_the_next_joiner_is_served() -> None:
     """Several clients at a time: some close the connection, some wait, and some send descriptors."""
     job, memory, pidfd = f"fuzz-{secrets.token_hex(6)}", os.memfd_create("fuzz"), os.pidfd_open(os.getpid())
     name = rendezvous.place_name(job, 0)
-    with rendezvous.Listener(name, memory, pidfd, ABI, HASH, LAYOUT, 0) as listener:
+    with rendezvous.Listener(name, memory, pidfd, LAYOUT, 0, ABI) as listener:
         before = descriptors.opened()
 
         def check(data: st.DataObject) -> None:
@@ -113,7 +113,7 @@ def test_whatever_is_said_the_next_joiner_is_served() -> None:
                             for (number,) in struct.iter_unpack("=i", content):
                                 os.close(number)
                 client.close()
-            found = rendezvous.connect(job, 0, abi=ABI, layout_hash=HASH, layout=LAYOUT, timeout_s=10.0)
+            found = rendezvous.connect(job, 0, 10.0, LAYOUT, abi=ABI)
             os.close(found.memfd)
             os.close(found.pidfd)
             assert listener.foreign_layout() is None or isinstance(listener.foreign_layout(), str)
@@ -128,7 +128,7 @@ def test_whatever_is_answered_who_asks_gets_a_named_finding() -> None:
     """A hostile server under a job's name sends arbitrary answers and descriptors, and closes at an arbitrary moment."""
     job = f"fuzz-{secrets.token_hex(6)}"
     name, before = rendezvous.place_name(job, 0), descriptors.opened()
-    with _opened(["memfd", "memfd"]) as sent, rendezvous.Listener(name, *sent, ABI, HASH, LAYOUT, 0):
+    with _opened(["memfd", "memfd"]) as sent, rendezvous.Listener(name, *sent, LAYOUT, 0, ABI):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(name)
             connection.sendall(HELLO)
@@ -160,7 +160,7 @@ def test_whatever_is_answered_who_asks_gets_a_named_finding() -> None:
             server.start()
             began = time.monotonic()
             try:
-                found = rendezvous.connect(job, 0, abi=ABI, layout_hash=HASH, layout=LAYOUT, timeout_s=0.05)
+                found = rendezvous.connect(job, 0, 0.05, LAYOUT, abi=ABI)
                 os.close(found.memfd)
                 os.close(found.pidfd)
             except FINDINGS:

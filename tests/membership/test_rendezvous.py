@@ -1,6 +1,7 @@
 """The rendezvous between real processes: what an answer brings, how differences are named, deaths, nothing leaked."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -26,9 +27,8 @@ from fastps.system import unix_sockets
 from tests.support import descriptors, processes
 
 ABI = 7
-HASH = bytes(range(32))
-OTHER_HASH = bytes(reversed(range(32)))
 LAYOUT = b'{"parameters": ["ours"]}'
+HASH = hashlib.sha256(LAYOUT).digest()
 AT_ONCE_S = 0.5  # far above what an answer takes
 
 
@@ -49,13 +49,13 @@ def _listener(job: str, memory: int, place: rendezvous.Place = 0, layout: bytes 
     pidfd = os.pidfd_open(os.getpid())
     try:
         number = rendezvous.HOST_PLACE if place == "host" else place
-        return rendezvous.Listener(rendezvous.place_name(job, place), memory, pidfd, ABI, HASH, layout, number)
+        return rendezvous.Listener(rendezvous.place_name(job, place), memory, pidfd, layout, number, ABI)
     finally:
         os.close(pidfd)
 
 
 def _ask(job: str, place: rendezvous.Place = 0, **changes: Any) -> rendezvous.Offer:
-    arguments: dict[str, Any] = {"abi": ABI, "layout_hash": HASH, "layout": LAYOUT, "timeout_s": 5.0}
+    arguments: dict[str, Any] = {"abi": ABI, "layout": LAYOUT, "timeout_s": 5.0}
     return rendezvous.connect(job, place, **arguments | changes)
 
 
@@ -77,7 +77,7 @@ import ctypes, os, sys
 from fastps.membership import rendezvous
 job, seconds_held = sys.argv[1], float(sys.argv[2])
 memory, pidfd = os.memfd_create("fastps-test"), os.pidfd_open(os.getpid())
-listener = rendezvous.Listener(rendezvous.place_name(job, 0), memory, pidfd, 7, bytes(range(32)), b"{}", 0)
+listener = rendezvous.Listener(rendezvous.place_name(job, 0), memory, pidfd, b'{"parameters": ["ours"]}', 0, 7)
 print("ready", flush=True)
 if seconds_held:
     ctypes.PyDLL(None).usleep(int(seconds_held * 1e6))  # a PyDLL call keeps the GIL
@@ -124,7 +124,7 @@ def test_two_unrelated_processes_share_the_memory_and_see_each_other_end(job: st
         found = _ask(job)
         assert (found.process_id, _process_of(found.pidfd)) == (process.pid, process.pid)
         os.pwrite(found.memfd, b"hello", 0)
-        assert rendezvous.dead_among([found.pidfd]) == []
+        assert rendezvous.pidfd_alive(found.pidfd)
         text, _ = process.communicate("\n", timeout=20)
         assert text == "hello\n"
         assert not rendezvous.pidfd_alive(found.pidfd)
@@ -191,7 +191,7 @@ def test_nothing_is_leaked_over_many_asks(job: str, memory: int) -> None:
         for _ in range(200):
             _ask_and_close(job)
             with pytest.raises(rendezvous.LayoutDiffers):
-                _ask(job, layout_hash=OTHER_HASH)
+                _ask(job, layout=b"another")
             with pytest.raises(rendezvous.AbiDiffers):
                 _ask(job, abi=ABI + 1)
             with pytest.raises(rendezvous.Absent):
@@ -208,26 +208,26 @@ def test_a_different_layout_is_known_on_both_sides(job: str, memory: int, paddin
     with _listener(job, memory, layout=ours.encode()) as listener:
         assert listener.foreign_layout() is None
         with pytest.raises(rendezvous.LayoutDiffers) as caught:
-            _ask(job, layout_hash=OTHER_HASH, layout=theirs.encode())
+            _ask(job, layout=theirs.encode())
         assert caught.value.theirs == ours
         assert listener.foreign_layout() == theirs
         with pytest.raises(rendezvous.LayoutDiffers):
-            _ask(job, layout_hash=OTHER_HASH, layout=later.encode())
+            _ask(job, layout=later.encode())
         assert listener.foreign_layout() == theirs, "the first one is kept"
-        _ask_and_close(job)
+        _ask_and_close(job, layout=ours.encode())
 
 
 def test_an_observer_needs_no_layout(job: str, memory: int) -> None:
     with _listener(job, memory) as listener:
-        _ask_and_close(job, layout_hash=bytes(32), layout=b"", observer=True)
-        _ask_and_close(job, layout_hash=OTHER_HASH, layout=b"x" * 1_000_000, observer=True)
+        _ask_and_close(job, layout=b"", observer=True)
+        _ask_and_close(job, layout=b"x" * 1_000_000, observer=True)
         assert listener.foreign_layout() is None
         with pytest.raises(rendezvous.LayoutDiffers):
-            _ask(job, layout_hash=bytes(32), layout=b"")
+            _ask(job, layout=b"")
 
 
 def test_equal_hashes_are_answered_however_long_the_text_is(job: str, memory: int) -> None:
-    with _listener(job, memory) as listener:
+    with _listener(job, memory, layout=b"x" * 2_000_000) as listener:
         for _ in range(20):
             _ask_and_close(job, layout=b"x" * 2_000_000)
         assert listener.foreign_layout() is None
@@ -236,7 +236,7 @@ def test_equal_hashes_are_answered_however_long_the_text_is(job: str, memory: in
 def test_another_abi_is_told_which_one_is_here(job: str, memory: int) -> None:
     with _listener(job, memory) as listener:
         with pytest.raises(rendezvous.AbiDiffers, match="format to be 8 as in this process, found 7") as caught:
-            _ask(job, abi=8, layout_hash=OTHER_HASH, layout=b"x" * 1_000_000)
+            _ask(job, abi=8, layout=b"x" * 1_000_000)
         assert caught.value.theirs == ABI
         assert listener.foreign_layout() is None
 
@@ -258,7 +258,7 @@ def test_another_users_answerer_is_not_even_greeted(job: str, memory: int, monke
     with _listener(job, memory) as listener:
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
         with pytest.raises(rendezvous.OtherUser, match=f"expected user {user + 1}, found {user}"):
-            _ask(job, layout_hash=OTHER_HASH)
+            _ask(job, layout=b"another")
         assert listener.foreign_layout() is None
 
 
@@ -370,7 +370,7 @@ def test_a_killed_process_is_absent_at_once(job: str) -> None:
         with pytest.raises(rendezvous.Absent, match=f"nobody answers at 'fastps/{job}/0'"):
             _ask(job)
         assert time.monotonic() - began < AT_ONCE_S
-        assert rendezvous.dead_among([found.pidfd]) == [found.pidfd]
+        assert not rendezvous.pidfd_alive(found.pidfd)
         os.close(found.memfd)
         os.close(found.pidfd)
 
@@ -463,17 +463,17 @@ def test_a_full_queue_of_clients_is_silent_too(job: str) -> None:
             _ask(job, timeout_s=0.2)
 
 
-def test_the_dead_are_told_from_the_living_in_one_call() -> None:
+def test_the_dead_are_told_from_the_living() -> None:
     children = [processes.start(lambda: time.sleep(60)) for _ in range(3)]
     pidfds = [os.pidfd_open(child.process_id) for child in children]
-    assert rendezvous.dead_among(pidfds) == []
+    assert [rendezvous.pidfd_alive(pidfd) for pidfd in pidfds] == [True, True, True]
     os.kill(children[1].process_id, signal.SIGKILL)
     assert select.select([pidfds[1]], [], [], 10)[0]
-    assert rendezvous.dead_among(pidfds) == [pidfds[1]], "not waited for yet, and dead all the same"
+    assert [rendezvous.pidfd_alive(pidfd) for pidfd in pidfds] == [True, False, True], "not waited for yet, and dead"
     for child in children:
         os.kill(child.process_id, signal.SIGKILL)
     processes.finish(children, 10)
-    assert rendezvous.dead_among(pidfds) == pidfds
+    assert [rendezvous.pidfd_alive(pidfd) for pidfd in pidfds] == [False, False, False]
     for pidfd in pidfds:
         os.close(pidfd)
     with pytest.raises(OSError, match="closed descriptor"):

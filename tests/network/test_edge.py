@@ -72,6 +72,14 @@ def test_a_side_that_is_silent_is_lost_after_the_timeout(pair: Pair) -> None:
     assert 0.9 < time.monotonic() - began < 4
 
 
+def test_floats_that_do_not_come_while_beats_do_are_a_reason_to_compare_the_mtu(pair: Pair) -> None:
+    home = pair.edges[1]
+    with pytest.raises(LinkLostError, match="small messages pass and large ones do not: compare the MTU of both ends"):
+        home.receive([np.zeros(CHUNK_BYTES, np.uint8)])
+    with pytest.raises(LinkLostError, match="compare the MTU"):
+        home.check()
+
+
 def test_what_a_failed_side_says_is_the_reason(pair: Pair) -> None:
     leaf, home = pair.edges
     leaf.send_header(Header(Kind.FAILED, text="the disk is full"))

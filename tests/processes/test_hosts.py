@@ -18,6 +18,7 @@ import pytest
 from fastps.errors import UsageError
 from fastps.processes.hosts import HostsLauncher, HostsOptions, variables_line
 from fastps.system.ports import free_port
+from tests.support.processes import await_stop, is_stopped
 
 TRAIN = Path(__file__).parents[1] / "support" / "train_on_nodes.py"
 
@@ -195,6 +196,30 @@ def test_sigterm_lets_the_workers_of_all_hosts_save(runner: str, tmp_path: Path)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143, errors
     assert len(list(tmp_path.glob("saved*"))) == 2, errors
+
+
+@pytest.mark.slow
+def test_ctrl_z_stops_the_workers_of_all_hosts_and_sigcont_wakes_them(runner: str, tmp_path: Path) -> None:
+    script = tmp_path / "wait.py"
+    script.write_text(
+        f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, f'came{{os.getpid()}}').touch()\n"
+        f"while not pathlib.Path({str(tmp_path)!r}, 'end').exists(): time.sleep(0.02)"
+    )
+    process = _start(runner, "one,two", script)
+    deadline = time.monotonic() + 60
+    while len(came := list(tmp_path.glob("came*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    workers = [int(file.name.removeprefix("came")) for file in came]
+    process.send_signal(signal.SIGTSTP)
+    for each in [*workers, process.pid]:
+        await_stop(each)
+    (tmp_path / "end").touch()
+    time.sleep(0.1)
+    assert all(is_stopped(worker) for worker in workers)
+    process.send_signal(signal.SIGCONT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
 
 
 @pytest.mark.parametrize("line", [b"", b"no JSON\n", b"[1, 2]\n"])

@@ -172,13 +172,33 @@ def test_workers_take_no_turn_while_there_is_a_server_and_an_observer_sees_worke
         _until(lambda: store.version == 4)
 
 
-def test_a_wait_for_a_stopped_server_says_who_takes_the_turns() -> None:
+def test_a_wait_for_a_stopped_server_names_it_as_stopped_and_goes_on_when_it_wakes() -> None:
     with _store("bsp", 1, timeout_s=0.5) as store, store.attach(0) as worker:
-        with processes.stopped(_server_of(store)):
+        server = _server_of(store)
+        with processes.stopped(server):
             worker.push(store.hypers)
-            with pytest.raises(fastps.TimeoutExceededError, match=f"process {_server_of(store)}, the job's server"):
+            stopped = rf"process {server}, the job's server, is stopped: wake it \(kill -CONT {server}\), or end it"
+            with pytest.raises(fastps.TimeoutExceededError, match=stopped):
                 worker.advance()
         worker.advance()
+
+
+def test_a_stopped_worker_that_is_waited_for_is_named_as_stopped() -> None:
+    def train() -> None:
+        with store.attach(1):
+            signal.pause()
+
+    with _store("asp", 2, server="workers", on_worker_loss="continue") as store, store.attach(0) as worker:
+        child = processes.start(train)
+        try:
+            worker.wait_for_start()
+            worker.step(_constant(0, 0))
+            with processes.stopped(child.process_id):
+                assert worker._membership.waited_for() == ["worker 1 (at step 0, stopped)"]
+            assert worker._membership.waited_for() == ["worker 1 (at step 0)"]
+        finally:
+            os.kill(child.process_id, signal.SIGKILL)
+            processes.finish([child], 20)
 
 
 def test_an_optimizer_of_torch_has_the_same_bits_with_a_server_that_a_launched_job_asks_for(

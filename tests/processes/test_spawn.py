@@ -414,6 +414,26 @@ def test_second_ctrl_c_kills_workers_that_ignore_signals(tmp_path: Path) -> None
     _await_end(numbers)
 
 
+@pytest.mark.slow
+def test_workers_have_the_time_to_save_after_ctrl_c(tmp_path: Path) -> None:
+    """It takes longer than the four seconds that workers once had."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, pathlib, sys, time, fastps\ndef work(rank):\n    os.write(1, b'ready\\n')\n"
+        "    try:\n        time.sleep(60)\n    except KeyboardInterrupt:\n        time.sleep(5)\n"
+        f"        pathlib.Path({str(tmp_path)!r}, f'saved{{rank}}').touch()\n        raise\n"
+        "if __name__ == '__main__':\n    fastps.spawn(work, workers=2)\n"
+    )
+    running = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    assert [running.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    os.kill(running.pid, signal.SIGINT)
+    _, told = running.communicate(timeout=60)
+    assert running.returncode == -signal.SIGINT, told
+    assert len(list(tmp_path.glob("saved*"))) == 2, told
+    assert "waiting up to 29 s for worker 0, worker 1 to save and end; Ctrl-C kills at once" in told
+
+
 def test_ctrl_c_during_the_imports_starts_no_worker(tmp_path: Path) -> None:
     (tmp_path / "is_slow.py").write_text("import os, time\nos.write(1, b'begun\\n')\ntime.sleep(60)\n")
     script = tmp_path / "program.py"

@@ -1,4 +1,4 @@
-"""Ctrl-C as a count: it is raised at the context's end, after what the context has to do."""
+"""Ctrl-C waits: it is raised at the context's end, after what the context has to do."""
 
 import os
 import signal
@@ -7,7 +7,15 @@ from types import FrameType
 
 import pytest
 
-from fastps.system.interrupts import counted_interrupts
+from fastps.system.interrupts import deferred_interrupts
+
+
+class Noted:
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.numbers.append(number)
 
 
 def _interrupt() -> None:
@@ -15,26 +23,25 @@ def _interrupt() -> None:
 
 
 def test_interrupts_are_raised_once_the_context_is_left() -> None:
-    before, reached = signal.getsignal(signal.SIGINT), 0
+    before, noted = signal.getsignal(signal.SIGINT), Noted()
     with pytest.raises(KeyboardInterrupt):
-        with counted_interrupts() as interrupts:
+        with deferred_interrupts(noted):
             _interrupt()
             _interrupt()
-            reached = interrupts.count
-    assert reached == 2
+            assert noted.numbers == [signal.SIGINT] * 2
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_interrupt_takes_the_place_of_an_error_that_it_caused() -> None:
     with pytest.raises(KeyboardInterrupt):
-        with counted_interrupts():
+        with deferred_interrupts(Noted()):
             _interrupt()
             raise ValueError
 
 
 def test_error_passes_where_nobody_interrupts() -> None:
     with pytest.raises(ValueError):
-        with counted_interrupts():
+        with deferred_interrupts(Noted()):
             raise ValueError
 
 
@@ -47,7 +54,7 @@ def test_handler_of_the_program_is_called_too() -> None:
     before = signal.signal(signal.SIGINT, note)
     try:
         with pytest.raises(KeyboardInterrupt):
-            with counted_interrupts():
+            with deferred_interrupts(Noted()):
                 _interrupt()
                 assert called == []
         assert called == [signal.SIGINT]
@@ -59,21 +66,21 @@ def test_handler_of_the_program_is_called_too() -> None:
 def test_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with counted_interrupts() as interrupts:
+        with deferred_interrupts(noted := Noted()):
             _interrupt()
-        assert interrupts.count == 0
+        assert noted.numbers == []
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def test_other_threads_have_no_signal_handler() -> None:
-    counts: list[int] = []
+    handlers: list[object] = []
 
     def enter() -> None:
-        with counted_interrupts() as interrupts:
-            counts.append(interrupts.count)
+        with deferred_interrupts(Noted()):
+            handlers.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert counts == [0]
+    assert handlers == [signal.getsignal(signal.SIGINT)]

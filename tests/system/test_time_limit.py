@@ -1,13 +1,13 @@
-"""Calls with a time limit: a late result is not lost, and errors come through."""
+"""What hangs is left at its limit: a late result is not lost, errors come through, and the log says what is waited for."""
 
 import threading
 
 import pytest
 
-from fastps.system import time_limit
+from fastps.system.time_limit import call_within, ends_within
 
 
-def test_a_call_that_hangs_is_left_and_its_late_result_is_thrown_away() -> None:
+def test_a_call_that_hangs_is_left_and_its_late_result_is_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
     release, thrown = threading.Event(), threading.Event()
 
     def hang() -> int:
@@ -15,8 +15,26 @@ def test_a_call_that_hangs_is_left_and_its_late_result_is_thrown_away() -> None:
         return 3
 
     with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
-        time_limit.call_within(0.05, hang, lambda late: thrown.set())
+        call_within(0.05, hang, discard=lambda late: thrown.set())
     release.set()
     assert thrown.wait(5)
     with pytest.raises(ZeroDivisionError):
-        time_limit.call_within(1, lambda: 1 // 0, lambda late: None)
+        call_within(1, lambda: 1 // 0)
+    assert not caplog.text
+
+
+def test_a_thread_that_ends_is_waited_for_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    assert ends_within(thread, 60, "it ends")
+    assert not caplog.text
+
+
+def test_a_thread_that_hangs_is_left_at_the_limit_and_named_before(caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait, daemon=True)
+    thread.start()
+    assert not ends_within(thread, 0.5, "the disk answers")
+    assert "waiting for at most 0.5 s until the disk answers" in caplog.text
+    release.set()
+    assert ends_within(thread, 60, "the disk answers")
