@@ -21,7 +21,7 @@ Push = tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, float]
 class DeviceFold:
     """The buffers, launch arguments and tiles of one fold. `close` frees the memory.
 
-    >>> from fastps.lab.gpus.host import HostDevice
+    >>> from fastps.lab.gpus.cuda_on_host import HostDevice
     >>> shape = launch_args.Shape(0, 0, 0.0, ((0, 3, 0),))
     >>> pushes = [(np.ones(16, np.float32), [(0.5, 0, 0, 0, 0, 0, 0, 0, 0)], [True], 1.0, 1.0)]
     >>> weights, state, steps = np.ones(16, np.float32), np.zeros((0, 16), np.float32), np.zeros(1, np.int64)

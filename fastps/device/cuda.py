@@ -238,7 +238,7 @@ class CudaDevice:
             self._opened.discard(address)
             runtime.ipcCloseMemHandle(address)
         else:
-            del self._owned[address]
+            self._owned.pop(address, None)  # CUDA refuses what is not open
             runtime.free(address)
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:

@@ -9,7 +9,7 @@ import torch
 import fastps
 from fastps.device.interface import Device
 from fastps.device.placement import gpus_of_workers
-from fastps.lab.gpus.host import HostDevice, Teeth
+from fastps.lab.gpus.cuda_on_host import Faults, HostDevice
 from fastps.torch.on_device import DevicePlacement
 from fastps.torch.placements import HostPlacement
 from tests.support import processes
@@ -27,7 +27,7 @@ class ApartPlacement(DevicePlacement):
     def make_device(self) -> Device:
         own = gpus_of_workers()[int(os.environ["RANK"])]
         others = frozenset(f"gpu {gpu}" for gpu in gpus_of_workers() if gpu != own)
-        return HostDevice(f"gpu {own}", 0.001, teeth=Teeth(unreachable=others))
+        return HostDevice(f"gpu {own}", 0.001, faults=Faults(unreachable=others))
 
 
 class ApartOptimizer(fastps.DistributedOptimizer):

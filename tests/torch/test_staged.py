@@ -18,7 +18,7 @@ from fastps.device.cuda import CudaDevice
 from fastps.device.interface import Device, DeviceError
 from fastps.device.placement import gpus_of_workers, placement
 from fastps.kernels.cuda import runtime as cuda
-from fastps.lab.gpus.host import HostDevice, host_devices
+from fastps.lab.gpus.cuda_on_host import HostDevice, host_devices
 from fastps.torch.on_device import DevicePlacement
 from fastps.torch.placements import HostPlacement
 from fastps.torch.staged import StagedPlacement
