@@ -116,6 +116,8 @@ class CudaDevice:
     `api`: what to call; by default CUDA through CuPy. Raises DeviceError if there is no such GPU, or no CuPy.
     """
 
+    granularity = SHARED_BYTES  # every allocation is a multiple of it
+
     def __init__(self, index: int = 0, api: Cuda | None = None) -> None:
         self._cuda = CupyCuda() if api is None else api
         self._runtime = NamedRuntime(self._cuda.runtime, f"GPU {index}")
@@ -161,7 +163,7 @@ class CudaDevice:
     def allocate(self, size: int) -> int:
         """See Device."""
         runtime = self._use()
-        size = -(-size // SHARED_BYTES) * SHARED_BYTES
+        size = -(-size // self.granularity) * self.granularity
         address = int(runtime.malloc(size))
         runtime.memsetAsync(address, 0, size, 0)
         runtime.streamSynchronize(0)

@@ -474,6 +474,8 @@ class HostDevice(CudaDevice):
     >>> device.shut()
     """
 
+    granularity = 1  # because to fill and to poison 2 MiB takes long where a test makes many small allocations
+
     def __init__(self, identity: str, delay_s: float = 0.0, *, api: HostCuda | None = None, **options: Any) -> None:
         self.api = HostCuda([identity], delay_s=delay_s, **options) if api is None else api
         super().__init__(self.api.gpus.index(identity), self.api)
