@@ -64,6 +64,7 @@ MODULES = {
     "fastps/device/regions": "tests/device/test_device.py",
     "fastps/device/store": "tests/device/test_device.py",
     "fastps/device/work_items": "tests/device/test_several_devices.py",
+    "fastps/lab/worlds/findings": "tests/lab/worlds/test_node_chaos.py",
     "fastps/lab/worlds/device_workers": "tests/lab/worlds/test_device_chaos.py",
     "fastps/lab/worlds/chaos_worlds": "tests/crash/test_chaos.py",
     "fastps/cli/links_report": "tests/diagnostics/test_links.py",

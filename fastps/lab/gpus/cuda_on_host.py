@@ -113,7 +113,6 @@ class HostCuda:
 
     @property
     def runtime(self) -> Any:
-        """See Cuda."""
         return self
 
     @property
@@ -255,7 +254,6 @@ class HostCuda:
     # -- streams and events ------------------------------------------------------------------------
 
     def compute_stream(self, device: int) -> int:
-        """See Cuda."""
         return self._computing[device]
 
     def _make_stream(self, device: int, *, has_thread: bool = True) -> int:
@@ -374,13 +372,11 @@ class HostCuda:
     # -- work --------------------------------------------------------------------------------------
 
     def use_rule(self, device: int, text: str) -> None:
-        """See Cuda."""
         if self._compile_rule is None:
             raise DeviceError("expected a compiler of users' rules for a device in host memory, found none")
         self._users = self._compile_rule(source(text))
 
     def launch_fold(self, device: int, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
-        """See Cuda."""
         number = launch_args.DTYPES[dtype]
 
         def work() -> None:
@@ -396,7 +392,6 @@ class HostCuda:
         self.queue(stream, work)
 
     def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
-        """See Cuda."""
         number = launch_args.DTYPES[dtype]
 
         def work() -> None:

@@ -206,21 +206,17 @@ class SteppedDevice:
 
     @property
     def reaches_all(self) -> bool:
-        """See Device."""
         return not any(self.identity in pair for pair in self.node.unreachable)
 
     def can_reach(self, identity: str) -> bool:
-        """See Device."""
         return frozenset((self.identity, identity)) not in self.node.unreachable
 
     # -- memory ------------------------------------------------------------------------------------
 
     def allocate(self, size: int) -> int:
-        """See Device."""
         return self._make(size, self.identity, f"memory of process {self.process} on {self.identity}").address
 
     def allocate_host(self, size: int) -> int:
-        """See Device."""
         return self._make(size, None, f"host memory of process {self.process}").address
 
     def _make(self, size: int, identity: str | None, name: str) -> Block:
@@ -233,13 +229,11 @@ class SteppedDevice:
         return block
 
     def export(self, address: int) -> bytes:
-        """See Device."""
         return self._handle(self.node.blocks[address])
 
     export_host = export
 
     def open(self, handle: bytes) -> int:
-        """See Device."""
         block = self._of(handle)
         if not isinstance(block, Block) or not block.mapped:
             raise DeviceLostError("expected memory of another process, found none: it has ended, or has freed that memory")
@@ -253,13 +247,11 @@ class SteppedDevice:
     open_host = open
 
     def borrow(self, other: "SteppedDevice", address: int) -> None:
-        """See Device."""
         if other.process != self.process:
             raise DeviceError(f"expected another device of process {self.process}, found one of process {other.process}")
         self.borrowed.add(address)
 
     def close(self, address: int) -> None:
-        """See Device."""
         block = self.node.blocks[address]
         if self.process not in block.mapped:
             raise DeviceError(f"expected memory that is open, found {block.accesses.name}")
@@ -272,11 +264,9 @@ class SteppedDevice:
         self.node.free(block)
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
-        """See Device."""
         return self._make(size, None, f"staging of process {self.process}").array
 
     def view(self, address: int, length: int, dtype: str = "float32") -> npt.NDArray[Any]:
-        """See Device."""
         size = length * np.dtype(dtype).itemsize
         block = self.node.find(address, size, self.process, self, "a view")
         return block.array[address - block.address :][:size].view(dtype)
@@ -294,26 +284,21 @@ class SteppedDevice:
     # -- streams and events ------------------------------------------------------------------------
 
     def compute_stream(self) -> SteppedStream:
-        """See Device."""
         return self._computing
 
     def make_stream(self, name: str = "stream") -> SteppedStream:
-        """See Device."""
         number = len(self.node.streams)
         stream = SteppedStream(number, self.process, self, f"{name} {number} of process {self.process}")
         self.node.streams.append(stream)
         return stream
 
     def make_event(self) -> SteppedEvent:
-        """See Device."""
         return SteppedEvent(self.process)
 
     def export_event(self, event: SteppedEvent) -> bytes:
-        """See Device."""
         return self._handle(event)
 
     def open_event(self, handle: bytes) -> SteppedEvent:
-        """See Device."""
         event = self._of(handle)
         if not isinstance(event, SteppedEvent) or event.owner == self.process:
             raise DeviceError("expected another process's event to open")
@@ -325,7 +310,6 @@ class SteppedDevice:
         """See Device."""
 
     def record(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
         self._check_not_capturing("a record")
         if event.owner != self.process:
             raise DeviceError(f"expected an event of process {self.process} to record, found one of process {event.owner}")
@@ -333,7 +317,6 @@ class SteppedDevice:
         self._queue(stream, _Piece({}, "record", event=event, number=event.made, records=True))
 
     def wait(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
         self._check_not_capturing("a wait")
         self._queue(stream, _Piece({}, "wait", event=event, number=event.made))
 
@@ -347,7 +330,6 @@ class SteppedDevice:
         stream.work.append(piece)
 
     def synchronize(self, stream: SteppedStream) -> None:
-        """See Device."""
         self._check_not_capturing("a wait of the host")
         self.node.drain(stream)
         merge(self.node.clocks[self.process], stream.clock)
@@ -356,13 +338,11 @@ class SteppedDevice:
         """See Device. Work that fails raises its error where it runs."""
 
     def synchronize_all(self) -> None:
-        """See Device."""
         for stream in self.node.streams:
             if stream.process == self.process:
                 self.synchronize(stream)
 
     def synchronize_event(self, event: SteppedEvent) -> None:
-        """See Device."""
         self._check_not_capturing("a wait of the host")
         number = event.made
         while event.done < number:
@@ -372,7 +352,6 @@ class SteppedDevice:
             merge(self.node.clocks[self.process], event.known[number])
 
     def is_done(self, event: SteppedEvent) -> bool:
-        """See Device."""
         self._check_not_capturing("a question of the host")
         if event.done < event.made:
             return False
@@ -383,7 +362,6 @@ class SteppedDevice:
     # -- work --------------------------------------------------------------------------------------
 
     def copy(self, to: int, source: int, size: int, stream: SteppedStream) -> None:
-        """See Device."""
         text = f"copy of {size} bytes on {stream.name}"
 
         def run(on: SteppedStream) -> None:
@@ -398,7 +376,6 @@ class SteppedDevice:
         self._queue(stream, _Piece({}, text, run))
 
     def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
-        """See Device."""
         number, text = launch_args.DTYPES[dtype], f"fold on {stream.name}"
 
         def run(on: SteppedStream) -> None:
@@ -415,7 +392,6 @@ class SteppedDevice:
         raise DeviceError("expected a rule of fastps' own on a simulated device, found a user's")
 
     def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
-        """See Device."""
         number, text = launch_args.DTYPES[dtype], f"check on {stream.name}"
 
         def run(on: SteppedStream) -> None:
@@ -428,20 +404,17 @@ class SteppedDevice:
         self._queue(stream, _Piece({}, text, run))
 
     def begin_capture(self, stream: SteppedStream) -> None:
-        """See Device."""
         self._check_not_capturing("another capture")
         stream.captured = []
         self._capturing = stream
 
     def end_capture(self, stream: SteppedStream) -> list[_Piece]:
-        """See Device."""
         if stream.captured is None or not stream.captured:
             raise DeviceError(f"expected {stream.name} to capture work, found none")
         captured, stream.captured, self._capturing = stream.captured, None, None
         return captured
 
     def launch(self, graph: list[_Piece], stream: SteppedStream) -> None:
-        """See Device."""
         self._check_not_capturing("a launch")
         for piece in graph:
             self._queue(stream, replace(piece))
@@ -457,7 +430,6 @@ class SteppedDevice:
                 block.accesses.add((address - block.address, size), writes, stream.number, stream.clock, text)
 
     def shut(self, *, waits: bool = True) -> None:
-        """See Device."""
         if waits:
             self.synchronize_all()
         for block in list(self.node.blocks.values()):

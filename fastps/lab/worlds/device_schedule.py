@@ -120,12 +120,10 @@ class _RecordingDevice(SteppedDevice):
         self._recording.recorded[stream.number].append(made)
 
     def record(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
         super().record(event, stream)
         self._note(stream, "record", event)
 
     def wait(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
         super().wait(event, stream)
         self._note(stream, "wait", event)
 
@@ -137,17 +135,14 @@ class _RecordingDevice(SteppedDevice):
         self._recording.recorded[stream.number][-1].seconds = seconds
 
     def copy(self, to: int, source: int, size: int, stream: SteppedStream) -> None:
-        """See Device."""
         super().copy(to, source, size, stream)
         self._note(stream, "copy")
 
     def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
-        """See Device."""
         super().launch_fold(rule, dtype, order, tiles, blocks, stream)
         self._note(stream, "fold")
 
     def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
-        """See Device."""
         super().launch_check(dtype, args, tiles, blocks, stream)
         self._note(stream, "check")
 

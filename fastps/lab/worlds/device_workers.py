@@ -49,23 +49,19 @@ class WatchedDevice(SteppedDevice):
         self._world = world
 
     def record(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
         if not self._world.leaves_out("record", event, stream):
             super().record(event, stream)
 
     def wait(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
         if not self._world.leaves_out("wait", event, stream):
             self._world.check_wait(event, stream)
             super().wait(event, stream)
 
     def synchronize_event(self, event: SteppedEvent) -> None:
-        """See Device."""
         if not self._world.leaves_out("host", event, None):
             super().synchronize_event(event)
 
     def is_done(self, event: SteppedEvent) -> bool:
-        """See Device."""
         return self._world.leaves_out("host", event, None) or super().is_done(event)
 
 

@@ -48,22 +48,18 @@ class _MortalDevice(WatchedDevice):
             raise _Dies
 
     def record(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
         self._operate()
         super().record(event, stream)
 
     def wait(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
         self._operate()
         super().wait(event, stream)
 
     def copy(self, to: int, source: int, size: int, stream: SteppedStream) -> None:
-        """See Device."""
         self._operate()
         super().copy(to, source, size, stream)
 
     def open(self, handle: bytes) -> int:
-        """See Device."""
         self._operate()
         return super().open(handle)
 
@@ -160,11 +156,9 @@ class ServedWorld(World):
         return rank + generation * GENERATION
 
     def device_of(self, process: int, gpu: str) -> WatchedDevice:
-        """See World."""
         return _MortalDevice(self.node, process, gpu, self)
 
     def publish(self, process: int) -> None:
-        """See World."""
         merge(self.published, self.node.clocks[process])
 
     def learn(self, process: int) -> None:
