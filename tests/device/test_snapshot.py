@@ -123,7 +123,7 @@ def test_steps_go_on_while_a_version_is_copied_and_its_buffers_are_not_written(t
         def copy(self, to: int, source: int, size: int, stream: Any) -> None:
             snapshots = store._snapshots
             if snapshots is not None and stream == snapshots.stream:
-                self.api.queue(stream, partial(time.sleep, 0.02))
+                self.api.queue(stream, "pause", lambda on: time.sleep(0.02))
             super().copy(to, source, size, stream)
 
     store = make_store(gpus)

@@ -1,9 +1,9 @@
 """A CUDA in host memory, between real processes, on any machine: what a CudaDevice calls.
 
 Memory and events are memfds. Each stream is a thread that runs its work in order, so work that no event orders really runs in
-any order. The kernels are those of fold.cu, compiled by the host's compiler. It is harsher than CUDA: work may begin late,
-completed events may be seen late, freed memory is poisoned and an access to it is an error, devices may be full, lost or out of
-reach, and a process can die between any two operations. What CUDA itself does, only a GPU shows.
+any order. It is harsher than CUDA: work may begin late, completed events may be seen late, freed memory is poisoned and an
+access to it is an error, devices may be full, lost or out of reach, and a process can die between any two operations. What CUDA
+itself does, only a GPU shows.
 """
 
 import ctypes
@@ -24,17 +24,14 @@ from fastps.device.cuda import SUCCESS, CudaDevice
 from fastps.device.cuda_errors import MEMORY_ALLOCATION, NOT_READY
 from fastps.device.interface import DeviceError, DeviceLostError
 from fastps.device.regions import Region, handle_of, make_region, open_region, release
-from fastps.kernels.cuda import host_fold, launch_args
+from fastps.kernels.cuda.launch_args import Span
 from fastps.kernels.cuda.runtime import source
-from fastps.kernels.update.fold import RULE_USER
+from fastps.lab.gpus.fake_cuda import FakeCuda, Launch, Work
 from fastps.lab.gpus.host_streams import HostEvent, HostStream
 
 _POLL_S = 20e-6
 _LOOK_EVERY = 200  # polls between two checks that the other process is alive
 _PEER_ACCESS_UNSUPPORTED = 217
-
-Launch = Callable[[int, int, int, int], None]
-"""Launches the kernels of a user's rule: dtype, order, tiles, blocks."""
 
 
 class HostCudaError(DeviceError):
@@ -70,10 +67,8 @@ class Faults:
     memory: int = 0
 
 
-class HostCuda:
-    """See fastps.device.cuda.Cuda; also its runtime, with the functions of cupy.cuda.runtime.
-
-    `gpus`: the bus ids of the GPUs that this process sees, its own first. `delay_s` delays each piece of work on a stream that
+class HostCuda(FakeCuda):
+    """A CUDA of threads and memfds. `delay_s` delays each piece of work on a stream that
     has a thread. With `computes_at_once` the compute streams run work when it is called, as torch does on the CPU; else they
     queue work, as a GPU does. `compile_rule` compiles a user's rule from the kernels' source; without it there are no users'
     rules.
@@ -93,36 +88,19 @@ class HostCuda:
         computes_at_once: bool = True,
         compile_rule: Callable[[str], Launch] | None = None,
     ) -> None:
-        self.gpus = list(gpus)
+        super().__init__(gpus)
         self.streams: dict[int, HostStream] = {}
         self.events: dict[int, HostEvent] = {}
-        self._graphs: dict[int, list[Callable[[], object]]] = {}
-        self._numbers = itertools.count(1)  # of streams, events and graphs
         self._faults = faults
         self._delay_s = delay_s
         self._compile_rule = compile_rule
-        self._users: Launch | None = None
         self._random = random.Random(faults.seed)  # used under the interpreter's lock alone, one call at a time
         self._operations = [itertools.count(1) for _ in gpus]
         self._memory: dict[int, tuple[Region, int]] = {}  # by address: with the number of the device that has it open
         self._pinned: dict[int, npt.NDArray[np.uint8]] = {}
         self._enabled: set[tuple[int, int]] = set()  # a device, and one whose memory it uses
         self._is_ended = self._is_lost = False
-        self._thread = threading.local()
         self._computing = [self._make_stream(device, has_thread=not computes_at_once) for device in range(len(gpus))]
-
-    @property
-    def runtime(self) -> Any:
-        return self
-
-    @property
-    def _device(self) -> int:
-        return getattr(self._thread, "device", 0)
-
-    def _keep(self, things: dict[int, Any], thing: Any) -> int:
-        number = next(self._numbers)
-        things[number] = thing
-        return number
 
     def _operate(self, device: int | None = None) -> None:
         """Count an operation of the host or a stream; die before it if it is the one. Raises HostCudaError if lost."""
@@ -136,21 +114,8 @@ class HostCuda:
 
     # -- devices -----------------------------------------------------------------------------------
 
-    def getDeviceCount(self) -> int:
-        return len(self.gpus)
-
-    def setDevice(self, device: int) -> None:
-        self._thread.device = device
-
-    def deviceGetPCIBusId(self, device: int) -> str:
-        return self.gpus[device]
-
     def reaches(self, gpu: str, other: str) -> bool:
-        """Whether there is peer access. A device reaches itself."""
         return gpu == other or not {gpu, other} & self._faults.unreachable
-
-    def deviceCanAccessPeer(self, device: int, peer: int) -> int:
-        return int(self.reaches(self.gpus[device], self.gpus[peer]))
 
     def deviceEnablePeerAccess(self, peer: int) -> None:
         self._operate()
@@ -164,7 +129,7 @@ class HostCuda:
                 stream.finish()
 
     def memGetInfo(self) -> tuple[int, int]:
-        used = sum(region.size for region, _ in self._memory.values() if region.identity == self.gpus[self._device])
+        used = sum(region.size for region, _ in self._memory.values() if region.identity == self._gpu)
         return max(0, self._faults.memory - used), self._faults.memory
 
     # -- memory ------------------------------------------------------------------------------------
@@ -177,7 +142,7 @@ class HostCuda:
         self._operate()
         if self._faults.memory and size > self.memGetInfo()[0]:
             raise HostCudaError(MEMORY_ALLOCATION, "cudaErrorMemoryAllocation: out of memory")
-        return self._open(make_region(size, self.gpus[self._device]))
+        return self._open(make_region(size, self._gpu))
 
     def free(self, address: int) -> None:
         """Free or unmap memory. Views that still live see poison."""
@@ -193,21 +158,13 @@ class HostCuda:
         """Fill memory, at once."""
         self.array(self._device, address, size, "uint8", None)[:] = value
 
-    def memcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
-        def work() -> None:
-            self._check(self.streams[stream].device, [(to, size), (source, size)])
-            ctypes.memmove(to, source, size)
-
-        self._operate()
-        self.queue(stream, work)
-
     def ipcGetMemHandle(self, address: int) -> bytes:
         self._operate()
         return handle_of(self._memory[address][0])
 
     def ipcOpenMemHandle(self, handle: bytes, flags: int) -> int:
         self._operate()
-        region, gpu = open_region(handle), self.gpus[self._device]
+        region, gpu = open_region(handle), self._gpu
         if not self.reaches(gpu, region.identity):
             release(region)
             raise DeviceError(f"expected peer access from {gpu} to {region.identity}, found none")
@@ -239,9 +196,9 @@ class HostCuda:
                 return memory[address - begin :][:size].view(dtype)
         raise DeviceError(f"expected memory of this device, found {size} bytes at {address:#x}")
 
-    def _check(self, device: int, spans: Iterable[launch_args.Span]) -> None:
-        """Raise DeviceError for an access of a device to what is not open to it. Called when the work runs."""
-        for address, size in spans:
+    def touch(self, on: HostStream, text: str, reads: Iterable[Span], writes: Iterable[Span]) -> None:
+        device = on.device
+        for address, size in (*reads, *writes):
             regions = (each for each, by in list(self._memory.values()) if by == device or (device, by) in self._enabled)
             if not size or any(region.holds(address, size) for region in regions):
                 continue
@@ -252,9 +209,6 @@ class HostCuda:
                 )
 
     # -- streams and events ------------------------------------------------------------------------
-
-    def compute_stream(self, device: int) -> int:
-        return self._computing[device]
 
     def _make_stream(self, device: int, *, has_thread: bool = True) -> int:
         stream = HostStream(device)
@@ -376,35 +330,11 @@ class HostCuda:
             raise DeviceError("expected a compiler of users' rules for a device in host memory, found none")
         self._users = self._compile_rule(source(text))
 
-    def launch_fold(self, device: int, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
-        number = launch_args.DTYPES[dtype]
-
-        def work() -> None:
-            self._check(device, [(order, 1), (tiles, blocks * host_fold.TILE_BYTES)])
-            for spans in launch_args.accessed(order, dtype):
-                self._check(device, spans)
-            if rule == RULE_USER and self._users is not None:
-                self._users(number, order, tiles, blocks)
-            else:
-                host_fold.launch(rule, number, order, tiles, blocks, launch_args.THREADS)
-
+    def queue(self, stream: int, text: str, work: Work) -> None:
         self._operate()
-        self.queue(stream, work)
+        self._queue(stream, work)
 
-    def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
-        number = launch_args.DTYPES[dtype]
-
-        def work() -> None:
-            self._check(device, [(args, launch_args.CHECK_BYTES), (tiles, blocks * host_fold.TILE_BYTES)])
-            for spans in launch_args.accessed_by_check(args, tiles, blocks, dtype):
-                self._check(device, spans)
-            host_fold.launch_check(number, args, tiles, blocks, launch_args.THREADS)
-
-        self._operate()
-        self.queue(stream, work)
-
-    def queue(self, stream: int, work: Callable[[], object]) -> None:
-        """Queue a piece of work, or take it into the graph that the stream captures."""
+    def _queue(self, stream: int, work: Work) -> None:
         queued = self.streams[stream]
         if queued.captured is not None:
             queued.captured.append(work)
@@ -416,7 +346,7 @@ class HostCuda:
             drawn_s = self._random.uniform(0, self._faults.delay_s) if self._faults.delay_s else 0.0
             if delay_s + drawn_s:
                 time.sleep(delay_s + drawn_s)
-            work()
+            work(queued)
 
         queued.do(piece)
 
@@ -431,18 +361,10 @@ class HostCuda:
             raise DeviceError("expected a stream that captures work, found none")
         return self._keep(self._graphs, captured)
 
-    def graphInstantiate(self, graph: int) -> int:
-        return self._keep(self._graphs, self._graphs[graph])
-
     def graphLaunch(self, graph: int, stream: int) -> None:
         self._operate()
         for work in self._graphs[graph]:
-            self.queue(stream, work)
-
-    def graphDestroy(self, graph: int) -> None:
-        del self._graphs[graph]
-
-    graphExecDestroy = graphDestroy
+            self._queue(stream, work)
 
     def end(self) -> None:
         """Release everything at once. Work that is under way ends; none of what is queued runs."""

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ class HostStream:
     thread: threading.Thread | None = None
     work: "queue.SimpleQueue[tuple[Callable[[], object], HostEvent | None] | None]" = field(default_factory=queue.SimpleQueue)
     failure: Exception | None = None
-    captured: list[Callable[[], object]] | None = None
+    captured: list[Callable[[Any], object]] | None = None
 
     def do(self, piece: Callable[[], object], event: HostEvent | None = None) -> None:
         """Queue a piece of work, a record of `event` if that is given. After a failure no further work runs."""
