@@ -25,7 +25,6 @@ from fastps.device.cuda_errors import MEMORY_ALLOCATION, NOT_READY
 from fastps.device.interface import DeviceError, DeviceLostError
 from fastps.device.regions import Region, handle_of, make_region, open_region, release
 from fastps.kernels.cuda.launch_args import Span
-from fastps.kernels.cuda.runtime import source
 from fastps.lab.gpus.fake_cuda import FakeCuda, Launch, Work
 from fastps.lab.gpus.host_streams import HostEvent, HostStream
 
@@ -89,11 +88,11 @@ class HostCuda(FakeCuda):
         compile_rule: Callable[[str], Launch] | None = None,
     ) -> None:
         super().__init__(gpus)
+        self._compile_rule = compile_rule
         self.streams: dict[int, HostStream] = {}
         self.events: dict[int, HostEvent] = {}
         self._faults = faults
         self._delay_s = delay_s
-        self._compile_rule = compile_rule
         self._random = random.Random(faults.seed)  # used under the interpreter's lock alone, one call at a time
         self._operations = [itertools.count(1) for _ in gpus]
         self._memory: dict[int, tuple[Region, int]] = {}  # by address: with the number of the device that has it open
@@ -324,11 +323,6 @@ class HostCuda(FakeCuda):
         self._be_late()
 
     # -- work --------------------------------------------------------------------------------------
-
-    def use_rule(self, device: int, text: str) -> None:
-        if self._compile_rule is None:
-            raise DeviceError("expected a compiler of users' rules for a device in host memory, found none")
-        self._users = self._compile_rule(source(text))
 
     def queue(self, stream: int, text: str, work: Work) -> None:
         self._operate()

@@ -10,8 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from fastps.device.interface import DeviceError
 from fastps.kernels.cuda import host_fold, launch_args
 from fastps.kernels.cuda.launch_args import Span
+from fastps.kernels.cuda.runtime import source
 from fastps.kernels.update.fold import RULE_USER
 
 Launch = Callable[[int, int, int, int], None]
@@ -31,6 +33,7 @@ class FakeCuda(ABC):
         self.gpus = list(gpus)
         self._numbers = numbers or itertools.count(1)
         self._graphs: dict[int, list[Any]] = {}
+        self._compile_rule: Callable[[str], Launch] | None = None
         self._users: Launch | None = None
         self._thread = threading.local()
         self._computing: list[int] = []  # by device: its compute stream
@@ -80,6 +83,11 @@ class FakeCuda(ABC):
 
     def compute_stream(self, device: int) -> int:
         return self._computing[device]
+
+    def use_rule(self, device: int, text: str) -> None:
+        if self._compile_rule is None:
+            raise DeviceError("expected a compiler of users' rules for a simulated device, found none")
+        self._users = self._compile_rule(source(text))
 
     def memcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
         text = f"copy of {size} bytes"

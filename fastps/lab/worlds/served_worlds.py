@@ -64,7 +64,7 @@ class _MortalDevice(WatchedDevice):
         return super().open(handle)
 
     def is_done(self, event: int) -> bool:
-        """See Device. The process can die before the look and after it."""
+        """Whether the event is done. The process can die before the look and after it."""
         self._operate()
         found = super().is_done(event)
         self._operate()
@@ -170,8 +170,8 @@ class ServedWorld(World):
         if event not in self._roles or (stream is not None and stream not in self._roles):
             return False  # a part of an arena that is being set up
         further = list(self._server.arenas.values())[1:] if self._is_running else []
-        is_own = stream is not None and self.is_own(event, stream)
-        if verb != "wait" or is_own or all(event not in each.parts().values() for each in further):
+        is_further = any(event in each.parts().values() for each in further)
+        if verb != "wait" or stream is None or self.is_own(event, stream) or not is_further:
             return super().leaves_out(verb, event, stream)
         key = f"{self._roles[stream]} stream waits for {self._roles[event]} of a further device"
         self.seen.add(key)
