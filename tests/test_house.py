@@ -56,6 +56,7 @@ MODULES = {
     "fastps/device/arena": "tests/device/test_device.py",
     "fastps/lab/gpus/cuda_calls": "tests/device/test_cuda.py",
     "fastps/lab/gpus/cuda_on_host": "tests/device/test_cuda.py",
+    "fastps/lab/gpus/fake_cuda": "tests/device/test_device.py",
     "fastps/lab/gpus/host_streams": "tests/device/test_device.py",
     "fastps/lab/gpus/hazards": "tests/lab/gpus/test_stepped.py",
     "fastps/device/interface": "tests/device/test_device.py",
