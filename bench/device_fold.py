@@ -1,6 +1,6 @@
 """A fold on a device with its own buffers, for benchmarks and checks: it copies given arrays there and results back.
 
-It runs in one process, on one stream, one fold at a time, on any fastps.device.interface.Device.
+It runs in one process, on one stream, one fold at a time, on any CudaDevice.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastps.device.interface import Device
+from fastps.device.cuda import CudaDevice
 from fastps.kernels.cuda import host_fold, launch_args
 
 _PIECE_BYTES = 1 << 22
@@ -21,7 +21,7 @@ Push = tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, float]
 class DeviceFold:
     """The buffers, launch arguments and tiles of one fold. `close` frees the memory.
 
-    >>> from fastps.lab.gpus.host import HostDevice
+    >>> from fastps.lab.gpus.cuda_on_host import HostDevice
     >>> shape = launch_args.Shape(0, 0, 0.0, ((0, 3, 0),))
     >>> pushes = [(np.ones(16, np.float32), [(0.5, 0, 0, 0, 0, 0, 0, 0, 0)], [True], 1.0, 1.0)]
     >>> weights, state, steps = np.ones(16, np.float32), np.zeros((0, 16), np.float32), np.zeros(1, np.int64)
@@ -35,7 +35,7 @@ class DeviceFold:
 
     def __init__(
         self,
-        device: Device,
+        device: CudaDevice,
         shape: launch_args.Shape,
         mode: int,
         pushes: Sequence[Push],
@@ -44,13 +44,13 @@ class DeviceFold:
         steps: npt.NDArray[np.int64],
         dtype: str,
         scale: float = 1.0,
-        gradients_on: Sequence[Device] | None = None,
+        gradients_on: Sequence[CudaDevice] | None = None,
     ) -> None:
         """`gradients_on`: the device of each gradient, if they are not all on the fold's own. It must reach them."""
         self._device = device
         self._stream = device.make_stream()
         self._rule, self._dtype = shape.rule, dtype
-        self._addresses: list[tuple[Device, int]] = []
+        self._addresses: list[tuple[CudaDevice, int]] = []
         self._shapes = weights.shape, state.shape
         self._staging = device.host_memory(_PIECE_BYTES)
         self._weights_out, self._state_out = self._room(weights.nbytes), self._room(state.nbytes)
@@ -71,14 +71,14 @@ class DeviceFold:
         plain, _ = launch_args.make_launch_args(shape, mode, made, steps, buffers, scale=scale)
         self._plain = self._sent(plain)
 
-    def _room(self, size: int, on: Device | None = None) -> int:
+    def _room(self, size: int, on: CudaDevice | None = None) -> int:
         device = on or self._device
         self._addresses.append((device, device.allocate(max(256, size))))
         if device is not self._device:
             self._device.borrow(device, self._addresses[-1][1])
         return self._addresses[-1][1]
 
-    def _sent(self, values: npt.NDArray[Any], on: Device | None = None) -> int:
+    def _sent(self, values: npt.NDArray[Any], on: CudaDevice | None = None) -> int:
         """Copy values to a device in pieces, through page-locked memory, and return their address."""
         address = self._room(values.nbytes, on)
         data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)

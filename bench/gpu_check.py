@@ -28,8 +28,9 @@ from fastps.bench.device_fold import DeviceFold
 from fastps.bench.gpu.peers import check_folds, check_pairs, devices_of, not_run
 from fastps.bench.gpu_worker import GRADIENT, LEARNING_RATE, GpuJob, first_weights
 from fastps.bench.measure import BenchOptions, Row
+from fastps.device.cuda import CudaDevice
 from fastps.device.finite_check import FiniteCheck
-from fastps.device.interface import Device, DeviceError
+from fastps.device.interface import DeviceError
 from fastps.errors import Error
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
@@ -57,7 +58,7 @@ UPDATES = examples()  # by name
 # -- kernels -----------------------------------------------------------------------------------------------------------------
 
 
-def check_kernels(device: Device) -> list[Row]:
+def check_kernels(device: CudaDevice) -> list[Row]:
     """Return a row for each rule, gradient dtype and mode: the greatest relative difference from double precision."""
     return [
         _kernel_row(device, name, dtype, mode)
@@ -67,7 +68,7 @@ def check_kernels(device: Device) -> list[Row]:
     ]
 
 
-def _kernel_row(device: Device, name: str, dtype: str, mode: int) -> Row:
+def _kernel_row(device: CudaDevice, name: str, dtype: str, mode: int) -> Row:
     rule, hyper = UPDATES[name].rule, UPDATES[name].hyper
     planes = len(rule.planes)
     differences, told = [], True
@@ -104,7 +105,7 @@ def _kernel_row(device: Device, name: str, dtype: str, mode: int) -> Row:
     }
 
 
-def check_nonfinite(device: Device) -> list[Row]:
+def check_nonfinite(device: CudaDevice) -> list[Row]:
     """Check that the fold flags non-finite results, and the check of slots the parameter with such a value, at any place."""
     hyper = UPDATES["sgd"].hyper
     right = []
@@ -156,7 +157,7 @@ def _difference(found: Any, expected: Any) -> float:
 # -- speed -------------------------------------------------------------------------------------------------------------------
 
 
-def check_bandwidth(device: Device, parameters: int) -> list[Row]:
+def check_bandwidth(device: CudaDevice, parameters: int) -> list[Row]:
     """Run `fastps bench kernels --backend cuda` at one size; SGD with momentum and Adam must reach SHARE of a copy."""
     rows = kernels_cuda.rows_on(device, BenchOptions(parameters=(parameters,), repeats=9, repeat_s=0.2))
     for row in rows:
@@ -369,7 +370,7 @@ def _gpu() -> dict[str, Any]:
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def _on_gpu(check: Callable[[Device], list[Row]]) -> list[Row]:
+def _on_gpu(check: Callable[[CudaDevice], list[Row]]) -> list[Row]:
     from fastps.device.cuda import CudaDevice
 
     device = CudaDevice()

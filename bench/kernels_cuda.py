@@ -10,7 +10,7 @@ import numpy as np
 from fastps.bench.device_fold import DeviceFold
 from fastps.bench.kernels import BETA2, EPSILON, KERNELS, LEARNING_RATE, MOMENTUM, Kernel
 from fastps.bench.measure import BenchOptions, Row, check, interleaved, repeated, whole_lines
-from fastps.device.interface import Device
+from fastps.device.cuda import CudaDevice
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.update import fold
 
@@ -26,7 +26,7 @@ def measure(options: BenchOptions) -> list[Row]:
         device.shut()
 
 
-def rows_on(device: Device, options: BenchOptions) -> list[Row]:
+def rows_on(device: CudaDevice, options: BenchOptions) -> list[Row]:
     """Return the same rows for a given device."""
     return [
         row
@@ -37,7 +37,7 @@ def rows_on(device: Device, options: BenchOptions) -> list[Row]:
     ]
 
 
-def _row(device: Device, kernel: Kernel, parameters: int, dtype: str, options: BenchOptions) -> Row:
+def _row(device: CudaDevice, kernel: Kernel, parameters: int, dtype: str, options: BenchOptions) -> Row:
     size = whole_lines(parameters)
     random = np.random.default_rng(0)
     weights = random.standard_normal(size, np.float32)

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastps.bench.device_fold import DeviceFold
 from fastps.bench.measure import Row, interleaved, repeated
-from fastps.device.interface import Device
+from fastps.device.cuda import CudaDevice
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.update import fold
 
@@ -23,7 +23,7 @@ def not_run(check: str, name: str, reason: str) -> Row:
     return {"check": check, "name": name, "ok": None, "missing": reason}
 
 
-def check_pairs(devices: Sequence[Device], size: int, repeat_s: float = 0.1) -> list[Row]:
+def check_pairs(devices: Sequence[CudaDevice], size: int, repeat_s: float = 0.1) -> list[Row]:
     """Return a row for each ordered pair: whether one reads the other, and the bytes/s of a copy of `size` bytes.
 
     A pair without peer access copies through page-locked host memory, as a job does.
@@ -36,7 +36,7 @@ def check_pairs(devices: Sequence[Device], size: int, repeat_s: float = 0.1) -> 
     ]
 
 
-def _pair_row(numbers: tuple[int, int], reader: Device, source: Device, size: int, repeat_s: float) -> Row:
+def _pair_row(numbers: tuple[int, int], reader: CudaDevice, source: CudaDevice, size: int, repeat_s: float) -> Row:
     streams = reader.make_stream(), source.make_stream()
     addresses = reader.allocate(size), source.allocate(size)
     staging = source.host_memory(size)
@@ -74,12 +74,12 @@ def _pair_row(numbers: tuple[int, int], reader: Device, source: Device, size: in
     }
 
 
-def check_folds(devices: Sequence[Device], parameters: int, repeat_s: float = 0.1) -> list[Row]:
+def check_folds(devices: Sequence[CudaDevice], parameters: int, repeat_s: float = 0.1) -> list[Row]:
     """Return a row for each GPU: a fold there whose gradients are one on each GPU has the bits of a fold of local ones."""
     return [_fold_row(number, devices, parameters, repeat_s) for number in range(len(devices))]
 
 
-def _fold_row(number: int, devices: Sequence[Device], parameters: int, repeat_s: float) -> Row:
+def _fold_row(number: int, devices: Sequence[CudaDevice], parameters: int, repeat_s: float) -> Row:
     home = devices[number]
     reached = [device for device in devices if home.can_reach(device.identity)]
     name = f"GPU {number}"

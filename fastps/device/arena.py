@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastps.device import users_rule
+from fastps.device.cuda import CudaDevice
 from fastps.device.finite_check import FiniteCheck, ResultsCheck
-from fastps.device.interface import Device, Event, Stream
+from fastps.device.interface import Event, Stream
 from fastps.device.memory import DeviceMemory
 from fastps.device.plan import LEAST_BYTES, SHOWN, owners_at
 from fastps.device.work_items import MOST_ITEMS, WorkItems
@@ -66,7 +67,7 @@ class DeviceArena(DeviceMemory):
         folds: folds that this lane has queued.
     """
 
-    def __init__(self, store: "JobMemory", rank: int, device: Device, *, items: int = MOST_ITEMS) -> None:
+    def __init__(self, store: "JobMemory", rank: int, device: CudaDevice, *, items: int = MOST_ITEMS) -> None:
         """`items`: how many work items of a shard may be in flight."""
         super().__init__(store, rank, device)
         users_rule.prepare(device, self._layout.rule, store.hypers)

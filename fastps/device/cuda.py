@@ -1,8 +1,8 @@
 """A GPU as fastps uses it: one or two calls of the CUDA runtime per method, through CuPy.
 
 Memory comes from cudaMalloc, never from a pool, because a CUDA IPC handle names a whole allocation; sizes are multiples of
-2 MiB, because CUDA shares the whole block of a smaller one. Events are created for sharing between processes. Import this
-module only where a GPU is wanted; without one the error is a single sentence.
+2 MiB, because CUDA shares the whole block of a smaller one. Events are created for sharing between processes. Without a GPU the
+error is a single sentence.
 
 Written against CuPy 13 and 14 (the same names in cupy.cuda.runtime). All calls go through a `Cuda`, which can be one that
 simulates CUDA in host memory. docs/how-to/gpu.md lists the parts that have run on a GPU.
@@ -111,10 +111,20 @@ class CupyCuda:
 
 
 class CudaDevice:
-    """See fastps.device.interface.Device. `index` counts the GPUs that CUDA_VISIBLE_DEVICES shows to this process.
+    """One GPU as one process uses it. Sizes are in bytes, and addresses count bytes. Not thread-safe.
 
-    `api`: what to call; by default CUDA through CuPy. Raises DeviceError if there is no such GPU, or no CuPy.
+    Work is queued on a stream and runs in the stream's order. Only the process that made an event records it on a stream. Any
+    process can make its stream wait for an event; the stream then waits for the last record before that call. Folds, pulls and
+    reads of optimizer state are the only such waits. A device knows no shards and no workers.
+
+    `index` counts the GPUs that CUDA_VISIBLE_DEVICES shows to this process. `api`: what to call; by default CUDA through CuPy.
+    Raises DeviceError if there is no such GPU, or no CuPy.
+
+    Attributes:
+        identity: a name of the device, the same in every process.
     """
+
+    granularity = SHARED_BYTES  # every allocation is a multiple of it
 
     def __init__(self, index: int = 0, api: Cuda | None = None) -> None:
         self._cuda = CupyCuda() if api is None else api
@@ -143,13 +153,13 @@ class CudaDevice:
 
     @property
     def reaches_all(self) -> bool:
-        """See Device."""
+        """Whether this device has peer access to every other device that this process sees."""
         runtime = self._use()
         others = [index for index in range(runtime.getDeviceCount()) if index != self.index]
         return all(runtime.deviceCanAccessPeer(self.index, other) for other in others)
 
     def can_reach(self, identity: str) -> bool:
-        """See Device. A GPU that this process does not see is not reached."""
+        """Whether this device has peer access to that one. It reaches itself, and no GPU that this process does not see."""
         runtime = self._use()
         for index in range(runtime.getDeviceCount()):
             if str(runtime.deviceGetPCIBusId(index)) == identity:
@@ -159,9 +169,9 @@ class CudaDevice:
     # -- memory ------------------------------------------------------------------------------------
 
     def allocate(self, size: int) -> int:
-        """See Device."""
+        """Allocate zeroed memory, aligned to 256 bytes; returns its address. Raises DeviceMemoryError."""
         runtime = self._use()
-        size = -(-size // SHARED_BYTES) * SHARED_BYTES
+        size = -(-size // self.granularity) * self.granularity
         address = int(runtime.malloc(size))
         runtime.memsetAsync(address, 0, size, 0)
         runtime.streamSynchronize(0)
@@ -169,11 +179,14 @@ class CudaDevice:
         return address
 
     def export(self, address: int) -> bytes:
-        """See Device."""
+        """The handle of an allocation, HANDLE_BYTES long. Other processes of this machine open the allocation by it."""
         return bytes(self._use().ipcGetMemHandle(address))
 
     def open(self, handle: bytes) -> int:
-        """See Device. CUDA fails in the process that exported the handle, and between GPUs without peer access."""
+        """Map another process's allocation; returns its address in this process.
+
+        Raises DeviceLostError for a stale handle, in the process that exported it, and between GPUs without peer access.
+        """
         try:
             address = int(self._use().ipcOpenMemHandle(handle[:HANDLE_BYTES], IPC_LAZY_PEER_ACCESS))
         except DeviceError as error:
@@ -187,7 +200,10 @@ class CudaDevice:
         return address
 
     def borrow(self, other: "CudaDevice", address: int) -> None:
-        """See Device. Memory from allocate_host is open to every GPU of the process; else peer access has to be enabled."""
+        """Let this device's work use an allocation of another device of this process, to which it has peer access.
+
+        Memory from allocate_host is open to every GPU of the process.
+        """
         if address in other._shared or other.index == self.index or other.index in self._peers:
             return
         try:
@@ -202,15 +218,15 @@ class CudaDevice:
         self._peers.add(other.index)
 
     def allocate_host(self, size: int) -> int:
-        """See Device."""
+        """Allocate zeroed, pinned host memory that other processes can open, and that copies and folds of every device use."""
         return self._share(make_region(size, "host memory"))
 
     def export_host(self, address: int) -> bytes:
-        """See Device."""
+        """The handle of an allocation from allocate_host, HANDLE_BYTES long."""
         return handle_of(self._shared[address])
 
     def open_host(self, handle: bytes) -> int:
-        """See Device."""
+        """Map another process's memory from allocate_host. Raises DeviceLostError for a stale handle."""
         return self._share(open_region(handle))
 
     def _share(self, region: Region) -> int:
@@ -229,7 +245,7 @@ class CudaDevice:
         return region.address
 
     def close(self, address: int) -> None:
-        """See Device."""
+        """Free an allocation, or unmap an opened one. All processes that opened it must close it before it is freed."""
         runtime = self._use()
         if address in self._shared:
             runtime.hostUnregister(address)
@@ -238,11 +254,11 @@ class CudaDevice:
             self._opened.discard(address)
             runtime.ipcCloseMemHandle(address)
         else:
-            del self._owned[address]
+            self._owned.pop(address, None)  # CUDA refuses what is not open
             runtime.free(address)
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
-        """See Device. The memory is page-locked, so that asynchronous copies really are asynchronous."""
+        """Page-locked host memory, so that asynchronous copies really are asynchronous. It lives as long as the device."""
         address = int(self._use().hostAlloc(max(size, 1), HOST_ALLOC_PORTABLE))
         self._pinned.append(address)
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
@@ -250,31 +266,31 @@ class CudaDevice:
         return memory
 
     def view(self, address: int, length: int, dtype: str = "float32") -> Any:
-        """See Device. Returns a CuPy array over memory that the array does not own."""
+        """Memory as an array of a NumPy dtype that does not own it (CuPy's), in a form that torch.from_dlpack takes."""
         return self._cuda.array(self.index, address, length, dtype, self)
 
     # -- streams and events ------------------------------------------------------------------------
 
     def compute_stream(self) -> int:
-        """See Device. Returns torch's current stream on this GPU."""
+        """The stream on which this process computes now: torch's current stream on this GPU."""
         return self._cuda.compute_stream(self.index)
 
     def make_stream(self) -> int:
-        """See Device. Returns a stream that does not wait for the default stream."""
+        """Make a new stream, which does not wait for the default stream."""
         self._streams.append(int(self._use().streamCreateWithFlags(STREAM_NON_BLOCKING)))
         return self._streams[-1]
 
     def make_event(self) -> int:
-        """See Device."""
+        """Make an event, which only this process may record and other processes may open."""
         event = int(self._use().eventCreateWithFlags(EVENT_DISABLE_TIMING | EVENT_INTERPROCESS))
         return event
 
     def export_event(self, event: int) -> bytes:
-        """See Device."""
+        """The handle of an event, HANDLE_BYTES long."""
         return bytes(self._use().ipcGetEventHandle(event))
 
     def open_event(self, handle: bytes) -> int:
-        """See Device."""
+        """Open another process's event, to wait for it. Raises DeviceLostError for a stale handle."""
         try:
             event = int(self._use().ipcOpenEventHandle(handle[:HANDLE_BYTES]))
         except DeviceError as error:
@@ -284,37 +300,37 @@ class CudaDevice:
         return event
 
     def close_event(self, event: int) -> None:
-        """See Device."""
+        """Release an event that this process made or opened."""
         self._use().eventDestroy(event)
 
     def record(self, event: int, stream: int) -> None:
-        """See Device."""
+        """Record the event behind all work that the stream has been given."""
         self._use().eventRecord(event, stream)
 
     def wait(self, event: int, stream: int) -> None:
-        """See Device."""
+        """Make later work on the stream wait for the event's last record; an event without a record delays nothing."""
         self._use().streamWaitEvent(stream, event)
 
     def synchronize(self, stream: int) -> None:
-        """See Device."""
+        """Block the host until all work on the stream is done. Raises DeviceError if some of it failed."""
         self._use().streamSynchronize(stream)
 
     def check(self, stream: int) -> None:
-        """See Device. CuPy returns the code of this call, and raises nothing."""
-        status = int(self._use().streamQuery(stream))
+        """Raise DeviceError if work on the stream has failed. Does not wait for work."""
+        status = int(self._use().streamQuery(stream))  # CuPy returns the code of this call, and raises nothing
         if status not in (SUCCESS, NOT_READY):
             raise of_status(status, self._runtime.gpu, "streamQuery")
 
     def synchronize_all(self) -> None:
-        """See Device."""
+        """Block the host until all work that this process has queued on any stream is done."""
         self._use().deviceSynchronize()
 
     def synchronize_event(self, event: int) -> None:
-        """See Device."""
+        """Block the host until the last record of one of this process's events is done."""
         self._use().eventSynchronize(event)
 
     def is_done(self, event: int) -> bool:
-        """See Device."""
+        """Whether the last record of one of this process's events is done. Raises DeviceError if work before it failed."""
         status = int(self._use().eventQuery(event))
         if status not in (SUCCESS, NOT_READY):
             raise of_status(status, self._runtime.gpu, "eventQuery")
@@ -323,32 +339,44 @@ class CudaDevice:
     # -- work --------------------------------------------------------------------------------------
 
     def copy(self, to: int, source: int, size: int, stream: int) -> None:
-        """See Device."""
+        """Queue a copy between any two of: this device, a device that it can reach, memory from host_memory."""
         self._use().memcpyAsync(to, source, size, COPY_DEFAULT, stream)
 
     def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
-        """See Device."""
+        """Queue the kernel for a rule and a gradient dtype.
+
+        order, tiles: addresses on the device of a work item and of a table of tiles; blocks: the number of tiles.
+        """
         self._use()
         if blocks:
             self._launch(self.index, rule, dtype, order, tiles, blocks, stream)
 
     def use_rule(self, text: str) -> None:
-        """See Device."""
+        """Compile a user's rule, the text that the kernels include. Folds of RULE_USER then run it.
+
+        Raises DeviceError if the compiler refuses it.
+        """
         self._use()
         self._cuda.use_rule(self.index, text)
 
     def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
-        """See Device."""
+        """Queue the kernel that looks for non-finite values in a slot of gradients of a dtype.
+
+        args, tiles: addresses on the device of a check's arguments and of a table of tiles; blocks: the number of tiles.
+        """
         self._use()
         if blocks:
             self._cuda.launch_check(self.index, dtype, args, tiles, blocks, stream)
 
     def begin_capture(self, stream: int) -> None:
-        """See Device. Other threads are not restricted meanwhile."""
+        """Take copies and folds that are queued on the stream from now on into a graph, instead of running them.
+
+        Until `end_capture` this thread may ask nothing else of the device. Other threads are not restricted.
+        """
         self._use().streamBeginCapture(stream, CAPTURE_THREAD_LOCAL)
 
     def end_capture(self, stream: int) -> int:
-        """See Device."""
+        """End a capture; returns the graph."""
         runtime = self._use()
         graph = runtime.streamEndCapture(stream)
         self._graphs.append(int(runtime.graphInstantiate(graph)))
@@ -356,13 +384,15 @@ class CudaDevice:
         return self._graphs[-1]
 
     def launch(self, graph: int, stream: int) -> None:
-        """See Device."""
+        """Queue the work of a graph."""
         self._use().graphLaunch(graph, stream)
 
     def shut(self, *, waits: bool = True) -> None:
-        """See Device. Other processes must have closed this process's memory before. Work that has failed is logged.
+        """Release everything that is left. The device must not be used afterwards.
 
-        Without `waits` everything stays until the process ends: CUDA frees nothing that queued work may still use.
+        Other processes must have closed this process's memory before. Work that has failed is logged. Without `waits` queued
+        work may never have run: it may wait for a process that waits for this one, or has failed. Everything then stays until
+        the process ends, because CUDA frees nothing that queued work may still use.
         """
         if not waits:
             return

@@ -10,7 +10,8 @@ rejected: the next fold of this lane, or its end, raises an error.
 import numpy as np
 import numpy.typing as npt
 
-from fastps.device.interface import Device, Stream
+from fastps.device.cuda import CudaDevice
+from fastps.device.interface import Stream
 from fastps.device.plan import LEAST_BYTES
 from fastps.errors import NonFiniteWeightsError
 from fastps.job.layout import Layout
@@ -24,7 +25,7 @@ class FiniteCheck:
     written counts for nothing.
     """
 
-    def __init__(self, device: Device, layout: Layout) -> None:
+    def __init__(self, device: CudaDevice, layout: Layout) -> None:
         self._device = device
         self._dtype = layout.gradient_type
         self._parameters = len(layout.parameters)
@@ -75,7 +76,7 @@ class FiniteCheck:
 class ResultsCheck:
     """The flags of the folds that one lane queues, one a shard, on its device and in pinned memory of the host."""
 
-    def __init__(self, device: Device, shards: int) -> None:
+    def __init__(self, device: CudaDevice, shards: int) -> None:
         self._device = device
         self._shards = shards
         self._address = 0  # allocated at the first fold, because most lanes of several devices fold some shards only

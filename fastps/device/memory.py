@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from fastps.device.cuda import CudaDevice
 from fastps.device.first import FirstVersion
-from fastps.device.interface import HANDLE_BYTES, Device, Stream
+from fastps.device.interface import HANDLE_BYTES, Stream
 from fastps.device.plan import (
     FILLED,
     LEAST_BYTES,
@@ -55,7 +56,7 @@ class DeviceMemory:
         sides: how many sides a replica has: two where copies into one may run while backward still reads the other.
     """
 
-    def __init__(self, store: "JobMemory", rank: int, device: Device) -> None:
+    def __init__(self, store: "JobMemory", rank: int, device: CudaDevice) -> None:
         """`rank`: the owner's number: a lane, or that of a device of the server."""
         self._store = store
         self._layout = store.layout

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.device.arena import DeviceArena
-from fastps.device.interface import Device
+from fastps.device.cuda import CudaDevice
 from fastps.membership.job_memory import VersionCopy, Views
 
 
@@ -23,7 +23,7 @@ class Snapshots:
         copied: the event behind the copies.
     """
 
-    def __init__(self, arena: DeviceArena, device: Device) -> None:
+    def __init__(self, arena: DeviceArena, device: CudaDevice) -> None:
         self._arena = arena
         self.device = device
         self.stream: Any = device.make_stream()

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastps.device.arena import PRESENT, DeviceArena
+from fastps.device.cuda import CudaDevice
 from fastps.device.first import FirstVersion
-from fastps.device.interface import Device, DeviceError, DeviceFailedError, DeviceLostError, DeviceMemoryError
+from fastps.device.interface import DeviceError, DeviceFailedError, DeviceLostError, DeviceMemoryError
 from fastps.device.snapshot import Snapshots
 from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDiedError
 from fastps.job.update_rules import Hyper
@@ -246,20 +247,20 @@ class DeviceStore(Store):
     """A store with its shards on devices. Call `use` with this process's device before `attach`."""
 
     worker_class = DeviceWorker
-    device: Device
+    device: CudaDevice
     devices: DeviceArena | None = None
     waits_for_work = True  # when it closes: False after a failure
     _first: FirstVersion | None = None
     _snapshots: Snapshots | None = None
-    _served: Sequence[Device] = ()
+    _served: Sequence[CudaDevice] = ()
     _arenas: Sequence[DeviceArena] = ()
 
-    def use(self, device: Device) -> "DeviceStore":
+    def use(self, device: CudaDevice) -> "DeviceStore":
         """Set this process's device; returns the store. A forked child sets its own device."""
         self.device = device
         return self
 
-    def own_memory(self, lane: Lane, devices: Sequence[Device], first: FirstVersion) -> None:
+    def own_memory(self, lane: Lane, devices: Sequence[CudaDevice], first: FirstVersion) -> None:
         """Allocate all memory in this process, the server on `lane`, write the first version, and fold all shards here.
 
         `devices`: one for each of the job's GPUs, in the layout's order. Call it before the server serves, because it writes

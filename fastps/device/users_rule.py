@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fastps.device.interface import Device
+from fastps.device.cuda import CudaDevice
 from fastps.device.plan import LEAST_BYTES
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.update_rules import Hyper, Rule
@@ -20,7 +20,7 @@ _STEPS = (0, 4)  # applications before the one that is compared
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-6  # functions such as expf differ in their last digits between compilers
 
 
-def prepare(device: Device, rule: Rule, hypers: Sequence[Hyper]) -> None:
+def prepare(device: CudaDevice, rule: Rule, hypers: Sequence[Hyper]) -> None:
     """Let the device fold with a user's rule; does nothing for a rule of fastps.
 
     Raises UnsupportedError for a rule without cuda=, or one that reads sums; UsageError if cuda= computes something else than
@@ -43,7 +43,7 @@ def prepare(device: Device, rule: Rule, hypers: Sequence[Hyper]) -> None:
             _compare(device, rule, hyper, steps)
 
 
-def _compare(device: Device, rule: UserRule, hyper: Hyper, steps: int) -> None:
+def _compare(device: CudaDevice, rule: UserRule, hyper: Hyper, steps: int) -> None:
     """Apply the rule once on the device and once on the CPU. Raises UsageError unless the results agree."""
     random, planes = np.random.default_rng(steps), len(rule.planes)
     weights, gradient = random.standard_normal((2, _VALUES)).astype(np.float32)
@@ -68,7 +68,7 @@ def _compare(device: Device, rule: UserRule, hyper: Hyper, steps: int) -> None:
 
 
 def _folded(
-    device: Device,
+    device: CudaDevice,
     rule: UserRule,
     hyper: Hyper,
     weights: Floats,

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fastps.device.interface import Device, Graph, Stream
+from fastps.device.cuda import CudaDevice
+from fastps.device.interface import Graph, Stream
 
 MOST_ITEMS = 4  # work items of a shard that may be in flight to the device at a time
 _LEAST_BYTES = 1 << 16
@@ -28,7 +29,7 @@ class WorkItems:
         events: for each entry, the event behind the last work on it.
     """
 
-    def __init__(self, device: Device, entries: int = MOST_ITEMS, least_bytes: int = _LEAST_BYTES) -> None:
+    def __init__(self, device: CudaDevice, entries: int = MOST_ITEMS, least_bytes: int = _LEAST_BYTES) -> None:
         self._device = device
         self._entries = entries
         self._least_bytes = least_bytes

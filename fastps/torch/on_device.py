@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from fastps.device.interface import Device
+from fastps.device.cuda import CudaDevice
 from fastps.device.placement import bucket_bytes, gpus_of_workers
 from fastps.device.plan import placed_on
 from fastps.device.store import DeviceStore, DeviceWorker
@@ -34,13 +34,11 @@ class DevicePlacement(HostPlacement):
     name = "device"
     state_follows = True  # the memory on the device is allocated only when all workers have attached
 
-    def make_device(self) -> Device:
+    def make_device(self) -> CudaDevice:
         """This process's device: the GPU that holds the parameters."""
-        from fastps.device.cuda import CudaDevice
-
         return CudaDevice(self._tensors[0].device.index or 0)
 
-    def server_devices(self) -> Callable[[], list[Device]]:
+    def server_devices(self) -> Callable[[], list[CudaDevice]]:
         """A function that makes a device of each of the job's GPUs in the server process, which sees them as worker 0 does."""
         count = max(1, len(set(self.gpus_of_workers())))
         return partial(_gpus, range(count) if count > 1 else [self._tensors[0].device.index or 0])
@@ -127,7 +125,5 @@ class DevicePlacement(HostPlacement):
         return [tensor.view(self._push_dtype) for tensor in self.tensor_views(store, [view.view("int16") for view in views])]
 
 
-def _gpus(indices: Sequence[int]) -> list[Device]:
-    from fastps.device.cuda import CudaDevice
-
+def _gpus(indices: Sequence[int]) -> list[CudaDevice]:
     return [CudaDevice(index) for index in indices]

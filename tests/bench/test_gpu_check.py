@@ -14,8 +14,7 @@ from fastps.device.cuda import CudaDevice
 from fastps.errors import Error
 from fastps.kernels.cuda.runtime import CudaUnavailableError, load_cupy
 from fastps.kernels.update import fold, reference
-from fastps.lab.gpus.cuda_on_host import HostCuda
-from fastps.lab.gpus.host import HostDevice, Teeth
+from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ def test_the_benchmark_of_kernels_runs_and_checks_itself(device: HostDevice) -> 
 
 def simulated(count: int) -> list[CudaDevice]:
     """GPUs of the simulated runtime, as one process sees them: the third is out of reach."""
-    api = HostCuda([f"gpu {number}" for number in range(count)], Teeth(unreachable=frozenset({"gpu 2"})))
+    api = HostCuda([f"gpu {number}" for number in range(count)], Faults(unreachable=frozenset({"gpu 2"})))
     return [CudaDevice(index, api) for index in range(count)]
 
 
@@ -87,8 +86,8 @@ def test_pairs_of_gpus_and_folds_over_peers_are_checked_on_the_simulated_runtime
     folds = {row["name"]: row for row in rows if row["check"] == "fold over peers"}
     assert folds["GPU 0"]["ok"] and folds["GPU 1"]["gpus"] == 2 and folds["GPU 0"]["bytes_per_s"] > 0
     assert folds["GPU 2"]["ok"] is None and "no other GPU has peer access" in folds["GPU 2"]["missing"]
-    copy = HostDevice.copy
-    monkeypatch.setattr(HostDevice, "copy", lambda self, to, source, size, stream: copy(self, to, source, size // 2, stream))
+    copy = HostCuda.memcpyAsync
+    monkeypatch.setattr(HostCuda, "memcpyAsync", lambda self, to, source, size, *rest: copy(self, to, source, size // 2, *rest))
     devices = simulated(2)
     assert not any(row["ok"] for row in gpu_check.check_pairs(devices, 64, 0.001)), "copies that move half are found"
     for device in devices:

@@ -14,7 +14,7 @@ from fastps.device.store import DeviceStore
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
-from fastps.lab.gpus.host import HostDevice
+from fastps.lab.gpus.cuda_on_host import HostDevice
 from tests.support import processes
 
 AMOUNT, SIZE = np.float32(1 / 1024), 1025
@@ -60,11 +60,11 @@ def work(store: DeviceStore, rank: int, gpus: str, steps: list[int]) -> Outcome:
             gradient.view(np.float32)[:] = AMOUNT
             posted_at, posted_after = [], []
             for step in range(steps[rank]):
-                stream.do(partial(time.sleep, SLOW_S * (rank == 0)))
+                device.api.streams[stream].do(partial(time.sleep, SLOW_S * (rank == 0)))
                 for index in range(len(store.layout.parameters)):
                     address = store.arena_on_devices().gradient_address(rank, worker.slot, index)
                     device.copy(address, gradient.ctypes.data, 4 * SIZE, stream)
-                stream.do(partial(done.append, step))
+                device.api.streams[stream].do(partial(done.append, step))
                 worker.push(store.hypers, samples=1)
                 posted_at.append(time.monotonic())
                 posted_after.append(len(done) == step + 1)

@@ -11,18 +11,17 @@ import fastps
 from fastps.device.cuda import CudaDevice
 from fastps.device.interface import DeviceError
 from fastps.lab.gpus.cuda_calls import RecordedCuda, merged
-from fastps.lab.gpus.cuda_on_host import HostCuda
+from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
 from fastps.lab.gpus.cuda_rules import CudaRuleError, check_record
-from fastps.lab.gpus.host import HostDevice, Teeth
 from tests.device import test_device as jobs
 from tests.support import processes
 
 
-def recorded(store: Any, workers: int, steps: int, gpus: list[list[str]], teeth: Teeth | None = None) -> Any:
+def recorded(store: Any, workers: int, steps: int, gpus: list[list[str]]) -> Any:
     """Run a job; returns the weights of each worker, and the calls of each process."""
 
     def work(rank: int) -> Any:
-        api = RecordedCuda(HostCuda(gpus[rank], teeth))
+        api = RecordedCuda(HostCuda(gpus[rank]))
         store.use(CudaDevice(0, api))
         try:
             weights, _ = jobs.steps_of(store, rank, steps, jobs.gradient)
@@ -78,7 +77,7 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
 
 
 def test_which_gpus_are_reached_is_what_cuda_says() -> None:
-    device = CudaDevice(0, HostCuda(["gpu 0", "gpu 1"], Teeth(unreachable=frozenset({"gpu 1"}))))
+    device = CudaDevice(0, HostCuda(["gpu 0", "gpu 1"], Faults(unreachable=frozenset({"gpu 1"}))))
     assert not device.reaches_all and device.can_reach("gpu 0")
     assert not device.can_reach("gpu 1") and not device.can_reach("unseen")
     device.shut()
@@ -146,7 +145,7 @@ def test_a_worker_that_dies_is_named_by_those_on_the_simulated_runtime() -> None
     store = jobs.make_store(fastps.SGD(lr=0.01), "bsp", 2, (0,))
 
     def work(rank: int) -> str:
-        store.use(CudaDevice(0, HostCuda(["gpu 0"], Teeth(dies_at=150 * rank))))
+        store.use(CudaDevice(0, HostCuda(["gpu 0"], Faults(dies_at=150 * rank))))
         try:
             with store.attach(rank) as worker:
                 for step in range(1_000_000):

@@ -14,8 +14,7 @@ from fastps.device.cuda_errors import LOST, named
 from fastps.device.interface import DeviceError, DeviceFailedError, DeviceMemoryError
 from fastps.device.store import DeviceStore
 from fastps.kernels.shm.arena import LANE_DEAD
-from fastps.lab.gpus.cuda_on_host import HostCuda
-from fastps.lab.gpus.host import HostDevice, Teeth, host_devices
+from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostCudaError, HostDevice, host_devices
 from tests.device import test_device as jobs
 from tests.device import test_server_of_several as served
 from tests.support import processes
@@ -42,7 +41,7 @@ def test_other_codes_are_device_errors_that_name_the_call(status: int) -> None:
 
 
 def test_a_gpu_without_room_says_what_was_asked_and_what_is_free() -> None:
-    device = CudaDevice(0, HostCuda(["0000:17:00.0"], Teeth(memory=3 << 21)))
+    device = CudaDevice(0, HostCuda(["0000:17:00.0"], Faults(memory=3 << 21)))
     device.allocate(1 << 21)
     with pytest.raises(DeviceMemoryError) as caught:
         device.allocate(5 << 21)
@@ -54,7 +53,7 @@ def test_a_gpu_without_room_says_what_was_asked_and_what_is_free() -> None:
 
 @pytest.mark.parametrize("status", [46, 700, 719])
 def test_every_call_after_a_lost_device_names_it(status: int) -> None:
-    device = CudaDevice(0, HostCuda(["gpu 0"], Teeth(lost_at=6, status=status)))
+    device = CudaDevice(0, HostCuda(["gpu 0"], Faults(lost_at=6, status=status)))
     event, address = device.make_event(), device.allocate(64)
     stream, source = device.make_stream(), device.host_memory(64).ctypes.data
 
@@ -67,18 +66,18 @@ def test_every_call_after_a_lost_device_names_it(status: int) -> None:
         with pytest.raises(DeviceFailedError, match=rf"GPU 0 \(gpu 0\).*code {status}"):
             call()
     device.shut(waits=False)
-    device._cuda.runtime.devices[0].shut()  # type: ignore[attr-defined]
+    device._cuda.runtime.end()
 
 
 def test_failed_work_is_found_without_a_wait_for_it() -> None:
-    device = CudaDevice(0, HostCuda(["gpu 0"], Teeth(status=214)))
+    device = CudaDevice(0, HostCuda(["gpu 0"], Faults(status=214)))
     stream = device.make_stream()
     device.check(stream)
-    device._cuda.runtime.streams[stream].failure = DeviceError("it failed")
+    device._cuda.runtime.streams[stream].failure = HostCudaError(214, "it failed")
     with pytest.raises(DeviceFailedError, match=r"streamQuery: an ECC error that could not be corrected, code 214"):
         device.check(stream)
     device.shut(waits=False)
-    device._cuda.runtime.devices[0].shut()  # type: ignore[attr-defined]
+    device._cuda.runtime.end()
 
 
 def test_peer_access_that_is_enabled_already_is_no_error_and_another_refusal_is() -> None:
@@ -168,29 +167,29 @@ def endless(store: DeviceStore, rank: int, device: Any) -> Any:
         store.close()
 
 
-def on_host(rank: int, teeth: Teeth) -> Any:
-    return HostDevice("gpu 7", 0.001, teeth=teeth if rank == 1 else Teeth())
+def on_host(faults: Faults) -> Any:
+    return HostDevice("gpu 7", 0.001, faults=faults)
 
 
-def on_cuda(rank: int, teeth: Teeth) -> Any:
-    return CudaDevice(0, HostCuda(["gpu 7"], teeth if rank == 1 else None))
+def on_cuda(faults: Faults) -> Any:
+    return CudaDevice(0, HostCuda(["gpu 7"], faults))
 
 
 CASES = [
-    (on_host, Teeth(lost_at=150), "DeviceFailedError", "expected gpu 7 to do its work"),
-    pytest.param(on_host, Teeth(lost_at=20), "DeviceFailedError", "expected gpu 7 to do its work", marks=pytest.mark.slow),
-    pytest.param(on_host, Teeth(lost_at=77), "DeviceFailedError", "expected gpu 7 to do its work", marks=pytest.mark.slow),
-    (on_host, Teeth(memory=1000), "DeviceMemoryError", "bytes of memory on gpu 7, found 1,000 free of 1,000"),
-    pytest.param(on_cuda, Teeth(lost_at=300), "DeviceFailedError", "GPU 0 (gpu 7) to do its work", marks=pytest.mark.slow),
-    pytest.param(on_cuda, Teeth(memory=1 << 20), "DeviceMemoryError", "found 1,048,576 free", marks=pytest.mark.slow),
+    (on_host, Faults(lost_at=150), "DeviceFailedError", "GPU 0 (gpu 7) to do its work"),
+    pytest.param(on_host, Faults(lost_at=20), "DeviceFailedError", "GPU 0 (gpu 7) to do its work", marks=pytest.mark.slow),
+    pytest.param(on_host, Faults(lost_at=77), "DeviceFailedError", "GPU 0 (gpu 7) to do its work", marks=pytest.mark.slow),
+    (on_host, Faults(memory=1000), "DeviceMemoryError", "bytes of memory on GPU 0 (gpu 7), found 1,000 free of 1,000"),
+    pytest.param(on_cuda, Faults(lost_at=300), "DeviceFailedError", "GPU 0 (gpu 7) to do its work", marks=pytest.mark.slow),
+    pytest.param(on_cuda, Faults(memory=1 << 20), "DeviceMemoryError", "found 1,048,576 free", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("make", "teeth", "kind", "cause"), CASES)
-def test_a_device_that_fails_is_named_by_its_worker_and_by_the_others(make: Any, teeth: Teeth, kind: str, cause: str) -> None:
+@pytest.mark.parametrize(("make", "faults", "kind", "cause"), CASES)
+def test_a_device_that_fails_is_named_by_its_worker_and_by_the_others(make: Any, faults: Faults, kind: str, cause: str) -> None:
     with jobs.make_store(fastps.SGD(lr=0.01), "bsp", 3, (0,)) as store:
         children = [
-            processes.start(lambda rank=rank: endless(store, rank, make(rank, teeth)))  # type: ignore[misc]
+            processes.start(lambda rank=rank: endless(store, rank, make(faults if rank == 1 else Faults())))  # type: ignore[misc]
             for rank in range(3)
         ]
         processes.finish(children, 30)
@@ -209,8 +208,8 @@ def test_with_a_server_the_others_go_on_without_a_worker_whose_device_is_lost(lo
     with served.make_store(fastps.SGD(lr=1.0), "asp", {}) as store:
 
         def work(rank: int) -> Any:
-            teeth = Teeth(seed=rank, delay_s=0.001, lost_at=lost_at * (rank == 1))
-            device = HostDevice(served.GPUS[rank], teeth=teeth)
+            faults = Faults(seed=rank, delay_s=0.001, lost_at=lost_at * (rank == 1))
+            device = HostDevice(served.GPUS[rank], faults=faults)
             store.use(device)
             try:
                 with store.attach(rank) as worker:
@@ -225,7 +224,7 @@ def test_with_a_server_the_others_go_on_without_a_worker_whose_device_is_lost(lo
         children = [processes.start(lambda rank=rank: work(rank)) for rank in range(4)]  # type: ignore[misc]
         processes.finish(children, 40)
         assert [child.exit_code for child in children] == [0, 1, 0, 0], [child.outcome for child in children]
-        assert children[1].outcome[0] == "DeviceFailedError" and "worker 1: expected gpu 1" in children[1].outcome[1]
+        assert children[1].outcome[0] == "DeviceFailedError" and "worker 1: expected GPU 0 (gpu 1)" in children[1].outcome[1]
         assert store.arena.lane_state(1) == LANE_DEAD
         posted = store.arena.counters(1)["posted"]
         moved = (jobs.first_weights()["d"] - children[0].outcome["d"]) / served.AMOUNT
@@ -233,7 +232,7 @@ def test_with_a_server_the_others_go_on_without_a_worker_whose_device_is_lost(lo
 
 
 def _lost(lost_at: int) -> list[HostDevice]:
-    return [HostDevice("gpu 0", 0.0005, teeth=Teeth(lost_at=lost_at)), HostDevice("gpu 1", 0.0005)]
+    return host_devices(["gpu 0", "gpu 1"], 0.0005, Faults(lost_at=lost_at))
 
 
 @pytest.mark.slow
@@ -259,18 +258,20 @@ def test_a_server_whose_device_is_lost_is_named_by_every_worker(lost_at: int, mo
     assert [child.exit_code for child in children] == [1] * 4, [child.outcome for child in children]
     texts = [f"{child.outcome[0]}: {child.outcome[1]}" for child in children]
     assert all(
-        "the server (process" in text and "DeviceFailedError: expected gpu 0 to do its work" in text for text in texts
+        "the server (process" in text and "DeviceFailedError: expected GPU 0 (gpu 0) to do its work" in text for text in texts
     ), texts
 
 
 def _small(memory: int) -> list[HostDevice]:
-    return [HostDevice("gpu 0", teeth=Teeth(memory=memory))]
+    return [HostDevice("gpu 0", faults=Faults(memory=memory))]
 
 
 @pytest.mark.slow
 def test_a_server_without_room_is_named_where_the_job_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "host_devices", lambda *_: None)
     monkeypatch.setattr(served, "partial", lambda *_: partial(_small, 1000))
-    with pytest.raises(fastps.AttachError, match=r"the server: expected .* bytes of memory on gpu 0, found 1,000 free"):
+    with pytest.raises(
+        fastps.AttachError, match=r"the server: expected .* bytes of memory on GPU 0 \(gpu 0\), found 1,000 free"
+    ):
         served.make_store(fastps.SGD(lr=1.0), "asp", {}, gpus=("gpu 0",) * 2)
     assert host_devices(["a"])[0].identity == "a"

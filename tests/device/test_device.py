@@ -20,7 +20,7 @@ from fastps.device.store import DeviceStore
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Update
-from fastps.lab.gpus.host import HostDevice, Teeth
+from fastps.lab.gpus.cuda_on_host import Faults, HostDevice
 from tests.support import processes
 
 DELAY_S = 0.003
@@ -157,15 +157,17 @@ def test_who_waits_for_a_process_that_dies_is_told(device: HostDevice, pipes: li
             call(own)
 
 
-# -- teeth -----------------------------------------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------------------------------------
 
 
-def opened_elsewhere(device: HostDevice, pipes: list[Pipe], work: Callable[[HostDevice, int, Pipe], Any], teeth: Teeth) -> Any:
+def opened_elsewhere(
+    device: HostDevice, pipes: list[Pipe], work: Callable[[HostDevice, int, Pipe], Any], **options: Any
+) -> Any:
     """Let another process open 64 bytes of this device and work on them; returns what it found, or its error's text."""
     there, back = pipes
 
     def other() -> Any:
-        mine = HostDevice("other", teeth=teeth)
+        mine = HostDevice("other", **options)
         try:
             return work(mine, mine.open(there.receive()), back)
         except DeviceError as error:
@@ -195,11 +197,11 @@ def free_meanwhile(device: HostDevice, address: int, back: Pipe) -> Any:
 
 
 def test_memory_that_its_owner_frees_is_poisoned_for_all(device: HostDevice, pipes: list[Pipe]) -> None:
-    assert opened_elsewhere(device, pipes, free_meanwhile, Teeth()) == ([0.0] * 16, True)
+    assert opened_elsewhere(device, pipes, free_meanwhile) == ([0.0] * 16, True)
 
 
 def test_a_device_without_peer_access_opens_no_memory(device: HostDevice, pipes: list[Pipe]) -> None:
-    found = opened_elsewhere(device, pipes, lambda *_: "opened", Teeth(unreachable=frozenset({"host"})))
+    found = opened_elsewhere(device, pipes, lambda *_: "opened", faults=Faults(unreachable=frozenset({"host"})))
     assert "expected peer access from other to host, found none" in found
 
 
@@ -240,7 +242,7 @@ def test_work_on_memory_that_is_unmapped_when_it_runs_is_an_error(device: HostDe
 
 
 def test_completed_events_are_seen_late() -> None:
-    device = HostDevice("host", teeth=Teeth(late_s=0.2, seed=3))
+    device = HostDevice("host", faults=Faults(late_s=0.2, seed=3))
     event, stream = device.make_event(), device.make_stream()
     device.record(event, stream)
     device.synchronize(stream)
@@ -447,7 +449,7 @@ def test_a_worker_that_dies_between_two_operations_of_its_device_is_named(operat
     store = make_store(fastps.SGD(lr=0.01), "bsp", 3, (0,))
 
     def work(rank: int) -> str:
-        store.use(HostDevice("one", DELAY_S, teeth=Teeth(dies_at=operation * (rank == 1))))
+        store.use(HostDevice("one", DELAY_S, faults=Faults(dies_at=operation * (rank == 1))))
         try:
             with store.attach(rank) as worker:
                 for step in range(1_000_000):

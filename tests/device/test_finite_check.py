@@ -15,7 +15,7 @@ from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Update
-from fastps.lab.gpus.host import HostDevice, Teeth
+from fastps.lab.gpus.cuda_on_host import Faults, HostDevice
 from fastps.store.presence import presence_of
 from tests.device.test_device import SHAPES, contiguous, first_weights, gradient
 from tests.support import processes
@@ -74,8 +74,8 @@ def run(update: Update, sync: str, dtype: str, places: str, amount: float | None
 
     def work(rank: int) -> Any:
         if isinstance(store, DeviceStore):
-            teeth = Teeth(seed=rank, delay_s=0.001)
-            store.use(HostDevice(f"gpu {rank}" if places == "two" else "gpu", teeth=teeth, computes_at_once=True))
+            faults = Faults(seed=rank, delay_s=0.001)
+            store.use(HostDevice(f"gpu {rank}" if places == "two" else "gpu", faults=faults, computes_at_once=True))
         try:
             with store.attach(rank) as worker:
                 for step in range(STEPS):

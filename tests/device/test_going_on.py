@@ -17,7 +17,7 @@ from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.kernels.shm.arena import LANE_DEAD
-from fastps.lab.gpus.host import HostDevice, Teeth, host_devices
+from fastps.lab.gpus.cuda_on_host import Faults, HostDevice, host_devices
 from tests.support import processes
 
 AMOUNT = np.float32(1 / 1024)
@@ -42,7 +42,7 @@ def make_store(sync: str, workers: int, server: str = "process") -> DeviceStore:
 
 def steps_of(store: DeviceStore, rank: int, dies_at: int = 0, pause: Callable[[int], None] = lambda step: None) -> Any:
     """Take steps whose gradients are queued and slow; returns the final weights, and the lane's generation."""
-    device = HostDevice("one", 0.001, computes_at_once=False, teeth=Teeth(seed=rank, delay_s=0.002, dies_at=dies_at))
+    device = HostDevice("one", 0.001, computes_at_once=False, faults=Faults(seed=rank, delay_s=0.002, dies_at=dies_at))
     try:
         with store.use(device).attach(rank) as worker:
             if not worker.generation:

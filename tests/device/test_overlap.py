@@ -14,7 +14,7 @@ from fastps.device.store import DeviceStore
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
-from fastps.lab.gpus.host import HostDevice
+from fastps.lab.gpus.cuda_on_host import HostDevice
 from tests.support import processes
 
 SIZE, STEPS, AMOUNT = 1025, 3, np.float32(1 / 1024)
@@ -49,16 +49,16 @@ def work(store: DeviceStore, rank: int, gpus: str, marks: bool) -> Any:
             arena, stream, gradient = store.arena_on_devices(), device.compute_stream(), device.host_memory(4 * SIZE)
             gradient.view(np.float32)[:] = AMOUNT
             last = len(store.layout.parameters) - 1
-            folded = arena.parts()[f"folded {last}"]
+            folded = device.api.events[arena.parts()[f"folded {last}"]]
             for step in range(STEPS):
                 for shard in reversed(range(last + 1)):
                     device.copy(arena.gradient_address(rank, worker.slot, shard), gradient.ctypes.data, 4 * SIZE, stream)
                     if marks:
                         arena.mark_computed(shard, worker.slot)
                     if shard == last:
-                        stream.do(partial(time.sleep, GAP_S))
+                        device.api.streams[stream].do(partial(time.sleep, GAP_S))
                         made = step + 2  # the first record is that of the setup
-                        stream.do(lambda made=made: seen.append(int(folded.words[1]) >= made))  # type: ignore[misc]
+                        device.api.streams[stream].do(lambda made=made: seen.append(int(folded.words[1]) >= made))  # type: ignore[misc]
                 worker.push(store.hypers, samples=1)
                 worker.advance()
                 worker.pull()

@@ -23,9 +23,8 @@ from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Update
 from fastps.kernels.shm.arena import LANE_DEAD
 from fastps.lab.gpus.cuda_calls import RecordedCuda, merged
-from fastps.lab.gpus.cuda_on_host import HostCuda
+from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice, host_devices
 from fastps.lab.gpus.cuda_rules import check_record
-from fastps.lab.gpus.host import HostDevice, Teeth, host_devices
 from tests.device import test_device as jobs
 from tests.device import test_several_devices as several
 from tests.support import processes
@@ -51,15 +50,15 @@ def make_store(
         for view, values in zip(views, weights.values(), strict=True):
             view[:] = values.reshape(-1)
 
-    make = partial(host_devices, list(dict.fromkeys(gpus)), 0.0005, reaches)
+    make = partial(host_devices, list(dict.fromkeys(gpus)), 0.0005, Faults(unreachable=frozenset(reaches)))
     store = DeviceStore.create_for(layout, write, [update.hyper], timeout_s=20, server_devices=make)
     assert isinstance(store, DeviceStore)
     return store
 
 
 def device_of(rank: int, reaches: Mapping[str, frozenset[str]], dies_at: int = 0) -> HostDevice:
-    teeth = Teeth(seed=rank, delay_s=0.001, late_s=0.0005, unreachable=reaches.get(GPUS[rank], frozenset()), dies_at=dies_at)
-    return HostDevice(GPUS[rank], teeth=teeth)
+    faults = Faults(seed=rank, delay_s=0.001, late_s=0.0005, unreachable=reaches.get(GPUS[rank], frozenset()), dies_at=dies_at)
+    return HostDevice(GPUS[rank], faults=faults)
 
 
 def steps_of(
@@ -103,7 +102,7 @@ class _Recorded(CudaDevice):
 
 def recorded_gpus(gpus: list[str], path: str, unreachable: frozenset[str]) -> list[CudaDevice]:
     """The GPUs of a server on the simulated runtime, as one process has them."""
-    api = RecordedCuda(HostCuda(gpus, Teeth(seed=9, delay_s=0.001, unreachable=unreachable)))
+    api = RecordedCuda(HostCuda(gpus, Faults(seed=9, delay_s=0.001, unreachable=unreachable)))
     _Recorded.path = path
     return [_Recorded(index, api) for index in range(len(gpus))]
 
@@ -122,7 +121,7 @@ def test_a_server_on_two_gpus_of_the_simulated_runtime_keeps_the_rules_of_cuda(
 
     def work(rank: int) -> Any:
         out_of_reach = frozenset({gpus[1 - rank]} if unreachable else ())
-        api = RecordedCuda(HostCuda([gpus[rank], gpus[1 - rank]], Teeth(seed=rank, unreachable=out_of_reach)))
+        api = RecordedCuda(HostCuda([gpus[rank], gpus[1 - rank]], Faults(seed=rank, unreachable=out_of_reach)))
         store.use(CudaDevice(0, api))
         try:
             return jobs.steps_of(store, rank, STEPS, jobs.gradient), api.calls

@@ -18,9 +18,8 @@ from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Update
 from fastps.lab.gpus.cuda_calls import RecordedCuda, merged
-from fastps.lab.gpus.cuda_on_host import HostCuda
+from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
 from fastps.lab.gpus.cuda_rules import check_record
-from fastps.lab.gpus.host import HostDevice, Teeth
 from tests.device import test_device as jobs
 from tests.support import processes
 
@@ -59,8 +58,8 @@ def run(
     make: Callable[[int, int], dict[str, Any]] = jobs.gradient,
 ) -> list[Any]:
     def work(rank: int) -> Any:
-        teeth = Teeth(seed=rank, delay_s=0.001, late_s=0.0005, unreachable=reaches[gpus[rank]])
-        store.use(HostDevice(gpus[rank], teeth=teeth))
+        faults = Faults(seed=rank, delay_s=0.001, late_s=0.0005, unreachable=reaches[gpus[rank]])
+        store.use(HostDevice(gpus[rank], faults=faults))
         try:
             return steps_of(store, rank, steps, make)
         finally:
@@ -201,7 +200,7 @@ def test_four_gpus_of_the_simulated_runtime_keep_the_rules_of_cuda(reaches: dict
 
     def work(rank: int) -> Any:
         seen = [GPUS[rank], *(gpu for gpu in GPUS if gpu != GPUS[rank])]
-        api = RecordedCuda(HostCuda(seen, Teeth(seed=rank, delay_s=0.001, unreachable=reaches[GPUS[rank]])))
+        api = RecordedCuda(HostCuda(seen, Faults(seed=rank, delay_s=0.001, unreachable=reaches[GPUS[rank]])))
         store.use(CudaDevice(0, api))
         try:
             weights, folds = jobs.steps_of(store, rank, 6, jobs.gradient)
@@ -223,7 +222,7 @@ def test_four_gpus_of_the_simulated_runtime_keep_the_rules_of_cuda(reaches: dict
 
 def test_a_replica_is_shown_where_the_home_is_elsewhere_and_whole_versions_need_peer_access() -> None:
     def look(rank: int) -> Any:
-        store.use(HostDevice(GPUS[rank], teeth=Teeth(unreachable=NONE[GPUS[rank]])))
+        store.use(HostDevice(GPUS[rank], faults=Faults(unreachable=NONE[GPUS[rank]])))
         try:
             with store.attach(rank) as worker:
                 shown = {name: np.array(values) for name, values in worker.weights.items()}
@@ -246,7 +245,7 @@ def test_peer_access_in_one_direction_alone_is_refused_by_name() -> None:
     reaches = {"gpu 0": frozenset(), "gpu 1": frozenset({"gpu 0"})}
 
     def join(rank: int) -> str:
-        store.use(HostDevice(GPUS[rank], teeth=Teeth(unreachable=reaches[GPUS[rank]])))
+        store.use(HostDevice(GPUS[rank], faults=Faults(unreachable=reaches[GPUS[rank]])))
         try:
             with store.attach(rank) as worker:
                 worker.wait_for_others()

@@ -18,9 +18,8 @@ from fastps.device.store import DeviceStore
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.lab.gpus.cuda_calls import RecordedCuda, merged
-from fastps.lab.gpus.cuda_on_host import HostCuda
+from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice, host_devices
 from fastps.lab.gpus.cuda_rules import check_record
-from fastps.lab.gpus.host import HostDevice, Teeth, host_devices
 from tests.device import test_device as jobs
 from tests.support import processes
 
@@ -63,7 +62,7 @@ def steps_of(store: Any, rank: int, first: int, last: int, folder: Path | None, 
 def run(store: Any, gpus: list[str], work: Any) -> list[Any]:
     def in_child(rank: int) -> Any:
         if isinstance(store, DeviceStore):
-            store.use(HostDevice(gpus[rank], teeth=Teeth(seed=rank, delay_s=0.002, late_s=0.0005)))
+            store.use(HostDevice(gpus[rank], faults=Faults(seed=rank, delay_s=0.002, late_s=0.0005)))
         try:
             return work(rank)
         finally:
@@ -123,8 +122,8 @@ def test_steps_go_on_while_a_version_is_copied_and_its_buffers_are_not_written(t
     class SlowDevice(HostDevice):
         def copy(self, to: int, source: int, size: int, stream: Any) -> None:
             snapshots = store._snapshots
-            if snapshots is not None and stream is snapshots.stream:
-                self._queue(stream, partial(time.sleep, 0.02))
+            if snapshots is not None and stream == snapshots.stream:
+                self.api.queue(stream, "pause", lambda on: time.sleep(0.02))
             super().copy(to, source, size, stream)
 
     store = make_store(gpus)
@@ -142,7 +141,8 @@ def test_steps_go_on_while_a_version_is_copied_and_its_buffers_are_not_written(t
                     if pinned is not None and len(seen) == 1 and step == SAVED + 2:
                         seen.append(worker.version)
                         assert not pinned._copy._is_done
-                        assert store._snapshots is not None and store._snapshots.copied.words[1] == 0, "still copying"
+                        copied = store._snapshots.copied
+                        assert store.device.api.events[copied].words[1] == 0, "still copying"
                         snapshot.write(pinned, {}, tmp_path / "device", Run.of(store))
                 worker.wait_for_others()
             return seen
@@ -164,7 +164,7 @@ def test_copies_on_gpus_keep_the_rules_of_cuda(tmp_path: Path) -> None:
     store = make_store(gpus)
 
     def work(rank: int) -> Any:
-        api = RecordedCuda(HostCuda([gpus[rank], gpus[1 - rank]], Teeth(seed=rank, delay_s=0.001)))
+        api = RecordedCuda(HostCuda([gpus[rank], gpus[1 - rank]], Faults(seed=rank, delay_s=0.001)))
         store.use(CudaDevice(0, api))
         try:
             steps_of(store, rank, 0, STEPS, tmp_path / "device", ahead=1)
@@ -188,8 +188,8 @@ def test_homes_that_are_not_reached_are_named_when_a_version_is_copied_or_resume
     store = make_store(gpus)
 
     def save(rank: int) -> Any:
-        teeth = Teeth(unreachable=frozenset(gpus) - {gpus[rank]})
-        store.use(HostDevice(gpus[rank], teeth=teeth))
+        faults = Faults(unreachable=frozenset(gpus) - {gpus[rank]})
+        store.use(HostDevice(gpus[rank], faults=faults))
         try:
             with store.attach(rank) as worker:
                 if rank:

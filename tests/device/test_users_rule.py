@@ -11,7 +11,7 @@ import pytest
 import fastps
 from fastps.device import users_rule
 from fastps.job.update_rules import Update
-from fastps.lab.gpus.host import HostDevice, Teeth
+from fastps.lab.gpus.cuda_on_host import Faults, HostDevice
 from tests.device.test_device import gradient
 from tests.device.test_several_devices import ALL, assert_equal, make_store, on_cpu, steps_of
 from tests.support import processes, twins
@@ -31,8 +31,8 @@ def run(update: Update, sync: str) -> list[Any]:
     store = make_store(update, sync, GPUS, shards=2)
 
     def work(rank: int) -> Any:
-        teeth = Teeth(seed=rank, delay_s=0.001, unreachable=ALL[GPUS[rank]])
-        store.use(HostDevice(GPUS[rank], teeth=teeth, compile_rule=twins.compiled))
+        faults = Faults(seed=rank, delay_s=0.001, unreachable=ALL[GPUS[rank]])
+        store.use(HostDevice(GPUS[rank], faults=faults, compile_rule=twins.compiled))
         try:
             return steps_of(store, rank, 6, gradient)
         finally:

@@ -15,8 +15,7 @@ from fastps.device.interface import DeviceError
 from fastps.diagnostics import gpu
 from fastps.diagnostics.doctor import OPTIMIZERS, Need, examine, need_findings, need_of
 from fastps.errors import PolicyError, UsageError
-from fastps.lab.gpus.cuda_on_host import HostCuda
-from fastps.lab.gpus.host import Teeth
+from fastps.lab.gpus.cuda_on_host import Faults, HostCuda
 from tests.support import commands, processes
 
 PARAMETERS = 100_000
@@ -148,8 +147,8 @@ def _shared(owner: int, reader: int, unreachable: frozenset[str] = frozenset()) 
 
     def read(memory_handle: bytes, event_handle: bytes) -> bytes:
         def work() -> bytes:
-            teeth = Teeth(unreachable=unreachable - {f"gpu {reader}"})
-            return gpu.read_shared(CudaDevice(0, HostCuda([f"gpu {reader}"], teeth)), memory_handle, event_handle)
+            faults = Faults(unreachable=unreachable - {f"gpu {reader}"})
+            return gpu.read_shared(CudaDevice(0, HostCuda([f"gpu {reader}"], faults)), memory_handle, event_handle)
 
         child = processes.start(work)
         processes.finish([child], 20)
@@ -162,11 +161,11 @@ def _shared(owner: int, reader: int, unreachable: frozenset[str] = frozenset()) 
 
 
 def _share(owner: int, read: Callable[[bytes, bytes], bytes]) -> None:
-    api = HostCuda([f"gpu {owner}"], Teeth(delay_s=0.01))
+    api = HostCuda([f"gpu {owner}"], Faults(delay_s=0.01))
     try:
         gpu.share_memory(CudaDevice(0, api), read)
     finally:
-        api.runtime.devices[0].shut()  # with the events, which CUDA leaves to the process's end
+        api.end()  # with the events, which CUDA leaves to the process's end
 
 
 def test_sharing_is_tried_between_each_pair_of_gpus() -> None:

@@ -19,7 +19,7 @@ from fastps.device.store import DeviceStore
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.kernels.shm.arena import LANE_DEAD
-from fastps.lab.gpus.host import HostDevice, host_devices
+from fastps.lab.gpus.cuda_on_host import HostDevice, host_devices
 from fastps.processes.options import JobOptions
 from fastps.store import core_sharing as cores
 from tests.support import processes

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fastps
-from fastps.device.interface import Device
+from fastps.device.cuda import CudaDevice
 from fastps.device.placement import gpus_of_workers
-from fastps.lab.gpus.host import HostDevice, Teeth
+from fastps.lab.gpus.cuda_on_host import Faults, HostDevice
 from fastps.torch.on_device import DevicePlacement
 from fastps.torch.placements import HostPlacement
 from tests.support import processes
@@ -24,10 +24,10 @@ ADAM = OPTIMIZERS["adam"]
 class ApartPlacement(DevicePlacement):
     """A DevicePlacement on one of two devices that do not reach each other."""
 
-    def make_device(self) -> Device:
+    def make_device(self) -> CudaDevice:
         own = gpus_of_workers()[int(os.environ["RANK"])]
         others = frozenset(f"gpu {gpu}" for gpu in gpus_of_workers() if gpu != own)
-        return HostDevice(f"gpu {own}", 0.001, teeth=Teeth(unreachable=others))
+        return HostDevice(f"gpu {own}", 0.001, faults=Faults(unreachable=others))
 
 
 class ApartOptimizer(fastps.DistributedOptimizer):

@@ -15,10 +15,10 @@ import torch
 
 import fastps
 from fastps.device.cuda import CudaDevice
-from fastps.device.interface import Device, DeviceError
+from fastps.device.interface import DeviceError
 from fastps.device.placement import gpus_of_workers, placement
 from fastps.kernels.cuda import runtime as cuda
-from fastps.lab.gpus.host import HostDevice, host_devices
+from fastps.lab.gpus.cuda_on_host import HostDevice, host_devices
 from fastps.torch.on_device import DevicePlacement
 from fastps.torch.placements import HostPlacement
 from fastps.torch.staged import StagedPlacement
@@ -28,17 +28,17 @@ from tests.support import processes
 class HostDevicePlacement(DevicePlacement):
     """A DevicePlacement on host memory."""
 
-    def make_device(self) -> Device:
+    def make_device(self) -> CudaDevice:
         return HostDevice("host", 0.001)
 
 
 class SeveralDevicesPlacement(DevicePlacement):
     """A DevicePlacement on a device of host memory for each GPU that FASTPS_GPUS names."""
 
-    def make_device(self) -> Device:
+    def make_device(self) -> CudaDevice:
         return HostDevice(f"gpu {gpus_of_workers()[int(os.environ['RANK'])]}", 0.001)
 
-    def server_devices(self) -> Callable[[], list[Device]]:
+    def server_devices(self) -> Callable[[], list[CudaDevice]]:
         return partial(host_devices, [f"gpu {gpu}" for gpu in dict.fromkeys(gpus_of_workers())], 0.001)  # type: ignore[arg-type]
 
 
@@ -305,7 +305,7 @@ def test_a_job_on_several_gpus_writes_checkpoints_and_resumes(
 
 def test_the_server_sees_the_gpus_as_worker_0_does(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr("fastps.device.cuda.CudaDevice", made.append)
+    monkeypatch.setattr("fastps.torch.on_device.CudaDevice", made.append)
     placed = DevicePlacement([torch.zeros(3)])
     monkeypatch.setenv("WORLD_SIZE", "4")
     for gpus, expected in (("", [0]), ("2", [0]), ("2,0", [0, 1]), ("1,0,3,2", [0, 1, 2, 3])):

@@ -1,26 +1,36 @@
-"""CUDA in host memory: the functions of the runtime that a CudaDevice calls, over devices of host memory.
+"""A CUDA in host memory, between real processes, on any machine: what a CudaDevice calls.
 
-With it the module that has every CUDA call runs between real processes without a GPU. It shows that the calls fit together;
-what CUDA itself does, only a GPU shows. Others record its calls and check them against the rules.
+Memory and events are memfds. Each stream is a thread that runs its work in order, so work that no event orders really runs in
+any order. It is harsher than CUDA: work may begin late, completed events may be seen late, freed memory is poisoned and an
+access to it is an error, devices may be full, lost or out of reach, and a process can die between any two operations. What CUDA
+itself does, only a GPU shows.
 """
 
-import contextlib
 import ctypes
-import inspect
 import itertools
+import os
+import random
+import signal
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from fastps.device.cuda import SUCCESS
-from fastps.device.cuda_errors import NOT_READY
-from fastps.device.interface import DeviceError, DeviceFailedError, DeviceMemoryError
-from fastps.lab.gpus.host import HostDevice, Teeth
+from fastps.device.cuda import SUCCESS, CudaDevice
+from fastps.device.cuda_errors import MEMORY_ALLOCATION, NOT_READY
+from fastps.device.interface import DeviceError, DeviceLostError
+from fastps.device.regions import Region, handle_of, make_region, open_region, release
+from fastps.kernels.cuda.launch_args import Span
+from fastps.lab.gpus.fake_cuda import FakeCuda, Launch, Work
+from fastps.lab.gpus.host_streams import HostEvent, HostStream
 
-_DEFAULT_STREAM = 0
-_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+_POLL_S = 20e-6
+_LOOK_EVERY = 200  # polls between two checks that the other process is alive
+_PEER_ACCESS_UNSUPPORTED = 217
 
 
 class HostCudaError(DeviceError):
@@ -31,265 +41,370 @@ class HostCudaError(DeviceError):
         self.status = status
 
 
-@contextlib.contextmanager
-def _numbered(teeth: Teeth) -> Iterator[None]:
-    """Raise the errors of a device of host memory as those of CUDA."""
-    try:
-        yield
-    except DeviceMemoryError as error:
-        raise HostCudaError(_MEMORY_ALLOCATION, "cudaErrorMemoryAllocation: out of memory") from error
-    except DeviceFailedError as error:
-        raise HostCudaError(teeth.status, f"simulated error {teeth.status}") from error
+@dataclass(frozen=True)
+class Faults:
+    """What the devices of a process do that a GPU only may do.
+
+    Attributes:
+        seed: of the draws.
+        delay_s: the longest delay before a piece of work.
+        late_s: the longest time until a completed event is seen.
+        unreachable: the devices between which and any other there is no peer access.
+        dies_at: the process is killed before this operation of its first device, counted from 1; 0: never.
+        lost_at: the first device is lost from this operation on; 0: never.
+        status: CUDA's code for that.
+        memory: bytes of each device's memory for this process; 0: no limit.
+    """
+
+    seed: int = 0
+    delay_s: float = 0.0
+    late_s: float = 0.0
+    unreachable: frozenset[str] = frozenset()
+    dies_at: int = 0
+    lost_at: int = 0
+    status: int = 719
+    memory: int = 0
 
 
-class HostCuda:
-    """See fastps.device.cuda.Cuda. `gpus`: the bus ids of the GPUs that this process sees, its own first.
+class HostCuda(FakeCuda):
+    """A CUDA of threads and memfds. `delay_s` delays each piece of work on a stream that
+    has a thread. With `computes_at_once` the compute streams run work when it is called, as torch does on the CPU; else they
+    queue work, as a GPU does. `compile_rule` compiles a user's rule from the kernels' source; without it there are no users'
+    rules.
 
-    `teeth`: those of the devices; a device named there is out of reach of the first one.
-
-    >>> from fastps.device.cuda import CudaDevice
     >>> device = CudaDevice(0, HostCuda(["00:01.0"]))
     >>> device.identity, device.view(device.allocate(64), 16)[:2].tolist()
     ('00:01.0', [0.0, 0.0])
     >>> device.shut()
     """
 
-    def __init__(self, gpus: Sequence[str], teeth: Teeth | None = None) -> None:
-        self.runtime = HostRuntime(gpus, teeth or Teeth())
+    def __init__(
+        self,
+        gpus: Sequence[str],
+        faults: Faults = Faults(),
+        delay_s: float = 0.0,
+        *,
+        computes_at_once: bool = True,
+        compile_rule: Callable[[str], Launch] | None = None,
+    ) -> None:
+        super().__init__(gpus)
+        self._compile_rule = compile_rule
+        self.streams: dict[int, HostStream] = {}
+        self.events: dict[int, HostEvent] = {}
+        self._faults = faults
+        self._delay_s = delay_s
+        self._random = random.Random(faults.seed)  # used under the interpreter's lock alone, one call at a time
+        self._operations = [itertools.count(1) for _ in gpus]
+        self._memory: dict[int, tuple[Region, int]] = {}  # by address: with the number of the device that has it open
+        self._pinned: dict[int, npt.NDArray[np.uint8]] = {}
+        self._enabled: set[tuple[int, int]] = set()  # a device, and one whose memory it uses
+        self._is_ended = self._is_lost = False
+        self._computing = [self._make_stream(device, has_thread=not computes_at_once) for device in range(len(gpus))]
 
-    def launch_fold(self, device: int, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
-        """See Cuda."""
-        runtime = self.runtime
-        with _numbered(runtime.teeth):
-            runtime.devices[device].launch_fold(rule, dtype, order, tiles, blocks, runtime.streams[stream])
-
-    def use_rule(self, device: int, text: str) -> None:
-        """See Cuda."""
-        self.runtime.devices[device].use_rule(text)
-
-    def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
-        """See Cuda."""
-        runtime = self.runtime
-        runtime.devices[device].launch_check(dtype, args, tiles, blocks, runtime.streams[stream])
-
-    def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> Any:
-        """See Cuda. Returns a NumPy array."""
-        return self.runtime.devices[device].view(address, length, dtype)
-
-    def compute_stream(self, device: int) -> int:
-        """See Cuda. A stream of its own, on which work is done at once: its caller computes on the CPU."""
-        runtime = self.runtime
-        return runtime.number_of(runtime.devices[device].compute_stream())
-
-
-class HostRuntime:
-    """The functions of the CUDA runtime, as cupy.cuda.runtime names them. Errors of devices have CUDA's codes."""
-
-    CUDARuntimeError = DeviceError
-
-    def __getattribute__(self, name: str) -> Any:
-        found = object.__getattribute__(self, name)
-        if name.startswith("_") or not inspect.ismethod(found):
-            return found
-
-        def call(*arguments: Any) -> Any:
-            with _numbered(self.teeth):
-                return found(*arguments)
-
-        return call
-
-    def __init__(self, gpus: Sequence[str], teeth: Teeth) -> None:
-        self.devices = [HostDevice(gpu, teeth=teeth) for gpu in gpus]
-        self.streams: dict[int, Any] = {}
-        self._gpus = list(gpus)
-        self.teeth = teeth
-        self._events: dict[int, Any] = {}
-        self._graphs: dict[int, Any] = {}
-        self._numbers = itertools.count(1)
-        self._registered: dict[int, Any] = {}
-        self._thread = threading.local()
-
-    @property
-    def _device(self) -> HostDevice:
-        return self.devices[getattr(self._thread, "device", 0)]
-
-    def number_of(self, stream: Any) -> int:
-        """The number that stands for a stream."""
-        for number, found in self.streams.items():
-            if found is stream:
-                return number
-        number = next(self._numbers)
-        self.streams[number] = stream
-        return number
+    def _operate(self, device: int | None = None) -> None:
+        """Count an operation of the host or a stream; die before it if it is the one. Raises HostCudaError if lost."""
+        device = self._device if device is None else device
+        number = next(self._operations[device])
+        if device == 0 and number == self._faults.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if device == 0 and 0 < self._faults.lost_at <= number and not self._is_ended:
+            self._is_lost = True
+            raise HostCudaError(self._faults.status, f"operation {self._faults.lost_at} failed")
 
     # -- devices -----------------------------------------------------------------------------------
 
-    def getDeviceCount(self) -> int:
-        """How many devices there are."""
-        return len(self.devices)
-
-    def setDevice(self, device: int) -> None:
-        """Set the calling thread's device."""
-        self._thread.device = device
-
-    def deviceGetPCIBusId(self, device: int) -> str:
-        """The name of a device that all processes share."""
-        return self._gpus[device]
-
-    def deviceCanAccessPeer(self, device: int, peer: int) -> int:
-        """Whether two devices reach each other. Devices that the teeth name are reached by none but themselves."""
-        named = self.teeth.unreachable
-        return int(self._gpus[device] not in named and self._gpus[peer] not in named)
+    def reaches(self, gpu: str, other: str) -> bool:
+        return gpu == other or not {gpu, other} & self._faults.unreachable
 
     def deviceEnablePeerAccess(self, peer: int) -> None:
-        """Let the thread's device use the memory of another."""
-        self._device.lend(self.devices[peer])
+        self._operate()
+        if not self.deviceCanAccessPeer(self._device, peer):
+            raise HostCudaError(_PEER_ACCESS_UNSUPPORTED, "cudaErrorPeerAccessUnsupported")
+        self._enabled.add((self._device, peer))
 
     def deviceSynchronize(self) -> None:
-        """Wait for all streams of the thread's device."""
-        self._device.synchronize_all()
+        for stream in list(self.streams.values()):
+            if stream.device == self._device:
+                stream.finish()
 
     def memGetInfo(self) -> tuple[int, int]:
-        """Free and all memory."""
-        return self._device.free_memory(), self.teeth.memory
+        used = sum(region.size for region, _ in self._memory.values() if region.identity == self._gpu)
+        return max(0, self._faults.memory - used), self._faults.memory
 
     # -- memory ------------------------------------------------------------------------------------
 
+    def _open(self, region: Region) -> int:
+        self._memory[region.address] = region, self._device
+        return region.address
+
     def malloc(self, size: int) -> int:
-        """Allocate memory on the thread's device."""
-        return self._device.allocate(size)
+        self._operate()
+        if self._faults.memory and size > self.memGetInfo()[0]:
+            raise HostCudaError(MEMORY_ALLOCATION, "cudaErrorMemoryAllocation: out of memory")
+        return self._open(make_region(size, self._gpu))
 
     def free(self, address: int) -> None:
-        """Free it."""
-        self._device.close(address)
+        """Free or unmap memory. Views that still live see poison."""
+        if not self._is_lost:
+            self._operate()
+        if address not in self._memory:
+            raise DeviceError(f"expected memory of this device to close, found {address:#x}, which is not open")
+        release(self._memory.pop(address)[0])
+
+    ipcCloseMemHandle = free
 
     def memsetAsync(self, address: int, value: int, size: int, stream: int) -> None:
         """Fill memory, at once."""
-        self._device.view(address, size, "uint8")[:] = value
-
-    def memcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
-        """Queue a copy."""
-        self._device.copy(to, source, size, self.streams[stream])
+        self.array(self._device, address, size, "uint8", None)[:] = value
 
     def ipcGetMemHandle(self, address: int) -> bytes:
-        """The handle of an allocation."""
-        return self._device.export(address)
+        self._operate()
+        return handle_of(self._memory[address][0])
 
     def ipcOpenMemHandle(self, handle: bytes, flags: int) -> int:
-        """Map another process's allocation."""
-        return self._device.open(handle)
-
-    def ipcCloseMemHandle(self, address: int) -> None:
-        """Unmap it."""
-        self._device.close(address)
+        self._operate()
+        region, gpu = open_region(handle), self._gpu
+        if not self.reaches(gpu, region.identity):
+            release(region)
+            raise DeviceError(f"expected peer access from {gpu} to {region.identity}, found none")
+        return self._open(region)
 
     def hostAlloc(self, size: int, flags: int) -> int:
-        """Allocate host memory for copies of every device of the process."""
-        memory = self._device.host_memory(size)
-        for device in self.devices:
-            if device is not self._device:
-                device.pin(memory)
+        memory = np.zeros(size, np.uint8)
+        self._pinned[memory.ctypes.data] = memory
         return int(memory.ctypes.data)
 
     def freeHost(self, address: int) -> None:
-        """Keep it: the device does."""
+        """Keep it until the end: work that is queued may use it."""
 
     def hostRegister(self, address: int, size: int, flags: int) -> None:
-        """Let every device use host memory."""
-        memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
-        self._registered[address] = memory
-        for device in self.devices:
-            device.pin(memory)
+        self._operate()
+        self._pinned[address] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
     def hostUnregister(self, address: int) -> None:
-        """Undo it."""
-        memory = self._registered.pop(address)
-        for device in self.devices:
-            device.unpin(memory)
+        del self._pinned[address]
+
+    def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> npt.NDArray[Any]:
+        """See Cuda. Returns a NumPy array."""
+        size = length * np.dtype(dtype).itemsize
+        for region, _ in list(self._memory.values()):
+            if region.holds(address, size):
+                return np.frombuffer(region.memory, dtype, length, address - region.address)
+        for begin, memory in self._pinned.items():
+            if 0 <= address - begin <= memory.nbytes - size:
+                return memory[address - begin :][:size].view(dtype)
+        raise DeviceError(f"expected memory of this device, found {size} bytes at {address:#x}")
+
+    def touch(self, on: HostStream, text: str, reads: Iterable[Span], writes: Iterable[Span]) -> None:
+        device = on.device
+        for address, size in (*reads, *writes):
+            regions = (each for each, by in list(self._memory.values()) if by == device or (device, by) in self._enabled)
+            if not size or any(region.holds(address, size) for region in regions):
+                continue
+            if not any(0 <= address - begin <= memory.nbytes - size for begin, memory in list(self._pinned.items())):
+                raise DeviceError(
+                    f"expected work on memory that is open on {self.gpus[device]}, found {size} bytes at {address:#x}:"
+                    " they were freed, unmapped, or never opened"
+                )
 
     # -- streams and events ------------------------------------------------------------------------
 
+    def _make_stream(self, device: int, *, has_thread: bool = True) -> int:
+        stream = HostStream(device)
+        if has_thread:
+            stream.thread = threading.Thread(target=stream.run, daemon=True)
+            stream.thread.start()
+        return self._keep(self.streams, stream)
+
     def streamCreateWithFlags(self, flags: int) -> int:
-        """Make a stream of the thread's device."""
-        return self.number_of(self._device.make_stream())
+        return self._make_stream(self._device)
 
     def streamDestroy(self, stream: int) -> None:
-        """Wait for a stream, and end it."""
-        self._device.end_stream(self.streams.pop(stream))
+        """Wait for a stream's work, and end it. Failed work is nothing to the caller, as in CUDA."""
+        self.streams.pop(stream).end()
 
     def streamSynchronize(self, stream: int) -> None:
-        """Wait for a stream. The default stream has no work."""
-        if stream != _DEFAULT_STREAM:
-            self._device.synchronize(self.streams[stream])
+        """Wait for a stream. The default stream, 0, has no work."""
+        if stream:
+            self.streams[stream].finish()
 
     def streamQuery(self, stream: int) -> int:
-        """The code of a stream's work: 0 without a failure, whether it is done or not, else that of a lost device."""
+        """The code of a stream's work: 0 without a failure, whether it is done or not. Failures without a code are raised."""
         failure = self.streams[stream].failure
-        return self.teeth.status if failure is not None else 0
+        if isinstance(failure, HostCudaError):
+            return failure.status
+        self.streams[stream].check()
+        return SUCCESS
+
+    def _event(self, region: Region) -> int:
+        return self._keep(self.events, HostEvent(region, np.frombuffer(region.memory, np.int64, 3)))
 
     def eventCreateWithFlags(self, flags: int) -> int:
-        """Make an event."""
-        return self._keep(self._device.make_event())
-
-    def _keep(self, event: Any) -> int:
-        number = next(self._numbers)
-        self._events[number] = event
-        return number
+        self._operate()
+        return self._event(make_region(24, "host memory"))
 
     def eventDestroy(self, event: int) -> None:
-        """Release an event."""
-        self._device.close_event(self._events.pop(event))
+        self._operate()
+        release(self.events.pop(event).region)
 
     def ipcGetEventHandle(self, event: int) -> bytes:
-        """The handle of an event."""
-        return self._device.export_event(self._events[event])
+        self._operate()
+        return handle_of(self.events[event].region)
 
     def ipcOpenEventHandle(self, handle: bytes) -> int:
-        """Open another process's event."""
-        return self._keep(self._device.open_event(handle))
+        self._operate()
+        return self._event(open_region(handle))
 
     def eventRecord(self, event: int, stream: int) -> None:
-        """Record an event."""
-        self._device.record(self._events[event], self.streams[stream])
+        self._operate()
+        recorded = self.events[event]
+        if recorded.region.pidfd >= 0:
+            raise DeviceError("expected an event of this process to record, found another process's")
+        recorded.words[0] += 1
+        number = int(recorded.words[0])
+
+        def done() -> None:
+            recorded.words[1] = number
+
+        self.streams[stream].do(done, recorded)
 
     def streamWaitEvent(self, stream: int, event: int) -> None:
-        """Let a stream wait."""
-        self._device.wait(self._events[event], self.streams[stream])
+        self._operate()
+        awaited = self.events[event]
+        number = int(awaited.words[0])
+        self.streams[stream].do(lambda: self._await(awaited, number))
 
     def eventSynchronize(self, event: int) -> None:
-        """Wait for an event."""
-        self._device.synchronize_event(self._events[event])
+        """Wait for an event. Raises the error of a stream that has failed."""
+        self._operate()
+        try:
+            self._await(self.events[event], int(self.events[event].words[0]))
+        except DeviceError:
+            self._check_streams()
+            raise
 
     def eventQuery(self, event: int) -> int:
-        """0 if an event's last record is done, else CUDA's number of the answer that it is not."""
-        return SUCCESS if self._device.is_done(self._events[event]) else NOT_READY
+        self._check_streams()
+        made, done, _ = self.events[event].words.tolist()
+        if done < made:
+            return NOT_READY
+        self._be_late()
+        return SUCCESS
 
-    # -- graphs ------------------------------------------------------------------------------------
+    def _check_streams(self) -> None:
+        for stream in list(self.streams.values()):
+            stream.check()
+
+    def _be_late(self) -> None:
+        if self._faults.late_s:
+            time.sleep(self._random.uniform(0, self._faults.late_s))
+
+    def _await(self, event: HostEvent, number: int) -> None:
+        """Wait until the record of that number is done.
+
+        Raises DeviceLostError if its process ends before, or if that process's work before it has failed; DeviceError if this
+        process's work has failed, or if this device is shut meanwhile: no wait may outlast what it waits for.
+        """
+        polls = 0
+        while int(event.words[1]) < number:
+            polls += 1
+            if self._is_ended:
+                raise DeviceError("expected a device in use, found it shut")
+            if event.region.pidfd < 0:
+                self._check_streams()
+            if event.words[2]:
+                kind = DeviceLostError if event.region.pidfd >= 0 else DeviceError
+                raise kind("expected work on a device to come to its end, found that it has failed")
+            if polls % _LOOK_EVERY == 0 and not event.region.owner_lives():
+                raise DeviceLostError(
+                    "expected a process to finish its work on a device, found that it has ended: restart the job"
+                )
+            time.sleep(_POLL_S)
+        self._be_late()
+
+    # -- work --------------------------------------------------------------------------------------
+
+    def queue(self, stream: int, text: str, work: Work) -> None:
+        self._operate()
+        self._queue(stream, work)
+
+    def _queue(self, stream: int, work: Work) -> None:
+        queued = self.streams[stream]
+        if queued.captured is not None:
+            queued.captured.append(work)
+            return
+        delay_s = self._delay_s if queued.thread is not None else 0.0
+
+        def piece() -> None:
+            self._operate(queued.device)
+            drawn_s = self._random.uniform(0, self._faults.delay_s) if self._faults.delay_s else 0.0
+            if delay_s + drawn_s:
+                time.sleep(delay_s + drawn_s)
+            work(queued)
+
+        queued.do(piece)
 
     def streamBeginCapture(self, stream: int, mode: int) -> None:
-        """Begin to capture a stream."""
-        self._device.begin_capture(self.streams[stream])
+        self._operate()
+        self.streams[stream].captured = []
 
     def streamEndCapture(self, stream: int) -> int:
-        """End it; returns a graph."""
-        number = next(self._numbers)
-        self._graphs[number] = self._device.end_capture(self.streams[stream])
-        return number
-
-    def graphInstantiate(self, graph: int) -> int:
-        """Make a graph executable."""
-        number = next(self._numbers)
-        self._graphs[number] = self._graphs[graph]
-        return number
+        self._operate()
+        captured, self.streams[stream].captured = self.streams[stream].captured, None
+        if not captured:
+            raise DeviceError("expected a stream that captures work, found none")
+        return self._keep(self._graphs, captured)
 
     def graphLaunch(self, graph: int, stream: int) -> None:
-        """Queue the work of a graph."""
-        self._device.launch(self._graphs[graph], self.streams[stream])
+        self._operate()
+        for work in self._graphs[graph]:
+            self._queue(stream, work)
 
-    def graphDestroy(self, graph: int) -> None:
-        """Release a graph."""
-        del self._graphs[graph]
+    def end(self) -> None:
+        """Release everything at once. Work that is under way ends; none of what is queued runs."""
+        self._is_ended = True
+        for stream in self.streams.values():
+            stream.failure = stream.failure or DeviceError("the device is shut")
+            stream.end()
+        for event in self.events.values():
+            release(event.region, poisons=False)  # another process may be about to wait for it
+        for region, _ in self._memory.values():
+            release(region)
+        for things in (self.streams, self.events, self._memory):
+            things.clear()
 
-    def graphExecDestroy(self, graph: int) -> None:
-        """Release an executable graph."""
-        self.graphDestroy(graph)
+
+class HostDevice(CudaDevice):
+    """A GPU of a HostCuda, of its own unless `api` is given; `options` are HostCuda's.
+
+    It reaches devices that its process does not see, and `shut` ends at once what waits for other processes.
+
+    >>> device = HostDevice("host")
+    >>> device.view(device.allocate(64), 16)[:2].tolist()
+    [0.0, 0.0]
+    >>> device.shut()
+    """
+
+    granularity = 1  # because to fill and to poison 2 MiB takes long where a test makes many small allocations
+
+    def __init__(self, identity: str, delay_s: float = 0.0, *, api: HostCuda | None = None, **options: Any) -> None:
+        self.api = HostCuda([identity], delay_s=delay_s, **options) if api is None else api
+        super().__init__(self.api.gpus.index(identity), self.api)
+
+    @property
+    def reaches_all(self) -> bool:
+        return not self.api._faults.unreachable
+
+    def can_reach(self, identity: str) -> bool:
+        return self.api.reaches(self.identity, identity)
+
+    def shut(self, *, waits: bool = True) -> None:
+        self.api.end()
+        for address in list(self._shared):
+            release(self._shared.pop(address))
+
+
+def host_devices(identities: Sequence[str], delay_s: float = 0.0, faults: Faults = Faults()) -> list[HostDevice]:
+    """The devices of one process, such as a server."""
+    api = HostCuda(identities, faults, delay_s)
+    return [HostDevice(identity, api=api) for identity in identities]

@@ -18,6 +18,7 @@ from fastps.device.cuda import (
     SHARED_BYTES,
 )
 from fastps.device.interface import DeviceError
+from fastps.kernels.cuda import host_fold, launch_args
 from fastps.lab.gpus.cuda_calls import Call
 
 _DEFAULT_STREAM = 0
@@ -341,12 +342,14 @@ class CudaRules:
         self._need(call, found.process == call.process, "expected an event of its own", "one that it has opened")
         self._need(call, found.records, "expected an event that was recorded", "that it was not")
 
-    def _launch(self, call: Call, of: _Process, device: int, spans: Iterable[tuple[int, int]], stream: int) -> None:
+    def _launch(self, call: Call, of: _Process, device: int, *arguments: Any) -> None:
+        """The last arguments of a fold and of a check: a block of bytes, a table of tiles, how many, and the stream."""
+        block, tiles, count, stream = arguments[-4:]
         current = self._device(call, of)
         self._need(call, current == device, "expected a launch on the thread's device", f"device {current}")
         self._on_own_device(call, of, stream)
-        for address, size in spans:
-            self._touch(call, of, address, size)
+        self._touch(call, of, block, launch_args.CHECK_BYTES if call.name == "launch_check" else launch_args.HEAD_BYTES)
+        self._touch(call, of, tiles, count * host_fold.TILE_BYTES)
 
     _call_launch_fold = _call_launch_check = _launch
 

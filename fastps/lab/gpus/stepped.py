@@ -1,28 +1,30 @@
 """All devices of one simulated node in one thread: a seed decides which stream goes on, and the order of accesses is checked.
 
 Several processes are simulated, too, each with devices, handles and a death of its own. Nothing runs by itself: `step` runs one
-piece of work of one stream. The kernels are those of fold.cu, compiled by the host's compiler, with the bits of a GPU.
+piece of work of one stream. Each process has a CUDA of its own, and a device is a CudaDevice on it.
 
 The rules are stricter than CUDA's: work on memory that its process has not opened, on a device without peer access, or after it
 was freed, is an error, and so are two accesses that no event orders (hazards).
 """
 
-import ctypes
+import itertools
 import random
 import struct
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fastps.device.cuda import SUCCESS, CudaDevice
+from fastps.device.cuda_errors import NOT_READY
 from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceLostError
 from fastps.device.regions import POISON
-from fastps.kernels.cuda import host_fold, launch_args
 from fastps.kernels.cuda.launch_args import Span
+from fastps.lab.gpus.fake_cuda import FakeCuda, Work
 from fastps.lab.gpus.hazards import Accesses, Clock, merge
 
 _HANDLE = struct.Struct("<8sq")
@@ -62,7 +64,7 @@ class _Piece:
 
     clock: Clock
     text: str
-    run: Callable[["SteppedStream"], None] | None = None
+    run: Work | None = None
     event: SteppedEvent | None = None
     number: int = 0
     records: bool = False
@@ -70,11 +72,11 @@ class _Piece:
 
 @dataclass
 class SteppedStream:
-    """A stream of a process on a device."""
+    """A stream of a process on a GPU."""
 
     number: int
     process: int
-    device: "SteppedDevice"
+    gpu: str
     name: str
     work: deque[_Piece] = field(default_factory=deque)
     clock: Clock = field(default_factory=dict)
@@ -103,24 +105,31 @@ class SteppedNode:
     def __init__(self, seed: int, unreachable: Collection[frozenset[str]] = ()) -> None:
         self.random = random.Random(seed)
         self.unreachable = unreachable
-        self.streams: list[SteppedStream] = []
-        self.devices: list[SteppedDevice] = []
+        self.numbers = itertools.count(1)  # of streams and events
+        self.streams: dict[int, SteppedStream] = {}
+        self.events: dict[int, SteppedEvent] = {}
+        self.cudas: dict[int, SteppedCuda] = {}
         self.blocks: dict[int, Block] = {}
         self._addresses: list[int] = []  # of the blocks, in order
-        self.handles: dict[bytes, Any] = {}
         self.clocks: dict[int, Clock] = {}  # what the host of each process knows to be done
         self.dead: set[int] = set()
         self.ran = 0
 
     def device(self, process: int, identity: str) -> "SteppedDevice":
         """A device as a process uses it."""
-        made = SteppedDevice(self, process, identity)
-        self.devices.append(made)
-        return made
+        return SteppedDevice(self, process, identity)
+
+    def cuda(self, process: int) -> "SteppedCuda":
+        """A new process's CUDA."""
+        return SteppedCuda(self, process)
+
+    def reaches(self, gpu: str, other: str) -> bool:
+        """Whether there is peer access. A GPU reaches itself."""
+        return frozenset((gpu, other)) not in self.unreachable
 
     def step(self) -> bool:
         """Run one piece of work of a random stream that can go on; False if none can."""
-        ready = [stream for stream in self.streams if stream.can_go()]
+        ready = [stream for stream in self.streams.values() if stream.can_go()]
         if not ready:
             return False
         stream = self.random.choice(ready)
@@ -138,8 +147,9 @@ class SteppedNode:
             merge(stream.clock, piece.event.known[piece.number])
         return True
 
-    def drain(self, stream: SteppedStream) -> None:
+    def drain(self, number: int) -> None:
         """Run work of any stream until this one has none. Raises StuckError if it waits for what never happens."""
+        stream = self.streams[number]
         while stream.work:
             if not self.step():
                 raise StuckError(f"expected {stream.name} to come to its end, found that it waits for work that nothing does")
@@ -155,7 +165,7 @@ class SteppedNode:
     def kill(self, process: int) -> None:
         """End a process: its queued work never runs, its records never complete, and its memory is poisoned."""
         self.dead.add(process)
-        for stream in self.streams:
+        for stream in self.streams.values():
             if stream.process == process:
                 stream.work.clear()
         for block in list(self.blocks.values()):
@@ -167,8 +177,8 @@ class SteppedNode:
         block.array[:] = POISON
         block.mapped.clear()
 
-    def find(self, address: int, size: int, process: int, device: "SteppedDevice", what: str) -> Block:
-        """The allocation that holds the bytes, if the process may use it on this device. Raises DeviceError."""
+    def find(self, address: int, size: int, process: int, gpu: str, what: str) -> Block:
+        """The allocation that holds the bytes, if the process may use it on this GPU. Raises DeviceError."""
         place = bisect_right(self._addresses, address) - 1
         block = self.blocks[self._addresses[place]] if place >= 0 else None
         if block is None or address + size > block.address + block.size:
@@ -178,12 +188,11 @@ class SteppedNode:
                 f"{what}: expected memory that process {process} has open, found {block.accesses.name}, which"
                 f" {'is freed' if not block.mapped else 'it has not opened'}"
             )
-        if block.owner == process and block.identity not in (None, device.identity) and block.address not in device.borrowed:
-            raise DeviceError(
-                f"{what}: expected {block.accesses.name} to be borrowed by {device.identity}, found that it is not"
-            )
-        if block.identity is not None and not device.can_reach(block.identity):
-            raise DeviceError(f"{what}: expected peer access from {device.identity} to {block.identity}, found none")
+        there = block.identity or gpu
+        if block.owner == process and there != gpu and (gpu, there) not in self.cudas[process].enabled:
+            raise DeviceError(f"{what}: expected enabled peer access from {gpu} to {there}, found that it is not")
+        if not self.reaches(gpu, there):
+            raise DeviceError(f"{what}: expected peer access from {gpu} to {there}, found none")
         return block
 
     def add(self, block: Block) -> None:
@@ -192,74 +201,81 @@ class SteppedNode:
         insort(self._addresses, block.address)
 
 
-class SteppedDevice:
-    """See fastps.device.interface.Device. Made by SteppedNode.device."""
+class SteppedCuda(FakeCuda):
+    """The CUDA of a process of a node."""
 
-    def __init__(self, node: SteppedNode, process: int, identity: str) -> None:
-        self.identity = identity
+    def __init__(self, node: SteppedNode, process: int) -> None:
+        super().__init__((), node.numbers)
         self.node = node
         self.process = process
-        self.borrowed: set[int] = set()
+        self.enabled: set[tuple[str, str]] = set()  # a GPU, and one whose memory it uses
         self._capturing: SteppedStream | None = None
         node.clocks.setdefault(process, {})
-        self._computing = self.make_stream("compute stream")
 
-    @property
-    def reaches_all(self) -> bool:
-        """See Device."""
-        return not any(self.identity in pair for pair in self.node.unreachable)
+    def add(self, gpu: str) -> int:
+        """Let the process see a GPU; returns its number."""
+        self.gpus.append(gpu)
+        self._computing.append(self._make_stream(gpu, "compute stream"))
+        return len(self.gpus) - 1
 
-    def can_reach(self, identity: str) -> bool:
-        """See Device."""
-        return frozenset((self.identity, identity)) not in self.node.unreachable
+    def reaches(self, gpu: str, other: str) -> bool:
+        return self.node.reaches(gpu, other)
+
+    def deviceEnablePeerAccess(self, peer: int) -> None:
+        self.enabled.add((self._gpu, self.gpus[peer]))
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def allocate(self, size: int) -> int:
-        """See Device."""
-        return self._make(size, self.identity, f"memory of process {self.process} on {self.identity}").address
+    def malloc(self, size: int) -> int:
+        return self._make(size, self._gpu, f"memory of process {self.process} on {self._gpu}")
 
-    def allocate_host(self, size: int) -> int:
-        """See Device."""
-        return self._make(size, None, f"host memory of process {self.process}").address
+    def hostAlloc(self, size: int, flags: int) -> int:
+        return self._make(size, None, f"host memory of process {self.process}")
 
-    def _make(self, size: int, identity: str | None, name: str) -> Block:
+    def freeHost(self, address: int) -> None:
+        """Keep it."""
+
+    def _make(self, size: int, identity: str | None, name: str) -> int:
         self._check_not_capturing("memory")
         array = np.zeros(size + _ALIGNMENT, np.uint8)
         begin = -array.ctypes.data % _ALIGNMENT
         array = array[begin : begin + size]
         block = Block(array.ctypes.data, size, array, self.process, identity, {self.process}, Accesses(name))
         self.node.add(block)
-        return block
+        return block.address
 
-    def export(self, address: int) -> bytes:
-        """See Device."""
-        return self._handle(self.node.blocks[address])
+    def memsetAsync(self, address: int, value: int, size: int, stream: int) -> None:
+        """Fill memory, at once."""
+        self.array(self._device, address, size, "uint8", None)[:] = value
 
-    export_host = export
+    def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> npt.NDArray[Any]:
+        size = length * np.dtype(dtype).itemsize
+        block = self.node.find(address, size, self.process, self.gpus[device], "a view")
+        return block.array[address - block.address :][:size].view(dtype)
 
-    def open(self, handle: bytes) -> int:
-        """See Device."""
-        block = self._of(handle)
-        if not isinstance(block, Block) or not block.mapped:
+    def ipcGetMemHandle(self, address: int) -> bytes:
+        return _HANDLE.pack(b"stepped", address).ljust(HANDLE_BYTES, b"\0")
+
+    ipcGetEventHandle = ipcGetMemHandle
+
+    def _named(self, handle: bytes) -> int:
+        magic, number = _HANDLE.unpack_from(handle)
+        if magic.rstrip(b"\0") != b"stepped":
+            raise DeviceLostError("expected a handle of this node, found another")
+        return int(number)
+
+    def ipcOpenMemHandle(self, handle: bytes, flags: int = 0) -> int:
+        block = self.node.blocks.get(self._named(handle))
+        if block is None or not block.mapped:
             raise DeviceLostError("expected memory of another process, found none: it has ended, or has freed that memory")
-        if block.owner == self.process or self.process in block.mapped:
+        if self.process in block.mapped:
             raise DeviceError(f"expected memory that process {self.process} has not open, found {block.accesses.name}")
-        if block.identity is not None and not self.can_reach(block.identity):
-            raise DeviceLostError(f"expected peer access from {self.identity} to {block.identity}, found none")
+        if block.identity is not None and not self.reaches(self._gpu, block.identity):
+            raise DeviceLostError(f"expected peer access from {self._gpu} to {block.identity}, found none")
         block.mapped.add(self.process)
         return block.address
 
-    open_host = open
-
-    def borrow(self, other: "SteppedDevice", address: int) -> None:
-        """See Device."""
-        if other.process != self.process:
-            raise DeviceError(f"expected another device of process {self.process}, found one of process {other.process}")
-        self.borrowed.add(address)
-
-    def close(self, address: int) -> None:
-        """See Device."""
+    def free(self, address: int) -> None:
         block = self.node.blocks[address]
         if self.process not in block.mapped:
             raise DeviceError(f"expected memory that is open, found {block.accesses.name}")
@@ -271,73 +287,59 @@ class SteppedDevice:
             raise DeviceError(f"{block.accesses.name} is freed while processes {sorted(users)} have it open")
         self.node.free(block)
 
-    def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
-        """See Device."""
-        return self._make(size, None, f"staging of process {self.process}").array
+    ipcCloseMemHandle = free
 
-    def view(self, address: int, length: int, dtype: str = "float32") -> npt.NDArray[Any]:
-        """See Device."""
-        size = length * np.dtype(dtype).itemsize
-        block = self.node.find(address, size, self.process, self, "a view")
-        return block.array[address - block.address :][:size].view(dtype)
-
-    def _handle(self, of: Any) -> bytes:
-        handle = _HANDLE.pack(b"stepped", id(of)).ljust(HANDLE_BYTES, b"\0")
-        self.node.handles[handle] = of
-        return handle
-
-    def _of(self, handle: bytes) -> Any:
-        if handle not in self.node.handles:
-            raise DeviceLostError("expected a handle of this node, found another")
-        return self.node.handles[handle]
+    def touch(self, on: SteppedStream, text: str, reads: Iterable[Span], writes: Iterable[Span]) -> None:
+        text = f"{text} on {on.name}"
+        for is_write, spans in ((False, reads), (True, writes)):
+            for address, size in spans:
+                if size:
+                    block = self.node.find(address, size, self.process, on.gpu, text)
+                    block.accesses.add((address - block.address, size), is_write, on.number, on.clock, text)
 
     # -- streams and events ------------------------------------------------------------------------
 
-    def compute_stream(self) -> SteppedStream:
-        """See Device."""
-        return self._computing
+    def _make_stream(self, gpu: str, name: str) -> int:
+        number = next(self._numbers)
+        name = f"{name} {number} of process {self.process}"
+        self.node.streams[number] = SteppedStream(number, self.process, gpu, name)
+        return number
 
-    def make_stream(self, name: str = "stream") -> SteppedStream:
-        """See Device."""
-        number = len(self.node.streams)
-        stream = SteppedStream(number, self.process, self, f"{name} {number} of process {self.process}")
-        self.node.streams.append(stream)
-        return stream
+    def streamCreateWithFlags(self, flags: int) -> int:
+        return self._make_stream(self._gpu, "stream")
 
-    def make_event(self) -> SteppedEvent:
-        """See Device."""
-        return SteppedEvent(self.process)
+    def eventCreateWithFlags(self, flags: int) -> int:
+        return self._keep(self.node.events, SteppedEvent(self.process))
 
-    def export_event(self, event: SteppedEvent) -> bytes:
-        """See Device."""
-        return self._handle(event)
+    def eventDestroy(self, event: int) -> None:
+        """Keep it: another process may wait for it."""
 
-    def open_event(self, handle: bytes) -> SteppedEvent:
-        """See Device."""
-        event = self._of(handle)
-        if not isinstance(event, SteppedEvent) or event.owner == self.process:
+    def ipcOpenEventHandle(self, handle: bytes) -> int:
+        number = self._named(handle)
+        if number not in self.node.events or self.node.events[number].owner == self.process:
             raise DeviceError("expected another process's event to open")
-        if event.owner in self.node.dead:
-            raise DeviceLostError(f"expected process {event.owner} to live, found that it has ended")
-        return event
+        if (owner := self.node.events[number].owner) in self.node.dead:
+            raise DeviceLostError(f"expected process {owner} to live, found that it has ended")
+        return number
 
-    def close_event(self, event: SteppedEvent) -> None:
-        """See Device."""
-
-    def record(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
+    def eventRecord(self, event: int, stream: int) -> None:
         self._check_not_capturing("a record")
-        if event.owner != self.process:
-            raise DeviceError(f"expected an event of process {self.process} to record, found one of process {event.owner}")
-        event.made += 1
-        self._queue(stream, _Piece({}, "record", event=event, number=event.made, records=True))
+        made = self.node.events[event]
+        if made.owner != self.process:
+            raise DeviceError(f"expected an event of process {self.process} to record, found one of process {made.owner}")
+        made.made += 1
+        self._queue(stream, _Piece({}, "record", event=made, number=made.made, records=True))
 
-    def wait(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
+    def streamWaitEvent(self, stream: int, event: int) -> None:
         self._check_not_capturing("a wait")
-        self._queue(stream, _Piece({}, "wait", event=event, number=event.made))
+        awaited = self.node.events[event]
+        self._queue(stream, _Piece({}, "wait", event=awaited, number=awaited.made))
 
-    def _queue(self, stream: SteppedStream, piece: _Piece) -> None:
+    def queue(self, stream: int, text: str, work: Work) -> None:
+        self._queue(stream, _Piece({}, f"{text} on {self.node.streams[stream].name}", work))
+
+    def _queue(self, number: int, piece: _Piece) -> None:
+        stream = self.node.streams[number]
         if stream.process != self.process:
             raise DeviceError(f"expected a stream of process {self.process}, found {stream.name}")
         if stream.captured is not None:
@@ -346,120 +348,92 @@ class SteppedDevice:
         piece.clock = dict(self.node.clocks[self.process])
         stream.work.append(piece)
 
-    def synchronize(self, stream: SteppedStream) -> None:
-        """See Device."""
+    def streamSynchronize(self, stream: int) -> None:
+        """Wait for a stream. The default stream, 0, has no work."""
         self._check_not_capturing("a wait of the host")
-        self.node.drain(stream)
-        merge(self.node.clocks[self.process], stream.clock)
+        if stream:
+            self.node.drain(stream)
+            merge(self.node.clocks[self.process], self.node.streams[stream].clock)
 
-    def check(self, stream: SteppedStream) -> None:
-        """See Device. Work that fails raises its error where it runs."""
+    def streamQuery(self, stream: int) -> int:
+        """Work that fails raises its error where it runs."""
+        return SUCCESS
 
-    def synchronize_all(self) -> None:
-        """See Device."""
-        for stream in self.node.streams:
-            if stream.process == self.process:
-                self.synchronize(stream)
+    def deviceSynchronize(self) -> None:
+        for stream in list(self.node.streams.values()):
+            if (stream.process, stream.gpu) == (self.process, self._gpu):
+                self.streamSynchronize(stream.number)
 
-    def synchronize_event(self, event: SteppedEvent) -> None:
-        """See Device."""
+    def eventSynchronize(self, event: int) -> None:
         self._check_not_capturing("a wait of the host")
-        number = event.made
-        while event.done < number:
+        awaited = self.node.events[event]
+        number = awaited.made
+        while awaited.done < number:
             if not self.node.step():
-                raise StuckError(f"expected record {number} of an event of process {event.owner}, found that it never comes")
+                raise StuckError(f"expected record {number} of an event of process {awaited.owner}, found that it never comes")
         if number:
-            merge(self.node.clocks[self.process], event.known[number])
+            merge(self.node.clocks[self.process], awaited.known[number])
 
-    def is_done(self, event: SteppedEvent) -> bool:
-        """See Device."""
+    def eventQuery(self, event: int) -> int:
         self._check_not_capturing("a question of the host")
-        if event.done < event.made:
-            return False
-        if event.made:
-            merge(self.node.clocks[self.process], event.known[event.made])
-        return True
+        asked = self.node.events[event]
+        if asked.done < asked.made:
+            return NOT_READY
+        if asked.made:
+            merge(self.node.clocks[self.process], asked.known[asked.made])
+        return SUCCESS
 
-    # -- work --------------------------------------------------------------------------------------
+    # -- graphs ------------------------------------------------------------------------------------
 
-    def copy(self, to: int, source: int, size: int, stream: SteppedStream) -> None:
-        """See Device."""
-        text = f"copy of {size} bytes on {stream.name}"
-
-        def run(on: SteppedStream) -> None:
-            self._touch([(source, size)], False, on, text)
-            self._touch([(to, size)], True, on, text)
-            ctypes.memmove(to, source, size)
-
-        self._queue(stream, _Piece({}, text, run))
-
-    def queue(self, stream: SteppedStream, text: str, run: Callable[[SteppedStream], None]) -> None:
-        """Queue other work, named `text` in errors."""
-        self._queue(stream, _Piece({}, text, run))
-
-    def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
-        """See Device."""
-        number, text = launch_args.DTYPES[dtype], f"fold on {stream.name}"
-
-        def run(on: SteppedStream) -> None:
-            self._touch([(order, 8), (tiles, blocks * host_fold.TILE_BYTES)], False, on, text)
-            reads, writes = launch_args.accessed(order, dtype)
-            self._touch(reads, False, on, text)
-            self._touch(writes, True, on, text)
-            host_fold.launch(rule, number, order, tiles, blocks, launch_args.THREADS)
-
-        self._queue(stream, _Piece({}, text, run))
-
-    def use_rule(self, text: str) -> None:
-        """See Device. A simulated device has no compiler."""
-        raise DeviceError("expected a rule of fastps' own on a simulated device, found a user's")
-
-    def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
-        """See Device."""
-        number, text = launch_args.DTYPES[dtype], f"check on {stream.name}"
-
-        def run(on: SteppedStream) -> None:
-            self._touch([(args, launch_args.CHECK_BYTES), (tiles, blocks * host_fold.TILE_BYTES)], False, on, text)
-            reads, writes = launch_args.accessed_by_check(args, tiles, blocks, dtype)
-            self._touch(reads, False, on, text)
-            self._touch(writes, True, on, text)
-            host_fold.launch_check(number, args, tiles, blocks, launch_args.THREADS)
-
-        self._queue(stream, _Piece({}, text, run))
-
-    def begin_capture(self, stream: SteppedStream) -> None:
-        """See Device."""
+    def streamBeginCapture(self, stream: int, mode: int) -> None:
         self._check_not_capturing("another capture")
-        stream.captured = []
-        self._capturing = stream
+        self._capturing = self.node.streams[stream]
+        self._capturing.captured = []
 
-    def end_capture(self, stream: SteppedStream) -> list[_Piece]:
-        """See Device."""
-        if stream.captured is None or not stream.captured:
+    def streamEndCapture(self, number: int) -> int:
+        stream = self.node.streams[number]
+        if not stream.captured:
             raise DeviceError(f"expected {stream.name} to capture work, found none")
         captured, stream.captured, self._capturing = stream.captured, None, None
-        return captured
+        return self._keep(self._graphs, captured)
 
-    def launch(self, graph: list[_Piece], stream: SteppedStream) -> None:
-        """See Device."""
+    def graphLaunch(self, graph: int, stream: int) -> None:
         self._check_not_capturing("a launch")
-        for piece in graph:
+        for piece in self._graphs[graph]:
             self._queue(stream, replace(piece))
 
     def _check_not_capturing(self, what: str) -> None:
         if self._capturing is not None:
             raise DeviceError(f"expected copies and folds alone while {self._capturing.name} is captured, found {what}")
 
-    def _touch(self, spans: list[Span], writes: bool, stream: SteppedStream, text: str) -> None:
-        for address, size in spans:
-            if size:
-                block = self.node.find(address, size, self.process, self, text)
-                block.accesses.add((address - block.address, size), writes, stream.number, stream.clock, text)
 
-    def shut(self, *, waits: bool = True) -> None:
-        """See Device."""
-        if waits:
-            self.synchronize_all()
-        for block in list(self.node.blocks.values()):
-            if self.process in block.mapped and block.owner != self.process:
-                block.mapped.discard(self.process)
+class SteppedDevice(CudaDevice):
+    """A GPU as a process of a node uses it. Host memory that processes share is the node's."""
+
+    granularity = 1
+
+    def __init__(self, node: SteppedNode, process: int, identity: str) -> None:
+        self.node = node
+        self.process = process
+        self.api = node.cudas.setdefault(process, node.cuda(process))
+        super().__init__(self.api.add(identity), self.api)
+
+    @property
+    def reaches_all(self) -> bool:
+        return not any(self.identity in pair for pair in self.node.unreachable)
+
+    def can_reach(self, identity: str) -> bool:
+        return self.node.reaches(self.identity, identity)
+
+    def allocate_host(self, size: int) -> int:
+        return self.api.hostAlloc(size, 0)
+
+    def export_host(self, address: int) -> bytes:
+        return self.api.ipcGetMemHandle(address)
+
+    def open_host(self, handle: bytes) -> int:
+        return self.api.ipcOpenMemHandle(handle)
+
+    def borrow(self, other: CudaDevice, address: int) -> None:
+        if self.node.blocks[address].identity is not None:
+            super().borrow(other, address)

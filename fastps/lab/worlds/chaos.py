@@ -10,44 +10,35 @@ import selectors
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastps.errors import UsageError
 from fastps.lab.worlds.chaos_worlds import plan_of
+from fastps.lab.worlds.findings import Findings
 
 KINDS = ("crashes", "restarts", "stalls", "passed_by", "damaged_lanes", "spurious_wakes", "skewed_clocks", "slow_processes")
 _BATCH = 250  # seeds of one line of a child's output
 
 
 @dataclass
-class Findings:
-    """The totals of simulated seeds, and the violations found.
+class HostFindings(Findings):
+    """See Findings; here `steps` are accesses to shared memory, and all invariants are checked at each.
 
     Attributes:
-        seeds: number of seeds.
-        steps: accesses to shared memory; all invariants are checked at each.
         versions: commits.
-        faults: number of faults by kind.
-        violations: one dict for each failing seed: seed, spec, violation.
         worst_detection_s: longest simulated time from a death until the first survivor detects it.
     """
 
-    seeds: int = 0
-    steps: int = 0
     versions: int = 0
-    faults: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    violations: list[dict[str, Any]] = field(default_factory=list)
     worst_detection_s: float = 0.0
 
-    def add(self, other: "Findings") -> None:
+    def add(self, other: Findings) -> None:
         """Add the other's totals."""
-        self.seeds += other.seeds
-        self.steps += other.steps
+        assert isinstance(other, HostFindings)
+        super().add(other)
         self.versions += other.versions
-        self.faults = {kind: self.faults[kind] + other.faults[kind] for kind in KINDS}
-        self.violations += other.violations
         self.worst_detection_s = max(self.worst_detection_s, other.worst_detection_s)
 
 
@@ -64,7 +55,7 @@ def hooks_path() -> Path:
     return path
 
 
-def simulate(first: int, count: int, *, mutant: str | None = None, world: Any = None, stop: bool = False) -> Findings:
+def simulate(first: int, count: int, *, mutant: str | None = None, world: Any = None, stop: bool = False) -> HostFindings:
     """Simulate the seeds from `first` on, in this process, which must have imported the build with failpoints.
 
     `mutant`: a fault of the protocol to switch on. `stop`: end at the first violation.
@@ -72,15 +63,15 @@ def simulate(first: int, count: int, *, mutant: str | None = None, world: Any = 
     from fastps.kernels.chaos import failpoints
     from fastps.kernels.chaos.world import World
 
-    findings = Findings()
+    findings = HostFindings()
     world = world or World()
     failpoints.switch_on(mutant)
     try:
         for seed in range(first, first + count):
             plan = plan_of(seed)
             outcome = world.run(seed, **plan.measures)
-            found = Findings(1, outcome["events"], outcome["flips"], {kind: outcome[kind] for kind in KINDS})
-            found.worst_detection_s = outcome["detection_s"]
+            found = HostFindings(1, outcome["events"], {kind: outcome[kind] for kind in KINDS})
+            found.versions, found.worst_detection_s = outcome["flips"], outcome["detection_s"]
             if outcome["violation"]:
                 found.violations.append({"seed": seed, "spec": plan.spec, "violation": outcome["violation"]})
             findings.add(found)
@@ -102,7 +93,9 @@ def mutants(path: Path) -> dict[str, str]:
     return found
 
 
-def run(seeds: int, first: int = 0, *, mutant: str | None = None, watch: Callable[[Findings], None] | None = None) -> Findings:
+def run(
+    seeds: int, first: int = 0, *, mutant: str | None = None, watch: Callable[[HostFindings], None] | None = None
+) -> HostFindings:
     """Simulate `seeds` seeds from `first` on, in one child process a core; `watch` is called with the totals so far.
 
     Raises UsageError without a build with failpoints, and RuntimeError if a child dies, which means a crash of the simulated
@@ -119,7 +112,7 @@ def run(seeds: int, first: int = 0, *, mutant: str | None = None, watch: Callabl
         begin, end = first + seeds * core // cores, first + seeds * (core + 1) // cores
         command = [sys.executable, "-m", "fastps.lab.worlds.chaos", str(begin), str(end - begin), mutant or ""]
         children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=path))
-    total = Findings()
+    total = HostFindings()
     try:
         for findings in _lines_of(children):
             total.add(findings)
@@ -138,7 +131,7 @@ def run(seeds: int, first: int = 0, *, mutant: str | None = None, watch: Callabl
     return total
 
 
-def _lines_of(children: list[subprocess.Popen[str]]) -> Iterator[Findings]:
+def _lines_of(children: list[subprocess.Popen[str]]) -> Iterator[HostFindings]:
     """Yield the children's findings, one line each, as they come."""
     with selectors.DefaultSelector() as selector:
         for child in children:
@@ -148,7 +141,7 @@ def _lines_of(children: list[subprocess.Popen[str]]) -> Iterator[Findings]:
             for key, _ in selector.select():
                 line = key.fileobj.readline()  # type: ignore[union-attr]
                 if line:
-                    yield Findings(**json.loads(line))
+                    yield HostFindings(**json.loads(line))
                 else:
                     selector.unregister(key.fileobj)
 

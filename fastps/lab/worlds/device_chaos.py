@@ -8,7 +8,7 @@ from fastps.errors import UsageError
 from fastps.lab.gpus.hazards import HazardError
 from fastps.lab.worlds.device_workers import FORGET_NOTHING, ONE_SIDE, POST_FIRST, RELEASE_FIRST, ViolationError
 from fastps.lab.worlds.device_worlds import World
-from fastps.lab.worlds.node_chaos import Findings, in_processes
+from fastps.lab.worlds.findings import Findings, in_processes
 from fastps.lab.worlds.served_worlds import ServedWorld
 
 CALLS = (

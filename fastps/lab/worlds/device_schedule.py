@@ -14,7 +14,7 @@ host's own memory.
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from fastps.device.arena import DeviceArena
@@ -31,7 +31,8 @@ from fastps.kernels.cuda.launch_args import Span
 from fastps.kernels.protocol.lane import BUSY, DONE
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.shm.format import format_memory
-from fastps.lab.gpus.stepped import SteppedDevice, SteppedEvent, SteppedNode, SteppedStream
+from fastps.lab.gpus.fake_cuda import Work
+from fastps.lab.gpus.stepped import SteppedCuda, SteppedDevice, SteppedNode, SteppedStream
 from fastps.membership.job_memory import JobMemory
 from fastps.store.presence import presence_of
 from fastps.system import shared_memory
@@ -105,70 +106,57 @@ class _RecordingNode(SteppedNode):
         self.recorded: dict[int, list[Piece]] = defaultdict(list)
         self.step_number = -1  # before the first step
 
+    def cuda(self, process: int) -> SteppedCuda:
+        return _RecordingCuda(self, process)
 
-class _RecordingDevice(SteppedDevice):
-    """A device that notes what it is asked for, and what each piece of work touches."""
 
-    def __init__(self, node: _RecordingNode, process: int, identity: str) -> None:
-        self._recording = node
-        super().__init__(node, process, identity)
+class _RecordingCuda(SteppedCuda):
+    """A CUDA that notes what it is asked for, and what each piece of work touches."""
 
-    def _note(self, stream: SteppedStream, kind: str, event: SteppedEvent | None = None) -> None:
-        made = Piece(kind, step=self._recording.step_number)
-        if event is not None:
-            made.event, made.number = id(event), event.made
-        self._recording.recorded[stream.number].append(made)
+    node: _RecordingNode
 
-    def record(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
-        super().record(event, stream)
-        self._note(stream, "record", event)
+    def _note(self, stream: int, piece: Piece) -> None:
+        piece.step = self.node.step_number
+        self.node.recorded[stream].append(piece)
 
-    def wait(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
-        super().wait(event, stream)
-        self._note(stream, "wait", event)
+    def eventRecord(self, event: int, stream: int) -> None:
+        super().eventRecord(event, stream)
+        self._note(stream, Piece("record", event=event, number=self.node.events[event].made))
 
-    def compute(self, seconds: float) -> None:
-        """Queue work on the compute stream that takes its time and touches nothing."""
-        stream = self.compute_stream()
-        self.queue(stream, "backward", lambda on: None)
-        self._note(stream, "backward")
-        self._recording.recorded[stream.number][-1].seconds = seconds
+    def streamWaitEvent(self, stream: int, event: int) -> None:
+        super().streamWaitEvent(stream, event)
+        self._note(stream, Piece("wait", event=event, number=self.node.events[event].made))
 
-    def copy(self, to: int, source: int, size: int, stream: SteppedStream) -> None:
-        """See Device."""
-        super().copy(to, source, size, stream)
-        self._note(stream, "copy")
+    def queue(self, stream: int, text: str, work: Work) -> None:
+        super().queue(stream, text, work)
+        self._note(stream, Piece(text.split()[0]))
 
-    def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
-        """See Device."""
-        super().launch_fold(rule, dtype, order, tiles, blocks, stream)
-        self._note(stream, "fold")
+    def compute(self, stream: int, seconds: float) -> None:
+        """Queue work that takes its time and touches nothing."""
+        super().queue(stream, "backward", lambda on: None)
+        self._note(stream, Piece("backward", seconds=seconds))
 
-    def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: SteppedStream) -> None:
-        """See Device."""
-        super().launch_check(dtype, args, tiles, blocks, stream)
-        self._note(stream, "check")
+    def touch(self, on: SteppedStream, text: str, reads: Iterable[Span], writes: Iterable[Span]) -> None:
+        super().touch(on, text, reads, writes)
+        made = self.node.recorded[on.number][on.clock[on.number] - 1]
+        for is_write, spans in ((False, reads), (True, writes)):
+            for address, size in spans:
+                # Work items and tables do not grow with the model, and the setup is over before the first step.
+                if size >= 4 * _FLOATS and made.step >= 0:
+                    there = self.node.find(address, size, self.process, on.gpu, text).identity
+                    _add(made.traffic, on.gpu, there, size, is_write)
 
-    def _touch(self, spans: list[Span], writes: bool, stream: SteppedStream, text: str) -> None:
-        super()._touch(spans, writes, stream, text)
-        made = self._recording.recorded[stream.number][stream.clock[stream.number] - 1]
-        for address, size in spans:
-            # Work items and tables do not grow with the model, and the setup is over before the first step.
-            if size >= 4 * _FLOATS and made.step >= 0:
-                self._add(made.traffic, self.node.find(address, size, self.process, self, text).identity, size, writes)
 
-    def _add(self, traffic: dict[str, float], there: str | None, size: int, writes: bool) -> None:
-        here = self.identity
-        if there is None:
-            traffic[f"host {'from' if writes else 'to'} {here}"] += size
-            return
-        traffic[f"memory of {there}"] += size
-        if there != here:
-            begin, end = (here, there) if writes else (there, here)
-            traffic[f"peers from {begin}"] += size
-            traffic[f"peers to {end}"] += size
+def _add(traffic: dict[str, float], here: str, there: str | None, size: int, writes: bool) -> None:
+    """Add the bytes that an access moves. `there`: where the memory is, None for the host."""
+    if there is None:
+        traffic[f"host {'from' if writes else 'to'} {here}"] += size
+        return
+    traffic[f"memory of {there}"] += size
+    if there != here:
+        begin, end = (here, there) if writes else (there, here)
+        traffic[f"peers from {begin}"] += size
+        traffic[f"peers to {end}"] += size
 
 
 class _Job:
@@ -190,7 +178,7 @@ class _Job:
         self._now_ns = 0
         self.lanes: list[WorkerLane] = []
         self.arenas: list[DeviceArena] = []
-        self._devices = [_RecordingDevice(self.node, rank, name) for rank, name in enumerate(names)]
+        self._devices = [self.node.device(rank, name) for rank, name in enumerate(names)]
         for rank, device in enumerate(self._devices):
             self.memory.arena.claim(rank, os.getpid(), False)
             self.lanes.append(WorkerLane(self.memory.arena, rank))
@@ -254,10 +242,11 @@ class _Job:
             arena.mark_released()
             self._pull(rank)
 
-    def _backward(self, arena: DeviceArena, device: _RecordingDevice, slot: int) -> None:
-        shards = len(self.layout.shards)
+    def _backward(self, arena: DeviceArena, device: SteppedDevice, slot: int) -> None:
+        api, shards = device.api, len(self.layout.shards)
+        assert isinstance(api, _RecordingCuda)
         for shard in reversed(range(shards)):
-            device.compute(self._backward_s / shards)
+            api.compute(device.compute_stream(), self._backward_s / shards)
             if self._marks:
                 arena.mark_computed(shard, slot)
 

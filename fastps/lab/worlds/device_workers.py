@@ -17,7 +17,7 @@ from fastps.kernels.cuda import launch_args
 from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.update import fold
-from fastps.lab.gpus.stepped import SteppedDevice, SteppedEvent, SteppedNode, SteppedStream
+from fastps.lab.gpus.stepped import SteppedDevice, SteppedNode
 from fastps.store.presence import presence_of
 
 POST_FIRST, RELEASE_FIRST = "post before the record", "release before the record"
@@ -48,24 +48,20 @@ class WatchedDevice(SteppedDevice):
         super().__init__(node, process, identity)
         self._world = world
 
-    def record(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
+    def record(self, event: int, stream: int) -> None:
         if not self._world.leaves_out("record", event, stream):
             super().record(event, stream)
 
-    def wait(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
+    def wait(self, event: int, stream: int) -> None:
         if not self._world.leaves_out("wait", event, stream):
             self._world.check_wait(event, stream)
             super().wait(event, stream)
 
-    def synchronize_event(self, event: SteppedEvent) -> None:
-        """See Device."""
+    def synchronize_event(self, event: int) -> None:
         if not self._world.leaves_out("host", event, None):
             super().synchronize_event(event)
 
-    def is_done(self, event: SteppedEvent) -> bool:
-        """See Device."""
+    def is_done(self, event: int) -> bool:
         return self._world.leaves_out("host", event, None) or super().is_done(event)
 
 

@@ -33,7 +33,7 @@ from fastps.kernels.protocol.fold_call import FoldCall
 from fastps.kernels.shm.format import format_memory
 from fastps.kernels.update import fold
 from fastps.lab.gpus.hazards import HazardError
-from fastps.lab.gpus.stepped import SteppedEvent, SteppedNode, SteppedStream
+from fastps.lab.gpus.stepped import SteppedNode
 from fastps.lab.worlds.device_workers import Floats, ViolationError, WatchedDevice, Worker
 from fastps.membership.job_memory import JobMemory
 from fastps.system import shared_memory
@@ -182,28 +182,33 @@ class World:
 
     # -- what is left out --------------------------------------------------------------------------
 
-    def leaves_out(self, verb: str, event: SteppedEvent, stream: SteppedStream | None) -> bool:
+    def leaves_out(self, verb: str, event: int, stream: int | None) -> bool:
         """Whether this call is the one that the world leaves out."""
         if not self._is_running:
             return False
-        role = self._roles[id(event)]
-        on = self._roles[id(stream)] if stream is not None else ""
+        role = self._roles[event]
+        on = self._roles[stream] if stream is not None else ""
         if verb == "record":
             key = f"record {role}" + (f" at the {self.moment}" if role in ("computed", "finished") else "")
         elif verb == "wait":
             assert stream is not None
-            key = f"{on} stream waits for {'own' if event.owner == stream.process else 'others'} {role}"
+            key = f"{on} stream waits for {'own' if self.is_own(event, stream) else 'others'} {role}"
         else:
             key = f"host waits for {role}" + (f" at the {self.moment}" if role == "finished" else "")
         self.seen.add(key)
         return key == self.left_out
 
-    def check_wait(self, event: SteppedEvent, stream: SteppedStream) -> None:
+    def is_own(self, event: int, stream: int) -> bool:
+        """Whether the process of a stream made an event."""
+        return self.node.events[event].owner == self.node.streams[stream].process
+
+    def check_wait(self, number: int, stream: int) -> None:
         """A fold waits for no work of another worker, where each worker waits for its own before it posts or releases."""
-        if not (self._is_running and self._waits) or event.owner == stream.process or self._roles[id(stream)] != "fold":
+        if not (self._is_running and self._waits) or self.is_own(number, stream) or self._roles[stream] != "fold":
             return
-        role = self._roles[id(event)]
-        work = self.workers[event.owner].device.compute_stream().work if role != "folded" else ()
+        role, event = self._roles[number], self.node.events[number]
+        computing = self.workers[event.owner].device.compute_stream()
+        work = self.node.streams[computing].work if role != "folded" else ()
         recorded = event, event.made
         before = itertools.takewhile(lambda piece: not piece.records or (piece.event, piece.number) != recorded, work)
         ahead = [piece.text for piece in before if piece.run is not None]
@@ -252,7 +257,7 @@ class World:
         self.node.meet()
         for worker in self.workers:
             parts = worker.arena.parts()
-            self._roles |= {id(part): name.split()[0] for name, part in parts.items()}
+            self._roles |= {part: name.split()[0] for name, part in parts.items()}
             worker.begin()
             worker.lane.fold_with(partial(self.fold, worker.arena), worker.arena.own_shards())
         self._is_running = True
@@ -337,7 +342,7 @@ class World:
             raise ViolationError(f"after {MOST_TURNS} turns workers {sorted(scripts)} have not ended")
         while self.node.step():
             self.turns += 1
-        if not self.node.dead and any(stream.work for stream in self.node.streams):
+        if not self.node.dead and any(stream.work for stream in self.node.streams.values()):
             raise ViolationError("a stream waits for an event that is never recorded")
 
     def _check_pushes(self) -> None:

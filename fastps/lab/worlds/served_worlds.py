@@ -23,7 +23,7 @@ from fastps.job.policy import Policy
 from fastps.kernels.protocol.lane import BUSY, DONE, Lane
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.lab.gpus.hazards import Clock, merge
-from fastps.lab.gpus.stepped import SteppedEvent, SteppedNode, SteppedStream
+from fastps.lab.gpus.stepped import SteppedNode
 from fastps.lab.worlds.device_workers import GENERATION, ITEMS, ViolationError, WatchedDevice, Worker
 from fastps.lab.worlds.device_worlds import MOST_TURNS, World
 
@@ -47,28 +47,24 @@ class _MortalDevice(WatchedDevice):
         if self._operations == self.dies_at:
             raise _Dies
 
-    def record(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
+    def record(self, event: int, stream: int) -> None:
         self._operate()
         super().record(event, stream)
 
-    def wait(self, event: SteppedEvent, stream: SteppedStream) -> None:
-        """See Device."""
+    def wait(self, event: int, stream: int) -> None:
         self._operate()
         super().wait(event, stream)
 
-    def copy(self, to: int, source: int, size: int, stream: SteppedStream) -> None:
-        """See Device."""
+    def copy(self, to: int, source: int, size: int, stream: int) -> None:
         self._operate()
         super().copy(to, source, size, stream)
 
     def open(self, handle: bytes) -> int:
-        """See Device."""
         self._operate()
         return super().open(handle)
 
-    def is_done(self, event: SteppedEvent) -> bool:
-        """See Device. The process can die before the look and after it."""
+    def is_done(self, event: int) -> bool:
+        """Whether the event is done. The process can die before the look and after it."""
         self._operate()
         found = super().is_done(event)
         self._operate()
@@ -116,7 +112,7 @@ class _Server:
 
     def bury(self, rank: int, generation: int) -> None:
         """Find a worker dead, as Server._look does. Its context is gone by then, so all that it ever ran is over."""
-        for stream in self.world.node.streams:
+        for stream in self.world.node.streams.values():
             if stream.process == self.world.process_of(rank, generation):
                 merge(self.world.published, stream.clock)
         self.world.learn(_SERVER)
@@ -160,26 +156,24 @@ class ServedWorld(World):
         return rank + generation * GENERATION
 
     def device_of(self, process: int, gpu: str) -> WatchedDevice:
-        """See World."""
         return _MortalDevice(self.node, process, gpu, self)
 
     def publish(self, process: int) -> None:
-        """See World."""
         merge(self.published, self.node.clocks[process])
 
     def learn(self, process: int) -> None:
         """A process reads control words."""
         merge(self.node.clocks[process], self.published)
 
-    def leaves_out(self, verb: str, event: SteppedEvent, stream: SteppedStream | None) -> bool:
+    def leaves_out(self, verb: str, event: int, stream: int | None) -> bool:
         """See World. Waits for a further device of the server are calls of their own."""
-        if id(event) not in self._roles or (stream is not None and id(stream) not in self._roles):
+        if event not in self._roles or (stream is not None and stream not in self._roles):
             return False  # a part of an arena that is being set up
         further = list(self._server.arenas.values())[1:] if self._is_running else []
-        is_own = stream is not None and event.owner == stream.process
-        if verb != "wait" or is_own or all(event is not part for each in further for part in each.parts().values()):
+        is_further = any(event in each.parts().values() for each in further)
+        if verb != "wait" or stream is None or self.is_own(event, stream) or not is_further:
             return super().leaves_out(verb, event, stream)
-        key = f"{self._roles[id(stream)]} stream waits for {self._roles[id(event)]} of a further device"
+        key = f"{self._roles[stream]} stream waits for {self._roles[event]} of a further device"
         self.seen.add(key)
         return key == self.left_out
 
@@ -188,14 +182,14 @@ class ServedWorld(World):
     def _begin(self) -> None:
         self._server = _Server(self, list(dict.fromkeys(self._gpus)))
         for each in self._server.arenas.values():
-            self._roles |= {id(part): name.split()[0] for name, part in each.parts().items()}
+            self._roles |= {part: name.split()[0] for name, part in each.parts().items()}
         self.publish(_SERVER)
         self._is_running = True
 
     def _attach(self, rank: int, generation: int = 0) -> Worker:
         """A worker's setup, up to its first pull. Raises _Dies."""
         worker = Worker(self, rank, self._gpus[rank], generation)
-        self._roles |= {id(part): name.split()[0] for name, part in worker.arena.parts().items()}
+        self._roles |= {part: name.split()[0] for name, part in worker.arena.parts().items()}
         worker.lane.fold_with(worker.arena.fold, ())
         assert isinstance(worker.device, _MortalDevice)
         if generation == 0:
@@ -235,7 +229,7 @@ class ServedWorld(World):
                 yield
             pinned.append(found)
         snapshots = Snapshots(worker.arena, worker.device)
-        self._roles |= {id(snapshots.stream): "snapshots", id(snapshots.copied): "snapshot"}
+        self._roles |= {snapshots.stream: "snapshots", snapshots.copied: "snapshot"}
         expected = [[self.contents[shard][found[1]].weights for shard, found in enumerate(pinned)]]
         for plane in range(self.layout.planes):
             expected.append([self.state_of(shard, found[2])[0][plane] for shard, found in enumerate(pinned)])
@@ -275,7 +269,7 @@ class ServedWorld(World):
             raise ViolationError(f"after {MOST_TURNS} turns workers {sorted(lives)} have not ended")
         while self.node.step():
             self.turns += 1
-        if any(stream.work for stream in self.node.streams):
+        if any(stream.work for stream in self.node.streams.values()):
             raise ViolationError("a stream waits for an event that is never recorded")
 
     def _act(self, lives: dict[tuple[int, int], Iterator[None]], owner: tuple[int, int], dead: list[tuple[int, int]]) -> None:

@@ -10,6 +10,7 @@ from fastps.lab.gpus.cuda_rules import CudaRuleError, CudaRules, check_record
 
 MIB2 = 1 << 21
 A, B, HOST = 0x7F0000000000, 0x7E0000000000, 0x7D0000000000
+FOLD = (0, "float32", A, A + 4096, 1)  # the arguments of a launch between its device and its stream
 MEMORY, EVENT = b"m" * 64, b"e" * 64
 PEERS = [frozenset(("gpu 0", "gpu 1"))]
 
@@ -34,8 +35,8 @@ def job() -> list[Step]:
         (1, "memsetAsync", (A, 0, MIB2, 0), None),
         (1, "ipcGetMemHandle", (A,), MEMORY),
         (1, "ipcGetEventHandle", (21,), EVENT),
-        (1, "launch_check", (0, ((A, 4096),), 11), None),
-        (1, "launch_fold", (0, ((A, 4096),), 11), None),
+        (1, "launch_check", (0, *FOLD[1:], 11), None),
+        (1, "launch_fold", (0, *FOLD, 11), None),
         (1, "streamBeginCapture", (11, 1), None),
         (1, "memcpyAsync", (A, HOST, 256, 4, 11), None),
         (1, "streamEndCapture", (11,), 41),
@@ -113,14 +114,12 @@ def added(step: Step, before: tuple[int, str]) -> Callable[[list[Step]], list[St
 BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
     "no device": (without(1, "setDevice"), "expected a thread that has set its device"),
     "unknown call": (added((1, "graphUpload", (42,), None), (1, "free")), "teach the model"),
-    "launch on another device": (changed(1, "launch_fold", (1, ((A, 4096),), 11)), "a launch on the thread's device"),
+    "launch on another device": (changed(1, "launch_fold", (1, *FOLD, 11)), "a launch on the thread's device"),
     "stream of another device": (
-        lambda steps: added((1, "setDevice", (1,), None), (1, "launch_fold"))(
-            changed(1, "launch_fold", (1, ((A, 4096),), 11))(steps)
-        ),
+        lambda steps: added((1, "setDevice", (1,), None), (1, "launch_fold"))(changed(1, "launch_fold", (1, *FOLD, 11))(steps)),
         "a stream of the thread's device",
     ),
-    "stream of another process": (changed(1, "launch_fold", (0, ((A, 4096),), 12)), "expected a stream of this process"),
+    "stream of another process": (changed(1, "launch_fold", (0, *FOLD, 12)), "expected a stream of this process"),
     "stream after its end": (moved(1, "streamDestroy", (1, "launch_fold")), "expected a stream of this process"),
     "query of a stream of another process": (changed(1, "streamQuery", (12,)), "expected a stream of this process"),
     "open before export": (moved(2, "ipcOpenMemHandle", (1, "ipcGetMemHandle")), "a handle that a process has exported"),

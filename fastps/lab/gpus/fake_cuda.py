@@ -1,0 +1,128 @@
+"""What each simulated CUDA has: devices by number, captured graphs, and the work of copies and kernels.
+
+The kernels are those of fold.cu, compiled by the host's compiler, with the bits of a GPU.
+"""
+
+import ctypes
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from fastps.device.interface import DeviceError
+from fastps.kernels.cuda import host_fold, launch_args
+from fastps.kernels.cuda.launch_args import Span
+from fastps.kernels.cuda.runtime import source
+from fastps.kernels.update.fold import RULE_USER
+
+Launch = Callable[[int, int, int, int], None]
+"""Launches the kernels of a user's rule: dtype, order, tiles, blocks."""
+
+Work = Callable[[Any], object]
+"""A piece of work; it is given the stream on which it runs."""
+
+
+class FakeCuda(ABC):
+    """See fastps.device.cuda.Cuda; also its runtime, with the functions of cupy.cuda.runtime.
+
+    `gpus`: the bus ids of the GPUs that this process sees, its own first. `numbers`: of streams, events and graphs.
+    """
+
+    def __init__(self, gpus: Sequence[str], numbers: Iterator[int] | None = None) -> None:
+        self.gpus = list(gpus)
+        self._numbers = numbers or itertools.count(1)
+        self._graphs: dict[int, list[Any]] = {}
+        self._compile_rule: Callable[[str], Launch] | None = None
+        self._users: Launch | None = None
+        self._thread = threading.local()
+        self._computing: list[int] = []  # by device: its compute stream
+
+    @property
+    def runtime(self) -> Any:
+        """See Cuda."""
+        return self
+
+    @property
+    def _device(self) -> int:
+        return getattr(self._thread, "device", 0)
+
+    @property
+    def _gpu(self) -> str:
+        """The bus id of the thread's device."""
+        return self.gpus[self._device]
+
+    def _keep(self, things: dict[int, Any], thing: Any) -> int:
+        number = next(self._numbers)
+        things[number] = thing
+        return number
+
+    @abstractmethod
+    def reaches(self, gpu: str, other: str) -> bool:
+        """Whether there is peer access. A device reaches itself."""
+
+    @abstractmethod
+    def queue(self, stream: int, text: str, work: Work) -> None:
+        """Queue a piece of work, named `text` in errors, or take it into the graph that the stream captures."""
+
+    @abstractmethod
+    def touch(self, on: Any, text: str, reads: Iterable[Span], writes: Iterable[Span]) -> None:
+        """Check the accesses of a piece of work that runs on a stream. Raises DeviceError."""
+
+    def getDeviceCount(self) -> int:
+        return len(self.gpus)
+
+    def setDevice(self, device: int) -> None:
+        self._thread.device = device
+
+    def deviceGetPCIBusId(self, device: int) -> str:
+        return self.gpus[device]
+
+    def deviceCanAccessPeer(self, device: int, peer: int) -> int:
+        return int(self.reaches(self.gpus[device], self.gpus[peer]))
+
+    def compute_stream(self, device: int) -> int:
+        return self._computing[device]
+
+    def use_rule(self, device: int, text: str) -> None:
+        if self._compile_rule is None:
+            raise DeviceError("expected a compiler of users' rules for a simulated device, found none")
+        self._users = self._compile_rule(source(text))
+
+    def memcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
+        text = f"copy of {size} bytes"
+
+        def work(on: Any) -> None:
+            self.touch(on, text, [(source, size)], [(to, size)])
+            ctypes.memmove(to, source, size)
+
+        self.queue(stream, text, work)
+
+    def launch_fold(self, device: int, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
+        number = launch_args.DTYPES[dtype]
+
+        def work(on: Any) -> None:
+            self.touch(on, "fold", [(order, 8), (tiles, blocks * host_fold.TILE_BYTES)], ())
+            self.touch(on, "fold", *launch_args.accessed(order, dtype))
+            if rule == RULE_USER and self._users is not None:
+                self._users(number, order, tiles, blocks)
+            else:
+                host_fold.launch(rule, number, order, tiles, blocks, launch_args.THREADS)
+
+        self.queue(stream, "fold", work)
+
+    def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
+        def work(on: Any) -> None:
+            self.touch(on, "check", [(args, launch_args.CHECK_BYTES), (tiles, blocks * host_fold.TILE_BYTES)], ())
+            self.touch(on, "check", *launch_args.accessed_by_check(args, tiles, blocks, dtype))
+            host_fold.launch_check(launch_args.DTYPES[dtype], args, tiles, blocks, launch_args.THREADS)
+
+        self.queue(stream, "check", work)
+
+    def graphInstantiate(self, graph: int) -> int:
+        return self._keep(self._graphs, self._graphs[graph])
+
+    def graphDestroy(self, graph: int) -> None:
+        del self._graphs[graph]
+
+    graphExecDestroy = graphDestroy
