@@ -10,7 +10,6 @@ from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport (
     fps_event_sleep,
-    fps_pin_exchange,
     fps_state_acquire,
     fps_tail_acquire,
 )
@@ -74,17 +73,18 @@ cdef class Workers:
     `readers`: a reader for each lane, or none: each process then reads published weights also as one that is no worker.
     `steps`: pushes of a worker. `spins`: polls before it sleeps. `at_once`: it continues without waiting.
     `is_partial`: a step waits for one shard only. `null_share`: of 2 ** 16 pushes so many are null. `reads_rows`: what a step
-    reads of tables is of the version that it pulled. `wounds`: of so many lanes, at most, words are damaged.
+    reads of tables is of the version that it pulled. `wounds`: of so many lanes, at most, words are damaged. `fetches`: workers
+    fetch the next weights while they compute.
     """
 
     def __cinit__(self, Machine machine not None, Arena arena not None, InvariantChecker checker not None,
                   list lanes not None, list readers not None, *, int steps, int spins, bint at_once, bint is_partial,
-                  uint32_t null_share, bint reads_rows, int wounds):
+                  uint32_t null_share, bint reads_rows, int wounds, bint fetches):
         cdef int index, generation
         self.machine, self.arena, self.checker, self.lanes, self.readers = machine, arena, checker, lanes, readers
         self.n_workers, self.n_shards = arena.header.n_lanes, arena.header.n_shards
         self.n_steps, self.spins, self.at_once, self.is_partial = steps, spins, at_once, is_partial
-        self.null_share, self.reads_rows, self.wounds_left = null_share, reads_rows, wounds
+        self.null_share, self.reads_rows, self.wounds_left, self.fetches = null_share, reads_rows, wounds, fetches
         for index, reader in enumerate(readers):
             self._readers[index] = <PyObject *> reader
         for index, owners in enumerate(lanes):
@@ -185,9 +185,7 @@ cdef class Workers:
 
     cdef void _end_expelled(self, int32_t index) noexcept nogil:
         """The process ends by an error, and another may take its place."""
-        cdef int32_t shard
-        for shard in range(self.n_shards):
-            fps_pin_exchange(&self.arena.lane_shard(index, shard).pin, 0)
+        self.arena._drop_pins(index)
         self.machine._die(&self.machine.processes[index])
         self.machine._switch()
 
@@ -209,6 +207,8 @@ cdef class Workers:
         for _look in range(<int32_t> (self.machine.draw() % 4)):
             self.machine.at_access()
             self._check_reads(index)
+            if self.fetches:
+                self._fetch(index)
             if self._readers[index] != NULL:
                 self._check_reader(index)
                 if self.machine.draw() % 3 == 0:
@@ -225,11 +225,28 @@ cdef class Workers:
                     and (<WorkerLane> self._lanes[index])._granted(shard) < (<WorkerLane> self._lanes[index]).steps + 1):
                 continue
             before = (<WorkerLane> self._lanes[index]).versions[shard]
-            commit = (<WorkerLane> self._lanes[index])._pull(shard)
+            if self.fetches and not is_first:
+                commit = me.kept[shard]
+                if fps_commit_version(commit) <= before:
+                    continue
+                (<WorkerLane> self._lanes[index])._take(shard, fps_commit_buffer(commit), fps_commit_version(commit))
+            else:
+                commit = (<WorkerLane> self._lanes[index])._pull(shard)
             if fps_commit_version(commit) < before:
                 self.checker.fail(b"versions: worker %ld pulled %ld after %ld", index, fps_commit_version(commit), before)
             me.buffers[shard] = fps_commit_buffer(commit)
         self._check_reads(index)
+
+    cdef void _fetch(self, int32_t index) noexcept nogil:
+        """Begin to fetch each shard's newest version in the background, or keep the one that was fetched."""
+        cdef life_t *me = &self.lives[index]
+        cdef int32_t shard
+        for shard in range(self.n_shards):
+            if fps_commit_version(me.fetched[shard]) <= fps_commit_version(me.kept[shard]):
+                me.fetched[shard] = (<WorkerLane> self._lanes[index])._prefetch(shard)
+            else:
+                (<WorkerLane> self._lanes[index])._keep(shard, fps_commit_buffer(me.fetched[shard]))
+                me.kept[shard] = me.fetched[shard]
 
     cdef void _read(self, int32_t index) noexcept nogil:
         """Pin the newest version of each shard as a reader."""
@@ -492,6 +509,5 @@ cdef class Workers:
             self._look_now_and_then(index)
             self.machine.pause(IDLE_NS)
         self._pull(index, True)
-        for shard in range(self.n_shards):
-            fps_pin_exchange(&self.arena.lane_shard(index, shard).pin, 0)
+        self.arena._drop_pins(index)
         self.arena._end(index, me.generation, FPS_LANE_LEFT)
