@@ -144,7 +144,7 @@ class Layout:
 
     @property
     def buffers(self) -> int:
-        """Weights buffers: one per worker, or three if it fetches in the background (in use, received, under way), and three more.
+        """Weights buffers: one per worker, or in use, received and under way if it fetches in the background; and three more.
 
         The three are the published buffer, a free one, and one that stays pinned while a checkpoint is copied.
         """

@@ -1,8 +1,8 @@
 """Push and pull in separate threads while the next gradient is computed: Rudra-adv* (section 3.3).
 
 The push thread sends one gradient at a time: it sends the next only after the last was delivered, so gradients are never summed
-on the way. The pull thread receives versions without a pause. The newest one that was received stays pinned until the worker takes
-it by swapping pins. The caller passes the push and the transfer as functions.
+on the way. The pull thread receives versions without a pause. The newest received one stays pinned until the worker takes it by
+swapping pins. The caller passes the push and the transfer as functions.
 """
 
 import threading

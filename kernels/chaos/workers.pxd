@@ -15,7 +15,7 @@ cdef struct life_t:
     int64_t pushes
     int64_t buffers[MAX_WATCHED_SHARDS]
     uint64_t fetched[MAX_WATCHED_SHARDS]       # commit words: of the last fetch in the background,
-    uint64_t kept[MAX_WATCHED_SHARDS]          # and of the last that was received
+    uint64_t kept[MAX_WATCHED_SHARDS]          # and of what the next step reads
     int64_t read_buffers[MAX_WATCHED_SHARDS]   # of its reader
 
 cdef class Workers:

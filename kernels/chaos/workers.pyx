@@ -8,11 +8,7 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from fastps.kernels.base.atomics cimport (
-    fps_event_sleep,
-    fps_state_acquire,
-    fps_tail_acquire,
-)
+from fastps.kernels.base.atomics cimport fps_event_sleep, fps_state_acquire, fps_tail_acquire
 from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
 from fastps.kernels.chaos.invariants cimport MAX_STEPS, RING_SIZE, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
 from fastps.kernels.chaos.machine cimport STALLED, Machine
@@ -117,7 +113,6 @@ cdef class Workers:
 
     cdef void _live(self, int32_t index) noexcept nogil:
         cdef life_t *me = &self.lives[index]
-        cdef uint32_t kind
         cdef int64_t generation
         cdef int32_t shard
         generation = self.arena._claim(index, index, True)
@@ -137,8 +132,7 @@ cdef class Workers:
             self._read(index)
         while me.pushes < self.n_steps and not self._is_out(index):
             self._compute(index)
-            kind = FPS_NULL if (self.machine.draw() & 0xffff) < self.null_share else FPS_PUSH
-            self._push(index, kind)
+            self._push(index, FPS_NULL if (self.machine.draw() & 0xffff) < self.null_share else FPS_PUSH)
             self._advance(index)
             self._pull(index, False)
         if not self._is_out(index):
@@ -191,8 +185,7 @@ cdef class Workers:
 
     cdef void _join(self, int32_t index) noexcept nogil:
         """Wait until every shard counts this worker."""
-        cdef life_t *me = &self.lives[index]
-        (<WorkerLane> self._lanes[index])._recover_locks(index, me.generation - 1, self.machine.clock(index))
+        (<WorkerLane> self._lanes[index])._recover_locks(index, self.lives[index].generation - 1, self.machine.clock(index))
         while not self.arena._has_joined(index) and not self._is_out(index):
             self._combine(index)
             self._look_around(index)
@@ -227,13 +220,12 @@ cdef class Workers:
             before = (<WorkerLane> self._lanes[index]).versions[shard]
             if self.fetches and not is_first:
                 commit = me.kept[shard]
-                if fps_commit_version(commit) <= before:
-                    continue
                 (<WorkerLane> self._lanes[index])._take(shard, fps_commit_buffer(commit), fps_commit_version(commit))
             else:
                 commit = (<WorkerLane> self._lanes[index])._pull(shard)
             if fps_commit_version(commit) < before:
                 self.checker.fail(b"versions: worker %ld pulled %ld after %ld", index, fps_commit_version(commit), before)
+            me.kept[shard] = commit
             me.buffers[shard] = fps_commit_buffer(commit)
         self._check_reads(index)
 
@@ -250,11 +242,9 @@ cdef class Workers:
 
     cdef void _read(self, int32_t index) noexcept nogil:
         """Pin the newest version of each shard as a reader."""
-        cdef uint64_t commit
         cdef int32_t shard
         for shard in range(self.n_shards):
-            commit = (<ReaderPins> self._readers[index])._pull(shard)
-            self.lives[index].read_buffers[shard] = fps_commit_buffer(commit)
+            self.lives[index].read_buffers[shard] = fps_commit_buffer((<ReaderPins> self._readers[index])._pull(shard))
         self._check_reader(index)
 
     cdef void _sleep_as_reader(self, int32_t index) noexcept nogil:
@@ -263,9 +253,8 @@ cdef class Workers:
         Its combiner moves it under the shard lock, and where that one died, the lane that recovers the lock does.
         """
         cdef uint32_t event = 0
-        cdef uint64_t version
         cdef fps_readers *words = self.arena.readers_words()
-        version = (<ReaderPins> self._readers[index])._newest() + 1 + self.machine.draw() % 3
+        cdef uint64_t version = (<ReaderPins> self._readers[index])._newest() + 1 + self.machine.draw() % 3
         if (<ReaderPins> self._readers[index])._is_there(version, &event):
             return
         fps_event_sleep(&words.event, event, READER_SLICE_NS)
@@ -485,15 +474,12 @@ cdef class Workers:
             state = fps_member_state(fps_state_acquire(&self.arena.lane(other).state))
             if state in (FPS_LANE_FREE, FPS_LANE_LIVE, FPS_LANE_JOINING):
                 return False
-            if state == FPS_LANE_EXPELLED:
-                continue
-            if (<WorkerLane> self._lanes[other])._done() < fps_tail_acquire(&self.arena.lane(other).tail):
+            if (state != FPS_LANE_EXPELLED
+                    and (<WorkerLane> self._lanes[other])._done() < fps_tail_acquire(&self.arena.lane(other).tail)):
                 return False
         return True
 
     cdef void _leave(self, int32_t index) noexcept nogil:
-        cdef life_t *me = &self.lives[index]
-        cdef int32_t shard
         self.checker.promise(index, (<WorkerLane> self._lanes[index]).words.tail, FPS_LEAVE)
         while not (<WorkerLane> self._lanes[index])._post(
                 FPS_LEAVE, (<WorkerLane> self._lanes[index]).steps, 0, (<WorkerLane> self._lanes[index])._newest(),
@@ -510,4 +496,4 @@ cdef class Workers:
             self.machine.pause(IDLE_NS)
         self._pull(index, True)
         self.arena._drop_pins(index)
-        self.arena._end(index, me.generation, FPS_LANE_LEFT)
+        self.arena._end(index, self.lives[index].generation, FPS_LANE_LEFT)

@@ -254,8 +254,8 @@ cdef class Commit:
             # A dead worker's pin does not count; the next owner of its lane pins what is published after the state changed.
             if fps_member_state(fps_state_acquire(&self.arena.lane(index).state)) == FPS_LANE_DEAD:
                 continue
-            # A buffer moves from `next` to `ready` and on to `pin`. The lane writes the next word before it reuses the last one,
-            # so the words must be read in the order of the moves, or a buffer is in none.
+            # A buffer moves from `next` to `ready` and on to `pin`. The lane writes the later word before it reuses the earlier
+            # one, so the words must be read in the order of the moves, or a buffer is in none.
             _mark(pinned, fps_pin_load(&self.arena.lane_shard(index, self.shard).next))
             if not fps_mutant(FPS_MUTANT_FORGET_READY):
                 _mark(pinned, fps_pin_load(&self.arena.lane_shard(index, self.shard).ready))

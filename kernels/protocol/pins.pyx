@@ -84,7 +84,7 @@ cdef class Reader:
         return pin_published(&self.arena.shard_header(shard).commit, &self.arena.lane_shard(self.index, shard).next)
 
     def keep_prefetched(self, uint64_t buffer, uint32_t shard=0):
-        """Keep the weights that `prefetch` returned, in place of those kept before. They stay pinned during the next prefetch."""
+        """Keep what `prefetch` returned, in place of what was kept before. It stays pinned during the next prefetch."""
         self._check_shard(shard)
         self._keep(shard, buffer)
 

@@ -288,9 +288,9 @@ def test_communication_overlaps_more_in_a_tree_and_wholly_in_the_background() ->
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("transfer", [0.75, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.1, 0.3, 1.0, 1.5, 3.0))])
+@pytest.mark.parametrize("transfer", [0.75, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (0.1, 0.3, 1, 1.5, 3))])
 def test_the_staleness_of_background_pulls_is_that_of_virtual_time(transfer: float) -> None:
-    """Rudra, section 3.3: received weights wait until the next step takes them. `transfer`: in steps; each push is a version."""
+    """Rudra, section 3.3: received weights wait until the next step. `transfer`: in steps; each push is a version."""
     policy, step_s = parse_policy("adv*:2"), 0.03
     simulation = Simulation(
         workers=2,
