@@ -90,7 +90,6 @@ MODULES = {
     "fastps/report/updates": "tests/report/test_plots.py",
     "fastps/simulation/compute_models": "tests/simulation/test_simulate.py",
     "fastps/simulation/options": "tests/simulation/test_simulate.py",
-    "fastps/store/background": "tests/store/test_disciplines_live.py",
     "fastps/store/instances": "tests/torch/test_foreign.py",
     "fastps/store/late_responses": "tests/store/test_disciplines_live.py",
     "fastps/store/observer": "tests/cli/test_top.py",

@@ -131,11 +131,11 @@ class Layout:
 
     @property
     def buffers(self) -> int:
-        """Weights buffers: one per worker, or two if the next version is fetched in the background, and three more.
+        """Weights buffers: one per worker, or in use, received and under way if it fetches in the background; and three more.
 
         The three are the published buffer, a free one, and one that stays pinned while a checkpoint is copied.
         """
-        return self.lanes * (2 if self.policy.overlap else 1) + 3
+        return self.lanes * (3 if self.policy.overlap else 1) + 3
 
     @property
     def readers(self) -> int:

@@ -18,7 +18,7 @@ def plan(layout: Layout) -> tuple[bytes, int, int]:
     """
     if not layout.parameters:
         raise UsageError("expected at least one parameter, found none")
-    most = (MAX_BUFFERS - 3) // (2 if layout.policy.overlap else 1)  # each has one buffer or two, and three are for all
+    most = (MAX_BUFFERS - 3) // (3 if layout.policy.overlap else 1)  # each has one buffer or three, and three are for all
     if not 1 <= layout.lanes <= most:
         raise LayoutError(f"expected 1 to {most} workers (and max_workers=) in this job, found {layout.lanes}")
     header, size = arena_plan.plan(

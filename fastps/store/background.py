@@ -1,8 +1,8 @@
 """Push and pull in separate threads while the next gradient is computed: Rudra-adv* (section 3.3).
 
 The push thread sends one gradient at a time: it sends the next only after the last was delivered, so gradients are never summed
-on the way. The pull thread keeps the newest weights in a communication buffer, and the worker takes them by swapping pins. The
-caller passes the push and the transfer as functions.
+on the way. The pull thread receives versions without a pause. The newest received one stays pinned until the worker takes it by
+swapping pins. The caller passes the push and the transfer as functions.
 """
 
 import threading
@@ -26,7 +26,6 @@ class Background:
         self._delivery: Callable[[], None] | None = None
         self._failure: BaseException | None = None
         self._ready: tuple[int, int] | None = None
-        self._held_version = -1
         self._ends = False
         self._threads = [
             threading.Thread(target=self._guarded, args=(loop,), name=f"fastps-{name}", daemon=True)
@@ -54,14 +53,13 @@ class Background:
                 raise self._failure
 
     def newest(self) -> int | None:
-        """Swap to the newest weights that were fetched. Return their buffer, or None if there are no newer ones."""
+        """Swap to the newest weights that were received. Return their buffer, or None if there are no newer ones."""
         with self._changed:
             if self._ready is None:
                 return None
             buffer, version = self._ready
             self._lane.take_prefetched(buffer, version)
             self._ready = None
-            self._changed.notify_all()
         return buffer
 
     def close(self) -> None:
@@ -97,17 +95,16 @@ class Background:
                 self._changed.notify_all()
 
     def _pull_loop(self) -> None:
-        """Fetch each new version once. It replaces an older version that the worker has not taken."""
+        """Fetch each new version once. It replaces an older version that the worker has not taken, when it is received."""
+        version = self._lane.version
         while not self._ends:
-            if self._lane.arena.shard_version(0) == self._held_version:
+            if self._lane.arena.shard_version(0) == version:
                 self._clock.sleep_ns(_LOOK_NS)
                 continue
-            with self._changed:
-                self._ready = None  # the fetch replaces its buffer
-                fetched = self._lane.prefetch()
-                if fetched[0] < 0:
-                    raise damaged("the commit word")
+            buffer, version = self._lane.prefetch()
+            if buffer < 0:
+                raise damaged("the commit word")
             self._transfer()
             with self._changed:
-                self._ready = fetched
-                self._held_version = fetched[1]
+                self._lane.keep_prefetched(buffer)
+                self._ready = (buffer, version)

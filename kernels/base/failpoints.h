@@ -25,6 +25,7 @@
     MUTANT(FORGET_GENERATION, "forget-generation", "a dead worker's mark hits the lane's present owner")                  \
     MUTANT(STATE_IN_PLACE, "state-in-place", "the rule's state is written where it is read")                             \
     MUTANT(FORGET_READERS, "forget-readers", "a fold may write a buffer that a reader pins")                             \
+    MUTANT(FORGET_READY, "forget-ready", "a fold may write a buffer that was fetched and waits to be read")              \
     MUTANT(ROW_FIRST, "row-first", "a fold writes rows before the log says that it has them")                            \
     MUTANT(FORGET_UNDO, "forget-undo", "recovery of a lock does not roll a fold's rows back")                            \
     MUTANT(KEEP_UNDO, "keep-undo", "a log is rolled back although its fold was committed")                               \

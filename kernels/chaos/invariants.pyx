@@ -385,8 +385,10 @@ cdef class InvariantChecker:
 
         `dead`: the dead, as bits. `unnoticed`: those of them that died when all others had ended, were about to end, or died
         while they recovered it. These may still hold a lock and be counted, and their last posts may be undecided.
+        So may be whom they expelled: the next combiner retires an expelled lane, and there was none.
         """
         cdef int32_t shard, index
+        cdef bint is_expelled
         cdef scheduler_t *state
         cdef uint64_t owner
         if dead == (<uint32_t> 1 << self.n_workers) - 1:
@@ -397,7 +399,8 @@ cdef class InvariantChecker:
             if owner != 0 and not (unnoticed >> (owner - 1)) & 1:
                 self.fail(b"lock: worker %ld holds the lock of shard %ld at the end (%ld)", owner - 1, shard, unnoticed)
             for index in range(self.n_workers):
-                if not (unnoticed >> index) & 1:
+                is_expelled = fps_member_state(self.arena.lane(index).state) == FPS_LANE_EXPELLED
+                if not (unnoticed >> index) & 1 and not (is_expelled and unnoticed):
                     self._check_end(shard, index, state, not (dead >> index) & 1)
 
     cdef void _check_end(self, uint32_t shard, int32_t index, const scheduler_t *state, bint lives) noexcept nogil:

@@ -13,6 +13,8 @@ cdef struct life_t:
     uint32_t marked_dead[MAX_WORKERS]          # of each lane, the owners whom this process knows to be dead
     int64_t pushes
     int64_t buffers[MAX_WATCHED_SHARDS]
+    uint64_t fetched[MAX_WATCHED_SHARDS]       # commit words: of the last fetch in the background,
+    uint64_t kept[MAX_WATCHED_SHARDS]          # and of what the next step reads
     int64_t read_buffers[MAX_WATCHED_SHARDS]   # of its reader
 
 cdef class Workers:
@@ -37,6 +39,7 @@ cdef class Workers:
     cdef bint is_partial
     cdef int32_t wounds_left            # lanes whose words may be damaged
     cdef bint reads_rows                # whether a step reads rows of one version: all wait for all
+    cdef bint fetches                   # whether workers fetch in the background
     cdef uint32_t null_share            # of 2 ** 16
 
     cdef void play(self, double skew_ns, int64_t shared_least)
@@ -46,6 +49,7 @@ cdef class Workers:
     cdef void _join(self, int32_t index) noexcept nogil
     cdef void _compute(self, int32_t index) noexcept nogil
     cdef void _pull(self, int32_t index, bint is_first) noexcept nogil
+    cdef void _fetch(self, int32_t index) noexcept nogil
     cdef void _read(self, int32_t index) noexcept nogil
     cdef void _sleep_as_reader(self, int32_t index) noexcept nogil
     cdef bint _is_any_locked(self) noexcept nogil

@@ -8,7 +8,7 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from fastps.kernels.base.atomics cimport fps_event_sleep, fps_pin_exchange
+from fastps.kernels.base.atomics cimport fps_event_sleep
 from fastps.kernels.base.failpoints cimport (
     FPS_FAILPOINT,
     FPS_MUTANT_FORGET_TAKING_OVER,
@@ -83,17 +83,18 @@ cdef class Workers:
     `readers`: a reader for each lane, or none: each process then reads published weights also as one that is no worker.
     `steps`: pushes of a worker. `spins`: polls before it sleeps. `at_once`: it continues without waiting.
     `is_partial`: a step waits for one shard only. `null_share`: of 2 ** 16 pushes so many are null. `reads_rows`: what a step
-    reads of tables is of the version that it pulled. `wounds`: of so many lanes, at most, words are damaged.
+    reads of tables is of the version that it pulled. `wounds`: of so many lanes, at most, words are damaged. `fetches`: workers
+    fetch the next weights while they compute.
     """
 
     def __cinit__(self, Machine machine not None, Arena arena not None, InvariantChecker checker not None,
-                  list lanes not None, list servers not None, list readers not None, *, int steps, int spins, bint at_once, bint is_partial,
-                  uint32_t null_share, bint reads_rows, int wounds):
+                  list lanes not None, list servers not None, list readers not None, *, int steps, int spins, bint at_once,
+                  bint is_partial, uint32_t null_share, bint reads_rows, int wounds, bint fetches):
         cdef int index, generation
         self.machine, self.arena, self.checker, self.lanes, self.readers = machine, arena, checker, lanes, readers
         self.n_workers, self.n_shards = arena.header.n_lanes, arena.header.n_shards
         self.n_steps, self.spins, self.at_once, self.is_partial = steps, spins, at_once, is_partial
-        self.null_share, self.reads_rows, self.wounds_left = null_share, reads_rows, wounds
+        self.null_share, self.reads_rows, self.wounds_left, self.fetches = null_share, reads_rows, wounds, fetches
         for index, reader in enumerate(readers):
             self._readers[index] = <PyObject *> reader
         self.n_processes = self.n_workers + len(servers)
@@ -130,7 +131,6 @@ cdef class Workers:
 
     cdef void _live(self, int32_t index) noexcept nogil:
         cdef life_t *me = &self.lives[index]
-        cdef uint32_t kind
         cdef int64_t generation
         cdef int32_t shard
         if index >= self.n_workers:
@@ -154,8 +154,7 @@ cdef class Workers:
             self._read(index)
         while me.pushes < self.n_steps and not self._is_out(index):
             self._compute(index)
-            kind = FPS_NULL if (self.machine.draw() & 0xffff) < self.null_share else FPS_PUSH
-            self._push(index, kind)
+            self._push(index, FPS_NULL if (self.machine.draw() & 0xffff) < self.null_share else FPS_PUSH)
             self._advance(index)
             self._pull(index, False)
         if not self._is_out(index):
@@ -202,9 +201,7 @@ cdef class Workers:
 
     cdef void _end_expelled(self, int32_t index) noexcept nogil:
         """The process ends by an error, and another may take its place."""
-        cdef int32_t shard
-        for shard in range(self.n_shards):
-            fps_pin_exchange(&self.arena.lane_shard(index, shard).pin, 0)
+        self.arena._drop_pins(index)
         self.machine._die(&self.machine.processes[index])
         self.machine._switch()
 
@@ -252,6 +249,8 @@ cdef class Workers:
         for _look in range(<int32_t> (self.machine.draw() % 4)):
             self.machine.at_access()
             self._check_reads(index)
+            if self.fetches:
+                self._fetch(index)
             if self._readers[index] != NULL:
                 self._check_reader(index)
                 if self.machine.draw() % 3 == 0:
@@ -268,19 +267,33 @@ cdef class Workers:
                     and (<WorkerLane> self._lanes[index])._granted(shard) < (<WorkerLane> self._lanes[index]).steps + 1):
                 continue
             before = (<WorkerLane> self._lanes[index]).versions[shard]
-            commit = (<WorkerLane> self._lanes[index])._pull(shard)
+            if self.fetches and not is_first:
+                commit = me.kept[shard]
+                (<WorkerLane> self._lanes[index])._take(shard, fps_commit_buffer(commit), fps_commit_version(commit))
+            else:
+                commit = (<WorkerLane> self._lanes[index])._pull(shard)
             if fps_commit_version(commit) < before:
                 self.checker.fail(b"versions: worker %ld pulled %ld after %ld", index, fps_commit_version(commit), before)
+            me.kept[shard] = commit
             me.buffers[shard] = fps_commit_buffer(commit)
         self._check_reads(index)
 
-    cdef void _read(self, int32_t index) noexcept nogil:
-        """Pin the newest version of each shard as a reader."""
-        cdef uint64_t commit
+    cdef void _fetch(self, int32_t index) noexcept nogil:
+        """Begin to fetch each shard's newest version in the background, or keep the one that was fetched."""
+        cdef life_t *me = &self.lives[index]
         cdef int32_t shard
         for shard in range(self.n_shards):
-            commit = (<ReaderPins> self._readers[index])._pull(shard)
-            self.lives[index].read_buffers[shard] = fps_commit_buffer(commit)
+            if fps_commit_version(me.fetched[shard]) <= fps_commit_version(me.kept[shard]):
+                me.fetched[shard] = (<WorkerLane> self._lanes[index])._prefetch(shard)
+            else:
+                (<WorkerLane> self._lanes[index])._keep(shard, fps_commit_buffer(me.fetched[shard]))
+                me.kept[shard] = me.fetched[shard]
+
+    cdef void _read(self, int32_t index) noexcept nogil:
+        """Pin the newest version of each shard as a reader."""
+        cdef int32_t shard
+        for shard in range(self.n_shards):
+            self.lives[index].read_buffers[shard] = fps_commit_buffer((<ReaderPins> self._readers[index])._pull(shard))
         self._check_reader(index)
 
     cdef void _sleep_as_reader(self, int32_t index) noexcept nogil:
@@ -289,9 +302,8 @@ cdef class Workers:
         Its combiner moves it under the shard lock, and where that one died, the lane that recovers the lock does.
         """
         cdef uint32_t event = 0
-        cdef uint64_t version
         cdef fps_readers *words = self.arena.readers_words()
-        version = (<ReaderPins> self._readers[index])._newest() + 1 + self.machine.draw() % 3
+        cdef uint64_t version = (<ReaderPins> self._readers[index])._newest() + 1 + self.machine.draw() % 3
         if (<ReaderPins> self._readers[index])._is_there(version, &event):
             return
         fps_event_sleep(&words.event, event, READER_SLICE_NS)
@@ -500,8 +512,6 @@ cdef class Workers:
                 me.marked_dead[dead] = generation + 1
 
     cdef void _leave(self, int32_t index) noexcept nogil:
-        cdef life_t *me = &self.lives[index]
-        cdef int32_t shard
         self.checker.promise(index, (<WorkerLane> self._lanes[index]).words.tail, FPS_LEAVE)
         while not (<WorkerLane> self._lanes[index])._post(
                 FPS_LEAVE, (<WorkerLane> self._lanes[index]).steps, 0, (<WorkerLane> self._lanes[index])._newest(),
@@ -516,6 +526,5 @@ cdef class Workers:
         if self._is_out(index):
             return
         self._pull(index, True)
-        for shard in range(self.n_shards):
-            fps_pin_exchange(&self.arena.lane_shard(index, shard).pin, 0)
-        self.arena._end(index, me.generation, FPS_LANE_LEFT)
+        self.arena._drop_pins(index)
+        self.arena._end(index, self.lives[index].generation, FPS_LANE_LEFT)

@@ -46,7 +46,7 @@ cdef class World:
             bint may_drop, int64_t bound, bint partial, bint at_once, int helpers, int shared_least, int spins, double switch,
             double crash, double stall, double wake, double null, int crashes, int stalls, int restarts,
             int busy_factor, double skew_ns, dict policy not None, bint reads=False, bint tables=False,
-            double passes=0.0, int wounds=0, bint server=False):
+            double passes=0.0, int wounds=0, bint server=False, bint fetches=False):
         """Play one seed; returns what happened as a dict.
 
         Args:
@@ -66,10 +66,11 @@ cdef class World:
             tables: each shard has a table, of which every push has rows.
             wounds: lanes whose words are damaged, at most.
             server: one more process combines for the workers, until it dies.
+            fetches: workers fetch the next weights while they compute.
         """
         cdef Machine machine = self.machine
         machine.random = seed * <uint64_t> 0x9e3779b97f4a7c15 + 1
-        lanes = self._make(workers, shards, slots, adagrad, helpers, restarts, policy, reads, tables, server)
+        lanes = self._make(workers, shards, slots, adagrad, helpers, restarts, policy, reads, tables, server, fetches)
         servers = [Lane(self.arena, self.arena.server_lane)] if server else []
         if server:
             servers[0].share_folds(helpers)
@@ -86,20 +87,22 @@ cdef class World:
         machine.busy_factor = busy_factor
         self.workers = Workers(machine, self.arena, self.checker, lanes, servers, readers, steps=steps, spins=spins, at_once=at_once,
                                is_partial=partial, null_share=<uint32_t> (null * (1 << 16)),
-                               reads_rows=tables and bound == 0 and not may_drop and not partial and not at_once, wounds=wounds)
+                               reads_rows=tables and bound == 0 and not may_drop and not partial and not at_once, wounds=wounds,
+                               fetches=fetches)
         self.workers.play(skew_ns, shared_least)
         self._end()
         return self._outcome()
 
     def _make(self, int workers, int shards, int slots, bint adagrad, int helpers, int restarts, dict policy, bint reads,
-              bint tables, bint server):
+              bint tables, bint server, bint fetches):
         """A fresh arena in the same memory; returns, for each lane, those of the processes that may have it."""
         described = [(SHARD_FLOATS + 1, ROW_FLOATS, shards + shard, 0, shard) for shard in range(shards if tables else 0)]
         header, size = plan(
             lanes=workers, slots=slots, ring_size=RING_SIZE, groups=1, parameters=shards + len(described),
             buffer_floats=shards * SHARD_FLOATS, rule=FPS_RULE_ADAGRAD if adagrad else FPS_RULE_SGD,
             state_planes=1 if adagrad else 0, extra_bytes=0,
-            buffers=workers + 2, shards=shards, readers=workers if reads else 0, tables=described, servers=server,
+            buffers=workers * (3 if fetches else 1) + 2, shards=shards, readers=workers if reads else 0, tables=described,
+            servers=server,
             row_rule=FPS_ROWS_ADAGRAD if adagrad else FPS_ROWS_SGD)
         if size > self.memory_bytes:
             self.memory, self.memory_bytes = mmap.mmap(-1, 2 * size), 2 * size

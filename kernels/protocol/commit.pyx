@@ -35,6 +35,7 @@ from fastps.kernels.base.failpoints cimport (
     FPS_MUTANT_FORGET_HEADS,
     FPS_MUTANT_FORGET_LEFT,
     FPS_MUTANT_FORGET_READERS,
+    FPS_MUTANT_FORGET_READY,
     FPS_MUTANT_FORGET_UNDO,
     FPS_MUTANT_FORGET_WANTED,
     FPS_MUTANT_ROWS_LATE,
@@ -253,8 +254,11 @@ cdef class Commit:
             # A dead worker's pin does not count; the next owner of its lane pins what is published after the state changed.
             if fps_member_state(fps_state_acquire(&self.arena.lane(index).state)) == FPS_LANE_DEAD:
                 continue
-            # A reader moves a pin from `next` to `pin` by writing `pin` first: `next` must be read first, or it is in neither.
+            # A buffer moves from `next` to `ready` and on to `pin`. The lane writes the later word before it reuses the earlier
+            # one, so the words must be read in the order of the moves, or a buffer is in none.
             _mark(pinned, fps_pin_load(&self.arena.lane_shard(index, self.shard).next))
+            if not fps_mutant(FPS_MUTANT_FORGET_READY):
+                _mark(pinned, fps_pin_load(&self.arena.lane_shard(index, self.shard).ready))
             _mark(pinned, fps_pin_load(&self.arena.lane_shard(index, self.shard).pin))
         for index in range(readers):
             _mark(pinned, fps_pin_load(&self.arena.reader_shard(index, self.shard).pin))

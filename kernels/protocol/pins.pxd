@@ -16,5 +16,8 @@ cdef class Reader:
 
     cdef int _check_shard(self, uint32_t shard) except -1
     cdef uint64_t _pull(self, uint32_t shard) noexcept nogil
+    cdef uint64_t _prefetch(self, uint32_t shard) noexcept nogil
+    cdef void _keep(self, uint32_t shard, uint64_t buffer) noexcept nogil
+    cdef void _take(self, uint32_t shard, uint64_t buffer, uint64_t version) noexcept nogil
     cdef int64_t _buffer_of(self, uint64_t commit) noexcept nogil
     cdef uint64_t _newest(self) noexcept nogil

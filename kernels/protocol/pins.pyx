@@ -72,17 +72,31 @@ cdef class Reader:
     def prefetch(self, uint32_t shard=0):
         """Pin a shard's published weights as the next ones; returns (buffer, version), the buffer as `pull` does.
 
-        The pulled weights stay pinned. Another thread than the one that pulls may call this, but not during `take_prefetched`.
+        The pulled weights and those that are kept stay pinned. Another thread than the one that pulls may call this.
         """
         cdef uint64_t commit
         self._check_shard(shard)
         with nogil:
-            commit = pin_published(&self.arena.shard_header(shard).commit, &self.arena.lane_shard(self.index, shard).next)
+            commit = self._prefetch(shard)
         return self._buffer_of(commit), fps_commit_version(commit)
 
-    def take_prefetched(self, int64_t buffer, uint64_t version, uint32_t shard=0):
-        """Make the weights that `prefetch` returned the ones that are read: a swap of pins."""
+    cdef uint64_t _prefetch(self, uint32_t shard) noexcept nogil:
+        return pin_published(&self.arena.shard_header(shard).commit, &self.arena.lane_shard(self.index, shard).next)
+
+    def keep_prefetched(self, uint64_t buffer, uint32_t shard=0):
+        """Keep what `prefetch` returned, in place of what was kept before. It stays pinned during the next prefetch."""
         self._check_shard(shard)
+        self._keep(shard, buffer)
+
+    cdef void _keep(self, uint32_t shard, uint64_t buffer) noexcept nogil:
+        fps_pin_exchange(&self.arena.lane_shard(self.index, shard).ready, buffer + 1)
+
+    def take_prefetched(self, uint64_t buffer, uint64_t version, uint32_t shard=0):
+        """Read the weights that are kept from now on: a swap of pins. Not during `keep_prefetched`."""
+        self._check_shard(shard)
+        self._take(shard, buffer, version)
+
+    cdef void _take(self, uint32_t shard, uint64_t buffer, uint64_t version) noexcept nogil:
         fps_pin_exchange(&self.arena.lane_shard(self.index, shard).pin, buffer + 1)
         self.versions[shard] = version
 
@@ -104,8 +118,5 @@ cdef class Reader:
         return newest
 
     def unpin(self):
-        """End the reads of all pulled buffers."""
-        cdef uint32_t shard
-        for shard in range(self.n_shards):
-            fps_pin_exchange(&self.arena.lane_shard(self.index, shard).pin, 0)
-            fps_pin_exchange(&self.arena.lane_shard(self.index, shard).next, 0)
+        """End the reads of all pulled and fetched buffers."""
+        self.arena._drop_pins(self.index)

@@ -11,7 +11,7 @@
 #include "update/rows.h"
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 15
+#define FPS_ABI 16
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the lock word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -116,9 +116,10 @@ typedef struct {
     int64_t folded, dropped, staleness_sum, staleness_max;
     int64_t reserved;
     /* Line of the worker. */
-    uint64_t pin;  /* [PIN] buffer being read + 1, or 0 */
-    uint64_t next; /* [PIN] buffer being fetched in the background + 1, or 0 */
-    uint8_t pad_pin[48];
+    uint64_t pin;   /* [PIN] buffer being read + 1, or 0 */
+    uint64_t ready; /* [PIN] buffer that was fetched in the background, and is to be read next + 1, or 0 */
+    uint64_t next;  /* [PIN] buffer being fetched in the background + 1, or 0 */
+    uint8_t pad_pin[40];
     /* Line of the combiner, for observers: pushes that were rejected as non-finite, and the last of them; rows. */
     int64_t rejected, rejected_step, rejected_parameter;
     int64_t rows; /* of tables, in the lane's folded pushes */

@@ -12,6 +12,7 @@ cdef class Arena(ArenaCounters):
     cdef tuple _buffers_of(self, uint64_t commit, uint32_t state_buffer)
     cdef int64_t _claim(self, uint32_t lane, int64_t process_id, bint rejoin) noexcept nogil
     cdef bint _is_served(self) noexcept nogil
+    cdef void _drop_pins(self, uint32_t lane) noexcept nogil
     cdef bint _has_joined(self, uint32_t lane) noexcept nogil
     cdef bint _change(self, uint32_t lane, uint32_t generation, uint32_t seen, uint32_t state) noexcept nogil
     cdef uint32_t _generation_of(self, uint32_t lane, object generation) except? 0

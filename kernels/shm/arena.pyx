@@ -145,7 +145,7 @@ cdef class Arena(ArenaCounters):
 
     cdef int64_t _claim(self, uint32_t lane, int64_t process_id, bint rejoin) noexcept nogil:
         cdef fps_lane *words = self.lane(lane)
-        cdef uint32_t member = fps_state_acquire(&words.state), shard, generation
+        cdef uint32_t member = fps_state_acquire(&words.state), generation
         cdef bint is_counted = self._committed(lane, 0).live
         if fps_member_state(member) == FPS_LANE_FREE and is_counted:
             # The process id before the state: a process that sees the lane live can name its process.
@@ -156,9 +156,7 @@ cdef class Arena(ArenaCounters):
             return -1
         fps_help_set(&words.helping, 0)
         fps_sleeping_set(&words.sleeping, 0)
-        for shard in range(self.header.n_shards):
-            fps_pin_exchange(&self.lane_shard(lane, shard).pin, 0)
-            fps_pin_exchange(&self.lane_shard(lane, shard).next, 0)
+        self._drop_pins(lane)
         FPS_FAILPOINT()
         words.process_id = process_id
         words.message[0] = 0
@@ -171,6 +169,13 @@ cdef class Arena(ArenaCounters):
             member = fps_state_acquire(&words.state)
             if (fps_member_generation(member) + 1) & 0xffffff != generation:
                 return -1
+
+    cdef void _drop_pins(self, uint32_t lane) noexcept nogil:
+        cdef uint32_t shard
+        for shard in range(self.header.n_shards):
+            fps_pin_exchange(&self.lane_shard(lane, shard).pin, 0)
+            fps_pin_exchange(&self.lane_shard(lane, shard).ready, 0)
+            fps_pin_exchange(&self.lane_shard(lane, shard).next, 0)
 
     cdef void _begin_ring(self, uint32_t lane, bint was_expelled) noexcept nogil:
         """Let the next owner of a lane, whose last one has ended, begin with a count of posts that is right.

@@ -72,6 +72,7 @@ cdef extern from "shm/arena.h" nogil:
         int64_t staleness_sum
         int64_t staleness_max
         uint64_t pin
+        uint64_t ready
         uint64_t next
         int64_t rejected
         int64_t rejected_step

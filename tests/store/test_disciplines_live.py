@@ -5,7 +5,7 @@ Every discipline is a row of ROWS. Bounds leave room for a machine of two cores 
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 import fastps
+from fastps.job.specs import parse_policy
+from fastps.simulation.compute_models import ComputeModel
+from fastps.simulation.simulate import Simulation, simulate
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.tracing.file import read
 from tests.support import processes
@@ -282,6 +285,25 @@ def test_communication_overlaps_more_in_a_tree_and_wholly_in_the_background() ->
     assert base < tree < background
     assert base < 0.3
     assert background >= 0.95
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("transfer", [0.75, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (0.1, 0.3, 1, 1.5, 3))])
+def test_the_staleness_of_background_pulls_is_that_of_virtual_time(transfer: float) -> None:
+    """Rudra, section 3.3: received weights wait until the next step. `transfer`: in steps; each push is a version."""
+    policy, step_s = parse_policy("adv*:2"), 0.03
+    simulation = Simulation(
+        workers=2,
+        compute=ComputeModel("normal", step_s * 1e9, 0.05 * step_s * 1e9),
+        model_bytes=1.0,
+        bandwidth=1 / (step_s * transfer),
+    )
+    tree, direct = (simulate(replace(policy, groups=groups), simulation).row for groups in (2, 0))  # live there is no tree
+    found = run("adv*:2", 2, step_s=step_s, seconds=1.0 + transfer, transfer_ms=1000 * step_s * transfer)
+    counted = found.staleness()
+    mean = sum(staleness * count for staleness, count in counted.items()) / counted.total()
+    assert 0.5 * direct["staleness_mean"] < mean < 1.25 * max(tree["staleness_mean"], direct["staleness_mean"]) + 0.5
+    assert max(counted) <= max(tree["staleness_max"], direct["staleness_max"]) + 3
 
 
 @pytest.mark.timing

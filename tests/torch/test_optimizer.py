@@ -422,6 +422,21 @@ def test_a_data_loader_with_forked_workers_does_no_harm() -> None:
         assert optimizer.version == 8
 
 
+@pytest.mark.parametrize("server", ["workers", "process"])
+def test_denormals_are_flushed_where_a_worker_that_asked_folds_and_kept_by_a_server(server: str) -> None:
+    parameter = torch.nn.Parameter(torch.full((100,), 1e-39))
+    plain = torch.optim.SGD([parameter], lr=0.5)
+    with fastps.DistributedOptimizer(plain, sync="bsp", workers=1, server=server) as optimizer:
+        for flush, kept in ((False, True), (True, server == "process")):
+            assert torch.set_flush_denormal(flush)
+            try:
+                parameter.grad = torch.zeros(100)
+                optimizer.step()
+            finally:
+                torch.set_flush_denormal(False)
+            assert (parameter.detach().view(torch.int32) != 0).all() == kept
+
+
 def test_tied_weights_and_lstms_train() -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:

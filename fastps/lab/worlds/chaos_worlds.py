@@ -92,6 +92,8 @@ def plan_of(seed: int) -> Plan:
         "server": random.Random(f"server {seed}").random() < 0.3,
         "wounds": random.Random(f"wounds {seed}").choice((0, 0, 1, 4)) if faulty else 0,
     }
+    if policy.at_once and policy.fold == "count":
+        measures["fetches"] = random.Random(f"fetches {seed}").random() < 0.5  # as under adv*
     # Many a combiner is stopped, and passed by. Not under R2SP, which paces its grants by the times of the steps.
     if measures["passes"] == 0.9 and policy.grant != "round-robin":
         measures |= {"stalls": 30, "stall": 1 / 300, "busy_factor": 100}
