@@ -7,6 +7,7 @@ store, such as the one of torch.distributed. A group is for one machine, and eve
 import json
 import os
 import secrets
+import select
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,7 +47,10 @@ class Met:
 
     def dead(self) -> list[int]:
         """The ranks whose processes have ended; one system call."""
-        ended = rendezvous.dead_among(self.pidfds.values())
+        poll = select.poll()
+        for pidfd in self.pidfds.values():
+            poll.register(pidfd, select.POLLIN)
+        ended = {pidfd for pidfd, _ in poll.poll(0)}
         return [rank for rank, pidfd in self.pidfds.items() if pidfd in ended]
 
     def close(self) -> None:

@@ -35,9 +35,15 @@ class Driven(Protocol):
         combine_lock: guards the lane, which several threads of a process may drive.
     """
 
-    store: JobMemory
-    lane: Lane
     combine_lock: threading.RLock
+
+    @property
+    def store(self) -> JobMemory:
+        """The job's memory."""
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that is driven."""
 
     def check_peers(self, now_ns: int) -> None:
         """Handle peers that have died. Raises the error that ends the job."""

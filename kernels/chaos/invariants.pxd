@@ -65,6 +65,8 @@ cdef class InvariantChecker:
     cdef bint is_content(self, uint32_t shard, uint64_t version, const float *weights) noexcept nogil
     cdef void watch_rows(self, uint32_t shard, const float *weights, const char *what) noexcept nogil
     cdef void watch_calls(self) noexcept nogil
+    cdef void write_slot(self, int32_t index, uint32_t number, int64_t position) noexcept nogil
+    cdef void _write_rows(self, int32_t index, uint32_t number, int64_t position) noexcept nogil
     cdef void end(self, uint32_t dead, uint32_t unnoticed) noexcept nogil
     cdef void fail(self, const char *what, int64_t a, int64_t b, int64_t c) noexcept nogil
 

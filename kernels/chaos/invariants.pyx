@@ -12,8 +12,9 @@ from libc.math cimport fabs
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcmp, memcpy
+from libc.string cimport memcmp, memcpy, memset
 
+from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
 from fastps.kernels.scheduling.state cimport scheduler_t, state_slowest_clock, state_workers, worker_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
@@ -35,9 +36,12 @@ from fastps.kernels.shm.arena_h cimport (
     fps_member_state,
     fps_record,
 )
+from fastps.kernels.update.fold cimport fps_hyper
+from fastps.kernels.update.rows_h cimport fps_rows, fps_rows_values_offset, fps_table
 
 cdef enum:
     SHARD_BYTES = SHARD_FLOATS * sizeof(float)
+    GARBAGE = 1000  # what a slot holds while it is written
 
 
 cdef inline bint _differs(double found, double expected) noexcept nogil:
@@ -144,6 +148,52 @@ cdef class InvariantChecker:
 
     cdef float *_range(self, uint32_t shard, uint64_t buffer) noexcept nogil:
         return self.arena.weights(buffer) + self.arena.first[shard]
+
+    # -- what is pushed ----------------------------------------------------------------------------
+
+    cdef void write_slot(self, int32_t index, uint32_t number, int64_t position) noexcept nogil:
+        """The descriptor's own gradient, over what was there; a premature read sees garbage."""
+        cdef char *slot = self.arena.slot(index, number)
+        cdef fps_hyper *hyper = <fps_hyper *> slot
+        cdef float *gradient = <float *> (slot + self.arena.header.slot_gradient_offset)
+        cdef int32_t i, shard
+        FPS_FAILPOINT()
+        for i in range(self.n_shards * SHARD_FLOATS):
+            gradient[i] = GARBAGE
+        hyper.learning_rate = GARBAGE
+        FPS_FAILPOINT()
+        memset(gradient, 0, self.n_shards * SHARD_FLOATS * sizeof(float))
+        FPS_FAILPOINT()
+        for shard in range(self.n_shards):
+            gradient[shard * SHARD_FLOATS + index * MAX_STEPS + position % MAX_STEPS] = 1.0
+        FPS_FAILPOINT()
+        hyper.learning_rate = 1.0
+        hyper.epsilon = 1e-10  # the floats without a gradient are 0 / (0 + epsilon)
+        (<uint64_t *> (slot + self.arena.header.slot_presence_offset))[0] = (1 << self.arena.header.n_parameters) - 1
+        self._write_rows(index, number, position)
+
+    cdef void _write_rows(self, int32_t index, uint32_t number, int64_t position) noexcept nogil:
+        """The row of the worker and step, and the row that every push has, of each table."""
+        cdef char *slot = self.arena.row_slot(index, number)
+        cdef const fps_table *table
+        cdef fps_rows *rows
+        cdef float *values
+        cdef uint32_t each
+        cdef int32_t i
+        for each in range(self.arena.header.n_tables):
+            table = &self.arena.tables[each]
+            rows = <fps_rows *> (slot + table.slot_offset)
+            values = <float *> (<char *> rows + fps_rows_values_offset(table))
+            FPS_FAILPOINT()
+            rows.count = SHARD_FLOATS  # garbage: a premature read would write all rows
+            for i in range(SHARD_FLOATS * ROW_FLOATS):
+                values[i] = GARBAGE
+            FPS_FAILPOINT()
+            rows.count = 2
+            (<uint32_t *> (rows + 1))[0] = index * MAX_STEPS + position % MAX_STEPS
+            (<uint32_t *> (rows + 1))[1] = SHARD_FLOATS
+            for i in range(2 * ROW_FLOATS):
+                values[i] = 1.0
 
     # -- at every event ----------------------------------------------------------------------------
 

@@ -55,8 +55,6 @@ cdef class Workers:
     cdef bint _is_any_locked(self) noexcept nogil
     cdef void _check_reader(self, int32_t index) noexcept nogil
     cdef void _check_reads(self, int32_t index) noexcept nogil
-    cdef void _write_rows(self, int32_t index, int64_t position) noexcept nogil
-    cdef void _write_slot(self, int32_t index, int64_t position) noexcept nogil
     cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil
     cdef void _wait_for_room(self, int32_t index) noexcept nogil
     cdef void _advance(self, int32_t index) noexcept nogil

@@ -10,12 +10,11 @@ from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport fps_event_sleep
 from fastps.kernels.base.failpoints cimport (
-    FPS_FAILPOINT,
     FPS_MUTANT_FORGET_TAKING_OVER,
     FPS_MUTANT_SERVE_ON,
     fps_mutant,
 )
-from fastps.kernels.chaos.invariants cimport MAX_STEPS, RING_SIZE, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
+from fastps.kernels.chaos.invariants cimport MAX_STEPS, RING_SIZE, InvariantChecker
 from fastps.kernels.chaos.machine cimport DEAD, ENDED, STALLED, Machine
 from fastps.kernels.protocol.combiner cimport Combiner
 from fastps.kernels.protocol.commit cimport COMBINE_BUSY
@@ -58,12 +57,9 @@ from fastps.kernels.shm.arena_h cimport (
     fps_member_state,
     fps_readers,
 )
-from fastps.kernels.update.fold cimport fps_hyper
-from fastps.kernels.update.rows_h cimport fps_rows, fps_rows_values_offset, fps_table
 
 cdef enum:
     READER_SLICE_NS = 1_000_000  # of a worker that sleeps as a reader: the others may need its push
-    GARBAGE = 1000              # what a slot holds while it is written
 
 cdef PyObject *_workers = NULL
 
@@ -346,54 +342,10 @@ cdef class Workers:
 
     # -- pushes, and waiting for what follows ------------------------------------------------------
 
-    cdef void _write_slot(self, int32_t index, int64_t position) noexcept nogil:
-        """The descriptor's own gradient, over what was there; a premature read sees garbage."""
-        cdef char *slot = self.arena.slot(index, (<WorkerLane> self._lanes[index]).slot)
-        cdef fps_hyper *hyper = <fps_hyper *> slot
-        cdef float *gradient = <float *> (slot + self.arena.header.slot_gradient_offset)
-        cdef int32_t i, shard
-        FPS_FAILPOINT()
-        for i in range(self.n_shards * SHARD_FLOATS):
-            gradient[i] = GARBAGE
-        hyper.learning_rate = GARBAGE
-        FPS_FAILPOINT()
-        memset(gradient, 0, self.n_shards * SHARD_FLOATS * sizeof(float))
-        FPS_FAILPOINT()
-        for shard in range(self.n_shards):
-            gradient[shard * SHARD_FLOATS + index * MAX_STEPS + position % MAX_STEPS] = 1.0
-        FPS_FAILPOINT()
-        hyper.learning_rate = 1.0
-        hyper.epsilon = 1e-10  # the floats without a gradient are 0 / (0 + epsilon)
-        (<uint64_t *> (slot + self.arena.header.slot_presence_offset))[0] = (1 << self.arena.header.n_parameters) - 1
-        self._write_rows(index, position)
-
-    cdef void _write_rows(self, int32_t index, int64_t position) noexcept nogil:
-        """The row of the worker and step, and the row that every push has, of each table."""
-        cdef char *slot = self.arena.row_slot(index, (<WorkerLane> self._lanes[index]).slot)
-        cdef const fps_table *table
-        cdef fps_rows *rows
-        cdef float *values
-        cdef uint32_t number
-        cdef int32_t i
-        for number in range(self.arena.header.n_tables):
-            table = &self.arena.tables[number]
-            rows = <fps_rows *> (slot + table.slot_offset)
-            values = <float *> (<char *> rows + fps_rows_values_offset(table))
-            FPS_FAILPOINT()
-            rows.count = SHARD_FLOATS  # garbage: a premature read would write all rows
-            for i in range(SHARD_FLOATS * ROW_FLOATS):
-                values[i] = GARBAGE
-            FPS_FAILPOINT()
-            rows.count = 2
-            (<uint32_t *> (rows + 1))[0] = index * MAX_STEPS + position % MAX_STEPS
-            (<uint32_t *> (rows + 1))[1] = SHARD_FLOATS
-            for i in range(2 * ROW_FLOATS):
-                values[i] = 1.0
-
     cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil:
         cdef int outcome
         if kind == FPS_PUSH:
-            self._write_slot(index, (<WorkerLane> self._lanes[index]).posts)
+            self.checker.write_slot(index, (<WorkerLane> self._lanes[index]).slot, (<WorkerLane> self._lanes[index]).posts)
         self.checker.promise(index, (<WorkerLane> self._lanes[index]).words.tail, kind)
         while True:
             outcome = (<WorkerLane> self._lanes[index])._push(self.machine.clock(index), 1.0, 1, kind == FPS_NULL)

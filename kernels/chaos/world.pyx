@@ -85,8 +85,8 @@ cdef class World:
         machine.wake_share = <uint32_t> (wake * (1 << 24))
         machine.crashes_left, machine.stalls_left, machine.restarts_left = crashes, stalls, restarts
         machine.busy_factor = busy_factor
-        self.workers = Workers(machine, self.arena, self.checker, lanes, servers, readers, steps=steps, spins=spins, at_once=at_once,
-                               is_partial=partial, null_share=<uint32_t> (null * (1 << 16)),
+        self.workers = Workers(machine, self.arena, self.checker, lanes, servers, readers, steps=steps, spins=spins,
+                               at_once=at_once, is_partial=partial, null_share=<uint32_t> (null * (1 << 16)),
                                reads_rows=tables and bound == 0 and not may_drop and not partial and not at_once, wounds=wounds,
                                fetches=fetches)
         self.workers.play(skew_ns, shared_least)

@@ -1,7 +1,7 @@
 """A lane that waits, as a step machine: what it does next is decided here, and nowhere else.
 
-A driver asks `want`, does what it says, and asks again until it wants WANT_NOTHING. `want` combines, so a worker that waits does
-the server's work. It never waits itself, reads no clock and calls no Python: live workers, servers, and simulated processes are
+A driver asks `want`, does what it says, and asks again until it wants NOTHING. `want` combines, so a worker that waits does the
+server's work. It never waits itself, reads no clock and calls no Python: live workers, servers, and simulated processes are
 driven alike.
 """
 
