@@ -101,7 +101,6 @@ MODULES = {
     "fastps/lab/worlds/node_edges": "tests/lab/worlds/test_node_chaos.py",
     "fastps/lab/worlds/node_mutants": "tests/lab/worlds/test_node_chaos.py",
     "fastps/lab/worlds/node_worlds": "tests/lab/worlds/test_node_chaos.py",
-    "fastps/network/gloo": "tests/network/test_edge.py",
     "fastps/network/link": "tests/network/test_edge.py",
     "fastps/network/home": "tests/network/test_agent.py",
     "fastps/network/leaf": "tests/network/test_agent.py",

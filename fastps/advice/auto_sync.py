@@ -104,7 +104,7 @@ def with_modifiers(policy: Policy, before: Policy) -> Policy:
     """Return the policy with the training's modifiers, which are no part of a discipline: the weights' average and clipping.
 
     >>> with_modifiers(parse_policy("ssp:3"), parse_policy("auto,clip=1")).spec
-    'ssp:3,clip=1.0'
+    'ssp:3,clip=1'
     """
     kept = {name: getattr(before, name) for name in ("ema", "clip") if getattr(before, name)}
     return policy.with_options(",".join(f"{name}={value}" for name, value in kept.items()), **kept) if kept else policy

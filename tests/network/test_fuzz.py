@@ -53,7 +53,7 @@ def _train(rank: int, folder: Path, sync: str) -> Any:
         optimizer.wait_for_others()
         counters: list[Any] = []
         if rank == 0:
-            home = optimizer._placement._view(optimizer.worker)._lanes()[0].store  # type: ignore[attr-defined]
+            home = optimizer._placement._view(optimizer.worker)._arenas()[0]  # type: ignore[attr-defined]
             counters = [home.version, *(home.arena.counters(lane) for lane in range(3))]
         return steps, torch.cat(weights).detach().numpy().copy(), longest, counters
 

@@ -63,7 +63,7 @@ found = {"rank": fastps.rank(), "steps": steps, "longest_s": longest}
 with torch.no_grad():
     found["accuracy"] = float((model(inputs[1500:]).argmax(1) == labels[1500:]).float().mean())
 if fastps.rank() == 0:
-    home = optimizer._placement._view(optimizer.worker)._lanes()[0].store
+    home = optimizer._placement._view(optimizer.worker)._arenas()[0]
     found["version"] = home.version
     found["lanes"] = [home.arena.counters(lane) for lane in range(3)]
 print("found", json.dumps(found), flush=True)
