@@ -125,7 +125,7 @@ class AgentServer(Server):
         self._arena.finish(self.lane.index)
 
     def check_peers(self, now_ns: int) -> None:
-        """See Driven. Also checks the home."""
+        """Check the workers, as a server does, and the home."""
         super().check_peers(now_ns)
         self._leaf.check()
         lost = -1 if self.store.layout.faults.continues else self._lost_worker()

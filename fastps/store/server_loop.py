@@ -83,10 +83,10 @@ class Server:
         self._stalls.look(now_ns, tell)
 
     def take_over(self) -> None:
-        """See Driven. A server has none that it leaves combining to."""
+        """A server leaves combining to nobody, so there is nothing to take over."""
 
     def tell_expelled(self) -> None:
-        """See Driven. The workers tell who was expelled."""
+        """Workers report expelled workers; a server does not."""
 
     def explain_failure(self) -> bool:
         """Raise the error of a fold on a device, if there is one, unless a worker's death explains it."""

@@ -84,7 +84,7 @@ class LaneWaiter:
         self._membership.tell_expelled()
 
     def explain_failure(self) -> bool:
-        """See Driven. The caller knows more."""
+        """A worker knows no cause; a DeviceWorker looks for one where it calls."""
         return False
 
     # -- shard locks ---------------------------------------------------------------------------------

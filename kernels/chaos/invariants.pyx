@@ -435,7 +435,7 @@ cdef class InvariantChecker:
 
         `dead`: the dead, as bits. `unnoticed`: those of them that died when all others had ended, were about to end, or died
         while they recovered it. These may still hold a lock and be counted, and their last posts may be undecided.
-        So may be whom they expelled: the next combiner retires an expelled lane, and there was none.
+        The same holds for lanes that they expelled: the next combiner retires an expelled lane, and there was none.
         """
         cdef int32_t shard, index
         cdef bint is_expelled

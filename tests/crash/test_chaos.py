@@ -47,7 +47,7 @@ FOUND_BY_READERS = {
     "forget-readers": (50, "torn read: reader"),
     "forget-wanted": (50, "missed wake: reader"),
     "look-first": (1_000, "missed wake: reader"),
-    "event-late": (4_000, "missed wake: reader"),
+    "event-late": (8_000, "missed wake: reader"),
 }
 RARELY_FOUND_BY_READERS = ("event-late",)  # a commit between two words that a reader touches one after the other
 # A case of its own: tests/crash/test_stop_at_every_store.py.
