@@ -15,10 +15,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from fastps.errors import Error
-from fastps.system.processes import die_with_parent
+from fastps.system.processes import ask_to_die_with_parent
 
 Command = Callable[[Any], Any]
-_context = multiprocessing.get_context("fork")
 _COMMAND_S = 120.0
 _END_S = 30.0
 _END = "end"
@@ -73,21 +72,18 @@ class ForkedCrew(Crew):
     """`size` forked processes; each calls `begin(rank)` for the function that answers its commands.
 
     If the function has an attribute `close`, it is called at the end. With `paused` the processes are stopped between commands:
-    threads that poll all the time would take the cores from the other sides.
+    threads that poll all the time would take the cores from the other sides. `method`: another of multiprocessing's ways to
+    start them.
     """
 
-    def __init__(self, size: int, begin: Callable[[int], Command], *, paused: bool = False) -> None:
-        die_with_crew = die_with_parent(os.getpid())
-
-        def live(rank: int, connection: "Connection[Any, Any]") -> None:
-            die_with_crew()  # needed while it is stopped, or while another fork keeps its connection open
-            serve(rank, begin, connection)
-
+    def __init__(self, size: int, begin: Callable[[int], Command], *, paused: bool = False, method: str = "fork") -> None:
         self._paused = paused
-        pipes = [_context.Pipe() for _ in range(size)]
+        context: Any = multiprocessing.get_context(method)
+        pipes = [context.Pipe() for _ in range(size)]
         super().__init__([ours for ours, _ in pipes])
-        self._processes = [
-            _context.Process(target=live, args=(rank, theirs), daemon=True) for rank, (_, theirs) in enumerate(pipes)
+        self._processes: list[multiprocessing.process.BaseProcess] = [
+            context.Process(target=_live, args=(os.getpid(), rank, begin, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
             process.start()
@@ -127,6 +123,11 @@ def _answer_of(rank: int, connection: "Connection[Any, Any]") -> Any:
     if failure is not None:
         raise CrewError(f"member {rank} of a benchmark failed: {failure}")
     return answer
+
+
+def _live(parent: int, rank: int, begin: Callable[[int], Command], connection: "Connection[Any, Any]") -> None:
+    ask_to_die_with_parent(parent)  # needed while it is stopped, or while another fork keeps its connection open
+    serve(rank, begin, connection)
 
 
 def serve(rank: int, begin: Callable[[int], Command], connection: "Connection[Any, Any]") -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.device.cuda import CudaDevice
+from fastps.job.layout import aligned
 from fastps.kernels.cuda import host_fold, launch_args
 
 _PIECE_BYTES = 1 << 22
@@ -45,19 +46,25 @@ class DeviceFold:
         dtype: str,
         scale: float = 1.0,
         gradients_on: Sequence[CudaDevice] | None = None,
+        in_place: bool = False,
     ) -> None:
-        """`gradients_on`: the device of each gradient, if they are not all on the fold's own. It must reach them."""
+        """`gradients_on`: the device of each gradient, if they are not all on the fold's own. It must reach them.
+
+        `in_place`: each fold reads what the one before wrote.
+        """
         self._device = device
         self._stream = device.make_stream()
         self._rule, self._dtype = shape.rule, dtype
         self._addresses: list[tuple[CudaDevice, int]] = []
-        self._shapes = weights.shape, state.shape
+        self._shapes, stride = (weights.shape, state.shape), aligned(len(weights))
         self._staging = device.host_memory(_PIECE_BYTES)
-        self._weights_out, self._state_out = self._room(weights.nbytes), self._room(state.nbytes)
         self._flags = self._room(4)
-        self._weights_in = self._sent(weights)
-        state_in = self._sent(state)
-        buffers = launch_args.Buffers(self._weights_in, self._weights_out, state_in, self._state_out, len(weights))
+        self._weights_in = self._weights_out = self._sent(weights)
+        padded = state if stride == len(weights) else np.pad(state, ((0, 0), (0, stride - len(weights))))
+        state_in = self._state_out = self._sent(padded)
+        if not in_place:
+            self._weights_out, self._state_out = self._room(weights.nbytes), self._room(padded.nbytes)
+        buffers = launch_args.Buffers(self._weights_in, self._weights_out, state_in, self._state_out, stride)
         places = gradients_on or [device] * len(pushes)
         made = [
             launch_args.DevicePush(self._sent(gradient, on), hypers, np.array(presence, np.bool_), scale, rate_scale)
@@ -73,9 +80,10 @@ class DeviceFold:
 
     def _room(self, size: int, on: CudaDevice | None = None) -> int:
         device = on or self._device
+        size = 4 * aligned(-(-size // 4))  # whole cache lines, as in a store
         self._addresses.append((device, device.allocate(max(256, size))))
         if device is not self._device:
-            self._device.borrow(device, self._addresses[-1][1])
+            self._device.borrow(device)
         return self._addresses[-1][1]
 
     def _sent(self, values: npt.NDArray[Any], on: CudaDevice | None = None) -> int:
@@ -118,9 +126,10 @@ class DeviceFold:
 
     def results(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Return weights, state and steps after `run`."""
-        weights = self._fetched(self._weights_out, 4 * int(np.prod(self._shapes[0]))).view(np.float32)
-        state = self._fetched(self._state_out, 4 * int(np.prod(self._shapes[1]))).view(np.float32)
-        return weights.reshape(self._shapes[0]), state.reshape(self._shapes[1]), self.steps
+        (size,), (planes, _) = self._shapes
+        weights = self._fetched(self._weights_out, 4 * size).view(np.float32)
+        state = self._fetched(self._state_out, 4 * planes * aligned(size)).view(np.float32)
+        return weights, state.reshape(planes, aligned(size))[:, :size], self.steps
 
     def nonfinite(self) -> bool:
         """Return whether a `run` had non-finite results."""

@@ -1,36 +1,32 @@
-"""Checks of everything in fastps that needs a GPU: `python -m fastps.bench.gpu_check`.
+"""What `fastps gpu-check` checks, part by part; it runs each part as `python -m fastps.bench.gpu_check NAME SETTINGS FILE`.
 
-It checks each kernel against double precision, the kernels' bandwidth, two processes on one GPU through CUDA IPC against the
-CPU path, and training on real images. With several GPUs it checks each pair's peer access and bandwidth, folds over peers, jobs
-on all GPUs against the CPU path, and that the others go on after a worker's death. Figures go to bench/results/, with the
-machine and the date. A check that cannot run counts as failed and has a row with its reason; one that needs more GPUs than the
-machine has is named as not run.
-
-Exit codes: 0 all checks passed, 1 a check failed or could not run, 3 there is no GPU here.
+Parts check each kernel against double precision, the kernels' bandwidth, processes on one GPU through CUDA IPC against the
+CPU path, training on real images, and a step beside other ways to synchronize. With several GPUs they check each pair's peer
+access and bandwidth, folds over peers, jobs on all GPUs against the CPU path, and that the others go on after a worker's death.
+A check that cannot run counts as failed and has a row with its reason.
 """
 
-import argparse
+import faulthandler
+import functools
 import json
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fastps.bench import exact, kernels_cuda
+from fastps.bench import exact, kernels_cuda, step_cuda
 from fastps.bench.device_fold import DeviceFold
-from fastps.bench.gpu.peers import check_folds, check_pairs, devices_of, not_run
+from fastps.bench.gpu.peers import check_folds, check_pairs, devices_of
+from fastps.bench.gpu.run import Settings
 from fastps.bench.gpu_worker import GRADIENT, LEARNING_RATE, GpuJob, first_weights
 from fastps.bench.measure import BenchOptions, Row
 from fastps.device.cuda import CudaDevice
 from fastps.device.finite_check import FiniteCheck
-from fastps.device.interface import DeviceError
 from fastps.errors import Error
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
@@ -39,10 +35,8 @@ from fastps.kernels.cuda import launch_args
 from fastps.kernels.update import fold
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
-from fastps.system.machine import machine
 from fastps.training.data import load
 
-EXIT_OK, EXIT_FAILED, EXIT_NO_DEVICE = 0, 1, 3
 SIZES = (1, 3, 15, 17, 1023, 4095, 4096, 4097, 100_003)
 TOLERANCE = 2e-5  # of a weight after one fold in single precision, relative to the greatest
 SHARE = 0.85  # of the copy's bandwidth, for SGD with momentum and Adam in single precision
@@ -50,35 +44,34 @@ EQUAL = 1e-5  # greatest difference of weights over the greatest weight, GPU aga
 LEAST_ACCURACY = 0.85
 CASES = (("bsp", "momentum"), ("bsp", "adam"), ("dssp:1,4", "sgd"), ("asp", "sgd"))  # sync and optimizer of a two-process job
 
-PARTS = ("kernels", "bandwidth", "peers", "processes", "several", "going-on", "training")
-
 UPDATES = examples()  # by name
+WORKER = (sys.executable, "-m", "fastps.bench.gpu_worker")  # and a file of options
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------------
 
 
-def check_kernels(device: CudaDevice) -> list[Row]:
-    """Return a row for each rule, gradient dtype and mode: the greatest relative difference from double precision."""
-    return [
-        _kernel_row(device, name, dtype, mode)
-        for name in UPDATES
-        for dtype in launch_args.DTYPES
-        for mode in (fold.FOLD_SUM, fold.FOLD_EACH)
-    ]
+def check_kernels(device: CudaDevice, sizes: Sequence[int] = SIZES) -> Iterator[Row]:
+    """A row for each rule, gradient dtype and mode: the greatest relative difference from double precision."""
+    for name in UPDATES:
+        for dtype in launch_args.DTYPES:
+            for mode in (fold.FOLD_SUM, fold.FOLD_EACH):
+                yield _kernel_row(device, name, dtype, mode, sizes)
 
 
-def _kernel_row(device: CudaDevice, name: str, dtype: str, mode: int) -> Row:
+def _kernel_row(device: CudaDevice, name: str, dtype: str, mode: int, sizes: Sequence[int]) -> Row:
     rule, hyper = UPDATES[name].rule, UPDATES[name].hyper
     planes = len(rule.planes)
+    text = f"{name}-{dtype}-{'sum' if mode == fold.FOLD_SUM else 'each'}"
     differences, told = [], True
-    for count, size in enumerate(SIZES):
+    for count, size in enumerate(sizes):
         random = np.random.default_rng([count, size])
         pushes, ema_decay = 1 + count % 4, 0.9 if count % 2 else 0.0
         weights = random.standard_normal(size, np.float32)
         state = random.standard_normal((planes + (ema_decay > 0), size), np.float32)
+        most = (state**2).max(axis=0, initial=0.0)
         for plane in [rule.planes.index(square) for square in UPDATE_RULES[rule.name].squares if square in rule.planes]:
-            state[plane] = np.abs(state[plane]) + 16  # a mean square must exceed the square of the mean
+            state[plane] = np.abs(state[plane]) + 16 + most  # a mean square exceeds the square of the mean
         raw = [_raw(random, size, dtype) for _ in range(pushes)]
         scales = [1.0 + index for index in range(pushes)]
         shape = launch_args.Shape(rule.number, len(state), ema_decay, ((0, size, 0),))
@@ -93,12 +86,14 @@ def _kernel_row(device: CudaDevice, name: str, dtype: str, mode: int) -> Row:
             folded.close()
         widened = [(_widened(gradient, dtype), hyper, own) for gradient, own in zip(raw, scales, strict=True)]
         expected = exact.fold_of(rule.number, mode, widened, weights, state, 5, scale, ema_decay)
+        if not all(np.isfinite(each).all() for each in expected):
+            reason = f"the check's own reference of {size} is not finite"
+            return {"check": "kernels", "name": text, "ok": False, "missing": reason}
         differences += [_difference(found_weights, expected[0]), _difference(found_state, expected[1])]
     worst = max(differences)
-    text = "sum" if mode == fold.FOLD_SUM else "each"
     return {
-        "check": "kernel",
-        "name": f"{name}-{dtype}-{text}",
+        "check": "kernels",
+        "name": text,
         "difference": worst,
         "tolerance": TOLERANCE,
         "ok": bool(worst <= TOLERANCE and told),
@@ -132,7 +127,7 @@ def check_nonfinite(device: CudaDevice) -> list[Row]:
                 device.synchronize(stream)
                 right.append(check.found().tolist() == expected)
         device.close(slot)
-    return [{"check": "kernel", "name": "nonfinite", "ok": all(right)}]
+    return [{"check": "kernels", "name": "nonfinite", "ok": all(right)}]
 
 
 def _raw(random: np.random.Generator, size: int, dtype: str) -> Any:
@@ -157,12 +152,16 @@ def _difference(found: Any, expected: Any) -> float:
 # -- speed -------------------------------------------------------------------------------------------------------------------
 
 
-def check_bandwidth(device: CudaDevice, parameters: int) -> list[Row]:
-    """Run `fastps bench kernels --backend cuda` at one size; SGD with momentum and Adam must reach SHARE of a copy."""
-    rows = kernels_cuda.rows_on(device, BenchOptions(parameters=(parameters,), repeats=9, repeat_s=0.2))
+def check_bandwidth(device: CudaDevice, settings: Settings) -> list[Row]:
+    """Run `fastps bench kernels --backend cuda` at one size; SGD with momentum and Adam must reach SHARE of a copy.
+
+    What is small lies in the GPU's cache, and its figures are not judged.
+    """
+    repeats, repeat_s = (3, 0.02) if settings.quick else (9, 0.2)
+    rows = kernels_cuda.rows_on(device, BenchOptions(parameters=(settings.parameters,), repeats=repeats, repeat_s=repeat_s))
     for row in rows:
         row["check"] = "bandwidth"
-        row["bound"] = SHARE if row["name"] in ("sgd-momentum", "adam") else None
+        row["bound"] = SHARE if row["name"] in ("sgd-momentum", "adam") and not settings.quick else None
         row["ok"] = row["bound"] is None or row["limit_share"] >= row["bound"]
     return rows
 
@@ -186,8 +185,7 @@ def run_job(job: GpuJob, workers: int, placement: str, *, gpus: int = 1, server:
                 os.environ["FASTPS_GPUS"] = ",".join(map(str, range(gpus)))
             os.environ.update(FASTPS_PLACEMENT=placement, FASTPS_SERVER=server)
             options = JobOptions(on_worker_loss="continue") if job.dies_at else JobOptions()
-            command = [sys.executable, "-m", "fastps.bench.gpu_worker", str(path)]
-            outcome = Launcher(command, workers, options=options).run()
+            outcome = Launcher([*WORKER, str(path)], workers, options=options).run()
         finally:
             for name, value in kept.items():
                 os.environ.pop(name, None)
@@ -195,20 +193,26 @@ def run_job(job: GpuJob, workers: int, placement: str, *, gpus: int = 1, server:
                     os.environ[name] = value
         if outcome.first_failure is not None:
             failed = outcome.first_failure
-            raise Error(f"worker {failed.rank} of {job}: {failed.ending}: {' '.join(list(failed.tail)[-2:])}")
+            raise Error(f"worker {failed.rank} of {job}: {failed.ending}: {' '.join(list(failed.errors.tail)[-2:])}")
         written = [path.with_name(f"{rank}.npz") for rank in range(workers) if not (job.dies_at and rank == 1)]
         return [dict(np.load(each)) for each in written]
 
 
+@functools.cache
+def _on_cpu(sync: str, optimizer: str, workers: int) -> list[dict[str, Any]]:
+    """What a job on the CPU path ends with; several checks of a part compare with it."""
+    return run_job(GpuJob("cpu", sync, optimizer), workers, "host")
+
+
 def check_processes(
-    device: str, placement: str, *, gpus: int = 1, server: str = "workers", check: str = "processes"
+    device: str, placement: str, *, workers: int = 2, gpus: int = 1, server: str = "workers", check: str, quick: bool = False
 ) -> Iterator[Row]:
-    """Compare processes on GPUs, two or one a GPU, with as many on the CPU: bsp with momentum and Adam, dssp and asp."""
-    workers = max(2, gpus)
-    for sync, optimizer in CASES:
+    """Compare processes on GPUs, at least one a GPU, with as many on the CPU: bsp with momentum and Adam, dssp and asp."""
+    workers = max(workers, gpus)
+    for sync, optimizer in CASES[: 2 if quick else None]:
         name = f"{sync}-{optimizer}-{placement}{'-server' if server == 'process' else ''}"
         try:
-            expected = run_job(GpuJob("cpu", sync, optimizer), workers, "host")
+            expected = _on_cpu(sync, optimizer, workers)
             found = run_job(GpuJob(device, sync, optimizer), workers, placement, gpus=gpus, server=server)
         except Error as error:
             yield {"check": check, "name": name, "ok": False, "missing": str(error)}
@@ -237,7 +241,7 @@ def check_going_on(device: str, placement: str, gpus: int = 1) -> Iterator[Row]:
             job = GpuJob(device, sync, constant=True, dies_at=7)
             found = run_job(job, workers, placement, gpus=gpus, server="process")
         except Error as error:
-            yield {"check": "going on", "name": name, "ok": False, "missing": str(error)}
+            yield {"check": "faults", "name": name, "ok": False, "missing": str(error)}
             continue
         versions = {int(each["version"]) for each in found}
         first = np.concatenate([values.flatten().numpy() for values in first_weights()])
@@ -246,7 +250,7 @@ def check_going_on(device: str, placement: str, gpus: int = 1) -> Iterator[Row]:
         posted = (workers - 1) * job.steps + job.dies_at
         is_right = versions == {job.steps if sync == "bsp" else posted} and worst <= EQUAL
         yield {
-            "check": "going on",
+            "check": "faults",
             "name": name,
             "gpus": gpus,
             "placements": sorted({str(each["kind"]) for each in found}),
@@ -278,127 +282,108 @@ def check_training(device: str, placement: str, data: str, epochs: int = 3) -> I
         }
 
 
-# -- the command ---------------------------------------------------------------------------------------------------------------
+# -- the parts -----------------------------------------------------------------------------------------------------------------
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run all checks, or one kind, write their rows, and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m fastps.bench.gpu_check", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the figures (default: %(default)s)")
-    parser.add_argument("--parameters", type=int, default=100_000_000, help="size for the bandwidth (default: %(default)s)")
-    parser.add_argument("--data", default="mnist5k", help="data set to train on, as of `fastps train` (default: %(default)s)")
-    parser.add_argument("--only", choices=PARTS, help="one kind of check")
-    options = parser.parse_args(arguments)
-    try:
-        gpu = _gpu()
-    except DeviceError as error:
-        sys.stderr.write(f"gpu_check: no device: {error}\n")
-        return EXIT_NO_DEVICE
-    count = int(gpu["count"])
-    parts: dict[str, Callable[[], list[Row]]] = {
-        "kernels": lambda: _on_gpu(lambda device: check_kernels(device) + check_nonfinite(device)),
-        "bandwidth": lambda: _on_gpu(lambda device: check_bandwidth(device, options.parameters)),
-        "peers": lambda: between_gpus(count, options.parameters),
-        "processes": lambda: [row for where in ("device", "host") for row in check_processes("cuda", where)],
-        "several": lambda: on_several_gpus("cuda", count),
-        "going-on": lambda: going_on("cuda", count),
-        "training": lambda: [row for where in ("device", "host") for row in check_training("cuda", where, options.data)],
-    }
-    assert tuple(parts) == PARTS
-    rows: list[Row] = []
-    for name, part in parts.items():
-        if options.only in (None, name):
-            rows += part()
-            write(rows, options.out, gpu)  # after each part, so that its rows survive if the next one hangs
-    show(rows)
-    return EXIT_FAILED if any(row["ok"] is False for row in rows) else EXIT_OK
+def check_ipc() -> Iterator[Row]:
+    """Whether another process reads memory of each GPU, as `fastps doctor` finds out."""
+    from fastps.diagnostics import gpu
+
+    for found in gpu.gpu_findings():
+        works = found.value != "no" and (found.name, found.value) != ("GPUs", 0)
+        yield {"check": "IPC", "name": found.name, "ok": works, "missing": found.shown}
 
 
-def show(rows: list[Row]) -> None:
-    """Print one line for each row."""
-    words = {True: "ok  ", False: "FAIL", None: "not run"}
-    for row in rows:
-        sys.stdout.write(f"{words[row['ok']]} {row['check']} {row['name']} {_figures(row)}\n")
+def check_step(name: str, settings: Settings, nonfinite: str) -> Iterator[Row]:
+    """Run `fastps bench step --device cuda` at one size, with the default, or with what lets folds overlap backward."""
+    os.environ["FASTPS_NONFINITE"] = nonfinite
+    size = 1_000_000 if settings.quick else 25_000_000
+    options = BenchOptions(repeats=3, workers=(max(2, settings.gpus),), parameters=(size,), against=("limit", "nccl", "ddp"))
+    for row in step_cuda.measure(options):
+        named = f"{row['name']}-{row['sync']}-{row['workers']}-workers"
+        yield {**row, "check": name, "name": named, "ok": None if "missing" in row else True}
+
+
+def _in_both(check: Callable[..., Iterator[Row]], /, *arguments: Any, **more: Any) -> Iterator[Row]:
+    """The rows of a check with the shards on the device, and with the shards in host memory."""
+    for where in ("device", "host"):
+        yield from check("cuda", where, *arguments, **more)
+
+
+def _kernels(settings: Settings) -> Iterator[Row]:
+    yield from _on_gpu(lambda device: check_kernels(device, SIZES[:: 3 if settings.quick else 1]))
+    yield from _on_gpu(check_nonfinite)
+
+
+def _under_sanitizer(settings: Settings) -> Iterator[Row]:
+    for row in _on_gpu(lambda device: check_kernels(device, SIZES[:4])):
+        yield {**row, "check": "compute-sanitizer"}
+
+
+def _bandwidth(settings: Settings) -> Iterator[Row]:
+    yield from _on_gpu(lambda device: check_bandwidth(device, settings))
+
+
+CHECKS: dict[str, Callable[[Settings], Iterable[Row]]] = {
+    "kernels": _kernels,
+    "compute-sanitizer": _under_sanitizer,
+    "bandwidth": _bandwidth,
+    "IPC": lambda settings: check_ipc(),
+    "one process": lambda settings: _in_both(check_processes, workers=1, check="one process", quick=settings.quick),
+    "two processes": lambda settings: _in_both(check_processes, check="two processes", quick=settings.quick),
+    "peers": lambda settings: between_gpus(settings.gpus, settings.parameters),
+    "several GPUs": lambda settings: on_several_gpus("cuda", settings),
+    "faults": lambda settings: faults("cuda", settings.gpus),
+    "training": lambda settings: _in_both(check_training, "mnist5k"),
+    "step": lambda settings: check_step("step", settings, "reject"),
+    "step with overlap": lambda settings: check_step("step with overlap", settings, "allow"),
+}
 
 
 def between_gpus(
     count: int, parameters: int, devices: Callable[[int], list[Any]] = devices_of, repeat_s: float = 0.1
-) -> list[Row]:
+) -> Iterator[Row]:
     """The rows of peer access, bandwidth and folds over peers of `count` GPUs."""
-    if count < 2:
-        return [not_run(check, "all pairs", f"needs 2 GPUs, found {count}") for check in ("peers", "fold over peers")]
     made = devices(count)
     try:
-        return check_pairs(made, 4 * parameters, repeat_s) + check_folds(made, parameters, repeat_s)
+        yield from check_pairs(made, 4 * parameters, repeat_s)
+        yield from check_folds(made, parameters, repeat_s)
     finally:
         for device in made:
             device.shut()
 
 
-def on_several_gpus(device: str, count: int) -> list[Row]:
-    """The rows of jobs with a worker on each of `count` GPUs, without a server and with one."""
-    if count < 2:
-        return [not_run("several GPUs", "all cases", f"needs 2 GPUs, found {count}")]
-    return [
-        row
-        for where, server in (("device", "workers"), ("device", "process"), ("host", "workers"))
-        for row in check_processes(device, where, gpus=count, server=server, check="several GPUs")
-    ]
+def on_several_gpus(device: str, settings: Settings) -> Iterator[Row]:
+    """The rows of jobs with a worker on each GPU, without a server and with one."""
+    for where, server in (("device", "workers"), ("device", "process"), ("host", "workers")):
+        yield from check_processes(device, where, gpus=settings.gpus, server=server, check="several GPUs", quick=settings.quick)
 
 
-def going_on(device: str, count: int) -> list[Row]:
+def faults(device: str, count: int) -> Iterator[Row]:
     """The rows of deaths in jobs with a server, on one GPU and on all."""
-    rows = list(check_going_on(device, "device"))
-    if count < 2:
-        return [*rows, not_run("going on", "several GPUs", f"needs 2 GPUs, found {count}")]
-    return [*rows, *check_going_on(device, "device", count)]
+    yield from check_going_on(device, "device")
+    if count > 1:
+        yield from check_going_on(device, "device", count)
 
 
-def _gpu() -> dict[str, Any]:
-    """Describe the GPU, by a separate process: this one must not initialize CUDA before it starts workers."""
-    source = (
-        "import json; from fastps.device.cuda import CudaDevice; d = CudaDevice(); r = d._cuda.runtime;"
-        " p = r.getDeviceProperties(0); print(json.dumps({'name': p['name'].decode(), 'memory_bytes': int(p['totalGlobalMem']),"
-        " 'count': r.getDeviceCount(),"
-        " 'compute': [p['major'], p['minor']], 'driver': r.driverGetVersion(), 'runtime': r.runtimeGetVersion(),"
-        " 'cupy': d._cuda._cupy.__version__}))"
-    )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise DeviceError(last.partition(": ")[2] or last)
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
-
-
-def _on_gpu(check: Callable[[CudaDevice], list[Row]]) -> list[Row]:
+def _on_gpu(check: Callable[[CudaDevice], Iterable[Row]]) -> Iterator[Row]:
     from fastps.device.cuda import CudaDevice
 
     device = CudaDevice()
     try:
-        return check(device)
+        yield from check(device)
     finally:
         device.shut()
 
 
-def write(rows: list[Row], folder: Path, gpu: dict[str, Any]) -> Path:
-    """Write the rows with the machine, the GPU and the date; return the file, named after the GPU and the day."""
-    import torch
-
-    folder.mkdir(parents=True, exist_ok=True)
-    now = datetime.now(UTC)
-    name = "".join(letter if letter.isalnum() else "-" for letter in str(gpu["name"]).lower())
-    path = folder / f"gpu-{name}-{now:%Y-%m-%d}.json"
-    head = {"command": "gpu_check", "date": now.isoformat(timespec="seconds"), "machine": machine(), "gpu": gpu}
-    path.write_text(json.dumps({**head, "torch": torch.__version__, "rows": rows}, indent=2) + "\n")
-    return path
-
-
-def _figures(row: Row) -> str:
-    """Format the main figures of a row."""
-    shown = {"difference": "{:.2g}", "limit_share": "{:.3f}", "accuracy": "{:.3f}", "steps_per_s": "{:.0f}", "missing": "{}"}
-    shown |= {"access": "{}", "bytes_per_s": "{:.3g}", "ratio": "{:.2f}", "version": "{}"}
-    return " ".join(f"{key}={form.format(row[key])}" for key, form in shown.items() if key in row)
+def main(arguments: Sequence[str]) -> None:
+    """Run the part of this name with these settings, and append its rows to a file: `NAME SETTINGS FILE`."""
+    name, settings, file = arguments
+    faulthandler.enable()
+    with Path(file).open("a", buffering=1) as rows:
+        for row in CHECKS[name](Settings(**json.loads(settings))):
+            rows.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

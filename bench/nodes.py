@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from functools import partial
 
 from fastps.bench.measure import BenchOptions, Row, Spread, check, interleaved
-from fastps.bench.namespaces import Link, Nodes, missing_reason, two_nodes
+from fastps.bench.two_nodes.namespaces import Link, Nodes, missing_reason, two_nodes
 from fastps.bench.two_nodes.turns import LOCAL, NODES, PAIRS, Crew, Side, Turn
-from fastps.network.codec import CODECS
+from fastps.job.wire import wire_bytes
 
 LINKS = (Link(), Link(1000, 1.0))
 LOCAL_STEPS = 32
@@ -135,6 +135,5 @@ def needed_bytes(side: Side, parameters: int) -> float:
     >>> needed_bytes(Side("fastps"), 1000), needed_bytes(SLOW["fastps local_steps"], 1000)
     (8000.0, 250.0)
     """
-    codec = CODECS[side.variables.get("FASTPS_LINK_DTYPE", "float32")]
-    floats = 4 * parameters if codec is None else codec.wire_bytes(parameters)
+    floats = wire_bytes(side.variables.get("FASTPS_LINK_DTYPE", "float32"), parameters)
     return 2 * floats / side.rounds_of

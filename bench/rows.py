@@ -32,7 +32,7 @@ ROWS, SMOKE_ROWS = 1_000_000, 500
 BATCH_SIZE, SMOKE_BATCH_SIZE = 2048, 32
 PUSHED, SMOKE_PUSHED = 50_000, 100
 BATCHES = 16  # of each worker, made before the measurement
-RATE = {"sgd": 0.5, "sparse-adam": 0.005}
+RATE = {"sgd": 0.1, "sparse-adam": 0.005}
 
 
 @dataclass(frozen=True)

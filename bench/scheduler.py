@@ -32,7 +32,7 @@ SPECS = (
     "adv*:1",
     "r2sp:0.8",
     "r2sp:0.8,tune=true",
-    "ssp:3,pull=0.75",
+    "backup:1,pull=0.75",
     "dssp:3,15,scale=1/sigma",
     "softsync:1,stagger=0.8",
 )

@@ -28,12 +28,14 @@ class Kind:
     """One side: the factory of a worker's peer (None: MPI's launcher starts the workers), and its shared memory.
 
     It has `rows` rows of the model's size, and with `row_a_worker` one more for each worker. `paused` as in ForkedCrew.
+    `members`: its processes, if not a worker each, or for the roofline one a core.
     """
 
     make: Callable[[ForkedJob, int], Any] | None
     rows: int = 0
     row_a_worker: bool = False
     paused: bool = False
+    members: int = 0
 
 
 OURS = {
@@ -90,7 +92,7 @@ class Side:
             return
         job = ForkedJob(name, workers, parameters, folder, kind.rows + workers * kind.row_a_worker)
         self.job, make = job, kind.make
-        size = min(workers, len(os.sched_getaffinity(0))) if name.startswith("limit") else workers
+        size = kind.members or (min(workers, len(os.sched_getaffinity(0))) if name.startswith("limit") else workers)
         self.crew = ForkedCrew(size, lambda rank: Member(job, lambda: make(job, rank)), paused=kind.paused)
 
     def run(self, steps: int) -> float:

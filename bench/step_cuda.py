@@ -124,7 +124,6 @@ class RooflineCuda:
         from fastps.device.cuda import CudaDevice
 
         settle(job, 0)
-        self.works = rank == 0
         self.device = CudaDevice()
         hyper = (LEARNING_RATE, MOMENTUM, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
         size = -(-job.size // max(1, min(job.workers, gpus())))
@@ -136,16 +135,15 @@ class RooflineCuda:
             [(gradient, [hyper], [True], 1.0, 1.0) for gradient in gradients],
             np.ones(size, np.float32),
             np.zeros((1, size), np.float32),
-            np.zeros(1, np.int64),
+            np.ones(1, np.int64),  # a first step, without dampening, is one on momentum of zeros
             "float32",
             1.0 / job.workers,
+            in_place=True,
         )
-        self.fold.run()
 
     def run(self, steps: int) -> None:
-        """Fold `steps` times from the same buffers into the same buffers."""
-        if self.works:
-            self.fold.run_often(steps)
+        """Fold `steps` times, each from the results of the one before."""
+        self.fold.run_often(steps)
 
     @property
     def weights(self) -> torch.Tensor:
@@ -162,7 +160,7 @@ OURS = {
     "fastps": Kind(lambda job, rank: FastpsCuda(job, rank, "bsp")),
     "fastps-asp": Kind(lambda job, rank: FastpsCuda(job, rank, "asp")),
 }
-PEERS = {"limit": {"limit": Kind(RooflineCuda)}, "nccl": {"nccl": Kind(Nccl)}, "ddp": {"ddp": Kind(DdpCuda)}}
+PEERS = {"limit": {"limit": Kind(RooflineCuda, members=1)}, "nccl": {"nccl": Kind(Nccl)}, "ddp": {"ddp": Kind(DdpCuda)}}
 
 
 def missing_reason(workers: int) -> Callable[[str], str | None]:

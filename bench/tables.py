@@ -1,4 +1,4 @@
-"""`python -m fastps.bench.tables`: write the tables of docs/benchmarks.md from the figures in docs/benchmarks/*.json.
+"""`python -m fastps.bench.tables`: write the tables of docs/benchmarks.md and README.md from docs/benchmarks/*.json.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->` and is made from NAME.json: command, machine,
 statistic, columns and rows. Numbers keep the digits that the file has, so that 1.10 stays 1.10. With `--check` the page stays
@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-PAGE = "benchmarks.md"
+PAGES = ("benchmarks.md", "../README.md")  # from the documentation's folder
 FIGURES = "benchmarks"
 _TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _UNITS = (("s", 0), ("ms", 3), ("µs", 6), ("ns", 9))
@@ -69,20 +69,21 @@ def table(figures: Mapping[str, Any]) -> str:
 
 
 def rewritten(page: str, figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with each of its tables made anew. Raises TableError for a table without a file, or a file without a table.
+    """The page with each of its tables made anew. Raises TableError for a table without a file.
 
     >>> rewritten("<!-- table: step -->", {})
     Traceback (most recent call last):
     ...
     fastps.bench.tables.TableError: 'table: step' is not followed by '<!-- end of table -->'
     """
-    named = [match[2] for match in _TABLE.finditer(page)]
-    unended = set(re.findall(r"<!-- table: ([\w-]+) -->", page)) - set(named)
+    unended = set(re.findall(r"<!-- table: ([\w-]+) -->", page)) - set(_named(page))
     if unended:
         raise TableError(f"'table: {min(unended)}' is not followed by '<!-- end of table -->'")
-    if sorted(named) != sorted(figures):
-        raise TableError(f"expected one table for each of {', '.join(sorted(figures))}, found {', '.join(sorted(named))}")
     return _TABLE.sub(lambda match: f"{match[1]}\n{table(figures[match[2]])}\n\n{match[3]}", page)
+
+
+def _named(page: str) -> list[str]:
+    return [match[2] for match in _TABLE.finditer(page)]
 
 
 def read_figures(folder: Path) -> dict[str, Any]:
@@ -97,24 +98,29 @@ def read_figures(folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rewrite the page, or with --check compare it. Returns the exit code."""
+    """Rewrite the pages, or with --check compare them. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m fastps.bench.tables", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page would change")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page would change")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="the folder of the documentation (default: docs)")
     options = parser.parse_args(arguments)
-    page = options.docs / PAGE
+    pages = [page for page in (options.docs / name for name in PAGES) if page.exists()]
     try:
-        before = page.read_text()
-        after = rewritten(before, read_figures(options.docs / FIGURES))
+        figures = read_figures(options.docs / FIGURES)
+        before = [page.read_text() for page in pages]
+        named = sorted(name for text in before for name in _named(text))
+        if named != sorted(figures):
+            raise TableError(f"expected one table for each of {', '.join(sorted(figures))}, found {', '.join(named)}")
+        after = [rewritten(text, figures) for text in before]
     except (OSError, TableError, KeyError) as error:
         reason = f"a key is missing: {error}" if isinstance(error, KeyError) else str(error)
         sys.stderr.write(f"fastps.bench.tables: {reason}\n")
         return 2
-    if options.check and before != after:
-        sys.stderr.write(f"fastps.bench.tables: {page} differs from its figures: run `python -m fastps.bench.tables`\n")
-        return 1
-    if not options.check:
-        page.write_text(after)
+    for page, old, new in zip(pages, before, after, strict=True):
+        if options.check and old != new:
+            sys.stderr.write(f"fastps.bench.tables: {page} differs from its figures: run `python -m fastps.bench.tables`\n")
+            return 1
+        if not options.check:
+            page.write_text(new)
     return 0
 
 

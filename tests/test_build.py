@@ -1,12 +1,13 @@
 """What setup.py does besides compiling: levels of optimization by module, ccache where there is one, a line for each module."""
 
-import importlib.util
 import os
 import shutil
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
+
+from tests.support.scripts import loaded
 
 pytest.importorskip("Cython")
 Distribution = pytest.importorskip("setuptools").Distribution
@@ -15,18 +16,14 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def build(monkeypatch: pytest.MonkeyPatch) -> Any:
     """setup.py as a module, as it is for a plain install."""
     if not (ROOT / "setup.py").exists():
         pytest.skip("tests run without the source tree")
     for variable in ("FASTPS_DEBUG", "FASTPS_HOOKS", "FASTPS_SANITIZE", "CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(ROOT)
-    spec = importlib.util.spec_from_file_location("fastps_setup", ROOT / "setup.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "setup.py")
 
 
 @pytest.fixture
@@ -40,11 +37,11 @@ def ccache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return script
 
 
-def test_only_modules_that_exist_have_a_level_of_their_own(build: ModuleType) -> None:
+def test_only_modules_that_exist_have_a_level_of_their_own(build: Any) -> None:
     assert set(build.LEVELS) <= {f"{source.parent.name}.{source.stem}" for source in (ROOT / "kernels").glob("*/*.pyx")}
 
 
-def test_every_module_is_compiled_at_its_level_and_without_debugging_information(build: ModuleType) -> None:
+def test_every_module_is_compiled_at_its_level_and_without_debugging_information(build: Any) -> None:
     for extension in build.extensions():
         flags, module = extension.extra_compile_args, extension.name.removeprefix("fastps.kernels.")
         assert [flag for flag in flags if flag.startswith("-O")] == [build.LEVELS.get(module, build.LEVEL)], module
@@ -52,20 +49,20 @@ def test_every_module_is_compiled_at_its_level_and_without_debugging_information
         assert "-ffp-contract=off" in flags, module
 
 
-def test_what_modules_share_is_compiled_with_them(build: ModuleType) -> None:
+def test_what_modules_share_is_compiled_with_them(build: Any) -> None:
     assert [extension.name for extension in build.extensions()].count(build.SHARED) == 1
 
 
-def test_compile_commands_go_through_ccache_where_there_is_one(build: ModuleType, ccache: Path) -> None:
+def test_compile_commands_go_through_ccache_where_there_is_one(build: Any, ccache: Path) -> None:
     assert build.behind_ccache(["cc", "-O2"]) == [str(ccache), "cc", "-O2"]
 
 
 @pytest.mark.parametrize("command", [["ccache", "cc"], ["/opt/bin/ccache", "cc"], ["sccache", "cc"]])
-def test_a_compiler_that_is_cached_already_is_left_as_it_is(build: ModuleType, ccache: Path, command: list[str]) -> None:
+def test_a_compiler_that_is_cached_already_is_left_as_it_is(build: Any, ccache: Path, command: list[str]) -> None:
     assert build.behind_ccache(command) == command
 
 
-def test_no_ccache_is_needed(build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_ccache_is_needed(build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build.behind_ccache(["cc", "-O2"]) == ["cc", "-O2"]
 
@@ -74,7 +71,7 @@ def test_no_ccache_is_needed(build: ModuleType, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.parametrize(("suffix", "parallel"), [("c", 1), ("c", 2), ("cpp", 1)])
 def test_each_compiled_module_is_told_of_once(
-    build: ModuleType,
+    build: Any,
     ccache: Path,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -105,7 +102,7 @@ def test_each_compiled_module_is_told_of_once(
     assert lines() == []  # all are newer than their sources
 
 
-def test_a_copied_tree_stages_its_own_declarations(build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_copied_tree_stages_its_own_declarations(build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for tree in ("first", "second"):
         (tmp_path / tree / "kernels").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "first")

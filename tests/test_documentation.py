@@ -1,12 +1,10 @@
 """The documentation is complete, and the code that it shows runs."""
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -15,6 +13,7 @@ import fastps
 from fastps import errors
 from fastps.cli.main import app
 from fastps.job.specs import DISCIPLINES, MODIFIERS
+from tests.support.scripts import loaded
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -39,17 +38,8 @@ def _run(*command: str) -> str:
 # -- What there is has its place
 
 
-def _loaded(path: Path) -> Any:
-    """The module of a file that is in no package."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _names_on_api_page() -> set[str]:
-    page = _loaded(DOCS / "hooks" / "disciplines.py").expanded((DOCS / "reference" / "api.md").read_text())
+    page = loaded(DOCS / "hooks" / "disciplines.py").expanded((DOCS / "reference" / "api.md").read_text())
     return set(re.findall(r"^::: fastps\.(\w+)$", page, re.MULTILINE))
 
 
@@ -85,7 +75,7 @@ def test_table_of_disciplines_has_every_head_and_every_modifier() -> None:
 
 
 def test_tables_of_disciplines_are_those_of_the_code() -> None:
-    tables = _loaded(ROOT / "tools" / "discipline_tables.py")
+    tables = loaded(ROOT / "tools" / "discipline_tables.py")
     assert tables.main(["--check"]) == 0, "run `python tools/discipline_tables.py`"
     pages = "".join((DOCS / page).read_text() for page in tables.PAGES)
     assert set(re.findall(r"<!-- disciplines: (\w+) -->", pages)) == set(tables.TABLES)
@@ -101,8 +91,8 @@ def test_every_discipline_has_its_paragraph() -> None:
 def test_page_of_the_command_line_has_every_command() -> None:
     commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     page = (DOCS / "reference" / "command-line.md").read_text()
-    assert set(re.findall(r"^## fastps (\w+)$", page, re.MULTILINE)) == commands
-    assert set(re.findall(r"^<!-- options of fastps (\w+) -->$", page, re.MULTILINE)) == commands
+    assert set(re.findall(r"^## fastps ([\w-]+)$", page, re.MULTILINE)) == commands
+    assert set(re.findall(r"^<!-- options of fastps ([\w-]+) -->$", page, re.MULTILINE)) == commands
 
 
 def test_glossary_defines_each_word_once() -> None:
@@ -110,19 +100,8 @@ def test_glossary_defines_each_word_once() -> None:
     assert len(words) > 40
     assert len(words) == len(set(words))
     kept = {
-        "arena",
-        "shard",
-        "version",
-        "slot",
-        "staleness",
-        "policy",
-        "descriptor",
-        "generation",
-        "epoch",
-        "push",
-        "pull",
-        "pin",
-    }
+        "arena", "shard", "version", "slot", "staleness", "policy", "descriptor", "generation", "epoch", "push", "pull", "pin",
+    }  # fmt: skip
     assert kept | {"fold", "grant", "shard lock", "combiner", "fenced", "work item", "push outcome"} <= set(words)
 
 
@@ -131,6 +110,13 @@ def test_every_page_is_in_the_navigation() -> None:
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert pages - named == set(), "not in mkdocs.yml"
     assert named - pages == set(), "in mkdocs.yml and not in docs/"
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) == 20
+    missing = [name for file, name in named if f"def {name}(" not in (ROOT / file).read_text()]
+    assert missing == []
 
 
 # -- What is shown runs
@@ -167,6 +153,15 @@ def test_code_of_the_page_on_notebooks_runs_as_a_script(tmp_path: Path) -> None:
     printed = _run(sys.executable, str(script))
     assert len(re.findall(r"^worker [01]: loss 0\.0\d+$", printed, re.MULTILINE)) == 2
     assert 'raise EmptyShareError("worker 1 has no samples")' in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", sorted((DOCS / "coming-from").glob("*.md")), ids=lambda page: page.stem)
+def test_code_for_those_who_come_from_elsewhere_runs(page: Path, tmp_path: Path) -> None:
+    (code,) = blocks_of(page)
+    script = tmp_path / "script.py"
+    script.write_text(code.replace('"model.pt"', f'"{tmp_path}/model.pt"'))
+    _run(sys.executable, str(script))
 
 
 @pytest.mark.slow

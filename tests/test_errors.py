@@ -24,16 +24,13 @@ def test_an_outcome_that_is_no_failure_raises_nothing(outcome: int) -> None:
     assert errors.raise_for_outcome(outcome, 0, 3) is None  # type: ignore[func-returns-value]
 
 
-@pytest.mark.parametrize(
-    ("outcome", "kind", "sentence"),
-    [
-        (lane.FENCED, errors.UsageError, "this worker was fenced: the others took it for dead"),
-        (lane.BAD_DESCRIPTOR, errors.ProtocolError, "worker 7 posted a push"),
-        (lane.NO_BUFFER, errors.ProtocolError, "all 5 weights buffers are pinned"),
-        (lane.BAD_STATE, errors.ProtocolError, "the committed state of a shard"),
-        (-99, errors.ProtocolError, "outcome -99; this is an error of fastps"),
-    ],
-)
+@pytest.mark.parametrize(("outcome", "kind", "sentence"), [
+    (lane.FENCED, errors.UsageError, "this worker was fenced: the others took it for dead"),
+    (lane.BAD_DESCRIPTOR, errors.ProtocolError, "worker 7 posted a push"),
+    (lane.NO_BUFFER, errors.ProtocolError, "all 5 weights buffers are pinned"),
+    (lane.BAD_STATE, errors.ProtocolError, "the committed state of a shard"),
+    (-99, errors.ProtocolError, "outcome -99; this is an error of fastps"),
+])  # fmt: skip
 def test_a_failure_is_named(outcome: int, kind: type[errors.Error], sentence: str) -> None:
     with pytest.raises(kind, match=sentence):
         errors.raise_for_outcome(outcome, 7, 5)

@@ -1,17 +1,17 @@
 """The wheel: what must not be in it, and that it installs and trains on a machine without a compiler."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
 from tests.support import bare_machine
 from tests.support.bare_machine import BareMachine
+from tests.support.scripts import loaded
 
 pytest.importorskip("elftools", reason="needs auditwheel: pip install '.[wheels]'")
 
@@ -40,13 +40,9 @@ optimizer.close()
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
+def tool() -> Any:
     """tools/wheels.py as a module."""
-    spec = importlib.util.spec_from_file_location("wheels_tool", TOOL)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(TOOL)
 
 
 def _wheel_with(path: Path, *files: Path, source: bool = True) -> Path:
@@ -58,7 +54,7 @@ def _wheel_with(path: Path, *files: Path, source: bool = True) -> Path:
     return path
 
 
-def test_a_binary_that_knows_torch_is_found(tool: ModuleType, tmp_path: Path) -> None:
+def test_a_binary_that_knows_torch_is_found(tool: Any, tmp_path: Path) -> None:
     loops = next((ROOT / "kernels/tensors").glob("torch_tensors.*.so"), None)
     if loops is None:
         pytest.skip("this tree is built without torch")
@@ -67,12 +63,12 @@ def test_a_binary_that_knows_torch_is_found(tool: ModuleType, tmp_path: Path) ->
     assert "expected no symbol of torch, found _ZN3c10" in faults
 
 
-def test_a_wheel_without_the_source_of_the_loops_is_found(tool: ModuleType, tmp_path: Path) -> None:
+def test_a_wheel_without_the_source_of_the_loops_is_found(tool: Any, tmp_path: Path) -> None:
     faults = list(tool.faults_of(_wheel_with(tmp_path / "a.whl", source=False)))
     assert len(faults) == 2 and "torch_tensors.cpp" in faults[0]
 
 
-def test_the_kernels_have_no_faults_and_fit_the_glibc_of_the_wheel(tool: ModuleType, tmp_path: Path) -> None:
+def test_the_kernels_have_no_faults_and_fit_the_glibc_of_the_wheel(tool: Any, tmp_path: Path) -> None:
     kernels = [path for path in (ROOT / "kernels").rglob("*.so") if not path.name.startswith("torch_tensors")]
     assert not list(tool.faults_of(_wheel_with(tmp_path / "a.whl", *kernels)))
     newest = max(tuple(map(int, version)) for path in kernels for version in _glibc_versions(path))
@@ -89,7 +85,7 @@ def _glibc_versions(path: Path) -> list[list[str]]:
     return [name.removeprefix("GLIBC_").split(".")[:2] for name in names if name.startswith("GLIBC_")]
 
 
-def test_an_interpreter_that_is_not_there_is_named(tool: ModuleType) -> None:
+def test_an_interpreter_that_is_not_there_is_named(tool: Any) -> None:
     assert tool.interpreter("python2.0") is None
     assert tool.interpreter(sys.executable) == Path(sys.executable)
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from fastps.errors import PolicyError
 from fastps.job.disciplines import DISCIPLINES, Discipline
 from fastps.job.specs import parse_policy
 
@@ -38,7 +39,24 @@ def values() -> str:
     return _markdown(("spec", "fold", "grant", "scale"), cells)
 
 
-TABLES: dict[str, Callable[[], str]] = {"choices": choices, "values": values}
+def modifiers() -> str:
+    """Which modifiers the first example of each row accepts."""
+    tried = ("scale=1/sigma", "pull=0.75", "shards=4", "stagger=0.8", "combine=true", "ema=0.999", "clip=1")
+    rows = [row for name, row in DISCIPLINES.items() if name != "policy"]
+    cells = [(spec_of(row), *(_accepts(f"{row.examples[0]},{modifier}") for modifier in tried)) for row in rows]
+    return _markdown(("spec", *(f"`{modifier}`" for modifier in tried)), cells)
+
+
+def _accepts(spec: str) -> str:
+    """Whether a spec is accepted, as a cell."""
+    try:
+        parse_policy(spec)
+    except PolicyError:
+        return "-"
+    return "yes"
+
+
+TABLES: dict[str, Callable[[], str]] = {"choices": choices, "modifiers": modifiers, "values": values}
 
 
 def rewritten(page: str) -> str:

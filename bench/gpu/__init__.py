@@ -1,4 +1,4 @@
-"""fastps.bench.gpu: what the GPU check does between several GPUs, and the table of what has run on them.
+"""fastps.bench.gpu: the GPU check as a whole: its parts' processes, its report, the machine around it, and what joins GPUs.
 
-Border: no jobs of workers; the check itself starts those. Arrows: it imports fastps.
+Border: it starts no jobs of workers; parts of the check do, in their own processes. Arrows: it imports fastps.
 """

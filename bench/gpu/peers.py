@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastps.bench.device_fold import DeviceFold
+from fastps.bench.gpu.report import not_run
 from fastps.bench.measure import Row, interleaved, repeated
 from fastps.device.cuda import CudaDevice
 from fastps.kernels.cuda import launch_args
@@ -16,11 +17,6 @@ from fastps.kernels.update import fold
 
 REPEATS = 5
 _HYPER = (0.1, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)  # SGD with momentum
-
-
-def not_run(check: str, name: str, reason: str) -> Row:
-    """A row for a check that does not apply to this machine: neither passed nor failed."""
-    return {"check": check, "name": name, "ok": None, "missing": reason}
 
 
 def check_pairs(devices: Sequence[CudaDevice], size: int, repeat_s: float = 0.1) -> list[Row]:
@@ -46,7 +42,7 @@ def _pair_row(numbers: tuple[int, int], reader: CudaDevice, source: CudaDevice, 
     expected = staging.copy()
     has_access = reader.can_reach(source.identity)
     if has_access:
-        reader.borrow(source, addresses[1])
+        reader.borrow(source)
 
     def copy(times: int) -> None:
         for _ in range(times):
@@ -62,15 +58,17 @@ def _pair_row(numbers: tuple[int, int], reader: CudaDevice, source: CudaDevice, 
     staging[:] = 0
     reader.copy(staging.ctypes.data, addresses[0], size, streams[0])
     reader.synchronize(streams[0])
+    is_equal = bool(np.array_equal(staging, expected))
     reader.close(addresses[0])
-    source.close(addresses[1])
+    for address in (addresses[1], staging.ctypes.data):
+        source.close(address)
     return {
         "check": "peers",
         "name": f"GPU {numbers[0]} reads GPU {numbers[1]}",
         "access": has_access,
         "bytes": size,
         "bytes_per_s": size / seconds,
-        "ok": bool(np.array_equal(staging, expected)),
+        "ok": is_equal,
     }
 
 

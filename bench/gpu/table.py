@@ -1,6 +1,6 @@
-"""The measured rows of docs/how-to/gpu.md from a file that gpu_check wrote: `python -m fastps.bench.gpu.table [FILE.json]`.
+"""The measured rows of docs/how-to/gpu.md from a file of `fastps gpu-check`: `python -m fastps.bench.gpu.table [FILE.json]`.
 
-Without a file it takes the newest one of bench/results. Where there is none, the rows say that nothing has run on a GPU.
+Without a file it takes the newest one of docs/benchmarks. Where there is none, the rows say that nothing has run on a GPU.
 """
 
 import argparse
@@ -12,21 +12,23 @@ from typing import Any
 from fastps.bench.measure import Row
 
 NEVER = "never run on a GPU"
-_RESULTS = Path(__file__).parents[1] / "results"
+_RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks"
 _TITLES = {
-    "kernel": "the kernels against double precision",
+    "kernels": "the kernels against double precision",
     "bandwidth": "folds of 100 million parameters",
+    "IPC": "memory and events shared between processes",
     "peers": "copies between GPUs",
     "fold over peers": "folds that read gradients on other GPUs",
-    "processes": "two processes on one GPU against the CPU path",
+    "one process": "one process against the CPU path",
+    "two processes": "two processes on one GPU against the CPU path",
     "several GPUs": "a worker on each GPU against the CPU path",
-    "going on": "the others go on after a worker's death",
+    "faults": "the others go on after a worker's death",
     "training": "training on images, with and without AMP",
 }
 
 
 def newest(folder: Path = _RESULTS) -> Path | None:
-    """The newest file of gpu_check in a folder, by the date in it; None if there is none."""
+    """The newest file of gpu-check in a folder, by the date in it; None if there is none."""
     files = sorted(folder.glob("gpu-*.json"), key=lambda path: str(json.loads(path.read_text())["date"]))
     return files[-1] if files else None
 
@@ -66,20 +68,20 @@ def _figures(check: str, rows: list[Row]) -> str:
         bound = [row for row in rows if row.get("bound") is not None]
         return ", ".join(f"{row['name']} {row['limit_share']:.0%} of a copy's bandwidth" for row in bound)
     if check in ("peers", "fold over peers"):
-        speeds = [row["bytes_per_s"] / 1e9 for row in rows]
-        access = f", {sum(bool(row['access']) for row in rows)} pairs with peer access" if check == "peers" else ""
-        return f"{min(speeds):.3g} to {max(speeds):.3g} GB/s{access}"
+        speeds = [row["bytes_per_s"] / 1e9 for row in rows if "bytes_per_s" in row]
+        access = f", {sum(bool(row.get('access')) for row in rows)} pairs with peer access" if check == "peers" else ""
+        return f"{min(speeds):.3g} to {max(speeds):.3g} GB/s{access}" if speeds else ""
     if check == "training":
         accuracies = [row["accuracy"] for row in rows if "accuracy" in row]
         return f"accuracy {min(accuracies):.3f} or more" if accuracies else ""
-    differences = [row["difference"] for row in rows if "difference" in row]
+    differences = [row["difference"] for row in rows if row.get("difference") is not None]
     return f"greatest relative difference {max(differences):.1e}" if differences else ""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m fastps.bench.gpu.table", description=__doc__)
-    parser.add_argument("file", nargs="?", type=Path, help="a file of gpu_check (default: the newest of bench/results)")
+    parser.add_argument("file", nargs="?", type=Path, help="a file of gpu-check (default: the newest of docs/benchmarks)")
     path = parser.parse_args(arguments).file or newest()
     sys.stdout.write(table(json.loads(path.read_text()) if path is not None else None) + "\n")
     return 0

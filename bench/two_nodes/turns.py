@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from fastps.bench.measure import check
-from fastps.bench.namespaces import ADDRESSES, Nodes
+from fastps.bench.two_nodes.namespaces import ADDRESSES, Nodes
 from fastps.bench.two_nodes.order import Order
 from fastps.system.ports import free_port
 

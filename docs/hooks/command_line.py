@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 _PAGE = "reference/command-line.md"
-_MARKER = re.compile(r"^<!-- options of fastps (\w+) -->$", re.MULTILINE)
+_MARKER = re.compile(r"^<!-- options of fastps ([\w-]+) -->$", re.MULTILINE)
 # Several commands repeat the grammar of specs; one page of the site has it once.
 _GRAMMAR = re.compile(r"Synchronization: bsp, asp,.*?as one sum\.")
 _LINK = "A spec; [Which discipline?](../which-discipline.md) has all of them."

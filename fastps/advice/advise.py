@@ -49,16 +49,16 @@ def advise(
     simulation = simulation_of(trace, cores)
     policies = [parse_policy(spec) for spec in specs or candidates(trace.workers, simulation.batch)]
     chosen = {policy.spec: policy for policy in ([] if specs else [policy_of(trace)]) + policies}
+    return ranked(list(chosen.values()), lambda policy: predicted(policy, simulation), tick)
+
+
+def ranked(policies: Sequence[Policy], predict: Callable[[Policy], Row], tick: Callable[[int, int], None] | None) -> list[Row]:
+    """The rows that `predict` returns for each policy, the fastest first, the recommended one marked with its reason."""
     rows = []
-    for number, policy in enumerate(chosen.values(), 1):
-        rows.append(predicted(policy, simulation))
+    for number, policy in enumerate(policies, 1):
+        rows.append(predict(policy))
         if tick is not None:
-            tick(number, len(chosen))
-    return ranked(rows)
-
-
-def ranked(rows: list[Row]) -> list[Row]:
-    """Sort rows of `predicted`, the fastest first, and mark the recommended one with its reason."""
+            tick(number, len(policies))
     rows.sort(key=lambda row: (-row["useful_steps_per_s"], row["staleness_mean"], row["sync"]))
     recommended, reason = recommend(rows)
     fastest = rows[0]["useful_steps_per_s"]

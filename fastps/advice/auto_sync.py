@@ -107,7 +107,7 @@ def with_modifiers(policy: Policy, before: Policy) -> Policy:
     'ssp:3,clip=1'
     """
     kept = {name: getattr(before, name) for name in ("ema", "clip") if getattr(before, name)}
-    return policy.with_options(",".join(f"{name}={value}" for name, value in kept.items()), **kept) if kept else policy
+    return policy.with_options(**kept) if kept else policy
 
 
 def move(worker: Worker, policy: Policy, job: str, hypers: list[Hyper]) -> Worker:
@@ -133,7 +133,7 @@ def move(worker: Worker, policy: Policy, job: str, hypers: list[Hyper]) -> Worke
     except BaseException:
         store.close()
         raise
-    moved.carry_on(worker)
+    worker.hand_on(moved)
     return moved
 
 

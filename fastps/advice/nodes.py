@@ -87,12 +87,7 @@ def advise_nodes(
     policies = [parse_policy(spec) for spec in specs or candidates(model.nodes, simulation.batch)]
     if not specs:
         policies = [policy for policy in policies if not _reason_against(policy, model)]
-    rows = []
-    for number, policy in enumerate(policies, 1):
-        rows.append(compared(*on_links(simulation, policy, links, model)))
-        if tick is not None:
-            tick(number, len(policies))
-    return ranked(rows)
+    return ranked(policies, lambda policy: compared(*on_links(simulation, policy, links, model)), tick)
 
 
 def self_test(traces: Sequence[Trace], links: MeasuredLinks, model: ModelOnNodes) -> Row | None:

@@ -1,4 +1,4 @@
-"""A recorded run as the simulator's input: each step's time on a core, and its waiting time without one.
+"""A recorded run as the simulator's input: each step's time on a core, its waiting time without one, and what bounds the run.
 
 A step's processor time competes with the other workers' for the cores that other processes left; sleeping, files and a
 straggler's extra wait do not depend on other workers.
@@ -16,6 +16,7 @@ from fastps.job.specs import parse_policy
 from fastps.simulation.compute_models import ComputeModel
 from fastps.simulation.simulate import Simulation
 from fastps.tracing.file import Lines, Trace, TraceError
+from fastps.tracing.merging import nodes_of
 from fastps.tracing.summary import blocked_ns
 
 _MODEL_BYTES = 1e6  # size of an injected transfer in the simulation: arbitrary, because the bandwidth follows from it
@@ -75,7 +76,7 @@ def cores_left(trace: Trace) -> float:
     A worker's helper threads (for prefetching, or a library's) count as other use, because steps' records do not contain them.
     """
     cores = float(trace.header["machine"]["cores"])
-    loads = [note["load"] for note in trace.header["of_worker"].values() if note.get("load") and note["load"]["now_ns"] > 0]
+    loads = [note["load"] for note in trace.notes if note.get("load") and note["load"]["now_ns"] > 0]
     if not loads:
         return cores
     machine = float(np.mean([load["machine_ns"] / load["now_ns"] for load in loads]))
@@ -92,12 +93,26 @@ def core_ns(trace: Trace, steps: Lines) -> npt.NDArray[np.int64]:
     return needed_ns
 
 
+def limits(trace: Trace) -> dict[str, dict[str, float]]:
+    """Return bounds on the steps per second of a run's steady part, and what it reached. Raises UsageError for a short run.
+
+    "measured" is the run. "cores" is the cores that other programs left, over the processor time of a step; it is left out over
+    several nodes, whose machines the trace does not describe.
+    """
+    steady = steady_part(trace)
+    found = {"measured": {"steps_per_s": steady.steps_per_s}}
+    if len(nodes_of(trace)) < 2:
+        needed_ns, cores = float(core_ns(trace, steady.steps).mean()), cores_left(trace)
+        found["cores"] = {"steps_per_s": 1e9 * cores / needed_ns, "cores": cores, "core_ms": needed_ns / 1e6}
+    return found
+
+
 def simulation_of(trace: Trace, cores: float = 0.0) -> Simulation:
     """Return the simulation that replays a trace's steps on `cores` cores; 0: the run's own. Raises UsageError."""
     steady = steady_part(trace)
     demand, blocked = core_ns(trace, steady.steps), blocked_ns(steady.steps)
     of = [steady.steps["worker"] == worker for worker in range(trace.workers)]
-    transfer_ns = max(int(note.get("transfer_ns") or 0) for note in trace.header["of_worker"].values())
+    transfer_ns = max((int(note.get("transfer_ns") or 0) for note in trace.notes), default=0)
     link: dict[str, Any] = {}
     if transfer_ns:
         link = {"model_bytes": _MODEL_BYTES, "bandwidth": 1e9 * _MODEL_BYTES / transfer_ns, "half_duplex": True}

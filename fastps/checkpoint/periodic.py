@@ -100,7 +100,8 @@ class Checkpointing:
 
     @property
     def _is_writer(self) -> bool:
-        return self._pin is not None and self._worker.rank == self._worker.store.arena.lane_states().find(LANE_LIVE)
+        first = self._worker.store.arena.lane_states().find(LANE_LIVE) if self._worker.driver is None else 0
+        return self._pin is not None and self._worker.rank == first
 
     def _start(self, version: int) -> None:
         if self._pin is None or not self._is_writer:
@@ -168,14 +169,16 @@ class Checkpointing:
     def close(self, failed: bool = False) -> None:
         """Wait for the checkpoint in progress; unless the worker failed, then write a last one."""
         if self._join() and not failed:
-            self._write_last()
+            self.write_last()
         self._signals.close()
 
-    def _write_last(self) -> None:
+    def write_last(self) -> None:
         """Write the newest version, unless a worker has written it, and once more if others have gone on meanwhile.
 
         After SIGTERM all workers leave: each waits until those of lower rank have, which may not have seen its last push.
         """
+        if self._worker.driver is not None:
+            self._worker.driver.leave()  # the last version is there once every worker has left in virtual time
         if self._exact:
             self.after_step()
             self._join()

@@ -1,14 +1,12 @@
 """The text output of `fastps bench`: the machine, and a table for each benchmark with the bound of its figures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 
 from fastps.bench.measure import Row
-from fastps.cli.tables import Column, Rows, show
+from fastps.cli.tables import Column, Rows, say, show
 from fastps.system.machine import machine
-
-Columns = dict[str, Callable[[Row], str]]
 
 
 def _seconds(seconds: float) -> str:
@@ -19,175 +17,132 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
-def _ratio(key: str) -> Callable[[Row], str]:
-    """A column of a key that some rows lack."""
-    return lambda row: "-" if row.get(key) is None else f"{row[key]:.2f}"
+def _time(heading: str, key: str, *, wide: bool = False) -> Column:
+    return Column(heading, lambda row: None if row[key] is None else _seconds(row[key]), wide=wide)
 
 
-_TIMES: Columns = {
-    "median": lambda row: _seconds(row["seconds_median"]),
-    "least": lambda row: _seconds(row["seconds_min"]),
-    "most": lambda row: _seconds(row["seconds_max"]),
-}
-_SIZES: Columns = {"workers": lambda row: str(row["workers"]), "parameters": lambda row: f"{row['parameters']:,}"}
-_RATIO: Columns = {"time / fastps": lambda row: f"{row['ratio']:.2f}"}
-_SHARE: Columns = {"limit share": _ratio("limit_share")}
-BENCHMARKS: dict[str, tuple[str, Columns]] = {
+def _ratio(heading: str, key: str = "ratio", *, wide: bool = False) -> Column:
+    """A ratio that some rows lack."""
+    return Column(heading, lambda row: row.get(key), ".2f", wide=wide)
+
+
+def _name(heading: str, key: str = "") -> Column:
+    return Column(heading, key, left=True)
+
+
+_SIDE, _SYNC, _OPTIMIZER = _name("side", "name"), _name("sync"), _name("optimizer")
+_WORKERS, _PARAMETERS = Column("workers"), Column("parameters", form=",")
+_TIMES = (_time("median", "seconds_median"), _time("least", "seconds_min", wide=True), _time("most", "seconds_max", wide=True))
+_RATIO = _ratio("time / fastps")
+_RATIO_ENDS = (_ratio("least ratio", "ratio_min", wide=True), _ratio("most ratio", "ratio_max", wide=True))
+_SHARE = _ratio("limit share", "limit_share")
+BENCHMARKS: dict[str, tuple[str, tuple[Column, ...]]] = {
     "kernels": (
         "kernels on one core or a GPU; bound: the better plain C loop into fresh buffers, on a GPU a copy's bandwidth",
-        {
-            "kernel": lambda row: row["name"],
-            "parameters": lambda row: f"{row['size']:,}",
-            "backend": lambda row: row["backend"],
-            **_TIMES,
-            "GB/s": lambda row: f"{row['bytes_per_s'] / 1e9:.1f}",
-            **_SHARE,
-        },
+        (
+            _name("kernel", "name"),
+            Column("parameters", "size", ","),
+            _name("backend"),
+            *_TIMES,
+            Column("GB/s", "bytes_per_s", ".1f", 1e9, wide=True),
+            _SHARE,
+        ),
     ),
     "lane": (
         "a lane between two cores; bound: one number in one cache line, handed over",
-        {"figure": lambda row: row["name"], **_TIMES, **_SHARE},
+        (_name("figure", "name"), *_TIMES, _SHARE),
     ),
     "scheduler": (
         "one decision of the scheduler; pushes in random order; bound: what was promised",
-        {
-            "sync": lambda row: row["name"],
-            "fold/grant": lambda row: row["backend"],
-            "workers": lambda row: f"{row['size']:,}",
-            **_TIMES,
-            "bound": lambda row: f"{row['bound_ns']} ns",
-        },
+        (
+            _name("sync", "name"),
+            _name("fold/grant", "backend"),
+            Column("workers", "size", ","),
+            *_TIMES,
+            Column("bound", lambda row: f"{row['bound_ns']} ns"),
+        ),
     ),
     "sim": (
         "one event of the simulator; whole runs from nothing to the end; bound: what was promised",
-        {
-            "sync": lambda row: row["name"],
-            "surroundings": lambda row: row["backend"],
-            "workers": lambda row: f"{row['size']:,}",
-            "ns": lambda row: f"{row['ns_per_op']:.0f}",
-            "bound": lambda row: f"{row['bound_ns']:.0f}",
-            "million/s": lambda row: f"{row['events_per_s'] / 1e6:.2f}",
-            "run": lambda row: _seconds(row["seconds_median"]) if "max_rss_bytes" in row else "-",
-            "MiB": lambda row: f"{row['max_rss_bytes'] / 2**20:,.0f}" if "max_rss_bytes" in row else "-",
-        },
+        (
+            _name("sync", "name"),
+            _name("surroundings", "backend"),
+            Column("workers", "size", ","),
+            Column("ns", "ns_per_op", ".0f"),
+            Column("bound", "bound_ns", ".0f"),
+            Column("million/s", "events_per_s", ".2f", 1e6),
+            Column("run", lambda row: _seconds(row["seconds_median"]) if "max_rss_bytes" in row else None, wide=True),
+            Column("MiB", lambda row: row.get("max_rss_bytes"), ",.0f", 2**20, wide=True),
+        ),
     ),
     "step": (
         "one synchronization step; bound: the limit, one pass over memory without any waiting",
-        {
-            "side": lambda row: row["name"],
-            "sync": lambda row: row["sync"],
-            **_SIZES,
-            **_TIMES,
-            **_RATIO,
-        },
+        (_SIDE, _SYNC, _WORKERS, _PARAMETERS, *_TIMES, _RATIO),
     ),
     "rows": (
         "one step of a model with four tables of embeddings, and one push of rows; bound: a plain C loop over the push's rows",
-        {
-            "side": lambda row: row["name"],
-            "optimizer": lambda row: row["optimizer"],
-            **_SIZES,
-            "batch": lambda row: f"{row['batch_size']:,}",
-            **_TIMES,
-            **_RATIO,
-        },
+        (_SIDE, _OPTIMIZER, _WORKERS, _PARAMETERS, Column("batch", "batch_size", ","), *_TIMES, _RATIO),
     ),
     "nodes": (
         "one step of two nodes with two workers each; bound: plain sockets that carry the floats both ways at once",
-        {
-            "side": lambda row: row["name"],
-            "link": lambda row: row["backend"],
-            "parameters": lambda row: f"{row['parameters']:,}",
-            "backward": lambda row: _seconds(row["backward_s"]) if row["backward_s"] else "-",
-            **_TIMES,
-            **_RATIO,
-            "bytes / needed": _ratio("bytes_ratio"),
-            "with headers": _ratio("packet_bytes_ratio"),
-            "CPU s/GB": _ratio("cpu_s_per_gb"),
-        },
+        (
+            _SIDE,
+            _name("link", "backend"),
+            _PARAMETERS,
+            Column("backward", lambda row: _seconds(row["backward_s"]) if row["backward_s"] else None),
+            *_TIMES,
+            _RATIO,
+            _ratio("bytes / needed", "bytes_ratio"),
+            _ratio("with headers", "packet_bytes_ratio", wide=True),
+            _ratio("CPU s/GB", "cpu_s_per_gb", wide=True),
+        ),
     ),
     "collectives": (
         "one all-reduce, and one forward and backward under DDP; bound: the limit, one pass over each process's own tensor",
-        {
-            "operation": lambda row: row["kind"],
-            "side": lambda row: row["name"],
-            **_SIZES,
-            **_TIMES,
-            **_RATIO,
-            "least ratio": _ratio("ratio_min"),
-            "most ratio": _ratio("ratio_max"),
-        },
+        (_name("operation", "kind"), _SIDE, _WORKERS, _PARAMETERS, *_TIMES, _RATIO, *_RATIO_ENDS),
     ),
     "train": (
         "one step of training; bound: none is known, but single is one process with all cores and the batches of all",
-        {
-            "side": lambda row: row["name"],
-            "sync": lambda row: row["sync"],
-            "model": lambda row: row["model"],
-            **_SIZES,
-            **_TIMES,
-            "steps/s": lambda row: f"{row['steps_per_s']:.3g}",
-            **_RATIO,
-        },
+        (
+            *(_SIDE, _SYNC, _name("model"), _WORKERS, _PARAMETERS, *_TIMES),
+            Column("steps/s", "steps_per_s", ".3g", wide=True),
+            _RATIO,
+        ),
+    ),
+    "memory": (
+        "the memory of a whole job, between two steps; bound: torch in each process, a gradient each, weights and state once",
+        (
+            *(_SIDE, _SYNC, _OPTIMIZER, _WORKERS, _PARAMETERS),
+            Column("MB", "bytes", ",.0f", 1e6),
+            Column("bound MB", lambda row: row["floor_bytes"] if row["name"] != "single" else None, ",.0f", 1e6),
+            _ratio("memory / bound", "floor_ratio"),
+            _ratio("memory / fastps"),
+        ),
     ),
     "readers": (
         "one step of training beside readers; bound: only busy, as many processes that read nothing",
-        {
-            "beside": lambda row: row["name"],
-            "readers": lambda row: str(row["readers"]),
-            **_SIZES,
-            **_TIMES,
-            "time / none": _ratio("ratio"),
-            "least ratio": _ratio("ratio_min"),
-            "most ratio": _ratio("ratio_max"),
-            "CPU": lambda row: _seconds(row["cpu_seconds_median"]),
-            "CPU / none": _ratio("cpu_ratio"),
-            "readers' CPU / version": lambda row: (
-                "-" if row["readers_cpu_seconds"] is None else _seconds(row["readers_cpu_seconds"])
-            ),
-            "updates": lambda row: f"{row['updates']:,}",
-        },
+        (
+            _name("beside", "name"),
+            Column("readers"),
+            *(_WORKERS, _PARAMETERS, *_TIMES),
+            _ratio("time / none"),
+            *_RATIO_ENDS,
+            _time("CPU", "cpu_seconds_median"),
+            _ratio("CPU / none", "cpu_ratio"),
+            _time("readers' CPU / version", "readers_cpu_seconds"),
+            Column("updates", form=","),
+        ),
     ),
     "weight transport": (
         "from gradients in the trainer to new weights in a reader's hands; bound: none is known",
-        {
-            "side": lambda row: row["name"],
-            "parameters": lambda row: f"{row['parameters']:,}",
-            **_TIMES,
-            "after sight": lambda row: _seconds(row["seconds_from_sight"]),
-            **_RATIO,
-            "mixed looks": lambda row: f"{row['mixed_looks']} of {row['looks']}",
-        },
+        (
+            *(_SIDE, _PARAMETERS, *_TIMES),
+            _time("after sight", "seconds_from_sight"),
+            _RATIO,
+            Column("mixed looks", lambda row: f"{row['mixed_looks']} of {row['looks']}"),
+        ),
     ),
 }
-
-
-_WIDE = (
-    "least",
-    "most",
-    "GB/s",
-    "run",
-    "MiB",
-    "steps/s",
-    "with headers",
-    "CPU s/GB",
-    "least ratio",
-    "most ratio",
-)  # columns that a narrow terminal does without
-_TEXTS = (
-    "optimizer",
-    "kernel",
-    "beside",
-    "figure",
-    "sync",
-    "fold/grant",
-    "surroundings",
-    "side",
-    "link",
-    "model",
-    "backend",
-    "operation",
-)
 
 
 def tables(rows: Sequence[Row]) -> dict[str, Rows]:
@@ -196,9 +151,7 @@ def tables(rows: Sequence[Row]) -> dict[str, Rows]:
     for bench, (title, columns) in BENCHMARKS.items():
         found = [row for row in rows if row["bench"] == bench]
         if found:
-            headings = [Column(heading, wide=heading in _WIDE, left=heading in _TEXTS) for heading in columns]
-            cells = [[cell(row) for cell in columns.values()] for row in found if "missing" not in row]
-            made[bench] = Rows(title, headings, cells)
+            made[bench] = Rows.of(title, columns, [row for row in found if "missing" not in row])
     return made
 
 
@@ -207,9 +160,8 @@ def show_benchmarks(rows: Sequence[Row], console: Console, *, wide: bool = False
     where = machine()
     memory = f"{where['memory_bytes'] / 2**30:.0f} GiB"
     told = f"{where['cpu']}, {where['cores']} cores, {memory}, Linux {where['kernel']}; medians, sides take turns"
-    console.print(told, markup=False, highlight=False)
+    say(console, told)
     for bench, table in tables(rows).items():
         show(console, table, wide=wide)
         missing = {row["name"]: row["missing"] for row in rows if row["bench"] == bench and "missing" in row}
-        for name, reason in missing.items():
-            console.print(f"missing: {name} ({reason})", markup=False, highlight=False)
+        say(console, *(f"missing: {name} ({reason})" for name, reason in missing.items()))

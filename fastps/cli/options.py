@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,13 +10,14 @@ import typer
 from rich.console import Console
 
 from fastps.errors import UsageError
+from fastps.job.launchers import launcher_place
 from fastps.job.options import NodePolicy
-from fastps.training.options import LEARNING_RATE
+from fastps.job.secret import secret_of_file
+from fastps.training.options import LEARNING_RATE, TrainingOptions
 
 if TYPE_CHECKING:
     from fastps.processes.nodes import NodeOptions
     from fastps.processes.options import JobOptions
-    from fastps.training.options import TrainingOptions
 
 
 def checked(target: Path | str | None, option: typer.CallbackParam) -> Path | str | None:
@@ -205,13 +206,19 @@ def console_of(json_file: str | None) -> Console:
     return console if console.is_terminal else Console(stderr=json_file == "-", width=110)
 
 
-def options_of(context: typer.Context, *, sync: str, **others: Any) -> "TrainingOptions":
+def save_rows(command: str, rows: Sequence[Mapping[str, Any]], json_file: str | None) -> None:
+    """Write the JSON report of a command, if it is asked for."""
+    if json_file is not None:
+        from fastps.system.json_report import write_json
+
+        write_json(command, rows, json_file)
+
+
+def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingOptions:
     """Check what can be checked before anything starts, and make the TrainingOptions of a command that trains.
 
     Its options are read from typer's own record of them, since all such commands have the same.
     """
-    from fastps.training.options import TrainingOptions
-
     given = context.params
     workers, epochs, batch_size, lr = given["workers"], given["epochs"], given["batch_size"], given["lr"]
     delay_share, delay_s = _pull_delay(given["pull_delay"])
@@ -257,8 +264,6 @@ def nodes_of(context: typer.Context) -> "NodeOptions | None":
 
 def placed_nodes(context: typer.Context, policy: NodePolicy) -> "NodeOptions | None":
     """The nodes that the options and what started this command describe; None for one node. Raises UsageError."""
-    from fastps.job.launchers import launcher_place
-    from fastps.job.secret import secret_of_file
     from fastps.processes.nodes import NodeOptions
 
     given = context.params
@@ -281,7 +286,7 @@ def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
     """Return a command's options on restarts, losses, checkpoints and injected faults."""
     from fastps.checkpoint.loading import load
     from fastps.checkpoint.runs import check_folder
-    from fastps.processes.fault_injection import FaultPlan
+    from fastps.lab.live_faults import FaultPlan
     from fastps.processes.options import GRACE_S, JobOptions
 
     given = context.params
@@ -300,10 +305,25 @@ def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
         every=given["every"],
         overwrite=given["overwrite"],
         resume=str(resumed.folder.resolve()) if resumed is not None else "",  # one folder for all workers
-        faults=FaultPlan.parse(faults, seed) if faults is not None else None,
+        injector=FaultPlan.parse(faults, seed).injector if faults is not None else None,
         server=given["server"],
         grace_s=given.get("grace", GRACE_S),
     )
+
+
+def parameters_of(text: str) -> int:
+    """The parameters that a text gives: a number such as 25e6, or a checkpoint. Raises UsageError, CheckpointError."""
+    if Path(text).exists():
+        from fastps.checkpoint.loading import load
+
+        return sum(array.size for array in load(text).weights().values())
+    try:
+        number = float(text)
+    except ValueError:
+        raise UsageError(f"--parameters: expected a number such as 25e6 or a checkpoint, found {text!r}") from None
+    if not (number.is_integer() and number >= 1):
+        raise UsageError(f"--parameters: expected a whole number of 1 or more, found {text!r}")
+    return int(number)
 
 
 def _pull_delay(text: str | None) -> tuple[float, float]:

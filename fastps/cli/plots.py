@@ -1,6 +1,6 @@
 """Plots of runs. matplotlib is imported only when a plot is asked for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,38 +8,33 @@ from fastps.errors import UsageError
 from fastps.system.extras import how_to_install
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from fastps.advice.stragglers import Arrival
     from fastps.cli.report import Row
+
+Line = tuple[str, Sequence[tuple[float, float]]]
+"""A line's name and its points."""
 
 
 def plot_accuracy(rows: "Sequence[Row]", file: Path) -> None:
     """Draw test accuracy over seconds, a line a run. Raises UsageError."""
-
-    def draw(axes: "Axes") -> None:
-        for row in rows:
-            points = row["accuracy_over_time"]
-            axes.plot([point[0] for point in points], [100 * point[1] for point in points], marker="o", label=row["sync"])
-        axes.set_xlabel("seconds")
-        axes.set_ylabel("test accuracy, %")
-
-    save_picture(draw, file)
+    lines = [(row["sync"], [(at_s, 100 * share) for at_s, share in row["accuracy_over_time"]]) for row in rows]
+    save_lines(lines, "seconds", "test accuracy, %", file, marker="o")
 
 
 def plot_arrivals(rows: "Sequence[Arrival]", file: Path) -> None:
     """Draw which share of the versions had their k-th gradient after so many milliseconds, a line a k. Raises UsageError."""
+    lines = [(f"k = {row.k}", [(1e3 * at_s, 100 * share) for at_s, share in row.cdf]) for row in shown_of(rows)]
+    y = "versions whose k-th gradient has come, %"
+    save_lines(lines, "ms from the version's beginning", y, file, xscale="log", drawstyle="steps-post")
 
-    def draw(axes: "Axes") -> None:
-        for row in shown_of(rows):
-            axes.step(
-                [1e3 * point[0] for point in row.cdf], [100 * point[1] for point in row.cdf], where="post", label=f"k = {row.k}"
-            )
-        axes.set_xscale("log")
-        axes.set_xlabel("ms from the version's beginning")
-        axes.set_ylabel("versions whose k-th gradient has come, %")
 
-    save_picture(draw, file)
+def plot_staleness(rows: "Sequence[Row]", file: Path) -> None:
+    """Draw the share of folded pushes over their staleness, a line a policy. Raises UsageError."""
+    lines: list[Line] = []
+    for row in rows:
+        folded = sum(count for _, count in row["staleness"])
+        lines.append((row["sync"], [(versions, 100 * count / folded) for versions, count in row["staleness"]]))
+    save_lines(lines, "staleness, versions", "folded pushes, %", file, marker=".")
 
 
 def shown_of(rows: "Sequence[Any]") -> list[Any]:
@@ -50,15 +45,17 @@ def shown_of(rows: "Sequence[Any]") -> list[Any]:
     return [rows[index] for index in sorted(chosen)]
 
 
-def save_picture(draw: "Callable[[Axes], None]", file: Path) -> None:
-    """Draw into one pair of axes and write the picture. Raises UsageError."""
+def save_lines(lines: Sequence[Line], x: str, y: str, file: Path, *, xscale: str = "linear", **style: Any) -> None:
+    """Draw lines into one pair of axes, and write the picture. Raises UsageError."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError(f"--plot needs matplotlib: {how_to_install('demo')}") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    draw(axes)
+    for name, points in lines:
+        axes.plot([point[0] for point in points], [point[1] for point in points], label=name, **style)
+    axes.set(xlabel=x, ylabel=y, xscale=xscale)
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     try:

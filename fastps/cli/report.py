@@ -10,38 +10,75 @@ from fastps.cli.tables import Column, Rows
 
 if TYPE_CHECKING:
     from fastps.diagnostics.finding import Finding
+    from fastps.diagnostics.links import MeasuredLink
+    from fastps.diagnostics.trial import Trial
 
 Row = dict[str, Any]
 
 
+_TRAINING = (
+    Column("sync", lambda row: row["sync"] if _chosen(row) == row["sync"] else f"{row['sync']} -> {_chosen(row)}"),
+    Column("n", "workers", wide=True),
+    Column("seconds", form=".2f"),
+    Column("steps/s", "steps_per_s", ".1f"),
+    Column("samples/s", "samples_per_s", ".0f", wide=True),
+    Column("accuracy", "test_accuracy", ".1%"),
+    Column("staleness", "staleness_mean", ".2f"),
+    Column("max", "staleness_max", wide=True),
+    Column("waiting", "wait_share", ".1%"),
+    Column("dropped", wide=True),
+)
+
+
+def _chosen(row: Row) -> Any:
+    """The discipline that a run ended with."""
+    return row.get("chosen", row["sync"])
+
+
 def training_table(rows: Sequence[Row], title: str, baseline: Row | None = None) -> Rows:
     """Make a table with one row per run; with a baseline, also the speed relative to it."""
-    headings = ["sync", "n", "seconds", "steps/s", "samples/s", "accuracy", "staleness", "max", "waiting", "dropped"]
-    headings += [f"speed / {baseline['sync']}"] if baseline is not None else []
-    cells = []
-    for row in rows:
-        chosen = row.get("chosen", row["sync"])
-        line = [
-            row["sync"] if chosen == row["sync"] else f"{row['sync']} -> {chosen}",
-            str(row["workers"]),
-            f"{row['seconds']:.2f}",
-            f"{row['steps_per_s']:.1f}",
-            f"{row['samples_per_s']:.0f}",
-            f"{row['test_accuracy']:.1%}",
-            f"{row['staleness_mean']:.2f}",
-            str(row["staleness_max"]),
-            f"{row['wait_share']:.1%}",
-            str(row["dropped"]),
-        ]
-        cells.append(line if baseline is None else [*line, f"{row['steps_per_s'] / baseline['steps_per_s']:.2f}x"])
-    return Rows(title, [Column(heading, wide=heading in ("n", "samples/s", "max", "dropped")) for heading in headings], cells)
+    columns = list(_TRAINING)
+    if baseline is not None:
+        speed = baseline["steps_per_s"]
+        columns.append(Column(f"speed / {baseline['sync']}", lambda row: f"{row['steps_per_s'] / speed:.2f}x"))
+    return Rows.of(title, columns, rows)
 
 
 def doctor_table(findings: "Sequence[Finding]", title: str) -> Rows:
     """Make a table with one row per finding; failures are marked."""
-    columns = [Column(""), Column("what", left=True), Column("found", left=True)]
-    cells = [("ok" if finding.ok else "!!", finding.name, finding.shown) for finding in findings]
-    return Rows(title, columns, cells, [number for number, finding in enumerate(findings) if not finding.ok])
+    mark = Column("", lambda row: "ok" if row["ok"] else "!!")
+    columns = (mark, Column("what", "name", left=True), Column("found", "shown", left=True))
+    return Rows.of(title, columns, map(vars, findings), [number for number, each in enumerate(findings) if not each.ok])
+
+
+def trials_table(trials: "Sequence[Trial]") -> Rows:
+    """Make a table with one row per number of workers."""
+    columns = (
+        Column("workers"),
+        Column("steps/s", "steps_per_s", ".1f"),
+        Column("of a core ms", "core_ms", ".1f"),
+        Column("no core ms", "blocked_ms", ".1f"),
+        Column("waiting", "wait_share", ".0%"),
+        Column("MB", "memory_bytes", ",.0f", 1e6),
+    )
+    return Rows.of("the script's first steps under bsp", columns, map(vars, trials))
+
+
+def links_table(links: "Sequence[MeasuredLink]") -> Rows:
+    """Make a table with one row per link. Rates are of floats as a job sends them; MB are millions of bytes."""
+    columns = (
+        Column("node"),
+        Column("machine", left=True),
+        Column("address", left=True),
+        Column("to node 0, MB/s", "up_bytes_s", ".1f", 1e6),
+        Column("from node 0", "down_bytes_s", ".1f", 1e6),
+        Column("both at once, each", "both_bytes_s", ".1f", 1e6),
+        Column("all nodes at once", "together_bytes_s", ".1f", 1e6),
+        Column("round trip, ms", "round_trip_ns", ".2f", 1e6),
+        Column("95%", "round_trip_p95_ns", ".2f", 1e6),
+        Column("100 kB, ms", "small_round_trip_ns", ".2f", 1e6),
+    )
+    return Rows.of("links to node 0", columns, [link.row() for link in links])
 
 
 def straggler_rows(run: Row, arrivals: Sequence[Arrival], splits: Sequence[Split]) -> list[Row]:
@@ -55,12 +92,16 @@ def straggler_rows(run: Row, arrivals: Sequence[Arrival], splits: Sequence[Split
 
 def arrivals_table(arrivals: Sequence[Arrival]) -> Rows:
     """Make a table with one row per k: the arrival of a version's k-th gradient, in ms."""
-    cells = []
-    for row in arrivals:
-        times = (row.mean_s, row.median_s, row.p80_s, row.p95_s, row.p99_s)
-        cells.append([str(row.k), str(row.count), *(f"{1e3 * time:.2f}" for time in times)])
-    headings = ("k", "versions", "mean ms", "median", "80%", "95%", "99%")
-    return Rows("time of the k-th gradient of a version", [Column(heading) for heading in headings], cells)
+    columns = (
+        Column("k"),
+        Column("versions", "count"),
+        Column("mean ms", "mean_s", ".2f", 1e-3),
+        Column("median", "median_s", ".2f", 1e-3),
+        Column("80%", "p80_s", ".2f", 1e-3),
+        Column("95%", "p95_s", ".2f", 1e-3),
+        Column("99%", "p99_s", ".2f", 1e-3),
+    )
+    return Rows.of("time of the k-th gradient of a version", columns, map(vars, arrivals))
 
 
 def splits_table(splits: Sequence[Split], known: str) -> Rows:
@@ -68,13 +109,14 @@ def splits_table(splits: Sequence[Split], known: str) -> Rows:
 
     `known` says whence the iterations are.
     """
-    cells = []
-    for row in splits:
-        iterations = f"{row.iterations:.3g}" if row.iterations < 1000 else f"{row.iterations:,.0f}"
-        counts = (str(row.waited_for), str(row.backups), f"{1e3 * row.iteration_s:.2f}", iterations)
-        cells.append([*counts, f"{row.time / splits[0].time:.3f}"])
-    headings = ("wait for N", "backups b", "mean ms", "iterations", "time / best")
-    return Rows(f"estimated time to converge, {known}", [Column(heading) for heading in headings], cells)
+    columns = (
+        Column("wait for N", "waited_for"),
+        Column("backups b", "backups"),
+        Column("mean ms", "iteration_s", ".2f", 1e-3),
+        Column("iterations", lambda row: format(row["iterations"], ".3g" if row["iterations"] < 1000 else ",.0f")),
+        Column("time / best", "time", ".3f", splits[0].time),
+    )
+    return Rows.of(f"estimated time to converge, {known}", columns, map(vars, splits))
 
 
 def straggler_verdict(arrivals: Sequence[Arrival], splits: Sequence[Split], known: str) -> str:

@@ -1,23 +1,49 @@
 """Tables on a terminal, and tab-separated rows elsewhere. No header and no value is cut, whatever the width."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+Row = Mapping[str, Any]
 _BORDER = 3  # between two columns
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column; `wide` ones are left out where the table does not fit the width, unless all are asked for."""
+    """A column: its heading, and which value of a row it shows.
+
+    Attributes:
+        value: the value's key, or a function of the row; by default the key is the heading.
+        form: the value's format, as in an f-string.
+        unit: what a number is divided by.
+        missing: the cell of a value that is None.
+        wide: whether it is left out where the table does not fit the width, unless all are asked for.
+        left: whether its cells begin at the left; the first column's always do.
+    """
 
     heading: str
+    value: str | Callable[[Any], object] = ""
+    form: str = ""
+    unit: float = 1
+    missing: str = "-"
     wide: bool = False
     left: bool = False
+
+    def cell(self, row: Row) -> str:
+        """The text of this column in a row.
+
+        >>> Column("wait ms", "wait_s", ".1f", 1e-3).cell({"wait_s": 0.02}), Column("loss").cell({"loss": None})
+        ('20.0', '-')
+        """
+        value: Any = self.value(row) if callable(self.value) else row[self.value or self.heading]
+        if value is None:
+            return self.missing
+        return format(value if self.unit == 1 else value / self.unit, self.form)
 
 
 @dataclass(frozen=True)
@@ -35,6 +61,11 @@ class Rows:
     columns: Sequence[Column]
     cells: Sequence[Sequence[str]]
     marked: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, title: str, columns: Sequence[Column], rows: Iterable[Row], marked: Sequence[int] = ()) -> "Rows":
+        """The table of these rows, each of which has a value for every column."""
+        return cls(title, columns, [[column.cell(row) for column in columns] for row in rows], marked)
 
     def at(self, width: int, wide: bool = False) -> "Table | Text":
         """The table at a width.
@@ -95,3 +126,9 @@ def show(console: Console, rows: Rows, *, wide: bool = False) -> None:
         console.print(rows.at(console.width, wide))
     else:
         console.file.write(rows.tab_separated())
+
+
+def say(console: Console, *lines: str, soft_wrap: bool = False) -> None:
+    """Print lines as they are: brackets are no markup, and numbers have no colours."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=soft_wrap)

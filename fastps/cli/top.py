@@ -5,6 +5,8 @@ A read-only observer provides the counters; ending the view does not affect the 
 
 import math
 import re
+import statistics
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
 
@@ -12,7 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from fastps.cli.report import Row
-from fastps.cli.tables import Column, Rows, show
+from fastps.cli.tables import Column, Rows, say, show
 from fastps.errors import AttachError, Error, UsageError
 from fastps.membership import discovery
 from fastps.membership.node_board import NodeStatistics
@@ -36,23 +38,20 @@ def choose_job(job: str | None, clock: Clock = SYSTEM_CLOCK) -> str:
     In a job of several nodes this is the arena of the first of its nodes on this machine.
     Raises NoJobError when there is none, UsageError when there are several.
     """
-    found = discovery.running_jobs(clock)
-    if job is not None and job in found:
-        return job
-    arenas = first_arenas(found)
-    if job is not None and job in arenas:
-        return arenas[job]
+    names = discovery.running_jobs(clock)
+    arenas = first_arenas(names)
     running = sorted(arenas.values())
-    if job is None:
-        if not running:
-            raise NoJobError("expected a running job of this user, found none: start one, such as with fastps train")
-        if len(running) > 1:
-            raise UsageError(
-                f"expected one running job, found {', '.join(running)}: name one of them, as in fastps top {running[0]}"
-            )
-        return running[0]
-    others = f"found {', '.join(running)}" if running else "found none"
-    raise NoJobError(f"expected a running job {job} of this user, {others}")
+    if job is not None:
+        if job in names or job in arenas:
+            return job if job in names else arenas[job]
+        raise NoJobError(f"expected a running job {job} of this user, found {', '.join(running) or 'none'}")
+    if not running:
+        raise NoJobError("expected a running job of this user, found none: start one, such as with fastps train")
+    if len(running) > 1:
+        raise UsageError(
+            f"expected one running job, found {', '.join(running)}: name one of them, as in fastps top {running[0]}"
+        )
+    return running[0]
 
 
 def first_arenas(names: Sequence[str]) -> dict[str, str]:
@@ -102,7 +101,7 @@ def _shown(job: str, before: Look | None, now: Look, console: Console, wide: boo
     for table in tables(job, rows, now):
         show(console, table, wide=wide)
     if now.over:
-        console.print(last_line(job, now), highlight=False, markup=False)
+        say(console, last_line(job, now))
     return rows
 
 
@@ -115,33 +114,29 @@ def rows_of(before: Look | None, now: Look) -> list[Row]:
         {
             "kind": "worker",
             "worker": row.rank,
-            "state": row.state,
-            "steps": row.steps,
-            "samples": row.samples,
+            **_picked(row, "state", "steps", "samples"),
             "steps_per_s": (row.steps - old.steps) / seconds if old and seconds > 0 else None,
             "loss": row.loss if math.isfinite(row.loss) else None,
-            "staleness_mean": row.staleness_mean,
-            "staleness_max": row.staleness_max,
-            "wait_share": row.wait_share,
-            "folded": row.folded,
-            "dropped": row.dropped,
-            **({"rows": row.rows} if now.tables else {}),
+            **_picked(row, "staleness_mean", "staleness_max", "wait_share", "folded", "dropped"),
+            **_picked(row, *(["rows"] if now.tables else [])),
         }
         for old, row in zip(old_workers, now.workers, strict=True)
     ]
     shards = [
         {
             "kind": "shard",
-            "shard": shard.shard,
-            "version": shard.version,
+            **_picked(shard, "shard", "version"),
             "folds_per_s": (shard.version - old.version) / seconds if old and seconds > 0 else None,
-            "sigma_mean": shard.sigma_mean,
-            "staleness": shard.staleness,
-            **({"rows_written": shard.rows_written, "updates": shard.updates} if now.tables else {}),
+            **_picked(shard, "sigma_mean", "staleness", *(["rows_written", "updates"] if now.tables else [])),
         }
         for old, shard in zip(old_shards, now.shards, strict=True)
     ]
     return [*node_rows(before, now), *workers, *shards]
+
+
+def _picked(figures: object, *names: str) -> Row:
+    """The figures that a row has as they are."""
+    return {name: getattr(figures, name) for name in names}
 
 
 def node_rows(before: Look | None, now: Look) -> list[Row]:
@@ -161,23 +156,17 @@ def _node_row(old: NodeStatistics | None, row: NodeStatistics, now_ns: int) -> R
     is_silent = row.state == "live" and silent_ns > _SILENT_NS
     return {
         "kind": "node",
-        "node": row.node,
-        "host": row.host,
+        **_picked(row, "node", "host"),
         "state": "silent" if is_silent else row.state,
-        "workers": row.workers,
-        "steps": row.steps,
+        **_picked(row, "workers", "steps"),
         "steps_per_s": rate(row.steps, before.steps),
         "pushes": row.pushes if row.pushes >= 0 else None,
         "lag": row.lag if row.lag >= 0 else None,
         "wait_share": min(1.0, share / 1e9) if (share := rate(row.wait_ns, before.wait_ns)) is not None else None,
-        "sent_bytes": row.sent_bytes,
-        "received_bytes": row.received_bytes,
+        **_picked(row, "sent_bytes", "received_bytes"),
         "sent_bytes_s": rate(row.sent_bytes, before.sent_bytes),
         "received_bytes_s": rate(row.received_bytes, before.received_bytes),
-        "staleness_mean": row.staleness_mean,
-        "staleness_max": row.staleness_max,
-        "folded": row.folded,
-        "dropped": row.dropped,
+        **_picked(row, "staleness_mean", "staleness_max", "folded", "dropped"),
         "round_trip_ns": row.round_trip_ns if row.round_trip_ns >= 0 else None,
         "clock_offset_ns": row.clock_offset_ns if row.clock_error_ns >= 0 else None,
         "clock_error_ns": row.clock_error_ns if row.clock_error_ns >= 0 else None,
@@ -185,62 +174,43 @@ def _node_row(old: NodeStatistics | None, row: NodeStatistics, now_ns: int) -> R
     }
 
 
+_WORKER = (
+    Column("worker"),
+    Column("state", left=True),
+    Column("steps"),
+    Column("steps/s", "steps_per_s", ".1f"),
+    Column("loss", form=".3f"),
+    Column("staleness", "staleness_mean", ".2f"),
+    Column("max", "staleness_max", wide=True),
+    Column("waiting", "wait_share", ".0%"),
+    Column("folded", wide=True),
+    Column("dropped", wide=True),
+)
+_NODE = (
+    Column("node"),
+    Column("host", wide=True, left=True),
+    Column("state", left=True),
+    Column("workers", wide=True),
+    Column("steps"),
+    Column("steps/s", "steps_per_s", ".1f"),
+    Column("lag"),
+    Column("waiting", "wait_share", ".0%", wide=True),
+    Column("out MB/s", "sent_bytes_s", ".1f", 1e6),
+    Column("in MB/s", "received_bytes_s", ".1f", 1e6),
+    Column("staleness", "staleness_mean", ".2f", wide=True),
+    Column("dropped", wide=True),
+    Column("round trip ms", "round_trip_ns", ".2f", 1e6),
+    Column("clock ms", lambda row: clock_cell(row["clock_offset_ns"], row["clock_error_ns"])),
+)
+
+
 def tables(job: str, rows: Sequence[Row], look: Look) -> list[Rows]:
     """Make the tables: a row per node, if there are several, per worker and per shard; one for all shards if they are many."""
     mark = "" if look.settled else " (versions were published meanwhile)"
-    headings = ["worker", "state", "steps", "steps/s", "loss", "staleness", "max", "waiting", "folded", "dropped"]
-    headings += ["rows"] if look.tables else []
-    columns = [Column(name, wide=name in ("max", "folded", "dropped"), left=name == "state") for name in headings]
-    cells = [
-        [
-            str(row["worker"]),
-            row["state"],
-            str(row["steps"]),
-            _rate(row["steps_per_s"]),
-            "-" if row["loss"] is None else f"{row['loss']:.3f}",
-            f"{row['staleness_mean']:.2f}",
-            str(row["staleness_max"]),
-            f"{row['wait_share']:.0%}",
-            str(row["folded"]),
-            str(row["dropped"]),
-            *([f"{row['rows']:,}"] if look.tables else []),
-        ]
-        for row in rows
-        if row["kind"] == "worker"
-    ]
-    nodes = [row for row in rows if row["kind"] == "node"]
-    workers = Rows(f"job {job}{mark}", columns, cells)
-    shards = _shard_table([row for row in rows if row["kind"] == "shard"])
-    return [*([_node_table(nodes)] if nodes else []), workers, shards]
-
-
-def _node_table(nodes: Sequence[Row]) -> Rows:
-    wide = ("host", "workers", "waiting", "staleness", "dropped")
-    headings = (
-        "node", "host", "state", "workers", "steps", "steps/s", "lag", "waiting", "out MB/s", "in MB/s", "staleness", "dropped",
-        "round trip ms", "clock ms",
-    )  # fmt: skip
-    columns = [Column(name, wide=name in wide, left=name in ("host", "state")) for name in headings]
-    cells = [
-        [
-            str(row["node"]),
-            row["host"],
-            row["state"],
-            str(row["workers"]),
-            str(row["steps"]),
-            _rate(row["steps_per_s"]),
-            "-" if row["lag"] is None else str(row["lag"]),
-            "-" if row["wait_share"] is None else f"{row['wait_share']:.0%}",
-            _rate(row["sent_bytes_s"], 1e6),
-            _rate(row["received_bytes_s"], 1e6),
-            f"{row['staleness_mean']:.2f}",
-            str(row["dropped"]),
-            "-" if row["round_trip_ns"] is None else f"{row['round_trip_ns'] / 1e6:.2f}",
-            clock_cell(row["clock_offset_ns"], row["clock_error_ns"]),
-        ]
-        for row in nodes
-    ]
-    return Rows("nodes", columns, cells)
+    nodes, workers, shards = ([row for row in rows if row["kind"] == kind] for kind in ("node", "worker", "shard"))
+    columns = [*_WORKER, *([Column("rows", form=",")] if look.tables else [])]
+    shown = [Rows.of(f"job {job}{mark}", columns, workers), _shard_table(shards)]
+    return [*([Rows.of("nodes", _NODE, nodes)] if nodes else []), *shown]
 
 
 def clock_cell(offset_ns: int | None, error_ns: int | None) -> str:
@@ -257,38 +227,38 @@ def clock_cell(offset_ns: int | None, error_ns: int | None) -> str:
 
 
 def _shard_table(shards: Sequence[Row]) -> Rows:
+    """A row for each shard, or if they are many one for all of them."""
     has_rows = any("rows_written" in row for row in shards)
-    headings = ("shard", "version", "folds/s", *(["rows/fold"] if has_rows else []))
-    columns = [*(Column(heading) for heading in headings), Column("pushes by staleness", left=True)]
-    if len(shards) <= _MOST_SHARD_LINES:
-        cells = [
-            [
-                str(row["shard"]),
-                str(row["version"]),
-                _rate(row["folds_per_s"]),
-                *([_rows_per_fold([row])] if has_rows else []),
-                bars(row["staleness"]),
-            ]
-            for row in shards
-        ]
-        return Rows("shards", columns, cells)
+    columns = [
+        Column("shard"),
+        Column("version"),
+        Column("folds/s", "folds_per_s", ".1f"),
+        *([Column("rows/fold", _rows_per_fold, ",.1f")] if has_rows else []),
+        Column("pushes by staleness", lambda row: bars(row["staleness"]), left=True),
+    ]
+    return Rows.of("shards", columns, shards if len(shards) <= _MOST_SHARD_LINES else [_all_of(shards)])
+
+
+def _all_of(shards: Sequence[Row]) -> Row:
+    """One row for all shards: the mean of their rates, and the sums of what is counted."""
     versions = [row["version"] for row in shards]
     rates = [row["folds_per_s"] for row in shards if row["folds_per_s"] is not None]
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     for row in shards:
-        for staleness, count in row["staleness"]:
-            counts[staleness] = counts.get(staleness, 0) + count
-    mean = sum(rates) / len(rates) if rates else None
-    rows_cells = [_rows_per_fold(shards)] if has_rows else []
-    span = f"{min(versions)} to {max(versions)}"
-    cells = [[f"all {len(shards)}", span, _rate(mean), *rows_cells, bars(sorted(counts.items()))]]
-    return Rows("shards", columns, cells)
+        counts.update(dict(row["staleness"]))
+    return {
+        "shard": f"all {len(shards)}",
+        "version": f"{min(versions)} to {max(versions)}",
+        "folds_per_s": statistics.fmean(rates) if rates else None,
+        "rows_written": sum(row.get("rows_written", 0) for row in shards),
+        "updates": sum(row.get("updates", 0) for row in shards),
+        "staleness": sorted(counts.items()),
+    }
 
 
-def _rows_per_fold(shards: Sequence[Row]) -> str:
-    """Rows of tables that an update of these shards has written, in the mean."""
-    updates = sum(row["updates"] for row in shards)
-    return f"{sum(row['rows_written'] for row in shards) / updates:,.1f}" if updates else "-"
+def _rows_per_fold(row: Row) -> float | None:
+    """Rows of tables that an update has written, in the mean."""
+    return row["rows_written"] / row["updates"] if row["updates"] else None
 
 
 def bars(histogram: Sequence[tuple[int, int]], width: int = _BARS_WIDTH) -> str:
@@ -337,7 +307,3 @@ def _attach(job: str, clock: Clock) -> Observer:
         if job not in discovery.listening():
             raise NoJobError(f"job {job} ended before it could be looked at") from None
         raise
-
-
-def _rate(per_s: float | None, unit: float = 1.0) -> str:
-    return "-" if per_s is None else f"{per_s / unit:.1f}"

@@ -2,33 +2,48 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
 
 from fastps.cli.tables import Column, Rows
-from fastps.tracing.check import Violation
-from fastps.tracing.merging import NodeOfTrace
+
+if TYPE_CHECKING:
+    from fastps.tracing.check import Violation
+    from fastps.tracing.merging import NodeOfTrace
 
 Row = dict[str, Any]
 MOST_SHOWN = 20
 
 
+def _milliseconds(heading: str, key: str, *, wide: bool = False) -> Column:
+    return Column(heading, key, ".2f", missing="?", wide=wide)
+
+
+_WORKER = (
+    Column("worker"),
+    Column("steps"),
+    _milliseconds("compute", "compute_ms_mean"),
+    _milliseconds("median", "compute_ms_median", wide=True),
+    _milliseconds("95%", "compute_ms_p95", wide=True),
+    _milliseconds("on a core", "cpu_ms_mean", wide=True),
+    _milliseconds("for a core", "queue_ms_mean", wide=True),
+    _milliseconds("blocked", "blocked_ms_mean", wide=True),
+    _milliseconds("store", "store_cpu_ms_mean"),
+    _milliseconds("transfer", "transfer_ms_mean"),
+    Column("waiting", "wait_share", ".1%"),
+    Column("staleness", "staleness_mean", ".2f"),
+    Column("max", "staleness_max", wide=True),
+    Column("dropped"),
+)
+
+
 def worker_table(rows: Sequence[Row], title: str) -> Rows:
     """Make a table with one row per worker: the mean ms of each part of a step."""
-    headings = ["worker", "steps", "compute", "median", "95%", "on a core", "for a core", "blocked", "store", "transfer"]
-    lesser = ("median", "95%", "on a core", "for a core", "blocked", "max")
-    cells = []
-    for row in rows:
-        times = ("compute_ms_mean", "compute_ms_median", "compute_ms_p95", "cpu_ms_mean", "queue_ms_mean", "blocked_ms_mean")
-        found = ["?" if row[name] is None else f"{row[name]:.2f}" for name in (*times, "store_cpu_ms_mean", "transfer_ms_mean")]
-        end = [f"{row['wait_share']:.1%}", f"{row['staleness_mean']:.2f}", str(row["staleness_max"]), str(row["dropped"])]
-        end += [f"{row['rows_per_step']:,.1f}"] if "rows_per_step" in row else []
-        cells.append((str(row["worker"]), str(row["steps"]), *found, *end))
-    headings += ["waiting", "staleness", "max", "dropped", *(["rows"] if any("rows_per_step" in row for row in rows) else [])]
-    columns = [Column(heading, wide=heading in lesser) for heading in headings]
-    return Rows(title, columns, cells)
+    has_rows = any("rows_per_step" in row for row in rows)
+    return Rows.of(title, [*_WORKER, *([Column("rows", "rows_per_step", ",.1f")] if has_rows else [])], rows)
 
 
 def summary_line(row: Row) -> str:
@@ -50,7 +65,7 @@ def summary_line(row: Row) -> str:
     return text
 
 
-def node_lines(nodes: Sequence[NodeOfTrace]) -> list[str]:
+def node_lines(nodes: "Sequence[NodeOfTrace]") -> list[str]:
     """Return a line for each node of a trace of several: its workers, and how its clock was moved."""
     if len(nodes) < 2:
         return []
@@ -63,7 +78,7 @@ def node_lines(nodes: Sequence[NodeOfTrace]) -> list[str]:
     return lines
 
 
-def check_lines(violations: Sequence[Violation], log: Row) -> list[str]:
+def check_lines(violations: "Sequence[Violation]", log: Row) -> list[str]:
     """Return the verdict and the first few violations."""
     facts = f"{log['folded']} folded, {log['dropped']} dropped, {log['undecided']} undecided"
     if not violations:
@@ -74,21 +89,21 @@ def check_lines(violations: Sequence[Violation], log: Row) -> list[str]:
     return [f"the push log is wrong ({facts}):", *shown, *([f"  and {more} more"] if more > 0 else [])]
 
 
+_ADVICE = (
+    Column("sync", lambda row: f"{'-> ' if row['recommended'] else ''}{row['sync']}"),
+    Column("useful steps/s", "useful_steps_per_s", ",.1f"),
+    Column("speed", form=".0%"),
+    Column("updates/s", "updates_per_s", ",.1f", wide=True),
+    Column("staleness", "staleness_mean", ".2f"),
+    Column("max", "staleness_max", wide=True),
+    Column("waiting", "wait_share", ".0%"),
+    Column("dropped", "dropped_share", ".0%"),
+)
+
+
 def advice_table(rows: Sequence[Row], title: str) -> Rows:
     """Make a table with one row per discipline, the fastest first; the recommended one is marked."""
-    headings = ("useful steps/s", "speed", "updates/s", "staleness", "max", "waiting", "dropped")
-    columns = [Column("sync"), *(Column(heading, wide=heading in ("updates/s", "max")) for heading in headings)]
-    lines = []
-    for row in rows:
-        cells = [f"{row['useful_steps_per_s']:,.1f}", f"{row['speed']:.0%}", f"{row['updates_per_s']:,.1f}"]
-        cells += [
-            f"{row['staleness_mean']:.2f}",
-            str(row["staleness_max"]),
-            f"{row['wait_share']:.0%}",
-            f"{row['dropped_share']:.0%}",
-        ]
-        lines.append((f"{'-> ' if row['recommended'] else ''}{row['sync']}", *cells))
-    return Rows(title, columns, lines, [number for number, row in enumerate(rows) if row["recommended"]])
+    return Rows.of(title, _ADVICE, rows, [number for number, row in enumerate(rows) if row["recommended"]])
 
 
 def advice_lines(rows: Sequence[Row], test: Row | None) -> list[str]:
@@ -105,8 +120,16 @@ def advice_lines(rows: Sequence[Row], test: Row | None) -> list[str]:
 
 
 @contextlib.contextmanager
-def bar(console: Console, shown: bool) -> Iterator[Callable[[int, int], None]]:
+def bar(console: Console, shown: bool, what: str = "simulating") -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar."""
     with Progress(console=console, transient=True, disable=not shown) as progress:
-        task = progress.add_task("simulating", total=None)
+        task = progress.add_task(what, total=None)
         yield lambda done, of: progress.update(task, completed=done, total=of)
+
+
+def replay_line(row: dict[str, Any], file: Path) -> str:
+    """What a replay came to."""
+    compared = f"{row['checksums']} checksums of weights and {row['pushes']:,} of gradients are equal"
+    found = "" if row["nonfinite"] is None else f"; {row['nonfinite']}"
+    played = f"{row['pushes']:,} pushes of {row['workers']} workers, {row['updates']:,} updates under {row['sync']}"
+    return f"{file}: {played}, played again in {row['seconds']:.1f} s; {compared}; weights {row['weights']}{found}"

@@ -5,12 +5,13 @@ because torch lets no Python class derive from Backend. Methods have the names o
 names.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed import AllreduceOptions, BarrierOptions, BroadcastOptions, ProcessGroup, ReduceOp
+from torch.distributed import AllreduceOptions, BarrierOptions, BroadcastOptions, ProcessGroup
 
 from fastps.collectives import tensors as of
 from fastps.collectives.group import Collective, Group
@@ -108,12 +109,8 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         """Reduce several tensors."""
         opts = AllreduceOptions() if opts is None else opts
         memory = of.Memory("all_reduce")
-        steps = []
-        for tensor in tensors:
-            here = memory.written(tensor)
-            element, reduction = of.reduction_of(opts.reduceOp, here.dtype, "all_reduce")
-            address = [here.data_ptr()]
-            steps.append(Collective(KINDS["all_reduce"], element, reduction, 0, here.nbytes, address, address))
+        here = [memory.written(tensor) for tensor in tensors]
+        steps = [memory.collective(each, [each], [each], op=opts.reduceOp) for each in here]
         return self._begin(steps, memory, opts, list(tensors))
 
     def reduce(self, tensors: Tensors, opts: Any) -> GroupWork:
@@ -122,10 +119,7 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         (tensor,) = tensors
         is_root = self.rank() == opts.rootRank
         here = memory.written(tensor) if is_root else memory.read(tensor)
-        element, reduction = of.reduction_of(opts.reduceOp, here.dtype, "reduce")
-        address = [here.data_ptr()]
-        outputs = address if is_root else []
-        step = Collective(KINDS["reduce"], element, reduction, opts.rootRank, here.nbytes, address, outputs)
+        step = memory.collective(here, [here], [here] if is_root else [], root=opts.rootRank, op=opts.reduceOp)
         return self._begin([step], memory, opts, tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> GroupWork:
@@ -133,11 +127,8 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         opts = BroadcastOptions() if opts is None else opts
         memory = of.Memory("broadcast")
         (tensor,) = tensors
-        is_root = self.rank() == opts.rootRank
-        here = memory.read(tensor) if is_root else memory.written(tensor)
-        element = of.moved_element(here.dtype, "broadcast")
-        address = [here.data_ptr()]
-        step = Collective(KINDS["broadcast"], element, NO_REDUCTION, opts.rootRank, here.nbytes, address, address)
+        here = memory.read(tensor) if self.rank() == opts.rootRank else memory.written(tensor)
+        step = memory.collective(here, [here], [here], root=opts.rootRank)
         return self._begin([step], memory, opts, tensors)
 
     def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None) -> GroupWork:
@@ -177,12 +168,8 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         memory = of.Memory("gather")
         (tensor,) = input_tensors
         here = memory.read(tensor)
-        outputs = []
-        if self.rank() == opts.rootRank:
-            of.same_size(output_tensors[0], here, "gather")
-            outputs = [memory.written(each).data_ptr() for each in output_tensors[0]]
-        element = of.moved_element(here.dtype, "gather")
-        step = Collective(KINDS["gather"], element, NO_REDUCTION, opts.rootRank, here.nbytes, [here.data_ptr()], outputs)
+        outputs = memory.written_all(output_tensors[0], here) if self.rank() == opts.rootRank else []
+        step = memory.collective(here, [here], outputs, root=opts.rootRank)
         return self._begin([step], memory, opts, output_tensors)
 
     def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> GroupWork:
@@ -190,12 +177,8 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         memory = of.Memory("scatter")
         (tensor,) = output_tensors
         here = memory.written(tensor)
-        inputs = []
-        if self.rank() == opts.rootRank:
-            of.same_size(input_tensors[0], here, "scatter")
-            inputs = [memory.read(each).data_ptr() for each in input_tensors[0]]
-        element = of.moved_element(here.dtype, "scatter")
-        step = Collective(KINDS["scatter"], element, NO_REDUCTION, opts.rootRank, here.nbytes, inputs, [here.data_ptr()])
+        inputs = memory.read_all(input_tensors[0], here) if self.rank() == opts.rootRank else []
+        step = memory.collective(here, inputs, [here], root=opts.rootRank)
         return self._begin([step], memory, opts, output_tensors)
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> GroupWork:
@@ -224,11 +207,8 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> GroupWork:
         """Give each rank a tensor; all have one size."""
         memory = of.Memory("all_to_all")
-        of.same_size([*output_tensors, *input_tensors], input_tensors[0], "all_to_all")
-        inputs = [memory.read(each).data_ptr() for each in input_tensors]
-        outputs = [memory.written(each).data_ptr() for each in output_tensors]
-        element = of.moved_element(input_tensors[0].dtype, "all_to_all")
-        step = Collective(KINDS["all_to_all"], element, NO_REDUCTION, 0, input_tensors[0].nbytes, inputs, outputs)
+        inputs = memory.read_all(input_tensors, input_tensors[0])
+        step = memory.collective(inputs[0], inputs, memory.written_all(output_tensors, inputs[0]))
         return self._begin([step], memory, opts, output_tensors)
 
     def all_to_all_single(
@@ -249,10 +229,8 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
                 f"all_to_all of the backend fastps takes tensors of {self.size()} equal parts, found {here.numel()} elements of"
                 f" {here.dtype} and {out.numel()} of {out.dtype}"
             )
-        each = here.nbytes // self.size()
-        inputs, outputs = ([tensor.data_ptr() + each * rank for rank in range(self.size())] for tensor in (here, out))
-        element = of.moved_element(here.dtype, "all_to_all")
-        step = Collective(KINDS["all_to_all"], element, NO_REDUCTION, 0, each, inputs, outputs)
+        inputs, outputs = self._split(here), self._split(out)
+        step = memory.collective(inputs[0], inputs, outputs)
         return self._begin([step], memory, opts, [output])
 
     alltoall_base = all_to_all_single
@@ -284,19 +262,13 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         here = memory.read(tensor)
         if len(outputs) != self.size():
             raise UnsupportedError(f"all_gather takes {self.size()} tensors for the results, found {len(outputs)}")
-        of.same_size(outputs, here, "all_gather")
-        addresses = [memory.written(each).data_ptr() for each in outputs]
-        element = of.moved_element(here.dtype, "all_gather")
-        return Collective(KINDS["all_gather"], element, NO_REDUCTION, 0, here.nbytes, [here.data_ptr()], addresses)
+        return memory.collective(here, [here], memory.written_all(outputs, here))
 
     def _reduce_scatter(self, memory: of.Memory, output: torch.Tensor, inputs: Tensors, opts: Any) -> Collective:
         if len(inputs) != self.size():
             raise UnsupportedError(f"reduce_scatter takes {self.size()} tensors, found {len(inputs)}")
-        of.same_size(inputs, output, "reduce_scatter")
         here = memory.written(output)
-        addresses = [memory.read(each).data_ptr() for each in inputs]
-        element, reduction = of.reduction_of(opts.reduceOp, here.dtype, "reduce_scatter")
-        return Collective(KINDS["reduce_scatter"], element, reduction, 0, here.nbytes, addresses, [here.data_ptr()])
+        return memory.collective(here, memory.read_all(inputs, here), [here], op=opts.reduceOp)
 
     def _parts(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> Tensors:
         """The parts of all ranks of a contiguous tensor."""
@@ -305,23 +277,20 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
                 f"{what} takes one tensor that is {self.size()} times as large as the other, found {whole.numel():,} of"
                 f" {whole.dtype} and {part.numel():,} of {part.dtype}"
             )
-        return list(whole.view(-1).chunk(self.size())) if part.numel() else [whole.view(-1)] * self.size()
+        return self._split(whole)
+
+    def _split(self, whole: torch.Tensor) -> Tensors:
+        """A contiguous tensor in equal parts, one for each rank."""
+        return list(whole.view(-1).chunk(self.size())) if whole.numel() else [whole.view(-1)] * self.size()
 
     def _begin(self, steps: list[Collective], memory: of.Memory, opts: Any, result: list[Any]) -> GroupWork:
         timeout = getattr(opts, "timeout", None)
         timeout_ns = _nanoseconds(timeout) if timeout is not None and timeout > timedelta() else None
-        group = self._group
-
-        def calls() -> list[Callable[[], None]]:
-            return [lambda step=step: group.run(step, timeout_ns) for step in steps]  # type: ignore[misc]
-
+        calls = [partial(self._group.run, step, timeout_ns) for step in steps]
         work = GroupWork(result, memory.keeps, memory.finish())
-        return self._sequencer.give(work, calls(), at_once=not getattr(opts, "asyncOp", True))
+        return self._sequencer.give(work, calls, at_once=not getattr(opts, "asyncOp", True))
 
 
 def create(store: KeyStore, rank: int, size: int, timeout: timedelta) -> SharedMemoryProcessGroup:
     """The creator that `torch.distributed.Backend.register_backend` calls, on every rank of a new group."""
     return SharedMemoryProcessGroup(Group(store, rank, size, _nanoseconds(timeout)))
-
-
-__all__ = ["ReduceOp", "SharedMemoryProcessGroup", "create"]

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from fastps.collectives.group import Collective
 from fastps.errors import UnsupportedError
-from fastps.kernels.collectives.exchange import ELEMENTS, NO_REDUCTION, REDUCTIONS, can_reduce
+from fastps.kernels.collectives.exchange import ELEMENTS, KINDS, NO_REDUCTION, REDUCTIONS, can_reduce
 
 _NAMES = {getattr(torch, name): name for name in ELEMENTS} | {torch.bool: "uint8"}
 # Types that are moved and not reduced have numbers of their own, so that ranks notice if theirs differ.
@@ -97,6 +98,28 @@ class Memory:
         self.keeps.append(tensor)
         return tensor
 
+    def read_all(self, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
+        """`read` for tensors of the size and the type of one."""
+        same_size(tensors, like, self._what)
+        return [self.read(tensor) for tensor in tensors]
+
+    def written_all(self, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
+        """`written` for tensors of the size and the type of one."""
+        same_size(tensors, like, self._what)
+        return [self.written(tensor) for tensor in tensors]
+
+    def collective(
+        self, like: torch.Tensor, inputs: list[torch.Tensor], outputs: list[torch.Tensor], *, root: int = 0, op: Any = None
+    ) -> Collective:
+        """The collective over contiguous tensors. `like` has the size and the type of what one rank gives another."""
+        element, reduction = (
+            reduction_of(op, like.dtype, self._what)
+            if op is not None
+            else (moved_element(like.dtype, self._what), NO_REDUCTION)
+        )
+        here, there = ([tensor.data_ptr() for tensor in tensors] for tensors in (inputs, outputs))
+        return Collective(KINDS[self._what], element, reduction, root, like.nbytes, here, there)
+
     def finish(self) -> Callable[[], None] | None:
         """What copies results back; None if nothing has to be copied."""
         return self._copy_back if self._backs else None
@@ -114,6 +137,3 @@ def same_size(tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str) ->
                 f"{what} of the backend fastps takes tensors of one type and size, found {tensor.numel():,} of {tensor.dtype}"
                 f" beside {like.numel():,} of {like.dtype}"
             )
-
-
-__all__ = ["NO_REDUCTION", "Memory", "check", "moved_element", "reduction_of", "same_size"]

@@ -6,7 +6,7 @@ raised by both.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +32,7 @@ class GroupWork(Work):
         self._first: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
 
-    def run(self, steps: list[Callable[[], None]]) -> None:
+    def run(self, steps: Sequence[Callable[[], None]]) -> None:
         """Run the steps of the collective, and finish, with the error if one raises one. Interruptions go on to the caller."""
         try:
             for step in steps:
@@ -40,17 +40,14 @@ class GroupWork(Work):
             if self._finish is not None:
                 self._finish()
         except BaseException as error:
-            self._end(error)
+            self.end(error)
             if not isinstance(error, Exception):
                 raise
         else:
-            self._end(None)
+            self.end(None)
 
-    def cancel(self, error: BaseException) -> None:
-        """Finish with an error, without having run."""
-        self._end(error)
-
-    def _end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """Finish, with an error if there is one; also without having run."""
         with self._lock:
             self._error = error
             self._keeps = self._finish = None
@@ -92,17 +89,15 @@ class GroupWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of tensors; it raises the error of the collective, as a RuntimeError where C++ code asks."""
         with self._lock:
-            if self._future is None:
-                self._first = torch.futures.Future()
-                # Only what a callback raises is an error for C++ code, too: Future.set_exception stores a value.
-                self._future = self._first.then(self._outcome)
-                is_new = self._is_done.is_set()
-            else:
-                is_new = False
-        if is_new and self._first is not None:
-            self._first.set_result(None)
-        assert self._future is not None
-        return self._future
+            if self._future is not None:
+                return self._future
+            first = self._first = torch.futures.Future()
+            # Only what a callback raises is an error for C++ code, too: Future.set_exception stores a value.
+            future = self._future = first.then(self._outcome)
+            is_done = self._is_done.is_set()
+        if is_done:
+            first.set_result(None)
+        return future
 
     def _outcome(self, _first: torch.futures.Future[Any]) -> list[Any]:
         if self._error is not None:
@@ -119,14 +114,14 @@ class Sequencer:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._pending: deque[tuple[GroupWork, list[Callable[[], None]]]] = deque()
+        self._pending: deque[tuple[GroupWork, Sequence[Callable[[], None]]]] = deque()
         self._changed = threading.Condition()
         self._is_busy = False  # a work runs, or its callbacks
         self._runner = 0  # in which thread
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def give(self, work: GroupWork, steps: list[Callable[[], None]], *, at_once: bool) -> GroupWork:
+    def give(self, work: GroupWork, steps: Sequence[Callable[[], None]], *, at_once: bool) -> GroupWork:
         """Run the work, or let the thread run it. `at_once`: the caller waits for it next."""
         with self._changed:
             if self._is_closed:
@@ -165,7 +160,7 @@ class Sequencer:
             self._is_closed = True
             self._changed.notify_all()
         for work, _ in pending:
-            work.cancel(error)
+            work.end(error)
 
     def _set_idle(self) -> None:
         with self._changed:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastps.device import users_rule
 from fastps.device.cuda import CudaDevice
 from fastps.device.finite_check import FiniteCheck, ResultsCheck
 from fastps.device.interface import Event, Stream
@@ -70,15 +69,13 @@ class DeviceArena(DeviceMemory):
     def __init__(self, store: "JobMemory", rank: int, device: CudaDevice, *, items: int = MOST_ITEMS) -> None:
         """`items`: how many work items of a shard may be in flight."""
         super().__init__(store, rank, device)
-        users_rule.prepare(device, self._layout.rule, store.hypers)
         self._shown: dict[int, int] = {}  # by shard: the buffer of which the replica is
-        self._written, self._finished = device.make_event(), device.make_event()
+        self._finished = device.make_event()
         for event in (*self._computed, *self._folded, self._released):
             device.record(event, device.compute_stream())  # so that no stream waits for an event without a record
         self.marked: set[int] = set()
         self._opened: dict[tuple[int, str, int], Event] = {}
         self._with_events: set[int] = set()  # the lanes that have shown their handles
-        self._reached: dict[int, bool] = {}  # by shard: whether this lane's device reaches the home
         self._shapes = [self._shape_of(shard) for shard in range(len(self._regions))]
         self._tiles: dict[int, tuple[int, int]] = {}  # by shard: address and number of tiles
         self._queues: dict[int, _FoldQueue] = {}
@@ -104,8 +101,8 @@ class DeviceArena(DeviceMemory):
         """This lane's events and streams by name, for checks that leave one out. Makes the streams of folds and copies."""
         queues = {shard: self._queue_of(shard) for shard in self.own_shards()}
         copies = {owner: self._copies_of(owner) for owner in sorted(set(self.owner_lanes))}
-        named: dict[str, Event | Stream] = {"released": self._released, "sends": self._sends}
-        named |= {"written": self._written, "finished": self._finished, "compute": self.compute_stream()}
+        named: dict[str, Event | Stream] = {"released": self._released}
+        named |= {"finished": self._finished, "compute": self.compute_stream()}
         named |= {f"computed {shard}": event for shard, event in enumerate(self._computed)}
         named |= {f"folded {shard}": event for shard, event in enumerate(self._folded)}
         for shard, queue in queues.items():
@@ -121,13 +118,13 @@ class DeviceArena(DeviceMemory):
 
     # -- order ---------------------------------------------------------------------------------------
 
-    def mark_computed(self, shard: int, slot: int) -> None:
+    def mark_computed(self, shard: int) -> None:
         """Order a shard's gradients in the slot of the next push, written by work queued up to now, before the shard's fold.
 
         `mark_pushed` then leaves the shard out, unless `forget` comes between. Does nothing where this lane waits for its work.
         """
         if not self.waits:
-            self._mark(shard, slot)
+            self._device.record(self._computed[shard], self._device.compute_stream())
             self.marked.add(shard)
 
     def forget(self, shard: int) -> None:
@@ -137,16 +134,14 @@ class DeviceArena(DeviceMemory):
     def begin_finish(self, slot: int | None = None) -> None:
         """Where this lane waits for its own work, note the work that `is_finished` asks for: all that is queued up to now.
 
-        `slot`: the one that is pushed next, or None; homes that do not reach this device find its gradients in host memory.
+        `slot`: the one that is pushed next, whose gradients are checked, or None.
         """
         if self.waits:
             stream = self._device.compute_stream()
-            if slot is not None:
-                for shard in self._send_order():
-                    self._send(shard, slot, stream)
-                if self._finite is not None:
-                    slots, _ = self._open_slots(self._rank)
-                    self._finite.queue(slots + self._slots_at(self._rank).offset(self._rank, slot, 0), stream)
+            if slot is not None and self._finite is not None:
+                self._finite.queue(
+                    self._open_slots(self._rank) + self._slots_at(self._rank).offset(self._rank, slot, 0), stream
+                )
             self._device.record(self._finished, stream)
 
     def is_finished(self) -> bool:
@@ -161,43 +156,14 @@ class DeviceArena(DeviceMemory):
         """
         if slot is not None and self._finite is not None:
             self._tell_nonfinite(slot, self._finite)
-        for shard in self._send_order():
-            if slot is not None and self.waits:
-                self._device.record(self._computed[shard], self._device.compute_stream())
-            elif slot is not None and shard not in self.marked:
-                self._mark(shard, slot)
-            elif slot is None and shard in self.marked and self.is_sent(shard):
-                self._device.wait(self._computed[shard], self._device.compute_stream())  # a copy may still read the slot
+        for shard, computed in enumerate(self._computed):
+            if slot is not None and shard not in self.marked:
+                self._device.record(computed, self._device.compute_stream())
         self.marked.clear()
 
     def mark_released(self) -> None:
         """Order all reads of weights that are queued up to now before any later fold. Call it before weights are released."""
         self._device.record(self._released, self._device.compute_stream())
-
-    def _mark(self, shard: int, slot: int) -> None:
-        stream = self._device.compute_stream()
-        if self.is_sent(shard):
-            self._device.record(self._written, stream)
-            self._device.wait(self._written, self._sends)
-            stream = self._sends
-            self._send(shard, slot, stream)
-        self._device.record(self._computed[shard], stream)
-
-    def is_sent(self, shard: int) -> bool:
-        """Whether the shard's home does not reach this lane's slots, and finds its gradients in host memory."""
-        if self._slot_owners[self._rank] not in self._slot_copies or not self._regions[shard].floats:
-            return False
-        if shard not in self._reached:
-            self._reached[shard] = self._device.can_reach(self._identity(self.owner_lanes[shard]).decode())
-        return not self._reached[shard]
-
-    def _send(self, shard: int, slot: int, stream: Stream) -> None:
-        """Queue the copy of a shard's gradients to host memory, if its home needs it."""
-        if self.is_sent(shard):
-            region, layout = self._regions[shard], self._slots_at(self._rank)
-            slots, copies = self._open_slots(self._rank)
-            offset = layout.offset(self._rank, slot, region.first)
-            self._device.copy(copies + offset, slots + offset, layout.bytes * region.floats, stream)
 
     def _tell_nonfinite(self, slot: int, check: FiniteCheck) -> None:
         """Write into the slot which parameters are non-finite. Its post orders this before a combiner's look."""
@@ -248,31 +214,18 @@ class DeviceArena(DeviceMemory):
     def _copy_shown(self, shard: int, buffer: int, replica: int, stream: Stream) -> None:
         """Queue the copies of a distant buffer, as far as models show it, into the replica."""
         region, base = self._regions[shard], self._bases[shard]
-        source, halves = base or self._mirrors[shard], region.halves(buffer) if base else region.mirror_halves(buffer)
         for begin, length in self._float_runs[shard]:
-            begin_at = source + region.weights(buffer) + 4 * begin
+            begin_at = base + region.weights(buffer) + 4 * begin
             self._device.copy(replica + 4 * (region.first + begin), begin_at, 4 * length, stream)
         if self._halves_type:
             target = replica + self._replica_halves + 2 * region.first
-            self._device.copy(target, source + halves, 2 * region.floats, stream)
+            self._device.copy(target, base + region.halves(buffer), 2 * region.floats, stream)
 
     def _copies_of(self, owner: int) -> _CopyQueue:
         """The queue of copies from a home, made for the first one."""
         if owner not in self._copies:
             self._copies[owner] = _CopyQueue(self._device.make_stream(), self._device.make_event())
         return self._copies[owner]
-
-    def _send_order(self) -> list[int]:
-        """The shards from the last to the first of each home, beginning with another home in each lane.
-
-        If all sent the shards of one home first, the other homes would have nothing to fold.
-        """
-        owners = self.owner_lanes
-
-        def key(shard: int) -> tuple[int, int]:
-            return owners[shard + 1 :].count(owners[shard]), (owners[shard] - self._rank) % self._layout.lanes
-
-        return sorted(range(len(owners)), key=key)
 
     def synchronize_all(self) -> None:
         """Block the host until this lane's folds and computations are done.
@@ -346,8 +299,7 @@ class DeviceArena(DeviceMemory):
         made = []
         for push in call.pushes:
             hypers, present = self._store.slot_words(push.lane, push.slot)
-            slots, copies = self._open_slots(push.lane)
-            gradient = (slots or copies) + self._slots_at(push.lane).offset(push.lane, push.slot, region.first)
+            gradient = self._open_slots(push.lane) + self._slots_at(push.lane).offset(push.lane, push.slot, region.first)
             made.append(launch_args.DevicePush(gradient, hypers, present[span], push.scale, push.rate_scale))
         item, counted = launch_args.make_launch_args(
             shape, call.mode, made, steps_in, buffers, scale=call.scale, rate_scale=call.rate_scale, nonfinite=flag
@@ -358,26 +310,13 @@ class DeviceArena(DeviceMemory):
         def launch(address: int) -> None:
             self._device.launch_fold(shape.rule, self._layout.gradient_type, address, tiles, blocks, queue.stream)
 
-        # Only where every fold takes all pushes do items of a size come again and again.
-        queue.items.queue(item, launch, queue.stream, repeats=self._layout.policy.fold == "all")
+        queue.items.queue(item, launch, queue.stream)
         if self._results is not None:
             self._results.tell(shard, queue.stream)
-        if self._mirrors[shard] and region.floats:
-            self._renew_mirror(shard, call.weights_out, queue.stream)
         self._device.record(self._folded[shard], queue.stream)
         steps_out[:] = counted
         self.folds += 1
         return None
-
-    def _renew_mirror(self, shard: int, buffer: int, stream: Stream) -> None:
-        """Queue the copies of a folded buffer, as far as models show it, to the shard's mirror in host memory."""
-        region, mirror, base = self._regions[shard], self._mirrors[shard], self._bases[shard]
-        for begin, length in self._float_runs[shard]:
-            offset = region.weights(buffer) + 4 * begin
-            self._device.copy(mirror + offset, base + offset, 4 * length, stream)
-        if self._halves_type:
-            target, source = mirror + region.mirror_halves(buffer), base + region.halves(buffer)
-            self._device.copy(target, source, 2 * region.floats, stream)
 
     def write_halves(self, buffers: Sequence[int]) -> None:
         """Write the weights of these buffers, one a shard, once more in half precision, and wait until it is done.
@@ -402,7 +341,7 @@ class DeviceArena(DeviceMemory):
             def launch(address: int, plain: launch_args.Shape = plain, tiles: int = tiles, blocks: int = blocks) -> None:
                 self._device.launch_fold(plain.rule, self._layout.gradient_type, address, tiles, blocks, stream)
 
-            self._by_hand.queue(item, launch, stream, repeats=False)
+            self._by_hand.queue(item, launch, stream)
             self._device.synchronize(stream)
 
     def _nonfinite_parameter(self, shard: int, lane: int, slot: int) -> int:

@@ -4,22 +4,22 @@ Memory comes from cudaMalloc, never from a pool, because a CUDA IPC handle names
 2 MiB, because CUDA shares the whole block of a smaller one. Events are created for sharing between processes. Without a GPU the
 error is a single sentence.
 
-Written against CuPy 13 and 14 (the same names in cupy.cuda.runtime). All calls go through a `Cuda`, which can be one that
+Written against CuPy 14. All calls go through a `Cuda`, which can be one that
 simulates CUDA in host memory. docs/how-to/gpu.md lists the parts that have run on a GPU.
 """
 
 import ctypes
 import logging
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from fastps.device.cuda_errors import NOT_READY, NamedRuntime, of_status
-from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceFailedError, DeviceLostError
-from fastps.device.regions import Region, handle_of, make_region, open_region, release
+from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceFailedError, DeviceLostError, DeviceMemoryError
 from fastps.kernels.cuda import runtime as cuda
-from fastps.kernels.update.fold import RULE_USER
+from fastps.system.cache import kept
 
 logger = logging.getLogger("fastps.device")
 
@@ -30,9 +30,7 @@ IPC_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: opening a handle ena
 STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking
 COPY_DEFAULT = 4  # cudaMemcpyDefault: the addresses determine the direction
 HOST_ALLOC_PORTABLE = 1  # cudaHostAllocPortable
-HOST_REGISTER_SHARED = 3  # cudaHostRegisterPortable and cudaHostRegisterMapped: kernels read and write it, too
 SUCCESS = 0  # cudaSuccess
-CAPTURE_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: calls that a capture forbids are errors in its thread alone
 SHARED_BYTES = 1 << 21  # the runtime's advice for memory that is shared between processes
 
 
@@ -52,8 +50,16 @@ class Cuda(Protocol):
         """Launch the fold's kernel on a stream of the device, which is the calling thread's."""
         ...
 
-    def use_rule(self, device: int, text: str) -> None:
-        """Compile a user's rule for a device; `launch_fold` then runs it for RULE_USER. Raises DeviceError."""
+    def identity(self, device: int) -> str:
+        """A name of a device, the same in every process, and of no other device."""
+        ...
+
+    def empty_cache(self) -> None:
+        """Give back the memory of devices that the caller's framework keeps without need."""
+        ...
+
+    def prepare(self, device: int, rule: int, dtype: str, users: str) -> None:
+        """Compile and load the kernels of a rule and a dtype. `users`: the text of the rule RULE_USER. Raises DeviceError."""
         ...
 
     def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
@@ -80,21 +86,35 @@ class CupyCuda:
         self.runtime = self._cupy.cuda.runtime
         self._users = ""
 
-    def use_rule(self, device: int, text: str) -> None:
+    def identity(self, device: int) -> str:
+        """See Cuda. Parts of a GPU (MIG) share its PCI address, and CuPy's copy of a UUID ends at its first zero byte."""
+        import torch
+
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def empty_cache(self) -> None:
         """See Cuda."""
+        import torch
+
+        torch.cuda.empty_cache()
+
+    def prepare(self, device: int, rule: int, dtype: str, users: str) -> None:
+        """See Cuda. Machine code is kept in the cache folder."""
+        self._users = users or self._users
         try:
-            cuda.fold_kernel(device, RULE_USER, "float32", text)
-        except self._cupy.cuda.compiler.CompileException as error:
-            raise DeviceError(f"expected a cuda= that compiles, found that NVRTC refuses it: {error}") from error
-        self._users = text
+            cuda.fold_kernel(device, rule, dtype, self._users, compiled)
+            cuda.check_kernel(device, dtype, compiled)
+        except RuntimeError as error:
+            what = "a cuda= that compiles" if users else "the kernels to compile"
+            raise DeviceError(f"expected {what}, found that they do not: {error}; {cuda.ADVICE}") from error
 
     def launch_fold(self, device: int, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
         """See Cuda."""
-        cuda.fold_kernel(device, rule, dtype, self._users)(self._cupy.cuda.ExternalStream(stream, device), order, tiles, blocks)
+        cuda.fold_kernel(device, rule, dtype, self._users, compiled)(stream, order, tiles, blocks)
 
     def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
         """See Cuda."""
-        cuda.check_kernel(device, dtype)(self._cupy.cuda.ExternalStream(stream, device), args, tiles, blocks)
+        cuda.check_kernel(device, dtype, compiled)(stream, args, tiles, blocks)
 
     def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> Any:
         """See Cuda. Returns a CuPy array."""
@@ -108,6 +128,11 @@ class CupyCuda:
         import torch
 
         return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def compiled(architecture: str, text: str) -> bytes:
+    """The machine code of a source, from the cache folder if it was compiled before."""
+    return kept(f"kernels/{cuda.key_of(architecture, text)}.cubin", partial(cuda.compile_with_nvrtc, architecture, text))
 
 
 class CudaDevice:
@@ -135,34 +160,26 @@ class CudaDevice:
                 f"expected a GPU of 0 to {self._runtime.getDeviceCount() - 1}, found {index}: check CUDA_VISIBLE_DEVICES"
             )
         self._runtime.setDevice(index)
-        self.identity = str(self._runtime.deviceGetPCIBusId(index))
-        self._runtime = NamedRuntime(self._cuda.runtime, f"GPU {index} ({self.identity})")
+        self.identity = self._cuda.identity(index)
+        self._runtime = NamedRuntime(self._cuda.runtime, f"GPU {index} ({self._runtime.deviceGetPCIBusId(index)})")
         self._launch = self._runtime.checked(self._cuda.launch_fold, "launch_fold")
+        self._check = self._runtime.checked(self._cuda.launch_check, "launch_check")
         self._owned: dict[int, int] = {}  # address to size
-        self._shared: dict[int, Region] = {}  # host memory that processes share
         self._streams: list[int] = []
         self._opened: set[int] = set()
-        self._pinned: list[int] = []
+        self._pinned: set[int] = set()
         self._peers: set[int] = set()  # to which peer access is enabled
-        self._graphs: list[int] = []
 
     def _use(self) -> Any:
         """The runtime, with this device set as the calling thread's current device."""
         self._runtime.setDevice(self.index)
         return self._runtime
 
-    @property
-    def reaches_all(self) -> bool:
-        """Whether this device has peer access to every other device that this process sees."""
-        runtime = self._use()
-        others = [index for index in range(runtime.getDeviceCount()) if index != self.index]
-        return all(runtime.deviceCanAccessPeer(self.index, other) for other in others)
-
     def can_reach(self, identity: str) -> bool:
         """Whether this device has peer access to that one. It reaches itself, and no GPU that this process does not see."""
         runtime = self._use()
         for index in range(runtime.getDeviceCount()):
-            if str(runtime.deviceGetPCIBusId(index)) == identity:
+            if self._cuda.identity(index) == identity:
                 return index == self.index or bool(runtime.deviceCanAccessPeer(self.index, index))
         return False
 
@@ -172,7 +189,11 @@ class CudaDevice:
         """Allocate zeroed memory, aligned to 256 bytes; returns its address. Raises DeviceMemoryError."""
         runtime = self._use()
         size = -(-size // self.granularity) * self.granularity
-        address = int(runtime.malloc(size))
+        try:
+            address = int(runtime.malloc(size))
+        except DeviceMemoryError:  # torch keeps what tensors have freed
+            self._cuda.empty_cache()
+            address = int(runtime.malloc(size))
         runtime.memsetAsync(address, 0, size, 0)
         runtime.streamSynchronize(0)
         self._owned[address] = size
@@ -199,12 +220,9 @@ class CudaDevice:
         self._opened.add(address)
         return address
 
-    def borrow(self, other: "CudaDevice", address: int) -> None:
-        """Let this device's work use an allocation of another device of this process, to which it has peer access.
-
-        Memory from allocate_host is open to every GPU of the process.
-        """
-        if address in other._shared or other.index == self.index or other.index in self._peers:
+    def borrow(self, other: "CudaDevice") -> None:
+        """Let this device's work use the memory of another device of this process, to which it has peer access."""
+        if other.index == self.index or other.index in self._peers:
             return
         try:
             self._use().deviceEnablePeerAccess(other.index)
@@ -217,39 +235,12 @@ class CudaDevice:
             ) from error
         self._peers.add(other.index)
 
-    def allocate_host(self, size: int) -> int:
-        """Allocate zeroed, pinned host memory that other processes can open, and that copies and folds of every device use."""
-        return self._share(make_region(size, "host memory"))
-
-    def export_host(self, address: int) -> bytes:
-        """The handle of an allocation from allocate_host, HANDLE_BYTES long."""
-        return handle_of(self._shared[address])
-
-    def open_host(self, handle: bytes) -> int:
-        """Map another process's memory from allocate_host. Raises DeviceLostError for a stale handle."""
-        return self._share(open_region(handle))
-
-    def _share(self, region: Region) -> int:
-        """Page-lock shared host memory. Kernels use the host's address: CUDA's addresses are unified on every 64-bit Linux."""
-        try:
-            self._use().hostRegister(region.address, region.size, HOST_REGISTER_SHARED)
-        except DeviceError as error:
-            if isinstance(error, DeviceFailedError):
-                raise
-            release(region)
-            raise DeviceError(
-                f"expected to page-lock {region.size:,} bytes of host memory, found that CUDA refuses ({error}): raise"
-                " RLIMIT_MEMLOCK, or use FASTPS_PLACEMENT=host"
-            ) from error
-        self._shared[region.address] = region
-        return region.address
-
     def close(self, address: int) -> None:
-        """Free an allocation, or unmap an opened one. All processes that opened it must close it before it is freed."""
+        """Free an allocation or host memory, or unmap an opened one. Other processes must close it before it is freed."""
         runtime = self._use()
-        if address in self._shared:
-            runtime.hostUnregister(address)
-            release(self._shared.pop(address))
+        if address in self._pinned:
+            self._pinned.discard(address)
+            runtime.freeHost(address)
         elif address in self._opened:
             self._opened.discard(address)
             runtime.ipcCloseMemHandle(address)
@@ -258,9 +249,9 @@ class CudaDevice:
             runtime.free(address)
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
-        """Page-locked host memory, so that asynchronous copies really are asynchronous. It lives as long as the device."""
+        """Page-locked host memory, so that asynchronous copies really are asynchronous. It lives until `close` or `shut`."""
         address = int(self._use().hostAlloc(max(size, 1), HOST_ALLOC_PORTABLE))
-        self._pinned.append(address)
+        self._pinned.add(address)
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
         memory[:] = 0
         return memory
@@ -351,13 +342,13 @@ class CudaDevice:
         if blocks:
             self._launch(self.index, rule, dtype, order, tiles, blocks, stream)
 
-    def use_rule(self, text: str) -> None:
-        """Compile a user's rule, the text that the kernels include. Folds of RULE_USER then run it.
+    def prepare(self, rule: int, dtype: str, users: str = "") -> None:
+        """Compile and load the kernels of a rule and a gradient dtype, so that no launch does. Raises DeviceError.
 
-        Raises DeviceError if the compiler refuses it.
+        `users`: the text that the kernels include, for RULE_USER.
         """
         self._use()
-        self._cuda.use_rule(self.index, text)
+        self._cuda.prepare(self.index, rule, dtype, users)
 
     def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
         """Queue the kernel that looks for non-finite values in a slot of gradients of a dtype.
@@ -366,26 +357,7 @@ class CudaDevice:
         """
         self._use()
         if blocks:
-            self._cuda.launch_check(self.index, dtype, args, tiles, blocks, stream)
-
-    def begin_capture(self, stream: int) -> None:
-        """Take copies and folds that are queued on the stream from now on into a graph, instead of running them.
-
-        Until `end_capture` this thread may ask nothing else of the device. Other threads are not restricted.
-        """
-        self._use().streamBeginCapture(stream, CAPTURE_THREAD_LOCAL)
-
-    def end_capture(self, stream: int) -> int:
-        """End a capture; returns the graph."""
-        runtime = self._use()
-        graph = runtime.streamEndCapture(stream)
-        self._graphs.append(int(runtime.graphInstantiate(graph)))
-        runtime.graphDestroy(graph)
-        return self._graphs[-1]
-
-    def launch(self, graph: int, stream: int) -> None:
-        """Queue the work of a graph."""
-        self._use().graphLaunch(graph, stream)
+            self._check(self.index, dtype, args, tiles, blocks, stream)
 
     def shut(self, *, waits: bool = True) -> None:
         """Release everything that is left. The device must not be used afterwards.
@@ -401,15 +373,9 @@ class CudaDevice:
             runtime.deviceSynchronize()
         except DeviceError as error:  # after a death of another worker, which is what its caller reports
             logger.warning("work on GPU %d had failed when the device was shut: %s", self.index, str(error))
-        for graph in self._graphs:
-            runtime.graphExecDestroy(graph)
-        self._graphs.clear()
         # The process's end destroys the events: another process may be about to wait for one, which CUDA leaves undefined.
-        for address in [*self._opened, *self._owned, *self._shared]:
+        for address in [*self._opened, *self._owned, *self._pinned]:
             self.close(address)
         for stream in self._streams:
             runtime.streamDestroy(stream)
         self._streams.clear()
-        for address in self._pinned:
-            runtime.freeHost(address)
-        self._pinned.clear()

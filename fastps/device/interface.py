@@ -1,4 +1,4 @@
-"""What a device says to the rest of fastps: its errors, and the numbers that stand for streams, events and graphs."""
+"""What a device says to the rest of fastps: its errors, and the numbers that stand for streams and events."""
 
 import os
 
@@ -8,7 +8,6 @@ HANDLE_BYTES = 64  # size of a handle of memory or of an event, as in CUDA
 # What CUDA calls so is a pointer.
 Stream = int
 Event = int
-Graph = int
 
 
 class DeviceError(Error):

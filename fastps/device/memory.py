@@ -4,10 +4,9 @@ The control words stay in the shared arena. Each shard has a home, the device of
 and state are one allocation there. A lane's slots lie on the lane's own device. A server owns all of it, and has a device
 object for each GPU. Every owner writes a handle table in the arena: its device, and handles of its events and its memory.
 
-Where a device is not reached, the lane copies its gradients to host memory before it posts them, and the home mirrors its
-weights there. A lane shows its model the home's weights themselves where it shares the home, and else a replica on its own
-device, which a pull copies. The replica has two sides in turn where a push may be posted while it is computed: backward still
-reads the one while the next weights are copied into the other.
+Every lane's device has peer access to every home. A lane shows its model the home's weights themselves where it shares the
+home, and else a replica on its own device, which a pull copies. The replica has two sides in turn where a push may be posted
+while it is computed: backward still reads the one while the next weights are copied into the other.
 
 Memory does not survive its owner: the job then ends with an error that names the worker, and must be restarted. A job that goes
 on without lost workers has a server.
@@ -22,7 +21,6 @@ import numpy.typing as npt
 
 from fastps.device.cuda import CudaDevice
 from fastps.device.first import FirstVersion
-from fastps.device.interface import HANDLE_BYTES, Stream
 from fastps.device.plan import (
     FILLED,
     LEAST_BYTES,
@@ -30,7 +28,6 @@ from fastps.device.plan import (
     Region,
     Slots,
     handle_table_dtype,
-    owners_at,
     regions_of,
     shown_floats,
     slot_owners,
@@ -44,8 +41,6 @@ from fastps.kernels.update import fold
 if TYPE_CHECKING:
     from fastps.job.layout import Layout
     from fastps.membership.job_memory import JobMemory
-
-_NOTHING = bytes(HANDLE_BYTES)
 
 
 class DeviceMemory:
@@ -75,10 +70,8 @@ class DeviceMemory:
             [index for index, parameter in enumerate(self._layout.parameters) if parameter.shard == shard]
             for shard in range(len(self._regions))
         ]
-        self._bases = [0] * len(self._regions)  # 0: out of reach
-        self._mirrors = [0] * len(self._regions)  # 0: the home has none
+        self._bases = [0] * len(self._regions)  # 0: of another device of the server
         self._lane_slots: dict[int, int] = {}  # by their owner
-        self._slot_copies: dict[int, int] = {}
         self._own: set[int] = set()  # of those, the allocations of this process
         self._siblings: Mapping[int, DeviceMemory] = {}
         self.waits = waits_before_posting(self._layout)
@@ -88,7 +81,6 @@ class DeviceMemory:
         self._computed = [device.make_event() for _ in self._regions]
         self._folded = [device.make_event() for _ in self._regions]
         self._released = device.make_event()
-        self._sends: Stream = device.make_stream()
         self._identities: dict[int, bytes] = {}
 
     # -- setup: memory and handle tables -------------------------------------------------------------
@@ -109,8 +101,10 @@ class DeviceMemory:
         return bool(self._own)
 
     def know(self, siblings: "Mapping[int, DeviceMemory]") -> None:
-        """Use the memory of the other devices of this process, by their owners' numbers, without handles."""
+        """Use the memory of the other devices of this process, by their owners' numbers. Raises DeviceError."""
         self._siblings = siblings
+        for sibling in siblings.values():
+            self._device.borrow(sibling._device)
 
     def _slots_at(self, lane: int) -> Slots:
         """The layout of the allocation that has a lane's slots."""
@@ -122,20 +116,13 @@ class DeviceMemory:
         `is_first`: whether this is the lane's first owner; a later one finds the first weights written.
         """
         table, device = np.zeros((), handle_table_dtype(len(self._regions))), self._device
-        is_apart = not device.reaches_all and (self._lane == self._rank or len(owners_at(self._layout, self._lane)) > 1)
         for shard, region in enumerate(self._regions):
             if self.owner_lanes[shard] == self._rank:
                 self._bases[shard] = self._allocated(region.size)
                 table["memory"][shard] = np.void(device.export(self._bases[shard]))
-                if is_apart:
-                    self._mirrors[shard] = self._allocated(region.mirror_size, on_host=True)
-                    table["mirrors"][shard] = np.void(device.export_host(self._mirrors[shard]))
         if self._rank in self._slot_owners:
             self._lane_slots[self._rank] = self._allocated(self._slots[self._rank].size)
             table["slots"] = np.void(device.export(self._lane_slots[self._rank]))
-            if is_apart:
-                self._slot_copies[self._rank] = self._allocated(self._slots[self._rank].size, on_host=True)
-                table["slot_copies"] = np.void(device.export_host(self._slot_copies[self._rank]))
         table["identity"] = device.identity.encode()
         table["released"] = np.void(device.export_event(self._released))
         for shard, (computed, folded) in enumerate(zip(self._computed, self._folded, strict=True)):
@@ -145,8 +132,8 @@ class DeviceMemory:
         shown[...] = table
         shown["ready"] = SHOWN if is_first else FILLED  # last, for a pull reads it without the locks
 
-    def _allocated(self, size: int, *, on_host: bool = False) -> int:
-        address = self._device.allocate_host(size) if on_host else self._device.allocate(size)
+    def _allocated(self, size: int) -> int:
+        address = self._device.allocate(size)
         self._own.add(address)
         return address
 
@@ -162,31 +149,23 @@ class DeviceMemory:
         return all(self.handle_table(owner)["ready"] >= SHOWN for owner in owners)
 
     def is_filled(self) -> bool:
-        """Whether the server, or lane 0 as far as it reaches, wrote the first weights. The caller holds the shard locks."""
+        """Whether the server, or lane 0, wrote the first weights. The caller holds the shard locks."""
         return bool(self.handle_table(self._layout.lanes if self._layout.has_server else 0)["ready"] >= FILLED)
 
-    def is_ready(self) -> bool:
-        """Whether all first weights are in their places. The caller holds the shard locks."""
-        late = {owner for owner in self.owner_lanes if self._is_apart(owner)}
-        return self.is_filled() and all(self.handle_table(owner)["ready"] >= FILLED for owner in late)
-
-    def _is_apart(self, owner: int) -> bool:
-        """Whether lane 0 writes a home's first weights into its mirror: it could not reach it, and does not try."""
-        table = self.handle_table(owner)
-        return 0 < owner < self._layout.lanes and bytes(table["mirrors"][self.owner_lanes.index(owner)]) != _NOTHING
-
     def open(self) -> None:
-        """Map the homes and slots that this lane uses, and make its replica. The caller holds the shard locks."""
+        """Map the homes and slots that this lane uses, and make its replica. The caller holds the shard locks.
+
+        Raises UnsupportedError without peer access to a home.
+        """
         for shard, owner in enumerate(self.owner_lanes):
             if owner == self._rank:
                 continue
-            table = self.handle_table(owner)
-            if self._device.can_reach(self._identity(owner).decode()):
-                self._bases[shard] = self._device.open(bytes(table["memory"][shard]))
-            if (handle := bytes(table["mirrors"][shard])) != _NOTHING:
-                self._mirrors[shard] = self._device.open_host(handle)
-            if not self._bases[shard] and not self._mirrors[shard]:
-                raise self._one_way(owner)
+            if not self._device.can_reach(self._identity(owner).decode()):
+                raise UnsupportedError(
+                    f"expected peer access from {self._device.identity} to {self._identity(owner).decode()}, which has shards,"
+                    " found none: use FASTPS_PLACEMENT=host (`fastps doctor` shows the pairs)"
+                )
+            self._bases[shard] = self._device.open(bytes(self.handle_table(owner)["memory"][shard]))
         if self._rank < self._layout.lanes:
             self._open_slots(self._rank)
             if self._identity(self._slot_owners[self._rank]) != self._device.identity.encode():
@@ -198,49 +177,22 @@ class DeviceMemory:
             if len(self.near_shards()) < len(self._regions):
                 self._replica = self._device.allocate(max(LEAST_BYTES, self._side_bytes * self.sides))
 
-    def _open_slots(self, lane: int) -> tuple[int, int]:
-        """Map a lane's slots; returns their address, and that of their copies in host memory, or 0.
-
-        The lane itself maps both, others the copies only where they do not reach the slots.
-        """
+    def _open_slots(self, lane: int) -> int:
+        """Map a lane's slots; returns the address of their owner's allocation."""
         owner = self._slot_owners[lane]
-        if owner not in self._lane_slots and owner not in self._slot_copies:
-            is_reached = self._device.can_reach(self._identity(owner).decode())
-            if is_reached:
-                self._lane_slots[owner] = self._mapped(owner, "slots")
-            if not is_reached or (lane == self._rank and bytes(self.handle_table(owner)["slot_copies"]) != _NOTHING):
-                self._slot_copies[owner] = self._mapped(owner, "slot_copies")
-        return self._lane_slots.get(owner, 0), self._slot_copies.get(owner, 0)
-
-    def _mapped(self, owner: int, what: str) -> int:
-        """Map the slots of an owner, or their copies in host memory. Raises UnsupportedError if there are none."""
-        on_host = what == "slot_copies"
         if owner in self._siblings:
-            sibling = self._siblings[owner]
-            address = (sibling._slot_copies if on_host else sibling._lane_slots)[owner]
-            self._device.borrow(sibling._device, address)
-            self._own.add(address)  # which this process does not unmap
-            return address
-        handle = bytes(self.handle_table(owner)[what])
-        if handle == _NOTHING:
-            raise self._one_way(owner)
-        return self._device.open_host(handle) if on_host else self._device.open(handle)
-
-    def _one_way(self, owner: int) -> UnsupportedError:
-        return UnsupportedError(
-            f"expected peer access between {self._device.identity} and {self._identity(owner).decode()} in both"
-            " directions or in neither, found it in one: use FASTPS_PLACEMENT=host"
-        )
+            return self._siblings[owner]._lane_slots[owner]
+        if owner not in self._lane_slots:
+            self._lane_slots[owner] = self._device.open(bytes(self.handle_table(owner)["slots"]))
+        return self._lane_slots[owner]
 
     def unmap(self) -> None:
         """Unmap the memory of other lanes. No views of it may exist any more, and no work on it may be queued."""
-        for addresses in (self._bases, self._mirrors, [*self._lane_slots.values()], [*self._slot_copies.values()]):
-            for address in addresses:
-                if address and address not in self._own:
-                    self._device.close(address)
-        self._bases, self._mirrors = [0] * len(self._regions), [0] * len(self._regions)
+        for address in [*self._bases, *self._lane_slots.values()]:
+            if address and address not in self._own:
+                self._device.close(address)
+        self._bases = [0] * len(self._regions)
         self._lane_slots.clear()
-        self._slot_copies.clear()
 
     def own_shards(self) -> list[int]:
         """The shards that this owner folds: those on its own device. With a server, only the server's devices fold."""
@@ -262,53 +214,17 @@ class DeviceMemory:
         return self._identities[owner]
 
     def fill(self, first: FirstVersion) -> None:
-        """Write the first weights, state and average; return when the copies are done. A device of the server fills its shards.
-
-        A home that has a mirror finds its weights there, and takes them by `take_first`. Raises UnsupportedError for such a
-        home in a job that resumes.
-        """
+        """Write the first weights, state and average, those of this device of a server; return when the copies are done."""
         for shard, owner in enumerate(self.owner_lanes):
             if self._layout.has_server and owner != self._rank:
                 continue
-            is_direct = not self._is_apart(owner)
-            if first.is_resumed and not is_direct:
-                raise UnsupportedError(
-                    f"expected peer access from {self._device.identity} to {self._identity(owner).decode()} to resume a job on"
-                    " GPUs, found none: use FASTPS_PLACEMENT=host, or a server process"
-                )
             for index in self._parameters[shard]:
                 source = self._staged(first.weights[index])
-                if self._mirrors[shard]:
-                    self._write(self._mirrors[shard] + self._inside(index), source, index)
-                    self._write_first_halves(self._mirrors[shard] + self._regions[shard].mirror_halves(0), source, index)
-                if is_direct:
-                    self._write(self.weights_address(0, index), source, index)
-                    self._write_first_halves(self._bases[shard] + self._regions[shard].halves(0), source, index)
-                    for plane in first.written:
-                        self._write(self.plane_address(0, plane, index), self._staged(first.planes[plane][index]), index)
+                self._write(self.weights_address(0, index), source, index)
+                self._write_first_halves(self._bases[shard] + self._regions[shard].halves(0), source, index)
+                for plane in first.written:
+                    self._write(self.plane_address(0, plane, index), self._staged(first.planes[plane][index]), index)
         self.handle_table(self._rank)["ready"] = FILLED
-
-    def take_first(self) -> None:
-        """Take the first weights of this lane's shards from their mirrors, if lane 0 wrote them there."""
-        if self._rank not in self.owner_lanes or not self._is_apart(self._rank):
-            return
-        for shard, owner in enumerate(self.owner_lanes):
-            for index in self._parameters[shard] if owner == self._rank else ():
-                self._begin_at_home(index, self._mirrors[shard] + self._inside(index))
-        self.handle_table(self._rank)["ready"] = FILLED
-
-    def _begin_at_home(self, index: int, source: int) -> None:
-        """Write a parameter's first weights, which are at `source`, and the first state of a job that does not resume."""
-        rule, length = self._layout.rule, self._layout.parameters[index].length
-        self._write(self.weights_address(0, index), source, index)
-        shard = self._layout.parameters[index].shard
-        self._write_first_halves(self._bases[shard] + self._regions[shard].halves(0), source, index)
-        if self._layout.policy.ema:
-            self._write(self.plane_address(0, self._layout.planes - 1, index), source, index)
-        for plane in range(len(rule.planes)):
-            if rule.initial_value(plane):
-                source = self._staged(np.full(length, rule.initial_value(plane), np.float32))
-                self._write(self.plane_address(0, plane, index), source, index)
 
     def _write_first_halves(self, halves: int, source: int, index: int) -> None:
         """Write a parameter's weights, which are in host memory at `source`, in half precision into a shard's `halves`."""
@@ -321,8 +237,8 @@ class DeviceMemory:
         narrow = self._narrow[: 2 * length]
         floats = np.frombuffer((ctypes.c_uint8 * (4 * length)).from_address(source), np.float32)
         fold.narrow(floats, narrow.view(np.uint16), self._halves_type)
-        self._device.copy(halves + self._inside(index) // 2, narrow.ctypes.data, 2 * length, self._sends)
-        self._device.synchronize(self._sends)
+        self._device.copy(halves + self._inside(index) // 2, narrow.ctypes.data, 2 * length, self._device.compute_stream())
+        self._device.synchronize(self._device.compute_stream())
 
     def _staged(self, values: npt.NDArray[np.float32]) -> int:
         """The address of a copy of the values, for the writes up to the next call."""
@@ -334,8 +250,8 @@ class DeviceMemory:
 
     def _write(self, address: int, source: int, index: int) -> None:
         if size := 4 * self._layout.parameters[index].length:
-            self._device.copy(address, source, size, self._sends)
-            self._device.synchronize(self._sends)  # because the staging memory is used again
+            self._device.copy(address, source, size, self._device.compute_stream())
+            self._device.synchronize(self._device.compute_stream())  # because the staging memory is used again
 
     _staging: npt.NDArray[np.uint8] | None = None
     _narrow: npt.NDArray[np.uint8] | None = None
@@ -343,7 +259,7 @@ class DeviceMemory:
     # -- addresses -----------------------------------------------------------------------------------
 
     def weights_address(self, buffer: int, index: int) -> int:
-        """This process's address of a parameter in a weights buffer at its home. Raises UnsupportedError."""
+        """This process's address of a parameter in a weights buffer at its home."""
         base, region, offset = self._place(index)
         return base + region.weights(buffer) + 4 * offset
 
@@ -368,24 +284,18 @@ class DeviceMemory:
         return self._layout.parameters[index].type != "float32"
 
     def half_address(self, buffer: int, index: int) -> int:
-        """This process's address of a parameter's halves in a weights buffer at its home. Raises UnsupportedError."""
+        """This process's address of a parameter's halves in a weights buffer at its home."""
         base, region, offset = self._place(index)
         return base + region.halves(buffer) + 2 * offset
 
     def plane_address(self, buffer: int, plane: int, index: int) -> int:
-        """This process's address of a parameter in an optimizer-state tensor of a state buffer. Raises UnsupportedError."""
+        """This process's address of a parameter in an optimizer-state tensor of a state buffer."""
         base, region, offset = self._place(index)
         return base + region.state(buffer) + 4 * (region.floats * plane + offset)
 
     def gradient_address(self, lane: int, slot: int, index: int) -> int:
         """This process's address of a parameter's gradient in a lane's slot on that lane's device."""
-        slots, _ = self._open_slots(lane)
-        if not slots:
-            raise UnsupportedError(
-                f"the slots of lane {lane} are on a GPU that {self._device.identity} does not reach: expected peer access, or"
-                " FASTPS_PLACEMENT=host"
-            )
-        return slots + self._slots_at(lane).offset(lane, slot, self._layout.parameters[index].offset)
+        return self._open_slots(lane) + self._slots_at(lane).offset(lane, slot, self._layout.parameters[index].offset)
 
     def _inside(self, index: int) -> int:
         """The offset in bytes of a parameter in weights buffer 0 of its home."""
@@ -395,11 +305,7 @@ class DeviceMemory:
         """The address of a parameter's shard, the shard's layout, and the parameter's offset in each part, in floats."""
         parameter = self._layout.parameters[index]
         region, base = self._regions[parameter.shard], self._bases[parameter.shard]
-        if not base:
-            raise UnsupportedError(
-                f"parameter {parameter.name!r} is on a GPU that {self._device.identity} does not reach: expected peer access to"
-                " read or write whole versions, or FASTPS_PLACEMENT=host"
-            )
+        assert base, "a device of the server asks for its own shards alone"
         return base, region, parameter.offset - region.first
 
     def view(self, address: int, index: int, dtype: str = "float32") -> Any:

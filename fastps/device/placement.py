@@ -6,6 +6,8 @@ imports neither torch nor CuPy, and touches no GPU.
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -17,12 +19,15 @@ from fastps.job.options import OPTIONS, value_of
 
 Placement = Literal["host", "device"]
 _DEVICES = Path("/dev")
+PROBE = [sys.executable, "-m", "fastps.diagnostics.gpu"]
+_PROBE_S = 120.0
 BUCKET_MB = int(OPTIONS["FASTPS_BUCKET_MB"].default)
-_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-def gpus_of_workers() -> list[str]:
+def gpus_of_workers(workers: int | None = None) -> list[str]:
     """The GPU of each worker: worker r has entry r mod n of the launcher's FASTPS_GPUS. [] without the launcher.
+
+    `workers`: how many there are, by default as this worker's variables say.
 
     >>> os.environ["FASTPS_GPUS"] = "0,1"
     >>> gpus_of_workers()
@@ -30,7 +35,17 @@ def gpus_of_workers() -> list[str]:
     >>> del os.environ["FASTPS_GPUS"]
     """
     gpus = _gpus_in(os.environ.get("FASTPS_GPUS", ""))
-    return [gpus[rank % len(gpus)] for rank in range(environment.world_size())] if gpus else []
+    return [gpus[rank % len(gpus)] for rank in range(workers or environment.world_size())] if gpus else []
+
+
+def check_own_gpu(index: int) -> None:
+    """Raise UnsupportedError if a worker's model is on another GPU, cuda:`index`, than the one that the launcher gave it."""
+    own = whole(os.environ.get("LOCAL_RANK", "0")) or 0
+    if os.environ.get("FASTPS_GPUS") and index != own:
+        raise UnsupportedError(
+            f"expected the model of worker {environment.rank()} on cuda:{own}, the GPU that --gpus gives it, found it on"
+            f" cuda:{index}: use cuda:LOCAL_RANK where the script has torchrun's variables, and else cuda:0 (fastps run --env)"
+        )
 
 
 def _gpus_in(text: str) -> list[str]:
@@ -61,16 +76,21 @@ def parse_gpus(text: str) -> str:
     return ",".join(numbers)
 
 
-def gpu_variables(rank: int, base: Mapping[str, str]) -> dict[str, str]:
+def gpu_variables(rank: int, base: Mapping[str, str], *, keeps_order: bool = False) -> dict[str, str]:
     """A worker's variables of CUDA, if FASTPS_GPUS in `base` names GPUs. The worker's own GPU comes first, as cuda:0.
 
     The job's other GPUs follow, because a process can only reach GPUs that it sees. Streams share CUDA_DEVICE_MAX_CONNECTIONS
     queues, 8 unless it is set; the folds of a shard could then wait behind another's, so there are 32, the most.
 
+    With `keeps_order` every worker sees the GPUs in the order of the list, as under torchrun, and LOCAL_RANK has the place of
+    its own GPU there; it differs from the worker's number where workers share a GPU.
+
     >>> gpu_variables(3, {"FASTPS_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "4,5,6"})
     {'CUDA_VISIBLE_DEVICES': '5,4', 'CUDA_DEVICE_MAX_CONNECTIONS': '32'}
     >>> gpu_variables(0, {"FASTPS_GPUS": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     {'CUDA_VISIBLE_DEVICES': '0', 'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
+    >>> gpu_variables(3, {"FASTPS_GPUS": "2,1"}, keeps_order=True)
+    {'CUDA_VISIBLE_DEVICES': '2,1', 'CUDA_DEVICE_MAX_CONNECTIONS': '32', 'LOCAL_RANK': '1'}
     """
     gpus = _gpus_in(base.get("FASTPS_GPUS", ""))
     if not gpus:
@@ -78,22 +98,23 @@ def gpu_variables(rank: int, base: Mapping[str, str]) -> dict[str, str]:
     visible = [name.strip() for name in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if visible and max(map(int, gpus)) >= len(visible):
         raise UsageError(f"FASTPS_GPUS={','.join(gpus)}: expected numbers within CUDA_VISIBLE_DEVICES={','.join(visible)}")
-    own = gpus[rank % len(gpus)]
-    ordered = [own, *(gpu for gpu in dict.fromkeys(gpus) if gpu != own)]
-    return {
+    own, seen = gpus[rank % len(gpus)], list(dict.fromkeys(gpus))
+    ordered = seen if keeps_order else [own, *(gpu for gpu in seen if gpu != own)]
+    found = {
         "CUDA_VISIBLE_DEVICES": ",".join(visible[int(gpu)] if visible else gpu for gpu in ordered),
         "CUDA_DEVICE_MAX_CONNECTIONS": base.get("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
     }
+    return found | ({"LOCAL_RANK": str(seen.index(own))} if keeps_order else {})
 
 
-def placement() -> Placement:
+def placement(workers: int | None = None) -> Placement:
     """The placement that FASTPS_PLACEMENT chooses: "host", "device", or "auto" (the default).
 
     "auto" means "device" if all workers are on one GPU and CuPy is installed, else "host": several GPUs have never been tried.
-    Raises UsageError, and UnsupportedError for an allocator that cannot share memory between processes.
+    `workers` as in `gpus_of_workers`. Raises UsageError.
     """
     wanted = value_of("FASTPS_PLACEMENT")
-    gpus = gpus_of_workers()
+    gpus = gpus_of_workers(workers)
     is_one = len(set(gpus)) == 1 or (not gpus and environment.world_size() == 1)
     if wanted == "auto":
         wanted = "device" if is_one and importlib.util.find_spec("cupy") is not None else "host"
@@ -102,10 +123,27 @@ def placement() -> Placement:
             "FASTPS_PLACEMENT=device: expected to know each worker's GPU, found no word of the GPUs: start the workers with"
             " `fastps run --gpus 0,1 -n N`, or use FASTPS_PLACEMENT=host"
         )
-    if wanted == "device":
-        check_allocator()
-        return "device"
-    return "host"
+    return "device" if wanted == "device" else "host"
+
+
+def settle(workers: int) -> str:
+    """Where "auto" would place a job's shards on a GPU, let two processes try to share its memory and an event.
+
+    If that fails, sets FASTPS_PLACEMENT to "host" for the workers, and returns why; else "".
+    """
+    if value_of("FASTPS_PLACEMENT") != "auto" or not os.environ.get("FASTPS_GPUS") or placement(workers) != "device":
+        return ""
+    variables = {**os.environ, **gpu_variables(0, os.environ)}
+    try:
+        tried = subprocess.run(PROBE, env=variables, capture_output=True, text=True, timeout=_PROBE_S, check=False)
+        failed, said = tried.returncode != 0, (tried.stdout.strip() or tried.stderr.strip() or "no word").splitlines()[-1]
+    except subprocess.TimeoutExpired:
+        failed, said = True, f"no answer within {_PROBE_S:.0f} s"
+    if not failed:
+        return ""
+    os.environ["FASTPS_PLACEMENT"] = "host"
+    gpu = variables["FASTPS_GPUS"]
+    return f"shards lie in host memory: expected processes that share memory and events of GPU {gpu}, found {said}"
 
 
 def bucket_bytes() -> int | None:
@@ -114,13 +152,3 @@ def bucket_bytes() -> int | None:
     None for 0: no fold begins before backward has ended. Raises UsageError.
     """
     return int(value_of("FASTPS_BUCKET_MB") * (1 << 20)) or None
-
-
-def check_allocator() -> None:
-    """Raise UnsupportedError for torch's expandable segments: CUDA exports no handle of such memory to other processes."""
-    for name in _ALLOCATOR_VARIABLES:
-        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
-            raise UnsupportedError(
-                f"shards on a GPU need memory that processes can share, which CUDA refuses with {name}={os.environ[name]}:"
-                " leave expandable_segments out of it, or use FASTPS_PLACEMENT=host"
-            )

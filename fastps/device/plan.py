@@ -26,16 +26,15 @@ LEAST_BYTES = 256  # of an allocation, because an empty one is not possible
 def handle_table_dtype(shards: int) -> np.dtype[Any]:
     """The dtype of an owner's handle table, in its lane's room for model buffers. Read and write it under the shard locks.
 
-    `computed` and `folded` name the owner's two events of each shard, and `released` its third. `slots` and `slot_copies` name
-    the slots that it owns, on its device and in host memory; `memory` and `mirrors` the shards that it owns, on its device and
-    their weights in host memory. A handle of zeros names nothing.
+    `computed` and `folded` name the owner's two events of each shard, and `released` its third; `slots` the slots that it owns,
+    and `memory` the shards that it owns. A handle of zeros names nothing.
     """
     handle = f"V{HANDLE_BYTES}"
     return np.dtype(
         [
             *(("ready", "<i8"), ("identity", "S56")),
-            *((name, handle) for name in ("released", "slots", "slot_copies")),
-            *((name, handle, (shards,)) for name in ("computed", "folded", "memory", "mirrors")),
+            *((name, handle) for name in ("released", "slots")),
+            *((name, handle, (shards,)) for name in ("computed", "folded", "memory")),
         ]
     )
 
@@ -44,7 +43,7 @@ def handle_table_bytes(shards: int) -> int:
     """Size of a handle table in bytes.
 
     >>> handle_table_bytes(1)
-    512
+    384
     """
     return handle_table_dtype(shards).itemsize
 
@@ -112,15 +111,6 @@ class Region:
     def halves(self, buffer: int) -> int:
         """The offset of a weights buffer's halves, behind everything else."""
         return self.state(STATE_BUFFERS) + 2 * self.floats * buffer
-
-    def mirror_halves(self, buffer: int) -> int:
-        """The offset of the same in a mirror, behind its weights buffers."""
-        return self.state(0) + 2 * self.floats * buffer
-
-    @property
-    def mirror_size(self) -> int:
-        """Size in bytes of the weights buffers alone, with their halves."""
-        return max(LEAST_BYTES, self.mirror_halves(self.buffers * self.has_halves))
 
     @property
     def size(self) -> int:

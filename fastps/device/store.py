@@ -8,8 +8,9 @@ reach the devices; other jobs keep the arena in host memory (placement in docs/h
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
+from fastps.device import users_rule
 from fastps.device.arena import PRESENT, DeviceArena
 from fastps.device.cuda import CudaDevice
 from fastps.device.first import FirstVersion
@@ -36,8 +37,9 @@ _CAUSE_NS = 1_000_000_000  # a process whose device fails says so well before
 class DeviceWorker(Worker):
     """A worker of a DeviceStore. Its gradients and weights are the device's arrays."""
 
-    def __init__(self, store: Store, rank: int, listener: Listener, generation: int = 0) -> None:
-        assert isinstance(store, DeviceStore)
+    store: "DeviceStore"
+
+    def __init__(self, store: "DeviceStore", rank: int, listener: Listener, generation: int = 0) -> None:
         self._devices: DeviceArena | None = None  # None until setup is complete; no folds and no waits for streams before
         super().__init__(store, rank, listener, generation)
         try:
@@ -46,7 +48,7 @@ class DeviceWorker(Worker):
                 store.devices = arena
                 self._begin(arena)
         except BaseException as error:
-            self._abandon(True)
+            store.waits_for_work = False
             super().close(f"{type(error).__name__}: {error}")
             raise
         self._devices = arena
@@ -58,13 +60,10 @@ class DeviceWorker(Worker):
         self._await_devices(arena, arena.is_shown)
         self._with_locks(arena.open)
         if self.rank == 0 and self.generation == 0 and not self.store.layout.has_server:
-            assert isinstance(self.store, DeviceStore)
             first = self.store.take_first()
             self._with_locks(lambda: arena.fill(first))
             first.close()
         self._await_devices(arena, arena.is_filled)
-        self._with_locks(arena.take_first)
-        self._await_devices(arena, arena.is_ready)
         arena.show_pulled(self.buffers)
         own = arena.own_shards()
         self._needs_others = len(own) < len(self.buffers) and not self.store.layout.has_server
@@ -80,6 +79,16 @@ class DeviceWorker(Worker):
                 f" {sorted(set(arena.owner_lanes))} and the first weights: start all workers, or raise FASTPS_TIMEOUT"
             ),
         )
+
+    def lock_shards(self) -> None:
+        """See Worker.lock_shards. Orders what is queued from now on after all folds of what is published."""
+        super().lock_shards()
+        try:
+            if self._devices is not None:
+                self._devices.await_folds()
+        except BaseException:
+            self._release(range(self._shards), False)
+            raise
 
     def unlock_shards(self, publish: bool) -> None:
         """See Worker.unlock_shards. Orders reads and writes made under the locks before the next folds and reads."""
@@ -104,15 +113,7 @@ class DeviceWorker(Worker):
             raise UsageError(f"worker {self.rank} is closed, or has not begun")
         return self._devices
 
-    def push(
-        self,
-        hypers: list[Hyper],
-        *,
-        presence: bytes | None = None,
-        scale: float = 1.0,
-        null: bool = False,
-        samples: int = 0,
-    ) -> None:
+    def push(self, hypers: list[Hyper], *, null: bool = False, **others: Any) -> None:
         """See Worker.push. Pushes the gradients that work queued on the compute stream up to now will have written.
 
         Where folds and grants go by what has arrived, waits until that work is done, and the push has the time after the wait.
@@ -121,7 +122,7 @@ class DeviceWorker(Worker):
         with self._deaths_first():
             self._finish(self.devices, slot)
             self.devices.mark_pushed(slot)
-            super().push(hypers, presence=presence, scale=scale, null=null, samples=samples)
+            super().push(hypers, null=null, **others)
         if self._needs_others:
             self.lane.wake_all()  # the lanes that fold the other shards may be asleep
 
@@ -191,7 +192,8 @@ class DeviceWorker(Worker):
         """See Worker.close. Waits until the others have left, because they read this worker's memory; not after a failure."""
         arena, self._devices = self._devices, None
         if self.closed or self.forked or failure is not None or arena is None:
-            self._abandon(failure is not None and not self.closed)
+            if failure is not None and not self.closed:
+                self.store.waits_for_work = False
             super().close(failure, stays=stays)
             return
         try:
@@ -199,7 +201,7 @@ class DeviceWorker(Worker):
             self.wait_for_others()
             arena.synchronize_all()
         except Exception as error:
-            self._abandon(True)
+            self.store.waits_for_work = False
             super().close(f"{type(error).__name__}: {error}")
             raise
         finally:
@@ -208,12 +210,6 @@ class DeviceWorker(Worker):
         super().close()
         if arena.owns_memory:
             self._wait_until_closed()
-
-    def _abandon(self, is_failed: bool) -> None:
-        """After a failure, let the store's end wait for no work: it may wait for a process that waits for this one."""
-        if is_failed:
-            assert isinstance(self.store, DeviceStore)
-            self.store.waits_for_work = False
 
     def _wait_until_closed(self) -> None:
         """Wait until no other lane maps this lane's memory, or one of them has died."""
@@ -249,13 +245,13 @@ class DeviceStore(Store):
     worker_class = DeviceWorker
     device: CudaDevice
     devices: DeviceArena | None = None
-    waits_for_work = True  # when it closes: False after a failure
+    waits_for_work = True  # when it closes, but after a failure: it may wait for a process that waits for this one
     _first: FirstVersion | None = None
     _snapshots: Snapshots | None = None
     _served: Sequence[CudaDevice] = ()
     _arenas: Sequence[DeviceArena] = ()
 
-    def use(self, device: CudaDevice) -> "DeviceStore":
+    def use(self, device: CudaDevice) -> Self:
         """Set this process's device; returns the store. A forked child sets its own device."""
         self.device = device
         return self
@@ -267,6 +263,8 @@ class DeviceStore(Store):
         the handle tables without the shard locks.
         """
         self._served = list(devices)
+        for device in devices:
+            users_rule.prepare(device, self.layout, self.hypers)
         arenas = {lane.index + number: DeviceArena(self, lane.index + number, device) for number, device in enumerate(devices)}
         for arena in arenas.values():
             arena.know(arenas)
@@ -300,6 +298,7 @@ class DeviceStore(Store):
             raise UnsupportedError(
                 f"{policy.spec} {what}, which shards on devices do not: use another discipline, or FASTPS_PLACEMENT=host"
             )
+        users_rule.prepare(self.device, self.layout, self.hypers)
         return super().attach(rank)
 
     def _write_beginning(self, write_weights: Callable[[Views], None], resume: StartState | None) -> None:
@@ -366,11 +365,10 @@ class DeviceStore(Store):
         return [arena.view(arena.gradient_address(lane, slot, index), index, dtype) for index in range(count)]
 
     def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
-        """See Store. Arrays as of `weight_views`. Read them before the shard locks are released."""
+        """See Store. Arrays as of `weight_views`. Read them while this process's worker holds the shard locks."""
         if self._first is not None and self.devices is None:
             return self._first.planes[plane]
         arena = self.arena_on_devices()
-        arena.await_folds()
         return [arena.view(arena.plane_address(buffer, plane, index), index) for index, buffer in self._buffers_of(buffers)]
 
     def copy_version(self, weights: Sequence[int], state: Sequence[int]) -> VersionCopy:

@@ -1,4 +1,4 @@
-"""A user's rule on a device: its C text compiled there, and compared with the Python function on a few values."""
+"""The kernels of a job on a device: compiled before a worker attaches. A user's rule is compared with its Python function."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,8 @@ import numpy.typing as npt
 from fastps.device.cuda import CudaDevice
 from fastps.device.plan import LEAST_BYTES
 from fastps.errors import UnsupportedError, UsageError
-from fastps.job.update_rules import Hyper, Rule
+from fastps.job.layout import Layout
+from fastps.job.update_rules import Hyper
 from fastps.job.user_rules import UserRule
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.update import fold
@@ -20,13 +21,17 @@ _STEPS = (0, 4)  # applications before the one that is compared
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-6  # functions such as expf differ in their last digits between compilers
 
 
-def prepare(device: CudaDevice, rule: Rule, hypers: Sequence[Hyper]) -> None:
-    """Let the device fold with a user's rule; does nothing for a rule of fastps.
+def prepare(device: CudaDevice, layout: Layout, hypers: Sequence[Hyper]) -> None:
+    """Compile what folds of a job run on a device, before anybody waits for them; a user's rule is compared with its function.
 
-    Raises UnsupportedError for a rule without cuda=, or one that reads sums; UsageError if cuda= computes something else than
-    the Python function; DeviceError if it does not compile.
+    Raises UnsupportedError for a user's rule without cuda=, or one that reads sums; UsageError if cuda= computes something else
+    than the Python function; DeviceError if a kernel does not compile.
     """
+    rule = layout.rule
+    if layout.shown_type != "float32":
+        device.prepare(fold.RULE_SGD, layout.gradient_type)  # writes halves alone
     if rule.number in launch_args.RULE_NAMES:
+        device.prepare(rule.number, layout.gradient_type)
         return
     if rule.number == fold.RULE_SUMMING:
         raise UnsupportedError(
@@ -37,7 +42,7 @@ def prepare(device: CudaDevice, rule: Rule, hypers: Sequence[Hyper]) -> None:
             f"expected rule {rule.name!r} in C, too, where shards are on a GPU, found no cuda=: see fastps.rule, or use"
             " FASTPS_PLACEMENT=host"
         )
-    device.use_rule(rule.device_text())
+    device.prepare(rule.number, layout.gradient_type, rule.device_text())
     for hyper in hypers:
         for steps in _STEPS:
             _compare(device, rule, hyper, steps)

@@ -7,19 +7,18 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.device.cuda import CudaDevice
-from fastps.device.interface import Graph, Stream
+from fastps.device.interface import Stream
 
 MOST_ITEMS = 4  # work items of a shard that may be in flight to the device at a time
 _LEAST_BYTES = 1 << 16
 
 
 class _Entry(NamedTuple):
-    """A place of the ring: its number, its address on the device, its pinned memory's, and the bytes of the item in it."""
+    """A place of the ring: its number, its address on the device, and its pinned memory's."""
 
     number: int
     address: int
     staging: int
-    size: int
 
 
 class WorkItems:
@@ -35,33 +34,14 @@ class WorkItems:
         self._least_bytes = least_bytes
         self._next = 0
         self._capacity = 0
-        self._graphs: dict[_Entry, Graph | None] = {}  # None: the same work was queued once
         self.events = [device.make_event() for _ in range(entries)]
 
-    def queue(self, item: npt.NDArray[np.uint8], launch: Callable[[int], None], stream: Stream, *, repeats: bool) -> None:
-        """Queue the copy of a work item, and the work that `launch` queues on `stream`, given the item's address on the device.
-
-        `repeats`: the same work will come again for items of this size in the same place of the ring. From the second time on
-        it is a graph, which costs one call. All that changes from one to the next must then be in the item.
-        """
+    def queue(self, item: npt.NDArray[np.uint8], launch: Callable[[int], None], stream: Stream) -> None:
+        """Queue the copy of a work item, and the work that `launch` queues, given the item's address on the device."""
         entry = self._place(item)
-        graph = self._graphs.get(entry)
-        if graph is not None:
-            self._device.launch(graph, stream)
-        elif entry in self._graphs:
-            self._device.begin_capture(stream)
-            self._copy(entry, launch, stream)
-            graph = self._graphs[entry] = self._device.end_capture(stream)
-            self._device.launch(graph, stream)
-        else:
-            self._copy(entry, launch, stream)  # and loads the kernel, which must not happen in a capture
-            if repeats:
-                self._graphs[entry] = None
-        self._device.record(self.events[entry.number], stream)
-
-    def _copy(self, entry: _Entry, launch: Callable[[int], None], stream: Stream) -> None:
-        self._device.copy(entry.address, entry.staging, entry.size, stream)
+        self._device.copy(entry.address, entry.staging, item.nbytes, stream)
         launch(entry.address)
+        self._device.record(self.events[entry.number], stream)
 
     def _place(self, item: npt.NDArray[np.uint8]) -> _Entry:
         """Write a work item into the next place of the ring, which is reused after `entries` items."""
@@ -73,7 +53,7 @@ class WorkItems:
             self._device.synchronize_event(self.events[index])  # waits only if the host is a whole ring ahead of the device
         staging = self._staging[index]
         staging[: item.nbytes] = item
-        return _Entry(index, self._address + index * self._capacity, int(staging.ctypes.data), item.nbytes)
+        return _Entry(index, self._address + index * self._capacity, int(staging.ctypes.data))
 
     def _grow(self, size: int) -> None:
         """Allocate larger entries. The old memory stays until the device is shut, because the stream may still read it."""

@@ -15,18 +15,17 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from fastps.errors import AttachError, Error
 from fastps.job import limits
-from fastps.job.layout import Layout, place
+from fastps.job.layout import aligned
 from fastps.job.nodes import address
-from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD
+from fastps.job.wire import part_count, wire_bytes
 from fastps.network.addresses import own_address
-from fastps.network.codec import CODECS
 from fastps.network.edge import Edge
 from fastps.network.link import GlooLink, LinkLostError, reason_of
 from fastps.network.measuring import SMALL_BYTES, LinkRates, measure, respond
 from fastps.network.meeting import Introduction, Meeting, Met, await_keys, meet
-from fastps.network.parts import parts_of
 from fastps.processes.nodes import NodeOptions
+from fastps.simulation.links import MeasuredHome
 from fastps.store.store import Store as Arena
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
@@ -94,33 +93,17 @@ class StepBound:
 
 
 @dataclass(frozen=True)
-class HomeRates:
-    """What node 0 does with floats, in bytes per second.
-
-    Attributes:
-        fold_bytes_s: a version with one push, by SGD with momentum.
-        sum_bytes_s: each further push of a version.
-    """
-
-    fold_bytes_s: float
-    sum_bytes_s: float
-
-    def row(self) -> dict[str, Any]:
-        """The rates as a row of the report."""
-        return {"kind": "home", **asdict(self)}
-
-
-@dataclass(frozen=True)
 class LinksReport:
     """What node 0 has found: all links, its own rates, and what bounds a step of each model that it was asked about."""
 
     links: list[MeasuredLink]
-    home: HomeRates
+    home: MeasuredHome
     bounds: list[StepBound]
 
     def rows(self) -> list[Mapping[str, Any]]:
         """The rows of the JSON report, which `fastps simulate --links` and `fastps advise --links` read again."""
-        return [*(link.row() for link in self.links), self.home.row(), *(bound.row() for bound in self.bounds)]
+        home = {"kind": "home", **asdict(self.home)}
+        return [*(link.row() for link in self.links), home, *(bound.row() for bound in self.bounds)]
 
 
 def examine_links(options: NodeOptions, sizes: Sequence[int] = (), clock: Clock = SYSTEM_CLOCK) -> LinksReport:
@@ -176,7 +159,7 @@ def _report(store: Store, met: Met, timeout_s: float) -> LinksReport:
     if number == 0:
         store.wait([f"has read/{node}" for node in range(len(met.nodes))], timedelta(seconds=_READ_S))
     links = [_link(node, LinkRates(**each)) for node, each in zip(met.nodes[1:], rates, strict=True)]
-    return LinksReport(links, HomeRates(**home), [StepBound(**each) for each in bounds])
+    return LinksReport(links, MeasuredHome(**home), [StepBound(**each) for each in bounds])
 
 
 def _link(node: Introduction, rates: LinkRates) -> MeasuredLink:
@@ -194,9 +177,7 @@ def _open(store: Store, node: int, side: int, own: str, timeout_s: float) -> Edg
 def bound_of(links: Sequence[MeasuredLink], parameters: int, link_dtype: str, fold_s: float) -> StepBound:
     """What bounds a step of a model of so many parameters on these links. `fold_s` is the time of its fold, in seconds."""
     nodes = len(links) + 1
-    parts = _parts(parameters, nodes)
-    codec = CODECS[link_dtype]
-    size = 4 * parameters if codec is None else codec.wire_bytes(parameters)
+    parts, size = part_count(aligned(parameters)), wire_bytes(link_dtype, parameters)
     times = {link.node: _link_s(link.rates, size, parts > 1, nodes > 2) for link in links}
     slowest = max(times, key=lambda node: times[node])
     link_s = times[slowest]
@@ -213,12 +194,6 @@ def _link_s(rates: LinkRates, size: int, is_cut: bool, shares: bool) -> float:
     if size <= SMALL_BYTES:
         return (begins_ns + (small_ns - begins_ns) * size / SMALL_BYTES) / 1e9
     return small_ns / 1e9 + (size - SMALL_BYTES) * (1 / rates.up_bytes_s + 1 / rates.down_bytes_s)
-
-
-def _parts(parameters: int, nodes: int) -> int:
-    """The number of parts into which the home of such a job is cut."""
-    placed = place([("model", (parameters,), (1,), 0)], 1)
-    return len(parts_of(Layout(placed, 1, SGD(lr=0.1, momentum=0.9).rule, parse_policy("bsp"), nodes)))
 
 
 def fold_seconds(parameters: int, nodes: int, clock: Clock = SYSTEM_CLOCK) -> float:
@@ -247,9 +222,9 @@ def fold_seconds(parameters: int, nodes: int, clock: Clock = SYSTEM_CLOCK) -> fl
     return statistics.median(times[1:]) / 1e9 * parameters / floats
 
 
-def home_rates(clock: Clock = SYSTEM_CLOCK) -> HomeRates:
+def home_rates(clock: Clock = SYSTEM_CLOCK) -> MeasuredHome:
     """Measure what node 0 does with floats, by folds of versions with one push and with three."""
     one_s, three_s = (fold_seconds(_FOLD_FLOATS, nodes, clock) for nodes in (1, 3))
     size = 4 * _FOLD_FLOATS
     # A push more costs time, even where noise says otherwise: reading it takes a twentieth of a fold at least.
-    return HomeRates(size / one_s, size / max((three_s - one_s) / 2, 0.05 * one_s))
+    return MeasuredHome(size / one_s, size / max((three_s - one_s) / 2, 0.05 * one_s))

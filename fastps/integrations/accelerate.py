@@ -7,7 +7,6 @@ private name of Accelerate. The extra [hf] installs the package.
 import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -102,32 +101,31 @@ def show_one_version(optimizers: Iterable[DistributedOptimizer]) -> None:
     still_open = [optimizer for optimizer in optimizers if not optimizer.worker.has_left]
     together()
     for optimizer in still_open:
-        worker = optimizer.worker
-        worker.try_combine()
+        optimizer.worker.try_combine()
         if optimizer.policy.fold == "each":  # elsewhere a push may wait for others that come later
-            worker.wait_until(partial(_is_folded, worker), _PAUSE_NS, partial(_unfolded_text, worker))
+            _await_fold(optimizer.worker)
     together()
     for optimizer in still_open:
         optimizer.take_newest_weights()
     together()
 
 
-def _is_folded(worker: Worker) -> bool:
-    worker.try_combine()
-    return worker.push_folded
+def _await_fold(worker: Worker) -> None:
+    def is_folded() -> bool:
+        worker.try_combine()
+        return worker.push_folded
 
-
-def _unfolded_text(worker: Worker) -> str:
-    return (
+    late = (
         f"worker {worker.rank} waited {worker.store.timeout_s:g} s for the fold of its last push, before all show one version"
     )
+    worker.wait_until(is_folded, _PAUSE_NS, lambda: late)
 
 
 def refuse_environment() -> None:
     """Raise UnsupportedError for what `accelerate launch` or the machine asks for and fastps does not do."""
     for variable, what in dict(_SHARDING.values()).items():
         if parse_flag_from_env(variable):
-            raise _sharded(what, variable)
+            raise sharded(what, variable)
     if is_torch_xla_available():
         raise UnsupportedError(
             "expected workers on CPUs or GPUs, found the package torch_xla, with which Accelerate trains on TPUs: fastps shares"
@@ -141,7 +139,8 @@ def refuse_environment() -> None:
         )
 
 
-def _sharded(what: str, found: str) -> UnsupportedError:
+def sharded(what: str, found: str) -> UnsupportedError:
+    """The error for what would keep weights in another way."""
     return UnsupportedError(f"{what} shards or averages itself, and {_BESIDE}: expected neither, found {found}; leave it out")
 
 
@@ -158,7 +157,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
     refuse_environment()
     for name, (_, what) in _SHARDING.items():
         if options.get(name) is not None:
-            raise _sharded(what, f"{name}=")
+            raise sharded(what, f"{name}=")
     _refuse_precision(options.get("mixed_precision"))
     for handler in options.get("kwargs_handlers") or ():
         if type(handler) in _WITHOUT_EFFECT:

@@ -9,7 +9,8 @@ import math
 import weakref
 from collections.abc import Callable, Collection
 from functools import cached_property
-from typing import Protocol
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastps.errors import TimeoutExceededError
 from fastps.kernels.protocol.lane import Lane
@@ -31,20 +32,29 @@ _MOST_POSTED = 4  # pushes of this worker that nobody has folded yet; the ring h
 _optimizers: "weakref.WeakSet[DistributedOptimizer]" = weakref.WeakSet()
 
 
-class Board(Protocol):
-    """Where the waiting workers of one meeting say that they have come. A store of torch.distributed is one, behind keys.
+class Board:
+    """Where the waiting workers of one meeting say that they have come: keys in their store, only while a wait is long."""
 
-    Attributes:
-        rank: this worker's number.
-    """
-
-    rank: int
+    def __init__(self, store: Store, number: int, rank: int) -> None:
+        self._store, self._number, self.rank = store, number, rank
+        self._has_come = False
 
     def come(self) -> None:
         """Say that this worker has come."""
+        self._has_come = True
+        self._store.set(self._key(self.rank), "1")
 
     def have_come(self, ranks: Collection[int]) -> bool:
         """Whether all of these workers have said so."""
+        return bool(self._store.check([self._key(rank) for rank in ranks])) if ranks else True
+
+    def leave(self) -> None:
+        """Remove what `come` wrote: the meeting is over, so nobody asks for it any more."""
+        if self._has_come:
+            self._store.delete_key(self._key(self.rank))
+
+    def _key(self, rank: int) -> str:
+        return f"{self._number}/{rank}"
 
 
 def keep_going(optimizer: DistributedOptimizer) -> None:
@@ -108,7 +118,7 @@ class Attendance:
     """The workers that have come to a meeting, and those that wait for a push of one that has."""
 
     def __init__(self, workers: Collection[Worker], board: Board, clock: Clock) -> None:
-        self._jobs = [_Job(worker, clock) for worker in workers]
+        self._jobs = [_Job(worker) for worker in workers]
         self._board, self._clock = board, clock
         self._next_ns = clock.now_ns() + _NOTICE_NS
         self._has_come = False
@@ -132,8 +142,8 @@ class Attendance:
 class _Job:
     """The other workers of one worker's job, as that worker sees them."""
 
-    def __init__(self, worker: Worker, clock: Clock) -> None:
-        self._worker, self._clock = worker, clock
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         self._arena, self._layout = worker.store.arena, worker.store.layout
         self._told = False
         self._posted: dict[int, int] = {}  # of the lanes that were stuck at the last look

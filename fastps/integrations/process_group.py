@@ -5,8 +5,9 @@ store's named error, not with Gloo's.
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -26,15 +27,6 @@ BACKEND = "fastps_job"  # "fastps" is the backend of fastps.collectives, whose w
 _MORE_S = 30.0  # Gloo's own timeout comes after the store's, which names the workers
 _NAMED_NS = 2_000_000_000  # how long after a lost connection the store may take to name the lost worker
 _PAUSE_NS = 10_000_000
-
-
-def _collective(name: str) -> Callable[..., Work]:
-    """The method of Gloo's group with this name, as one that returns when it is over."""
-
-    def run(self: "JobGroup", *arguments: Any, **options: Any) -> Work:
-        return self.run(name, *arguments, **options)
-
-    return run
 
 
 class JobGroup(ProcessGroup):
@@ -58,7 +50,7 @@ class JobGroup(ProcessGroup):
         Raises WorkerDiedError if another worker ends before it comes, TimeoutExceededError if it does not come.
         """
         self._number += 1
-        board = _KeyBoard(self._store, self._number, self.rank())
+        board = attendance.Board(self._store, self._number, self.rank())
         try:
             work: Work = getattr(self._gloo, name)(*arguments, **options)
             attendance.wait(work.is_completed, f"in {name} of torch.distributed", board, self.limit_s, pushes=pushes)
@@ -102,43 +94,13 @@ class JobGroup(ProcessGroup):
             work = self.run("scatter", [tensor], [sent] if root == self.rank() else [], options)
         return work
 
-    allgather = _collective("allgather")
-    allgather_coalesced = _collective("allgather_coalesced")
-    _allgather_base = _collective("_allgather_base")
-    allreduce = _collective("allreduce")
-    allreduce_coalesced = _collective("allreduce_coalesced")
-    alltoall_base = _collective("alltoall_base")
-    barrier = _collective("barrier")
-    broadcast = _collective("broadcast")
-    gather = _collective("gather")
-    reduce = _collective("reduce")
-    reduce_scatter = _collective("reduce_scatter")
-    scatter = _collective("scatter")
 
-
-class _KeyBoard:
-    """The board of one collective, in the group's store. It has keys only while a wait is long."""
-
-    def __init__(self, store: Store, number: int, rank: int) -> None:
-        self._store, self._number, self.rank = store, number, rank
-        self._has_come = False
-
-    def come(self) -> None:
-        """Say that this worker has come."""
-        self._has_come = True
-        self._store.set(self._key(self.rank), "1")
-
-    def have_come(self, ranks: Collection[int]) -> bool:
-        """Whether all of these workers have said so."""
-        return bool(self._store.check([self._key(rank) for rank in ranks])) if ranks else True
-
-    def leave(self) -> None:
-        """Remove what `come` wrote: the collective is over, so nobody asks for it any more."""
-        if self._has_come:
-            self._store.delete_key(self._key(self.rank))
-
-    def _key(self, rank: int) -> str:
-        return f"{self._number}/{rank}"
+_COLLECTIVES = (
+    *("allgather", "allgather_coalesced", "_allgather_base", "allreduce", "allreduce_coalesced", "alltoall_base"),
+    *("barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"),
+)
+for _name in _COLLECTIVES:  # the methods of Gloo's group, as methods that return when the collective is over
+    setattr(JobGroup, _name, partialmethod(JobGroup.run, _name))
 
 
 def barrier() -> None:
@@ -180,7 +142,8 @@ def begin(
         _check_kept(number, size)
     elif size > 1:
         limit_s = limits.timeout_s() if limit_s is None else limit_s
-        _register()
+        if BACKEND.upper() not in vars(torch.distributed.Backend):
+            torch.distributed.Backend.register_backend(BACKEND, JobGroup, devices=["cpu", "cuda"])
         store = GroupStore(environment.job_name(0), number, size, limit_s, look).meet()
         timeout = timedelta(seconds=limit_s + _MORE_S)
         torch.distributed.init_process_group(BACKEND, store=store, rank=number, world_size=size, timeout=timeout)
@@ -218,12 +181,3 @@ def _check_kept(rank: int, workers: int) -> None:
             " it",
             torch.distributed.get_backend(),
         )
-
-
-def _make(store: Store, rank: int, size: int, timeout: timedelta) -> JobGroup:
-    return JobGroup(store, rank, size, timeout)
-
-
-def _register() -> None:
-    if BACKEND.upper() not in vars(torch.distributed.Backend):
-        torch.distributed.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])

@@ -8,7 +8,6 @@ The extra [hf] installs the package.
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,13 +31,19 @@ if _missing := [name for name in _EXTENDED if not hasattr(transformers.Trainer, 
     )
 
 _OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+_Base: Any = object  # in place of the class beside a mixin, which `super()` leads to
 
 
-class _ArgumentsMixin:
+@dataclass
+class _ArgumentsMixin(_Base):  # type: ignore[misc]
     """What the arguments of a training with fastps have in common."""
 
-    sync: str | None
-    fastps_options: Any
+    sync: str | None = field(default=None, metadata={"help": "The discipline of fastps, such as ssp:3."})
+    fastps_options: dict[str, Any] | str | None = field(default=None, metadata={"help": "Further arguments of the optimizer."})
+    average_tokens_across_devices: bool = field(
+        default=False, metadata={"help": "Scale the loss by the tokens of all workers, who wait for each other at every step."}
+    )
+
     _is_taken = False  # by a Trainer of this module
 
     @property
@@ -50,8 +55,7 @@ class _ArgumentsMixin:
                 " fastps.integrations.transformers.Trainer, without which the workers train without fastps; import Trainer from"
                 " there, or put TrainerMixin before the Trainer of your own"
             )
-        parent: Any = super()
-        return parent.place_model_on_device
+        return super().place_model_on_device
 
     def __post_init__(self) -> None:
         given: Any = self
@@ -61,7 +65,7 @@ class _ArgumentsMixin:
         given.use_cpu = fastps_accelerate.begin(given.use_cpu)
         if torch.distributed.is_initialized():
             given.ddp_backend = "gloo"
-        super().__post_init__()  # type: ignore[misc]  # of the class beside this one
+        super().__post_init__()
 
 
 def _refuse(given: Any) -> None:
@@ -69,10 +73,7 @@ def _refuse(given: Any) -> None:
     fastps_accelerate.refuse_environment()
     for name, what in (("fsdp", "FSDP"), ("deepspeed", "DeepSpeed"), ("parallelism_config", "ParallelismConfig")):
         if getattr(given, name, None):
-            raise UnsupportedError(
-                f"{what} shards or averages itself, and fastps keeps one copy of weights and optimizer state for all workers:"
-                f" expected neither, found {name}=; leave it out"
-            )
+            raise fastps_accelerate.sharded(what, f"{name}=")
     if given.fp16:
         raise UnsupportedError(
             "expected bf16=True or full precision, found fp16=True: its loss scaler would skip steps of one worker alone"
@@ -101,33 +102,19 @@ class TrainingArguments(_ArgumentsMixin, transformers.TrainingArguments):  # typ
         fastps_options: further arguments of DistributedOptimizer, as a dict.
     """
 
-    sync: str | None = field(default=None, metadata={"help": "The discipline of fastps, such as ssp:3."})
-    fastps_options: dict[str, Any] | str | None = field(default=None, metadata={"help": "Further arguments of the optimizer."})
-    average_tokens_across_devices: bool = field(
-        default=False, metadata={"help": "Scale the loss by the tokens of all workers, who wait for each other at every step."}
-    )
-
 
 @dataclass
 class Seq2SeqTrainingArguments(_ArgumentsMixin, transformers.Seq2SeqTrainingArguments):  # type: ignore[misc]  # may be missing
     """The arguments of transformers.Seq2SeqTrainingArguments, and those of TrainingArguments here."""
 
-    sync: str | None = field(default=None, metadata={"help": "The discipline of fastps, such as ssp:3."})
-    fastps_options: dict[str, Any] | str | None = field(default=None, metadata={"help": "Further arguments of the optimizer."})
-    average_tokens_across_devices: bool = field(
-        default=False, metadata={"help": "Scale the loss by the tokens of all workers, who wait for each other at every step."}
-    )
 
-
-class TrainerMixin:
+class TrainerMixin(_Base):  # type: ignore[misc]
     """Put before a Trainer of transformers, as in `class MyTrainer(TrainerMixin, transformers.Trainer)`, it trains with fastps.
 
     Its arguments are TrainingArguments of this module. All workers show one version of the weights while they evaluate and
     while they save, and after training, when they have left the job; a later `train()` begins a new one.
     """
 
-    args: Any
-    accelerator: Any
     optimizer: Any
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -139,17 +126,14 @@ class TrainerMixin:
                 f".{type(given).__name__}: import TrainingArguments from there, too"
             )
         given._is_taken = True
-        parent: Any = super()
-        parent.create_accelerator_and_postprocess()
-        job: Any = given
-        options: Mapping[str, Any] = job.fastps_options or {}
-        batch_size = job.per_device_train_batch_size * job.gradient_accumulation_steps
-        fastps_accelerate.Accelerator.adopt(self.accelerator, job.sync, {"batch_size": batch_size, **options})
+        super().create_accelerator_and_postprocess()
+        batch_size = given.per_device_train_batch_size * given.gradient_accumulation_steps
+        options: Any = given.fastps_options or {}
+        fastps_accelerate.Accelerator.adopt(self.accelerator, given.sync, {"batch_size": batch_size, **options})
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
         """Make the optimizer. Raises UnsupportedError if every step would wait for all workers, and the discipline does not."""
-        parent: Any = super()
-        made = parent.create_optimizer(*arguments, **options)
+        made = super().create_optimizer(*arguments, **options)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             sync = parse_policy(self.args.sync or os.environ.get("FASTPS_SYNC", "bsp"))
             if not sync.waits_for_fold:
@@ -162,19 +146,16 @@ class TrainerMixin:
     def evaluate(self, *arguments: Any, **options: Any) -> Any:
         """Evaluate one version of the weights. A collective call."""
         self._show_one_version()
-        parent: Any = super()
-        return parent.evaluate(*arguments, **options)
+        return super().evaluate(*arguments, **options)
 
     def predict(self, *arguments: Any, **options: Any) -> Any:
         """Predict with one version of the weights. A collective call."""
         self._show_one_version()
-        parent: Any = super()
-        return parent.predict(*arguments, **options)
+        return super().predict(*arguments, **options)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         self._show_one_version()
-        parent: Any = super()
-        parent._save_checkpoint(*arguments, **options)
+        super()._save_checkpoint(*arguments, **options)
         fastps_accelerate.together()  # until it is written, so that its state is of the weights' version
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> Any:
@@ -182,8 +163,7 @@ class TrainerMixin:
         self.accelerator.wait_for_everyone()
         self.optimizer = self.optimizer.optimizer.finish()
         self.accelerator.end_jobs()
-        parent: Any = super()
-        return parent._finalize_training(*arguments, **options)
+        return super()._finalize_training(*arguments, **options)
 
     def _show_one_version(self) -> None:
         if any(not job.worker.has_left for job in self.accelerator.jobs):

@@ -106,7 +106,8 @@ def BackupWorkers(b: int) -> Policy:  # noqa: N802
     """Synchronous SGD with b backup workers: fold the mean of a version's first N - b gradients (Chen et al., Algorithm 4).
 
     A gradient of an older version is dropped and counted (line 6), and its worker continues at once with the newest weights.
-    Here N counts all workers. In the paper N counts only the workers that are waited for, so N + b are started.
+    Here N counts all live workers, so that it follows those that leave and join. In the paper N counts only the workers that
+    are waited for, so N + b are started.
 
     >>> BackupWorkers(1).spec
     'backup:1'
@@ -129,8 +130,8 @@ def PSP(  # noqa: N802
     learning rate is multiplied by their number (line 13); later gradients are dropped. A worker computes when a fraction `pull`
     (b%) of the shards is fresh, or up to `pull_timeout` seconds (tau2) later, with old blocks for the rest (line 4). Both
     timeouts are 0 in the paper's experiments. In the printed algorithm the timestamp of a worker is always its own iteration
-    number, so the gradients of a worker that falls behind are always dropped. Here the timestamp is the newest version that the
-    worker has pulled. Probabilistic synchronous parallel is a different scheme of the same abbreviation.
+    number, so the gradients of a worker that falls behind are always dropped. Here the timestamp is the oldest version among
+    the blocks that came for the step. Probabilistic synchronous parallel is a different scheme of the same abbreviation.
 
     >>> PSP(3, 0.75).spec
     'psp:3,0.75'

@@ -182,6 +182,16 @@ def joins() -> bool:
     return _number(("FASTPS_JOINS",), 0) > 0
 
 
+def is_virtual() -> bool:
+    """Whether this worker's job runs in virtual time (`fastps simulate --script`, `fastps replay`)."""
+    return _number(("FASTPS_VIRTUAL",), 0) > 0
+
+
+def sync_of(given: Any) -> Any:
+    """The discipline of a job: the script's, else FASTPS_SYNC, else "bsp". In virtual time the script's own does not count."""
+    return given if given is not None and not is_virtual() else os.environ.get("FASTPS_SYNC", "bsp")
+
+
 def _number(names: tuple[str, ...], default: int) -> int:
     """The number in the first of these variables that is set, else the default."""
     name = next((name for name in names if name in os.environ), None)

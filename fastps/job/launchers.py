@@ -30,7 +30,6 @@ class Launcher:
         tasks: the processes of each node, such as "4(x2),3"; empty where the launcher does not say.
         hosts: the names of the nodes, such as "node[01-03]"; empty where the launcher does not say.
         job: together they name the launch on each of its machines; the first must be set.
-        has_store: whether the launcher keeps a store in which the nodes meet.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Launcher:
     tasks: Names = ()
     hosts: Names = ()
     job: Names = ()
-    has_store: bool = False
 
 
 FASTPS = Launcher(
@@ -54,7 +52,6 @@ FASTPS = Launcher(
     local_workers=("FASTPS_LOCAL_WORKERS",),
     node=("FASTPS_NODE_RANK",),
     nodes=("FASTPS_NNODES",),
-    has_store=True,
 )
 TORCHRUN = Launcher(
     "torchrun",
@@ -64,7 +61,6 @@ TORCHRUN = Launcher(
     local_workers=("LOCAL_WORLD_SIZE",),
     node=("GROUP_RANK",),
     nodes=("GROUP_WORLD_SIZE",),
-    has_store=True,
 )
 SLURM = Launcher(
     "srun",  # its step's own variables: a batch script has those of the whole job, and is one process

@@ -66,8 +66,6 @@ class Parameter:
 LEAF = "leaf"
 """The name of the rule of a leaf arena, whose fold is made on another arena."""
 
-"""The most processes at a time that only read a job's weights, unless the job asks for another number."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -79,8 +77,9 @@ class Layout:
         owner_lanes: for each shard its owner lane, on whose device its floats lie; () if all floats lie in the arena. Numbers
             from `lanes` on are the devices of the server.
         slot_owners: for each lane the owner of its slots on devices; (): the lane itself, or the server's first device.
-        server: which processes combine: the waiting "workers", or a server "process".
+        server: which processes combine: "workers" that wait, a server "process", or a node's "agent", in whose place none can.
         max_readers: the most readers at a time. The creator decides alone, so the layouts of others may differ in it.
+        lanes_are: what errors call the owners of lanes: "workers", or "nodes" in a home.
     """
 
     parameters: tuple[Parameter, ...]
@@ -95,6 +94,7 @@ class Layout:
     slot_owners: tuple[int, ...] = ()
     server: str = "workers"
     max_readers: int = OPTIONS["FASTPS_MAX_READERS"].default
+    lanes_are: str = "workers"
 
     @property
     def lanes(self) -> int:
@@ -103,8 +103,8 @@ class Layout:
 
     @property
     def has_server(self) -> bool:
-        """Whether a server process combines. Its lane is number `lanes`, behind the workers' lanes."""
-        return self.server == "process"
+        """Whether a server combines: a process, or an agent. Its lane is number `lanes`, behind the workers' lanes."""
+        return self.server != "workers"
 
     @property
     def is_leaf(self) -> bool:
@@ -169,7 +169,7 @@ class Layout:
         if not self.parameters:
             return 0
         last = self.parameters[-1]
-        return last.offset + _aligned(last.length)
+        return last.offset + aligned(last.length)
 
     @property
     def shown_type(self) -> GradientType:
@@ -261,7 +261,7 @@ def place(
         kind = types[index] if types else "float32"
         parameter = Parameter(name, tuple(shape), tuple(stride), group, offset, is_table=index in tables, type=kind)
         placed.append(parameter)
-        offset += _aligned(parameter.length)
+        offset += aligned(parameter.length)
     return tuple(_sharded(placed, min(shards, len(placed)), offset))
 
 
@@ -288,7 +288,7 @@ def first_difference(mine: str, theirs: str) -> str:
 def _first_difference(own: Any, other: Any) -> str:
     for key in ("abi", "byte_order", "workers", "sync", "faults", "rule", "groups", "owner_lanes", "slot_owners", "server"):
         if own.get(key) != other.get(key):
-            return f"here {key.replace('_', ' ')} is {_shown(own.get(key))}, there it is {_shown(other.get(key))}"
+            return f"here {key.replace('_', ' ')} is {json.dumps(own.get(key))}, there it is {json.dumps(other.get(key))}"
     for index in range(max(len(own["parameters"]), len(other["parameters"]))):
         here, there = (layout["parameters"][index] if index < len(layout["parameters"]) else None for layout in (own, other))
         if here != there:
@@ -304,11 +304,7 @@ def _parameter_shown(parameter: dict[str, object] | None) -> str:
     return f"{parameter['name']!r} has {', '.join(shown)}{kind}"
 
 
-def _shown(value: object) -> str:
-    return json.dumps(value)
-
-
-def _aligned(length: int) -> int:
+def aligned(length: int) -> int:
     """Round a length up to whole cache lines. An empty parameter gets a line too, so no two parameters share an offset."""
     lines = max(1, -(-length // arena.LINE_FLOATS))
     return lines * arena.LINE_FLOATS

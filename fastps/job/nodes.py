@@ -16,7 +16,7 @@ from fastps.job.policy import Policy
 from fastps.job.secret import VARIABLE as SECRET
 from fastps.job.secret import Secret, secret_of_environment
 from fastps.job.specs import parse_policy
-from fastps.job.update_rules import UPDATE_RULES, Hyper, Options, Rule, rule_for
+from fastps.job.update_rules import SGD, Hyper, Rule, Update
 from fastps.kernels.update import fold
 
 _WITHIN = {"bsp": "bsp", "asp": "asp,combine=true"}
@@ -153,9 +153,10 @@ def home_layout(layout: Layout, nodes: Nodes) -> Layout:
     faults = FaultPolicy(nodes.policy.on_node_loss, layout.faults.nonfinite)
     masters = tuple(replace(parameter, type="float32") for parameter in layout.parameters)  # no model reads a home's weights
     home = replace(layout, parameters=masters, workers=nodes.count, extra_bytes=0, faults=faults, server="workers")
+    home = replace(home, lanes_are="nodes")
     if not nodes.policy.local_steps:
         return home
-    return replace(home, rule=rule_for("sgd", [_outer(nodes.policy)], {}))
+    return replace(home, rule=_outer(nodes.policy).rule)
 
 
 def leaf_layout(layout: Layout, nodes: Nodes) -> Layout:
@@ -170,7 +171,7 @@ def leaf_layout(layout: Layout, nodes: Nodes) -> Layout:
         policy=policy,
         workers=nodes.local_workers,
         faults=faults,
-        server="process",
+        server="agent",
     )
 
 
@@ -180,20 +181,12 @@ def outer_hyper(policy: NodePolicy) -> Hyper:
     >>> outer_hyper(NodePolicy(local_steps=32))[:2]
     (0.7, 0.9)
     """
-    return UPDATE_RULES["sgd"].hyper(_outer(policy))
+    return _outer(policy).hyper
 
 
-def _outer(policy: NodePolicy) -> Options:
-    """The options of the home's rule, by torch's names."""
-    momentum = policy.outer_momentum
-    return {
-        "lr": policy.outer_lr,
-        "momentum": momentum,
-        "dampening": 0.0,
-        "weight_decay": 0.0,
-        "nesterov": momentum > 0,
-        "maximize": False,
-    }
+def _outer(policy: NodePolicy) -> Update:
+    """The home's rule with local_steps."""
+    return SGD(policy.outer_lr, policy.outer_momentum, nesterov=policy.outer_momentum > 0)
 
 
 def check_policy(policy: Policy, nodes: Nodes) -> None:

@@ -45,19 +45,17 @@ def plan(layout: Layout) -> tuple[bytes, int, int]:
     return header, size, arena_plan.reader_weights_offset(header)
 
 
-def remedy(layout: Layout, free: int, lanes_are: str) -> str:
-    """What to change so that the arena of this layout fits into `free` bytes, as the end of an error.
-
-    `lanes_are` names those whom the arena has lanes for: "workers", or "nodes" in a home.
-    """
+def remedy(layout: Layout, free: int) -> str:
+    """What to change so that the arena of this layout fits into `free` bytes, as the end of an error."""
     alone = replace(layout, faults=replace(layout.faults, max_workers=0))
 
     def is_too_large(lanes: int) -> bool:
         return plan(replace(alone, workers=lanes))[2] > free
 
     most = bisect_left(range(1, layout.lanes), True, key=is_too_large)
-    fewer = [f"at most {most} {lanes_are}"] if most else []
-    pushes_halves = lanes_are == "workers" and layout.gradient_type == "float32" and not (layout.is_leaf or layout.tables)
-    if pushes_halves and plan(replace(layout, gradient_type="float16"))[2] <= free:
+    fewer = [f"at most {most} {layout.lanes_are}"] if most else []
+    is_of_nodes = layout.server == "agent" or layout.lanes_are == "nodes"  # they push float32 alone
+    is_wide = layout.gradient_type == "float32" and not (is_of_nodes or layout.tables)
+    if is_wide and plan(replace(layout, gradient_type="float16"))[2] <= free:
         fewer.append("gradients in half precision (push_dtype=torch.bfloat16)")
     return f"use {', '.join([*fewer, 'a smaller model'])}, or raise the limit"

@@ -30,8 +30,8 @@ _KINDS: dict[type, tuple[type, str]] = {
 }
 
 _SCHEDULED = (
-    *("fold", "grant", "scale", "low", "high", "release", "hard_bound", "bound", "credit", "combine", "divisor", "groups"),
-    *("relax", "tune"),
+    *("fold", "grant", "scale", "low", "high", "release", "hard_bound", "bound", "credit", "combine", "count", "backups"),
+    *("divisor", "groups", "relax", "tune"),
 )
 
 
@@ -55,7 +55,7 @@ class Policy:
         bound: the lead that `hard_bound` limits: at a "grant", so that the next push may lead by high + 1, or after a "push".
         credit: how many further steps the controller's answer r* allows: r* + 1, as Algorithm 1 is "listed", or r*, as the
             "prose" and Figure 2 say.
-        count: pushes of a quorum (c of PSP-SGD); 0: the workers less `backups`.
+        count: pushes of a quorum (c of PSP-SGD); 0: as many as live workers less `backups`, and at least 1.
         backups: b of backup workers.
         push_timeout: seconds that a quorum waits for more pushes after the c-th (tau1 of PSP-SGD).
         divisor: n of n-softsync: a fold takes floor(workers / n) pushes.
@@ -73,8 +73,8 @@ class Policy:
 
     Raises PolicyError, with the reason, for values that are out of range or make no sense together.
 
-    >>> Policy(fold="each", grant="bounded", low=3, high=3, pull=0.75, shards=4).spec
-    'policy:fold=each,grant=bounded,low=3,high=3,pull=0.75,shards=4'
+    >>> Policy(fold="quorum", grant="next-version", backups=1, pull=0.75, shards=4).spec
+    'policy:fold=quorum,grant=next-version,backups=1,pull=0.75,shards=4'
     """
 
     spec: str = ""
@@ -155,11 +155,6 @@ class Policy:
             yield "a quorum is a count or the workers less the backups: expected one of the two"
         if self.pull < 1 and self.shards == 1:
             yield f"a partial pull needs parts to choose from: expected shards of 2 to {MAX_SHARDS}, found 1"
-        if self.pull < 1 and self.grant in ("at-once", "round-robin"):
-            yield (
-                "a partial pull goes with a grant that each shard gives by itself (next-version or bounded), found"
-                f" {self.grant}"
-            )
         if self.shards > 1 and self.grant == "round-robin":
             yield f"a fixed order of grants needs one coordinator: expected shards=1, found {self.shards}"
         if self.overlap and self.waits_for_fold:
@@ -167,6 +162,10 @@ class Policy:
                 "a worker that waits for its version has nothing to compute meanwhile: overlap needs a grant other than"
                 f" next-version and a fold other than in-order, found grant {self.grant!r} and fold {self.fold!r}"
             )
+        if self.overlap and self.grant == "bounded":
+            yield "weights that come in the background may be older than any bound: overlap needs another grant than 'bounded'"
+        if self.overlap and self.shards > 1:
+            yield f"weights come in the background for one shard: expected shards=1 with overlap, found {self.shards}"
 
     def check_workers(self, workers: int) -> None:
         """Raise PolicyError for numbers that are out of range for `workers` workers."""
@@ -177,13 +176,20 @@ class Policy:
             words = "fewer than the workers" if name == "backups" else "the number of workers"
             found = f"{words}, found {getattr(self, name)}"
             raise PolicyError(f"{self.spec}: expected {self._called(name)} of {least} to {limits[name]}, {found}")
+        if self.fold == "count" and self.grant == "bounded":
+            slots, kept = self.slots(workers), workers // self.divisor - 1
+            kept += -(-workers // self.groups) - 1 if self.groups else 0
+            if kept >= slots:
+                raise PolicyError(
+                    f"{self.spec}: the slowest of {workers} workers may fill its {slots} slots with pushes that wait for"
+                    f" others, which wait for it: expected a divisor and groups with {slots - 1} of them at most, found {kept}"
+                )
 
     def values(self, workers: int) -> Mapping[str, Any]:
         """The scheduler's values for `workers` workers. Raises PolicyError as `check_workers` does."""
         self.check_workers(workers)
         return {
             **{name: getattr(self, name) for name in _SCHEDULED},
-            "count": (self.count or workers - self.backups) if self.fold == "quorum" else 0,
             "timeout_ns": int(self.push_timeout * 1e9),
             "reference": float(self.reference),
             "repeats": self.pull < 1,
@@ -200,6 +206,12 @@ class Policy:
         if self.fold != "count" or self.waits_for_fold:
             return 2
         return min(MOST_SLOTS, max(2, workers // self.divisor + 1))
+
+    def link_of(self, rank: int, workers: int) -> int:
+        """The number of the link that carries a worker's transfers: the server's, one per leaf of a tree, or its own."""
+        if self.overlap:
+            return rank
+        return rank * self.groups // workers if self.groups else 0
 
     @property
     def waits_for_fold(self) -> bool:
@@ -231,8 +243,9 @@ class Policy:
         """Whether the scheme counts samples, so that every push must report its batch size."""
         return self.scale in ("square-root", "batch") or self.tune
 
-    def with_options(self, text: str, **options: Any) -> "Policy":
-        """A copy of this policy with other values, and with `text` appended to the spec."""
+    def with_options(self, text: str = "", **options: Any) -> "Policy":
+        """A copy of this policy with other values, and with them in its spec: as `text`, if they were written so."""
+        text = text or ",".join(f"{name}={_text(value)}" for name, value in options.items())
         return replace(self, spec=f"{self.spec},{text}", **options)
 
 
@@ -281,7 +294,9 @@ _RANGES: dict[str, tuple[str, Callable[[Policy], bool]]] = {
 _READ_WITH = {
     **dict.fromkeys(("low", "high", "hard_bound", "credit"), ("grant", "bounded")),
     **dict.fromkeys(("combine",), ("fold", "each")),
-    **dict.fromkeys(("count", "backups", "push_timeout"), ("fold", "quorum")),
+    # With a partial pull a worker begins steps that some shards have not granted. Other folds than a quorum, which drops what
+    # is late, would lose their bounds by it.
+    **dict.fromkeys(("count", "backups", "push_timeout", "pull", "pull_timeout"), ("fold", "quorum")),
     **dict.fromkeys(("divisor", "groups"), ("fold", "count")),
     **dict.fromkeys(("relax", "tune"), ("grant", "round-robin")),
     "reference": ("scale", "square-root"),

@@ -1,4 +1,4 @@
-"""Specs: the text form of policies, such as "dssp:3,15" or "ssp:3,pull=0.75,shards=4".
+"""Specs: the text form of policies, such as "dssp:3,15" or "backup:1,pull=0.75,shards=4".
 
 A spec is a discipline's name, its numbers and its options, followed by modifiers that any discipline accepts.
 """
@@ -43,7 +43,7 @@ def parse_policy(spec: "str | Policy") -> Policy:
 
     >>> parse_policy("dssp:3,15").high
     15
-    >>> parse_policy("ssp:3,pull=0.75").shards
+    >>> parse_policy("backup:1,pull=0.75").shards
     4
     """
     if isinstance(spec, Policy):

@@ -285,7 +285,7 @@ def Adagrad(  # noqa: N802
 
 
 def _adagrad_hyper(options: Options) -> Hyper:
-    return _hyper(options, epsilon=options["eps"], learning_rate_decay=float(options["lr_decay"]))
+    return _hyper(options, epsilon=options["eps"], learning_rate_decay=float(options.get("lr_decay", 0.0)))
 
 
 def RMSProp(  # noqa: N802
@@ -328,10 +328,6 @@ def RowWiseAdagrad(lr: float = 1e-2, eps: float = 1e-10, maximize: bool = False)
     ('sum',)
     """
     return _update("row_wise_adagrad", locals())
-
-
-def _row_wise_adagrad_hyper(options: Options) -> Hyper:
-    return _hyper(options, epsilon=options["eps"])
 
 
 UPDATE_RULES = {
@@ -427,7 +423,7 @@ UPDATE_RULES = {
         only_rows=True,
     ),
     "row_wise_adagrad": UpdateRule(
-        hyper=_row_wise_adagrad_hyper,
+        hyper=_adagrad_hyper,
         state=("sum",),
         optimizers=(),
         examples=dict,

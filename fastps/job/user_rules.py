@@ -5,7 +5,7 @@ The compiler is imported when the first rule is made, because importing Numba is
 
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -41,7 +41,8 @@ class UserRule(Rule):
     def __reduce__(self) -> tuple[Callable[..., "UserRule"], tuple[Any, ...]]:
         """Pickle the functions and not their machine code, which has an address in this process; unpickling compiles them."""
         names = (*self.hyper_names, *(("step",) if self.takes_step else ()))
-        return _made_again, (self.source, self.planes, names, self.initial, self.terms_source, self.cuda)
+        options = {"state": self.planes, "hyper": names, "initial": self.initial, "sums": self.terms_source, "cuda": self.cuda}
+        return _made_again, (self.source, options)
 
     def __call__(self, **hyper: float) -> Update:
         """The rule with its hyper-parameters, given by name. Raises TypeError unless all are given and no others."""
@@ -182,15 +183,8 @@ def rule(
     return decorate
 
 
-def _made_again(
-    function: Callable[..., Any],
-    state: tuple[str, ...],
-    hyper: tuple[str, ...],
-    initial: tuple[float, ...],
-    sums: Callable[..., Any] | None,
-    cuda: str,
-) -> UserRule:
-    return rule(state=state, hyper=hyper, initial=initial, sums=sums, cuda=cuda)(function)
+def _made_again(function: Callable[..., Any], options: Mapping[str, Any]) -> UserRule:
+    return rule(**options)(function)
 
 
 def _check(

@@ -77,17 +77,14 @@ def _is_ours(job: str, places: set[rendezvous.Place], clock: Clock) -> bool:
     silent = False
     for place in sorted(places, key=str):
         try:
-            answer = rendezvous.observe(job, place, _ASK_TIMEOUT_S, clock)
-        except rendezvous.Absent:
-            continue
-        except rendezvous.Silent:
-            silent = True
-            continue
+            rendezvous.observe(job, place, _ASK_TIMEOUT_S, clock).close()
+            return True
         except rendezvous.AbiDiffers:
             return True  # this user's, from another version of fastps; attaching reports that
-        os.close(answer.memfd)
-        os.close(answer.pidfd)
-        return True
+        except rendezvous.Silent:
+            silent = True
+        except rendezvous.Absent:
+            continue
     return silent
 
 
@@ -119,13 +116,10 @@ def find_described(job: str, timeout_s: float, clock: Clock) -> tuple[rendezvous
 
     def ask(place: rendezvous.Place) -> tuple[rendezvous.Offer, str]:
         try:
-            offer = rendezvous.connect(job, place, _ANSWER_TIMEOUT_S)  # without a layout: the listener answers with its own
+            rendezvous.connect(job, place, _ANSWER_TIMEOUT_S).close()  # without a layout: the listener answers with its own
+            raise rendezvous.Silent("expected the job's layout, found none")
         except rendezvous.LayoutDiffers as difference:
             text = difference.theirs
-        else:
-            os.close(offer.memfd)
-            os.close(offer.pidfd)
-            raise rendezvous.Silent("expected the job's layout, found none")
         try:
             return rendezvous.connect(job, place, _ANSWER_TIMEOUT_S, text.encode()), text
         except rendezvous.LayoutDiffers:
@@ -136,14 +130,11 @@ def find_described(job: str, timeout_s: float, clock: Clock) -> tuple[rendezvous
 
 def arena_of(job: str, timeout_s: float, clock: Clock, *, writable: bool = False) -> Arena:
     """Map the arena of a job without joining it. Raises AttachError, and ArenaError for one that this fastps cannot read."""
-    answer = find(job, None, timeout_s, clock)
-    os.close(answer.pidfd)
-    try:
-        return Arena(shared_memory.map_shared(answer.memfd, writable=writable))
-    except ValueError as error:
-        raise ArenaError(f"job {job}: {error}") from error
-    finally:
-        os.close(answer.memfd)
+    with find(job, None, timeout_s, clock) as answer:
+        try:
+            return Arena(shared_memory.map_shared(answer.memfd, writable=writable))
+        except ValueError as error:
+            raise ArenaError(f"job {job}: {error}") from error
 
 
 def _first(job: str, lanes: int, ask: Callable[[rendezvous.Place], Found], timeout_s: float, clock: Clock) -> Found:

@@ -183,11 +183,8 @@ class BoardView:
             offer = rendezvous.observe(job, "board", _ASK_S, clock)
         except (rendezvous.Absent, rendezvous.Silent, rendezvous.AbiDiffers):
             return None
-        os.close(offer.pidfd)
-        try:
+        with offer:
             return BoardView(np.frombuffer(shared_memory.map_shared(offer.memfd, writable=False), np.uint8))
-        finally:
-            os.close(offer.memfd)
 
     def rows(self) -> list[NodeStatistics]:
         """The rows that were written so far."""

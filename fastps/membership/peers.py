@@ -136,11 +136,10 @@ class Peers:
             self._silences[owner] = min(_MOST_SKIPPED_LOOKS, 2 * self._silences.get(owner, 0) + 1)
             self._looks_to_skip[owner] = self._silences[owner] - 1
             return True
-        is_ours = os.path.sameopenfile(answer.memfd, self._descriptor)
-        os.close(answer.memfd)
-        if not is_ours:  # a restarted job has the name now, so the process that had it here has ended
-            os.close(answer.pidfd)
+        if not os.path.sameopenfile(answer.memfd, self._descriptor):
+            answer.close()  # a restarted job has the name now, so the process that had it here has ended
             return self._has_changed(owner)
+        os.close(answer.memfd)
         self._forget_replaced(owner)
         self._known.add(owner)
         self._owner_of[answer.pidfd] = owner

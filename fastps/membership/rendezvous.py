@@ -11,12 +11,11 @@ import contextlib
 import errno
 import hashlib
 import os
-import select
 import socket
 import struct
 import weakref
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from fastps.job.environment import check_job
 from fastps.kernels.shm import rendezvous
@@ -24,13 +23,15 @@ from fastps.kernels.shm.arena import ABI
 from fastps.system import unix_sockets
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
-Place = int | Literal["host", "server", "board"]
-"""The listener to connect to: the worker of a lane, the process that created the arena, the job's server process, or the
-board of a job of several nodes, whose memory is no arena."""
+Place = int | Literal["host", "server", "board", "group", "driver"]
+"""The listener to connect to: the worker of a lane, the process that created the arena, the job's server process, the
+board of a job of several nodes, or the store of a process group: the memory of these two is no arena. Or the driver of a job in
+virtual time, which has no Listener."""
 
 HOST_PLACE = -1
 """The place in an offer from a process that has no lane."""
 
+_NAMED = ("host", "server", "board", "group", "driver")
 _RETRY_NS = 1_000_000
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred: process, user, group
 _DESCRIPTOR = struct.Struct("=i")
@@ -69,12 +70,23 @@ class LayoutDiffers(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Offer:
-    """The result of a successful `connect`. The caller owns both descriptors and closes them."""
+    """The result of a successful `connect`. The caller owns both descriptors, and closes what it does not keep."""
 
     memfd: int  # the arena's memory, not checked yet
     pidfd: int  # the listening process; readable once it has ended
     place: int  # the lane of that process, or HOST_PLACE
     process_id: int  # as the kernel reports it, for messages only
+
+    def close(self) -> None:
+        """Close both descriptors."""
+        os.close(self.memfd)
+        os.close(self.pidfd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 _live: "weakref.WeakSet[Listener | ReaderName]" = weakref.WeakSet()
@@ -137,8 +149,8 @@ def place_name(job: str, place: Place) -> bytes:
     >>> place_name("mnist", 3)
     b'\\x00fastps/mnist/3'
     """
-    if place not in ("host", "server", "board") and (not isinstance(place, int) or place < 0):
-        raise ValueError(f"expected a lane's number, 'host', 'server' or 'board' as the place, found {place!r}")
+    if place not in _NAMED and (not isinstance(place, int) or place < 0):
+        raise ValueError(f"expected a lane's number or one of {', '.join(_NAMED)} as the place, found {place!r}")
     return _name(job, str(place))
 
 
@@ -205,16 +217,6 @@ def _ask(name: bytes, hello: bytes, abi: int, deadline: "_Deadline") -> Offer:
             return found
         # The listener hung up: its process ended, or it drops clients that are too slow. The next connect tells which.
         deadline.pause()
-
-
-def pidfd_alive(pidfd: int) -> bool:
-    """Whether the process still runs. A zombie does not count as running. Raises OSError for a pidfd that is not open."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    found = poll.poll(0)
-    if any(events & select.POLLNVAL for _, events in found):
-        raise OSError(errno.EBADF, f"expected an open pidfd, found the closed descriptor {pidfd}")
-    return not found
 
 
 # -- the connecting side ---------------------------------------------------------------------------

@@ -28,19 +28,18 @@ from fastps.network.home_checkpoint import PartStart
 from fastps.network.leaf import Leaf, Upstream
 from fastps.network.link import LinkLostError
 from fastps.network.local_leaf import LocalLeaf
-from fastps.network.messages import Header
 from fastps.network.monitoring.report import Report
 from fastps.network.parts import Part, shares_of
-from fastps.network.rendezvous import Rendezvous
+from fastps.network.rendezvous import Rendezvous, Requests
 from fastps.network.serving import Serving
 from fastps.network.spread import SpreadHomes
-from fastps.network.sums import Outgoing, Sums
+from fastps.network.sums import Sums
 from fastps.store.server_loop import Server, answer_as_server, run_from_order, with_rule
 from fastps.store.server_process import AgentPlan, Order, picklable
 from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.system import shared_memory
-from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.descriptors import reserve_all
 from fastps.tracing.node_part import NodePart, node_note
 
@@ -73,27 +72,10 @@ def plan_of(
     return AgentPlan(__name__, AgentOrder(nodes, name, plain, rule, list(hypers), resume, trace))
 
 
-class TimedUpstream:
-    """An upstream whose steps a report counts the time of."""
-
-    def __init__(self, upstream: Upstream, report: Report, clock: Clock) -> None:
-        self._upstream, self._report, self._clock = upstream, report, clock
-        self.coming, self.finish, self.check = upstream.coming, upstream.finish, upstream.check
-        self.abort, self.leave = upstream.abort, upstream.leave
-
-    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> tuple[int, int]:
-        """See Upstream."""
-        began_ns = self._clock.now_ns()
-        try:
-            return self._upstream.step(header, sent, before, after)
-        finally:
-            self._report.wait_ns += self._clock.now_ns() - began_ns
-
-
 class AgentServer(Server):
     """The loop of a leaf's server. It ends with an error when the home or a worker of this node is lost."""
 
-    def __init__(self, store: Store, leaf: Leaf | LocalLeaf) -> None:
+    def __init__(self, store: Store, leaf: Leaf) -> None:
         super().__init__(store)
         self._leaf = leaf
         self.lane.fold_with(leaf.fold, [0], nothing=True)
@@ -180,7 +162,7 @@ def _near(order: AgentOrder, layout: Layout, share: Part, edges: Rendezvous, lea
     if nodes.is_first:
         report.home = home.stores[0].arena
     others = [
-        Serving(home, node, edges.requests(node), leaf.timeout_s, report.of_leaf(node))
+        Serving(home, node, Requests(edges, node), leaf.timeout_s, report.of_leaf(node))
         for node in range(nodes.count)
         if node != nodes.number
     ]
@@ -223,17 +205,17 @@ def _run(store: Store, given: AgentOrder, layout: Layout) -> None:
     report = Report(store, given.nodes, trace)
     report.start()
     try:
-        _serve_node(store, given, TimedUpstream(_upstream(given, layout, store, report), report, store.clock))
+        _serve_node(store, given, _upstream(given, layout, store, report), report)
     finally:
         report.close()
         if trace is not None:
             trace.close()
 
 
-def _serve_node(store: Store, given: AgentOrder, upstream: Upstream) -> None:
+def _serve_node(store: Store, given: AgentOrder, upstream: Upstream, report: Report) -> None:
     failure: str | None = "its agent was interrupted"
     kind = LocalLeaf if given.nodes.policy.local_steps else Leaf
-    leaf = kind(store, given.nodes, upstream)
+    leaf = kind(store, given.nodes, upstream, report)
     try:
         server = AgentServer(store, leaf)
         if not store.arena.serve(os.getpid()):

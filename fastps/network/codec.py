@@ -9,60 +9,38 @@ has, so a difference also repairs the rounding of the one before. Sums and updat
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from fastps.job.wire import BLOCK_FLOATS
+from fastps.job.wire import BLOCK_FLOATS, wire_bytes
 from fastps.network.edge import CHUNK_FLOATS, RECEIVES_UNDER_WAY, SENDS_UNDER_WAY
 from fastps.network.link import Memory
 
 
-class Codec(Protocol):
-    """A way to write float32 as bytes."""
-
-    def wire_bytes(self, floats: int) -> int:
-        """The number of bytes for this many floats."""
-        ...
-
-    def encode(self, values: torch.Tensor, out: Memory) -> None:
-        """Write float32 values as bytes."""
-        ...
-
-    def decode(self, data: Memory, out: torch.Tensor) -> None:
-        """Write the values that the bytes represent."""
-        ...
-
-
 class Half:
-    """16 bits a float."""
+    """16 bits a float, in a type of torch."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def wire_bytes(self, floats: int) -> int:
-        """See Codec."""
-        return 2 * floats
+    def __init__(self, link_dtype: str) -> None:
+        self.link_dtype = link_dtype
+        self._dtype: torch.dtype = getattr(torch, link_dtype)
 
     def encode(self, values: torch.Tensor, out: Memory) -> None:
-        """See Codec. Values beyond float16's largest become infinite there."""
+        """Write float32 values as bytes. Values beyond float16's largest become infinite there."""
         torch.from_numpy(out).view(self._dtype).copy_(values)
 
     def decode(self, data: Memory, out: torch.Tensor) -> None:
-        """See Codec."""
+        """Write the values that the bytes represent."""
         out.copy_(torch.from_numpy(data).view(self._dtype))
 
 
 class Blocks:
     """8 bits a float, and a float32 scale for each block."""
 
-    def wire_bytes(self, floats: int) -> int:
-        """See Codec."""
-        return floats + 4 * -(-floats // BLOCK_FLOATS)
+    link_dtype = "int8"
 
     def encode(self, values: torch.Tensor, out: Memory) -> None:
-        """See Codec. A block with a value that is not finite stands for NaN, so that the home rejects the push."""
+        """See Half. A block with a value that is not finite stands for NaN, so that the home rejects the push."""
         numbers, scales = self._halves(out, len(values))
         for span, width, at in _blocks(len(values)):
             blocks = values[span].view(-1, width)
@@ -72,7 +50,6 @@ class Blocks:
             numbers[span].view(-1, width).copy_(blocks.mul(factor[:, None]).round_())
 
     def decode(self, data: Memory, out: torch.Tensor) -> None:
-        """See Codec."""
         numbers, scales = self._halves(data, len(out))
         out.copy_(numbers)
         for span, width, at in _blocks(len(out)):
@@ -94,10 +71,13 @@ def _blocks(floats: int) -> Iterator[tuple[slice, int, slice]]:
         yield slice(whole, floats), floats - whole, slice(count, count + 1)
 
 
+Codec = Half | Blocks
+"""A way to write float32 as bytes."""
+
 CODECS: dict[str, Codec | None] = {
     "float32": None,
-    "bfloat16": Half(torch.bfloat16),
-    "float16": Half(torch.float16),
+    "bfloat16": Half("bfloat16"),
+    "float16": Half("float16"),
     "int8": Blocks(),
 }
 """Codecs by the value of `link_dtype`; None sends the floats unchanged, without a copy."""
@@ -145,7 +125,7 @@ class RoundedSender:
         """Encode chunks in order, from the first float on. Only the last SENDS_UNDER_WAY messages are valid."""
         first, self._is_encoded = 0, True
         for values in chunks:
-            out = self._ring[self._messages % len(self._ring)][: self._codec.wire_bytes(len(values))]
+            out = self._ring[self._messages % len(self._ring)][: wire_bytes(self._codec.link_dtype, len(values))]
             self._messages += 1
             span = slice(first, first + len(values))
             self._encode(self._kept[span], values, self._next[span], out)
@@ -174,14 +154,17 @@ class RoundedReceiver:
     def memory(self, lengths: Iterable[int]) -> Iterator[Memory]:
         """Yield memory for messages of these numbers of floats, in order."""
         for number, floats in enumerate(lengths):
-            yield self._ring[number % len(self._ring)][: self._codec.wire_bytes(floats)]
+            yield self._message(number, floats)
 
     def values(self, number: int, floats: int) -> torch.Tensor:
         """Decode message `number`, counted from 0, after it has arrived. The result is valid until the next call."""
         values = self._values[:floats]
-        self._codec.decode(self._ring[number % len(self._ring)][: self._codec.wire_bytes(floats)], values)
+        self._codec.decode(self._message(number, floats), values)
         return values
+
+    def _message(self, number: int, floats: int) -> Memory:
+        return self._ring[number % len(self._ring)][: wire_bytes(self._codec.link_dtype, floats)]
 
 
 def _ring(codec: Codec, entries: int) -> list[Memory]:
-    return [np.zeros(codec.wire_bytes(CHUNK_FLOATS), np.uint8) for _ in range(entries)]
+    return [np.zeros(wire_bytes(codec.link_dtype, CHUNK_FLOATS), np.uint8) for _ in range(entries)]

@@ -40,9 +40,13 @@ class Edge:
     Attributes:
         is_over: says whether the peer's process has ended; None where that cannot be told.
         watch: observes what travels. Its owner may put the watch over an earlier edge to the same peer here.
+        is_silent: whether nothing can come any more: the peer has closed the edge, has ended, or was silent for the timeout.
+        failure: the reason that the peer gave when it failed, or an empty text.
     """
 
     is_over: Callable[[], bool] | None = None
+    is_silent = False
+    failure = ""
 
     def __init__(self, control: Link, data: Link, timeout_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
         self._control, self._data = control, data
@@ -52,11 +56,9 @@ class Edge:
         self._inbox: queue.SimpleQueue[Header | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._ends = threading.Event()
-        self._silent = threading.Event()
         self._has_timed_out = False
         self._heard_ns = 0  # when the last header came
         self._loss = ""
-        self._failure = ""
         self._threads = [
             threading.Thread(target=loop, name=f"fastps-{name}", daemon=True)
             for name, loop in (("edge-listener", self._listen), ("edge-beats", self._beat))
@@ -97,25 +99,15 @@ class Edge:
 
     def check(self) -> None:
         """Raise LinkLostError if the edge is lost, RefusedError if the peer has said that it failed."""
-        if self._failure:
-            raise RefusedError(self._failure)
+        if self.failure:
+            raise RefusedError(self.failure)
         if self._loss:
             raise LinkLostError(self._loss)
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether nothing can come any more: the peer has closed the edge, has ended, or was silent for the timeout."""
-        return self._silent.is_set()
 
     @property
     def may_return(self) -> bool:
         """Whether the connection was lost at once, and the peer still runs."""
         return not self._has_timed_out and self.is_over is not None and not self.is_over()
-
-    @property
-    def failure(self) -> str:
-        """The reason that the peer gave when it failed, or an empty text."""
-        return self._failure
 
     def _listen(self) -> None:
         memory = np.zeros(HEADER_BYTES, np.uint8)
@@ -129,7 +121,7 @@ class Edge:
                     self.watch.hears(header.beat, header.sent_ns, now_ns)
                     continue
                 if header.kind == Kind.FAILED:
-                    self._failure = header.reason
+                    self.failure = header.reason
                 if header.kind == Kind.REOPEN:
                     self._lose("the other side opens another edge")
                     return
@@ -141,7 +133,7 @@ class Edge:
         except (LinkLostError, ProtocolError) as error:
             self._has_timed_out = isinstance(error, TimedOutError)
             self._lose(str(error))
-            self._silent.set()
+            self.is_silent = True
 
     def _beat(self) -> None:
         while not self._ends.wait(BEAT_S):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fastps.errors import NodeLostError, ProtocolError, TimeoutExceededError
+from fastps.errors import Error, NodeLostError, ProtocolError, TimeoutExceededError
 from fastps.membership.job_memory import JobMemory
 from fastps.network.codec import CODECS, RoundedReceiver, RoundedSender
 from fastps.network.edge import CHUNK_FLOATS, SENDS_UNDER_WAY, Edge, chunk_ranges
@@ -63,7 +63,6 @@ class FarHome:
         self._until_done(once)
 
     def coming(self) -> tuple[int, int]:
-        """See Upstream."""
         return (0, self._floats) if self._session.must_fetch else self._cut.span(self._session.step + 1)
 
     def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> tuple[int, int]:
@@ -84,7 +83,6 @@ class FarHome:
         return written
 
     def finish(self, after: torch.Tensor) -> None:
-        """See Upstream."""
 
         def once() -> None:
             if self._session.must_fetch:
@@ -115,21 +113,21 @@ class FarHome:
             raise self._end
         try:
             while (loss := self._loss_in(call)) is not None:
-                self._repair(loss)
+                self._repair(str(loss))
         except NodeLostError as error:
             self._end = error
             raise
 
     @staticmethod
-    def _loss_in(call: Callable[[], None]) -> str | None:
-        """Call, and return why the edge was lost meanwhile, if it was.
+    def _loss_in(call: Callable[[], None]) -> Error | None:
+        """Call, and return the error with which the edge was lost meanwhile, if it was.
 
-        The error itself is not kept, because its frames refer to transfers, which keep the old link open.
+        It is a copy: the frames of the error itself refer to transfers, which keep the old link open.
         """
         try:
             call()
         except (LinkLostError, ProtocolError) as error:
-            return str(error)
+            return type(error)(str(error))
         return None
 
     def _repair(self, loss: str) -> None:
@@ -155,7 +153,7 @@ class FarHome:
         """Try to open an edge: for `cut_s` while nothing answers, for `silent_s` while only the home does not."""
         clock = self._leaf.clock
         began_ns = reached_ns = clock.now_ns()
-        while (found := self._failure_in(self._open)) is not None:
+        while (found := self._loss_in(self._open)) is not None:
             now_ns = clock.now_ns()
             if isinstance(found, UnreachableError):
                 reached_ns = now_ns
@@ -163,15 +161,6 @@ class FarHome:
             if self._has_left or is_late or (is_over is not None and is_over()):
                 raise self._lost(f"{loss}; {found}")
             clock.sleep_ns(_PAUSE_NS)
-
-    @staticmethod
-    def _failure_in(call: Callable[[], None]) -> LinkLostError | None:
-        """Call, and return the error after which another try may succeed."""
-        try:
-            call()
-        except LinkLostError as error:
-            return error
-        return None
 
     def _open(self) -> None:
         """Open an edge and agree on the step to go on with. Raises LinkLostError, and NodeLostError if none can be had."""
@@ -293,11 +282,9 @@ class FarHome:
         return answer.version
 
     def abort(self, failure: str) -> None:
-        """See Upstream."""
         self.leave(failure)
 
     def leave(self, failure: str | None) -> None:
-        """See Upstream."""
         if self._has_left:
             return
         self._has_left = True

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 import numpy as np
 import torch
@@ -30,33 +29,6 @@ from fastps.store.store import Store
 from fastps.store.worker import Worker
 
 _LOOK_S = 0.1
-
-
-class NodeWorker(Worker):
-    """A Worker whose waits also call `check`, which raises what ends the wait."""
-
-    check: Callable[[], None] | None = None
-
-    def check_peers(self, now_ns: int | None = None) -> None:
-        """See Worker. A node may be lost, or its edge."""
-        if self.check is not None:
-            self.check()
-        super().check_peers(now_ns)
-
-    def check_nodes(self) -> None:
-        """Raise WorkerDiedError if another node is lost and the job ends with it."""
-        super().check_peers()
-
-    def leave(self) -> None:
-        """Make no more pushes, without a wait for the others."""
-        self._leave()
-
-
-class HomeStore(Store):
-    """The arena of one part, in the process of node 0's agent."""
-
-    worker_class = NodeWorker
-    lanes_are = "nodes"
 
 
 class NodeLanes:
@@ -82,7 +54,7 @@ class NodeLanes:
         """Call this in every wait from now on."""
         self._is_aborted = False
         for worker in self._workers:
-            cast(NodeWorker, worker).check = check
+            worker.check = check
 
     def slots(self, step: int) -> list[tuple[int, Memory]]:
         """The number of each part that a step carries, and the slot of its push.
@@ -159,7 +131,7 @@ class NodeLanes:
         """
         self.has_left = True
         for worker in self._workers:
-            cast(NodeWorker, worker).leave()
+            worker.leave()
         for part, worker in zip(self.parts, self._workers, strict=True):
             worker.wait_for_others()
             yield part, _weights(worker)
@@ -177,7 +149,7 @@ class NodeLanes:
     def check_peers(self) -> None:
         """Raise WorkerDiedError if another node is lost and the job ends with it."""
         for worker in self._workers:
-            cast(NodeWorker, worker).check_nodes()
+            worker.check_peers()
 
     def abort(self) -> None:
         """End a wait for a part that will not come over the present edge."""
@@ -220,7 +192,7 @@ class Home:
     ) -> "Home":
         """Make a share's arenas, with the leaf's weights of version 0, or with the state that `resume` gives for each part."""
         home = Home(cut_of(share.layout, nodes.policy), [], nodes)
-        first = np.frombuffer(leaf.memory, np.float32, share.floats, leaf.arena.weights_offset(0) + 4 * share.first)
+        first = np.frombuffer(leaf.memory, np.float32, share.last - share.first, leaf.arena.weights_offset(0) + 4 * share.first)
         try:
             for number, part in enumerate(home.cut.parts):
                 state = resume(part) if resume is not None else None
@@ -289,7 +261,7 @@ def _store(job: str, part: Part, first: Floats, leaf: JobMemory, hypers: list[Hy
             view[:] = first[begin : begin + parameter.length]
 
     limit_s = leaf.timeout_s
-    return HomeStore.create_for(part.layout, write, hypers, resume=resume, job=job, timeout_s=limit_s, clock=leaf.clock)
+    return Store.create_for(part.layout, write, hypers, resume=resume, job=job, timeout_s=limit_s, clock=leaf.clock)
 
 
 def _slot(worker: Worker) -> Memory:
@@ -323,11 +295,9 @@ class NearHome:
         self._copy_weights(self._lanes.pulled(), weights)
 
     def coming(self) -> tuple[int, int]:
-        """See Upstream."""
         return self._lanes.cut.span(self._lanes.session.step + 1)
 
     def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> tuple[int, int]:
-        """See Upstream."""
         step = self._lanes.session.step + 1
         try:
             if sent is not None:
@@ -352,7 +322,6 @@ class NearHome:
             self._lanes.push(part, terms, header)
 
     def finish(self, after: torch.Tensor) -> None:
-        """See Upstream."""
         try:
             self._copy_weights(self._lanes.last(), after)
         except Error as error:
@@ -368,15 +337,12 @@ class NearHome:
                 at += len(held)
 
     def check(self) -> None:
-        """See Upstream."""
         try:
-            self._home.check()
             self._lanes.check_peers()
         except Error as error:
             raise self._home.loss_of(error) from error
 
     def abort(self, failure: str) -> None:
-        """See Upstream."""
         self._home.failure = self._home.failure or failure
 
     def leave(self, failure: str | None) -> None:

@@ -6,8 +6,8 @@ are ranges of the model's, and the checkpoint's reader puts the shares together.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from fastps.checkpoint.format import Array, Checkpoint, described, shaped
 from fastps.checkpoint.loading import share_folder
 from fastps.checkpoint.snapshot import PinnedVersion, VersionInUseError
 from fastps.errors import TimeoutExceededError
-from fastps.job.layout import Layout, Parameter
+from fastps.job.layout import Layout
 from fastps.membership.job_memory import Floats, JobMemory
 from fastps.network.home import store_name
 from fastps.network.parts import Part, parts_of
@@ -80,7 +80,7 @@ class HomeView:
             try:
                 for arena in self._arenas():
                     home = arena, self._share.number if self._share else 0  # this node's lane there, which the agent owns
-                    pinned.add(PinnedVersion(self._worker, param_groups, extra, waits=waits, home=home))
+                    pinned.versions.append(PinnedVersion(self._worker, param_groups, extra, waits=waits, home=home))
                 if pinned.is_level:
                     return pinned
             except BaseException:
@@ -103,39 +103,36 @@ class HomeView:
         self._stores = []
 
 
+@dataclass(frozen=True)
 class PinnedParts:
     """One version of all parts, pinned while it is copied, with the description and the tensors of all that the home holds."""
 
-    holds_locks = False
+    _layout: Layout
+    _parts: list[Part]
+    _share: Share | None
+    versions: list[PinnedVersion] = field(default_factory=list)  # of each part
 
-    def __init__(self, layout: Layout, parts: list[Part], share: Share | None = None) -> None:
-        self._layout, self._parts, self._share = layout, parts, share
-        self._pinned: list[PinnedVersion] = []
-
-    def add(self, pinned: PinnedVersion) -> None:
-        """Add the next part."""
-        self._pinned.append(pinned)
+    holds_locks: ClassVar[bool] = False
 
     @property
     def share(self) -> str:
-        """See Pinned."""
         return share_folder(self._share.number, self._share.count) if self._share is not None else ""
 
     @property
     def is_level(self) -> bool:
         """Whether all parts have one version."""
-        return len({each.description["version"] for each in self._pinned}) == 1 or len(self._pinned) == 1
+        return len({each.description["version"] for each in self.versions}) == 1
 
     @property
     def description(self) -> dict[str, Any]:
         """The contents of the checkpoint's JSON file."""
-        first = dict(self._pinned[0].description)
+        first = dict(self.versions[0].description)
         if self._share is not None:
             first["share"] = self._share.described()
         if len(self._parts) == 1:
             return first
         steps: dict[int, int] = {}
-        for part, pinned in zip(self._parts, self._pinned, strict=True):
+        for part, pinned in zip(self._parts, self.versions, strict=True):
             for index, found in zip(part.parameters, pinned.description["parameters"], strict=True):
                 steps[index] = found["steps"]
         parameters = [{**described(each), "steps": steps[index]} for index, each in enumerate(self._layout.parameters)]
@@ -144,19 +141,20 @@ class PinnedParts:
     def arrays(self) -> Iterator[tuple[str, Array]]:
         """The name and the array of each tensor. Those of a parameter that is cut are copies."""
         if len(self._parts) == 1:
-            yield from self._pinned[0].arrays()
+            yield from self.versions[0].arrays()
             return
         pieces: dict[str, list[Array]] = {}
-        for pinned in self._pinned:
+        for pinned in self.versions:
             for name, array in pinned.arrays():
                 pieces.setdefault(name, []).append(array)
         by_name = {parameter.name: parameter for parameter in self._layout.parameters}
-        for name, found in pieces.items():
-            yield name, _joined(by_name[_parameter_name(name)], found)
+        for name, found in pieces.items():  # flat, and in memory order
+            whole = np.concatenate([np.asarray(piece).reshape(-1) for piece in found])
+            yield name, shaped(whole, by_name[_parameter_name(name)])
 
     def close(self) -> None:
         """Unpin the buffers. May be called twice."""
-        for each in self._pinned:
+        for each in self.versions:
             each.close()
 
 
@@ -170,12 +168,6 @@ def _parameter_name(tensor: str) -> str:
     return rest.partition("/")[2] if kind == "state" else rest
 
 
-def _joined(parameter: Parameter, pieces: list[Array]) -> Array:
-    """A whole parameter from its pieces, which are flat and in memory order."""
-    flat = np.concatenate([np.asarray(piece).reshape(-1) for piece in pieces])
-    return shaped(flat, parameter)
-
-
 class PartStart:
     """What a checkpoint has of one part, as the state from which the part's arena resumes."""
 
@@ -184,18 +176,15 @@ class PartStart:
 
     @property
     def has_average(self) -> bool:
-        """See StartState."""
         return self._checkpoint.has_average
 
     def check_layout(self, layout: Layout) -> None:
         """See StartState: the workers have compared the whole model."""
 
     def beginning(self, layout: Layout) -> dict[str, Any]:
-        """See StartState."""
         return self._checkpoint.beginning(layout)
 
     def write_into(self, store: JobMemory) -> None:
-        """See StartState."""
         write_range(self._checkpoint, self._layout, self._part, "weights/", store.weight_views(0))
         for index, plane in enumerate(store.layout.rule.planes):
             write_range(self._checkpoint, self._layout, self._part, f"state/{plane}/", store.plane_views(0, index))
@@ -217,11 +206,9 @@ class LeafStart:
         """See StartState: the home's layout was compared."""
 
     def beginning(self, layout: Layout) -> dict[str, Any]:
-        """See StartState."""
         return {"versions": [self.steps] * len(layout.shards), "clocks": [self.steps] * layout.workers, "drawn": 0}
 
     def write_into(self, store: JobMemory) -> None:
-        """See StartState."""
         whole = Part(0, self._layout.buffer_floats, self._layout, range(len(self._layout.parameters)))
         write_range(self._checkpoint, self._layout, whole, "weights/", store.weight_views(0))
 

@@ -11,15 +11,12 @@ from typing import Protocol
 
 import torch
 
-from fastps.errors import NodeLostError, ProtocolError
 from fastps.job.nodes import Nodes
 from fastps.kernels.protocol.fold_call import FoldCall, FoldedPush
-from fastps.kernels.shm.arena import LANE_LEFT
 from fastps.membership.job_memory import JobMemory
 from fastps.network.messages import Header, Kind
+from fastps.network.monitoring.report import Report
 from fastps.network.sums import Outgoing, Sums
-from fastps.store.store import Store
-from fastps.store.worker import Worker
 
 
 class Upstream(Protocol):
@@ -54,61 +51,41 @@ class Upstream(Protocol):
         ...
 
 
-class LeafWorker(Worker):
-    """A worker of a leaf arena."""
-
-    def take_over(self) -> None:
-        """Never combine. Raises NodeLostError unless the agent has left, as it does once the other nodes have left."""
-        arena = self.store.arena
-        if arena.lane_state(arena.server_lane) != LANE_LEFT:
-            reason = arena.failure(arena.server_lane).partition(": ")[2]
-            raise NodeLostError(reason or f"this node's agent (process {arena.process_id(arena.server_lane)}) was killed")
-        self.lane.leave_to_server(False)
-        self.lane.fold_with(_fold_nothing, ())
-
-    def _wait_for_last(self) -> None:
-        """Wait until the workers of all nodes have left: the agent leaves last."""
-        self.wait_until(lambda: not self.store.arena.is_served(), 5_000_000, self._timeout_text)
-        super()._wait_for_last()
-
-
-def _fold_nothing(_call: FoldCall) -> None:
-    raise ProtocolError("a worker of a leaf folds nothing: the home has the weights")
-
-
-class LeafStore(Store):
-    """The arena of one node, whose server is the node's agent."""
-
-    worker_class = LeafWorker
-
-
 class Leaf:
-    """The fold of a leaf arena."""
+    """The fold of a leaf arena. A report counts the time of its exchanges."""
 
-    def __init__(self, store: JobMemory, nodes: Nodes, upstream: Upstream) -> None:
+    def __init__(self, store: JobMemory, nodes: Nodes, upstream: Upstream, report: Report) -> None:
         self._store = store
         self.nodes = nodes
-        self.upstream = upstream
+        self._upstream, self._report = upstream, report
         self._sums = Sums(store)
 
     def fold(self, call: FoldCall) -> None:
         """Take one version from the home; the function given to Lane.fold_with. Raises NodeLostError."""
         sent = partial(self._sums.begin, call.pushes) if call.pushes else None
         before, after = self._sums.weights(call.weights_in), self._sums.weights(call.weights_out)
-        self.upstream.step(self._header(call.pushes), sent, before, after)
+        self._exchange(self._header(call.pushes), sent, before, after)
         self._store.write_halves(call.weights_out)
         self._store.all_steps(call.state_out)[:] = self._store.all_steps(call.state_in) + 1
 
+    def _exchange(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> tuple[int, int]:
+        """Make a step of the home; see Upstream."""
+        began_ns = self._store.clock.now_ns()
+        try:
+            return self._upstream.step(header, sent, before, after)
+        finally:
+            self._report.wait_ns += self._store.clock.now_ns() - began_ns
+
     def check(self) -> None:
         """Raise NodeLostError if the home is lost or has failed."""
-        self.upstream.check()
+        self._upstream.check()
 
     def end(self, failure: str | None) -> None:
         """End what is under way: nothing, because a step is a part of a fold."""
 
     def finish(self, weights: int, state: int) -> None:
         """Write the job's final weights into a weights buffer, and the published step counts into a state buffer."""
-        self.upstream.finish(self._sums.weights(weights))
+        self._upstream.finish(self._sums.weights(weights))
         self._store.write_halves(weights)
         _, states = self._store.committed()
         self._store.all_steps(state)[:] = self._store.all_steps(states[0])

@@ -107,12 +107,10 @@ class GlooLink:
             ) from error
 
     def send(self, memory: Memory) -> _Sent:
-        """See Link."""
         tensor = torch.from_numpy(memory)
         return self._begin("send", tensor), tensor
 
     def receive(self, memory: Memory) -> _Sent:
-        """See Link."""
         tensor = torch.from_numpy(memory)
         return self._begin("recv", tensor), tensor
 
@@ -127,7 +125,6 @@ class GlooLink:
         return begun
 
     def wait(self, transfer: _Sent, timeout_s: float) -> None:
-        """See Link."""
         try:
             transfer[0].wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:

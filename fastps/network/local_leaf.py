@@ -23,9 +23,10 @@ from fastps.kernels.protocol.fold_call import FoldCall, FoldedPush
 from fastps.kernels.update.fold import Folding
 from fastps.membership.job_memory import JobMemory
 from fastps.network.edge import chunk_ranges
-from fastps.network.leaf import Upstream
+from fastps.network.leaf import Leaf, Upstream
 from fastps.network.messages import Header, Kind
-from fastps.network.sums import Sums, Terms
+from fastps.network.monitoring.report import Report
+from fastps.network.sums import Terms
 
 
 def _difference(before: torch.Tensor, now: torch.Tensor, outs: Sequence[torch.Tensor], begin: int) -> Iterator[torch.Tensor]:
@@ -46,14 +47,11 @@ class _Done:
     samples: int = 0
 
 
-class LocalLeaf:
+class LocalLeaf(Leaf):
     """The fold of a leaf arena whose node makes `local_steps` versions between two exchanges."""
 
-    def __init__(self, store: JobMemory, nodes: Nodes, upstream: Upstream) -> None:
-        self._store = store
-        self.nodes = nodes
-        self.upstream = upstream
-        self._sums = Sums(store)
+    def __init__(self, store: JobMemory, nodes: Nodes, upstream: Upstream, report: Report) -> None:
+        super().__init__(store, nodes, upstream, report)
         layout = store.layout
         self._segments = [(each.offset, each.length, each.group) for each in layout.parameters]
         self._taken = self._sums.weights(0).clone()  # the home's weights of the last exchange of each float
@@ -82,7 +80,7 @@ class LocalLeaf:
         if self._under_way and age == self._overlap:
             self._take(self._under_way.pop().result(), weights)
         if age == self._period:
-            self._exchange(weights)
+            self._begin_exchange(weights)
         self._store.write_halves(call.weights_out)
 
     def _apply(self, call: FoldCall) -> None:
@@ -114,12 +112,12 @@ class LocalLeaf:
         gradient = self._sums.slot(push.lane, push.slot).numpy()
         return gradient, [tuple(hyper) for hyper in hypers], present.tolist(), push.scale, push.rate_scale
 
-    def _exchange(self, weights: torch.Tensor) -> None:
+    def _begin_exchange(self, weights: torch.Tensor) -> None:
         """Push what the next fragment has moved, and take the home's weights: now, or `local_overlap` versions later.
 
         Every node counts once in a mean, however many workers it has: it is one replica of the paper.
         """
-        first, last = self.upstream.coming()
+        first, last = self._upstream.coming()
         samples = self._done.samples - self._last_exchange(first).samples
         header = Header(Kind.PUSH, weight=1, samples=samples, loss=self._losses)
         self._begun = self._done
@@ -133,7 +131,7 @@ class LocalLeaf:
         def moved(outs: Sequence[torch.Tensor], first: int) -> tuple[Terms, Iterator[torch.Tensor]]:
             return self._terms, _difference(self._taken, now, outs, first)
 
-        return self.upstream.step(header, moved, self._taken, self._received)
+        return self._exchange(header, moved, self._taken, self._received)
 
     def _take(self, span: tuple[int, int], weights: torch.Tensor) -> None:
         """Take the home's weights that have come, mixed with the node's own by `local_mix`."""
@@ -150,16 +148,16 @@ class LocalLeaf:
         return self._exchanged.get(first, self._fetched)
 
     def check(self) -> None:
-        """Raise NodeLostError if the home is lost or has failed."""
+        """See Leaf."""
         if not self._under_way:  # its own thread notices that
-            self.upstream.check()
+            super().check()
         elif self._under_way[0].done() and self._under_way[0].exception() is not None:
             self._under_way.pop().result()
 
     def end(self, failure: str | None) -> None:
         """End an exchange under way."""
         if self._under_way:
-            self.upstream.abort(failure or "the node has left")
+            self._upstream.abort(failure or "the node has left")
             wait(self._under_way, 2 * self.nodes.policy.timeout_s)
         if self._thread is not None:
             self._thread.shutdown(wait=False)
@@ -170,11 +168,9 @@ class LocalLeaf:
         own = self._sums.weights(committed[0]).clone()
         if self._under_way:
             self._take(self._under_way.pop().result(), own)
-        while self._last_exchange(self.upstream.coming()[0]).versions < self._done.versions:
-            self._exchange(own)
+        while self._last_exchange(self._upstream.coming()[0]).versions < self._done.versions:
+            self._begin_exchange(own)
             if self._under_way:
                 self._take(self._under_way.pop().result(), own)
-        self.upstream.finish(self._sums.weights(weights))
-        self._store.write_halves(weights)
         self._planes(state)[:] = self._planes(states[0])
-        self._store.all_steps(state)[:] = self._store.all_steps(states[0])
+        super().finish(weights, state)

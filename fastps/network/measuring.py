@@ -7,7 +7,7 @@ chunks over Gloo, with beats between them.
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,17 +52,14 @@ class LinkRates:
 
 def measure(edges: Sequence[Edge], clock: Clock = SYSTEM_CLOCK) -> list[LinkRates]:
     """Measure the edges of node 0 in turn, then all at once, and end the responders. Raises LinkLostError."""
-    alone = [_Meter(edge, clock) for edge in edges]
-    found = [meter.alone() for meter in alone]
-    size = max(each[3] for each in found)
+    meters = [_Meter(edge, clock) for edge in edges]
+    alone = [meter.alone() for meter in meters]
+    most = max(size for _, size in alone)
     with ThreadPoolExecutor(len(edges)) as pool:
-        together = list(pool.map(lambda meter: meter.rate(_BOTH, size), alone))
+        together = list(pool.map(lambda meter: meter.rate(_BOTH, most), meters))
     for edge in edges:
         edge.send_header(Header(Kind.LEAVE))
-    return [
-        LinkRates(*each[:3], both_together, *each[4:])
-        for each, both_together in zip(found, together, strict=True)
-    ]  # fmt: skip
+    return [replace(found, together_bytes_s=rate) for (found, _), rate in zip(alone, together, strict=True)]
 
 
 class _Meter:
@@ -71,31 +68,29 @@ class _Meter:
     def __init__(self, edge: Edge, clock: Clock) -> None:
         self._edge, self._clock = edge, clock
 
-    def alone(self) -> tuple[float, float, float, int, int, int, int]:
-        """Rates up, down and both ways; the bytes that were enough both ways; median and 95th percentile of round trips."""
+    def alone(self) -> tuple[LinkRates, int]:
+        """The rates of this edge while no other is used, and the bytes that were enough to measure both ways at once."""
         headers = sorted(self._round_trips(0))
-        small = sorted(self._round_trips(SMALL_BYTES))
-        rates = [self._best_size(mode) for mode in (_UP, _DOWN, _BOTH)]
-        middle = int(statistics.median(headers)), headers[int(0.95 * (len(headers) - 1))], int(statistics.median(small))
-        return rates[0][0], rates[1][0], rates[2][0], rates[2][1], *middle
+        small = int(statistics.median(self._round_trips(SMALL_BYTES)))
+        (up, _), (down, _), (both, size) = (self._best_size(mode) for mode in (_UP, _DOWN, _BOTH))
+        middle, late = int(statistics.median(headers)), headers[int(0.95 * (len(headers) - 1))]
+        return LinkRates(up, down, both, both, middle, late, small), size
 
     def _round_trips(self, size: int) -> Iterator[int]:
-        memory = np.zeros(size, np.uint8)
-        self._round_trip(memory)  # the first one warms up
+        memories = [np.zeros(size, np.uint8)] if size else []
+        self._round_trip(size, memories)  # the first one warms up
         over = Deadline(self._clock.now_ns(), _ROUND_TRIPS_NS)
         for _ in range(_ROUND_TRIPS):
-            yield self._round_trip(memory)
+            yield self._round_trip(size, memories)
             if over.is_over(self._clock.now_ns()):
                 return
 
-    def _round_trip(self, memory: Memory) -> int:
+    def _round_trip(self, size: int, memories: list[Memory]) -> int:
         began_ns = self._clock.now_ns()
-        self._edge.send_header(Header(Kind.PUSH, weight=_ECHO, samples=len(memory)))
-        if len(memory):
-            self._edge.send([memory])
+        self._edge.send_header(Header(Kind.PUSH, weight=_ECHO, samples=size))
+        self._edge.send(memories)
         _next(self._edge, Kind.WEIGHTS)
-        if len(memory):
-            self._edge.receive([memory])
+        self._edge.receive(memories)
         return self._clock.now_ns() - began_ns
 
     def _best_size(self, mode: int) -> tuple[float, int]:
@@ -124,12 +119,10 @@ def respond(edge: Edge) -> None:
             return
         mode, size = header.weight, header.samples
         if mode == _ECHO:
-            memory = np.zeros(size, np.uint8)
-            if size:
-                edge.receive([memory])
+            memories = [np.zeros(size, np.uint8)] if size else []
+            edge.receive(memories)
             edge.send_header(Header(Kind.WEIGHTS))
-            if size:
-                edge.send([memory])
+            edge.send(memories)
             continue
         _transfer(edge, size, sends=mode in (_UP, _BOTH), receives=mode in (_DOWN, _BOTH))
         edge.send_header(Header(Kind.WEIGHTS))

@@ -37,6 +37,7 @@ from fastps.network.tcp_store import await_name, connect_store, host_store, limi
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.descriptors import reserve_all
 from fastps.system.ports import free_port
+from fastps.system.processes import start_module
 from fastps.version import __version__
 
 _REACH_S = 5.0  # a machine that answers does so within milliseconds, and others read why the job cannot begin
@@ -68,7 +69,8 @@ def introduce(
 
     Raises AttachError, on every node the same: another version, an address that others cannot reach, or a firewall.
     """
-    with socket.create_server((address, 0), family=_family(address), backlog=count + 8) as listener:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=count + 8) as listener:
         own = Introduction(number, f"{__version__} ({WIRE_VERSION})", platform.node(), address, listener.getsockname()[1])
         store.set(f"introduction/{number}", json.dumps(asdict(own)))
         met = range(count) if number == 0 else (0,)
@@ -76,11 +78,6 @@ def introduce(
         others = [_of(store, node) for node in met if node != number]
         store.set(f"introduced/{number}", next((text for other in others if (text := _obstacle(own, other))), ""))
         return introductions(store, number, count, timeout_s, reader or (number, count))
-
-
-def has_introduced(store: Store, number: int) -> bool:
-    """Whether a node, or its predecessor that was lost, has met the others."""
-    return bool(store.check([f"introduced/{number}"]))
 
 
 def introductions(store: Store, number: int, count: int, timeout_s: float, reader: tuple[int, int]) -> list[Introduction]:
@@ -161,10 +158,6 @@ def _obstacle(own: Introduction, other: Introduction) -> str:
     return ""
 
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 _LOOKS, _LOOK_NS = 25, 200_000_000
 _BEAT_S = 1.0  # several while another launcher looks
 _ENDED = 1 << 40  # more beats than any launcher makes
@@ -233,7 +226,7 @@ def meet(given: Meeting) -> Met:
         beats.start()
         try:
             place = _place(named, given, number)
-            is_known = has_introduced(named, number)
+            is_known = named.check([f"introduced/{number}"])  # a node of this number was here before, and was lost
             found = [] if is_known else introduce(named, number, given.nodes, address, given.timeout_s)
         except BaseException:
             beats.end()
@@ -354,7 +347,7 @@ def _place(store: Store, given: Meeting, number: int) -> Place:
 # -- of workers --------------------------------------------------------------------------------
 
 
-def met(nodes: Nodes, timeout_s: float) -> Nodes:
+def join_meeting(nodes: Nodes, timeout_s: float) -> Nodes:
     """The nodes with this node's number, once all have come. Nodes whose launcher keeps a store are returned at once.
 
     Raises AttachError, UsageError.
@@ -408,17 +401,8 @@ def _start_store(nodes: Nodes, timeout_s: float) -> None:
             " of worker 0 in FASTPS_RENDEZVOUS=HOST:PORT"
         )
     given = Meeting(nodes.host, nodes.port, 1, 1, 0, timeout_s, nodes.interface, nodes.trusts_network)
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "fastps.network.meeting", json.dumps(asdict(given))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        start_new_session=True,  # Ctrl-C must reach only the workers
-    )
+    how = {"stdout": subprocess.PIPE, "start_new_session": True}  # Ctrl-C must reach only the workers
+    process = start_module("fastps.network.meeting", json.dumps(asdict(given)), **how)
     assert process.stdout is not None
     with process.stdout as stdout:
         line = stdout.readline()

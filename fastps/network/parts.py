@@ -39,11 +39,6 @@ class Part:
     layout: Layout
     parameters: range
 
-    @property
-    def floats(self) -> int:
-        """The number of floats that travel."""
-        return self.last - self.first
-
     def within(self, share: "Part") -> "Part":
         """This part of a share as a part of the whole model."""
         parameters = range(share.parameters.start + self.parameters.start, share.parameters.start + self.parameters.stop)

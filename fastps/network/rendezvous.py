@@ -3,14 +3,12 @@
 Agents use the store only to join. Open edges do not need it.
 """
 
-import contextlib
 import copy
 import json
 import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import NoReturn
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -23,7 +21,7 @@ from fastps.network.addresses import own_address
 from fastps.network.edge import Edge
 from fastps.network.link import GlooLink, Link, LinkLostError, RefusedError, UnreachableError, reason_of
 from fastps.network.messages import HEADER_BYTES, Header, Kind, hello_fault
-from fastps.network.secret import EdgeName, prove
+from fastps.network.secret import EdgeName, prove, refuse
 from fastps.network.tcp_store import OpenPort, check_answers, connect_store, is_refused
 from fastps.system.clock import Clock
 from fastps.system.deadline import Deadline
@@ -90,7 +88,9 @@ class Rendezvous:
                 " there"
             ) from error
         differences = [
-            f"here {key} is {own}, there it is {policy.get(key)}" for key, own in self._own_policy() if policy.get(key) != own
+            f"here {key} is {own}, there it is {policy.get(key)}"
+            for key, own in asdict(self.nodes.policy).items()
+            if policy.get(key) != own
         ]
         if found != layout.text():
             differences.append(first_difference(layout.text(), found))
@@ -127,9 +127,6 @@ class Rendezvous:
         if not (isinstance(host, str) and host and isinstance(port, int)) or is_refused(host, port, _PROBE_S):
             return None
         return lambda: is_refused(host, port, _PROBE_S)
-
-    def _own_policy(self) -> list[tuple[str, object]]:
-        return list(asdict(self.nodes.policy).items())
 
     def connect(self, hello: Header, *, is_first: bool) -> tuple[Edge, Header]:
         """Open an edge to the home and say HELLO. Returns the edge and the home's answer.
@@ -170,10 +167,6 @@ class Rendezvous:
         """If the job has a secret, let both sides of an edge prove that they know it. Raises LinkLostError, RefusedError."""
         name = EdgeName(self._name, self.home, node, epoch, self.layout.digest())
         prove(edge, self._secret, name, is_home=is_home, timeout_s=timeout_s)
-
-    def requests(self, node: int) -> "Requests":
-        """The requests of a node for an edge, as the home sees them."""
-        return Requests(self, node)
 
     def open(self, store: Store, node: int, epoch: int, side: int, timeout_s: float) -> Edge:
         """Open one side of an edge: 0 for the home, 1 for the node. Raises LinkLostError."""
@@ -229,12 +222,11 @@ class Requests:
             if hello is None:  # no refusal: a node on a busy machine asks again
                 raise LinkLostError(f"it did not say within {limit_s:g} s which node it is")
             edge.is_over = self._rendezvous.end_of(store, self._node)
+            if fault := hello_fault(hello, self._rendezvous.layout.digest()):
+                refuse(edge, fault)
         except LinkLostError:
             edge.abandon()
             raise
-        fault = hello_fault(hello, self._rendezvous.layout.digest())
-        if fault:
-            self._refuse(edge, fault)
         return edge, hello
 
     def _await_request(self, timeout_s: float, is_over: Callable[[], bool]) -> tuple[int, Store]:
@@ -267,13 +259,6 @@ class Requests:
                 self.have_ended = True
                 raise LinkLostError(f"the rendezvous has ended: {reason_of(error)}") from error
         return self._store
-
-    @staticmethod
-    def _refuse(edge: Edge, reason: str) -> NoReturn:
-        with contextlib.suppress(LinkLostError):
-            edge.send_header(Header(Kind.REFUSED, text=reason))
-        edge.abandon()
-        raise LinkLostError(reason)
 
 
 def _table_of(data: bytes) -> dict[str, object]:

@@ -9,25 +9,14 @@ import hashlib
 import hmac
 import secrets
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn
 
 from fastps.job.secret import HOW_TO_GIVE, Secret
+from fastps.network.edge import Edge
 from fastps.network.link import LinkLostError, RefusedError
 from fastps.network.messages import Header, Kind
 
 NONCE_BYTES = 32
-
-
-class Headers(Protocol):
-    """What carries headers: an Edge."""
-
-    def send_header(self, header: Header) -> None:
-        """Send a header. Raises LinkLostError."""
-        ...
-
-    def next_header(self, timeout_s: float) -> Header | None:
-        """The next header, or None after the timeout. Raises LinkLostError."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +48,7 @@ def are_equal(found: str, expected: str) -> bool:
     return hmac.compare_digest(found.encode(), expected.encode())
 
 
-def prove(edge: Headers, secret: Secret | None, name: EdgeName, *, is_home: bool, timeout_s: float) -> None:
+def prove(edge: Edge, secret: Secret | None, name: EdgeName, *, is_home: bool, timeout_s: float) -> None:
     """Prove to the other side of an edge that this side knows the secret, and let it prove the same.
 
     Does nothing without a secret. Raises RefusedError if the other side does not prove it, and tells it why, and LinkLostError
@@ -85,38 +74,39 @@ def _proof(secret: Secret, name: EdgeName, prover: str, nonces: bytes) -> Header
     return Header(Kind.PROOF, layout=name.layout, text=code)
 
 
-def _check(edge: Headers, secret: Secret, name: EdgeName, prover: str, nonces: bytes, timeout_s: float) -> None:
+def _check(edge: Edge, secret: Secret, name: EdgeName, prover: str, nonces: bytes, timeout_s: float) -> None:
     found = _next(edge, Kind.PROOF, name, timeout_s)
     if not are_equal(found.text, _proof(secret, name, prover, nonces).text):
-        _refuse(edge, f"the two sides have different secrets: {HOW_TO_GIVE}")
+        refuse(edge, f"the two sides have different secrets: {HOW_TO_GIVE}")
 
 
-def _nonce(challenge: Header, edge: Headers) -> bytes:
+def _nonce(challenge: Header, edge: Edge) -> bytes:
     try:
         nonce = bytes.fromhex(challenge.text)
     except ValueError:
         nonce = b""
     if len(nonce) != NONCE_BYTES:
-        _refuse(edge, f"expected a nonce of {NONCE_BYTES} bytes, found other text: install one fastps everywhere")
+        refuse(edge, f"expected a nonce of {NONCE_BYTES} bytes, found other text: install one fastps everywhere")
     return nonce
 
 
-def _next(edge: Headers, kind: Kind, name: EdgeName, timeout_s: float) -> Header:
+def _next(edge: Edge, kind: Kind, name: EdgeName, timeout_s: float) -> Header:
     header = edge.next_header(timeout_s)
     if header is None:
         raise LinkLostError(f"the other side did not prove within {timeout_s:g} s that it knows the job's secret")
     if header.kind == Kind.REFUSED:
         raise RefusedError(header.reason)
     if header.kind == Kind.HELLO:
-        _refuse(edge, f"this job has a secret, and a node did not prove that it knows it: {HOW_TO_GIVE}")
+        refuse(edge, f"this job has a secret, and a node did not prove that it knows it: {HOW_TO_GIVE}")
     if header.kind != kind:
-        _refuse(edge, f"expected {kind.name}, found {header.kind.name}: {HOW_TO_GIVE}")
+        refuse(edge, f"expected {kind.name}, found {header.kind.name}: {HOW_TO_GIVE}")
     if header.layout != name.layout:
-        _refuse(edge, "the two sides have different layouts: build the same model, optimizer and discipline on all nodes")
+        refuse(edge, "the two sides have different layouts: build the same model, optimizer and discipline on all nodes")
     return header
 
 
-def _refuse(edge: Headers, reason: str) -> None:
+def refuse(edge: Edge, reason: str) -> NoReturn:
+    """Tell the other side why it cannot join. Raises RefusedError."""
     with contextlib.suppress(LinkLostError):
         edge.send_header(Header(Kind.REFUSED, text=reason))
     raise RefusedError(reason)

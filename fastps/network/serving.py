@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 
 import numpy as np
 import torch
@@ -151,8 +152,7 @@ class Serving(threading.Thread):
             if edge.is_silent and not silent_ns and now_ns - asked_ns >= _PROBE_NS:
                 asked_ns = now_ns
                 silent_ns = 0 if edge.may_return else now_ns
-            is_late = silent_ns > 0 and now_ns - silent_ns >= _SILENT_S * 1e9
-            return is_late or self._home.is_closing.is_set()
+            return silent_ns > 0 and now_ns - silent_ns >= _SILENT_S * 1e9
 
         return is_over
 
@@ -304,14 +304,7 @@ class Serving(threading.Thread):
         _, first = next(granted)
         began_ns = self._clock.now_ns()
         edge.send_header(Header(Kind.WEIGHTS, step=step, version=self._lanes_of_node().version))
-        chunks = _all_chunks(first, granted)
+        memories = chain(first, chain.from_iterable(later for _, later in granted))
+        chunks = (chunk for memory in memories for chunk in chunks_of(memory))
         edge.send(chunks if sent is None else sent.encoded(torch.from_numpy(chunk.view(np.float32)) for chunk in chunks))
         self._watch.message(WEIGHTS_SENT, step, began_ns, self._clock.now_ns())
-
-
-def _all_chunks(first: list[Memory], rest: Iterator[tuple[object, list[Memory]]]) -> Iterator[Memory]:
-    for memory in first:
-        yield from chunks_of(memory)
-    for _, memories in rest:
-        for memory in memories:
-            yield from chunks_of(memory)

@@ -47,11 +47,9 @@ class SpreadHomes:
         self._all(lambda share, home: home.begin(weights[share.first : share.last]))
 
     def coming(self) -> tuple[int, int]:
-        """See Upstream."""
         return 0, self._shares[-1].last
 
     def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> tuple[int, int]:
-        """See Upstream."""
 
         def one(share: Part, home: FarHome | NearHome) -> None:
             floats = slice(share.first, share.last)
@@ -61,7 +59,6 @@ class SpreadHomes:
         return self.coming()
 
     def finish(self, after: torch.Tensor) -> None:
-        """See Upstream."""
         self._all(lambda share, home: home.finish(after[share.first : share.last]))
 
     def _all(self, call: Callable[[Part, FarHome | NearHome], None]) -> None:
@@ -74,24 +71,19 @@ class SpreadHomes:
             done, waiting = wait(waiting, _LOOK_S, FIRST_EXCEPTION)
             for future in done:
                 future.result()
-            self._near_check()
-
-    def _near_check(self) -> None:
-        for home in self._homes:
-            if isinstance(home, NearHome):
-                home.check()
+            for home in self._homes:
+                if isinstance(home, NearHome):
+                    home.check()
 
     def check(self) -> None:
         """See Upstream. Several lost edges are opened again at once, because a home waits only a short time for that."""
         self._all(lambda share, home: home.check() if isinstance(home, FarHome) else None)
 
     def abort(self, failure: str) -> None:
-        """See Upstream."""
         for home in self._homes:
             home.abort(failure)
 
     def leave(self, failure: str | None) -> None:
-        """See Upstream."""
         for home in self._homes:
             if isinstance(home, FarHome):
                 home.leave(failure)

@@ -9,13 +9,14 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from fastps.errors import AttachError, UsageError
-from fastps.network.link import RefusedError, UnreachableError, reason_of
-from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.network.link import LinkLostError, RefusedError, UnreachableError, reason_of
+from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.deadline import Deadline
 
 _NAME_POLL_NS, _ANSWER_POLL_NS = 500_000_000, 50_000_000
@@ -67,29 +68,52 @@ def limit_name_lookups() -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-def await_name(host: str, timeout_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
+def await_name(host: str, timeout_s: float) -> None:
     """Wait until a host's name has an address. Raises AttachError.
 
     >>> await_name("127.0.0.1", 1.0)
     """
-    wait = _Wait(timeout_s, clock)
-    while reason := _why_unknown(host):
-        if wait.is_over(f"for an address of {host} ({reason})"):
-            raise AttachError(
-                f"no address was known for {host} within {timeout_s:g} s ({reason}): expected the name of node 0; check it, and"
-                " in Kubernetes the headless service of the job and its subdomain"
-            )
-        clock.sleep_ns(_NAME_POLL_NS)
+
+    def look_up() -> None:
+        socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+
+    if reason := _why_not(look_up, f"an address of {host}", timeout_s, _NAME_POLL_NS):
+        raise AttachError(
+            f"no address was known for {host} within {timeout_s:g} s ({reason}): expected the name of node 0; check it, and"
+            " in Kubernetes the headless service of the job and its subdomain"
+        )
 
 
-def await_answer(host: str, port: int, timeout_s: float, clock: Clock = SYSTEM_CLOCK) -> str:
+def await_answer(host: str, port: int, timeout_s: float) -> str:
     """Wait until something accepts connections at a port. Returns "", or the reason of the last try after the timeout."""
-    wait = _Wait(timeout_s, clock)
-    while reason := _why_unreachable(host, port):
-        if wait.is_over(f"for the rendezvous at {host}:{port} ({reason})"):
+
+    def connect() -> None:
+        socket.create_connection((host, port), _CONNECT_S).close()
+
+    return _why_not(connect, f"the rendezvous at {host}:{port}", timeout_s, _ANSWER_POLL_NS)
+
+
+def _why_not(call: Callable[[], None], what: str, timeout_s: float, poll_ns: int) -> str:
+    """Call until that raises no OSError, and print now and then what this waits for.
+
+    Returns "", or the reason of the last try after the timeout.
+    """
+    clock = SYSTEM_CLOCK
+    told_ns = clock.now_ns()
+    deadline = Deadline(told_ns, int(timeout_s * 1e9))
+    while True:
+        try:
+            call()
+            return ""
+        except OSError as error:
+            reason = error.strerror or str(error)
+        now_ns = clock.now_ns()
+        if now_ns - told_ns >= _PROGRESS_NS:
+            told_ns = now_ns
+            print(f"fastps: waiting for {what} ({reason})", file=sys.stderr, flush=True)
+        if deadline.is_over(now_ns):
             return reason
-        clock.sleep_ns(_ANSWER_POLL_NS)
-    return ""
+        clock.sleep_ns(poll_ns)
 
 
 class OpenPort:
@@ -115,42 +139,7 @@ class OpenPort:
 def is_refused(host: str, port: int, timeout_s: float) -> bool:
     """Whether a machine says that no process listens at a port. No answer is no refusal."""
     try:
-        socket.create_connection((host, port), timeout_s).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+        check_answers(host, port, timeout_s)
+    except LinkLostError as error:
+        return isinstance(error, RefusedError)
     return False
-
-
-class _Wait:
-    """A wait that prints its purpose now and then."""
-
-    def __init__(self, timeout_s: float, clock: Clock) -> None:
-        self._clock = clock
-        self._told_ns = clock.now_ns()
-        self._deadline = Deadline(self._told_ns, int(timeout_s * 1e9))
-
-    def is_over(self, purpose: str) -> bool:
-        """Whether the timeout has passed."""
-        now_ns = self._clock.now_ns()
-        if now_ns - self._told_ns >= _PROGRESS_NS:
-            self._told_ns = now_ns
-            print(f"fastps: waiting {purpose}", file=sys.stderr, flush=True)
-        return self._deadline.is_over(now_ns)
-
-
-def _why_unknown(host: str) -> str:
-    try:
-        socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-        return ""
-    except socket.gaierror as error:
-        return error.strerror or str(error)
-
-
-def _why_unreachable(host: str, port: int) -> str:
-    try:
-        socket.create_connection((host, port), _CONNECT_S).close()
-        return ""
-    except OSError as error:
-        return error.strerror or str(error)

@@ -135,11 +135,9 @@ class ZeromqLink:
     # -- Link --------------------------------------------------------------------------------------
 
     def send(self, memory: Memory) -> Transfer:
-        """See Link."""
         return self._begin(self._sends, memory)
 
     def receive(self, memory: Memory) -> Transfer:
-        """See Link."""
         return self._begin(self._receives, memory)
 
     def _begin(self, queue: deque[Transfer], memory: Memory) -> Transfer:
@@ -152,7 +150,6 @@ class ZeromqLink:
         return transfer
 
     def wait(self, transfer: Transfer, timeout_s: float) -> None:
-        """See Link."""
         if not transfer.ended.wait(timeout_s):
             self._fail(f"a transfer took longer than {timeout_s:g} s")
         if transfer.tracker is not None and not transfer.error:

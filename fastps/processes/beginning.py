@@ -22,13 +22,26 @@ _GONE = (LANE_LEFT, LANE_LEAVING)
 
 
 class Beginning:
-    """The first arena of the launched `job`, until it has two workers. `is_watched`: whether looks still wait for it."""
+    """The first arena of the launched `job`, until it has two workers, and the ranks whose lanes stay unclaimed in its arenas.
+
+    `is_watched`: whether looks still wait for the first arena.
+    """
 
     def __init__(self, job: str, clock: Clock) -> None:
         self._job = job
         self._clock = clock
         self._arena: Arena | None = None
         self._is_shared = self.is_watched = False
+        self._missing: set[int] = set()
+        self._told: dict[str, set[int]] = {}  # arena name to the ranks that it was told of
+        self._told_ns = clock.now_ns()
+
+    def tick(self) -> None:
+        """Look for the first arena, and tell the arenas of the ranks that are missing."""
+        self.look()
+        if self._missing and self._clock.now_ns() - self._told_ns >= _LOOK_NS:
+            self._told_ns = self._clock.now_ns()
+            self._tell_all()
 
     def look(self) -> None:
         """Find the arena, and forget its memory once two workers have attached."""
@@ -60,31 +73,16 @@ class Beginning:
             return discovery.arena_of(name, _ASK_S, self._clock)
         return None
 
-
-class NoShows:
-    """The ranks of the launched `job` whose lanes stay unclaimed, in its arenas."""
-
-    def __init__(self, job: str, clock: Clock) -> None:
-        self._job = job
-        self._clock = clock
-        self._ranks: set[int] = set()
-        self._told: dict[str, set[int]] = {}  # arena name to the ranks that it was told of
-        self._looked_ns = clock.now_ns()
-
-    def add(self, rank: int) -> None:
+    def lose(self, rank: int) -> None:
         """Record that a worker failed and has no replacement."""
-        self._ranks.add(rank)
+        self._missing.add(rank)
 
-    def tick(self) -> None:
+    def _tell_all(self) -> None:
         """Tell every existing arena of the job that does not know yet."""
-        now_ns = self._clock.now_ns()
-        if not self._ranks or now_ns - self._looked_ns < _LOOK_NS:
-            return
-        self._looked_ns = now_ns
         for name in discovery.arenas_of(self._job):
-            missing = self._ranks - self._told.get(name, set())
+            missing = self._missing - self._told.get(name, set())
             if missing and self._tell(name, missing):
-                self._told[name] = set(self._ranks)
+                self._told[name] = set(self._missing)
 
     def _tell(self, name: str, ranks: set[int]) -> bool:
         """Mark these ranks as failed in one arena. Returns False if the arena did not answer."""

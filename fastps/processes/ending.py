@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from fastps.system.clock import Clock
-from fastps.system.processes import die_with_parent
+from fastps.system.processes import start_child
 
 logger = logging.getLogger("fastps.launch")
 
@@ -26,6 +26,7 @@ _PASSED_ON = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _WATCHED = (*_ENDS, *_PASSED_ON, signal.SIGRTMIN)
 _ANSWER_S = 1.0
 _SURVIVORS_S = 2.0  # for the others to end by themselves after a failure, and between two SIGKILLs
+_ON_GPUS_NS = 3_000_000_000  # the grace after a failure, where shards are on GPUs
 _SAY_NS = 1_000_000_000  # members that still run so long after a signal are worth a line
 _AGAIN_NS = 1_000_000_000  # a second SIGTERM within this time is the first, sent by two
 _WITNESS_NS = 100_000_000  # within which a signal to every process of the job has reached each
@@ -74,6 +75,7 @@ class Ending:
         self._arrived: deque[signal.Signals] = deque()
         self._due: deque[tuple[int, signal.Signals]] = deque()  # to pass on, and when
         self._witness: Witness | None = None
+        self._are_on_gpus = False
         self._began_ns = 0  # when the first signal to end came
         self._term_at_ns = self._say_at_ns = self._kill_at_ns = 0  # 0: never
 
@@ -90,10 +92,12 @@ class Ending:
         self._arrived.append(signal.Signals(number))
         self.interrupts += number in _ENDS
 
-    def begin(self) -> None:
-        """Let all end, because one has failed."""
+    def begin(self, *, are_on_gpus: bool = False) -> None:
+        """Let all end, because one has failed. `are_on_gpus`: whether others may wait, deaf to signals, for its GPU work."""
         if not self._term_at_ns and not self._kill_at_ns:
             self._term_at_ns = self._clock.now_ns() + self._survivors_ns
+            self._are_on_gpus = are_on_gpus
+            self._grace_ns = min(self._grace_ns, _ON_GPUS_NS) if are_on_gpus else self._grace_ns
 
     def obey(self) -> None:
         """Do what the signals since the last call ask for, and what the time has come for."""
@@ -138,6 +142,8 @@ class Ending:
             self._await(now_ns)
         if self._kill_at_ns and now_ns >= self._kill_at_ns:
             self._say_at_ns, self._kill_at_ns = 0, now_ns + self._survivors_ns
+            if self._are_on_gpus and (names := ", ".join(member.name for member in self._running)):
+                logger.warning("killed %s, deaf to SIGTERM: the GPU may wait for work of the process that has ended", names)
             self._send(signal.SIGKILL)
         if self._say_at_ns and now_ns >= self._say_at_ns:
             self._say_at_ns = 0
@@ -166,14 +172,9 @@ class Witness:
     )
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", self._PROGRAM, *(str(int(number)) for number in _WATCHED)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            process_group=0,
-            preexec_fn=die_with_parent(os.getpid()),
-        )
+        watched = (str(int(number)) for number in _WATCHED)
+        command = [sys.executable, "-I", "-S", "-c", self._PROGRAM, *watched]
+        self._process = start_child(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert self._process.stdout is not None
         self._reader = self._process.stdout
         self._seen: list[int] = []

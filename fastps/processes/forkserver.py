@@ -1,4 +1,4 @@
-"""The fork server of a job: a process that imports torch once and forks the job's workers.
+"""The fork server of a job: a process that imports torch once and forks the job's workers; and the launcher's connection to it.
 
 The launcher runs `main` in a new interpreter, with one end of a socket. A worker is the launcher's own child: the fork server
 forks twice, and the launcher adopts the orphan. A forked worker has what `python SCRIPT` has: `__main__`, `sys.argv`,
@@ -16,14 +16,15 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any, cast
 
 from fastps.system import garbage
-from fastps.system.clock import SYSTEM_CLOCK
-from fastps.system.processes import ask_to_die_with_parent
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.processes import AdoptedProcess, ask_to_die_with_parent
 
 READY = b"ready"
 MAX_MESSAGE_BYTES = 1 << 17
@@ -37,6 +38,8 @@ from fastps.processes.forkserver import main
 main()
 """
 _ADOPTION_NS = 5_000_000_000
+_IMPORT_NS = 120_000_000_000  # the longest time for the imports
+_ANSWER_S = 2.0  # a fork takes milliseconds; a stopped fork server never answers
 
 
 def main() -> None:
@@ -66,8 +69,11 @@ def serve(control: socket.socket, imports: list[str]) -> dict[str, Any] | None:
     with contextlib.suppress(ConnectionError):  # the launcher has ended: the next receive reports it
         control.send(_obstacle().encode() or READY)
     while True:
-        message, files = _next_order(control)
-        if not message:
+        try:
+            message, files, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 2)
+        except ConnectionError:
+            message = b""
+        if not message:  # the launcher has closed its end
             return None
         first = os.fork()
         if first == 0:
@@ -90,15 +96,6 @@ def _obstacle() -> str:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         return f"an import has started a thread ({names}), which does not survive a fork"
     return ""
-
-
-def _next_order(control: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive the next order and its files; an empty order once the launcher has closed its end."""
-    try:
-        message, files, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 2)
-    except ConnectionError:
-        return b"", []
-    return message, files
 
 
 def _make_an_optimizer() -> None:
@@ -149,28 +146,85 @@ def become(order: dict[str, Any]) -> None:
             runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
         else:
             file = str(Path(arguments[0]).absolute())
-            main_module.__dict__.update(_globals_of(file))
+            loader = SourceFileLoader("__main__", file)
+            main_module.__dict__.update(__cached__=None, __file__=file, __loader__=loader, __package__=None, __spec__=None)
             with io.open_code(file) as stream:
                 source = stream.read()
             exec(compile(source, file, "exec"), main_module.__dict__)
     except SystemExit:
         raise
     except BaseException as error:
-        hook, sys.excepthook = sys.excepthook, _already_reported
+        hook, sys.excepthook = sys.excepthook, lambda *reported: None
         own = error.__traceback__
         hook(type(error), error, error.with_traceback(own and own.tb_next).__traceback__)
         raise  # the interpreter ends as after any exception: exit code 1, or SIGINT after KeyboardInterrupt
 
 
-def _globals_of(file: str) -> dict[str, Any]:
-    return {
-        "__cached__": None,
-        "__file__": file,
-        "__loader__": SourceFileLoader("__main__", file),
-        "__package__": None,
-        "__spec__": None,
-    }
+# -- the launcher's side -----------------------------------------------------------------------------------------------
 
 
-def _already_reported(*exception: object) -> None:
-    """The program's own hook has reported the exception."""
+class ForkServer:
+    """The launcher's side: `command` starts the server, with `environment`, and inherits the socket `inherited`."""
+
+    def __init__(self, environment: Mapping[str, str], path: str, imports: Sequence[str]) -> None:
+        # `control` is readable once the fork server has something to say.
+        self.control, self.inherited = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.environment = environment
+        self.command = [sys.executable, "-c", PROGRAM, path, str(self.inherited.fileno()), *imports]
+        self.refusal = ""  # why it forks no worker
+        self._is_ready = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its imports are done and it waits for orders."""
+        if not self._is_ready and not self.refusal:
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    message = self.control.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+                except ConnectionError:
+                    message = b""
+                self._is_ready = message == READY
+                self.refusal = "" if self._is_ready else message.decode() or "it has ended"
+        return self._is_ready
+
+    def await_ready(self, is_over: Callable[[], bool], pause: Callable[[], object], clock: Clock) -> None:
+        """Call `pause` until the imports are done. If they take too long, that is the refusal."""
+        deadline_ns = clock.now_ns() + _IMPORT_NS
+        while not (self.is_ready or self.refusal or is_over()):
+            pause()
+            if clock.now_ns() >= deadline_ns:
+                self.refusal = "out of time"
+
+    def fork(self, environment: Mapping[str, str], arguments: Sequence[str], *, captured: bool = True) -> AdoptedProcess | None:
+        """Fork a worker that runs `python ARGUMENTS`. Returns None if the fork server forks none in time.
+
+        If its output is not `captured`, it goes where the fork server's own goes.
+        """
+        message = json.dumps(
+            {
+                "environment": {key: value for key, value in environment.items() if self.environment.get(key) != value},
+                "without": [key for key in self.environment if key not in environment],
+                "arguments": list(arguments),
+            }
+        ).encode()
+        if len(message) > MAX_MESSAGE_BYTES:
+            return None
+        pipes = [os.pipe(), os.pipe()] if captured else []
+        readers = [reader for reader, _ in pipes]
+        try:
+            self.control.settimeout(_ANSWER_S)
+            socket.send_fds(self.control, [message], [writer for _, writer in pipes])
+            process_id = int(self.control.recv(32))
+        except (OSError, ValueError):  # it has ended, or does not answer
+            for reader in readers:
+                os.close(reader)
+            return None
+        finally:
+            for _, writer in pipes:
+                os.close(writer)
+        streams = [cast("IO[bytes]", os.fdopen(reader, "rb", buffering=0)) for reader in readers]
+        return AdoptedProcess(process_id, *streams)
+
+    def close(self) -> None:
+        """Close the socket: the fork server ends when it reads the end of its orders."""
+        self.control.close()

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
@@ -26,7 +26,7 @@ from fastps.processes.options import GRACE_S
 from fastps.processes.output_thread import StandardStreams
 from fastps.processes.worker_output import Lines
 from fastps.system.clock import SYSTEM_CLOCK, Clock
-from fastps.system.processes import die_with_parent
+from fastps.system.processes import start_child
 
 SSH = "ssh -o BatchMode=yes"
 DEFAULT_PORT = 29400
@@ -100,7 +100,6 @@ class _Host:
 
     host: str
     process: "subprocess.Popen[bytes]"
-    lines: dict[int, Lines] = field(default_factory=dict)
     last: str = ""
     exit_code: int | None = None
     replaced_ns: int = 0
@@ -186,14 +185,7 @@ class HostsLauncher:
         command = self._options.command(node, self._arguments)
         name = self._options.hosts[node]
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                process_group=0,  # Ctrl-C reaches only this process, which ends all hosts in order
-                preexec_fn=die_with_parent(os.getpid()),
-            )
+            process = start_child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         except OSError as error:
             raise UsageError(
                 f"--hosts: expected the command {command[0]!r} to run ({error.strerror}): install OpenSSH's client, or give"
@@ -205,16 +197,14 @@ class HostsLauncher:
         for stream, sink in ((process.stdout, self._streams.out), (process.stderr, self._streams.err)):
             pipe = cast("IO[bytes]", stream)
             os.set_blocking(pipe.fileno(), False)
-            host.lines[pipe.fileno()] = Lines()
-            self._selector.register(pipe, selectors.EVENT_READ, (host, sink))
+            self._selector.register(pipe, selectors.EVENT_READ, (host, sink, Lines()))
 
     def _pass_on(self, key: selectors.SelectorKey) -> None:
-        host, sink = key.data
+        host, sink, cut = key.data
         if self._streams.is_slow(sink) and not self._ending.interrupts:
             self._clock.sleep_ns(_PAUSE_NS)
             return
         data = os.read(key.fd, 65536)
-        cut = host.lines[key.fd]
         for line in cut.feed(data) if data else cut.rest():
             text = line.decode("utf-8", "surrogateescape").rstrip("\r\n")
             if text.strip():

@@ -18,13 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
+from fastps.device.placement import placement
 from fastps.errors import UsageError
 from fastps.kernels.shm.arena import MAX_LANES
 from fastps.membership import discovery
-from fastps.processes.beginning import Beginning, NoShows
+from fastps.processes.beginning import Beginning
 from fastps.processes.ending import Ending
-from fastps.processes.fault_injection import FaultInjector
-from fastps.processes.forkserver_client import ForkServer
+from fastps.processes.forkserver import ForkServer
 from fastps.processes.left_behind import LeftBehind
 from fastps.processes.nodes import LaunchRendezvous, NodeOptions
 from fastps.processes.options import JobOptions
@@ -38,15 +38,16 @@ from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.descriptors import reserve
 from fastps.system.memory_limits import oom_kills
 from fastps.system.ports import free_port
-from fastps.system.processes import AdoptedProcess, adopting_orphans, die_with_parent
+from fastps.system.processes import AdoptedProcess, adopting_orphans, start_child
 from fastps.tracing import parts as trace_parts
 
 logger = logging.getLogger("fastps.launch")
 
 _DRAIN_NS = 300_000_000  # reads output this long from pipes that a worker's own children hold open
 _PAUSE_NS = 1_000_000  # until the next try to pass on output, while the launcher's own reader is slow
-_FAULT_TICK_S = 0.02  # time between two calls of FaultInjector.tick
+_FAULT_TICK_S = 0.02  # time between two calls of Injector.tick
 _OF_A_GROUP = re.compile("nccl|process group|process_group|cuda", re.IGNORECASE)
+_CAPTURED = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 START_METHODS = ("fork", "spawn")
 NO_OPTIONS = JobOptions()
 
@@ -73,6 +74,7 @@ class Launcher:
         imports: Sequence[str]
         | None = None,  # the fork server's; None: torch, unless the script has the standard library's alone
         prefix: bool = True,  # whether each line of output begins with its worker's number
+        silent: bool = False,  # whether the standard output is left out: each worker's last line is in the outcome
         nodes: NodeOptions | None = None,  # of several nodes this launcher starts one
         trace: Path | None = None,  # where all workers record the run; it is written when the run has ended
         tracebacks: bool | None = None,  # whether to pass on those of fastps' own errors; default: if the command has --debug
@@ -98,26 +100,24 @@ class Launcher:
         self._forks = start_method == "fork" and self._program.can_fork
         self._imports = imports
         self._restarts_left = options.restarts
-        self._port = 0
-        self._nodes = nodes
+        self._port, self._nodes = 0, nodes
         self._rendezvous: LaunchRendezvous | None = None
         self._oom_kills = oom_kills()
         self._forkserver: ForkServer | None = None
         self._forkserver_worker: LaunchedWorker | None = None  # its process
-        self._injector = FaultInjector(options.faults, self.job, workers, clock) if options.faults is not None else None
-        self._no_shows = NoShows(self.job, clock)
-        self._output = JobOutput(clock, prefix)
+        self._injector = options.injector(self.job, workers, clock) if options.injector is not None else None
+        self._output, self._silent = JobOutput(clock, prefix), silent
         self._trace = trace.resolve() if trace is not None else None
         self._clock = clock
         self._workers: list[LaunchedWorker] = []
         self._selector = selectors.DefaultSelector()
-        self._lines: dict[int, Lines] = {}
         self._tracebacks = "--debug" in sys.argv if tracebacks is None else tracebacks
         self._beginning = Beginning(self.job, clock)
         self._streams: StandardStreams  # of the time when `run` is called
         self._open_pipes = 0
         self._is_draining = False
         self._ending = Ending(self._workers, options.grace_s, clock)
+        self._are_on_gpus = bool(os.environ.get("FASTPS_GPUS")) and placement(workers) == "device"
         self._left = LeftBehind(clock)
 
     def run(self, on_tick: Callable[[], None] | None = None, tick_s: float = 0.1) -> Outcome:
@@ -133,8 +133,7 @@ class Launcher:
                     if self._injector is not None and not self._ending.interrupts:
                         self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
                     if self._options.continues:
-                        self._beginning.look()
-                        self._no_shows.tick()
+                        self._beginning.tick()
                     self._left.look(self._own)
                     if on_tick is not None:
                         on_tick()
@@ -147,8 +146,8 @@ class Launcher:
             if ended_by or first_failure is not None:
                 self._left.end(self._own)
         seconds = (self._clock.now_ns() - began_ns) / 1e9
-        report = self._injector.report if self._injector is not None else None
-        return Outcome(self._workers, first_failure, ended_by, seconds, began_ns, report, self._hint(first_failure))
+        faults = self._injector.row() if self._injector is not None else None
+        return Outcome(self._workers, first_failure, ended_by, seconds, began_ns, faults, self._hint(first_failure))
 
     def _is_interrupted(self) -> bool:
         return self._ending.interrupts > 0
@@ -179,7 +178,7 @@ class Launcher:
         for worker in self._workers:
             if worker.failed and worker.ended_ns:
                 found.setdefault(worker.rank, {})["end"] = {"at_ns": worker.ended_ns, "exit_code": worker.exit_code}
-        for rank, begin_ns, end_ns in self._injector.report.stops_ns if self._injector is not None else ():
+        for rank, begin_ns, end_ns in self._injector.stops_ns if self._injector is not None else ():
             found.setdefault(rank, {}).setdefault("stops", []).append((begin_ns, end_ns))
         return found
 
@@ -199,7 +198,7 @@ class Launcher:
 
     def _hint(self, failure: LaunchedWorker | None) -> str:
         """A remedy where the variables that this launcher chose may be the cause: they let a script start a process group."""
-        text = "\n".join(failure.tail) if failure is not None else ""
+        text = "\n".join(failure.errors.tail) if failure is not None else ""
         if not self._chose_style or self._style != "torchrun" or not _OF_A_GROUP.search(text):
             return ""
         return (
@@ -227,7 +226,7 @@ class Launcher:
     def _new_worker(self, rank: int, restart: int) -> LaunchedWorker:
         """Fork a worker, or start a new process if no fork server is ready."""
         variables = self._variables(rank, restart)
-        process = self._forked(variables) or self._launch(self._command, variables)
+        process = self._forked(variables) or start_child(self._command, env=variables, **_CAPTURED)
         return self._listen(rank, restart, process)
 
     def _variables(self, rank: int, restart: int) -> dict[str, str]:
@@ -248,28 +247,14 @@ class Launcher:
         )
         return variables if self._rendezvous is None else {**variables, **self._rendezvous.variables(rank, self._style)}
 
-    def _launch(
-        self, command: list[str], variables: dict[str, str], inherited: Sequence[int] = ()
-    ) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            command,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=inherited,
-            process_group=0,  # Ctrl-C at the terminal reaches only the launcher, which passes it on
-            preexec_fn=die_with_parent(os.getpid()),
-        )
-
     def _listen(self, rank: int, restart: int, process: "subprocess.Popen[bytes] | AdoptedProcess") -> LaunchedWorker:
         """Watch a process's output and its end."""
         worker = LaunchedWorker(rank, process, restart, errors=ErrorLines(whole=self._tracebacks))
-        self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None))
+        self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None, None))
         for stream, sink in ((process.stdout, self._streams.out), (process.stderr, self._streams.err)):
             pipe = cast("IO[bytes]", stream)
             os.set_blocking(pipe.fileno(), False)
-            self._selector.register(pipe, selectors.EVENT_READ, (worker, sink))
+            self._selector.register(pipe, selectors.EVENT_READ, (worker, sink, Lines()))
             self._open_pipes += 1
         return worker
 
@@ -279,7 +264,7 @@ class Launcher:
         imports = self._program.imports if self._imports is None else self._imports
         server = self._forkserver = ForkServer(variables, self._program.path, imports)
         with server.inherited as inherited:
-            process = self._launch(server.command, variables, [inherited.fileno()])
+            process = start_child(server.command, env=variables, pass_fds=[inherited.fileno()], **_CAPTURED)
             self._forkserver_worker = self._listen(0, 0, process)
         self._selector.register(server.control, selectors.EVENT_READ, None)
         server.await_ready(self._is_interrupted, partial(self._handle_events, _FAULT_TICK_S), self._clock)
@@ -321,12 +306,12 @@ class Launcher:
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:  # a message of the fork server
                 continue
-            worker, sink = key.data
+            worker, sink, cut = key.data
             if sink is not None:
                 if self._streams.is_slow(sink) and not (self._is_draining or self._ending.interrupts):
                     self._clock.sleep_ns(_PAUSE_NS)
                 else:
-                    self._pass_on(key, worker, sink)
+                    self._pass_on(key, worker, sink, cut)
                 continue
             self._selector.unregister(key.fileobj)
             os.close(key.fd)
@@ -340,16 +325,20 @@ class Launcher:
 
     def _wait(self, worker: LaunchedWorker) -> int:
         """Reap a worker that has ended. What it has started ends with it, unless it ended well."""
-        ended = os.waitid(os.P_PID, worker.process_id, os.WEXITED | os.WNOWAIT)
+        ended = os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
         if ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status):
-            self._left.end_with(worker.process_id, self._own)
+            self._left.end_with(worker.process.pid, self._own)
         return worker.process.wait()
+
+    @property
+    def _started(self) -> list[LaunchedWorker]:
+        """All workers, and the fork server."""
+        return self._workers if self._forkserver_worker is None else [*self._workers, self._forkserver_worker]
 
     @property
     def _own(self) -> set[int]:
         """The processes that this launcher has started and waits for."""
-        others = [self._forkserver_worker] if self._forkserver_worker is not None else []
-        running = {worker.process_id for worker in [*self._workers, *others] if worker.exit_code is None}
+        running = {worker.process.pid for worker in self._started if worker.exit_code is None}
         return running | {self._ending.witness_id, self._rendezvous.process_id if self._rendezvous is not None else 0}
 
     def _on_loss(self, worker: LaunchedWorker) -> None:
@@ -358,41 +347,38 @@ class Launcher:
         worker.was_out_of_memory = worker.exit_code == -signal.SIGKILL and oom_kills() > self._oom_kills
         self._oom_kills += worker.was_out_of_memory  # each kill explains one death
         if self._ending.interrupts or not self._options.continues:
-            self._ending.begin()
+            self._ending.begin(are_on_gpus=self._are_on_gpus)
         elif self._restarts_left and not self._is_over():
             self._replace(worker)
         else:
-            self._no_shows.add(worker.rank)
+            self._beginning.lose(worker.rank)
 
     def _is_over(self) -> bool:
         """Whether no other worker trains, so a replacement could not join them."""
         codes = [worker.exit_code for worker in self._workers]
         return (0 in codes and None not in codes) or self._beginning.is_over()
 
-    def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: Stream) -> None:
+    def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: Stream, cut: Lines) -> None:
         """Pass on whole lines, each with its worker's number; keep the last lines of stderr for the report."""
         data = os.read(key.fd, 65536)
-        cut = self._lines.setdefault(key.fd, Lines())
         lines = cut.feed(data) if data else cut.rest()
         if sink is self._streams.err:
             lines = worker.errors.feed(lines) + ([] if data else worker.errors.rest())
+        else:
+            worker.last_line = next((line for line in reversed(lines) if line.strip()), worker.last_line)
+            lines = [] if self._silent else lines
         if not data:
-            del self._lines[key.fd]
             self._selector.unregister(key.fileobj)
             cast("IO[bytes]", key.fileobj).close()
             self._open_pipes -= 1
-        rank = self._first_rank + worker.rank
+        first_rank = self._rendezvous.first_rank if self._rendezvous is not None else 0
+        rank = first_rank + worker.rank  # among the workers of all nodes
         texts = [line.decode("utf-8", "surrogateescape") for line in [*lines, *([cut.bar + b"\r"] if cut.bar else [])]]
         if texts:
             write = partial(self._output.write_all, rank, texts, sink)
             self._streams.put(sink, write, sum(map(len, texts)), lines=sum(not text.endswith("\r") for text in texts))
         if not data and worker is not self._forkserver_worker:  # the fork server shares the number of a worker that goes on
             self._streams.put(sink, partial(self._output.end, rank, sink), lines=0)
-
-    @property
-    def _first_rank(self) -> int:
-        """The number, among the workers of all nodes, of this node's first worker."""
-        return self._rendezvous.first_rank if self._rendezvous is not None else 0
 
     def _drain(self) -> None:
         """Read the rest of the pipes, for a limited time: a worker's own child may keep one open."""
@@ -403,7 +389,7 @@ class Launcher:
 
     def _kill_all(self) -> None:
         self._end_forkserver()
-        for worker in [*self._workers, *([self._forkserver_worker] if self._forkserver_worker is not None else [])]:
+        for worker in self._started:
             if worker.exit_code is None:
                 worker.send(signal.SIGKILL)
                 worker.exit_code = self._wait(worker)

@@ -4,7 +4,6 @@ import json
 import os
 import selectors
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ from fastps.job.secret import VARIABLE as SECRET
 from fastps.job.secret import Secret, secret_of_environment
 from fastps.processes.options import JobOptions
 from fastps.processes.worker_environment import torchrun_variables
-from fastps.system.processes import die_with_parent
+from fastps.system.processes import die_with_parent, start_module
 
 _TICK_S = 0.1
 
@@ -51,7 +50,7 @@ class NodeOptions:
 
     def check_beside(self, options: JobOptions) -> None:
         """Raise UsageError for options that a job of several nodes does not have."""
-        if options.restarts or options.faults is not None:
+        if options.restarts or options.injector is not None:
             raise UsageError(
                 "a node ends with a lost worker: expected no --restarts and --inject-faults beside --nnodes; start a lost node"
                 " again by the same command, with --on-node-loss continue on every node"
@@ -89,15 +88,10 @@ class LaunchRendezvous:
             "interface": options.interface,
             "trusts_network": options.trusts_network,
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fastps.network.meeting", json.dumps(meeting)],
-            stdin=subprocess.PIPE,
+        self._process = start_module(
+            "fastps.network.meeting",
+            json.dumps(meeting),
             stdout=subprocess.PIPE,
-            env={
-                "TORCH_CPP_LOG_LEVEL": "ERROR",
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            },
             process_group=0,  # Ctrl-C reaches only the launcher
             preexec_fn=die_with_parent(os.getpid()),
         )
@@ -146,6 +140,7 @@ class LaunchRendezvous:
         if style == "torchrun":
             local = local_rank, self._workers
             values |= torchrun_variables(rank, self.world, *local, self.number, options.count, host, self.port)
+            del values["LOCAL_RANK"]  # which goes by the worker's GPU
         return {name: str(value) for name, value in values.items()}
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 
-from fastps.system.processes import die_with_parent
+from fastps.system.processes import start_child
 
 _LONGEST_LINE = 1 << 20
 
@@ -22,13 +22,7 @@ def main() -> int:
 
     Returns its exit code; 128 and the signal's number for one that a signal ended.
     """
-    process = subprocess.Popen(
-        sys.argv[2:],
-        env={**os.environ, **_variables()},
-        stdin=subprocess.DEVNULL,
-        process_group=0,
-        preexec_fn=die_with_parent(os.getpid()),
-    )
+    process = start_child(sys.argv[2:], env={**os.environ, **_variables()})
     ended = os.pidfd_open(process.pid)
     with selectors.DefaultSelector() as selector:
         selector.register(ended, selectors.EVENT_READ)

@@ -1,15 +1,36 @@
 """Fault handling and checkpoints of a launched job: options of the command line, passed to workers by the environment."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from fastps.errors import UsageError
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.options import value_of
-from fastps.processes.fault_injection import FaultPlan
+from fastps.processes.outcome import LaunchedWorker
+from fastps.system.clock import Clock
 
 GRACE_S = 30.0  # as Kubernetes and SLURM give by default
 _LONGEST_GRACE_S = 86_400
+
+
+class Injector(Protocol):
+    """What disturbs the workers of one job on purpose, and measures what that costs.
+
+    Attributes:
+        stops_ns: the rank, the beginning and the end of each stop.
+    """
+
+    stops_ns: list[tuple[int, int, int]]
+
+    def tick(self, workers: Sequence[LaunchedWorker]) -> None:
+        """Disturb some of the workers that run, if it is time."""
+
+    def row(self) -> Mapping[str, Any]:
+        """The faults and their cost, as a JSON row."""
+
+    def close(self) -> None:
+        """Continue every stopped worker."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +51,9 @@ class JobOptions:
     every: int = 0  # updates between two checkpoints
     overwrite: bool = False  # whether to delete the checkpoints of other runs in that directory
     resume: str = ""  # checkpoint, or directory of checkpoints, to resume from
-    faults: FaultPlan | None = None  # to inject
+    injector: Callable[[str, int, Clock], Injector] | None = None  # made for a job's name and its number of workers
     server: str = ""  # the processes that fold: "workers" or "process"
+    variables: Mapping[str, str] = field(default_factory=dict)  # further ones of the workers
     grace_s: float = GRACE_S  # how long workers may take to end after a signal, before SIGKILL
 
     def __post_init__(self) -> None:
@@ -63,5 +85,6 @@ class JobOptions:
             "FASTPS_OVERWRITE": "1" if self.overwrite else "",
             "FASTPS_RESUME": self.resume,
             "FASTPS_SERVER": self.server,
+            **self.variables,
         }
         return {name: value for name, value in values.items() if value}

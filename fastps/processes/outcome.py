@@ -1,16 +1,18 @@
-"""How the workers of a launched job ended, each and together."""
+"""How the workers of a launched job ended, each and together, and what a failed job shows."""
 
 import contextlib
 import os
 import signal
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+from rich.panel import Panel
+from rich.text import Text
 
 from fastps.errors import NodeLostError, WorkerDiedError
-from fastps.processes.fault_injection import FaultReport
 from fastps.processes.worker_output import ErrorLines
-from fastps.system.memory_limits import oom_reason
+from fastps.system.memory_limits import OUT_OF_MEMORY, oom_reason
 
 # A traceback's last line names the type so.
 _CONSEQUENCES = tuple(f"{kind.__module__}.{kind.__qualname__}:" for kind in (WorkerDiedError, NodeLostError))
@@ -39,17 +41,8 @@ class LaunchedWorker:
     ended_ns: int = 0
     errors: ErrorLines = field(default_factory=ErrorLines)
     was_out_of_memory: bool = False
+    last_line: bytes = b""  # of its standard output
     lost_steps: int | None = 0  # with its arena, because no other worker had attached; None: unknown
-
-    @property
-    def tail(self) -> deque[str]:
-        """The last lines of stderr, as shown."""
-        return self.errors.tail
-
-    @property
-    def process_id(self) -> int:
-        """Process id."""
-        return self.process.pid
 
     @property
     def name(self) -> str:
@@ -62,9 +55,9 @@ class LaunchedWorker:
             return
         with contextlib.suppress(ProcessLookupError):  # it is not yet the leader of its group
             if number in (signal.SIGTSTP, signal.SIGCONT):
-                os.killpg(self.process_id, signal.SIGSTOP if number == signal.SIGTSTP else number)
+                os.killpg(self.process.pid, signal.SIGSTOP if number == signal.SIGTSTP else number)
             else:
-                os.kill(self.process_id, number)  # Popen.send_signal would reap it, which the launcher's own wait does
+                os.kill(self.process.pid, number)  # Popen.send_signal would reap it, which the launcher's own wait does
 
     @property
     def failed(self) -> bool:
@@ -74,7 +67,7 @@ class LaunchedWorker:
     @property
     def is_consequence(self) -> bool:
         """Whether the loss of another worker or node ended the worker."""
-        return any(line.startswith(_CONSEQUENCES) for line in self.tail)
+        return any(line.startswith(_CONSEQUENCES) for line in self.errors.tail)
 
     @property
     def ending(self) -> str:
@@ -95,10 +88,27 @@ class Outcome:
     ended_by: int  # the signal that ended the job, or 0
     seconds: float
     began_ns: int  # the launcher's start, before any import of a worker
-    faults: FaultReport | None = None  # the injected ones
+    faults: Mapping[str, Any] | None = None  # what was injected, and its cost, as a JSON row
     hint: str = ""  # a remedy
 
     @property
     def exit_code(self) -> int:
         """0: done. 1: a worker failed. 130: ended by Ctrl-C. 143: ended by SIGTERM."""
         return 128 + self.ended_by if self.ended_by else 1 if self.first_failure else 0
+
+
+def failure_panel(outcome: Outcome) -> Panel:
+    """Format the first failure of a job, the worker's last line, and how the other workers ended.
+
+    Earlier output, such as a traceback, has been passed on already.
+    """
+    first = outcome.first_failure
+    assert first is not None
+    lines = [f"worker {first.rank} failed first: {first.ending}"]
+    others = [f"worker {worker.rank}: {worker.ending}" for worker in outcome.workers if worker is not first]
+    lines += [f"the others: {', '.join(others)}"] if others else []
+    lines += [f"its last line: {first.errors.tail[-1]}"] if first.errors.tail else ["it wrote nothing to stderr"]
+    lines += [outcome.hint] if outcome.hint else []
+    lines += [OUT_OF_MEMORY] if any(worker.was_out_of_memory for worker in outcome.workers) else []
+    # Text, not a string: rich would take a user's [words] for styles, and :100: for an emoji.
+    return Panel(Text.from_ansi("\n".join(lines)), title="fastps: the job failed", border_style="red")

@@ -57,7 +57,7 @@ class JobOutput:
     def end(self, rank: int, sink: Sink) -> None:
         """End a worker's stream: the last state of its bar stays."""
         stream = self._stream(rank, sink)
-        if bar := self._on_terminal.bar_of(stream):
+        if bar := self._on_terminal.bars.get(stream):
             self._on_terminal.end(stream, f"{bar}\n", sink)
         if kept := self._kept.pop(stream, ""):
             sink.write(f"{kept}\n")

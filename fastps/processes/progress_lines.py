@@ -38,28 +38,24 @@ class ProgressLines:
     """
 
     def __init__(self) -> None:
-        self._bars: dict[tuple[int, int], str] = {}
+        self.bars: dict[tuple[int, int], str] = {}
         self._sink: Sink | None = None  # the stream that shows the block
         self._height = 0
 
     def update(self, key: tuple[int, int], bar: str, sink: Sink) -> None:
         """Replace the bar of a key; an empty bar ends it."""
-        if self._bars.get(key, "") == bar:
+        if self.bars.get(key, "") == bar:
             return
         if bar:
-            self._bars[key] = bar
+            self.bars[key] = bar
         else:
-            del self._bars[key]
+            del self.bars[key]
         self.show("", sink)
 
     def end(self, key: tuple[int, int], line: str, sink: Sink) -> None:
         """Write a line above the block and end the key's bar."""
-        self._bars.pop(key, None)
+        self.bars.pop(key, None)
         self.show(line, sink)
-
-    def bar_of(self, key: tuple[int, int]) -> str:
-        """Return the bar of a key; empty if there is none."""
-        return self._bars.get(key, "")
 
     def show(self, line: str, sink: Sink) -> None:
         """Write a line above the block and redraw the block in one write, which avoids flicker."""
@@ -84,7 +80,7 @@ class ProgressLines:
 
     def _lines(self, sink: Sink) -> list[str]:
         columns, rows = _size(sink)
-        bars = [_cut(self._bars[key], columns - 1) for key in sorted(self._bars)]
+        bars = [_cut(self.bars[key], columns - 1) for key in sorted(self.bars)]
         most = max(1, rows - 2)  # one row holds the cursor; a line that scrolled away cannot be erased
         return bars if len(bars) <= most else [*bars[: most - 1], f"... and {len(bars) - most + 1} more"]
 

@@ -183,27 +183,28 @@ def _error_of(worker: SpawnedWorker, killed_before: int) -> BaseException | None
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     was_out_of_memory = code == -signal.SIGKILL and oom_kills() > killed_before
     why = f"{oom_reason()}; {OUT_OF_MEMORY}" if was_out_of_memory else "; see its own output for the reason"
-    who = f"{worker.name} (process {worker.process_id})"
+    who = f"{worker.name} (process {worker.process.pid})"
     return WorkerDiedError(f"{who} {how}: expected its function to return, found its process gone{why}", worker.rank)
 
 
 def _await(crew: Crew, continues: bool, on_tick: Callable[[], None] | None) -> None:
     """Wait until all workers have ended; a failure and Ctrl-C end them. Calls `on_tick` meanwhile. Raises the first failure."""
-    failed: list[SpawnedWorker] = []
+    errors: dict[int, BaseException] = {}  # in the order of the failures, by rank
     while running := crew.running:
         crew.look()
         if on_tick is not None:
             on_tick()
-        failed += [worker for worker in running if _error_of(worker, crew.killed_before) is not None]
-        if failed and not continues:
+        found = {worker.rank: _error_of(worker, crew.killed_before) for worker in running}
+        errors |= {rank: error for rank, error in found.items() if error is not None}
+        if errors and not continues:
             crew.ending.begin()
-    if not failed or crew.ending.interrupts:
+    if not errors or crew.ending.interrupts:
         return
-    errors = {worker.rank: _error_of(worker, crew.killed_before) for worker in failed}
-    if continues and len(failed) < len(crew.workers):
+    if continues and len(errors) < len(crew.workers):
         for number, error in errors.items():
             logger.warning("worker %d failed, and the others went on: %s", number, error)
         if 0 not in errors:
             return
-    first = min(failed, key=lambda worker: isinstance(errors[worker.rank], WorkerDiedError) and worker.outcome is not None)
-    raise errors[first.rank]  # type: ignore[misc]  # it has failed
+    # One that reported the death of another is a consequence.
+    first = min(errors, key=lambda rank: isinstance(errors[rank], WorkerDiedError) and crew.workers[rank].outcome is not None)
+    raise errors[first]

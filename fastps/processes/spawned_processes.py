@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from fastps.processes import handover, spawned
 from fastps.processes.ending import Ending
-from fastps.processes.forkserver_client import ForkServer
+from fastps.processes.forkserver import ForkServer
 from fastps.processes.options import GRACE_S
 from fastps.processes.outcome import Child, LaunchedWorker
 from fastps.processes.program import TORCH_IMPORTS
@@ -57,9 +57,9 @@ class SpawnedWorker(LaunchedWorker):
             return
         self.outcome = handover.reported(self._report)
         with contextlib.suppress(ChildProcessError, ProcessLookupError):
-            os.waitid(os.P_PID, self.process_id, os.WEXITED | os.WNOWAIT)  # until it is reaped, nobody else gets its number
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)  # until it is reaped, nobody else gets its number
             if self.outcome is None or self.outcome.error is not None:
-                os.killpg(self.process_id, signal.SIGKILL)
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.exit_code = self.process.wait()
         os.close(self.sentinel)
 

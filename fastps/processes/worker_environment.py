@@ -16,7 +16,7 @@ from fastps.job.environment import TRACE_VARIABLE
 from fastps.processes.program import Program
 
 Style = Literal["fastps", "torchrun"]
-_OF_THIS_WORKER = ("FASTPS_JOINS",)  # says how this process began, if it is itself a launched worker
+_OF_THIS_WORKER = ("FASTPS_JOINS", "FASTPS_VIRTUAL")  # say how this process began, if it is itself a launched worker
 _OF_NODES = ("FASTPS_NNODES", "FASTPS_NODE_RANK", "FASTPS_RENDEZVOUS", "FASTPS_LOCAL_RANK", "FASTPS_LOCAL_WORKERS")
 _ASKS = re.compile(rb"\bRANK\b|\bLOCAL_RANK\b|\bWORLD_SIZE\b|\bMASTER_PORT\b|\binit_process_group\b|\binit_device_mesh\b")
 
@@ -93,7 +93,7 @@ def environment_of(
         place = torchrun_variables(rank, workers, rank, workers, 0, 1, "127.0.0.1", port)
         variables |= {name: str(value) for name, value in place.items()}
         variables |= dict(zip(_TORCHRUN, ("default", str(restart), str(restarts), job), strict=True))
-    variables |= gpu_variables(rank, base)
+    variables |= gpu_variables(rank, base, keeps_order=style == "torchrun")
     variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
     if sync is not None:
         variables["FASTPS_SYNC"] = sync

@@ -1,9 +1,9 @@
 """The page of `fastps compare`: disciplines side by side, on the same seed and data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastps.report.figure import Figure, Json, Table, layout, number_text, paired, rounded, seconds_text
+from fastps.report.figure import Figure, Json, Table, bars, layout, number_text, paired, rounded, rows_layout, seconds_text
 from fastps.report.findings import GOOD, NOTE, Finding
 from fastps.report.page import Fact, Page, Part
 from fastps.version import __version__
@@ -19,8 +19,10 @@ def page_of(rows: Sequence[Row], what: str) -> Page:
     """Return the page about these rows of `fastps compare`; the first is the baseline, and `what` says what was trained."""
     workers = rows[0]["workers"]
     heading = f"{len(rows)} disciplines, {workers} worker{'s' if workers > 1 else ''}"
-    figures = [_accuracy(rows), _bars(rows, "speed", "Throughput", "samples_per_s", "samples/s", "fold"), _waits(rows)]
-    figures += [
+    figures = [
+        _accuracy(rows),
+        _bars(rows, "speed", "Throughput", "samples_per_s", "samples/s", "fold"),
+        _bars(rows, "waits", "Waiting", "wait_share", "% of the workers' time", "wait", 100),
         _staleness(rows),
         _bars(rows, "gaps", "Updates at almost the same time", "zero_gap_share", "% of gaps", "pull", 100),
     ]
@@ -38,23 +40,15 @@ def _name(row: Row) -> str:
 
 
 def _findings(rows: Sequence[Row]) -> list[Finding]:
-    fastest, best = (
-        max(rows, key=lambda row: float(row["samples_per_s"])),
-        max(rows, key=lambda row: float(row["test_accuracy"])),
-    )
+    fastest = max(rows, key=lambda row: float(row["samples_per_s"]))
+    best = max(rows, key=lambda row: float(row["test_accuracy"]))
     base = rows[0]
     found = []
     if fastest is not base:
         times = fastest["samples_per_s"] / max(1e-9, base["samples_per_s"])
         title = f"{_name(fastest)} was the fastest: {times:.2f} times as many samples a second as {_name(base)}."
-        found.append(
-            Finding(
-                "fastest",
-                GOOD,
-                title,
-                f"It took {seconds_text(fastest['seconds'])}, {_name(base)} {seconds_text(base['seconds'])}.",
-            )
-        )
+        detail = f"It took {seconds_text(fastest['seconds'])}, {_name(base)} {seconds_text(base['seconds'])}."
+        found.append(Finding("fastest", GOOD, title, detail))
     else:
         found.append(Finding("fastest", GOOD, f"{_name(base)} was the fastest, at {base['samples_per_s']:,.0f} samples/s."))
     lead = best["test_accuracy"] - fastest["test_accuracy"]
@@ -66,9 +60,8 @@ def _findings(rows: Sequence[Row]) -> list[Finding]:
     found.append(Finding("accuracy", NOTE, title, "One run of each, so differences of about two points may be chance."))
     waits = max(rows, key=lambda row: float(row["wait_share"]))
     if waits["wait_share"] > 0.05:
-        found.append(
-            Finding("waiting", NOTE, f"Workers waited most under {_name(waits)}: {waits['wait_share']:.0%} of their time.")
-        )
+        title = f"Workers waited most under {_name(waits)}: {waits['wait_share']:.0%} of their time."
+        found.append(Finding("waiting", NOTE, title))
     stale = max(rows, key=lambda row: float(row["staleness_mean"]))
     if stale["staleness_mean"] > 0:
         title = f"Gradients were the stalest under {_name(stale)}: {stale['staleness_mean']:.2f} versions in the mean."
@@ -112,33 +105,19 @@ def _accuracy(rows: Sequence[Row]) -> Figure:
 
 def _bars(rows: Sequence[Row], name: str, title: str, key: str, unit: str, colour: str, factor: float = 1.0) -> Figure:
     most = max(rows, key=lambda row: float(row[key]))
-    values = rounded([factor * row[key] for row in rows])
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "y": [_name(row) for row in rows],
-            "x": values,
-            "texttemplate": "%{x:,.3~r}",
-            "hovertemplate": f"%{{y}}: %{{x:,.4~r}} {unit}<extra></extra>",
-            "marker": {"color": f"var(--{colour})"},
-        }
-    ]
+    names, values = [_name(row) for row in rows], rounded([factor * row[key] for row in rows])
+    drawn = bars(names, values, f"var(--{colour})", f"%{{y}}: %{{x:,.4~r}} {unit}", texttemplate="%{x:,.3~r}")
     note = "Shares of gaps between updates that are under 1 % of a step's time." if key == "zero_gap_share" else ""
     return Figure(
         name,
         title,
         f"The most under {_name(most)}: {number_text(factor * most[key])} {unit}.",
         "Bars, one for each discipline. The table has the numbers.",
-        {"data": data, "layout": layout(unit, "", yaxis={"autorange": "reversed"}, bargap=0.35)},
+        {"data": [drawn], "layout": rows_layout(unit)},
         100 + 38 * len(rows),
-        Table(["discipline", unit], [[_name(row), number_text(value)] for row, value in zip(rows, values, strict=True)]),
+        Table(["discipline", unit], [[name, number_text(value)] for name, value in zip(names, values, strict=True)]),
         note,
     )
-
-
-def _waits(rows: Sequence[Row]) -> Figure:
-    return _bars(rows, "waits", "Waiting", "wait_share", "% of the workers' time", "wait", 100)
 
 
 def _staleness(rows: Sequence[Row]) -> Figure:
@@ -160,23 +139,17 @@ def _staleness(rows: Sequence[Row]) -> Figure:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    headings = [
-        "discipline",
-        "seconds",
-        "steps/s",
-        "samples/s",
-        "speed",
-        "accuracy",
-        "staleness",
-        "at most",
-        "waiting",
-        "dropped",
-    ]
     base = rows[0]["samples_per_s"]
-    cells = []
-    for row in rows:
-        speeds = [f"{row['seconds']:.2f}", f"{row['steps_per_s']:.1f}", f"{row['samples_per_s']:.0f}"]
-        shares = [f"{row['samples_per_s'] / base:.2f}", f"{row['test_accuracy']:.1%}", f"{row['staleness_mean']:.2f}"]
-        end = [str(row["staleness_max"]), f"{row['wait_share']:.1%}", str(row["dropped"])]
-        cells.append([_name(row), *speeds, *shares, *end])
-    return Table(headings, cells)
+    columns: dict[str, Callable[[Row], str]] = {
+        "discipline": _name,
+        "seconds": lambda row: f"{row['seconds']:.2f}",
+        "steps/s": lambda row: f"{row['steps_per_s']:.1f}",
+        "samples/s": lambda row: f"{row['samples_per_s']:.0f}",
+        "speed": lambda row: f"{row['samples_per_s'] / base:.2f}",
+        "accuracy": lambda row: f"{row['test_accuracy']:.1%}",
+        "staleness": lambda row: f"{row['staleness_mean']:.2f}",
+        "at most": lambda row: str(row["staleness_max"]),
+        "waiting": lambda row: f"{row['wait_share']:.1%}",
+        "dropped": lambda row: str(row["dropped"]),
+    }
+    return Table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])

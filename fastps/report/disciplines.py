@@ -1,16 +1,15 @@
 """The plot of what other disciplines would have given, by a replay of the run's steps, beside what bounds the run."""
 
-from fastps.advice.limits import limits
-from fastps.advice.replay import steady_part
+from fastps.advice.replay import limits, steady_part
 from fastps.errors import Error
-from fastps.report.figure import Figure, Json, Table, layout, line_at, number_text, rounded
+from fastps.report.figure import Figure, Table, bars, line_at, number_text, rounded, rows_layout
 from fastps.report.findings import Facts
 from fastps.tracing.summary import Row
 
 _MOST_BARS = 14
 _HOVER = (
     "%{y}: %{x:.1f} useful steps/s<br>staleness %{customdata[0]:.2f}, waiting %{customdata[1]:.0f} %,"
-    " dropped %{customdata[2]:.0f} %<extra></extra>"
+    " dropped %{customdata[2]:.0f} %"
 )
 _HEADINGS = ("--sync", "useful steps/s", "speed", "staleness", "waiting", "dropped")
 _LINE = 15  # pixels between the names of two bounds
@@ -23,15 +22,13 @@ def disciplines(facts: Facts) -> Figure | None:
         return None
     own = str(facts.trace.header["policy"].get("spec"))
     shown = [row for number, row in enumerate(rows) if number < _MOST_BARS or row["sync"] == own or row["recommended"]]
-    bars: Json = {
-        "type": "bar",
-        "orientation": "h",
-        "y": [_label(row, own) for row in shown],
-        "x": rounded([row["useful_steps_per_s"] for row in shown]),
-        "customdata": [rounded([row["staleness_mean"], 100 * row["wait_share"], 100 * row["dropped_share"]]) for row in shown],
-        "hovertemplate": _HOVER,
-        "marker": {"color": [_colour(row, own) for row in shown]},
-    }
+    drawn = bars(
+        [_label(row, own) for row in shown],
+        [row["useful_steps_per_s"] for row in shown],
+        [_colour(row, own) for row in shown],
+        _HOVER,
+        customdata=[rounded([row["staleness_mean"], 100 * row["wait_share"], 100 * row["dropped_share"]]) for row in shown],
+    )
     bounds = _bounds(facts)
     lines = [line_at("x", value, name, "ink", _LINE * number) for number, (name, value) in enumerate(bounds)]
     chosen = next(row for row in rows if row["recommended"])
@@ -43,12 +40,9 @@ def disciplines(facts: Facts) -> Figure | None:
         f"Recommended: --sync {chosen['sync']}, {chosen['reason']}.",
         f"Bars: useful steps per second of each discipline, the fastest first.{text}",
         {
-            "data": [bars],
-            "layout": layout(
+            "data": [drawn],
+            "layout": rows_layout(
                 "useful steps/s, predicted",
-                "",
-                yaxis={"autorange": "reversed"},
-                bargap=0.35,
                 margin={"t": 20 + _LINE * len(bounds)},
                 shapes=[shape for shape, _ in lines],
                 annotations=[name for _, name in lines],
@@ -83,7 +77,7 @@ def _table(rows: list[Row], own: str) -> Table:
 def _bounds(facts: Facts) -> list[tuple[str, float]]:
     """The bounds that a reader may compare with: what the run made, what the cores allow."""
     try:
-        rows = {row["name"]: row for row in limits(facts.trace)}
+        rows = limits(facts.trace)
     except Error:
         return []
     names = {"measured": "measured", "cores": "limit of the cores"}

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Json = dict[str, Any]
+_DOWN = {"autorange": "reversed"}  # the first row is on top
 _MOST_NAMED = 12  # columns of a matrix whose cells have their numbers in them
 
 
@@ -118,8 +119,19 @@ def line_at(axis: str, value: float, text: str, colour: str, above: int = 0) -> 
     return shape, name
 
 
-def heat_map(x: Sequence[str], y: Sequence[str], z: npt.NDArray[Any], unit: str, hover: str) -> Json:
-    """A matrix of cells, from pale to strong; small ones have their numbers in them."""
+def rows_layout(x: str, **more: Any) -> Json:
+    """A layout of horizontal bars or boxes, the first one on top."""
+    return layout(x, "", yaxis=_DOWN, bargap=0.35, **more)
+
+
+def bars(names: Sequence[str], values: npt.ArrayLike, colour: str | Sequence[str], hover: str, **more: Any) -> Json:
+    """Horizontal bars, one for each name."""
+    made: Json = {"type": "bar", "orientation": "h", "y": list(names), "x": rounded(values), "marker": {"color": colour}}
+    return {**made, "hovertemplate": f"{hover}<extra></extra>", **more}
+
+
+def heat_map(x: Sequence[str], y: Sequence[str], z: npt.NDArray[Any], unit: str, hover: str, title: str) -> Json:
+    """A plot of a matrix, from pale to strong; small ones have their numbers in their cells. `title` is that of the columns."""
     spec: Json = {
         "type": "heatmap",
         "x": list(x),
@@ -134,7 +146,12 @@ def heat_map(x: Sequence[str], y: Sequence[str], z: npt.NDArray[Any], unit: str,
     }
     if max(len(x), len(y)) <= _MOST_NAMED:
         spec |= {"texttemplate": "%{z:.2~f}", "showscale": False}
-    return spec
+    return {"data": [spec], "layout": layout(title, "", yaxis=_DOWN, xaxis={"type": "category"})}
+
+
+def lanes_height(count: int) -> int:
+    """The height in pixels of a plot with a row for each of so many workers."""
+    return int(np.clip(110 + 34 * count, 190, 900))
 
 
 def seconds_text(seconds: float) -> str:

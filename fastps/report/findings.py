@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fastps.advice.limits import limits
+from fastps.advice.replay import limits
 from fastps.errors import Error
 from fastps.report.figure import listed, number_text, seconds_text
 from fastps.tracing.check import check
@@ -62,6 +62,11 @@ class Facts:
     advice: Sequence[Row]
 
     @property
+    def names(self) -> list[str]:
+        """What the workers are called."""
+        return [f"worker {worker}" for worker in range(self.trace.workers)]
+
+    @property
     def begin_ns(self) -> int:
         """The beginning of the first step."""
         return span_of(self.trace)[0]
@@ -112,10 +117,6 @@ def findings_of(facts: Facts) -> list[Finding]:
         found.append(Finding("nothing", GOOD, f"Nothing is wrong: {alone if facts.trace.workers == 1 else several}."))
     order = _ORDER if found[-1].kind != "nothing" else (GOOD, *_ORDER)
     return sorted(found, key=lambda each: order.index(each.level))
-
-
-def _idle(row: Row) -> bool:
-    return not row["steps"]
 
 
 def _share(value: float) -> str:
@@ -179,7 +180,7 @@ def _straggler(facts: Facts) -> Iterator[Finding]:
     if found is None:
         return
     worker = int(found["worker"])
-    rows = [row for row in facts.workers if row["worker"] != worker and not _idle(row)]
+    rows = [row for row in facts.workers if row["worker"] != worker and row["steps"]]
     mine = facts.workers[worker]
     until = ", until it was lost" if facts.endings[worker].is_lost else ""
     title = (
@@ -339,7 +340,7 @@ def _faster(facts: Facts) -> Iterator[Finding]:
 def _bounded_by(facts: Facts) -> Iterator[Finding]:
     """What bounds the speed, if no other discipline would raise it much."""
     try:
-        rows = {row["name"]: row for row in limits(facts.trace)}
+        rows = limits(facts.trace)
     except Error:
         return
     lead = "No other discipline would be much faster" if facts.advice else "What would speed it up"

@@ -4,10 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from fastps.report.figure import Figure, Json, Table, heat_map, layout, rounded, seconds_text
+from fastps.report.figure import Figure, Json, Table, bars, heat_map, lanes_height, rounded, rows_layout, seconds_text
 from fastps.report.findings import Facts, straggler_of
 
-_DOWN = {"autorange": "reversed"}  # the first worker is on top
 _PARTS = {
     "core": ("on a core", "compute", "is computing on a core"),
     "queue": ("ready, no core", "queue", "is spent ready to compute, while no core is free"),
@@ -15,15 +14,6 @@ _PARTS = {
     "store": ("store", "fold", "is pushing, folding and pulling"),
     "waiting": ("waiting", "wait", "is waiting for the next grant"),
 }
-_SPREAD = (5, 25, 50, 75, 95)
-
-
-def _names(facts: Facts) -> list[str]:
-    return [f"worker {worker}" for worker in range(facts.trace.workers)]
-
-
-def _lanes_height(count: int) -> int:
-    return int(np.clip(110 + 34 * count, 190, 900))
 
 
 def time_of_workers(facts: Facts) -> Figure:
@@ -31,33 +21,27 @@ def time_of_workers(facts: Facts) -> Figure:
     known = [name for name in _PARTS if all(row[name] is not None for row in facts.times)]
     times = np.array([[row[name] or 0.0 for name in known] for row in facts.times])
     shares = 100 * times / np.maximum(1e-9, times.sum(axis=1, keepdims=True))
-    names = _names(facts)
-    data = []
-    for number, (text, colour, _) in enumerate(_PARTS[name] for name in known):
-        data.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": text,
-                "y": names,
-                "x": rounded(shares[:, number]),
-                "customdata": rounded(times[:, number] / 1e3),
-                "hovertemplate": f"%{{y}}: {text} %{{x:.1f}} % (%{{customdata:.3g}} s)<extra></extra>",
-                "marker": {"color": f"var(--{colour})"},
-            }
+    data = [
+        bars(
+            *(facts.names, shares[:, number], f"var(--{colour})"),
+            f"%{{y}}: {text} %{{x:.1f}} % (%{{customdata:.3g}} s)",
+            name=text,
+            customdata=rounded(times[:, number] / 1e3),
         )
+        for number, (text, colour, _) in enumerate(_PARTS[name] for name in known)
+    ]
     whole = times.sum(axis=0) / max(1e-9, float(times.sum()))
     most = int(whole.argmax())
-    drawn = layout("% of the worker's time", "", barmode="stack", showlegend=True, yaxis=_DOWN, bargap=0.35)
+    drawn = rows_layout("% of the worker's time", barmode="stack", showlegend=True)
     drawn["legend"]["traceorder"] = "normal"
-    rows = [[name, *(f"{value:.1f}%" for value in row)] for name, row in zip(names, shares, strict=True)]
+    rows = [[name, *(f"{value:.1f}%" for value in row)] for name, row in zip(facts.names, shares, strict=True)]
     return Figure(
         "time",
         "Where the time went",
         f"The largest part, {whole[most]:.0%} of the workers' time, {_PARTS[known[most]][2]}.",
         "Stacked bars, one for each worker: shares of its time. The table has the numbers.",
         {"data": data, "layout": drawn},
-        _lanes_height(facts.trace.workers),
+        lanes_height(facts.trace.workers),
         Table(["worker", *(_PARTS[name][0] for name in known)], rows),
         "“Blocked” is time without a core that the worker did not ask for: sleep, files, a straggler's injected wait.",
     )
@@ -71,8 +55,7 @@ def waits(facts: Facts) -> Figure | None:
     columns = [*map(str, range(facts.trace.workers)), "none"]
     of_worker = seconds[:, :-1].sum(axis=0)
     most = int(of_worker.argmax())
-    spec = heat_map(columns, _names(facts), seconds, "s", "%{y} waited %{z:.3g} s for worker %{x}")
-    rows = [[name, *(f"{value:.3g} s" for value in row)] for name, row in zip(_names(facts), seconds, strict=True)]
+    rows = [[name, *(f"{value:.3g} s" for value in row)] for name, row in zip(facts.names, seconds, strict=True)]
     total = float(seconds.sum())
     sentence = (
         f"Of {seconds_text(total)} of waiting, {seconds_text(float(of_worker[most]))} was for worker {most}."
@@ -84,7 +67,7 @@ def waits(facts: Facts) -> Figure | None:
         "Who waited for whom",
         sentence,
         "A matrix: each row is a worker that waited, each column the worker it waited for; the table has the seconds.",
-        {"data": [spec], "layout": layout("waited for worker", "", yaxis=_DOWN, xaxis={"type": "category"})},
+        heat_map(columns, facts.names, seconds, "s", "%{y} waited %{z:.3g} s for worker %{x}", "waited for worker"),
         int(np.clip(130 + 38 * facts.trace.workers, 200, 900)),
         Table(["worker", *(f"for {name}" for name in columns)], rows),
         "A wait counts for the worker whose push ended it, until that push. The rest (folds, messages, wake-ups) is in the last"
@@ -92,9 +75,17 @@ def waits(facts: Facts) -> Figure | None:
     )
 
 
+def _spread(values_ms: Any) -> list[float]:
+    """The percentiles 5, 25, 50, 75 and 95; 0 of no values."""
+    return list(np.percentile(values_ms, (5, 25, 50, 75, 95))) if len(values_ms) else [0.0] * 5
+
+
+def _cells(values_ms: Any) -> list[str]:
+    return [f"{value:.3g} ms" for value in _spread(values_ms)]
+
+
 def _box(name: str, values_ms: Any, colour: str) -> Json:
-    """A box from percentiles: 5, 25, 50, 75, 95."""
-    low, first, median, third, high = rounded(np.percentile(values_ms, _SPREAD)) if len(values_ms) else [0.0] * 5
+    low, first, median, third, high = rounded(_spread(values_ms))
     return {
         "type": "box",
         "orientation": "h",
@@ -116,8 +107,7 @@ def steps(facts: Facts) -> Figure:
     steps = [facts.trace.steps_of(worker) for worker in range(facts.trace.workers)]
     times = [(each["computed_ns"] - each["begin_ns"]) / 1e6 for each in steps]
     rows = [
-        [name, f"{row['steps']:,}", *(f"{value:.3g} ms" for value in (np.percentile(mine, _SPREAD) if len(mine) else [0] * 5))]
-        for name, row, mine in zip(_names(facts), facts.workers, times, strict=True)
+        [name, f"{row['steps']:,}", *_cells(mine)] for name, row, mine in zip(facts.names, facts.workers, times, strict=True)
     ]
     medians = [float(np.median(mine)) for mine in times if len(mine)]
     found = straggler_of(facts)
@@ -133,13 +123,11 @@ def steps(facts: Facts) -> Figure:
         {
             "data": [
                 _box(name, mine, "wait" if worker == slow else "compute")
-                for worker, (name, mine) in enumerate(zip(_names(facts), times, strict=True))
+                for worker, (name, mine) in enumerate(zip(facts.names, times, strict=True))
             ],
-            "layout": layout(
-                "ms of a step, from its weights to its gradient", "", yaxis=_DOWN, bargap=0.35, xaxis={"rangemode": "tozero"}
-            ),
+            "layout": rows_layout("ms of a step, from its weights to its gradient", xaxis={"rangemode": "tozero"}),
         },
-        _lanes_height(facts.trace.workers),
+        lanes_height(facts.trace.workers),
         Table(["worker", "steps", "5%", "25%", "median", "75%", "95%"], rows),
     )
 
@@ -156,10 +144,7 @@ def store(facts: Facts) -> Figure:
         "all, on a core": whole["store_cpu_ns"] / 1e6,
     }
     medians = {name: float(np.median(mine)) if len(mine) else 0.0 for name, mine in parts.items()}
-    rows = [
-        [name, *(f"{value:.3g} ms" for value in (np.percentile(mine, _SPREAD) if len(mine) else [0] * 5))]
-        for name, mine in parts.items()
-    ]
+    rows = [[name, *_cells(mine)] for name, mine in parts.items()]
     megabytes = facts.trace.header.get("model_bytes", 0) / 1e6
     colours = {"push": "push", "fold": "fold", "pull": "pull"}
     return Figure(
@@ -170,7 +155,7 @@ def store(facts: Facts) -> Figure:
         "A box for each part of a step in the store: the middle half, with lines to the 5th and the 95th percentile.",
         {
             "data": [_box(name, mine, colours.get(name, "blocked")) for name, mine in parts.items()],
-            "layout": layout("ms of a step", "", yaxis=_DOWN, bargap=0.35, xaxis={"rangemode": "tozero"}),
+            "layout": rows_layout("ms of a step", xaxis={"rangemode": "tozero"}),
         },
         240,
         Table(["part", "5%", "25%", "median", "75%", "95%"], rows),

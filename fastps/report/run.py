@@ -79,7 +79,7 @@ def _advice(trace: Trace, tick: Callable[[int, int], None] | None) -> tuple[list
 
 def _facts(facts: Facts, result: Row | None) -> list[Fact]:
     run, header = facts.run, facts.trace.header
-    losses = [note["loss"] for note in header["of_worker"].values() if note and note.get("loss") is not None]
+    losses = [note["loss"] for note in facts.trace.notes if note.get("loss") is not None]
     made = [Fact("duration", seconds_text(facts.seconds))]
     made.append(Fact("steps", f"{run['steps']:,}", f"{number_text(run['steps'] / max(1e-9, facts.seconds))}/s"))
     if result is not None:

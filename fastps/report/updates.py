@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fastps.report.figure import Figure, Json, Table, heat_map, layout, line_at, rounded, seconds_text
+from fastps.report.figure import Figure, Json, Table, heat_map, lanes_height, layout, line_at, rounded, seconds_text
 from fastps.report.findings import Facts, lead_bound
 from fastps.tracing.file import FOLDED
 from fastps.tracing.series import gaps_ns, leads
@@ -77,10 +77,7 @@ def staleness_by_worker(facts: Facts) -> Figure | None:
     np.add.at(cells, (folded["worker"], folded["staleness"] // width), 1)
     shares = 100 * cells / np.maximum(1, cells.sum(axis=1, keepdims=True))
     names = [str(low) if width == 1 else f"{low}-{low + width - 1}" for low in range(0, most + 1, width)]
-    names_of_workers = [f"worker {worker}" for worker in range(facts.trace.workers)]
     hover = "%{y}: %{z:.1f} % of its pushes are %{x} versions stale"
-    spec = heat_map(names, names_of_workers, shares, "%", hover)
-    down, category = {"autorange": "reversed"}, {"type": "category"}
     stalest = max(facts.workers, key=lambda row: float(row["staleness_mean"]))
     rows = [[f"worker {row['worker']}", f"{row['staleness_mean']:.2f}", str(row["staleness_max"])] for row in facts.workers]
     return Figure(
@@ -88,8 +85,8 @@ def staleness_by_worker(facts: Facts) -> Figure | None:
         "Staleness by worker",
         f"Worker {stalest['worker']}'s pushes are the stalest: {stalest['staleness_mean']:.2f} versions in the mean.",
         "A matrix: each row is a worker, each column a staleness; the colour is the share of the worker's pushes.",
-        {"data": [spec], "layout": layout("staleness in versions", "", yaxis=down, xaxis=category)},
-        int(np.clip(110 + 34 * facts.trace.workers, 190, 900)),
+        heat_map(names, facts.names, shares, "%", hover, "staleness in versions"),
+        lanes_height(facts.trace.workers),
         Table(["worker", "mean", "at most"], rows),
     )
 

@@ -138,8 +138,10 @@ def read_links(file: Path) -> MeasuredLinks:
     try:
         rows = json.loads(file.read_text())["rows"]
         edges = sorted((row for row in rows if row["kind"] == "link"), key=lambda row: int(row["node"]))
-        homes = [row for row in rows if row["kind"] == "home"]
-        found = MeasuredLinks(tuple(_edge(row) for row in edges), _home(homes[0]) if homes else None)
+        homes = [
+            MeasuredHome(_positive(row, "fold_bytes_s"), _positive(row, "sum_bytes_s")) for row in rows if row["kind"] == "home"
+        ]
+        found = MeasuredLinks(tuple(_edge(row) for row in edges), homes[0] if homes else None)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{expected}, found {type(error).__name__}: {error}") from None
     if not found.edges:
@@ -151,10 +153,6 @@ def _edge(row: Mapping[str, Any]) -> MeasuredEdge:
     up, down, both, together = (_positive(row, f"{name}_bytes_s") for name in ("up", "down", "both", "together"))
     round_trip_ns, small_ns = (round(_positive(row, name)) for name in ("round_trip_ns", "small_round_trip_ns"))
     return MeasuredEdge(up, down, both, together, round_trip_ns, small_ns)
-
-
-def _home(row: Mapping[str, Any]) -> MeasuredHome:
-    return MeasuredHome(_positive(row, "fold_bytes_s"), _positive(row, "sum_bytes_s"))
 
 
 def _positive(row: Mapping[str, Any], name: str) -> float:

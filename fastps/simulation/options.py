@@ -1,39 +1,55 @@
 """Parsing of the options of `fastps simulate` into values."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from fastps.errors import UsageError
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policies
-from fastps.simulation.compute_models import parse_compute
-from fastps.simulation.simulate import Simulation
 from fastps.simulation.units import read_bytes, read_ns, read_rate
+
+if TYPE_CHECKING:
+    from fastps.simulation.simulate import Simulation
+
+
+_FACTORS = "NUMBER:FACTOR or FIRST-LAST:FACTOR, such as 0:3 or 0-9:3"
+
+
+def _text(default: Any, help_: str, metavar: str | None = None) -> Any:
+    """An option of `fastps simulate`, with its help and what its value looks like there."""
+    return field(default=default, metadata={"help": help_, "metavar": metavar})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationTexts:
-    """The options as written; `fastps simulate --help` describes each."""
+    """The options that are read as texts with units, as written."""
 
-    compute: str
-    speed: Sequence[str] = ()
-    straggler: Sequence[str] = ()
-    burst: str | None = None
-    model_bytes: str = "0"
-    bandwidth: str = "0"
-    worker_bandwidth: str = "0"
-    latency: str = "0s"
-    service_time: str = "0s"
-    service_rate: str = "0"
-    update_time: str = "0s"
-    slow_server: Sequence[str] = ()
-    late_push: str | None = None
-    late_pull: str | None = None
+    compute: str = _text(
+        "lognormal:10ms,0.3",
+        "How long a step computes: constant:TIME, normal:MEAN,DEVIATION, lognormal:MEDIAN,SIGMA (of the logarithm),"
+        " pareto:LEAST,SHAPE, or replay:FILE (a line of times such as 10ms 12ms for all workers, or a line for each).",
+    )
+    speed: Sequence[str] = _text((), f"Workers that are FACTOR times as fast: {_FACTORS}; may be repeated.")
+    straggler: Sequence[str] = _text((), f"Workers that compute FACTOR times as long: {_FACTORS}; may be repeated.")
+    burst: str | None = _text(None, "Each worker is slow now and then, such as 10s:500ms:3; mean times.", "EVERY:LENGTH:FACTOR")
+    model_bytes: str = _text("0", "Bytes of a push, and of a pull, such as 100MB.", "SIZE")
+    bandwidth: str = _text("0", "Of each server's port, each direction, such as 10Gbit; 0: without bound.", "RATE")
+    worker_bandwidth: str = _text("0", "Of each worker's port, in even parts for the shards; 0: without bound.", "RATE")
+    latency: str = _text("0s", "From the last byte sent to its arrival, such as 50us.", "TIME")
+    service_time: str = _text("0s", "Of a server for each message, push or answer, one after the other, such as 100us.", "TIME")
+    service_rate: str = _text("0", "And bytes of it that a server goes through, such as 5GB; 0: without bound.", "RATE")
+    update_time: str = _text("0s", "Of a server for each update, such as 1ms.", "TIME")
+    slow_server: Sequence[str] = _text((), f"Shards whose server is FACTOR times as slow: {_FACTORS}; may be repeated.")
+    late_push: str | None = _text(None, "A share of the pushes comes so late, such as 0.01:0.5s.", "SHARE:TIME")
+    late_pull: str | None = _text(None, "The same for answers to workers.", "SHARE:TIME")
 
 
-def read_simulation(texts: SimulationTexts, **numbers: Any) -> Simulation:
+def read_simulation(texts: SimulationTexts, **numbers: Any) -> "Simulation":
     """Build the simulation that the options describe; `numbers` are passed to Simulation unchanged. Raises UsageError."""
+    from fastps.simulation.compute_models import parse_compute
+    from fastps.simulation.simulate import Simulation
+
     factors = {worker: 1 / factor for worker, factor in _factors("--speed", texts.speed).items()}
     for worker, factor in _factors("--straggler", texts.straggler).items():
         factors[worker] = factors.get(worker, 1.0) * factor
@@ -62,9 +78,7 @@ def read_policies(sync: str, shards: int | None) -> list[Policy]:
     policies = parse_policies(sync)
     if shards is None:
         return policies
-    return [
-        policy if policy.shards == shards else policy.with_options(f"shards={shards}", shards=shards) for policy in policies
-    ]
+    return [policy if policy.shards == shards else policy.with_options(shards=shards) for policy in policies]
 
 
 def _split(name: str, text: str, count: int, expected: str) -> list[str]:
@@ -92,7 +106,7 @@ def _factors(name: str, texts: Sequence[str]) -> dict[int, float]:
     """
     found: dict[int, float] = {}
     for text in (part for written in texts for part in written.split(",")):
-        numbers, factor = _split(name, text, 2, "NUMBER:FACTOR or FIRST-LAST:FACTOR, such as 0:3 or 0-9:3")
+        numbers, factor = _split(name, text, 2, _FACTORS)
         first, dash, last = numbers.partition("-")
         try:
             chosen = range(int(first), int(last if dash else first) + 1)

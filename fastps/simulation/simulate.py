@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import Error, UsageError
-from fastps.job.links import link_of
 from fastps.job.metrics import zero_gap_share
 from fastps.job.policy import Policy
 from fastps.kernels.simulation.network import Network
@@ -67,7 +66,7 @@ class Simulation:
     Attributes:
         workers, steps: workers, and steps of each. The run ends when the shards have received workers x steps pushes from any
             workers, like a training run on a budget of samples.
-        leave: instead each worker leaves after its own steps, and the run ends with the last.
+        leave: instead each worker leaves after its own steps, when its next push would come, and the run ends with the last.
         compute: the model of compute times.
         batch: samples of a step; compute times scale with batches that R2SP tunes.
         model_bytes: size of a push and of a pull over all shards, which have equal parts.
@@ -159,14 +158,15 @@ def simulate(
                 tick(simulator.received, budget)
     except RuntimeError as error:
         raise DeadlockError(f"{policy.spec}: {error}") from None
-    row = _row(policy, simulation, simulator, clock.now_ns() - began_ns)
+    row = row_of(policy, simulation, simulator, clock.now_ns() - began_ns)
     return Outcome(row, np.frombuffer(simulator.trace(), TRACE_DTYPE) if trace else None)
 
 
-def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Simulator:
-    """Make the compiled simulator of one run, not yet started. Raises PolicyError and UsageError."""
-    if policy.overlap and policy.shards > 1:
-        raise UsageError(f"{policy.spec}: overlapped pulls are simulated for one shard, found {policy.shards}")
+def build(policy: Policy, simulation: Simulation, *, trace: bool = False, asks: bool = False) -> Simulator:
+    """Make the compiled simulator of one run, not yet started. `asks`: it stops wherever a worker has computed.
+
+    Raises PolicyError and UsageError.
+    """
     if policy.warm_up:
         raise UsageError(
             f"{policy.spec}: what is chosen after a warm-up is not simulated: use fastps advise, and name a discipline"
@@ -189,6 +189,7 @@ def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Sim
         batch=simulation.batch,
         steps=simulation.steps,
         leave=simulation.leave,
+        asks=asks,
         trace=trace,
         service_ns=_service(policy, simulation),
         cores=simulation.cores,
@@ -215,7 +216,7 @@ def _links(policy: Policy, simulation: Simulation) -> tuple[int, npt.NDArray[np.
     workers, routes = simulation.workers, simulation.routes
     if routes is not None:
         return len(routes.bandwidth) * policy.shards, np.array(routes.of_worker, np.int32) * policy.shards
-    first = np.fromiter((link_of(policy, rank, workers) for rank in range(workers)), np.int32, workers)
+    first = np.fromiter((policy.link_of(rank, workers) for rank in range(workers)), np.int32, workers)
     return (int(first[-1]) + 1) * policy.shards, (first * policy.shards).astype(np.int32)
 
 
@@ -258,7 +259,8 @@ def _service(policy: Policy, simulation: Simulation) -> npt.NDArray[np.float64]:
     return times_ns
 
 
-def _row(policy: Policy, simulation: Simulation, simulator: Simulator, wall_ns: int) -> Row:
+def row_of(policy: Policy, simulation: Simulation, simulator: Simulator, wall_ns: int) -> Row:
+    """The report's row of a run that has ended."""
     sums = totals(simulator)
     shards = [shard_totals(simulator, shard) for shard in range(simulator.n_shards)]
     seconds = simulator.ended_ns / 1e9

@@ -65,8 +65,6 @@ class Background:
     def close(self) -> None:
         """End both threads. A gradient in flight is delivered first, unless a thread failed."""
         with self._changed:
-            while self._delivery is not None and self._failure is None:
-                self._changed.wait(0.05)
             self._ends = True
             self._changed.notify_all()
         for thread in self._threads:

@@ -23,6 +23,7 @@ from fastps.kernels.protocol.wait import (
 )
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import expel
+from fastps.membership.stalls import Stalls
 from fastps.system.deadline import Deadline
 
 _Found = TypeVar("_Found")
@@ -33,9 +34,11 @@ class Driven(Protocol):
 
     Attributes:
         combine_lock: guards the lane, which several threads of a process may drive.
+        stalls: passes by a peer that has stopped.
     """
 
     combine_lock: threading.RLock
+    stalls: Stalls
 
     @property
     def store(self) -> JobMemory:
@@ -47,9 +50,6 @@ class Driven(Protocol):
 
     def check_peers(self, now_ns: int) -> None:
         """Handle peers that have died. Raises the error that ends the job."""
-
-    def check_progress(self, now_ns: int, tell: Callable[[int], None]) -> None:
-        """Pass by a peer that has stopped, and `tell` the outcome."""
 
     def take_over(self) -> None:
         """Combine from now on, because the server is gone."""
@@ -92,6 +92,20 @@ def drive(
             _report(owner, wait, want, now_ns)
 
 
+def drive_step(owner: Driven, wait: Wait, goal: tuple[int, int, int], overdue: Callable[[], str]) -> int:
+    """Wait for a step, most often for one rest. Returns the time at which the wait ended, in ns. Raises as `drive`.
+
+    `goal`: the `granted`, `done` and `shards` of `Wait.begin_step`.
+    """
+    clock, (granted, done, shards) = owner.store.clock, goal
+    began_ns = clock.now_ns()
+    if not wait.take_step(granted, done, began_ns, shards):
+        drive(owner, wait, overdue)
+    ended_ns = clock.now_ns()
+    wait.last_wait_ns = ended_ns - began_ns
+    return ended_ns
+
+
 def poll(owner: Driven, reached: Callable[[], _Found | None], pause_ns: int, overdue: Callable[[], str]) -> _Found:
     """Poll `reached` every `pause_ns` until its result is true, check the peers meanwhile, and return the result.
 
@@ -116,7 +130,7 @@ def _report(owner: Driven, wait: Wait, want: int, now_ns: int) -> None:
     if want == CHECK_PEERS:
         owner.check_peers(now_ns)
         with owner.combine_lock:
-            owner.check_progress(now_ns, wait.tell)
+            owner.stalls.look(now_ns, wait.tell)
     elif want == EXPEL and expel(owner.store, owner.lane.bad_lane, owner.lane.damage):
         owner.tell_expelled()
     elif want == TAKE_OVER:

@@ -17,20 +17,24 @@ _STEPS = 8  # compared at the start: enough for one of a few workers to be the l
 
 
 class EqualGradients:
-    """Compares one worker's first gradients with those of the others. `reads_slots`: whether the CPU can read the slots."""
+    """Compares one worker's first gradients with those of the others. `reads_slots`: whether the CPU can read the slots.
+
+    Attributes:
+        is_on: whether the next push is compared.
+    """
 
     def __init__(self, worker: Worker, *, reads_slots: bool) -> None:
         self._worker = worker
         store = worker.store
-        self._is_on = reads_slots and store.layout.workers > 1 and not store.tables and not worker.generation
+        self.is_on = reads_slots and store.layout.workers > 1 and not store.tables and not worker.generation
         self._found = 0
         # Under other disciplines the weights differ after the first fold, and so do the gradients.
         self._wanted, self._steps = (2, _STEPS) if worker.store.layout.policy.waits_for_fold else (1, 1)
 
     def compare(self, slot: int) -> None:
         """Compare what is in the slot, before its push. Warns once, if all others have the same bits there, which are not 0."""
-        self._is_on = self._is_on and self._worker.own_steps < self._steps
-        if not self._is_on:
+        self.is_on = self.is_on and self._worker.own_steps < self._steps
+        if not self.is_on:
             return
         store = self._worker.store
         states = store.arena.lane_states()[: store.layout.workers]
@@ -43,7 +47,7 @@ class EqualGradients:
             return
         self._found += 1
         if self._found == self._wanted:
-            self._is_on = False
+            self.is_on = False
             logger.warning(
                 "all %d workers push the same gradients, bit for bit: expected other samples on each worker; use fastps.rank()"
                 " in the seed of the data, or in its sampler (docs/how-to/own-script.md#data)",

@@ -16,13 +16,13 @@ _ASK_S = 0.2
 _next = [0]
 
 
-def following() -> int:
+def count_next() -> int:
     """The number of this process's next optimizer. Each call advances the count."""
     _next[0] += 1
     return _next[0] - 1
 
 
-def expected(identity: Identity, timeout_s: float, clock: Clock) -> Identity:
+def find_job(identity: Identity, timeout_s: float, clock: Clock) -> Identity:
     """Wait for the job to join: the job that the count names, else the first that expects this worker.
 
     The count continues from the job that is found. After the timeout, return the job that the count names, although it does not

@@ -3,7 +3,8 @@
 An observer maps the arena read-only, never pins a buffer and never takes a shard lock.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, cast
 
 from fastps.kernels.shm.arena import (
     LANE_DEAD,
@@ -114,49 +115,32 @@ class Look:
 
 def statistics_of(arena: Arena) -> list[WorkerStatistics]:
     """One row for each worker's lane of the arena."""
-    rows = []
-    for lane in range(arena.lanes):
-        counters = arena.counters(lane)
-        rows.append(
-            WorkerStatistics(
-                rank=lane,
-                state=_STATES.get(arena.lane_state(lane), "unknown"),
-                steps=counters["steps"],
-                samples=counters["samples"],
-                wait_ns=counters["wait_ns"],
-                compute_ns=counters["compute_ns"],
-                folded=counters["folded"],
-                dropped=counters["dropped"],
-                rejected=counters["rejected"],
-                staleness_sum=counters["staleness_sum"],
-                staleness_max=counters["staleness_max"],
-                stale_blocks=counters["stale_blocks"],
-                loss=counters["loss"],
-                version=arena.version,
-                rows=counters["rows"],
-                push_ns=counters["push_ns"],
-                generation=arena.generation(lane),
-            )
+    names = {each.name for each in fields(WorkerStatistics)}
+    return [
+        WorkerStatistics(
+            rank=lane,
+            state=_STATES.get(arena.lane_state(lane), "unknown"),
+            version=arena.version,
+            generation=arena.generation(lane),
+            **{name: count for name, count in cast(dict[str, Any], arena.counters(lane)).items() if name in names},
         )
-    return rows
+        for lane in range(arena.lanes)
+    ]
 
 
 def shard_statistics_of(arena: Arena) -> list[ShardStatistics]:
     """One row for each shard of the arena."""
-    rows = []
-    for shard in range(arena.shards):
-        histograms = arena.histograms(shard)
-        rows.append(
-            ShardStatistics(
-                shard=shard,
-                version=arena.shard_version(shard),
-                updates=histograms["updates"],
-                sigma_mean=histograms["average_staleness"],
-                staleness=histograms["staleness"],
-                rows_written=histograms["rows_written"],
-            )
+    return [
+        ShardStatistics(
+            shard=shard,
+            version=arena.shard_version(shard),
+            updates=found["updates"],
+            sigma_mean=found["average_staleness"],
+            staleness=found["staleness"],
+            rows_written=found["rows_written"],
         )
-    return rows
+        for shard, found in ((shard, arena.histograms(shard)) for shard in range(arena.shards))
+    ]
 
 
 class Observer:

@@ -44,7 +44,7 @@ class Server:
         self.combine_lock = threading.RLock()
         self._wait = Wait(self.lane)
         self._cores = Cores(store.arena, self._wait, layout, takers=layout.workers + 1)
-        self._stalls = Stalls(self.lane, store.descriptor, patience_ns(store))
+        self.stalls = Stalls(self.lane, store.descriptor, patience_ns(store))
         self._is_lost = False  # a worker's death has ended a job on devices: queue no more work
 
     def run(self) -> None:
@@ -77,10 +77,6 @@ class Server:
                 if self.store.layout.owner_lanes:
                     self._is_lost = True
                     self._wait.begin_own(SLICE_NS, now_ns)
-
-    def check_progress(self, now_ns: int, tell: Callable[[int], None]) -> None:
-        """Go on without a worker that holds up the folds because it is stopped."""
-        self._stalls.look(now_ns, tell)
 
     def take_over(self) -> None:
         """A server leaves combining to nobody, so there is nothing to take over."""

@@ -9,7 +9,6 @@ import contextlib
 import os
 import pickle
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from fastps.job.layout import Layout
 from fastps.job.update_rules import Rule
 from fastps.kernels.shm.arena import LANE_JOINING, LANE_LEAVING, LANE_LIVE
 from fastps.membership.job_memory import JobMemory
+from fastps.system.processes import start_module
 
 WORKER_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
 _POLL_NS = 1_000_000
@@ -89,15 +89,9 @@ class ServerProcess:
         layout, rule = picklable(store.layout)
         order = Order(store.job, layout, store.timeout_s, store.descriptor, rule, devices, agent and agent.order)
         self._start_s = _START_S + (store.timeout_s if agent is not None else 0.0)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", agent.module if agent is not None else "fastps.processes.server"],
-            stdin=subprocess.PIPE,
+        self._process = start_module(
+            agent.module if agent is not None else "fastps.processes.server",
             stdout=subprocess.DEVNULL,
-            env={
-                "TORCH_CPP_LOG_LEVEL": "ERROR",
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            },
             pass_fds=[
                 store.descriptor,
                 *(agent.inherited if agent is not None else ()),

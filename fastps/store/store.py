@@ -11,13 +11,13 @@ import os
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import ArenaError, AttachError, UnsupportedError, UsageError
-from fastps.job import limits
+from fastps.job import environment, limits
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import GradientType, Layout, place
 from fastps.job.options import value_of
@@ -30,6 +30,7 @@ from fastps.kernels.shm import arena
 from fastps.kernels.shm.format import format_memory
 from fastps.membership import discovery, rendezvous
 from fastps.membership.job_memory import JobMemory, Views
+from fastps.store import virtual_time
 from fastps.store.row_slots import check_tables
 from fastps.store.server_process import AgentPlan, DevicePlan, ServerProcess
 from fastps.store.start import StartState
@@ -57,8 +58,6 @@ class Store(JobMemory):
     """
 
     worker_class: type[Worker] = Worker  # the class that `attach` instantiates
-    lanes_are = "workers"  # whom the arena has lanes for
-
     server: ServerProcess | None = None
 
     def close(self) -> None:
@@ -89,7 +88,7 @@ class Store(JobMemory):
         job: str | None = None,
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
-    ) -> "Store":
+    ) -> Self:
         """Create a job's arena and write version 0 into it: `weights` (name to array), or the state of `resume`.
 
         The arrays are float32, or all float64; then gradients and the optimizer's state are float64, too.
@@ -145,7 +144,7 @@ class Store(JobMemory):
         finish: "Callable[[Store], None] | None" = None,
         server_devices: Callable[[], list[Any]] | None = None,
         agent: AgentPlan | None = None,
-    ) -> "Store":
+    ) -> Self:
         """Create the arena of a layout. `write_weights` receives one flat view per parameter and writes version 0 into it.
 
         With `resume` the weights, the optimizer state, the version and the clocks come from the checkpoint. `finish` may write
@@ -158,9 +157,9 @@ class Store(JobMemory):
         header, size, needed = plan(layout)
         reserve(layout.lanes + _DESCRIPTORS, f"a worker of {layout.lanes}")
         floats = sum(parameter.size for parameter in layout.parameters)
-        store: Store | None = None
-        what = f"{floats:,} parameters and {layout.lanes} {cls.lanes_are}"
-        descriptor = shared_memory.create(size, what, needed, lambda free: remedy(layout, free, cls.lanes_are))
+        store: Self | None = None
+        what = f"{floats:,} parameters and {layout.lanes} {layout.lanes_are}"
+        descriptor = shared_memory.create(size, what, needed, lambda free: remedy(layout, free))
         try:
             memory = shared_memory.map_shared(descriptor)
             format_memory(
@@ -221,7 +220,9 @@ class Store(JobMemory):
 
     def _answer_joiners(self, server_devices: Callable[[], list[Any]] | None, agent: AgentPlan | None) -> None:
         """Start the server, if the job has one, and then the listener: a worker must not attach before the server serves."""
-        if self.layout.has_server:
+        if environment.is_virtual():
+            virtual_time.offer(self, on_devices=server_devices is not None)
+        elif self.layout.has_server:
             rendezvous.check_free(self.job, "host")  # a running job of this name also has the server's name, so fail first
             devices = self._device_plan(server_devices) if server_devices is not None else None
             self.server = ServerProcess(self, devices, agent)
@@ -238,7 +239,7 @@ class Store(JobMemory):
         *,
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
-    ) -> "Store":
+    ) -> Self:
         """Find the arena of `job`: connect to its creator and its workers until one answers or the timeout has passed.
 
         Raises LayoutError that names the first difference if this process describes another model, AttachError if no process
@@ -255,7 +256,7 @@ class Store(JobMemory):
             os.close(answer.memfd)
             raise ArenaError(f"job {job}: {error}") from error
 
-    def with_timeout(self, timeout_s: float | None) -> "Store":
+    def with_timeout(self, timeout_s: float | None) -> Self:
         """Set the timeout of all waits and return this store; None: FASTPS_TIMEOUT or the default."""
         self.timeout_s = limits.timeout_s(timeout_s)
         return self
@@ -312,7 +313,7 @@ class Store(JobMemory):
 
     def _attach_anywhere(self) -> Worker:
         """Join in a lane beyond the initial workers' that had no worker yet, else in one whose worker died, failed or left."""
-        late = [lane for lane in range(self.layout.workers, self.layout.lanes)]
+        late = range(self.layout.workers, self.layout.lanes)
         empty = [lane for lane in late if self.arena.lane_state(lane) == arena.LANE_FREE]
         if self.layout.faults.continues:
             gone = (arena.LANE_DEAD, arena.LANE_LEFT, arena.LANE_FAILED, arena.LANE_EXPELLED)

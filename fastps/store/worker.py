@@ -6,14 +6,12 @@ import os
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import Error, UsageError, damaged
 from fastps.job import limits
-from fastps.job.links import link_of
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE, KIND_NULL, KIND_PUSH
 from fastps.kernels.protocol.wait import Wait
@@ -22,13 +20,12 @@ from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership import rendezvous
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import Membership
+from fastps.store.attached_lane import AttachedLane
 from fastps.store.background import Background
 from fastps.store.drive import drive
-from fastps.store.lane_view import LaneView
-from fastps.store.late_responses import LateResponses
 from fastps.store.presence import Presence
 from fastps.store.row_slots import RowSlots
-from fastps.store.transfers import Transfers
+from fastps.store.virtual_time import DriverLink, Push
 from fastps.tracing.recorder import Recorder, recorder_for
 
 logger = logging.getLogger("fastps.worker")
@@ -37,26 +34,22 @@ _live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 _MOST_PULLS = 16  # the most pulls in a row without a push, if the others wait for the slowest worker
 
 
-class Worker(LaneView):
+class Worker(AttachedLane):
     """One attached worker. `Store.attach` creates it; only one thread may use it.
 
     Attributes:
         rank: this worker's lane.
-        steps: steps pushed so far, as the scheduler counts them: a late joiner begins at the slowest worker's count.
         earlier_steps: steps that this process's worker pushed in an earlier arena (sync="auto").
         begun_at: `steps` when this worker attached.
         generation: the generation of the lane's owner; 0 for the first owner of an initial worker's lane.
-        version: the version of the last pull.
-        batch_size: the batch size that the last grant carried (R2SP's tuning); 0: the worker chooses.
-        stale_blocks: shards that were not fresh when a step began, summed over all steps (PSP-SGD's partial pull).
-        weights: name to read-only float32 array of the pulled weights, without a copy; each pull renews them.
-        gradients: name to array in the slot of the next push, of the store's gradient_type; write them, then call `step`.
-        posts: pushes and null pushes so far; with overlap the last may still be in flight.
-        delays: the arguments of `delay_responses`, or None.
         recorder: the recorder of this worker's part of a trace, or None.
         rows: the rows of tables in this worker's slots.
-        injected_transfer_ns: the duration given to `transfer_ms`, in ns.
+        injected_transfer_ns: what each transfer takes, in ns; 0 but in measurements with injected delays.
+        pull_transfer_ns: what the transfer of the last pull took, with the wait for its link.
+        driver: the link to the driver of a job in virtual time, or None.
     """
+
+    injected_transfer_ns = pull_transfer_ns = 0
 
     def __init__(self, store: JobMemory, rank: int, listener: rendezvous.Listener, generation: int = 0) -> None:
         super().__init__(store, rank)
@@ -69,7 +62,6 @@ class Worker(LaneView):
         self._listener = listener
         policy = self._policy
         self._goes_on_at_once, self._needs_samples = policy.at_once, policy.needs_samples  # each step reads them
-        self.fold_apart(False)
         lane.granted_ns = self._clock.now_ns()
         self._pulled_at = self._idle_at = -1  # posts at the last pull, and at the last pull without a push before it
         self._pulls_in_a_row = 0
@@ -79,9 +71,7 @@ class Worker(LaneView):
         # Round the fraction up to whole shards. 0.55 of 20 is 11, although the floating-point product is slightly more.
         self._needed_shards = math.ceil(policy.pull * self._shards - 1e-9)
         self._is_partial = self._needed_shards < self._shards
-        self.delays: tuple[float, float, int] | None = None
         self._background: Background | None = None
-        self.transfer_ms(0.0)
         self.rows = RowSlots(store, rank)
         self._presence = Presence(store.layout.parameters)
         self.recorder: Recorder | None = None
@@ -93,6 +83,8 @@ class Worker(LaneView):
             raise damaged(f"worker {rank}'s grant ({lane.steps + 1} steps)")
         lane.earlier_steps = self._steps_before - self.begun_at
         _live.add(self)
+        self.driver = DriverLink.of(store, lane, self.buffers)
+        self.fold_apart(False)
         self.pull()
         self.recorder = recorder_for(self)
 
@@ -148,8 +140,6 @@ class Worker(LaneView):
         ring is waited for, too.
         """
         self.check_usable()
-        if self._policy.overlap:
-            self._start_background()
         if not 0 <= samples < 1 << 32:
             raise UsageError(f"expected 0 to {(1 << 32) - 1:,} samples in a push (batch_size=, report_loss), found {samples}")
         if self._needs_samples and samples < 1:
@@ -162,15 +152,15 @@ class Worker(LaneView):
             slot, present = lane.slot, self._presence.take() if presence is None else presence
             if self._sent_hypers[slot] != hypers or self._sent_presence[slot] != present:
                 self._write_slot_header(slot, hypers, present)
-        if self._pushes_itself and self.recorder is None and not self._has_transfers:
+        if self._pushes_itself and self.recorder is None:
             outcome = lane.push(now_ns, scale, samples, null)
             if outcome != DONE and outcome != BUSY:
                 self._push_late(outcome, scale, samples, null)
         else:
+            if self._policy.overlap and self._background is None:  # not before: a DelayedWorker is made of an attached one
+                self._background = Background(lane, self._make_transfer, self._clock)
             self._push_on_its_way(now_ns, scale, samples, null)
-        if self.delays is not None:
-            self._responses.draw(lane.steps)
-        if now_ns - self._checked_ns > limits.LIVENESS_NS:
+        if now_ns - self._checked_ns > limits.LIVENESS_NS and self.driver is None:  # a driver notices each end itself
             self.check_peers(now_ns)
 
     def push_nothing(self) -> bool:
@@ -190,22 +180,17 @@ class Worker(LaneView):
         if outcome == EARLY:
             self.advance()
             outcome = self.lane.push(self._clock.now_ns(), scale, samples, null)
-        self._settle(self._push_once_there_is_room(scale, samples, null) if outcome == FULL else outcome)
-
-    def _push_once_there_is_room(self, scale: float, samples: int, null: bool) -> int:
-        """Wait for room in a full ring, and push. Count the time as waited, not as computed."""
-        outcome, began_ns = FULL, self._clock.now_ns()
         while outcome == FULL:
+            began_ns = self._clock.now_ns()
             self._wait_for_room()
             now_ns = self._clock.now_ns()
-            self.lane.wait_ns += now_ns - began_ns
+            self.lane.wait_ns += now_ns - began_ns  # and not counted as computed
             self.lane.granted_ns += now_ns - began_ns
-            began_ns = now_ns
             outcome = self.lane.push(now_ns, scale, samples, null)
-        return outcome
+        self._settle(outcome)
 
     def _push_on_its_way(self, now_ns: int, scale: float, samples: int, null: bool, read: int = -1) -> None:
-        """Push with an injected transfer, a push thread, a server or a recorder. `read`: the version, if not the pulled one."""
+        """Push with a push thread, a driver, a recorder or a profiler. `read`: the version, if not the pulled one."""
         if self.lane.awaits:
             self.advance()
         recorder, posts, loss = self.recorder, self.lane.posts, self.lane.loss
@@ -213,45 +198,61 @@ class Worker(LaneView):
         version = read if read >= 0 else version
         if recorder is not None:
             rows = self.rows.counts(slot, b"" if null else self._sent_presence[slot] or b"")
-            recorder.computed(now_ns, posts, step, version, samples, null, rows)
-        kind = KIND_NULL if null else KIND_PUSH
+            recorder.computed(now_ns, posts, step, version, samples, -1 if null else slot, rows)
+        push = Push(KIND_NULL if null else KIND_PUSH, step, slot, version, scale, loss, samples)
         if self._background is None:
-            self._deliver(kind, step, slot, version, scale, loss, samples)
+            self._deliver(push)
         else:
-            self._background.send(partial(self._deliver, kind, step, slot, version, scale, loss, samples))
-        if self._background is not None or self._has_transfers:
-            self.lane.pushed_ns = self._clock.now_ns()
-            self.lane.wait_ns += self.lane.pushed_ns - now_ns  # and not counted as pushed
+            self._background.send(partial(self._deliver, push))
+            self._count_as_waited(now_ns)
         if recorder is not None:
             recorder.pushed(self._clock.now_ns())
 
-    def _deliver(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
-        """Make the injected transfer of one push, post it, and combine if the shard locks are free."""
-        transfer_ns = self._transfers.make() if self._has_transfers else 0
+    def _count_as_waited(self, since_ns: int) -> None:
+        """Count the time of a push so far as waited, and not as pushed."""
+        self.lane.pushed_ns = self._clock.now_ns()
+        self.lane.wait_ns += self.lane.pushed_ns - since_ns
+
+    def _deliver(self, push: Push) -> None:
+        """Transfer one push, post it, and combine if the shard locks are free."""
+        transfer_ns = self._make_transfer()
         recorder = self.recorder  # the worker's thread may end it meanwhile
         if recorder is not None:
-            recorder.posted(step, self._clock.now_ns(), transfer_ns)
-        self._post(kind, step, slot, version, scale, loss, samples)
+            recorder.posted(push.step, self._clock.now_ns(), transfer_ns)
+        self._post(push)
         self.try_combine()
 
-    def _post(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
-        """Post one descriptor as soon as the ring has room for it."""
+    def _make_transfer(self) -> int:
+        """Wait for as long as a transfer takes, and return that, in ns: 0, because all is in shared memory."""
+        return 0
+
+    def _post(self, push: Push) -> None:
+        """Post one descriptor as soon as the ring has room for it, or let the driver post it."""
+        if self.driver is not None:
+            return self.driver.hand_over(push)
+        kind, step, slot, version, scale, loss, samples = push
         while not self.lane.post(kind, step, slot, version, self._clock.now_ns(), scale, loss, samples):
             self._wait_for_room()
 
     def advance(self) -> None:
         """Wait until the next step is granted and its slot may be written. Combine and check the peers meanwhile."""
         if self.forked:
-            raise self._forked_error()
-        if not self.lane.advance(self._clock.now_ns(), self._goes_on_at_once) or self._responses.late:
-            granted = 0 if self._goes_on_at_once else self.lane.steps + 1
-            granted_ns = self._wait_for_step(granted, self.lane.slot_free_at, self._needed_shards)
-            if self._is_partial:
-                granted_ns = self._wait_for_more(granted)
-            self.lane.advance_late(granted_ns)
+            self._refuse()
+        if self.driver is not None:
+            self.driver.advance()
+        elif not self.lane.advance(self._clock.now_ns(), self._goes_on_at_once):
+            self._advance_late()
         if self.recorder is not None:
             self.recorder.granted(self.lane.granted_ns)
         self._membership.report_rejections()
+
+    def _advance_late(self) -> None:
+        """Wait for the grants of enough shards, with partial pull for a short time for those of the others, and advance."""
+        granted = 0 if self._goes_on_at_once else self.lane.steps + 1
+        granted_ns = self._wait_for_step(granted, self.lane.slot_free_at, self._needed_shards)
+        if self._is_partial:
+            granted_ns = self._wait_for_more(granted)
+        self.lane.advance_late(granted_ns)
 
     def pull(self) -> list[int]:
         """Pin the published weights of each fresh shard, and return the buffers of all shards. Nothing is copied.
@@ -264,7 +265,8 @@ class Worker(LaneView):
         if self.lane.posts == self._pulled_at:
             self._pull_again()
         self._pulled_at = self.lane.posts
-        transfer_ns = self._make_transfer() if self._has_transfers and self._background is None else 0
+        if self.driver is not None and not self.driver.is_over:
+            return self.buffers  # of the driver's last word
         if self._background is not None:
             newest = self._background.newest()
             if newest is not None:
@@ -274,7 +276,7 @@ class Worker(LaneView):
         elif (shard := self.lane.pull_all(self.buffers)) >= 0:
             raise damaged(f"the commit word of shard {shard}")
         if self.recorder is not None:
-            self.recorder.pulled(transfer_ns)
+            self.recorder.pulled(self.pull_transfer_ns)
         return self.buffers
 
     def _pull_again(self) -> None:
@@ -288,17 +290,6 @@ class Worker(LaneView):
                 " weights has to stay out of the job (fastps.observe for counters, fastps.reader for weights)"
             )
 
-    def _make_transfer(self) -> int:
-        """Make a pull's injected transfer; return its duration in ns, 0 if the version is unchanged (Rudra, section 3.2)."""
-        if self.store.arena.version == self.lane.version:
-            return 0
-        began_ns = self._clock.now_ns()
-        transfer_ns = self._transfers.make()
-        now_ns = self._clock.now_ns()
-        self.lane.wait_ns += now_ns - began_ns
-        self.lane.granted_ns = now_ns
-        return transfer_ns
-
     def _pull_fresh(self) -> None:
         for shard in range(self._shards):
             if not self._is_fresh(shard, self.lane.steps + 1):
@@ -310,36 +301,16 @@ class Worker(LaneView):
 
     def fold_apart(self, apart: bool) -> None:
         """Post and fold by two calls, if `apart`, so that a profiler can tell them apart; else by one, which is faster."""
-        self._pushes_itself = not self._policy.overlap and not apart
+        self._pushes_itself = not (self._policy.overlap or apart or self.driver is not None)
 
-    def transfer_ms(self, duration_ms: float) -> None:
-        """Make each push and each pull take `duration_ms`, by a real wait on a link that workers may share."""
-        link = link_of(self._policy, self.rank, self.store.layout.workers)
-        self._has_transfers = duration_ms > 0
-        self.injected_transfer_ns = int(duration_ms * 1e6)
-        self._transfers = Transfers(self.store.descriptor, link, self.injected_transfer_ns, self._clock)
-
-    def carry_on(self, before: "Worker") -> None:
-        """Take over the counters and injected delays of this process's worker in an earlier arena."""
-        self.earlier_steps = before.earlier_steps + before.own_steps
-        lane, earlier = self.lane, before.lane
-        lane.earlier_steps += self.earlier_steps
+    def hand_on(self, later: "Worker") -> None:
+        """Hand the counters on to this process's worker in a later arena."""
+        later.earlier_steps = self.earlier_steps + self.own_steps
+        lane, earlier = later.lane, self.lane
+        lane.earlier_steps += later.earlier_steps
         lane.samples, lane.wait_ns, lane.compute_ns = earlier.samples, earlier.wait_ns, earlier.compute_ns
         lane.push_ns, lane.stale_blocks, lane.loss = earlier.push_ns, earlier.stale_blocks, earlier.loss
-        self.transfer_ms(before.injected_transfer_ns / 1e6)
-        if before.delays is not None:
-            self.delay_responses(*before.delays)
         lane.publish()
-
-    def _start_background(self) -> None:
-        """Start the threads at the first push, so a transfer time that was set before applies to them."""
-        if self._background is None:
-            self._background = Background(self.lane, lambda: self._transfers.make(), self._clock)
-
-    def delay_responses(self, share: float, delay_s: float, seed: int) -> None:
-        """Delay a share of the pull's responses by a real wait; `seed` determines which (PSP-SGD, section 4.2)."""
-        self.delays = (share, delay_s, seed)
-        self._responses = LateResponses(share, int(delay_s * 1e9), seed + 7919 * self.rank, self._clock, self._shards)
 
     # -- the slot ----------------------------------------------------------------------------------
 
@@ -375,14 +346,13 @@ class Worker(LaneView):
         Combine and check the peers meanwhile. This worker leaves first, so no other worker waits for its pushes.
         """
         self._check_not_forked()
-        self._leave()
-        self._wait_for_last()
-        self.pull()
-
-    def _wait_for_last(self) -> None:
+        self.leave()
+        if self.store.layout.server == "agent":  # it leaves last, once the workers of all nodes have
+            self.wait_until(lambda: not self.store.arena.is_served(), 5_000_000, self._timeout_text)
         wait = Wait(self.lane)
         wait.begin_last(self.store.layout.workers, self._clock.now_ns())
         drive(self, wait, self._timeout_text)
+        self.pull()
 
     def _stay_for_latecomers(self) -> None:
         """Keep the listener open until all initial workers have attached, or another live worker can answer latecomers.
@@ -417,11 +387,6 @@ class Worker(LaneView):
         if self.forked or self.closed:
             self._refuse()
 
-    def _refuse(self) -> NoReturn:
-        if self.forked:
-            raise self._forked_error()
-        raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
-
     def close(self, failure: str | None = None, *, stays: bool = False) -> None:
         """Leave normally, so the others go on without this worker, or record `failure`, the error that the others report.
 
@@ -432,11 +397,13 @@ class Worker(LaneView):
             return
         self.closed = True
         try:
-            if failure is None:
-                self._leave()
-                if stays:
-                    self._stay_for_latecomers()
-            self._end_background()
+            try:
+                if failure is None:
+                    self.leave()
+                    if stays:
+                        self._stay_for_latecomers()
+            finally:
+                self._end_background()  # its threads use the arena
         except BaseException as error:  # others may still wait for this worker, or for its lock
             failure = failure or f"{type(error).__name__}: {error}"
             raise
@@ -457,15 +424,15 @@ class Worker(LaneView):
         self._membership.close()
         _live.discard(self)
 
-    def _leave(self) -> None:
-        """Post LEAVE, once. This worker makes no more pushes, and no worker waits for it."""
+    def leave(self) -> None:
+        """Make no more pushes, so that no worker waits for this one. Do not wait for the others. May be called twice."""
         if self._left:
             return
         if self._background is not None:
             self._background.wait_until_delivered()
         self._end_background()
         self._left = True
-        self._post(KIND_LEAVE, self.lane.steps, 0, self.lane.version, 1.0, math.nan, 0)
+        self._post(Push(KIND_LEAVE, self.lane.steps, 0, self.lane.version, 1.0, math.nan, 0))
         self.store.arena.leave(self.rank, self.generation)
         self._combine_last()
 

@@ -4,8 +4,10 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterator
-from typing import IO
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any
 
 from fastps.errors import Error
 
@@ -25,6 +27,23 @@ def ask_to_die_with_parent(parent: int) -> None:
 def die_with_parent(parent: int) -> Callable[[], None]:
     """A `preexec_fn` that asks the kernel to kill the new process when its parent dies."""
     return lambda: ask_to_die_with_parent(parent)
+
+
+def start_child(command: Sequence[str], **how: Any) -> "subprocess.Popen[bytes]":
+    """Start a process that ends with this one, in a group of its own: Ctrl-C at the terminal reaches only this process.
+
+    `how` has other arguments of Popen; without one there, it has no standard input.
+    """
+    how.setdefault("stdin", subprocess.DEVNULL)
+    return subprocess.Popen(command, process_group=0, preexec_fn=die_with_parent(os.getpid()), **how)
+
+
+def start_module(module: str, *arguments: str, **how: Any) -> "subprocess.Popen[bytes]":
+    """Start a module in a Python that finds what this one does. It reads a pipe; `how` has other arguments of Popen."""
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, **how)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ from fastps.store.observer import Look, ShardStatistics, WorkerStatistics
 COUNTER, GAUGE = "counter", "gauge"
 JOB, WORKER, SHARD, NODE = "job", "worker", "shard", "node"
 OWNERS = (JOB, WORKER, SHARD, NODE)
-_LOST = ("died", "failed", "expelled")
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,14 @@ class Scalar:
         return f"fastps_{self.owner}_{self.name}"
 
 
-def _of_steps(look: Look) -> float:
-    return sum(row.steps for row in look.workers)
+def _sum(name: str) -> Callable[[Look], float]:
+    """The sum of a figure over the workers."""
+    return lambda look: sum(getattr(row, name) for row in look.workers)
+
+
+def _workers_in(*states: str) -> Callable[[Look], float]:
+    """The number of workers in one of these states."""
+    return lambda look: sum(row.state in states for row in look.workers)
 
 
 def updates_of(look: Look) -> int:
@@ -68,12 +73,12 @@ def _loss(row: WorkerStatistics) -> float | None:
 
 
 def _mean_staleness(look: Look) -> float:
-    return sum(row.staleness_sum for row in look.workers) / max(1, sum(row.folded for row in look.workers))
+    return _sum("staleness_sum")(look) / max(1, _sum("folded")(look))
 
 
 def _wait_ratio(look: Look) -> float:
-    wait_ns = sum(row.wait_ns for row in look.workers)
-    return wait_ns / max(1, wait_ns + sum(row.compute_ns for row in look.workers))
+    wait_ns = _sum("wait_ns")(look)
+    return wait_ns / max(1, wait_ns + _sum("compute_ns")(look))
 
 
 def _known(value: int, scale: float = 1.0) -> float | None:
@@ -82,41 +87,29 @@ def _known(value: int, scale: float = 1.0) -> float | None:
 
 SCALARS: tuple[Scalar, ...] = (
     Scalar(JOB, "updates", COUNTER, "Updates of the weights, of the shard with the fewest.", updates_of, "updates_per_second"),
-    Scalar(JOB, "steps", COUNTER, "Steps of all workers.", _of_steps, "steps_per_second"),
+    Scalar(JOB, "steps", COUNTER, "Steps of all workers.", _sum("steps"), "steps_per_second"),
     Scalar(
         JOB, "samples", COUNTER, "Samples of all workers, where the script tells them.",
-        lambda look: sum(row.samples for row in look.workers), "samples_per_second",
+        _sum("samples"), "samples_per_second",
     ),
     Scalar(JOB, "loss", GAUGE, "Mean of the losses that the workers reported last (report_loss).", _mean_loss),
     Scalar(JOB, "wait_ratio", GAUGE, "Share of the workers' time that they waited, since the job began.", _wait_ratio),
     Scalar(JOB, "staleness_mean_versions", GAUGE, "Mean staleness of the folded pushes since the job began.", _mean_staleness),
-    Scalar(
-        JOB, "folded_pushes", COUNTER, "Pushes that were folded, summed over shards.",
-        lambda look: sum(row.folded for row in look.workers),
-    ),
-    Scalar(
-        JOB, "dropped_pushes", COUNTER, "Pushes that the discipline dropped, summed over shards.",
-        lambda look: sum(row.dropped for row in look.workers),
-    ),
-    Scalar(
-        JOB, "rejected_pushes", COUNTER, "Pushes that were rejected because they were not finite.",
-        lambda look: sum(row.rejected for row in look.workers),
-    ),
-    Scalar(JOB, "live_workers", GAUGE, "Workers that train.", lambda look: sum(row.state == "live" for row in look.workers)),
+    Scalar(JOB, "folded_pushes", COUNTER, "Pushes that were folded, summed over shards.", _sum("folded")),
+    Scalar(JOB, "dropped_pushes", COUNTER, "Pushes that the discipline dropped, summed over shards.", _sum("dropped")),
+    Scalar(JOB, "rejected_pushes", COUNTER, "Pushes that were rejected because they were not finite.", _sum("rejected")),
+    Scalar(JOB, "live_workers", GAUGE, "Workers that train.", _workers_in("live")),
     Scalar(
         JOB, "lost_workers", GAUGE, "Workers that died or failed, and were not replaced.",
-        lambda look: sum(row.state in _LOST for row in look.workers),
+        _workers_in("died", "failed", "expelled"),
     ),
     Scalar(
         JOB, "late_workers", COUNTER, "Workers that joined the running job: replacements of lost ones, and additional ones.",
-        lambda look: sum(row.generation for row in look.workers),
+        _sum("generation"),
     ),
     Scalar(WORKER, "steps", COUNTER, "Steps of the worker.", lambda row: row.steps, "steps_per_second"),
     Scalar(WORKER, "samples", COUNTER, "Samples of the worker, where the script tells them.", lambda row: row.samples),
-    Scalar(
-        WORKER, "loss", GAUGE, "The loss that the worker reported last (report_loss).",
-        _loss,
-    ),
+    Scalar(WORKER, "loss", GAUGE, "The loss that the worker reported last (report_loss).", _loss),
     Scalar(
         WORKER, "wait_seconds", COUNTER, "Time that the worker waited for its grants, with the folds that it made meanwhile.",
         lambda row: row.wait_ns / 1e9, "wait_ratio",

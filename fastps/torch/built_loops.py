@@ -25,6 +25,7 @@ import torch
 
 import fastps.kernels
 from fastps.errors import UsageError
+from fastps.system.cache import cache_folder
 
 logger = logging.getLogger("fastps.torch")
 
@@ -33,12 +34,6 @@ NAME = "fastps.kernels.tensors.torch_tensors"
 SOURCES = ("torch_tensors.cpp", "torch_tensors.hpp")
 FLAGS = ("-shared", "-fPIC", "-std=c++20", "-O2", "-g0", "-w")
 COMPILERS = ("c++", "g++", "clang++")
-
-
-def cache_folder() -> Path:
-    """The folder for what fastps builds on this machine. A relative XDG_CACHE_HOME is ignored, as its specification asks."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "fastps"
 
 
 def path_of_build() -> Path | None:

@@ -39,10 +39,10 @@ class JobState(defaultdict[Any, Any]):
         self._read = read
         self.forget()
 
-    def detach(self) -> None:
-        """Read the entries a last time, unless a script has done so since the last step, and keep them."""
+    def detach(self, *, reads: bool = True) -> None:
+        """Keep the entries from now on; `reads`: read them a last time, unless a script has done so since the last step."""
         try:
-            if self._read is not None and self._lent is None:
+            if reads and self._read is not None and self._lent is None:
                 dict.update(self, dict(self._read()))
         finally:
             self._read, self._lent, self.is_lent = None, None, False

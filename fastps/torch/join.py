@@ -155,7 +155,7 @@ class Joining:
         """This request, for the launch's job that expects this worker; worker 0 creates the job that its own count gives."""
         if self.is_named or self.identity.rank == 0 or self.finds_others:
             return self
-        return replace(self, identity=instances.expected(self.identity, limits.timeout_s(self.timeout_s), self.clock))
+        return replace(self, identity=instances.find_job(self.identity, limits.timeout_s(self.timeout_s), self.clock))
 
 
 def join(
@@ -164,11 +164,10 @@ def join(
     hypers: list[Hyper],
     to: Joining,
     finish: Callable[[Store], None] | None = None,
-    kind: type[Store] = Store,
     agent: AgentPlan | None = None,
 ) -> Worker:
     """Attach this process's worker to the job's arena. Worker 0 creates the arena, and calls `finish` before others join.
-    `kind` is the class of the store. `agent` is the plan of the node's agent, in a job of several nodes.
+    `agent` is the plan of the node's agent, in a job of several nodes.
 
     Raises ArenaError, AttachError, LayoutError.
     """
@@ -176,9 +175,9 @@ def join(
     job, rank = to.identity.name, to.identity.rank
     if to.finds_others:
         limit_s = min(_JOIN_S, limits.timeout_s(to.timeout_s))  # the other workers run already, or have ended
-        store = kind.connect(job, layout, hypers, timeout_s=limit_s, clock=to.clock).with_timeout(to.timeout_s)
+        store = Store.connect(job, layout, hypers, timeout_s=limit_s, clock=to.clock).with_timeout(to.timeout_s)
     elif rank == 0:
-        store = kind.create_for(
+        store = Store.create_for(
             layout,
             writer_of(tensors),
             hypers,
@@ -191,7 +190,7 @@ def join(
         )
         warn_of_gradients(tensors, layout.workers)
     else:
-        store = kind.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
+        store = Store.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
     try:
         return store.attach(rank)
     except BaseException:

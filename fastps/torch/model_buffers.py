@@ -140,6 +140,12 @@ class BufferRounds:
     def average(self) -> None:
         """Take part in the next round: publish, wait for every live worker, average. Raises what waiting raises."""
         self._buffers.check_given()
+        driver = self._worker.driver
+        if driver is not None and not (driver.is_over or self._worker.store.layout.policy.is_level):
+            raise UsageError(
+                "average_buffers() in virtual time: expected wait_for_others() before it, or workers that make the same steps"
+                " (bsp), found a worker for which the others cannot wait"
+            )
         if not self._buffers.nbytes:
             return
         number = self._last() + 1

@@ -77,7 +77,6 @@ class DevicePlacement(HostPlacement):
             )
         else:
             store = DeviceStore.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
-        assert isinstance(store, DeviceStore)
         try:
             worker = store.use(device).attach(rank)
             if not self.gpus_of_workers() and store.arena_on_devices().near_shards() == []:

@@ -17,7 +17,6 @@ from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.network.agent import plan_of
 from fastps.network.home_checkpoint import HomeView, LeafStart, Share
-from fastps.network.leaf import LeafStore
 from fastps.network.meeting import kept_descriptors
 from fastps.network.parts import shares_of
 from fastps.network.rendezvous import agree_on_run
@@ -129,4 +128,4 @@ class NodePlacement(HostPlacement):
         trace = recorder.file_of_next(self._nodes.number)
         plan = plan_of(self._nodes, name, self._home, hypers, self._resumed, trace)
         plan = replace(plan, inherited=kept_descriptors())
-        return join.join(layout, self._tensors, hypers, replace(to, identity=local), kind=LeafStore, agent=plan)
+        return join.join(layout, self._tensors, hypers, replace(to, identity=local), agent=plan)

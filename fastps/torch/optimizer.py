@@ -134,10 +134,10 @@ class DistributedOptimizer(OptimizerState):
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         check_kind(optimizer)
-        policy = parse_policy(sync if sync is not None else os.environ.get("FASTPS_SYNC", "bsp"))
+        policy = parse_policy(environment.sync_of(sync))
         foreign.check_model(model)
         foreign.keep_untraced()
-        self._identity = environment.identity(job, rank, workers, instance=instances.following() if job is None else 0)
+        self._identity = environment.identity(job, rank, workers, instance=instances.count_next() if job is None else 0)
         self._names_job, self._is_told = job is not None, workers is not None
         self._left_out, self._tensors = join.tensors_of(optimizer, timeout_s, clock)
         pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors), self._tensors)
@@ -200,7 +200,7 @@ class DistributedOptimizer(OptimizerState):
         if policy is None:
             return
         versions = self._job.store.version
-        next_instance = self._identity.instance + 1 if self._names_job else instances.following()
+        next_instance = self._identity.instance + 1 if self._names_job else instances.count_next()
         self._identity = self._identity.of_instance(next_instance)
         moved = move(self._job.worker, policy, self._identity.name, self._hypers_read.of(self.param_groups))
         self._earlier_versions += versions
@@ -289,7 +289,8 @@ class DistributedOptimizer(OptimizerState):
         if self._left_out or self._state.is_lent or self._inner.state is not self._state:
             self._take_writes()
         presence = gradients.collect(slot := worker.lane.slot)
-        job.equal_gradients.compare(slot)
+        if job.equal_gradients.is_on:
+            job.equal_gradients.compare(slot)
         scale, skipped = 1.0, False
         if "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
             scale, skipped = loss_scaling(self.__dict__)  # only a GradScaler's step sets them
@@ -322,8 +323,10 @@ class DistributedOptimizer(OptimizerState):
 
     @property
     def version(self) -> int:
-        """The number of updates that all workers together have made so far."""
-        return self._earlier_versions + self._job.store.version
+        """The number of updates that all workers together have made so far; in virtual time, until this worker's last pull."""
+        driver = self._job.worker.driver
+        known = self._job.store if driver is None or driver.is_over else self._job.worker
+        return self._earlier_versions + known.version
 
     @property
     def policy(self) -> Policy:
@@ -458,6 +461,8 @@ class DistributedOptimizer(OptimizerState):
         if failure is None:
             self._keep_state()
             earlier_jobs.leave(self._job.worker, self._tensors)
+        else:
+            self._state.detach(reads=False)  # whoever cleans up after the error may look at `state`
         self._job.leave(failure)
 
     def unwrap(self) -> torch.optim.Optimizer:

@@ -2,7 +2,7 @@
 
 import torch
 
-from fastps.device.placement import placement
+from fastps.device.placement import check_own_gpu, placement
 from fastps.errors import UnsupportedError
 from fastps.job import limits
 from fastps.job.nodes import nodes_of_environment
@@ -16,10 +16,10 @@ def placed(tensors: list[torch.Tensor], push_dtype: torch.dtype, *, is_told: boo
     """
     nodes = None if is_told else nodes_of_environment()
     if nodes is not None:
-        from fastps.network.meeting import met
+        from fastps.network.meeting import join_meeting
         from fastps.torch.on_nodes import NodePlacement
 
-        return NodePlacement(tensors, push_dtype, met(nodes, limits.timeout_s(None)))
+        return NodePlacement(tensors, push_dtype, join_meeting(nodes, limits.timeout_s(None)))
     devices = {tensor.device for tensor in tensors}
     if all(device.type != "cuda" for device in devices):
         return HostPlacement(tensors, push_dtype)
@@ -31,6 +31,7 @@ def placed(tensors: list[torch.Tensor], push_dtype: torch.dtype, *, is_told: boo
     if len(devices) > 1:
         names = ", ".join(sorted(str(device) for device in devices))
         raise UnsupportedError(f"expected all parameters of a worker on one device, found {names}: use a GPU a worker")
+    check_own_gpu(tensors[0].device.index or 0)
     # Imported here, because a model on the CPU needs neither module.
     if placement() == "device":
         from fastps.torch.on_device import DevicePlacement

@@ -43,8 +43,8 @@ class ShardMarks:
             _Shard([index for index, shard in enumerate(shards) if shard == number]) for number in range(max(shards) + 1)
         ]
 
-    def put(self, index: int, slot: int, views: Sequence[torch.Tensor]) -> None:
-        """A gradient is in the slot, of which `views` are tensors, or work is queued on this thread's stream that puts it."""
+    def put(self, index: int, views: Sequence[torch.Tensor]) -> None:
+        """A gradient is in the slot of which `views` are tensors, or work is queued on this thread's stream that puts it."""
         number = self._shard_of[index]
         shard = self._shards[number]
         if index not in shard.missing:
@@ -56,7 +56,7 @@ class ShardMarks:
         shard.stream = stream
         if not shard.missing and shard.is_on_one_stream:
             shard.versions = [views[member]._version for member in shard.members]
-            self._arena.mark_computed(number, slot)
+            self._arena.mark_computed(number)
 
     def check(self, views: Sequence[torch.Tensor]) -> None:
         """Take back the marks of shards in which a gradient has changed since."""
@@ -84,7 +84,7 @@ class _Marked(Gradients):
         if self.accumulates:
             self._marks.clear()
         elif is_there and not self.is_apart:
-            self._marks.put(index, slot, self.slots[slot])
+            self._marks.put(index, self.slots[slot])
         return is_there
 
     def zero(self, set_to_none: bool) -> None:

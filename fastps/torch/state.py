@@ -107,10 +107,8 @@ def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence
     """
     store = worker.store
     with _republished(worker) as of:
-        _copy(store.weight_views(of.weights), store.weight_views(of.new_weights))
-        for plane in range(store.layout.planes):
-            _copy(store.plane_views(of.state, plane), store.plane_views(of.new_state, plane))
-        _copy(store.rule_steps(of.state), store.rule_steps(of.new_state))
+        _copy(tensors_of(store.weight_views(of.weights)), tensors_of(store.weight_views(of.new_weights)))
+        _copy_state(store, tensors_of, of)
         write(store, of.new_state, tensors_of, rule, given)
         if store.layout.shown_type != "float32":
             _refine(store, tensors_of(store.weight_views(of.new_weights)), given)
@@ -152,9 +150,7 @@ def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Ten
             )
         for target, value in zip(tensors_of(store.weight_views(of.new_weights)), values, strict=True):
             target.copy_(value)
-        for plane in range(store.layout.planes):
-            _copy(store.plane_views(of.state, plane), store.plane_views(of.new_state, plane))
-        _copy(store.rule_steps(of.state), store.rule_steps(of.new_state))
+        _copy_state(store, tensors_of, of)
 
 
 def write_first(store: JobMemory, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:
@@ -195,7 +191,15 @@ def write(
                 values.copy_(value)
 
 
-def _copy(sources: Sequence[Any], views: Sequence[Any]) -> None:
-    for source, view in zip(sources, views, strict=True):
-        if source.ctypes.data != view.ctypes.data:  # a table lies in memory once
-            view[:] = source
+def _copy(sources: Tensors, targets: Tensors) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        if source.data_ptr() != target.data_ptr():  # a table lies in memory once
+            target.copy_(source)
+
+
+def _copy_state(store: JobMemory, tensors_of: MakeTensors, of: _Buffers) -> None:
+    """Copy the published optimizer state, with the rule's steps, into the free buffers."""
+    for plane in range(store.layout.planes):
+        _copy(tensors_of(store.plane_views(of.state, plane)), tensors_of(store.plane_views(of.new_state, plane)))
+    for source, target in zip(store.rule_steps(of.state), store.rule_steps(of.new_state), strict=True):
+        target[:] = source

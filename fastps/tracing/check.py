@@ -70,29 +70,24 @@ def _is_one_push_a_version(trace: Trace) -> bool:
     return policy["fold"] in ("each", "in-order") and not policy.get("combine", False)  # older traces lack the key
 
 
-def _first(wrong: np.ndarray) -> int:
-    """Return the index of the first True, or -1."""
-    places = np.flatnonzero(wrong)
-    return int(places[0]) if len(places) else -1
+def _first(wrong: np.ndarray) -> list[int]:
+    """Return the index of the first True, if there is one."""
+    return [int(place) for place in np.flatnonzero(wrong)[:1]]
 
 
 def _steps(trace: Trace) -> Iterator[Violation]:
     """Check that a worker's steps are consecutive, and that its times and the versions it reads never decrease."""
     for worker in np.unique(trace.steps["worker"]):
         records = trace.steps_of(int(worker))
-        at = _first(np.diff(records["step"]) != 1)
-        if at >= 0:
+        for at in _first(np.diff(records["step"]) != 1):
             first, then = records["step"][at], records["step"][at + 1]
             yield Violation("steps", f"worker {worker}: step {first} is followed by step {then}", int(worker))
-        at = _first((records["computed_ns"] < records["begin_ns"]) | (records["pushed_ns"] < records["computed_ns"]))
-        if at >= 0:
+        for at in _first((records["computed_ns"] < records["begin_ns"]) | (records["pushed_ns"] < records["computed_ns"])):
             yield Violation("times", f"worker {worker}: step {records['step'][at]} ends before it begins", int(worker))
-        at = _first(records["begin_ns"][1:] < records["computed_ns"][:-1])
-        if at >= 0:
+        for at in _first(records["begin_ns"][1:] < records["computed_ns"][:-1]):
             sentence = f"worker {worker}: step {records['step'][at + 1]} begins before the one before it was computed"
             yield Violation("times", sentence, int(worker))
-        at = _first(np.diff(records["read_version"]) < 0)
-        if at >= 0:
+        for at in _first(np.diff(records["read_version"]) < 0):
             step, before, after = records["step"][at + 1], records["read_version"][at], records["read_version"][at + 1]
             yield Violation("read", f"worker {worker}: step {step} reads version {after} after version {before}", int(worker))
 
@@ -107,19 +102,15 @@ def _pushes_of(trace: Trace, records: Lines, worker: int, shard: int) -> Iterato
 
     order = np.argsort(records["position"], kind="stable")
     records = records[order]
-    at = _first(np.diff(records["position"]) == 0)
-    if at >= 0:
+    for at in _first(np.diff(records["position"]) == 0):
         same = f"into versions {records['version'][at]} and {records['version'][at + 1]}"
         yield violation("once", at + 1, f"is in the push log twice, {same}")
-    at = _first(np.diff(records["position"]) > 1)
-    if at >= 0:
+    for at in _first(np.diff(records["position"]) > 1):
         yield violation("lost", at, "is followed by one that is missing")
-    at = _first(records["fate"] > UNDECIDED)
-    if at >= 0:
+    for at in _first(records["fate"] > UNDECIDED):
         yield violation("fate", at, f"has an unknown outcome: {records['fate'][at]}")
     records = records[records["fate"] == FOLDED]
-    at = _first(np.diff(records["version"]) < (1 if _is_one_push_a_version(trace) else 0))
-    if at >= 0:
+    for at in _first(np.diff(records["version"]) < (1 if _is_one_push_a_version(trace) else 0)):
         yield violation(
             "order", at + 1, f"is folded into version {records['version'][at + 1]}, after one in {records['version'][at]}"
         )
@@ -127,8 +118,7 @@ def _pushes_of(trace: Trace, records: Lines, worker: int, shard: int) -> Iterato
     wrong = (records["staleness"] < 0) | (read < 0) | (read > records["read_version"])
     if int(trace.header["shards"]) == 1:
         wrong |= read != records["read_version"]
-    at = _first(wrong)
-    if at >= 0:
+    for at in _first(wrong):
         record = records[at]
         says = f"read version {record['read_version']}, and is folded into {record['version']} as {record['staleness']} stale"
         yield violation("staleness", at, says)
@@ -136,8 +126,7 @@ def _pushes_of(trace: Trace, records: Lines, worker: int, shard: int) -> Iterato
     places = np.searchsorted(steps["step"], records["step"])
     known = places < len(steps)
     posted_ns = np.where(known, steps["posted_ns"][np.minimum(places, max(0, len(steps) - 1))] if len(steps) else 0, 0)
-    at = _first(records["decided_ns"] < posted_ns)
-    if at >= 0:
+    for at in _first(records["decided_ns"] < posted_ns):
         yield violation("times", at, "is folded before it is posted")
 
 
@@ -145,14 +134,12 @@ def _versions_of(trace: Trace, shard: int) -> Iterator[Violation]:
     """Check that a shard's versions are ordered by time, and that their numbers of pushes fit the policy."""
     records = trace.pushes[(trace.pushes["shard"] == shard) & (trace.pushes["fate"] == FOLDED)]
     records = records[np.argsort(records["version"], kind="stable")]
-    at = _first(np.diff(records["decided_ns"]) < 0)
-    if at >= 0:
+    for at in _first(np.diff(records["decided_ns"]) < 0):
         early, late = records["version"][at], records["version"][at + 1]
         sentence = f"shard {shard}: version {late} comes before version {early}: versions go back"
         yield Violation("monotone", sentence, shard=shard, version=int(late))
     if _is_one_push_a_version(trace):
-        at = _first(np.diff(records["version"]) == 0)
-        if at >= 0:
+        for at in _first(np.diff(records["version"]) == 0):
             twice = records["version"][at]
             sentence = f"shard {shard}: version {twice} has two pushes; under {trace.header['sync']} each push is a version"
             yield Violation("once", sentence, shard=shard, version=int(twice))
@@ -166,8 +153,7 @@ def _missing(trace: Trace) -> Iterator[Violation]:
         records = trace.pushes[(trace.pushes["shard"] == shard) & (trace.pushes["fate"] == FOLDED)]
         present = np.zeros(most + 1, bool)
         present[records["version"]] = True
-        at = _first(~present[1:])
-        if at >= 0:
+        for at in _first(~present[1:]):
             yield Violation("lost", f"shard {shard}: no push is part of version {at + 1}", shard=shard, version=at + 1)
 
 
@@ -186,7 +172,7 @@ def _causes(trace: Trace) -> Iterator[Violation]:
 def _counts(trace: Trace) -> Iterator[Violation]:
     """Check that the records agree with the combiners' own counts and commits."""
     committed = trace.header.get("committed")
-    if committed is None or not is_complete(trace) or (trace.pushes["fate"] == UNDECIDED).any():
+    if not committed or not is_complete(trace) or (trace.pushes["fate"] == UNDECIDED).any():
         return
     for name, outcome in (("folded", FOLDED), ("dropped", DROPPED)):
         for worker, count in enumerate(committed[name]):
@@ -201,7 +187,7 @@ def _counts(trace: Trace) -> Iterator[Violation]:
             yield Violation(
                 "counts", f"worker {worker}: {logged} rows are folded in the push log, {count} by the combiners'", worker
             )
-    for shard, version in enumerate(trace.header["versions"]):
+    for shard, version in enumerate(trace.header.get("versions", [])):
         most = push_log_row(trace)["versions"][shard]
         if most != version:
             yield Violation(

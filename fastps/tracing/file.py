@@ -1,11 +1,13 @@
 """The trace file of a recorded run: a JSON header, then tables of steps, pushes and rows, and of messages and clocks of nodes.
 
 Layout, all little endian: the 16 bytes of `MAGIC`; uint64: bytes of the header; the header in JSON, padded with spaces to a
-multiple of 64 bytes; the tables one after the other, each as described in `header["tables"]`. numpy reads them without a copy.
+multiple of 64 bytes; the tables one after the other, each as described in `header["tables"]`; uint32: the CRC-32 of all bytes
+before, if `header["checksum"]` says so, as an older trace does not. numpy reads the tables without a copy.
 """
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import Error
+from fastps.tracing.header import check_header
 
 MAGIC = b"fastps-trace-v1\n"
 _ALIGNMENT = 64
@@ -33,7 +36,7 @@ STEP_DTYPE = np.dtype(
         ("cpu_ns", "<i8"),  # processor time of the worker's thread while it computed
         ("queue_ns", "<i8"),  # time in which that thread was runnable but had no core; -1: unknown
         ("store_cpu_ns", "<i8"),  # processor time of the worker's thread from computed_ns to end_ns
-        ("push_transfer_ns", "<i8"),  # injected transfers (transfers.py), waiting for the link included
+        ("push_transfer_ns", "<i8"),  # injected transfers, waiting for the link included
         ("pull_transfer_ns", "<i8"),
         ("read_version", "<i8"),  # newest version of any shard that the gradient was computed with
         ("step", "<i8"),  # of the worker, from 0
@@ -99,9 +102,52 @@ ROWS_DTYPE = np.dtype(
         ("written", "u1"),  # 1, and written last
     ]
 )
+
+# What a replay needs, in the three tables that follow. A job that cannot be replayed has none of them; its header says why.
+
+# A record of one event that a combiner gave a shard's scheduler. Its commit published all events of the commit, in their order.
+EVENT_DTYPE = np.dtype(
+    [
+        ("at_ns", "<i8"),  # the scheduler's time: that of the event, or of an earlier one that came later
+        ("commit", "<i8"),  # of the shard, from 2; each has a number more than the one before
+        ("position", "<i8"),  # of the worker's descriptor, from 0; -1: no descriptor
+        ("version", "<i8"),  # of the shard, once this commit is published
+        ("worker", "<i2"),  # that posted it, or -1
+        ("shard", "<i2"),
+        ("order", "<u2"),  # within the commit, from 0
+        ("kind", "u1"),
+        ("written", "u1"),  # 1, and written last
+    ]
+)
+EVENT_PUSH, EVENT_NULL, EVENT_LEAVE, EVENT_TIMER, EVENT_CHANGE = range(5)  # the last: a worker died, was expelled or joined
+
+# A record of what one push was computed with in one shard, and what it was.
+INPUT_DTYPE = np.dtype(
+    [
+        ("position", "<i8"),  # of the push, as in its record
+        ("version", "<i8"),  # of the shard that the gradient was computed with
+        ("sample", "<u4"),  # CRC-32 of at most 1024 words of the gradient in all shards, evenly spaced; 0 without a gradient
+        ("worker", "<i2"),
+        ("shard", "<i2"),
+        ("written", "u1"),  # 1, and written last
+    ]
+)
+
+# A record of the weights of one published version of one shard.
+CHECKSUM_DTYPE = np.dtype(
+    [
+        ("version", "<i8"),
+        ("checksum", "<u4"),  # CRC-32 of the shard's parameters in order
+        ("shard", "<i2"),
+        ("written", "u1"),  # 1, and written last
+    ]
+)
+
 # In the order of the file. What was added later comes last: an older fastps reads what it knows, and leaves the rest.
-_DTYPES = {"steps": STEP_DTYPE, "pushes": PUSH_DTYPE, "messages": MESSAGE_DTYPE, "clock": CLOCK_DTYPE, "rows": ROWS_DTYPE}
-_OPTIONAL = ("messages", "clock", "rows")  # an older trace lacks some, and one of a job without tables the last
+DTYPES = {"steps": STEP_DTYPE, "pushes": PUSH_DTYPE, "messages": MESSAGE_DTYPE, "clock": CLOCK_DTYPE, "rows": ROWS_DTYPE}
+DTYPES |= {"events": EVENT_DTYPE, "inputs": INPUT_DTYPE, "checksums": CHECKSUM_DTYPE}
+_NEEDED = ("steps", "pushes")  # an older trace, or one of another job, lacks some of the others
+_WRITTEN = (*_NEEDED, "messages", "clock")  # even without a record
 Lines = npt.NDArray[np.void]
 
 
@@ -120,6 +166,8 @@ class Trace:
         messages: records of MESSAGE_DTYPE; none in a job of one node.
         clock: records of CLOCK_DTYPE; none in a job of one node.
         rows: records of ROWS_DTYPE, by worker, then position, then shard; none in a job without tables.
+        events, inputs, checksums: records of EVENT_DTYPE, INPUT_DTYPE and CHECKSUM_DTYPE, in no order; none in a job that
+            cannot be replayed.
     """
 
     header: Mapping[str, Any]
@@ -128,11 +176,19 @@ class Trace:
     messages: Lines = field(default_factory=lambda: np.empty(0, MESSAGE_DTYPE))
     clock: Lines = field(default_factory=lambda: np.empty(0, CLOCK_DTYPE))
     rows: Lines = field(default_factory=lambda: np.empty(0, ROWS_DTYPE))
+    events: Lines = field(default_factory=lambda: np.empty(0, EVENT_DTYPE))
+    inputs: Lines = field(default_factory=lambda: np.empty(0, INPUT_DTYPE))
+    checksums: Lines = field(default_factory=lambda: np.empty(0, CHECKSUM_DTYPE))
 
     @property
     def workers(self) -> int:
         """Workers of the job, recorded or not."""
         return int(self.header["workers"])
+
+    @property
+    def notes(self) -> list[Mapping[str, Any]]:
+        """What is known of each recorded worker, if anything is."""
+        return [note for note in self.header["of_worker"].values() if note]
 
     def steps_of(self, worker: int) -> Lines:
         """Return one worker's steps."""
@@ -152,17 +208,20 @@ class Trace:
 
 def write(trace: Trace, file: Path) -> None:
     """Write a trace atomically. Raises TraceError."""
-    tables = {"steps": trace.steps, "pushes": trace.pushes, "messages": trace.messages, "clock": trace.clock}
-    tables |= {"rows": trace.rows} if len(trace.rows) else {}
-    described = {name: {"lines": len(lines), "dtype": _described(_DTYPES[name])} for name, lines in tables.items()}
-    text = json.dumps({**trace.header, "tables": described}).encode()
+    tables = {name: getattr(trace, name) for name in DTYPES}
+    tables = {name: lines for name, lines in tables.items() if len(lines) or name in _WRITTEN}
+    described = {name: {"lines": len(lines), "dtype": _described(DTYPES[name])} for name, lines in tables.items()}
+    text = json.dumps({**trace.header, "checksum": "crc32", "tables": described}).encode()
     text += b" " * (-(len(MAGIC) + 8 + len(text)) % _ALIGNMENT)
     unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
     try:
         with unfinished.open("wb") as stream:
-            stream.write(MAGIC + len(text).to_bytes(8, "little") + text)
-            for name, lines in tables.items():
-                stream.write(np.ascontiguousarray(lines, _DTYPES[name]).tobytes())
+            checksum = 0
+            contents = (np.ascontiguousarray(lines, DTYPES[name]).tobytes() for name, lines in tables.items())
+            for data in (MAGIC + len(text).to_bytes(8, "little") + text, *contents):
+                stream.write(data)
+                checksum = zlib.crc32(data, checksum)
+            stream.write(checksum.to_bytes(4, "little"))
             stream.flush()
             os.fsync(stream.fileno())
         unfinished.replace(file)
@@ -187,41 +246,37 @@ def read(file: Path) -> Trace:
         header = json.loads(data[begin : begin + length])
         offset = begin + length
         tables = {}
-        for name, dtype in _DTYPES.items():
-            if name in _OPTIONAL and name not in header["tables"]:
-                tables[name] = np.empty(0, dtype)
+        for name, dtype in DTYPES.items():
+            if name not in _NEEDED and name not in header["tables"]:
                 continue
             described = header["tables"][name]
             if described["dtype"] != _described(dtype):
                 raise ValueError(f"records of another layout in {name!r}")
-            count = int(described["lines"])
+            if (count := int(described["lines"])) < 0:
+                raise ValueError(f"{count} records in {name!r}")
             tables[name] = np.frombuffer(data, dtype, count, offset)
             offset += count * dtype.itemsize
         header.pop("tables")
+        # Of all but the last bytes, also behind the tables that are known: a later fastps may write more.
+        if header.pop("checksum", None) and data[-4:] != zlib.crc32(memoryview(data)[:-4]).to_bytes(4, "little"):
+            raise ValueError("its checksum differs")
+        check_header(header)
         found = Trace(header, **tables)
-        _check_header(found)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        _check_numbers(found)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise TraceError(f"the trace {file} is damaged or from another version of fastps: {error}; record it again") from None
     return found
 
 
-def _check_header(trace: Trace) -> None:
-    """Check what readers rely on: the numbers of workers and shards, and records of these only."""
-    workers, shards = int(trace.header["workers"]), int(trace.header["shards"])
-    if not (1 <= workers <= 1 << 15 and 1 <= shards <= 1 << 15):
-        raise ValueError(f"{workers} workers and {shards} shards")
-    for name in ("sync", "policy", "recorded", "unfinished", "of_worker", "spins"):
-        trace.header[name]
-    float(trace.header["machine"]["cores"])
-    for lines, name, most in (
-        (trace.steps, "worker", workers),
-        (trace.pushes, "worker", workers),
-        (trace.pushes, "shard", shards),
-        (trace.rows, "worker", workers),
-        (trace.rows, "shard", shards),
-    ):
-        if len(lines) and not (int(lines[name].min()) >= 0 and int(lines[name].max()) < most):
-            raise ValueError(f"a record of {name} {int(lines[name].max())} of {most}")
+def _check_numbers(trace: Trace) -> None:
+    """Check that all records are of the job's workers and shards. An event's worker may be none."""
+    for name, dtype in DTYPES.items():
+        lines = getattr(trace, name)
+        for column, most in (("worker", trace.header["workers"]), ("shard", trace.header["shards"])):
+            if not len(lines) or column not in (dtype.names or ()) or (name, column) == ("events", "worker"):
+                continue
+            if not (int(lines[column].min()) >= 0 and int(lines[column].max()) < most):
+                raise ValueError(f"a record of {column} {int(lines[column].max())} of {most}")
 
 
 def _described(dtype: "np.dtype[np.void]") -> list[list[str]]:

@@ -91,7 +91,7 @@ def _number(file: Path, trace: Trace) -> int:
 
 def _check_alike(file: Path, trace: Trace, other_file: Path, other: Trace) -> None:
     """Raise TraceError if two traces are of different jobs."""
-    jobs = [re.sub(r"\.node\d+", "", str(each.header["job"]), count=1) for each in (trace, other)]
+    jobs = [re.sub(r"\.node\d+", "", str(each.header.get("job")), count=1) for each in (trace, other)]
     differs = jobs[0] != jobs[1] or any(trace.header.get(name) != other.header.get(name) for name in _EQUAL)
     if differs:
         raise TraceError(f"expected traces of one job, found {file} of job {jobs[0]} and {other_file} of job {jobs[1]}")

@@ -23,30 +23,15 @@ import numpy as np
 from fastps.job import limits
 from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE, OUTCOME_DROPPED, Arena
 from fastps.system.file_locks import lock
-from fastps.tracing.file import (
-    CLOCK_DTYPE,
-    DROPPED,
-    FOLDED,
-    MESSAGE_DTYPE,
-    PUSH_DTYPE,
-    ROWS_DTYPE,
-    STEP_DTYPE,
-    UNDECIDED,
-    Lines,
-    Trace,
-    TraceError,
-    read,
-    write,
-)
+from fastps.tracing.file import DROPPED, DTYPES, FOLDED, UNDECIDED, Lines, Trace, TraceError, read, write
 
 logger = logging.getLogger("fastps.trace")
 
 AGENT = "agent"  # the name of the files of a node's agent, where those of workers have their ranks
 CHUNK_LINES = 4096  # a chunk of either kind is a whole number of pages
 _SUFFIX = ".parts"
-_CODES = {"<i8": "q", "<i4": "i", "<i2": "h", "|u1": "B"}
-_TABLES = {"steps": STEP_DTYPE, "pushes": PUSH_DTYPE}
-_AGENT_TABLES = {"messages": MESSAGE_DTYPE, "clock": CLOCK_DTYPE}
+_CODES = {"<i8": "q", "<i4": "i", "<u4": "I", "<i2": "h", "<u2": "H", "|u1": "B"}
+FOR_REPLAY = ("events", "inputs", "checksums")
 _CLOCKS = ("process_id", "unix_offset_ns", "unix_offset_end_ns")  # which place the times of other recordings
 _OF_WORKER = ("began_ns", "transfer_ns", "posted", "failure", "load", "loss", *_CLOCKS)
 
@@ -135,8 +120,8 @@ def agent_runs(folder: Path) -> bool:
         os.close(descriptor)
 
 
-def merge_if_over(folder: Path, file: Path, arena: Arena) -> None:
-    """Write the trace if all of the job's writers have finished, or no other one is left to finish.
+def merge_if_over(folder: Path, file: Path, arena: Arena, more: Callable[[], Mapping[str, Any]] = dict) -> None:
+    """Write the trace if all of the job's writers have finished, or no other one is left to finish. `more` is for its header.
 
     If that fails, on a full disk say, the records stay, and a warning names their folder: the job is over.
     """
@@ -146,8 +131,12 @@ def merge_if_over(folder: Path, file: Path, arena: Arena) -> None:
         are_finished = bool(notes) and all(note["finished"] for note in notes)
         return are_finished and (len(notes) == arena.lanes or not others_run) and not agent_runs(folder)
 
+    def complete(found: Trace) -> Trace:
+        settle(arena, found.pushes)
+        return replace(found, header={**found.header, **_counts_of(arena), **more()})
+
     try:
-        merge(folder, file, is_over, lambda: _counts_of(arena), lambda pushes: settle(arena, pushes))
+        merge(folder, file, is_over, complete)
     except (TraceError, OSError) as error:
         logger.warning("%s; its records stay in %s", error, folder)
 
@@ -165,15 +154,21 @@ def _counts_of(arena: Arena) -> dict[str, Any]:
     }
 
 
+def outcome_of(arena: Arena, worker: int, shard: int, position: int) -> tuple[int, int, int, int]:
+    """Return the version, the time, the staleness and the fate of a push, as the combiner wrote them before its commit."""
+    found = arena.push_outcomes(worker, shard, position, position + 1)
+    if not found or found[0] is None:
+        return -1, -1, 0, UNDECIDED
+    kind, version, decided_ns, staleness = found[0]
+    return version, decided_ns, staleness, DROPPED if kind == OUTCOME_DROPPED else FOLDED
+
+
 def settle(arena: Arena, pushes: Lines) -> None:
     """Complete the outcomes of pushes that other workers decided after their own worker's end."""
     for index in (pushes["fate"] == UNDECIDED).nonzero()[0]:
         line = pushes[index]
-        position = int(line["position"])
-        outcomes = arena.push_outcomes(int(line["worker"]), int(line["shard"]), position, position + 1)
-        if outcomes and outcomes[0] is not None:
-            kind, line["version"], line["decided_ns"], line["staleness"] = outcomes[0]
-            line["fate"] = DROPPED if kind == OUTCOME_DROPPED else FOLDED
+        outcome = outcome_of(arena, int(line["worker"]), int(line["shard"]), int(line["position"]))
+        line["version"], line["decided_ns"], line["staleness"], line["fate"] = outcome
 
 
 def load(file: Path) -> Trace:
@@ -204,6 +199,16 @@ class PartTable:
         self._form.pack_into(self._memory, self._used * self._form.size, *record)
         self._used += 1
 
+    def extend(self, records: bytes) -> None:
+        """Write records that are packed already."""
+        size = self._form.size
+        while records:
+            if self._used == CHUNK_LINES or self._memory is None:
+                self._memory = self._grow()
+            part, records = records[: (CHUNK_LINES - self._used) * size], records[(CHUNK_LINES - self._used) * size :]
+            self._memory[self._used * size : self._used * size + len(part)] = part
+            self._used += len(part) // size
+
     def _grow(self) -> mmap.mmap:
         size = CHUNK_LINES * self._form.size
         try:
@@ -225,13 +230,13 @@ class PartTable:
 
 
 class Part:
-    """One worker's part: its steps, its pushes, in a job with tables the rows of its pushes, and a note about itself."""
+    """One worker's part: its steps, its pushes, further tables by name, and a note about itself."""
 
-    def __init__(self, folder: Path, rank: int, note: dict[str, Any], has_tables: bool = False) -> None:
+    def __init__(self, folder: Path, rank: int, note: dict[str, Any], more: Sequence[str] = ()) -> None:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            self.steps, self.pushes = (PartTable(folder / f"{rank}.{name}", dtype) for name, dtype in _TABLES.items())
-            self.rows = PartTable(folder / f"{rank}.rows", ROWS_DTYPE) if has_tables else None
+            self.steps, self.pushes = (PartTable(folder / f"{rank}.{name}", DTYPES[name]) for name in ("steps", "pushes"))
+            self.more = {name: PartTable(folder / f"{rank}.{name}", DTYPES[name]) for name in more}
             self._folder, self._rank, self._note = folder, rank, note
             self._write_note(finished=False)
         except OSError as error:
@@ -246,10 +251,8 @@ class Part:
 
     def close(self) -> None:
         """Close the tables. What they have stays readable as the part of an unfinished worker."""
-        self.steps.close()
-        self.pushes.close()
-        if self.rows is not None:
-            self.rows.close()
+        for table in (self.steps, self.pushes, *self.more.values()):
+            table.close()
 
     def _write_note(self, *, finished: bool) -> None:
         file = self._folder / f"{self._rank}.json"
@@ -267,25 +270,20 @@ def _notes_of(folder: Path) -> list[dict[str, Any]]:
 def merge(
     folder: Path,
     file: Path,
-    when: Callable[[list[dict[str, Any]]], bool] | None = None,
-    more: Callable[[], dict[str, Any]] | None = None,
-    settle: Callable[[Lines], None] | None = None,
+    when: Callable[[list[dict[str, Any]]], bool],
+    complete: Callable[[Trace], Trace] = lambda found: found,
 ) -> bool:
     """Merge the folder's parts into the trace and remove the folder; return False if it is gone or `when` says no.
 
-    `when` decides by the workers' notes; `settle` may complete records of pushes before they are written; the result of `more`
-    goes into the header. Raises TraceError.
+    `when` decides by the workers' notes; `complete` may add what the parts do not have. Raises TraceError.
     """
     with _locked(folder) as there:
         if not there:
             return False
         notes = _notes_of(folder)
-        if when is not None and not when(notes):
+        if not when(notes):
             return False
-        found = _gathered(folder, notes)
-        if settle is not None:
-            settle(found.pushes)
-        write(replace(found, header={**found.header, **(more() if more is not None else {})}), file)
+        write(complete(_gathered(folder, notes)), file)
         for part in folder.iterdir():
             part.unlink()
         folder.rmdir()
@@ -296,13 +294,11 @@ def _gathered(folder: Path, notes: list[dict[str, Any]]) -> Trace:
     """Build a trace of the folder's parts, also of a running or crashed job. Raises TraceError."""
     if not notes:
         raise TraceError(f"expected parts of a trace in {folder}, found none")
-    tables = {}
-    for name, dtype in _TABLES.items():
-        parts = [_complete(folder / f"{note['rank']}.{name}", dtype) for note in notes]
-        tables[name] = np.concatenate(parts) if parts else np.empty(0, dtype)
-    rows = [folder / f"{note['rank']}.rows" for note in notes]
-    if parts := [_complete(file, ROWS_DTYPE) for file in rows if file.exists()]:
-        tables["rows"] = np.concatenate(parts)
+    writers, tables = [*(note["rank"] for note in notes), AGENT], {}
+    for name, dtype in DTYPES.items():
+        files = [folder / f"{writer}.{name}" for writer in writers]
+        if parts := [_complete(file, dtype) for file in files if file.exists()]:
+            tables[name] = np.concatenate(parts)
     header = {
         **notes[0]["job"],  # the same in all workers' notes
         "recorded": [note["rank"] for note in notes],
@@ -312,7 +308,6 @@ def _gathered(folder: Path, notes: list[dict[str, Any]]) -> Trace:
     agent = folder / f"{AGENT}.note"
     if agent.exists():
         header["node"] = json.loads(agent.read_text())
-        tables |= {name: _complete(folder / f"{AGENT}.{name}", dtype) for name, dtype in _AGENT_TABLES.items()}
     return Trace(header, **tables)
 
 

@@ -9,21 +9,21 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from fastps.job.environment import TRACE_VARIABLE
-from fastps.kernels.protocol.worker_lane import WorkerLane
-from fastps.kernels.shm.arena import OUTCOME_DROPPED
-from fastps.membership.job_memory import JobMemory
 from fastps.system.clock import unix_offset_ns
 from fastps.system.machine import machine
-from fastps.tracing.file import DROPPED, FOLDED, UNDECIDED, TraceError
+from fastps.tracing.file import STEP_DTYPE, TraceError
+from fastps.tracing.for_replay import ReplayRecords, Sampled, described, final_checksums
 from fastps.tracing.node_part import node_of
-from fastps.tracing.parts import Part, folder_of, merge_if_over, numbered, of_node
+from fastps.tracing.parts import FOR_REPLAY, Part, folder_of, merge_if_over, numbered, of_node, outcome_of
 from fastps.version import __version__
 
 logger = logging.getLogger("fastps.trace")
@@ -37,12 +37,9 @@ class Spinning(Protocol):
     spins: int
 
 
-class Recorded(Protocol):
+class Recorded(Sampled, Protocol):
     """The part of a worker that a recorder reads."""
 
-    rank: int
-    store: JobMemory
-    lane: WorkerLane
     recorder: "Recorder | None"
     injected_transfer_ns: int
 
@@ -166,41 +163,46 @@ class Recorder:
         self._clock = worker.store.clock
         self._arena = worker.store.arena
         self._part: Part | None = None
+        self._replay: ReplayRecords | None = None
         if self._folder is not None:
-            note = {"job": job_note(worker), "began_ns": self._clock.now_ns(), "process_id": os.getpid()}
+            replay = described(worker)
+            note = {"job": job_note(worker) | {"replay": replay}, "began_ns": self._clock.now_ns(), "process_id": os.getpid()}
             note["unix_offset_ns"] = unix_offset_ns(self._clock)
-            self._part = Part(self._folder, worker.rank, note, has_tables=self._arena.n_tables > 0)
+            more = [*(["rows"] if self._arena.n_tables else []), *(FOR_REPLAY if not replay["against"] else [])]
+            self._part = Part(self._folder, worker.rank, note, more)
+            self._replay = ReplayRecords(worker, self._part) if not replay["against"] else None
         self._ended = False
-        self._open: dict[
-            int, _Step
-        ] = {}  # by step, in order; the push thread reads one while the worker adds and removes others
+        # By step, in order. The push thread reads one while the worker adds and removes others.
+        self._open: dict[int, _Step] = {}
         self._step: _Step | None = None
         self._load: tuple[_Load, _Load] | None = None
         self._arena.record()
         self._begin(self._clock.now_ns())
 
     def _begin(self, now_ns: int) -> None:
-        self._begin_ns, self._begin_cpu_ns, self._begin_queue_ns = (
-            now_ns,
-            self._clock.thread_cpu_ns(),
-            self._clock.thread_queue_ns(),
-        )
+        self._begin_ns = now_ns
+        self._begin_cpu_ns, self._begin_queue_ns = self._clock.thread_cpu_ns(), self._clock.thread_queue_ns()
 
     def computed(
-        self, now_ns: int, position: int, step: int, read_version: int, samples: int, null: bool, rows: Sequence[int] = ()
+        self, now_ns: int, position: int, step: int, read_version: int, samples: int, slot: int, rows: Sequence[int] = ()
     ) -> None:
-        """Record that the worker begins to push a step's gradient. `rows`: those of its tables in each shard, if it has any."""
+        """Record that the worker begins to push a step's gradient, in `slot`, or -1: a step without one.
+
+        `rows`: those of its tables in each shard, if it has any.
+        """
         cpu_ns, queue_ns = self._clock.thread_cpu_ns(), self._clock.thread_queue_ns()
-        entry = self._step = _Step()
+        entry = self._step = _Step(worker=self._worker.rank)
         entry.begin_ns, entry.computed_ns, entry.pushed_ns = self._begin_ns, now_ns, now_ns
         entry.cpu_ns, entry.computed_cpu_ns = cpu_ns - self._begin_cpu_ns, cpu_ns
         entry.queue_ns = queue_ns - self._begin_queue_ns if queue_ns >= 0 else -1
         entry.position, entry.step, entry.read_version = position, step, read_version
-        entry.samples, entry.null, entry.rows = samples, null, rows
+        entry.samples, entry.null, entry.rows = samples, slot < 0, rows
         self._open[step] = entry
         if self._load is None or now_ns - self._load[1].now_ns > _LOAD_EVERY_NS:
             load = _Load(now_ns, self._clock.machine_cpu_ns(), self._clock.process_cpu_ns(), cpu_ns)
             self._load = (self._load[0] if self._load is not None else load, load)
+        if self._replay is not None:
+            self._guarded(partial(self._replay.computed, position, slot))
 
     def posted(self, step: int, now_ns: int, transfer_ns: int) -> None:
         """Record that the step's descriptor is about to be posted, after an injected transfer."""
@@ -241,31 +243,16 @@ class Recorder:
             self._write(self._open.pop(entry.step))
 
     def _write(self, entry: "_Step") -> None:
-        record = (
-            entry.begin_ns,
-            entry.computed_ns,
-            entry.posted_ns,
-            entry.pushed_ns,
-            entry.granted_ns,
-            entry.end_ns,
-            entry.cpu_ns,
-            entry.queue_ns,
-            entry.store_cpu_ns,
-            entry.push_transfer_ns,
-            entry.pull_transfer_ns,
-            entry.read_version,
-            entry.step,
-            entry.samples,
-            self._worker.rank,
-            entry.null,
-            1,
-        )
+        record = _record_of(entry)
         if self.kept is not None:
             self.kept.append(record)
         if self._part is None:
             return
+        self._guarded(partial(self._append, self._part, entry, record))
+
+    def _guarded(self, write: Callable[[], None]) -> None:
         try:
-            self._append(self._part, entry, record)
+            write()
         except TraceError as error:
             self._give_up(error)
 
@@ -273,21 +260,17 @@ class Recorder:
         rank, position = self._worker.rank, entry.position
         part.steps.append(record)
         for shard in range(self._arena.shards):
-            outcomes = self._arena.push_outcomes(rank, shard, position, position + 1)
-            kind, version, decided_ns, staleness = UNDECIDED, -1, -1, 0
-            if outcomes and outcomes[0] is not None:
-                kind, version, decided_ns, staleness = outcomes[0]
-                kind = DROPPED if kind == OUTCOME_DROPPED else FOLDED
-            part.pushes.append((position, entry.step, entry.read_version, version, decided_ns, staleness, rank, shard, kind, 1))
-            if part.rows is not None:
-                part.rows.append((position, entry.rows[shard] if entry.rows else 0, rank, shard, 1))
+            version, decided_ns, staleness, fate = outcome_of(self._arena, rank, shard, position)
+            part.pushes.append((position, entry.step, entry.read_version, version, decided_ns, staleness, rank, shard, fate, 1))
+            if "rows" in part.more:
+                part.more["rows"].append((position, entry.rows[shard] if entry.rows else 0, rank, shard, 1))
 
     def _give_up(self, error: Exception) -> None:
         """End this worker's part, which cannot be written any more."""
         logger.warning("%s; the trace of worker %d ends, and training goes on", error, self._worker.rank)
         assert self._part is not None
         self._part.close()
-        self._part = None
+        self._part = self._replay = None
         if self.kept is None:
             self._ended = True
             self._worker.recorder = None
@@ -302,6 +285,8 @@ class Recorder:
         for entry in self._open.values():
             self._write(entry)
         self._open.clear()
+        if self._replay is not None:
+            self._guarded(self._replay.collect)
         if self._part is not None:
             transfer_ns = self._worker.injected_transfer_ns
             loss = self._worker.lane.loss if math.isfinite(self._worker.lane.loss) else None
@@ -326,7 +311,10 @@ class Recorder:
         """Write the trace, after `finish`, if all workers have finished or no other worker is left to finish."""
         if self._folder is None or self._file is None:
             return
-        merge_if_over(self._folder, self._file, self._arena)
+        merge_if_over(self._folder, self._file, self._arena, self._weights)
+
+    def _weights(self) -> dict[str, list[int]]:
+        return {} if self._replay is None else {"weights": final_checksums(self._worker.store)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,46 +327,36 @@ class _Load:
     thread_ns: int
 
 
+@dataclass(slots=True)
 class _Step:
-    """An unfinished step; the names are those of STEP_DTYPE."""
+    """An unfinished step: the fields of its record, by the names of STEP_DTYPE, and what the records of its pushes need.
 
-    __slots__ = (
-        "begin_ns",
-        "computed_cpu_ns",
-        "computed_ns",
-        "cpu_ns",
-        "end_ns",
-        "granted_ns",
-        "null",
-        "position",
-        "posted_ns",
-        "pull_transfer_ns",
-        "push_transfer_ns",
-        "pushed_ns",
-        "queue_ns",
-        "read_version",
-        "rows",
-        "samples",
-        "step",
-        "store_cpu_ns",
-    )
-    begin_ns: int
-    computed_ns: int
-    computed_cpu_ns: int
-    cpu_ns: int
-    null: bool
-    position: int
-    pushed_ns: int
-    queue_ns: int
-    read_version: int
-    rows: Sequence[int]
-    samples: int
-    step: int
+    Times that an interrupted step has not reached stay 0, which the clock never returns.
+    """
 
-    def __init__(self) -> None:
-        # An interrupted step keeps these: the clock never returns 0.
-        self.posted_ns = self.granted_ns = self.end_ns = 0
-        self.store_cpu_ns = self.push_transfer_ns = self.pull_transfer_ns = 0
+    begin_ns: int = 0
+    computed_ns: int = 0
+    posted_ns: int = 0
+    pushed_ns: int = 0
+    granted_ns: int = 0
+    end_ns: int = 0
+    cpu_ns: int = 0
+    queue_ns: int = 0
+    store_cpu_ns: int = 0
+    push_transfer_ns: int = 0
+    pull_transfer_ns: int = 0
+    read_version: int = 0
+    step: int = 0
+    samples: int = 0
+    worker: int = 0
+    null: bool = False
+    written: int = 1
+    position: int = 0
+    computed_cpu_ns: int = 0
+    rows: Sequence[int] = ()
+
+
+_record_of = attrgetter(*(STEP_DTYPE.names or ()))
 
 
 def job_note(worker: Recorded) -> dict[str, Any]:

@@ -13,10 +13,9 @@ from rich.console import Console
 from fastps.errors import Error
 from fastps.job.metrics import Row, staleness_row, zero_gap_share
 from fastps.job.policy import Policy
-from fastps.processes.failure_report import failure_panel
 from fastps.processes.launcher import NO_OPTIONS, Launcher
 from fastps.processes.options import JobOptions
-from fastps.processes.outcome import Outcome
+from fastps.processes.outcome import Outcome, failure_panel
 from fastps.store.observer import Observer, observe
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.telemetry.tensorboard import TICK_S, written
@@ -54,7 +53,7 @@ def train(
     if job.restarts:
         row["restarts"] = replaced
     if outcome.faults is not None:
-        row["chaos"] = outcome.faults.row()
+        row["chaos"] = outcome.faults
     return row
 
 

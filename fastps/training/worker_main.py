@@ -26,6 +26,7 @@ from fastps.store.worker import Worker
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.torch.optimizer import DistributedOptimizer
 from fastps.training.data import Dataset, open_saved
+from fastps.training.delays import Delays, delay
 from fastps.training.models import accuracy, inputs_of, model_for
 from fastps.training.options import TrainingOptions, extra_wait_ns
 from fastps.training.prefetch import prefetch
@@ -132,8 +133,9 @@ class TrainingRun:
             batches = self._batches(optimizer.worker)
             if options.warm_start and not optimizer.worker.generation:
                 load_weights(self._model, Path(options.warm_start))
-            optimizer.worker.transfer_ms(options.transfer_ms)
-            optimizer.worker.delay_responses(options.pull_delay_share, options.pull_delay_s, options.seed)
+            if options.transfer_ms or options.pull_delay_share:
+                late = options.pull_delay_share, options.pull_delay_s
+                delay(optimizer.worker, Delays(options.transfer_ms, *late, options.seed))
             optimizer.wait_for_start()
             began_ns = self._clock.now_ns()
             self._steps(optimizer, batches, began_ns)

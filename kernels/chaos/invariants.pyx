@@ -235,9 +235,9 @@ cdef class InvariantChecker:
                           index, lane_shard.head, worker.cursor)
             if worker.generation != known.generation[index]:
                 known.generation[index] = worker.generation  # another owner has joined
-                if worker.live and worker.granted - 1 != state_slowest_clock(state):
+                if worker.live and worker.clock != state_slowest_clock(state):
                     self.fail(b"join: worker %ld begins at clock %ld of shard %ld, and is not its slowest", index,
-                              worker.granted - 1, shard)
+                              worker.clock, shard)
                 known.granted[index] = worker.granted
                 known.told_granted[index] = 0
             steps = fps_granted_steps(lane_shard.granted)

@@ -466,7 +466,7 @@ cdef class Workers:
     cdef void _leave(self, int32_t index) noexcept nogil:
         self.checker.promise(index, (<WorkerLane> self._lanes[index]).words.tail, FPS_LEAVE)
         while not (<WorkerLane> self._lanes[index])._post(
-                FPS_LEAVE, (<WorkerLane> self._lanes[index]).steps, 0, (<WorkerLane> self._lanes[index])._newest(),
+                FPS_LEAVE, (<WorkerLane> self._lanes[index]).steps, 0, (<WorkerLane> self._lanes[index])._oldest(),
                 self.machine.clock(index), 1.0, 0.0, 0):
             if self._is_out(index):
                 return

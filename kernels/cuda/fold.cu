@@ -16,6 +16,7 @@
 #define FPS_BLOCKS 3
 #define FPS_KERNEL extern "C" __global__ void __launch_bounds__(256, FPS_BLOCKS)
 #define FPS_UNROLL _Pragma("unroll")
+#define FPS_WIDE(type, place) (*(type *)(place))
 FPS_DEVICE float fps_float_of_half(unsigned short bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -163,7 +164,7 @@ FPS_DEVICE int fps_device_checked(const int rule) {
 /* Load `width` floats from `place`; FPS_DEVICE_WIDTH floats are one vector load. */
 FPS_DEVICE void fps_device_load(float *to, const float *from, fps_device_integer place, const int width) {
     if (width == FPS_DEVICE_WIDTH) {
-        float4 four = *(const float4 *)(from + place);
+        float4 four = FPS_WIDE(const float4, from + place);
         to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
     } else {
         to[0] = from[place];
@@ -174,7 +175,7 @@ FPS_DEVICE void fps_device_store(float *to, fps_device_integer place, const floa
     if (width == FPS_DEVICE_WIDTH) {
         float4 four;
         four.x = from[0], four.y = from[1], four.z = from[2], four.w = from[3];
-        *(float4 *)(to + place) = four;
+        FPS_WIDE(float4, to + place) = four;
     } else {
         to[place] = from[0];
     }
@@ -205,7 +206,7 @@ FPS_DEVICE void fps_device_store_halves(unsigned short *to, fps_device_integer p
         ushort4 four;
         four.x = fps_device_narrowed(from[0], type), four.y = fps_device_narrowed(from[1], type);
         four.z = fps_device_narrowed(from[2], type), four.w = fps_device_narrowed(from[3], type);
-        *(ushort4 *)(to + place) = four;
+        FPS_WIDE(ushort4, to + place) = four;
     } else {
         to[place] = fps_device_narrowed(from[0], type);
     }
@@ -219,7 +220,7 @@ FPS_DEVICE void fps_device_gradient(float *to, const fps_launch_args *args, int 
     if (dtype == FPS_DEVICE_FLOAT32) {
         fps_device_load(to, (const float *)address, place, width);
     } else if (width == FPS_DEVICE_WIDTH) {
-        ushort4 four = *(const ushort4 *)((const unsigned short *)address + place);
+        ushort4 four = FPS_WIDE(const ushort4, (const unsigned short *)address + place);
         to[0] = fps_device_widened(four.x, dtype), to[1] = fps_device_widened(four.y, dtype);
         to[2] = fps_device_widened(four.z, dtype), to[3] = fps_device_widened(four.w, dtype);
     } else {
@@ -376,7 +377,7 @@ FPS_DEVICE void fps_device_check_tile(fps_device_address args_address, fps_devic
     const char *const begin = (const char *)args->gradient + size * tile.first;
     int found = 0, place;
     for (place = (int)threadIdx.x; place < vectors; place += (int)blockDim.x) {
-        const uint4 four = ((const uint4 *)begin)[place];
+        const uint4 four = FPS_WIDE(const uint4, (const uint4 *)begin + place);
         found |= fps_device_has_nonfinite(four.x, dtype) | fps_device_has_nonfinite(four.y, dtype)
                  | fps_device_has_nonfinite(four.z, dtype) | fps_device_has_nonfinite(four.w, dtype);
     }

@@ -30,7 +30,9 @@ cdef extern from "cuda/fold.cu" nogil:
     ctypedef struct fps_check_args:
         pass
     ctypedef void (*fps_kernel)(unsigned long long args, unsigned long long tiles)
-    void fps_launch_on_host(fps_kernel kernel, int blocks, int threads, unsigned long long args, unsigned long long tiles)
+    unsigned long long fps_launch_on_host(
+        fps_kernel kernel, int blocks, int threads, unsigned long long args, unsigned long long tiles
+    )
 
 FLOAT32 = FPS_DEVICE_FLOAT32
 FLOAT16 = FPS_DEVICE_FLOAT16
@@ -58,21 +60,31 @@ cdef extern from *:
     fps_kernel fps_check_bfloat16
 
 
+cdef _run(fps_kernel kernel, int blocks, int threads, unsigned long long args, unsigned long long tiles):
+    """Launch, and raise ValueError if a vector was loaded or stored where a GPU would not."""
+    cdef unsigned long long misaligned
+    with nogil:
+        misaligned = fps_launch_on_host(kernel, blocks, threads, args, tiles)
+    if misaligned:
+        raise ValueError(
+            f"expected vectors on multiples of their size, as a GPU demands (error 716), found one at {misaligned:#x}"
+        )
+
+
 def launch(int rule, int dtype, unsigned long long args, unsigned long long tiles, int blocks, int threads=256):
     """Run the kernel of a rule and a gradient's dtype with the arguments and tiles at these addresses. Releases the GIL.
 
-    The addresses are read and written unchecked, as on a GPU. Raises ValueError for an unknown kernel.
+    The addresses are read and written unchecked, as on a GPU. Raises ValueError for an unknown kernel, and for a vector that is
+    not aligned to its size.
     """
     if not (0 <= rule < FPS_RULE_NUMBERS and 0 <= dtype < 3) or fps_kernels[rule][dtype] == NULL:
         raise ValueError(f"expected a number of a rule of the fold and a dtype of 0 to 2, found {rule} and {dtype}")
-    with nogil:
-        fps_launch_on_host(fps_kernels[rule][dtype], blocks, threads, args, tiles)
+    _run(fps_kernels[rule][dtype], blocks, threads, args, tiles)
 
 
 def launch_check(int dtype, unsigned long long args, unsigned long long tiles, int blocks, int threads=256):
-    """Run the check of a slot's gradients of a dtype, as `launch`. Raises ValueError for an unknown dtype."""
+    """Run the check of a slot's gradients of a dtype, as `launch`. Raises ValueError as `launch`."""
     cdef fps_kernel[3] kernels = [fps_check_float32, fps_check_float16, fps_check_bfloat16]
     if not 0 <= dtype < 3:
         raise ValueError(f"expected a dtype of 0 to 2, found {dtype}")
-    with nogil:
-        fps_launch_on_host(kernels[dtype], blocks, threads, args, tiles)
+    _run(kernels[dtype], blocks, threads, args, tiles)

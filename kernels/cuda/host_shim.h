@@ -1,10 +1,13 @@
 /* A shim that compiles the CUDA kernels for the host: the keywords and types they use, and a launch that is two loops.
+ * A GPU loads and stores a vector only at a multiple of the vector's size (else error 716), so a launch names the first address
+ * that is none.
  *
  * Threads run one after the other. That is equivalent only because no kernel has a barrier, shared memory or an atomic. */
 #ifndef FPS_HOST_SHIM_H
 #define FPS_HOST_SHIM_H
 
 #include <math.h>
+#include <stdint.h>
 #include <string.h>
 
 #define FPS_DEVICE static inline __attribute__((always_inline))
@@ -25,6 +28,13 @@ typedef struct {
 } fps_dimensions;
 
 static __thread fps_dimensions threadIdx, blockIdx, blockDim;
+static __thread unsigned long long fps_misaligned; /* the first address of a vector that is no multiple of its size; 0: none */
+
+#define FPS_WIDE(type, place) (*(type *)fps_checked_vector(place, sizeof(type)))
+FPS_DEVICE void *fps_checked_vector(const void *place, unsigned long long size) {
+    if ((uintptr_t)place % size && !fps_misaligned) fps_misaligned = (uintptr_t)place;
+    return (void *)place;
+}
 
 FPS_DEVICE float fps_float_of_bits(unsigned int bits) {
     float value;
@@ -48,10 +58,11 @@ FPS_DEVICE float fps_float_of_half(unsigned short bits) {
 
 typedef void (*fps_kernel)(unsigned long long, unsigned long long);
 
-/* Run every thread of every block, in order. */
-static void fps_launch_on_host(fps_kernel kernel, int blocks, int threads, unsigned long long args,
-                               unsigned long long tiles) {
+/* Run every thread of every block, in order. Returns the first misaligned address, or 0. */
+static unsigned long long fps_launch_on_host(fps_kernel kernel, int blocks, int threads, unsigned long long args,
+                                             unsigned long long tiles) {
     int block, thread;
+    fps_misaligned = 0;
     blockDim.x = (unsigned int)threads;
     for (block = 0; block < blocks; block++)
         for (thread = 0; thread < threads; thread++) {
@@ -59,6 +70,7 @@ static void fps_launch_on_host(fps_kernel kernel, int blocks, int threads, unsig
             threadIdx.x = (unsigned int)thread;
             kernel(args, tiles);
         }
+    return fps_misaligned;
 }
 
 #endif

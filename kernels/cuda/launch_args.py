@@ -94,7 +94,7 @@ for _found, _expected in (
 
 @dataclass(frozen=True)
 class DevicePush:
-    """One push: the address of its gradient on the device; the other fields as in the reference's Push."""
+    """One push: the address of its gradient on the device; the other fields as in the reference's Push. Raises as Buffers."""
 
     gradient: int
     hypers: Hypers
@@ -102,12 +102,16 @@ class DevicePush:
     scale: float = 1.0
     rate_scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        _check_aligned("a gradient", self.gradient)
+
 
 @dataclass(frozen=True)
 class Buffers:
     """Addresses on the device of weights and state, to read and to write; planes are `stride` floats apart.
 
-    `halves_out` gets the new weights once more, in the shape's half precision; 0: they are not wanted.
+    `halves_out` gets the new weights once more, in the shape's half precision; 0: they are not wanted. Raises ValueError if a
+    vector of 16 bytes would not lie on a multiple of its size.
     """
 
     weights_in: int
@@ -116,6 +120,17 @@ class Buffers:
     state_out: int
     stride: int
     halves_out: int = 0
+
+    def __post_init__(self) -> None:
+        if self.stride % _ALIGNMENT:
+            raise ValueError(f"expected planes of state a multiple of {_ALIGNMENT} floats apart, found {self.stride} floats")
+        for name in ("weights_in", "weights_out", "state_in", "state_out", "halves_out"):
+            _check_aligned(name, getattr(self, name))
+
+
+def _check_aligned(name: str, address: int) -> None:
+    if address % _ALIGNMENT:
+        raise ValueError(f"expected {name} on a multiple of {_ALIGNMENT} bytes, found {address:#x}")
 
 
 @dataclass(frozen=True)
@@ -285,6 +300,12 @@ def accessed(args: int, dtype: str) -> tuple[list[Span], list[Span]]:
     if head["halves_out"]:
         writes.append((int(head["halves_out"]), 2 * floats))
     return [span for span in reads if span[1]], [span for span in writes if span[1]]
+
+
+def size_of(args: int) -> int:
+    """The bytes of launch arguments at an address that this process can read: the gradients' addresses are the last table."""
+    head = np.frombuffer((ctypes.c_uint8 * _ARGS.itemsize).from_address(args), _ARGS, 1)[0]
+    return int(head["gradients"]) + 8 * int(head["pushes"])
 
 
 def write_check_args(room: Bytes, gradient: int, nonfinite: int, stamp: int) -> None:

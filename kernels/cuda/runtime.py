@@ -7,11 +7,12 @@ the caller.
 import ctypes
 import ctypes.util
 import functools
+import hashlib
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from fastps.kernels.update.fold import RULE_USER
 SOURCE = Path(__file__).with_name("fold.cu")
 # No contraction: only the source's own fused multiply-adds are fused, so the bits are the CPU's.
 OPTIONS = ("--std=c++17", "--fmad=false")
+Compiler = Callable[[str, str], bytes]
+"""Makes machine code of an architecture's name and a source."""
+_ALL_FOLDS = "FPS_UPDATE_RULES(FPS_FOLD_KERNELS)\n"
 ADVICE = (
     "pip install '.[cuda12]' or '.[cuda13]' in the folder of fastps' source, whichever CUDA the driver supports"
     " (nvidia-smi shows it)"
@@ -50,16 +54,19 @@ def users_kernel_names() -> list[str]:
     return [*(f"fps_fold_users_{dtype}" for dtype in DTYPES), *(f"fps_check_{dtype}" for dtype in DTYPES)]
 
 
-def source(users: str = "") -> str:
+def source(users: str = "", folds: str | None = None) -> str:
     """Return the source of all kernels, with the rules' table and bodies in the places of their includes: NVRTC has no headers.
 
-    `users`: the text of a user's rule; the module then has its kernels alone.
+    `users`: the text of a user's rule; the module then has its kernels alone. `folds`: what stands in the place of the folds of
+    fastps' rules.
 
     >>> '#include "update' in source(), "FPS_RULE_BODY(adam)" in source()
     (False, True)
     """
     folder = SOURCE.parents[1]
     text = SOURCE.read_text().replace('#include "cuda/users_rule.h"\n', users)
+    if folds is not None:
+        text = text.replace(_ALL_FOLDS, folds + "\n")
     return re.sub(r'^#include "(update/.+)"$', lambda found: (folder / found[1]).read_text(), text, flags=re.M)
 
 
@@ -83,62 +90,83 @@ def load_cupy() -> Any:
 
 
 @functools.cache
-def fold_kernel(device: int, rule: int, dtype: str, users: str = "") -> Any:
+def fold_kernel(device: int, rule: int, dtype: str, users: str = "", compiled: Compiler | None = None) -> Any:
     """Return a function (stream, args, tiles, blocks) that launches the kernel. Raises CudaUnavailableError, ValueError.
 
-    `args` and `tiles` are addresses on the device; the stream is CuPy's. The first call for a device compiles. `users`: the
-    text of a user's rule, for RULE_USER.
+    `args` and `tiles` are addresses on the device, and the stream is CUDA's. The first call for a device compiles this kernel
+    alone. `users`: the text of a user's rule, for RULE_USER. `compiled`: what to compile with, by default `compile_with_nvrtc`.
     """
     if rule == RULE_USER and users and dtype in DTYPES:
-        return _starter(_module(device, users).get_function(f"fps_fold_users_{dtype}"))
+        return _starter(_module(device, source(users), compiled).get_function(f"fps_fold_users_{dtype}"))
     if rule not in RULE_NAMES or dtype not in DTYPES:
         raise ValueError(
             f"expected a rule of {sorted(RULE_NAMES)} and a dtype of {', '.join(DTYPES)}, found {rule} and {dtype}"
         )
-    return _starter(_module(device).get_function(f"fps_fold_{RULE_NAMES[rule]}_{dtype}"))
+    name = f"{RULE_NAMES[rule]}_{dtype}"
+    text = source(folds=f"FPS_FOLD_KERNEL({name}, {rule}, {DTYPES[dtype]})")
+    return _starter(_module(device, text, compiled).get_function(f"fps_fold_{name}"))
 
 
 @functools.cache
-def check_kernel(device: int, dtype: str) -> Any:
+def check_kernel(device: int, dtype: str, compiled: Compiler | None = None) -> Any:
     """Return a function (stream, args, tiles, blocks) that launches the check of a slot. Raises as `fold_kernel`."""
     if dtype not in DTYPES:
         raise ValueError(f"expected a dtype of {', '.join(DTYPES)}, found {dtype}")
-    return _starter(_module(device).get_function(f"fps_check_{dtype}"))
+    return _starter(_module(device, source(folds=""), compiled).get_function(f"fps_check_{dtype}"))
 
 
 def _starter(kernel: Any) -> Any:
-    def start(stream: Any, args: int, tiles: int, blocks: int) -> None:
+    def start(stream: int, args: int, tiles: int, blocks: int) -> None:
         # Both parameters are 64-bit integers, which the kernel casts to pointers.
-        with stream:
-            kernel((blocks,), (THREADS,), (np.uint64(args), np.uint64(tiles)))
+        kernel((blocks,), (THREADS,), (np.uint64(args), np.uint64(tiles)), 0, _Stream(stream))
 
     return start
 
 
+class _Stream(NamedTuple):
+    """A stream as CuPy's functions take one (_get_stream in cupy/cuda/function.pyx)."""
+
+    ptr: int
+
+
 @functools.cache
-def _module(device: int, users: str = "") -> Any:
+def _module(device: int, text: str, compiled: Compiler | None) -> Any:
+    """The loaded machine code of a source. CuPy does not compile it: it would add -ftz=true, and denormals would be zero."""
     cupy = load_cupy()
     with cupy.cuda.Device(device):
-        return cupy.RawModule(code=source(users), options=OPTIONS, backend="nvrtc")
+        module = cupy.cuda.function.Module()
+        module.load((compiled or compile_with_nvrtc)(f"sm_{cupy.cuda.Device(device).compute_capability}", text))
+    return module
 
 
 # -- NVRTC without a GPU -----------------------------------------------------------------------------------------------------
 
 
-def compile_with_nvrtc(architecture: str) -> bytes:
-    """Compile all kernels for an architecture such as "sm_90", without a GPU, and return the machine code.
+def key_of(architecture: str, text: str) -> str:
+    """A name for the machine code of a source: by its text, the options, the architecture, and the version of NVRTC."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _ask(_load_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    named = f"{architecture} {major.value}.{minor.value} {OPTIONS} {text}"
+    return f"{architecture}-{hashlib.sha256(named.encode()).hexdigest()[:32]}"
 
-    Raises CudaUnavailableError if NVRTC is not installed, and RuntimeError with its log if it rejects the source.
+
+def compile_with_nvrtc(architecture: str, text: str | None = None) -> bytes:
+    """Compile all kernels without a GPU, and return the machine code for "sm_90", say, or PTX for "compute_90".
+
+    `text`: another source. Raises CudaUnavailableError if NVRTC is not installed, and RuntimeError with its log if it rejects
+    the source.
     """
     nvrtc = _load_nvrtc()
     program = ctypes.c_void_p()
-    _ask(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"fold.cu", 0, None, None))
+    _ask(nvrtc.nvrtcCreateProgram(ctypes.byref(program), (text or source()).encode(), b"fold.cu", 0, None, None))
     try:
         options = [f"--gpu-architecture={architecture}".encode(), *(option.encode() for option in OPTIONS)]
         refused = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
         if refused:
             log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
             raise RuntimeError(f"NVRTC refused fold.cu: {log!r}")
+        if architecture.startswith("compute_"):
+            return _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
         return _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
@@ -170,10 +198,10 @@ def _load_nvrtc() -> Any:
 
 
 def _nvrtc_names() -> Iterator[str]:
-    """Yield possible names of the library: on the loader's path, and in the folders of NVIDIA's Python packages."""
-    found = ctypes.util.find_library("nvrtc")
-    if found:
-        yield found
+    """Yield possible names of the library: in NVIDIA's Python packages, as torch's own, then on the loader's path."""
     package = importlib.util.find_spec("nvidia")
     for folder in package.submodule_search_locations if package and package.submodule_search_locations else ():
         yield from (str(path) for path in sorted(Path(folder).glob("*/lib/libnvrtc.so.*")))
+    found = ctypes.util.find_library("nvrtc")
+    if found:
+        yield found

@@ -4,6 +4,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.commit cimport Commit
+from fastps.kernels.protocol.event_log cimport EventLog
 from fastps.kernels.protocol.lane_reads cimport LaneReads
 from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.row_fold cimport RowFold
@@ -11,6 +12,12 @@ from fastps.kernels.protocol.shared_fold cimport SharedFold
 from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_descriptor, fps_shard_header
+
+# An event of virtual time: a lane's next descriptor, or of lane -1 the timer that is due.
+cdef struct played_t:
+    int64_t lane
+    int64_t at_ns
+
 
 cdef class Combiner:
     cdef Arena arena
@@ -26,9 +33,13 @@ cdef class Combiner:
     cdef Commit commit
     cdef bint hands_over        # a server or the shard's own device folds, not this lane: it releases without draining
     cdef int awaiting           # what is waited for while COMBINE_AWAITING
+    cdef EventLog log
+    cdef const played_t *played  # in virtual time: the commit's events
+    cdef int64_t n_played        # so many are left; _LIVE: the events are those of the shard
 
     cdef int try_combine(self, int64_t now_ns) noexcept nogil
     cdef bint take(self, uint64_t flags=*) noexcept nogil
+    cdef int play(self, const played_t *events, int64_t count) noexcept nogil
     cdef int _end_late(self) noexcept nogil
     cdef int resume(self, int64_t now_ns) noexcept nogil
     cdef bint is_idle(self) noexcept nogil
@@ -51,5 +62,9 @@ cdef class Combiner:
     cdef int _bad_push(self) noexcept nogil
     cdef int _commit_once(self) noexcept nogil
     cdef int _next_event(self, scheduler_t *state) noexcept nogil
+    cdef int _logged(self, int outcome) noexcept nogil
+    cdef int _fire(self, scheduler_t *state) noexcept nogil
+    cdef int _change(self, scheduler_t *state) noexcept nogil
+    cdef int _next_played(self, scheduler_t *state) noexcept nogil
     cdef int _take(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil
     cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil

@@ -31,6 +31,7 @@ from fastps.kernels.protocol.commit cimport (
     COMBINE_FENCED,
     Commit,
 )
+from fastps.kernels.protocol.event_log cimport EVENT_CHANGE, EVENT_TIMER, EventLog
 from fastps.kernels.protocol.lane_reads cimport NOTHING, LaneReads
 from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.ring cimport lane_descriptor
@@ -59,6 +60,7 @@ from fastps.kernels.scheduling.state cimport (
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
     FPS_BY_HAND,
+    FPS_DAMAGED_RING,
     FPS_LANE_DEAD,
     FPS_LANE_LIVE,
     FPS_LEFT,
@@ -66,6 +68,7 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_MAX_BATCH,
     FPS_PENDING,
     FPS_PUSH,
+    fps_commit_version,
     fps_descriptor,
     fps_help_of,
     fps_lane,
@@ -86,6 +89,7 @@ cdef enum:
     _FOLD = 1         # helpers of its own fold
     _BROKEN_FOLD = 2  # helpers of the fold whose combiner died
     _RUN = 200       # no outcome yet
+    _LIVE = -1  # of n_played
 
 
 cdef class Combiner:
@@ -95,6 +99,7 @@ cdef class Combiner:
         self.arena = arena
         self.lane = lane
         self.shard = shard
+        self.n_played = _LIVE
         self.lock = LockWord(arena, lane, shard)
         self.shard_header = arena.shard_header(shard)
         self.lanes = LaneReads(arena, shard)
@@ -102,6 +107,7 @@ cdef class Combiner:
         self.rows = RowFold(arena, shard, self.fold.item)
         self.batch = Batch(arena, shard, self.lock, self.fold, self.rows)
         self.commit = Commit(arena, shard, self.lock, self.fold, self.rows, self.batch)
+        self.log = EventLog(shard)
 
     # -- taking and letting go ---------------------------------------------------------------------
 
@@ -124,7 +130,7 @@ cdef class Combiner:
         self.now_ns = now_ns
         self.awaiting = _NOBODY
         if awaited == _FOLD:
-            return self.run(self.commit.finish())
+            return self.run(self._logged(self.commit.finish()))
         self.commit.repair()
         return self.run()
 
@@ -138,6 +144,22 @@ cdef class Combiner:
             self.commit.repair()
             return self.lock.clear(FPS_LEFT)
         return True
+
+    cdef int play(self, const played_t *events, int64_t count) noexcept nogil:
+        """Make one commit of these events at virtual times: of lanes' next descriptors, as if posted then, and of due timers.
+
+        What else is posted stays. Returns COMBINE_DONE or COMBINE_BUSY, or a negative outcome.
+        """
+        cdef int outcome
+        if not self.take():
+            return COMBINE_BUSY
+        self.played, self.n_played = events, count
+        outcome = self._commit_once()
+        self.n_played = _LIVE
+        if not self.lock.release() and not self.lock.let_go(0):
+            return COMBINE_FENCED
+        self.commit.wake()
+        return COMBINE_DONE if outcome == COMBINE_BUSY else outcome
 
     cdef int _end_late(self) noexcept nogil:
         """What follows where another lane has taken this one's lock: this lane tries it again, as any other does.
@@ -286,6 +308,7 @@ cdef class Combiner:
             return COMBINE_FENCED if self.commit.is_late() else COMBINE_BAD_STATE
         self.lanes.read()
         self.batch.begin()
+        self.log.begin(state.sequence)
         while self.batch.n_pushes < FPS_MAX_BATCH:
             action = self._next_event(state)
             if action < 0:
@@ -306,14 +329,22 @@ cdef class Combiner:
             return COMBINE_DONE
         if scheduler_close(state) == ACTION_FOLD_ALL and not self.batch.gather(state):
             return self._bad_push()
-        action = self.commit.fold_and_flip(state)
+        action = self._logged(self.commit.fold_and_flip(state))
         return COMBINE_BUSY if action == COMBINE_DONE else action
+
+    cdef inline int _logged(self, int outcome) noexcept nogil:
+        """The outcome of a commit, whose events are logged if it is published."""
+        if outcome == COMBINE_DONE and self.log.is_on:
+            self.log.publish(fps_commit_version(fps_commit_load(&self.shard_header.commit)))
+        return outcome
 
     cdef int _bad_push(self) noexcept nogil:
         return self.lanes.bad(self.batch.bad_lane, self.batch.bad_what, self.batch.bad_value)
 
     cdef int _next_event(self, scheduler_t *state) noexcept nogil:
         """Give the scheduler its earliest event. Returns its action, NOTHING or a negative outcome."""
+        if self.n_played != _LIVE:
+            return self._next_played(state)
         cdef uint32_t lane = 0
         cdef fps_descriptor *earliest
         cdef fps_descriptor posted
@@ -321,14 +352,48 @@ cdef class Combiner:
         while True:
             earliest = self.lanes.earliest(state, &lane)
             if due_ns != NEVER_NS and due_ns <= (self.now_ns if earliest == NULL else earliest.post_ns):
-                return scheduler_fire(state)
+                return self._fire(state)
             if earliest == NULL:
-                return self.lanes.next_change(state, self.now_ns)
+                return self._change(state)
             posted = earliest[0]  # a copy: a word that is damaged after it was checked must not be followed
             if self.lanes.check(state, lane, &posted) == COMBINE_DONE:
                 return self._take(state, lane, &posted)
             if not self.lanes.close(state, lane):
                 return COMBINE_BAD_DESCRIPTOR
+
+    cdef int _fire(self, scheduler_t *state) noexcept nogil:
+        cdef int action = scheduler_fire(state)
+        self.log.add(EVENT_TIMER, -1, -1, state.now_ns)
+        return action
+
+    cdef int _change(self, scheduler_t *state) noexcept nogil:
+        """Give the scheduler the next worker that died, was expelled or joins. Returns as `_next_event`."""
+        cdef int action = self.lanes.next_change(state, self.now_ns)
+        if action >= 0 and action != NOTHING:
+            self.log.add(EVENT_CHANGE, -1, -1, state.now_ns)
+        return action
+
+    cdef int _next_played(self, scheduler_t *state) noexcept nogil:
+        """Give the scheduler the next event of `play`. Returns as `_next_event`."""
+        cdef played_t event
+        cdef uint64_t position
+        cdef int64_t due_ns = scheduler_due(state)
+        cdef fps_descriptor posted
+        if self.n_played == 0:
+            return NOTHING
+        event = self.played[0]
+        self.played += 1
+        self.n_played -= 1
+        if event.lane < 0:
+            return self._fire(state) if due_ns != NEVER_NS and due_ns <= event.at_ns else NOTHING
+        position = state_workers(state)[event.lane].consumed
+        if position >= self.lanes.tails[event.lane]:
+            return self.lanes.bad(event.lane, FPS_DAMAGED_RING, self.lanes.tails[event.lane])
+        posted = lane_descriptor(self.arena.lane(event.lane), self.arena.header.ring_size, position)[0]
+        posted.post_ns = event.at_ns
+        if self.lanes.check(state, event.lane, &posted) != COMBINE_DONE:
+            return COMBINE_BAD_DESCRIPTOR
+        return self._take(state, event.lane, &posted)
 
     cdef int _take(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil:
         """Give the scheduler what a descriptor says. Returns as `_next_event`."""
@@ -338,11 +403,13 @@ cdef class Combiner:
         state_mark_dirty(state, lane)
         if descriptor.kind == FPS_LEAVE:
             action = scheduler_leave(state, lane, descriptor.post_ns)
+            self.log.add(descriptor.kind, lane, worker.consumed - 1, state.now_ns)
             worker.said_leave = 1
             if worker.cursor + 1 == worker.consumed:
                 worker.cursor = worker.consumed  # nothing of this worker is kept for a fold
             return action
         action = self._receive(state, lane, descriptor)
+        self.log.add(descriptor.kind, lane, worker.consumed - 1, state.now_ns)
         if action == ACTION_FOLD:
             if not self.batch.take_single(state, lane, worker.consumed - 1, state.version - 1):
                 return self._bad_push()

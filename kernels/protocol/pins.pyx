@@ -3,7 +3,7 @@
 A pull copies nothing.
 """
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport UINT64_MAX, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.base.atomics cimport fps_commit_load, fps_pin_exchange
 from fastps.kernels.base.failpoints cimport FPS_MUTANT_FORGET_RECHECK, fps_mutant
@@ -66,8 +66,16 @@ cdef class Reader:
     cdef uint64_t _pull(self, uint32_t shard) noexcept nogil:
         cdef const uint64_t *published = &self.arena.shard_header(shard).commit
         cdef uint64_t commit = pin_published(published, &self.arena.lane_shard(self.index, shard).pin)
-        self.versions[shard] = fps_commit_version(commit)
+        self._reads(shard, fps_commit_version(commit))
         return commit
+
+    cdef void _reads(self, uint32_t shard, uint64_t version) noexcept nogil:
+        """This step reads the shard's version."""
+        self.versions[shard] = version
+        if self.has_pushed:
+            self.has_pushed = False
+            self.fresh = 0
+        self.fresh |= <uint64_t> 1 << shard
 
     def prefetch(self, uint32_t shard=0):
         """Pin a shard's published weights as the next ones; returns (buffer, version), the buffer as `pull` does.
@@ -98,7 +106,7 @@ cdef class Reader:
 
     cdef void _take(self, uint32_t shard, uint64_t buffer, uint64_t version) noexcept nogil:
         fps_pin_exchange(&self.arena.lane_shard(self.index, shard).pin, buffer + 1)
-        self.versions[shard] = version
+        self._reads(shard, version)
 
     def shard_version(self, uint32_t shard):
         """The version of a shard's last pull."""
@@ -107,15 +115,23 @@ cdef class Reader:
 
     @property
     def version(self):
-        """The newest version among the shards' last pulls: the timestamp of the next push."""
-        return self._newest()
-
-    cdef uint64_t _newest(self) noexcept nogil:
+        """The newest version among the shards' last pulls."""
         cdef uint64_t newest = 0
         cdef uint32_t shard
         for shard in range(self.n_shards):
             newest = max(newest, self.versions[shard])
         return newest
+
+    cdef uint64_t _oldest(self) noexcept nogil:
+        """The oldest version among the shards that were pulled for this step: the timestamp of its push."""
+        cdef uint64_t oldest = UINT64_MAX
+        cdef uint32_t shard
+        if self.n_shards == 1:
+            return self.versions[0]
+        for shard in range(self.n_shards):
+            if (self.fresh >> shard) & 1:
+                oldest = min(oldest, self.versions[shard])
+        return oldest
 
     def unpin(self):
         """End the reads of all pulled and fetched buffers."""

@@ -2,9 +2,10 @@
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport fps_help_end, fps_help_load, fps_lock_load, fps_state_acquire
-from fastps.kernels.protocol.combiner cimport Combiner
+from fastps.kernels.protocol.combiner cimport Combiner, played_t
 from fastps.kernels.protocol.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_BUSY, COMBINE_DONE, COMBINE_FENCED, Commit
 from fastps.kernels.protocol.pins cimport Reader
 from fastps.kernels.protocol.shared_fold cimport SharedFold
@@ -64,6 +65,46 @@ cdef class ShardLocks(Reader):
             self.bad_lane = (<Combiner> self._combiners[shard]).lanes.bad_lane
             self.damage = (<Combiner> self._combiners[shard]).lanes.damage
         return outcome
+
+    def play(self, uint32_t shard, list events not None):
+        """Make one commit of a shard: of each (lane, virtual time) the lane's next descriptor, or of lane -1 the due timer.
+
+        What else is posted stays, so the driver of a simulated or replayed job decides each order. Returns as `try_combine`.
+        Raises IndexError.
+        """
+        cdef int64_t index, count = len(events)
+        cdef played_t *played
+        cdef int outcome
+        self._check_shard(shard)
+        for lane, _ in events:
+            if lane != -1:
+                self.arena._check_lane(lane)
+        played = <played_t *> calloc(count + 1, sizeof(played_t))
+        if played == NULL:
+            raise MemoryError()
+        try:
+            for index in range(count):
+                played[index].lane, played[index].at_ns = events[index]
+            with nogil:
+                outcome = self._noted(shard, (<Combiner> self._combiners[shard]).play(played, count))
+        finally:
+            free(played)
+        return outcome
+
+    def log_events(self):
+        """Log from now on what this lane gives the schedulers: for a recorded job."""
+        cdef Combiner combiner
+        for combiner in self.combiners:
+            combiner.log.is_on = True
+
+    def take_events(self):
+        """Take what was logged and is published, as the bytes of records of EVENT_DTYPE, shard by shard."""
+        cdef Combiner combiner
+        found = b""
+        for combiner in self.combiners:
+            if combiner.log.published:
+                found += combiner.log.take()
+        return found
 
     def owner(self, uint32_t shard=0):
         """The lane that holds a shard's lock, or -1."""

@@ -66,4 +66,4 @@ cdef class Wait:
     cdef bint _is_reached(self, int64_t now_ns) noexcept nogil
     cdef int _combine(self, int64_t now_ns) noexcept nogil
     cdef int _choose_rest(self, int64_t now_ns) noexcept nogil
-    cdef void _rest(self) noexcept nogil
+    cdef bint _rest(self) noexcept nogil

@@ -53,6 +53,21 @@ cdef class Wait:
         """Wait until `granted` steps are granted by so many shards (0: by all), and `done` descriptors are done with."""
         self._begin_step(granted, done, shards, now_ns)
 
+    def take_step(self, int64_t granted, uint64_t done, int64_t now_ns, uint32_t shards=0):
+        """Begin the wait of `begin_step` with its first rest, unless something else is due. Returns whether it is over.
+
+        Most waits are. If this one is not, the driver goes on with `want`. Releases the GIL.
+        """
+        cdef bint is_over
+        with nogil:
+            self._begin_step(granted, done, shards, now_ns)
+            is_over = self._is_reached(now_ns)
+            if not is_over and now_ns - self.checked_ns < SLICE_NS and not self.lane._is_expelled():
+                self.combines = True
+                self._choose_rest(now_ns)
+                is_over = self._rest()
+        return is_over
+
     cdef void _begin_step(self, int64_t granted, uint64_t done, uint32_t shards, int64_t now_ns) noexcept nogil:
         self._begin(GOAL_STEP, now_ns, SLICE_NS)
         self.granted, self.done = granted, done
@@ -144,12 +159,10 @@ cdef class Wait:
                 self.seen = fps_event_load(&self.lane.words.event)
         self.is_told = self.must_combine = self.combines = False
         self.held = self.outcome == COMBINE_AWAITING
-        if self.outcome == COMBINE_BAD_DESCRIPTOR:
-            self.combines = True
-            return WANT_EXPEL
-        if self.outcome == LANE_UNSERVED:
-            self.combines = True
-            return WANT_TAKE_OVER
+        # What was posted before is not decided yet: no wait is over before the lane has combined again.
+        self.must_combine = self.outcome in (COMBINE_BAD_DESCRIPTOR, LANE_UNSERVED)
+        if self.must_combine:
+            return WANT_EXPEL if self.outcome == COMBINE_BAD_DESCRIPTOR else WANT_TAKE_OVER
         if self.outcome in (COMBINE_DONE, COMBINE_BUSY, COMBINE_AWAITING):
             return WANT_NOTHING
         return WANT_EXPELLED if self.outcome == PUSH_EXPELLED else WANT_FAILURE
@@ -178,7 +191,8 @@ cdef class Wait:
         with nogil:
             self._rest()
 
-    cdef void _rest(self) noexcept nogil:
+    cdef bint _rest(self) noexcept nogil:
+        """Returns whether steps were waited for and are granted."""
         if self.held:
             if self.is_awake:
                 fps_yield()
@@ -190,6 +204,7 @@ cdef class Wait:
             else:
                 self.lane._poll_awake(self.seen, POLLS_AWAKE)
         elif self.is_awake:
-            self.lane._wait_awake(self.granted, self.done, POLLS_AWAKE, self.shards)
+            return self.lane._wait_awake(self.granted, self.done, POLLS_AWAKE, self.shards)
         else:
-            self.lane._wait(self.granted, self.done, self.spins, self.slice_ns, self.shards)
+            return self.lane._wait(self.granted, self.done, self.spins, self.slice_ns, self.shards)
+        return False

@@ -73,14 +73,14 @@ cdef class WorkerLane(Lane):
             return PUSH_EARLY
         if not null:
             self._set_versions(self.slot)
-        if not self._post(kind, self.steps, self.slot, self._newest(), now_ns, scale, self.loss, samples):
+        if not self._post(kind, self.steps, self.slot, self._oldest(), now_ns, scale, self.loss, samples):
             return PUSH_EXPELLED if self._is_expelled() else PUSH_FULL
         self._count_push(now_ns, samples, null)
         return self._try_combine(now_ns)
 
     def begin_push(self, int64_t now_ns, uint32_t samples, bint null):
         """Do all of `push` but to post and to combine. Returns (step, slot, version read) for the caller's `post`."""
-        begun = self.steps, self.slot, self._newest()
+        begun = self.steps, self.slot, self._oldest()
         if not null:
             self._set_versions(self.slot)
         self._count_push(now_ns, samples, null)
@@ -92,7 +92,7 @@ cdef class WorkerLane(Lane):
         self.samples += samples
         self.steps += 1
         self.posts += 1
-        self.awaits = True
+        self.awaits = self.has_pushed = True
         if not null:
             self.free_at[self.slot] = self.posts
             self.slot = (self.slot + 1) % self.n_slots

@@ -74,6 +74,13 @@ cdef inline int64_t _needed(const scheduler_t *state) noexcept nogil:
     return max(<int64_t> 1, state.n_live // state.policy.divisor)
 
 
+cdef inline bint _is_quorum(const scheduler_t *state) noexcept nogil:
+    """FOLD_QUORUM: c pushes, or pushes of all live workers but the backups: those of workers that left do not count then."""
+    if state.policy.count:
+        return state.n_kept >= state.policy.count
+    return state.n_arrived >= max(<int64_t> 1, state.n_live - state.policy.backups)
+
+
 cdef int _close_sum(scheduler_t *state) noexcept nogil:
     """Fold the sum if it is complete."""
     if state.n_kept == 0:
@@ -82,7 +89,7 @@ cdef int _close_sum(scheduler_t *state) noexcept nogil:
         return _fold_all(state) if state.n_kept >= _needed(state) or state.n_live == 0 else ACTION_KEEP
     if state.n_arrived == state.n_live:
         return _fold_all(state)
-    if state.policy.fold == FOLD_ALL or state.n_kept < state.policy.count:
+    if state.policy.fold == FOLD_ALL or not _is_quorum(state):
         return ACTION_KEEP
     if state.policy.timeout_ns == 0:
         return _fold_all(state)
@@ -210,8 +217,6 @@ cdef int scheduler_push(
     _set_time(state, now_ns)
     if state.policy.grant == GRANT_ROUND_ROBIN:
         round_robin_measure(state, worker, samples)
-    elif state.policy.grant == GRANT_BOUNDED:
-        state_stop_waiting(state, worker)  # another shard alone granted it; its place in the lists follows its clock
     w.push_ns[1] = w.push_ns[0]
     w.push_ns[0] = state.now_ns
     w.history = min(2, w.history + 1)
@@ -297,14 +302,15 @@ cdef void scheduler_join(scheduler_t *state, int32_t worker, int64_t now_ns, int
     """Admit a worker that is not live and has no retained pushes, with an empty history and its first step granted.
 
     It starts at `clock`, or for a negative `clock` at the slowest live worker's. No worker waits for less than before, so no
-    other is granted a step. A sum that was nearly complete waits for the joiner, too.
+    other is granted a step. A sum that was nearly complete waits for the joiner, too. Where grants keep a gap, so does that of
+    the first step: until then `granted` is 0.
     """
     cdef worker_t *w = &state_workers(state)[worker]
     FPS_ASSERT(not w.live)
     _set_time(state, now_ns)
     if clock < 0:
         clock = state_slowest_clock(state) if state.n_live > 0 else w.clock
-    if state.policy.grant == GRANT_ROUND_ROBIN and state.n_live > 0:
+    if state.policy.grant == GRANT_ROUND_ROBIN:
         round_robin_join(state, worker, clock)
     else:
         state_add(state, worker, clock, -1)
@@ -314,6 +320,11 @@ cdef void scheduler_join(scheduler_t *state, int32_t worker, int64_t now_ns, int
     w.push_ns[0] = w.push_ns[1] = w.kept_version = w.credit = w.relayed = w.iteration_ns = w.base_batch = w.batch = 0
     w.kept = w.said_leave = w.history = w.waiting = w.measured = 0
     w.fit_n = w.fit_batch = w.fit_ns = w.fit_batch_batch = w.fit_batch_ns = w.line_constant = w.line_slope = 0
+    if state.policy.grant == GRANT_ROUND_ROBIN:
+        w.granted = w.granted_at = 0
+        state_wait(state, worker)
+        round_robin_space(state)
+        round_robin_grant(state)
 
 
 cdef int64_t scheduler_due(const scheduler_t *state) noexcept nogil:

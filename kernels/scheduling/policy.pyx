@@ -102,7 +102,7 @@ cdef int policy_from_values(policy_t *policy, dict values, int64_t workers) exce
     policy.release, policy.credit = chosen["release"], chosen["credit"]
     policy.bound = chosen["bound"] if given.pop("hard_bound", False) else BOUND_NONE
     policy.low, policy.high = given.pop("low", 0), given.pop("high", 0)
-    policy.count = given.pop("count", 0)
+    policy.count, policy.backups = given.pop("count", 0), given.pop("backups", 0)
     policy.timeout_ns = given.pop("timeout_ns", 0)
     policy.divisor = given.pop("divisor", 0)
     policy.groups = given.pop("groups", 0)
@@ -128,14 +128,17 @@ cdef int policy_check(const policy_t *policy, int64_t workers) except -1:
         raise ValueError(f"expected a bound and a credit by their numbers, found {policy.bound} and {policy.credit}")
     if policy.bound == BOUND_PUSH and policy.high < 1:
         raise ValueError("expected high of at least 1 with bound 'push': a push of the first worker leads by 1, found high=0")
-    if policy.fold == FOLD_QUORUM and not 1 <= policy.count <= workers:
-        raise ValueError(f"expected a count of 1 to {workers}, the number of workers, found {policy.count}")
+    if policy.fold == FOLD_QUORUM and not (0 <= policy.count <= workers and 0 <= policy.backups < workers):
+        raise ValueError(f"expected a count of 1 to {workers}, the number of workers, or 0 and fewer backups, found "
+                         f"{policy.count} and {policy.backups}")
     if policy.fold == FOLD_COUNT and policy.divisor < 1:
         raise ValueError(f"expected a divisor of at least 1, found {policy.divisor}")
     if not 0 <= policy.groups <= workers or (policy.groups and policy.fold != FOLD_COUNT):
         raise ValueError(f"expected 0 to {workers} groups, and none unless the fold is 'count', found {policy.groups}")
     if policy.combine and policy.fold != FOLD_EACH:
         raise ValueError("expected combine with fold 'each' only: every other fold says by itself which pushes are one sum")
+    if policy.repeats and policy.fold != FOLD_QUORUM:
+        raise ValueError("expected repeats with fold 'quorum' only, which drops the pushes that are late")
     if policy.timeout_ns < 0:
         raise ValueError(f"expected a timeout of at least 0 ns, found {policy.timeout_ns}")
     if not (isfinite(policy.relax) and 0 <= policy.relax <= 1):

@@ -3,8 +3,9 @@
 Chen, Wang and Li, "Round-Robin Synchronization: Mitigating Communication Bottlenecks in Parameter Servers", sections III to V.
 The gap is r T / N after the last grant, with T the slowest worker's mean iteration time. What the paper leaves open is chosen
 here: the mean is exponential with weight 1/8 for the newest; a worker's time as a function of its batch is the least-squares
-line through all its iterations, or the line through the origin while they say nothing about its slope; a batch grows to at most
-16 times the worker's first. The slowest is the winner of a tournament, so that no decision reads all workers.
+line through its iterations, which are forgotten as in the mean, or the line through the origin while their batches are too
+equal to show its slope; a batch grows to at most 16 times the worker's first. The slowest is the winner of a tournament, so
+that no decision reads all workers.
 """
 
 from libc.stdint cimport int32_t, int64_t
@@ -27,6 +28,7 @@ from fastps.kernels.scheduling.tournament cimport tournament_match, tournament_s
 cdef enum:
     NEWEST_WEIGHT = 8   # the newest iteration counts one part in so many
     MOST_GROWTH = 16    # largest tuned batch, as a multiple of the worker's first
+    MOST_EQUAL = 1000   # batches whose mean square is so many times their variance or more show no slope
 
 
 cdef void round_robin_expect(const scheduler_t *state, int32_t worker) noexcept nogil:
@@ -83,13 +85,14 @@ cdef void round_robin_grant(scheduler_t *state) noexcept nogil:
 
 
 cdef void round_robin_join(scheduler_t *state, int32_t worker, int64_t clock) noexcept nogil:
-    """Place a joiner, granted its first step, as the last of the workers that are granted and not folded.
+    """Place a joiner in the order as the next to be granted, behind the workers that are granted and not folded.
 
     Anywhere else the order of folds would wait for a worker whose grant waits for the joiner's fold. Where no worker is granted
-    now, the joiner's push is the next to be folded.
+    now, the joiner's push is the next to be folded. Its first step keeps the gap, as any other does.
     """
-    cdef bint is_only = round_robin_is_ready(state, state.fold_next)
-    state_add(state, worker, clock, state_workers(state)[state.grant_next].previous_live)
+    cdef bint is_only = state.n_live == 0 or round_robin_is_ready(state, state.fold_next)
+    state_add(state, worker, clock, state_workers(state)[state.grant_next].previous_live if state.n_live > 0 else -1)
+    state.grant_next = worker
     if is_only:
         state.fold_next = worker
 
@@ -97,15 +100,20 @@ cdef void round_robin_join(scheduler_t *state, int32_t worker, int64_t clock) no
 # -- batches ---------------------------------------------------------------------------------------
 
 cdef inline void _fit_line(worker_t *w) noexcept nogil:
-    """time = constant + slope * batch, by least squares; through the origin where that is not a line upwards."""
+    """time = constant + slope * batch, by weighted least squares; through the origin where that is not a line upwards."""
     cdef double spread = w.fit_n * w.fit_batch_batch - w.fit_batch * w.fit_batch
-    if w.fit_n >= 2 and spread > 0:
+    if MOST_EQUAL * spread > w.fit_n * w.fit_batch_batch:
         w.line_slope = (w.fit_n * w.fit_batch_ns - w.fit_batch * w.fit_ns) / spread
         w.line_constant = (w.fit_ns - w.line_slope * w.fit_batch) / w.fit_n
         if w.line_slope > 0 and w.line_constant >= 0:
             return
     w.line_constant = 0
     w.line_slope = w.fit_ns / w.fit_batch
+
+
+cdef inline double _faded(double total) noexcept nogil:
+    """What is left of a sum of earlier iterations when another comes."""
+    return (<double> (NEWEST_WEIGHT - 1) / NEWEST_WEIGHT) * total
 
 
 cdef void _learn(scheduler_t *state, int32_t worker, double samples, double took_ns) noexcept nogil:
@@ -116,11 +124,11 @@ cdef void _learn(scheduler_t *state, int32_t worker, double samples, double took
     cdef worker_t *w = &state_workers(state)[worker]
     cdef double equal_ns
     cdef int64_t bits
-    w.fit_n += 1
-    w.fit_batch += samples
-    w.fit_ns += took_ns
-    w.fit_batch_batch += samples * samples
-    w.fit_batch_ns += samples * took_ns
+    w.fit_n = _faded(w.fit_n) + 1
+    w.fit_batch = _faded(w.fit_batch) + samples
+    w.fit_ns = _faded(w.fit_ns) + took_ns
+    w.fit_batch_batch = _faded(w.fit_batch_batch) + samples * samples
+    w.fit_batch_ns = _faded(w.fit_batch_ns) + samples * took_ns
     if w.fit_batch > 0:
         _fit_line(w)
         equal_ns = max(<double> 0, w.line_constant + w.line_slope * <double> w.base_batch)

@@ -14,6 +14,7 @@ class Scheduler:
         bound: str = "grant",
         credit: str = "listed",
         count: int = 0,
+        backups: int = 0,
         timeout_ns: int = 0,
         divisor: int = 0,
         relax: float = 0.0,

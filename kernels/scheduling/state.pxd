@@ -8,7 +8,7 @@ from fastps.kernels.scheduling.tournament cimport tournament_begin, tournament_t
 cdef enum:
     FOLD_EACH = 0       # every push is folded when it is received, or with `combine` when its drain ends
     FOLD_ALL = 1        # the pushes of all live workers are folded together
-    FOLD_QUORUM = 2     # the first `count` pushes of this version, and those within `timeout_ns`; later ones are dropped
+    FOLD_QUORUM = 2     # a quorum's pushes of this version, and those within `timeout_ns` of them; later ones are dropped
     FOLD_COUNT = 3      # live workers // `divisor` pushes of any version; none is dropped
     FOLD_IN_ORDER = 4   # one push at a time, in the fixed order of the workers
 
@@ -53,7 +53,7 @@ cdef struct policy_t:
     int32_t bound           # GRANT_BOUNDED: BOUND_NONE, or what `high` limits
     int64_t low
     int64_t high
-    int64_t count           # FOLD_QUORUM: c
+    int64_t count           # FOLD_QUORUM: c; 0: the live workers less `backups`
     int64_t timeout_ns      # FOLD_QUORUM: tau1
     int64_t divisor         # FOLD_COUNT: n of n-softsync
     int64_t groups          # FOLD_COUNT: leaves of a tree of servers; 0: none
@@ -64,6 +64,7 @@ cdef struct policy_t:
     int32_t repeats         # a worker may push although it is not granted here: other shards granted it
     int32_t combine         # FOLD_EACH: the pushes that one drain finds are folded together, as one sum
     int32_t credit          # GRANT_BOUNDED: how many steps the controller's answer allows
+    int32_t backups         # FOLD_QUORUM: b
 
 # Four cache lines, in the order of use: a push under most policies touches the first alone.
 cdef struct worker_t:

@@ -51,6 +51,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_commit_record,
     fps_commit_version,
     fps_granted_generation,
+    fps_granted_steps,
     fps_lane,
     fps_member_generation,
     fps_member_pack,
@@ -266,9 +267,12 @@ cdef class Arena(ArenaCounters):
         return bool(self._has_joined(lane))
 
     cdef bint _has_joined(self, uint32_t lane) noexcept nogil:
+        """Whether every shard counts the lane's owner, and has granted its first step."""
         cdef uint32_t shard, generation = fps_member_generation(fps_state_acquire(&self.lane(lane).state))
+        cdef int64_t granted
         for shard in range(self.header.n_shards):
-            if fps_granted_generation(fps_grant_acquire(&self.lane_shard(lane, shard).granted)) != <int64_t> generation:
+            granted = fps_grant_acquire(&self.lane_shard(lane, shard).granted)
+            if fps_granted_generation(granted) != <int64_t> generation or fps_granted_steps(granted) == 0:
                 return False
         return True
 

@@ -81,6 +81,6 @@ cdef class Records:
     cdef void forget_sum(self, int32_t shard) noexcept nogil
     cdef void _fold(self, server_t *server, int32_t shard, int32_t worker, int64_t read_version, int64_t version) noexcept nogil
     cdef void _end_update(self, server_t *server) noexcept nogil
-    cdef bytes trace(self)
+    cdef bytes trace(self, bint forget)
 
 cdef Records begin_records(policy_t *policy, int32_t workers, int32_t shards, bint tracing)

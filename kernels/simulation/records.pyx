@@ -169,8 +169,11 @@ cdef class Records:
 
     # -- the trace -----------------------------------------------------------------------------------
 
-    cdef bytes trace(self):
-        """Return the trace so far, 32 bytes a record."""
-        if self.events.length == 0:
-            return b""
-        return (<char *> self.events.records)[:self.events.length * sizeof(fps_event_record)]
+    cdef bytes trace(self, bint forget):
+        """Return the trace so far, 32 bytes a record; with `forget` the next begins here."""
+        cdef bytes found = b""
+        if self.events.length:
+            found = (<char *> self.events.records)[:self.events.length * sizeof(fps_event_record)]
+        if forget:
+            self.events.length = 0
+        return found

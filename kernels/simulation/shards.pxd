@@ -21,6 +21,8 @@ cdef class SimulatedShards:
     cdef Records records
     cdef double shard_bytes
     cdef bint overlap
+    cdef bint asks                       # stop at each gradient, until `tell` describes it
+    cdef int32_t n_left                  # workers that make no more pushes
     cdef bint no_memory
     cdef bint begun
     cdef void _take(self, int32_t worker) noexcept nogil
@@ -33,6 +35,8 @@ cdef class SimulatedShards:
                      int64_t samples) noexcept nogil
     cdef void _drain(self, int32_t shard) noexcept nogil
     cdef void _go_on(self, int32_t worker, bint is_new) noexcept nogil
+    cdef bint _leaves(self, int32_t worker, int64_t clock) noexcept nogil
+    cdef void _leave_all(self, int32_t worker) noexcept nogil
     cdef void _leave(self, int32_t worker, int32_t shard) noexcept nogil
     cdef void _fire_due(self, int32_t shard) noexcept nogil
     cdef void _arm(self, int32_t shard) noexcept nogil

@@ -2,7 +2,7 @@
 
 Every push, leave and timer goes to scheduler_push, scheduler_leave and scheduler_fire, the object code that the store's
 combiner calls, and its outcome into the records. A subclass says what a worker does with a grant: `_take`, `_unblock`, `_go_on`
-and `_answer`.
+and `_answer`, and when it leaves: `_leaves`.
 """
 
 from libc.stdint cimport int32_t, int64_t
@@ -38,9 +38,13 @@ cdef class SimulatedShards:
     cdef void _answer(self, int32_t worker, int32_t shard) noexcept nogil:
         """Called when the shard grants the worker a step."""
 
+    cdef bint _leaves(self, int32_t worker, int64_t clock) noexcept nogil:
+        """Whether the worker has left, and `clock` pushes are all that it made."""
+        return False
+
     cdef bint _is_over(self) noexcept nogil:
-        if self.leave:
-            return self.begun and self.queue.length == 0 and self.received == self.n_workers * self.steps * self.n_shards
+        if self.leave or self.asks:
+            return self.n_left == self.n_workers and self.queue.length == 0
         return self.received >= self.n_workers * self.steps * self.n_shards
 
     cdef void _check(self, int outcome) noexcept nogil:
@@ -111,12 +115,21 @@ cdef class SimulatedShards:
         self._take(worker)
         return scheduler_push(server.state, worker, self.now_ns, timestamp, samples)
 
+    cdef void _leave_all(self, int32_t worker) noexcept nogil:
+        """Let the worker leave every shard, after what is on its way there."""
+        cdef int32_t shard
+        self.n_left += 1
+        for shard in range(self.n_shards):
+            self._fire_due(shard)
+            self._leave(worker, shard)
+            self._arm(shard)
+
     cdef void _leave(self, int32_t worker, int32_t shard) noexcept nogil:
-        """Let the worker leave the shard once it has done its steps."""
+        """Let the worker leave the shard, if it has left and the shard has received all its pushes."""
         cdef server_t *server = &self.records.servers[shard]
         cdef worker_t *w = &state_workers(server.state)[worker]
         cdef int action
-        if not self.leave or w.clock != self.steps or not w.live:
+        if not w.live or not self._leaves(worker, w.clock):
             return
         state_begin(server.state)
         if self.records.tracing:

@@ -26,6 +26,7 @@ cdef struct player_t:
     int32_t computing
     int32_t blocked         # it lacks only a slot
     int32_t holding         # overlap: it holds a gradient until the one before is delivered
+    int32_t left            # it makes no more pushes
 
 # One worker's view of one shard.
 cdef struct view_t:
@@ -37,6 +38,7 @@ cdef class Simulator(SimulatedShards):
     cdef readonly ComputeTimes compute
     cdef readonly Cores cores
     cdef readonly int64_t events
+    cdef readonly int32_t asked          # worker whose gradient `tell` has to describe before anything goes on; -1: none
     cdef policy_t policy
     cdef player_t *players
     cdef view_t *views
@@ -57,6 +59,7 @@ cdef class Simulator(SimulatedShards):
     cdef void _begin(self, int32_t worker) noexcept nogil
     cdef int64_t _for_batch(self, const player_t *player, int64_t took_ns) noexcept nogil
     cdef void _computed(self, int32_t worker) noexcept nogil
+    cdef void _end_step(self, int32_t worker, bint leaves) noexcept nogil
     cdef void _push(self, int32_t worker) noexcept nogil
     cdef void _pushed(self, int32_t index) noexcept nogil
     cdef void _served(self, int32_t station) noexcept nogil

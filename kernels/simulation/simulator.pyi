@@ -23,6 +23,7 @@ class Simulator:
     samples: int
     steps: int
     leave: bool
+    asked: int
     cores: Cores
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Simulator:
         batch: int = 1,
         steps: int = 1,
         leave: bool = False,
+        asks: bool = False,
         trace: bool = False,
         service_ns: npt.NDArray[np.float64] | None = None,
         cores: float = 0.0,
@@ -49,4 +51,5 @@ class Simulator:
     def run(self, events: int) -> bool: ...
     @property
     def finished(self) -> bool: ...
-    def trace(self) -> bytes: ...
+    def tell(self, samples: int, leaves: bool = False) -> None: ...
+    def trace(self, forget: bool = False) -> bytes: ...

@@ -9,7 +9,7 @@ a message without weights if the worker holds the newest version; when enough sh
 step begins.
 """
 
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
 import numpy as np
@@ -59,7 +59,8 @@ cdef class Simulator(SimulatedShards):
     shard. needed: number of shards that a step waits for; pull_timeout_ns: how long it then waits for the rest (-1: a step
     waits for all). slots: gradients that a worker may have pending. overlap: push and pull while computing. batch: samples of a
     first step. steps: steps of each worker; the run ends when the shards have received workers x steps pushes, or with `leave`,
-    when each worker has done its own and left. service_ns: float64[shards, 3], ns that a server takes for a message, for each
+    when each worker has done its own and left, when a push more would come. asks: stop where a worker has computed until `tell`
+    says what; the run ends when all have left. service_ns: float64[shards, 3], ns that a server takes for a message, for each
     byte of it, and for an update; default: none. cores, slice_ns: cores that the workers share, and their time slice; 0 cores:
     each worker has its own. hop_ns: time in which a node of Rudra-adv*'s broadcast tree sends weights to its two children; -1:
     no such tree. trace: keep a record of every event.
@@ -70,7 +71,7 @@ cdef class Simulator(SimulatedShards):
     def __cinit__(self, dict values not None, ComputeTimes compute not None, Network network not None,
                   int32_t[::1] link_of not None, *, int shards=1, double shard_bytes=0.0, int needed=0,
                   int64_t pull_timeout_ns=-1, int64_t slots=2, bint overlap=False, int64_t batch=1, int64_t steps=1,
-                  bint leave=False, bint trace=False, service_ns=None, double cores=0.0, int64_t slice_ns=1,
+                  bint leave=False, bint asks=False, bint trace=False, service_ns=None, double cores=0.0, int64_t slice_ns=1,
                   int64_t hop_ns=-1):
         cdef int64_t worker
         self.n_workers = <int32_t> compute.n_workers
@@ -89,6 +90,7 @@ cdef class Simulator(SimulatedShards):
         self.shard_bytes, self.needed = shard_bytes, needed or shards
         self.pull_timeout_ns, self.slots, self.overlap = pull_timeout_ns, slots, overlap
         self.batch, self.steps, self.leave = batch, steps, leave
+        self.asks, self.asked = asks, -1
         self.hop_ns = hop_ns
         self.records = begin_records(&self.policy, self.n_workers, self.n_shards, trace)
         if service_ns is None:
@@ -111,6 +113,8 @@ cdef class Simulator(SimulatedShards):
             raise MemoryError()
         for worker in range(n + 1):
             self.relaying[worker] = -1
+        for worker in range(n * self.n_shards):
+            self.views[worker].step = 1
         for worker in range(n):
             self.links[worker] = link_of[worker]
             self.players[worker].resume_ns = -1
@@ -139,7 +143,7 @@ cdef class Simulator(SimulatedShards):
             raise MemoryError("no memory for more events")
         if self.finished:
             return False
-        if self.queue.length == 0:
+        if self.queue.length == 0 and self.asked < 0:
             raise RuntimeError(f"after {self.received} pushes every worker waits, and no timer is set")
         return True
 
@@ -147,6 +151,9 @@ cdef class Simulator(SimulatedShards):
     def finished(self):
         """Whether all steps are done."""
         return self._is_over()
+
+    cdef bint _leaves(self, int32_t worker, int64_t clock) noexcept nogil:
+        return self.players[worker].left and clock == self.players[worker].steps
 
     cdef void _run(self, int64_t events) noexcept nogil:
         cdef int32_t worker
@@ -156,7 +163,7 @@ cdef class Simulator(SimulatedShards):
             for worker in range(self.n_workers):
                 self.players[worker].fresh = self.n_shards
                 self._begin(worker)
-        while self.events < last and self.queue.length and not self._is_over():
+        while self.events < last and self.queue.length and self.asked < 0 and not self._is_over():
             if self.no_memory or self.records.no_memory:
                 return
             self.events += 1
@@ -196,7 +203,7 @@ cdef class Simulator(SimulatedShards):
         """Begin the next step if enough shards have answered and a slot is free for its gradient."""
         cdef player_t *player = &self.players[worker]
         cdef int32_t shard
-        if player.computing or player.holding or (self.leave and player.steps == self.steps):
+        if player.computing or player.holding or player.left:
             return
         if self.overlap:
             if self.policy.grant != GRANT_AT_ONCE and self.views[worker].step <= player.steps:
@@ -225,9 +232,12 @@ cdef class Simulator(SimulatedShards):
             player.wait_ns += self.now_ns - player.computed_ns
         if self.overlap:
             view.version = self._newest(worker)
-        player.timestamp = 0
-        for shard in range(self.n_shards):
-            player.timestamp = max(player.timestamp, view[shard].version)
+        player.timestamp = view.version
+        if self.n_shards > 1:
+            player.timestamp = INT64_MAX
+            for shard in range(self.n_shards):
+                if view[shard].step > player.steps:  # a fresh block
+                    player.timestamp = min(player.timestamp, view[shard].version)
         if not self.overlap:
             player.stale_blocks += self.n_shards - player.fresh
         player.fresh = 0
@@ -255,10 +265,31 @@ cdef class Simulator(SimulatedShards):
         player.compute_ns += self.now_ns - player.began_ns
         if self.records.tracing:
             self.records.record(RECORD_COMPUTED, worker, -1, player.timestamp, self.now_ns - player.began_ns)
-        if player.sending:
+        if self.asks:
+            self.asked = worker
+        else:
+            self._end_step(worker, self.leave and player.steps == self.steps)
+
+    def tell(self, int64_t samples, bint leaves=False):
+        """Say what the worker that is `asked` has computed: a push of so many samples, or that it leaves instead."""
+        cdef int32_t worker = self.asked
+        if worker < 0:
+            raise RuntimeError("expected a worker that is asked, found none")
+        self.asked = -1
+        self.players[worker].batch = samples
+        self._end_step(worker, leaves)
+
+    cdef void _end_step(self, int32_t worker, bint leaves) noexcept nogil:
+        """Push what the worker has computed, or hold it back; or let it leave, which has computed nothing then."""
+        cdef player_t *player = &self.players[worker]
+        if leaves:
+            player.left = 1
+            player.compute_ns -= self.now_ns - player.began_ns
+            self._leave_all(worker)
+        elif player.sending:
             player.holding = 1  # Rudra-adv*: a gradient is never sent before the one before it was delivered
-            return
-        self._push(worker)
+        else:
+            self._push(worker)
 
     cdef void _push(self, int32_t worker) noexcept nogil:
         cdef player_t *player = &self.players[worker]
@@ -441,8 +472,6 @@ cdef class Simulator(SimulatedShards):
             player.granted_batch = w.batch
         if self.records.tracing:
             self.records.record(RECORD_GRANT, worker, shard, server.state.version, w.granted)
-        if self.leave and w.clock == self.steps:
-            return  # it is about to leave
         if self.overlap:
             self.views[worker].step = w.granted
             self._try_begin(worker)
@@ -466,6 +495,6 @@ cdef class Simulator(SimulatedShards):
 
     # -- the trace -----------------------------------------------------------------------------------
 
-    def trace(self):
-        """Return the trace as bytes, 32 a record: int64 time_ns, version, detail, int32 worker, int16 shard, kind."""
-        return self.records.trace()
+    def trace(self, bint forget=False):
+        """Return the trace, 32 bytes a record: int64 time_ns, version, detail, int32 worker, int16 shard, kind; `forget` it."""
+        return self.records.trace(forget)

@@ -27,7 +27,7 @@ def totals(Simulator simulator not None):
         wait_ns += player.wait_ns
         if player.computing:
             compute_ns += max(0, simulator.ended_ns - player.began_ns)
-        elif player.steps and not (simulator.leave and player.steps == simulator.steps):
+        elif player.steps and not player.left:
             wait_ns += max(0, simulator.ended_ns - player.computed_ns)
         grant_wait_ns += player.grant_wait_ns
         stale_blocks += player.stale_blocks

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include <torch/csrc/api/include/torch/version.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -151,10 +152,16 @@ static inline bool fps_has_new_grad(PyObject *tensor) {
 }
 
 /* Whether anybody but this list holds its i-th tensor, or the tensor's memory through another tensor (a view, detach()). */
-static inline bool fps_is_held(PyObject *list, Py_ssize_t i) {
-    c10::TensorImpl *impl = fps_plain(PyList_GET_ITEM(list, i));
+static inline bool fps_is_held(PyObject *list, const std::vector<fps_value> &known, Py_ssize_t i) {
+    c10::TensorImpl *impl = known[i].data ? known[i].impl : fps_plain(PyList_GET_ITEM(list, i));
     return impl && (Py_REFCNT(PyList_GET_ITEM(list, i)) > 1 || c10::raw::intrusive_ptr::use_count(impl) > 1 ||
                     impl->unsafe_storage().use_count() > 1);
+}
+
+/* The first such index from `i` on; the list's length: none. */
+static inline Py_ssize_t fps_next_held(PyObject *list, const std::vector<fps_value> &known, Py_ssize_t i) {
+    while (i < PyList_GET_SIZE(list) && !fps_is_held(list, known, i)) i++;
+    return i;
 }
 
 using fps_mapping = std::shared_ptr<at::DataPtr>;

@@ -25,7 +25,8 @@ cdef extern from "tensors/torch_tensors.hpp":
     bint fps_set_grad(object tensor, object gradient) except +
     bint fps_drop_grad(object tensor) except +
     bint fps_has_new_grad(object tensor) except +
-    bint fps_is_held(object tensors, Py_ssize_t i) except +
+    bint fps_is_held(object tensors, const vector[fps_value] &known, Py_ssize_t i) except +
+    Py_ssize_t fps_next_held(object tensors, const vector[fps_value] &known, Py_ssize_t i) except +
     void fps_part(object tensors, Py_ssize_t i) except +
 
 BUILT_FOR = TORCH_VERSION.decode()  # without torch's suffix for a kind of build: "2.13.0", not "2.13.0+cpu"
@@ -161,18 +162,19 @@ cdef class CompiledLoops:
     def own(self, Values values not None, Py_ssize_t index):
         """Part a value from all others that hold it or its memory: they keep its numbers in a copy. Return the value."""
         self._check(values)
-        self._part(values, index)
+        if fps_is_held(values.tensors, values.known, index):
+            self._part(values, index)
         return values.tensors[index]
 
-    cdef inline int _part(self, Values values, Py_ssize_t index) except -1:
-        if fps_is_held(values.tensors, index):
-            fps_part(values.tensors, index)
-            values.known[index] = fps_value(values.tensors[index])
+    cdef int _part(self, Values values, Py_ssize_t index) except -1:
+        fps_part(values.tensors, index)
+        values.known[index] = fps_value(values.tensors[index])
         return 0
 
     def own_all(self, Values values not None):
         """Part all values from others that hold them, each `grad` of a tensor included."""
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i = 0
         self._check(values)
-        for i in range(len(self.tensors)):
+        while (i := fps_next_held(values.tensors, values.known, i)) < len(values.tensors):
             self._part(values, i)
+            i += 1

@@ -183,7 +183,10 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
     int streams = fps_streams_itself(job, &sum->by, first);
     int passes_once = in_loop && fps_passes_once(job, count, fps_taken_at_once(job->rule));
     for (int64_t length; first < last; first += length) {
-        length = fps_tile_length(job, first, last, passes_once);
+        /* More gradients are summed in the cache, by whole tiles also where results are streamed: shorter ones end before the
+         * processor fetches ahead. */
+        if (in_loop) length = fps_tile_length(job, first, last, passes_once);
+        else length = last - first < FPS_TILE ? last - first : FPS_TILE;
         const FPS_REAL *gradients[FPS_SUMMED_AT_ONCE] = {total};
         fps_place place = fps_begin_tile(job, stage, first, length, streams);
         if (!in_loop) fps_add_up(tile, job, sum->same_scale, pushes, count, first, length, total);

@@ -115,20 +115,9 @@ class Scripted(MonotonicClock):
         return self.time_ns
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "bsp",
-        "asp",
-        "ssp:3",
-        "dssp:3,15",
-        "dssp:1,4,release=printed",
-        "backup:1",
-        "softsync:2",
-        "r2sp:0.8",
-        "r2sp:0.8,tune=true",
-    ],
-)
+@pytest.mark.parametrize("spec", [
+    "bsp", "asp", "ssp:3", "dssp:3,15", "dssp:1,4,release=printed", "backup:1", "softsync:2", "r2sp:0.8", "r2sp:0.8,tune=true",
+])  # fmt: skip
 def test_a_live_store_decides_as_the_simulator_when_events_come_at_the_same_times(spec: str, tmp_path: Path) -> None:
     """Four workers of one process push, begin and fire timers when the simulation says; all fates must be the simulation's."""
     model = replace(parse_compute("lognormal:10ms,0.4"), factors={0: 3.0})

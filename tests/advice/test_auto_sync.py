@@ -60,8 +60,7 @@ def test_a_move_in_the_middle_gives_the_bits_of_a_run_without(update: Update) ->
     for moves in (False, True):
         with fastps.Store.create(_weights(), update, sync="bsp,ema=0.75", workers=workers) as store:
             children = [processes.start(lambda rank=rank, moves=moves: work(store, rank, moves)) for rank in range(workers)]
-            processes.finish(children, 60)
-        assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+            processes.results(children, 60)
         assert children[0].outcome == children[1].outcome
         outcomes.append(children[0].outcome)
     assert outcomes[0] == outcomes[1]
@@ -106,9 +105,7 @@ def _trained(delays_s: list[float], steps: int, file: Path | None = None, leaves
         processes.start(lambda rank=rank: _train(rank, delays_s[rank], steps, job, file, leaves_at if rank == 2 else 0, moved))
         for rank in range(3)
     ]
-    processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0] * 3, [child.outcome for child in children]
-    return [child.outcome for child in children]
+    return processes.results(children, 60)
 
 
 def test_all_choose_the_same_after_the_same_step_and_a_straggler_is_not_waited_for(tmp_path: Path) -> None:

@@ -98,8 +98,7 @@ def recorded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     torch.set_num_threads(1)  # so that sums have one order
     try:
         children = [processes.start(lambda rank=rank: _work(sync, rank)) for rank in range(WORKERS)]
-        processes.finish(children, 60)
-        assert [child.exit_code for child in children] == [0] * WORKERS, [child.outcome for child in children]
+        processes.results(children, 60)
         trace = read(tmp_path / "run.trace")
         assert check(trace) == []
         yield [child.outcome for child in children], trace.pushes[trace.pushes["fate"] == FOLDED]

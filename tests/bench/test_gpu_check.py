@@ -1,6 +1,9 @@
-"""The GPU check without a GPU: its answer then, and its own parts on the host's memory, so that they run when there is one."""
+"""The parts of the GPU check on the host's memory, so that they run when there is a GPU."""
 
+import functools
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +11,12 @@ import numpy as np
 import pytest
 
 from fastps.bench import exact, gpu_check, kernels_cuda
+from fastps.bench.gpu import run
+from fastps.bench.gpu.report import Report
 from fastps.bench.gpu_worker import GpuJob
 from fastps.bench.measure import SMOKE
 from fastps.device.cuda import CudaDevice
 from fastps.errors import Error
-from fastps.kernels.cuda.runtime import CudaUnavailableError, load_cupy
 from fastps.kernels.update import fold, reference
 from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
 
@@ -24,29 +28,27 @@ def device() -> Any:
     made.shut()
 
 
-def test_without_a_gpu_it_says_so_and_exits_with_its_own_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        load_cupy()
-    except CudaUnavailableError:
-        assert gpu_check.main(["--out", str(tmp_path)]) == gpu_check.EXIT_NO_DEVICE == 3
-        said = capsys.readouterr().err
-        assert said.startswith("gpu_check: no device: expected ") and said.count("\n") == 1, said
-        assert not list(tmp_path.iterdir())
-    else:
-        pytest.skip("there is a GPU here")
-
-
 def test_kernels_pass_against_double_precision_and_a_wrong_one_does_not(
     device: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_check, "SIZES", (1, 17, 4097))
-    rows = gpu_check.check_kernels(device) + gpu_check.check_nonfinite(device)
+    sizes = 1, 17, 4097  # planes of such sizes must not follow one another without a gap
+    rows = [*gpu_check.check_kernels(device, sizes), *gpu_check.check_nonfinite(device)]
     assert len(rows) == 6 * len(gpu_check.UPDATES) + 1
     assert [row["name"] for row in rows if not row["ok"]] == []
     monkeypatch.setattr(gpu_check, "UPDATES", {"adam": gpu_check.UPDATES["adam"]})
     step = exact.step
     monkeypatch.setattr(exact, "step", lambda *of: step(*of[:5], of[5] + 1))  # a correction too late
-    assert not any(row["ok"] for row in gpu_check.check_kernels(device))
+    assert not any(row["ok"] for row in gpu_check.check_kernels(device, sizes))
+
+
+def test_every_size_has_a_finite_reference_and_one_that_is_not_is_the_checks_own_failure(
+    device: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "UPDATES", {"rmsprop-centered": gpu_check.UPDATES["rmsprop-centered"]})
+    assert [row["ok"] for row in gpu_check.check_kernels(device)] == [True] * 6
+    monkeypatch.setattr(exact, "fold_of", lambda *of: (np.full(1, np.nan), np.zeros(1)))
+    rows = list(gpu_check.check_kernels(device))
+    assert not any(row["ok"] for row in rows) and rows[0]["missing"] == "the check's own reference of 1 is not finite"
 
 
 def test_the_formulas_in_double_precision_agree_with_the_folds_oracle() -> None:
@@ -79,7 +81,7 @@ def simulated(count: int) -> list[CudaDevice]:
 
 
 def test_pairs_of_gpus_and_folds_over_peers_are_checked_on_the_simulated_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = gpu_check.between_gpus(3, 5003 * 8, simulated, 0.001)
+    rows = list(gpu_check.between_gpus(3, 5003 * 8, simulated, 0.001))
     pairs = {row["name"]: row for row in rows if row["check"] == "peers"}
     assert len(pairs) == 6 and all(row["ok"] and row["bytes_per_s"] > 0 for row in pairs.values())
     assert pairs["GPU 0 reads GPU 1"]["access"] and not pairs["GPU 2 reads GPU 0"]["access"]
@@ -94,34 +96,26 @@ def test_pairs_of_gpus_and_folds_over_peers_are_checked_on_the_simulated_runtime
         device.shut()
 
 
-def test_what_needs_more_gpus_is_named_as_not_run_and_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [*gpu_check.between_gpus(1, 64), *gpu_check.on_several_gpus("cuda", 1)]
-    assert [row["ok"] for row in rows] == [None, None, None]
-    gpu_check.show([*rows, {"check": "kernel", "name": "x", "ok": False, "difference": 1.0}])
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "not run peers all pairs missing=needs 2 GPUs, found 1" and said[-1] == "FAIL kernel x difference=1"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_death_in_a_job_with_a_server_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU path takes the GPU's place; a job that lost a push would be told."""
-    rows = list(gpu_check.check_going_on("cpu", "host"))
-    assert [row["ok"] for row in rows] == [True, True], rows
+    """The CPU path takes the GPU's place; a job that lost a push would be told. One that lost none passes the whole check."""
     monkeypatch.setattr(gpu_check, "GRADIENT", 1 / 512)
-    assert not any(row["ok"] for row in gpu_check.check_going_on("cpu", "host"))
+    rows = list(gpu_check.check_going_on("cpu", "host"))
+    assert [(row["ok"], row["difference"] > gpu_check.EQUAL) for row in rows] == [(False, True)] * 2, rows
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_jobs_of_processes_are_run_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU path takes the GPU's place; a job that is another one is told apart."""
-    monkeypatch.setattr(gpu_check, "CASES", (("bsp", "momentum"), ("dssp:1,4", "sgd")))
-    rows = list(gpu_check.check_processes("cpu", "host"))
-    assert [row["name"] for row in rows if not row["ok"]] == []
-    other = gpu_check.run_job(GpuJob("cpu", "bsp", "momentum", steps=3), 2, "host")
-    same = gpu_check.run_job(GpuJob("cpu", "bsp", "momentum", steps=4), 2, "host")
-    assert gpu_check._difference(other[0]["weights"], same[0]["weights"]) > gpu_check.EQUAL
+    monkeypatch.setattr(gpu_check, "CASES", (("dssp:1,4", "sgd"),))  # the whole check has bsp
+    (row,) = gpu_check.check_processes("cpu", "host", check="two processes")
+    assert row["ok"], row
+    job = functools.partial(GpuJob, steps=3)
+    monkeypatch.setattr(gpu_check, "GpuJob", job)  # the CPU's job is the one of before
+    (row,) = gpu_check.check_processes("cpu", "host", check="two processes")
+    assert not row["ok"] and row["difference"] > gpu_check.EQUAL, row
 
 
 @pytest.mark.slow
@@ -137,8 +131,22 @@ def test_a_job_that_fails_is_a_row_with_its_reason() -> None:
         gpu_check.run_job(GpuJob("no-such-device", "bsp"), 1, "host")
 
 
-def test_figures_are_written_with_the_machine_and_the_date(tmp_path: Path) -> None:
-    path = gpu_check.write([{"check": "kernel", "name": "x", "ok": True}], tmp_path, {"name": "Some GPU 1"})
-    found = json.loads(path.read_text())
-    assert path.name.startswith("gpu-some-gpu-1-20")
-    assert found["rows"] and found["machine"]["cpu"] and found["gpu"]["name"] == "Some GPU 1" and found["date"]
+def test_each_part_has_its_check() -> None:
+    assert list(gpu_check.CHECKS) == list(run.PARTS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # ten parts and some forty jobs of processes, each of which imports torch
+def test_the_whole_check_passes_on_two_simulated_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "COMMAND", (sys.executable, "-m", "tests.support.gpu_on_host", "part"))
+    monkeypatch.setenv("PYTHONPATH", ".", prepend=os.pathsep)
+    report = Report({"name": "Host", "count": 2}, tmp_path / "report.json", quick=True)
+    assert run.check(report, run.Settings(2, quick=True), sys.stdout.write) == 0, report.rows
+    found = json.loads(report.file.read_text())
+    assert found["says"][:4] == [
+        f"Works: {', '.join(name for name, part in run.PARTS.items() if part.in_quick)}.",
+        "Not run: compute-sanitizer, training.",
+        "Use on one GPU: the default, shards on the GPU.",
+        "Use on several GPUs: FASTPS_PLACEMENT=device.",
+    ]
+    assert {place for row in found["rows"] for place in row.get("placements", ())} == {"device", "staged"}

@@ -6,27 +6,27 @@ from typing import Any
 
 import pytest
 
-from fastps.bench import gpu_check
 from fastps.bench.gpu import table as gpu_table
-from fastps.bench.gpu.peers import not_run
+from fastps.bench.gpu.report import Report, not_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "gpu.md"
 ROWS: list[dict[str, Any]] = [
-    {"check": "kernel", "name": "a", "ok": True, "difference": 1e-6},
-    {"check": "kernel", "name": "b", "ok": False, "difference": 3e-2},
+    {"check": "kernels", "name": "a", "ok": True, "difference": 1e-6},
+    {"check": "kernels", "name": "b", "ok": False, "difference": 3e-2},
     {"check": "bandwidth", "name": "adam", "ok": True, "bound": 0.85, "limit_share": 0.912},
     {"check": "peers", "name": "GPU 0 reads GPU 1", "ok": True, "access": True, "bytes_per_s": 4.1e11},
     {"check": "peers", "name": "GPU 1 reads GPU 0", "ok": True, "access": False, "bytes_per_s": 2e10},
     not_run("several GPUs", "all cases", "needs 2 GPUs, found 1"),
-    {"check": "going on", "name": "asp", "ok": True, "difference": 0.0},
-    not_run("going on", "several GPUs", "needs 2 GPUs, found 1"),
+    {"check": "faults", "name": "asp", "ok": True, "difference": 0.0},
+    not_run("faults", "several GPUs", "needs 2 GPUs, found 1"),
 ]
 
 
 def test_rows_of_a_file_are_told_with_their_figures_and_their_failures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = gpu_check.write(ROWS, tmp_path, {"name": "Some GPU", "count": 2})
+    path = tmp_path / "gpu-some-gpu-2026.json"
+    Report({"name": "Some GPU", "count": 2}, path).add("all", ROWS, 1.0)
     assert gpu_table.newest(tmp_path) == path
     assert gpu_table.main([str(path)]) == 0
     lines = dict(line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if "---" not in line)

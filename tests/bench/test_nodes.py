@@ -9,9 +9,10 @@ import time
 import pytest
 from rich.console import Console
 
-from fastps.bench import namespaces, nodes
+from fastps.bench import nodes
 from fastps.bench.measure import BenchOptions, Row, WrongResultError
-from fastps.bench.namespaces import ADDRESSES, Link, missing_reason, two_nodes
+from fastps.bench.two_nodes import namespaces
+from fastps.bench.two_nodes.namespaces import ADDRESSES, Link, missing_reason, two_nodes
 from fastps.bench.two_nodes.turns import Crew, Side
 from fastps.cli.bench_report import show_benchmarks
 

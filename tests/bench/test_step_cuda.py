@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastps.bench import step_cuda
-from fastps.bench.peers import LEARNING_RATE, Job
+from fastps.bench import step, step_cuda
+from fastps.bench.peers import Job
 from fastps.lab.gpus.cuda_on_host import HostCuda
 
 
@@ -43,7 +43,14 @@ def test_the_limit_is_one_gpus_share_of_the_model(two_gpus: None, tmp_path: Path
     job = Job("limit", 4, 4001, str(tmp_path))
     side = step_cuda.RooflineCuda(job, 0)
     side.run(3)
-    mean = sum(job.gradient(rank) for rank in range(4)) / 4
     assert len(side.weights) == job.size // 2
-    assert np.allclose(side.weights, 1 - LEARNING_RATE * mean)
+    assert np.allclose(side.weights, step._weight_after(3, step._mean(job)))
     side.close()
+
+
+def test_the_limits_steps_are_those_of_the_benchmark(two_gpus: None, tmp_path: Path) -> None:
+    """Its weights are compared with those of SGD with momentum, as of every side."""
+    side = step.Side("limit", step_cuda.PEERS["limit"]["limit"], 4, 4001, str(tmp_path))
+    with side.crew:
+        side.prepare(0.001)
+        assert side.run(1) > 0

@@ -379,7 +379,7 @@ def test_the_example_that_resumes_ends_with_the_same_bits(tmp_path: Path, worker
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
             outcome = Launcher(command, workers, options=JobOptions(**options)).run()
-        assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+        assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
         return sorted(output.getvalue().splitlines())
 
     whole = run(60)

@@ -27,42 +27,36 @@ def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "--sync", "foo"], "unknown synchronization 'foo': expected one of bsp, asp"),
-        (["train", "--sync", "ssp:-1"], "expected s of 0"),
-        (["train", "--sync", "dssp:9,3"], "expected lo <= hi"),
-        (["compare", "--sync", "bsp,foo"], "bsp,foo"),
-        (["train", "--workers", "0"], "--workers: expected at least 1, found 0"),
-        (["train", "--epochs", "0"], "--epochs: expected at least 1"),
-        (["train", "--lr", "-1"], "--lr: expected more than 0"),
-        (["train", "--straggler", "9:3"], "expected a worker of 0 to 3"),
-        (["train", "--straggler", "0:0.5"], "a factor of at least 1"),
-        (["train", "--straggler", "x"], "expected WORKER:FACTOR such as 0:3"),
-        (["train", "--data", "nothing"], "nothing"),
-        (["train", "--push-dtype", "float64"], "--push-dtype: expected one of float32, float16, bfloat16, found 'float64'"),
-        (["compare", "--push-dtype", "half"], "--push-dtype: expected one of float32, float16, bfloat16, found 'half'"),
-        (["run", "-n", "0", EXAMPLE], "at least 1 worker, found 0"),
-        (["run", "-n", "100000", EXAMPLE], "at most 1024 workers, found 100000"),
-        (["run", "-n", "2", "--sync", "backup:2", EXAMPLE], "backup:2: expected"),
-        (
-            ["run", "-n", "2", "--max-workers", "1", EXAMPLE],
-            "--max-workers: expected 2 or more, the number of workers",
-        ),
-        (["run", "--trace", "no-such-folder/x.trace", EXAMPLE], "--trace no-such-folder/x.trace: expected a file in a folder"),
-        (["run", "--json", "no-such-folder/x.json", EXAMPLE], "--json no-such-folder/x.json: expected a file in a folder"),
-        (["train", "--save", "no-such-folder/x.npz"], "--save no-such-folder/x.npz: expected a file in a folder that exists"),
-        (["run", "no-such-script.py"], "found no file 'no-such-script.py'"),
-        (["run", "--sync", "foo", EXAMPLE], "unknown synchronization 'foo'"),
-        (["stragglers", "--sync", "asp"], "waits for all workers, such as bsp, found asp"),
-        (["stragglers", "--exponent", "-1"], "--exponent: expected 0 to 2, found -1"),
-        (["stragglers", "--iterations", "4"], "expected N:ITERATIONS,... such as 2:900,4:500, found '4'"),
-        (["train", "--chaos", "kill:3"], "--chaos is now --inject-faults kill:3"),
-        (["run", "--chaos", "kill:3", EXAMPLE], "--chaos is now --inject-faults kill:3"),
-        (["no-such-command"], "no-such-command"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["train", "--sync", "foo"], "unknown synchronization 'foo': expected one of bsp, asp"),
+    (["train", "--sync", "ssp:-1"], "expected s of 0"),
+    (["train", "--sync", "dssp:9,3"], "expected lo <= hi"),
+    (["compare", "--sync", "bsp,foo"], "bsp,foo"),
+    (["train", "--workers", "0"], "--workers: expected at least 1, found 0"),
+    (["train", "--epochs", "0"], "--epochs: expected at least 1"),
+    (["train", "--lr", "-1"], "--lr: expected more than 0"),
+    (["train", "--straggler", "9:3"], "expected a worker of 0 to 3"),
+    (["train", "--straggler", "0:0.5"], "a factor of at least 1"),
+    (["train", "--straggler", "x"], "expected WORKER:FACTOR such as 0:3"),
+    (["train", "--data", "nothing"], "nothing"),
+    (["train", "--push-dtype", "float64"], "--push-dtype: expected one of float32, float16, bfloat16, found 'float64'"),
+    (["compare", "--push-dtype", "half"], "--push-dtype: expected one of float32, float16, bfloat16, found 'half'"),
+    (["run", "-n", "0", EXAMPLE], "at least 1 worker, found 0"),
+    (["run", "-n", "100000", EXAMPLE], "at most 1024 workers, found 100000"),
+    (["run", "-n", "2", "--sync", "backup:2", EXAMPLE], "backup:2: expected"),
+    (["run", "-n", "2", "--max-workers", "1", EXAMPLE], "--max-workers: expected 2 or more, the number of workers"),
+    (["run", "--trace", "no-such-folder/x.trace", EXAMPLE], "--trace no-such-folder/x.trace: expected a file in a folder"),
+    (["run", "--json", "no-such-folder/x.json", EXAMPLE], "--json no-such-folder/x.json: expected a file in a folder"),
+    (["train", "--save", "no-such-folder/x.npz"], "--save no-such-folder/x.npz: expected a file in a folder that exists"),
+    (["run", "no-such-script.py"], "found no file 'no-such-script.py'"),
+    (["run", "--sync", "foo", EXAMPLE], "unknown synchronization 'foo'"),
+    (["stragglers", "--sync", "asp"], "waits for all workers, such as bsp, found asp"),
+    (["stragglers", "--exponent", "-1"], "--exponent: expected 0 to 2, found -1"),
+    (["stragglers", "--iterations", "4"], "expected N:ITERATIONS,... such as 2:900,4:500, found '4'"),
+    (["train", "--chaos", "kill:3"], "--chaos is now --inject-faults kill:3"),
+    (["run", "--chaos", "kill:3", EXAMPLE], "--chaos is now --inject-faults kill:3"),
+    (["no-such-command"], "no-such-command"),
+])  # fmt: skip
 def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], message: str) -> None:
     outcome = commands.fastps(*arguments)
     assert outcome.returncode == 2
@@ -123,14 +117,11 @@ def test_help_imports_neither_numpy_nor_torch(option: str) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "program",
-    [
-        (EXAMPLE,),
-        ("-m", "fastps.cli", "run", "-n", "2", EXAMPLE),
-        pytest.param(("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("program", [
+    (EXAMPLE,),
+    ("-m", "fastps.cli", "run", "-n", "2", EXAMPLE),
+    pytest.param(("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE), marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_example_runs_alone_under_fastps_run_and_under_torchrun(program: tuple[str, ...]) -> None:
     outcome = _python(*program)
     assert outcome.returncode == 0, outcome.stderr
@@ -173,8 +164,7 @@ def test_train_writes_the_promised_keys(push_dtype: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "push_dtype", "syncs"),
-    [("train", "bfloat16", ["asp,combine=true"]), ("compare", "float16", ["ssp:2"])],
+    ("command", "push_dtype", "syncs"), [("train", "bfloat16", ["asp,combine=true"]), ("compare", "float16", ["ssp:2"])]
 )
 def test_gradients_are_pushed_in_half_precision_and_the_row_says_so(command: str, push_dtype: str, syncs: list[str]) -> None:
     arguments = ("--data", "digits", "--workers", "2", "--epochs", "2", "--sync", ",".join(syncs), "--json", "-")

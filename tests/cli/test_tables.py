@@ -32,6 +32,7 @@ BENCH = {
     **dict.fromkeys(("seconds_median", "seconds_min", "seconds_max"), 0.0123456),
     **{"bytes_per_s": 123.4e9, "ns_per_op": 123.4, "events_per_s": 12.34e6, "max_rss_bytes": 2**31},
     **{"steps_per_s": 1234.5, "ratio": 12.34, "backward_s": 0.5, "optimizer": "sparse-adam", "batch_size": 50_000},
+    **{"bytes": 1_234_567_890, "floor_bytes": 1_000_000_000, "floor_ratio": 1.23},
     **{"readers": 8, "updates": 12_345, "cpu_seconds_median": 0.0123456, "seconds_from_sight": 0.0123456, "looks": 300},
     **dict.fromkeys(("ratio_min", "ratio_max", "cpu_ratio"), 12.34),
     **{"mixed_looks": 134, "kind": "all_reduce", "readers_cpu_seconds": 0.0123456},

@@ -128,10 +128,7 @@ def test_a_look_has_all_workers_and_shards(request: pytest.FixtureRequest) -> No
         look = observer.look()
         observer.close()
     assert look.settled and not look.over and look.failures == {}
-    assert [(row.rank, row.state, row.steps, row.loss) for row in look.workers] == [
-        (0, "live", 5, 0.5),
-        (1, "live", 5, 0.5),
-    ]
+    assert [(row.rank, row.state, row.steps, row.loss) for row in look.workers] == [(0, "live", 5, 0.5), (1, "live", 5, 0.5)]
     assert [(shard.shard, shard.version, shard.updates) for shard in look.shards] == [(index, 10, 10) for index in range(3)]
     assert all(sum(count for _, count in shard.staleness) == 10 for shard in look.shards)
 
@@ -397,13 +394,10 @@ def test_the_command_writes_one_object(request: pytest.FixtureRequest) -> None:
     assert "Traceback" not in outcome.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["top", "no-such-job", "--once"], 1, "expected a running job no-such-job of this user, found"),
-        (["top", "--interval", "0"], 2, "--interval: expected 0.01 to 3600 seconds, found 0"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    (["top", "no-such-job", "--once"], 1, "expected a running job no-such-job of this user, found"),
+    (["top", "--interval", "0"], 2, "--interval: expected 0.01 to 3600 seconds, found 0"),
+])  # fmt: skip
 def test_errors_are_one_sentence(arguments: list[str], code: int, message: str) -> None:
     outcome = commands.fastps(*arguments)
     assert (outcome.returncode, outcome.stdout) == (code, "")

@@ -96,24 +96,19 @@ def test_code_of_the_page_runs_in_cells(tmp_path: Path) -> None:
     assert 'raise EmptyShareError("worker 1 has no samples")' in printed[2]
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
-def test_function_of_a_cell_trains_what_the_plain_program_trains(method: str, tmp_path: Path) -> None:
-    (printed,) = _execute(_cells(OWN.replace("METHOD", repr(method))), tmp_path)
-    assert float(printed) >= digits.least_accuracy()
-
-
-def test_imported_function_trains_in_workers_of_a_notebook(tmp_path: Path) -> None:
-    (printed,) = _execute(_cells(IMPORTED), tmp_path)
-    assert float(printed) >= digits.least_accuracy()
-
-
-def test_exception_of_a_worker_is_the_cells_with_the_workers_traceback(tmp_path: Path) -> None:
-    cells = ("import fastps\ndef fail(rank):\n    return 1 / (1 - rank)  # in the worker\n", "fastps.spawn(fail, workers=2)")
-    notebook = _cells(*cells)
+@pytest.mark.timeout(600)  # four jobs, two of whose workers import torch
+def test_functions_of_a_cell_and_imported_ones_train_as_the_plain_program_and_an_exception_has_the_workers_traceback(
+    tmp_path: Path,
+) -> None:
+    methods = ("fork", "forkserver", "spawn")
+    fails = ("def fail(rank):\n    return 1 / (1 - rank)  # in the worker\n", "fastps.spawn(fail, workers=2)")
+    notebook = _cells(*(OWN.replace("METHOD", repr(method)) for method in methods), IMPORTED, *fails)
     with pytest.raises(nbclient.exceptions.CellExecutionError) as caught:
         _execute(notebook, tmp_path)
     assert caught.value.ename == "ZeroDivisionError"
-    (error,) = [output for output in notebook.cells[1].outputs if output.output_type == "error"]
+    accuracies = [float(_text_of(cell)) for cell in notebook.cells[:4]]
+    assert min(accuracies) >= digits.least_accuracy(), accuracies
+    (error,) = [output for output in notebook.cells[-1].outputs if output.output_type == "error"]
     text = "\n".join(error.traceback)
     assert "in fail" in text
     assert "return 1 / (1 - rank)  # in the worker" in text
@@ -177,12 +172,26 @@ def _kernel(folder: Path) -> Iterator[Kernel]:
         manager.shutdown_kernel(now=True)
 
 
-def test_nothing_is_left_after_success_error_and_interrupts(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)  # seven jobs in one kernel
+def test_nothing_is_left_after_success_error_interrupts_and_the_kernels_end(tmp_path: Path) -> None:
+    acted: list[float] = []
+    found: list[psutil.Process] = []
     with _kernel(tmp_path) as kernel:
         kernel.run(TRAINS)
+        began = time.monotonic()
         kernel.run("fastps.spawn(lambda rank: None, workers=2)")
+        limit_s = max(4.0, 2 * (time.monotonic() - began))  # a busy machine is slow in all
         before = kernel.holds()
-        interrupt = kernel.manager.interrupt_kernel
+
+        def interrupt() -> None:
+            acted.append(time.monotonic())
+            kernel.manager.interrupt_kernel()
+
+        def kill() -> None:
+            found.extend(kernel.children())
+            kernel.process.send_signal(signal.SIGKILL)
+            raise InterruptedError  # no reply comes
+
         cells: list[tuple[str, Callable[[], object] | None, str]] = [
             ("fastps.spawn(lambda rank: None, workers=2)", None, ""),
             ("fastps.spawn(lambda rank: 1 / rank, workers=2)", None, "ZeroDivisionError"),
@@ -193,34 +202,11 @@ def test_nothing_is_left_after_success_error_and_interrupts(tmp_path: Path) -> N
         for code, when_begun, expected in cells:
             _, error = kernel.run(code, when_begun)
             assert error == expected, code
+            # The first interrupt: workers that take signals need no SIGTERM, which comes after 2 s, nor SIGKILL.
+            assert len(acted) != 1 or time.monotonic() - acted[0] < limit_s
             assert kernel.children() == [], code
             assert kernel.holds() == before, code
         assert kernel.run("print(6 * 7)") == ("42\n", ""), "the kernel goes on"
-
-
-def test_interrupt_ends_workers_promptly(tmp_path: Path) -> None:
-    ended: list[float] = []
-    with _kernel(tmp_path) as kernel:
-        kernel.run(TRAINS)
-
-        def interrupt() -> None:
-            ended.append(time.monotonic())
-            kernel.manager.interrupt_kernel()
-
-        kernel.run("fastps.spawn(train, workers=2)", interrupt)
-        assert time.monotonic() - ended[0] < 4, "workers that take signals need no SIGTERM, which comes after 2 s, nor SIGKILL"
-
-
-def test_workers_end_with_their_kernel(tmp_path: Path) -> None:
-    found: list[psutil.Process] = []
-    with _kernel(tmp_path) as kernel:
-        kernel.run(TRAINS)
-
-        def kill() -> None:
-            found.extend(kernel.children())
-            kernel.process.send_signal(signal.SIGKILL)
-            raise InterruptedError  # no reply comes
-
         with pytest.raises(InterruptedError):
             kernel.run("fastps.spawn(train, workers=2)", kill)
         assert len(found) == 2

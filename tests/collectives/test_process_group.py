@@ -18,17 +18,10 @@ from fastps.collectives import tensors as of
 from fastps.collectives.works import GroupWork, Sequencer
 from fastps.errors import TimeoutExceededError, UnsupportedError, UsageError
 from tests.support import processes
+from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 TIMEOUT = timedelta(seconds=30)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
@@ -45,7 +38,7 @@ def _start(folder: Path, size: int, member: Callable[[int], Any], **options: Any
         with _group(folder, rank, size, **options):
             return member(rank)
 
-    return [processes.start(lambda rank=rank: live(rank)) for rank in range(size)]
+    return processes.start_each(live, size)
 
 
 def _run(folder: Path, size: int, member: Callable[[int], Any], **options: Any) -> list[Any]:
@@ -231,9 +224,9 @@ def test_ddp_trains_as_with_gloo_and_as_one_process(tmp_path: Path, size: int) -
         return [each.numpy() for each in _trained(lambda m: ddp(m, bucket_cap_mb=0.01), size, rank)]
 
     found, wanted = _run(tmp_path, size, member), _run(tmp_path, size, member, backend="gloo")
-    alone = _trained(lambda model: model, 1, 0)
+    single_process = _trained(lambda model: model, 1, 0)
     for rank in range(size):
-        for mine, first, theirs, single in zip(found[rank], found[0], wanted[0], alone, strict=True):
+        for mine, first, theirs, single in zip(found[rank], found[0], wanted[0], single_process, strict=True):
             assert (mine == first).all()
             torch.testing.assert_close(torch.from_numpy(mine), torch.from_numpy(theirs), rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(torch.from_numpy(mine), single, rtol=1e-5, atol=1e-5)
@@ -301,8 +294,8 @@ def test_fully_shard_trains_as_one_process(tmp_path: Path) -> None:
 
         return [each.numpy() for each in _trained(wrap, 2, rank)]
 
-    found, alone = _run(tmp_path, 2, member), _trained(lambda model: model, 1, 0)
-    for mine, single in zip(found[0], alone, strict=True):
+    found, single_process = _run(tmp_path, 2, member), _trained(lambda model: model, 1, 0)
+    for mine, single in zip(found[0], single_process, strict=True):
         torch.testing.assert_close(torch.from_numpy(mine), single, rtol=1e-5, atol=1e-5)
 
 
@@ -353,15 +346,12 @@ def test_a_rank_that_leaves_is_named(tmp_path: Path) -> None:
     assert second is None
 
 
-@pytest.mark.parametrize(
-    "differ",
-    [
-        lambda: dist.all_reduce(torch.ones(4)),
-        lambda: dist.all_reduce(torch.ones(3, dtype=torch.float64)),
-        lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX),
-        lambda: dist.barrier(),
-    ],
-)
+@pytest.mark.parametrize("differ", [
+    lambda: dist.all_reduce(torch.ones(4)),
+    lambda: dist.all_reduce(torch.ones(3, dtype=torch.float64)),
+    lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX),
+    lambda: dist.barrier(),
+])  # fmt: skip
 def test_ranks_in_different_collectives_are_named(tmp_path: Path, differ: Callable[[], Any]) -> None:
     def member(rank: int) -> None:
         dist.all_reduce(torch.ones(3)) if rank else differ()

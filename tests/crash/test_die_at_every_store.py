@@ -22,15 +22,14 @@ import numpy as np  # noqa: E402
 
 import fastps  # noqa: E402
 from fastps.job.user_rules import UserRule  # noqa: E402
-from fastps.kernels.protocol.lane import DONE, KIND_LEAVE, KIND_PUSH, Lane  # noqa: E402
+from fastps.kernels.protocol.lane import DONE, KIND_LEAVE, KIND_PUSH  # noqa: E402
 from fastps.kernels.protocol.reader_pins import ReaderPins  # noqa: E402
 from fastps.kernels.protocol.row_writer import RowWriter  # noqa: E402
 from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
 from fastps.kernels.shm import offsets  # noqa: E402
-from fastps.kernels.shm.arena import LANE_FREE, LANE_LEFT, Arena  # noqa: E402
-from fastps.kernels.shm.format import format_memory  # noqa: E402
-from fastps.kernels.shm.plan import plan  # noqa: E402
+from fastps.kernels.shm.arena import LANE_FREE, LANE_LEFT  # noqa: E402
 from fastps.kernels.update import fold, rows  # noqa: E402
+from tests.support import plain_arena  # noqa: E402
 
 SHARD_FLOATS = 96
 SHARDS = 2
@@ -124,33 +123,27 @@ CASES = [
 ]  # fmt: skip
 
 
-class Job:
+class Job(plain_arena.Job):
     """Three lanes in memory shared with a forked victim, each with the steps that it will push."""
 
     def __init__(self, case: Case, readers: int = 0) -> None:
-        header, size = plan(
-            lanes=3, slots=case.slots, ring_size=8, groups=1, parameters=SHARDS + len(case.tables),
-            buffer_floats=SHARDS * SHARD_FLOATS, tables=case.tables, row_rule=max(case.row_rule, 0),
-            rule=case.rule, state_planes=case.planes + 1, extra_bytes=0, buffers=5, shards=SHARDS, ema_decay=0.9,
+        self.case = case
+        places = [SHARD_FLOATS * shard for shard in range(SHARDS)]
+        segments = [(first, SHARD_FLOATS, 0) for first in places] + [(places[shard], 0, 0) for *_, shard in case.tables]
+        super().__init__(
+            3, case.policy, shards=SHARDS, slots=case.slots, floats=SHARD_FLOATS, segments=segments, tables=case.tables,
+            row_rule=max(case.row_rule, 0), rule=case.rule, state_planes=case.planes + 1, buffers=5, ema_decay=0.9,
             readers=readers, shown_type=case.shown_type, gradient_type=case.gradient_type,
         )  # fmt: skip
-        self.case = case
-        self.memory = mmap.mmap(-1, size)
-        places = [(SHARD_FLOATS * shard, SHARD_FLOATS * (shard + 1)) for shard in range(SHARDS)]
-        segments = [(first, SHARD_FLOATS, 0) for first, _ in places]
-        segments += [(places[shard][0], 0, 0) for *_, shard in case.tables]
-        format_memory(self.memory, header, segments, shards=places, tables=case.tables, **case.policy)
-        self.arena = Arena(self.memory)
-        self.lanes = [WorkerLane(self.arena, index) if index == VICTIM else Lane(self.arena, index) for index in range(3)]
+        self.lanes[VICTIM] = WorkerLane(self.arena, VICTIM)
         self.writers = [RowWriter(self.arena, index) for index in range(3)]
         for lane in self.lanes:
             if case.rule in (fold.RULE_USER, fold.RULE_SUMMING):
                 lane.set_user_rule(users_rule(case.rule == fold.RULE_SUMMING).address)
             lane.share_folds(1)  # uses chunks and tickets, although no worker helps
         first = np.random.default_rng(5).standard_normal(SHARDS * self.shard_size)
-        self.floats(self.arena.weights_offset(0))[:] = first
-        self.floats(self.arena.plane_offset(0, case.planes))[:] = first  # the moving average
-        self.posts = [0, 0, 0]
+        self.numbers(self.arena.weights_offset(0))[:] = first
+        self.numbers(self.arena.plane_offset(0, case.planes))[:] = first  # the moving average
         for index in (0, 2):
             assert self.arena.claim(index, os.getpid()) == 0
 
@@ -159,7 +152,7 @@ class Job:
         """The numbers of a shard, each of which may be two floats."""
         return SHARD_FLOATS // (2 if self.case.gradient_type == fold.FLOAT64 else 1)
 
-    def floats(self, offset: int) -> Any:
+    def numbers(self, offset: int) -> Any:
         dtype = np.float64 if self.case.gradient_type == fold.FLOAT64 else np.float32
         return np.frombuffer(self.memory, dtype, SHARDS * self.shard_size, offset)
 
@@ -177,7 +170,7 @@ class Job:
         for shard in range(SHARDS):
             lane.pull(shard)
         gradient = np.random.default_rng(100 * index + step).standard_normal(SHARDS * self.shard_size)
-        self.floats(self.arena.gradient_offset(index, slot))[:] = gradient
+        self.numbers(self.arena.gradient_offset(index, slot))[:] = gradient
         lane.set_hyper(slot, 0, *self.case.hyper)
         lane.set_presence(slot, ((1 << SHARDS + len(self.case.tables)) - 1).to_bytes(8, "little"))
         for table in range(len(self.case.tables)):
@@ -251,7 +244,9 @@ class Job:
             places += [self.arena.plane_offset(state, plane) for plane in range(self.case.planes + 1)]
             steps = self.arena.steps_offset(state) + 8 * shard
             found.append(struct.pack("<q", version) + self.memory[steps : steps + 8])
-            found += [self.floats(place)[self.shard_size * shard : self.shard_size * (shard + 1)].tobytes() for place in places]
+            found += [
+                self.numbers(place)[self.shard_size * shard : self.shard_size * (shard + 1)].tobytes() for place in places
+            ]
             if self.case.shown_type:
                 found.append(self.shown(weights, shard, version))
         for table in range(len(self.case.tables)):  # weights, then optimizer state
@@ -266,7 +261,7 @@ class Job:
         halves = np.frombuffer(self.memory, np.uint16, SHARDS * SHARD_FLOATS, self.arena.halves_offset(buffer))
         expected = np.zeros(SHARD_FLOATS, np.uint16)
         own = slice(SHARD_FLOATS * shard, SHARD_FLOATS * (shard + 1))
-        fold.narrow(self.floats(self.arena.weights_offset(buffer))[own], expected, self.case.shown_type)
+        fold.narrow(self.numbers(self.arena.weights_offset(buffer))[own], expected, self.case.shown_type)
         assert version == 0 or halves[own].tobytes() == expected.tobytes()
         return halves[own].tobytes()
 

@@ -4,24 +4,20 @@ The joiner's process also combines: it retires the lane's last owner, folds what
 It may die in any of these. Then the others go on, another process joins, and every push is folded once.
 """
 
-import mmap
 import os
 import signal
 from typing import Any
 
-import numpy as np
 import pytest
 
 hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the failpoint build: make test-hooks")
 
-from fastps.kernels.protocol.lane import DONE, KIND_LEAVE, KIND_PUSH, Lane  # noqa: E402
+from fastps.kernels.protocol.lane import DONE, KIND_LEAVE  # noqa: E402
 from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
-from fastps.kernels.shm.arena import LANE_JOINING, LANE_LIVE, Arena  # noqa: E402
-from fastps.kernels.shm.format import format_memory  # noqa: E402
-from fastps.kernels.shm.plan import plan  # noqa: E402
-from fastps.kernels.update import fold  # noqa: E402
+from fastps.kernels.shm.arena import LANE_JOINING, LANE_LIVE  # noqa: E402
+from tests.support import plain_arena  # noqa: E402
 
-SHARDS, FLOATS, LANES = 2, 32, 3
+SHARDS, LANES = 2, 3
 JOINER = 1
 POLICIES: dict[str, dict[str, Any]] = {
     "asp": {"fold": "each", "grant": "at-once"},
@@ -33,38 +29,22 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-class Job:
+class Job(plain_arena.Job):
     """Three lanes in memory shared with a forked joiner."""
 
     def __init__(self, policy: dict[str, Any]) -> None:
-        header, size = plan(
-            lanes=LANES, slots=2, ring_size=8, groups=1, parameters=SHARDS, buffer_floats=SHARDS * FLOATS,
-            rule=fold.RULE_SGD, state_planes=0, extra_bytes=0, buffers=LANES + 3, shards=SHARDS,
-        )  # fmt: skip
-        self.memory = mmap.mmap(-1, size)
-        places = [(FLOATS * shard, FLOATS * (shard + 1)) for shard in range(SHARDS)]
-        format_memory(self.memory, header, [(first, FLOATS, 0) for first, _ in places], shards=places, **policy)
-        self.arena = Arena(self.memory)
-        self.lanes = [Lane(self.arena, index) for index in range(LANES)]
+        super().__init__(LANES, policy, shards=SHARDS)
         self.steps = [0] * LANES
-        self.pushed = [0] * LANES
         self.generation = 0
         for index in range(LANES):
             assert self.arena.claim(index, os.getpid()) == 0
 
-    def post(self, index: int, now_ns: int) -> None:
-        """Post a push of ones."""
-        lane, slot = self.lanes[index], self.pushed[index] % 2
+    def push(self, index: int, now_ns: int) -> None:
+        """Pull each shard, and post a push of ones."""
         for shard in range(SHARDS):
-            lane.pull(shard)
-        offset = self.arena.gradient_offset(index, slot)
-        np.frombuffer(self.memory, np.float32, SHARDS * FLOATS, offset)[:] = 1.0
-        lane.set_hyper(slot, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
-        lane.set_presence(slot, b"\x03" + b"\0" * 7)
-        lane.set_versions(slot)
-        assert lane.post(KIND_PUSH, self.steps[index], slot, lane.version, now_ns, samples=1)
+            self.lanes[index].pull(shard)
+        self.post(index, 1.0, now_ns, samples=1, step=self.steps[index])
         self.steps[index] += 1
-        self.pushed[index] += 1
 
     def may_push(self, index: int) -> bool:
         lane = self.lanes[index]
@@ -76,12 +56,12 @@ class Job:
         for now_ns in (10, 20, 30):
             for index in range(LANES):
                 if self.may_push(index):
-                    self.post(index, now_ns + index)
+                    self.push(index, now_ns + index)
             assert self.lanes[0].try_combine(now_ns + 5) == DONE
         assert self.arena.mark_dead(JOINER, 0)
         for index in (0, 2):
             if self.may_push(index):
-                self.post(index, 40 + index)
+                self.push(index, 40 + index)
 
     def join(self) -> None:
         """All that a joiner does until it may push, and its first push."""
@@ -98,15 +78,15 @@ class Job:
         for shard in range(SHARDS):
             assert clocks[shard][JOINER] == min(clocks[shard]), "each shard's own slowest clock"
             assert lane.granted(shard) == self.steps[JOINER] + 1, "its first step is granted, as it counts"
-        self.pushed[JOINER] = lane.posted()
-        self.post(JOINER, 60)
+        self.posts[JOINER] = lane.posted()
+        self.push(JOINER, 60)
         assert lane.try_combine(60) == DONE
 
     def play(self, indices: tuple[int, ...], now_ns: int, rounds: int) -> None:
         for _ in range(rounds):
             for index in indices:
                 if self.may_push(index):
-                    self.post(index, now_ns)
+                    self.push(index, now_ns)
             for index in indices:
                 assert self.lanes[index].try_combine(now_ns) == DONE
 
@@ -139,9 +119,9 @@ def _check(policy: dict[str, Any], store: int) -> int:
         probe.join()
         return hooks.stores() - before
     for index in (0, 2):
-        job.pushed[index] = job.lanes[index].posted()
+        job.posts[index] = job.lanes[index].posted()
         job.lanes[index].begin_steps()
-        job.steps[index] = job.pushed[index]
+        job.steps[index] = job.posts[index]
     generation = job.arena.generation(JOINER)
     job.lanes[0].recover_lock(JOINER, 70, generation)
     job.arena.mark_dead(JOINER, generation)
@@ -149,7 +129,7 @@ def _check(policy: dict[str, Any], store: int) -> int:
     assert job.arena.lane_state(JOINER) not in (LANE_JOINING, LANE_LIVE)
     job.join()
     job.play((0, JOINER, 2), 100, 6)
-    assert job.pushed[JOINER] >= 4, f"died at store {store}: the next joiner does not go on"
+    assert job.posts[JOINER] >= 4, f"died at store {store}: the next joiner does not go on"
     job.end()
     for index in range(LANES):
         counters = job.arena.counters(index)

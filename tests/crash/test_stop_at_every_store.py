@@ -102,7 +102,7 @@ def _check_stops(case: Case, every: int) -> None:
         if case.name in BITS:
             assert job.bits() == plain.bits(), f"stopped at store {store}: other bits"
         if case.name == LINEAR:
-            weights = [run.floats(run.arena.weights_offset(run.arena.committed(0)[1])) for run in (job, plain)]
+            weights = [run.numbers(run.arena.weights_offset(run.arena.committed(0)[1])) for run in (job, plain)]
             assert np.allclose(weights[0][:96], weights[1][:96], atol=1e-3), f"stopped at store {store}: other weights"
         for shard in range(SHARDS):
             assert job.lanes[0].owner(shard) == -1, f"stopped at store {store}: the lock of shard {shard} is held"

@@ -93,9 +93,7 @@ def run(sync: str, gpus: str, steps: list[int], owner_lanes: tuple[int, ...]) ->
     assert isinstance(store, DeviceStore)
     with store:
         children = [processes.start(lambda rank=rank: work(store, rank, gpus, steps)) for rank in range(len(gpus))]  # type: ignore[misc]
-        processes.finish(children, 40)
-    assert [child.exit_code for child in children] == [0] * len(gpus), [child.outcome for child in children]
-    return [child.outcome for child in children]
+        return processes.results(children, 40)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def run(update: Update, sync: str, dtype: str, places: str, amount: float | None
             store.close()
 
     with kind.create_for(layout, write, [update.hyper], timeout_s=20) as store:
-        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]  # type: ignore[misc]
+        children = processes.start_each(work, 2)
         processes.finish(children, 40)
         arena = store.arena
         counted = [{key: arena.counters(rank)[key] for key in ("steps", "folded", "dropped")} for rank in range(2)]

@@ -15,6 +15,7 @@ from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.lab.gpus.cuda_on_host import HostDevice
+from tests.device.test_device import store_of
 from tests.support import processes
 
 SIZE, STEPS, AMOUNT = 1025, 3, np.float32(1 / 1024)
@@ -27,14 +28,7 @@ def make_store(owner_lanes: tuple[int, ...]) -> DeviceStore:
     unchecked = FaultPolicy(nonfinite="allow")  # a push that is checked is posted behind all its gradients
     layout = Layout(place(rows, 1), 1, update.rule, parse_policy("bsp"), 2, faults=unchecked).with_shards(len(owner_lanes))
     layout = replace(layout, owner_lanes=owner_lanes, extra_bytes=handle_table_bytes(len(owner_lanes)))
-
-    def zeros(views: list[Any]) -> None:
-        for view in views:
-            view[:] = 0
-
-    store = DeviceStore.create_for(layout, zeros, [update.hyper], timeout_s=20)
-    assert isinstance(store, DeviceStore)
-    return store
+    return store_of(layout, update, [0] * len(owner_lanes), timeout_s=20)
 
 
 def work(store: DeviceStore, rank: int, gpus: str, marks: bool) -> Any:
@@ -54,7 +48,7 @@ def work(store: DeviceStore, rank: int, gpus: str, marks: bool) -> Any:
                 for shard in reversed(range(last + 1)):
                     device.copy(arena.gradient_address(rank, worker.slot, shard), gradient.ctypes.data, 4 * SIZE, stream)
                     if marks:
-                        arena.mark_computed(shard, worker.slot)
+                        arena.mark_computed(shard)
                     if shard == last:
                         device.api.streams[stream].do(partial(time.sleep, GAP_S))
                         made = step + 2  # the first record is that of the setup
@@ -77,9 +71,7 @@ def work(store: DeviceStore, rank: int, gpus: str, marks: bool) -> Any:
 def test_a_shard_is_folded_while_backward_computes_the_others(marks: bool) -> None:
     with make_store((0, 1, 0, 1)) as store:
         children = [processes.start(lambda rank=rank: work(store, rank, "ab", marks)) for rank in range(2)]  # type: ignore[misc]
-        processes.finish(children, 40)
-    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
-    assert [child.outcome for child in children] == [[], [marks] * STEPS]
+        assert processes.results(children, 40) == [[], [marks] * STEPS]
 
 
 def test_a_large_model_has_several_shards_a_device_and_a_small_one_as_few_as_may_be() -> None:

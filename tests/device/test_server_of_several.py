@@ -4,7 +4,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 
 import fastps
 from fastps.device.cuda import CudaDevice
+from fastps.device.interface import DeviceError
 from fastps.device.plan import placed_on
 from fastps.device.store import DeviceStore
 from fastps.job.fault_policy import FaultPolicy
@@ -30,47 +31,32 @@ from tests.device import test_several_devices as several
 from tests.support import processes
 
 GPUS = ("gpu 0", "gpu 1", "gpu 0", "gpu 1")
-NONE = {"gpu 0": frozenset({"gpu 1"}), "gpu 1": frozenset({"gpu 0"})}
-REACHES: dict[str, Mapping[str, frozenset[str]]] = {"reach each other": {}, "do not": NONE}
 AMOUNT = np.float32(1 / 1024)
 STEPS = 8
 
 
-def make_store(
-    update: Update, sync: str, reaches: Mapping[str, frozenset[str]], *, loss: str = "continue", gpus: Any = GPUS
-) -> DeviceStore:
+def make_store(update: Update, sync: str, *, loss: str = "continue", gpus: Any = GPUS) -> DeviceStore:
     """A job with a server, a worker on each of `gpus`, and a shard on each GPU. Its weights are those of the jobs on one."""
-    policy, weights = parse_policy(sync), jobs.first_weights()
-    rows = [(name, shape, jobs.contiguous(shape), 0) for name, shape in jobs.SHAPES.items()]
+    policy = parse_policy(sync)
     faults = FaultPolicy(on_worker_loss=loss, nonfinite="allow")  # type: ignore[arg-type]
-    layout = Layout(place(rows, policy.shards), 1, update.rule, policy, len(gpus), faults=faults, server="process")
-    layout = placed_on(layout, gpus)
-
-    def write(views: list[Any]) -> None:
-        for view, values in zip(views, weights.values(), strict=True):
-            view[:] = values.reshape(-1)
-
-    make = partial(host_devices, list(dict.fromkeys(gpus)), 0.0005, Faults(unreachable=frozenset(reaches)))
-    store = DeviceStore.create_for(layout, write, [update.hyper], timeout_s=20, server_devices=make)
-    assert isinstance(store, DeviceStore)
-    return store
+    layout = Layout(place(jobs.ROWS, policy.shards), 1, update.rule, policy, len(gpus), faults=faults, server="process")
+    make = partial(host_devices, list(dict.fromkeys(gpus)), 0.0005)
+    return jobs.store_of(placed_on(layout, gpus), update, timeout_s=20, server_devices=make)
 
 
-def device_of(rank: int, reaches: Mapping[str, frozenset[str]], dies_at: int = 0) -> HostDevice:
-    faults = Faults(seed=rank, delay_s=0.001, late_s=0.0005, unreachable=reaches.get(GPUS[rank], frozenset()), dies_at=dies_at)
-    return HostDevice(GPUS[rank], faults=faults)
+def device_of(rank: int, dies_at: int = 0) -> HostDevice:
+    return HostDevice(GPUS[rank], faults=Faults(seed=rank, delay_s=0.001, late_s=0.0005, dies_at=dies_at))
 
 
 def steps_of(
     store: DeviceStore,
     rank: int,
-    reaches: Mapping[str, frozenset[str]],
     make: Callable[[int, int], dict[str, Any]],
     dies_at: int = 0,
     pause: Callable[[int], None] = lambda step: None,
 ) -> Any:
     """Take steps; returns the final weights, the lane's generation and the number of own folds."""
-    store.use(device_of(rank, reaches, dies_at))
+    store.use(device_of(rank, dies_at))
     try:
         with store.attach(rank) as worker:
             if not worker.generation:
@@ -100,28 +86,25 @@ class _Recorded(CudaDevice):
         Path(self.path).write_bytes(pickle.dumps(self._cuda.calls))
 
 
-def recorded_gpus(gpus: list[str], path: str, unreachable: frozenset[str]) -> list[CudaDevice]:
+def recorded_gpus(gpus: list[str], path: str) -> list[CudaDevice]:
     """The GPUs of a server on the simulated runtime, as one process has them."""
-    api = RecordedCuda(HostCuda(gpus, Faults(seed=9, delay_s=0.001, unreachable=unreachable)))
+    api = RecordedCuda(HostCuda(gpus, Faults(seed=9, delay_s=0.001)))
     _Recorded.path = path
     return [_Recorded(index, api) for index in range(len(gpus))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["continue", "stop"])
-@pytest.mark.parametrize("has_peers", [True, False])
 def test_a_server_on_two_gpus_of_the_simulated_runtime_keeps_the_rules_of_cuda(
-    has_peers: bool, loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus, update, path = ["gpu 0", "gpu 1"], fastps.Adam(lr=0.01), tmp_path / "calls"
-    unreachable: frozenset[str] = frozenset() if has_peers else frozenset({"gpu 1"})
-    make = partial(recorded_gpus, gpus, str(path), unreachable)
+    make = partial(recorded_gpus, gpus, str(path))
     monkeypatch.setattr(sys.modules[__name__], "partial", lambda *_: make)
-    store = make_store(update, "bsp", {}, loss=loss, gpus=gpus)
+    store = make_store(update, "bsp", loss=loss, gpus=gpus)
 
     def work(rank: int) -> Any:
-        out_of_reach = frozenset({gpus[1 - rank]} if unreachable else ())
-        api = RecordedCuda(HostCuda([gpus[rank], gpus[1 - rank]], Faults(seed=rank, unreachable=out_of_reach)))
+        api = RecordedCuda(HostCuda([gpus[rank], gpus[1 - rank]], Faults(seed=rank)))
         store.use(CudaDevice(0, api))
         try:
             return jobs.steps_of(store, rank, STEPS, jobs.gradient), api.calls
@@ -129,14 +112,13 @@ def test_a_server_on_two_gpus_of_the_simulated_runtime_keeps_the_rules_of_cuda(
             store.close()
 
     with store:
-        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]  # type: ignore[misc]
-        processes.finish(children, 60)
-        assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+        children = processes.start_each(work, 2)
+        processes.results(children, 60)
     several.assert_equal([child.outcome[0] for child in children], several.on_cpu(update, "bsp", 2, STEPS))
     calls = merged(pickle.loads(path.read_bytes()), *(child.outcome[1] for child in children))
-    assert check_record(calls, [frozenset(gpus)] if has_peers else []) == len(calls)
+    assert check_record(calls, [frozenset(gpus)]) == len(calls)
     enabled = [call for call in calls if call.name == "deviceEnablePeerAccess"]
-    assert len(enabled) == (2 if has_peers else 0), "each GPU of the server reads the other's slots"
+    assert len(enabled) == 2, "each GPU of the server reads the other's slots"
 
 
 def constant(rank: int, step: int) -> dict[str, Any]:
@@ -144,47 +126,27 @@ def constant(rank: int, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("reaches", "loss"),
-    [
-        (NONE, "continue"),
-        pytest.param({}, "continue", marks=pytest.mark.slow),
-        pytest.param({}, "stop", marks=pytest.mark.slow),
-        pytest.param(NONE, "stop", marks=pytest.mark.slow),
-    ],
-)
-def test_a_server_on_two_devices_has_the_bits_of_the_cpu(reaches: Mapping[str, frozenset[str]], loss: str) -> None:
+@pytest.mark.parametrize("loss", ["continue", "stop"])
+def test_a_server_on_two_devices_has_the_bits_of_the_cpu(loss: str) -> None:
     update = fastps.Adam(lr=0.01, weight_decay=0.1)
     expected = several.on_cpu(update, "bsp,ema=0.9", 4, STEPS)
-    with make_store(update, "bsp,ema=0.9", reaches, loss=loss) as store:
+    with make_store(update, "bsp,ema=0.9", loss=loss) as store:
         assert sorted(store.layout.owner_lanes) == [4, 5], "each device is a home"
-        children = [
-            processes.start(lambda rank=rank: steps_of(store, rank, reaches, jobs.gradient))  # type: ignore[misc]
-            for rank in range(4)
-        ]
-        processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0] * 4, [child.outcome for child in children]
-    for child in children:
-        weights, _, folds = child.outcome
+        ends = processes.results(processes.start_each(lambda rank: steps_of(store, rank, jobs.gradient), 4), 60)
+    for weights, _, folds in ends:
         assert folds == 0, "workers fold nothing"
         assert all(np.array_equal(weights[name], values) for name, values in expected.items())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", [8, 14, 20, 26, 33, 41, 50, 61, 73, 90])
-@pytest.mark.parametrize("sync", ["asp", "ssp:2", "bsp"])
-@pytest.mark.parametrize("reaches", REACHES.values(), ids=REACHES.keys())
-def test_the_others_go_on_and_every_push_that_was_posted_counts(
-    reaches: Mapping[str, frozenset[str]], sync: str, operation: int
-) -> None:
+@pytest.mark.parametrize(("sync", "operation"), [
+    *(("asp", operation) for operation in (8, 14, 20, 26, 33, 41, 50, 61, 73, 90)),
+    *((sync, operation) for sync in ("ssp:2", "bsp") for operation in (14, 41, 73)),
+])  # fmt: skip
+def test_the_others_go_on_and_every_push_that_was_posted_counts(sync: str, operation: int) -> None:
     """Deaths from the first operation of a worker's setup on."""
-    with make_store(fastps.SGD(lr=1.0), sync, reaches) as store:
-        children = [
-            processes.start(
-                lambda rank=rank: steps_of(store, rank, reaches, constant, operation * (rank == 1))  # type: ignore[misc]
-            )
-            for rank in range(4)
-        ]
+    with make_store(fastps.SGD(lr=1.0), sync) as store:
+        children = [processes.start(partial(steps_of, store, rank, constant, operation * (rank == 1))) for rank in range(4)]
         processes.finish(children, 60)
         assert [child.exit_code for child in children] == [0, -signal.SIGKILL, 0, 0], [child.outcome for child in children]
         assert store.arena.lane_state(1) == LANE_DEAD
@@ -199,9 +161,8 @@ def test_the_others_go_on_and_every_push_that_was_posted_counts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("reaches", REACHES.values(), ids=REACHES.keys())
-def test_another_process_takes_the_lost_workers_lane(reaches: Mapping[str, frozenset[str]], victim: int) -> None:
-    with make_store(fastps.SGD(lr=1.0), "asp", reaches) as store:
+def test_another_process_takes_the_lost_workers_lane(victim: int) -> None:
+    with make_store(fastps.SGD(lr=1.0), "asp") as store:
 
         def wait_for_the_joiner(step: int) -> None:
             deadline = time.monotonic() + 20
@@ -209,18 +170,15 @@ def test_another_process_takes_the_lost_workers_lane(reaches: Mapping[str, froze
                 time.sleep(0.002)
 
         others = [
-            processes.start(
-                lambda rank=rank: steps_of(store, rank, reaches, constant, pause=wait_for_the_joiner)  # type: ignore[misc]
-            )
+            processes.start(partial(steps_of, store, rank, constant, pause=wait_for_the_joiner))
             for rank in range(4)
             if rank != victim
         ]
-        lost = processes.start(lambda: steps_of(store, victim, reaches, constant, 50))
+        lost = processes.start(lambda: steps_of(store, victim, constant, 50))
         processes.finish([lost], 30)
         assert lost.exit_code == -signal.SIGKILL
-        joiner = processes.start(lambda: steps_of(store, victim, reaches, constant))
-        processes.finish([*others, joiner], 40)
-        assert [child.exit_code for child in (*others, joiner)] == [0] * 4, [child.outcome for child in (*others, joiner)]
+        joiner = processes.start(lambda: steps_of(store, victim, constant))
+        processes.results([*others, joiner], 40)
         assert joiner.outcome[1] == 1
         for child in others:
             assert all(np.array_equal(child.outcome[0][name], values) for name, values in joiner.outcome[0].items())
@@ -228,15 +186,23 @@ def test_another_process_takes_the_lost_workers_lane(reaches: Mapping[str, froze
 
 @pytest.mark.slow
 def test_a_worker_on_another_gpu_than_its_slots_is_told_so() -> None:
-    with make_store(fastps.SGD(lr=1.0), "asp", {}) as store:
+    with make_store(fastps.SGD(lr=1.0), "asp") as store:
         store.use(HostDevice("gpu 1"))
         with pytest.raises(fastps.UnsupportedError, match="expected worker 0 on gpu 0, where the server has its slots"):
             store.attach(0)
 
 
+def test_a_server_whose_gpus_do_not_reach_each_other_is_refused_by_name() -> None:
+    devices = host_devices(["gpu 0", "gpu 1"], faults=Faults(unreachable=frozenset({"gpu 1"})))
+    with pytest.raises(
+        DeviceError, match=r"expected peer access from GPU 0 to GPU 1, found that CUDA refuses .* FASTPS_PLACEMENT=host"
+    ):
+        devices[0].borrow(devices[1])
+    devices[0].shut()
+
+
 def test_the_plan_gives_each_gpu_shards_and_the_slots_of_its_workers() -> None:
-    update, rows = fastps.SGD(lr=1.0), [(name, shape, jobs.contiguous(shape), 0) for name, shape in jobs.SHAPES.items()]
-    layout = Layout(place(rows), 1, update.rule, parse_policy("bsp"), 4)
+    layout = Layout(place(jobs.ROWS), 1, fastps.SGD(lr=1.0).rule, parse_policy("bsp"), 4)
     assert placed_on(layout, GPUS).owner_lanes == (0, 1) and placed_on(layout, GPUS).slot_owners == ()
     served = placed_on(replace(layout, server="process"), GPUS)
     assert sorted(served.owner_lanes) == [4, 5] and served.slot_owners == (4, 5, 4, 5)

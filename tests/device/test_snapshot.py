@@ -29,19 +29,9 @@ SAVED, STEPS = 5, 9
 
 
 def make_store(gpus: list[str], server: str = "workers", resume: Any = None, **options: Any) -> DeviceStore:
-    policy, weights = parse_policy(SYNC), jobs.first_weights()
-    rows = [(name, shape, jobs.contiguous(shape), 0) for name, shape in jobs.SHAPES.items()]
-    layout = Layout(place(rows), 1, UPDATE.rule, policy, len(gpus), server=server)
-    layout = placed_on(layout, gpus)
-
-    def write(views: list[Any]) -> None:
-        for view, values in zip(views, weights.values(), strict=True):
-            view[:] = values.reshape(-1)
-
+    layout = placed_on(Layout(place(jobs.ROWS), 1, UPDATE.rule, parse_policy(SYNC), len(gpus), server=server), gpus)
     make = partial(host_devices, list(dict.fromkeys(gpus)), 0.0005) if server == "process" else None
-    store = DeviceStore.create_for(layout, write, [UPDATE.hyper], resume=resume, server_devices=make, **options)
-    assert isinstance(store, DeviceStore)
-    return store
+    return jobs.store_of(layout, UPDATE, resume=resume, server_devices=make, **options)
 
 
 def steps_of(store: Any, rank: int, first: int, last: int, folder: Path | None, *, ahead: int = 0) -> Any:
@@ -69,10 +59,7 @@ def run(store: Any, gpus: list[str], work: Any) -> list[Any]:
             store.close()
 
     with store:
-        children = [processes.start(lambda rank=rank: in_child(rank)) for rank in range(2)]  # type: ignore[misc]
-        processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
-    return [child.outcome for child in children]
+        return processes.results(processes.start_each(in_child, 2), 60)
 
 
 def on_cpu(folder: Path | None, last: int = STEPS) -> Any:
@@ -150,9 +137,8 @@ def test_steps_go_on_while_a_version_is_copied_and_its_buffers_are_not_written(t
             store.close()
 
     with store:
-        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]  # type: ignore[misc]
-        processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+        children = processes.start_each(work, 2)
+        processes.results(children, 60)
     assert children[1].outcome == [SAVED, SAVED + 3]
     on_cpu(tmp_path / "cpu", SAVED + 1)
     assert_same_checkpoint(tmp_path / "device", tmp_path / "cpu")
@@ -173,38 +159,12 @@ def test_copies_on_gpus_keep_the_rules_of_cuda(tmp_path: Path) -> None:
         return api.calls
 
     with store:
-        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]  # type: ignore[misc]
-        processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+        children = processes.start_each(work, 2)
+        processes.results(children, 60)
     whole = merged(*(child.outcome for child in children))
     assert check_record(whole, [frozenset(gpus)], {call.process for call in whole}) == len(whole)
     on_cpu(tmp_path / "cpu", SAVED + 1)
     assert_same_checkpoint(tmp_path / "device", tmp_path / "cpu")
-
-
-@pytest.mark.slow
-def test_homes_that_are_not_reached_are_named_when_a_version_is_copied_or_resumed(tmp_path: Path) -> None:
-    gpus = ["gpu 0", "gpu 1"]
-    store = make_store(gpus)
-
-    def save(rank: int) -> Any:
-        faults = Faults(unreachable=frozenset(gpus) - {gpus[rank]})
-        store.use(HostDevice(gpus[rank], faults=faults))
-        try:
-            with store.attach(rank) as worker:
-                if rank:
-                    with pytest.raises(fastps.UnsupportedError, match="expected peer access to read or write whole versions"):
-                        fastps.save(worker, tmp_path)
-                worker.step(jobs.gradient(rank, 0))
-                worker.wait_for_others()
-        finally:
-            store.close()
-
-    with store:
-        children = [processes.start(lambda rank=rank: save(rank)) for rank in range(2)]  # type: ignore[misc]
-        processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
-    assert not list(tmp_path.iterdir())
 
 
 def test_resumed_state_of_another_model_is_refused(tmp_path: Path) -> None:

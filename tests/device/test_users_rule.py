@@ -10,10 +10,15 @@ import pytest
 
 import fastps
 from fastps.device import users_rule
-from fastps.job.update_rules import Update
-from fastps.lab.gpus.cuda_on_host import Faults, HostDevice
+from fastps.device.cuda import CudaDevice
+from fastps.job.layout import Layout, place
+from fastps.job.specs import parse_policy
+from fastps.job.update_rules import Rule, Update
+from fastps.kernels.shm.arena import LANE_FREE, LANE_LIVE
+from fastps.kernels.update.fold import RULE_ADAM
+from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
 from tests.device.test_device import gradient
-from tests.device.test_several_devices import ALL, assert_equal, make_store, on_cpu, steps_of
+from tests.device.test_several_devices import assert_equal, make_store, on_cpu, steps_of
 from tests.support import processes, twins
 
 pytestmark = pytest.mark.skipif(twins.COMPILER is None, reason="a C compiler is not installed")
@@ -27,11 +32,15 @@ def device() -> Any:
     made.shut()
 
 
+def layout_of(rule: Rule) -> Layout:
+    return Layout(place([("w", (4,), (1,), 0)]), 1, rule, parse_policy("bsp"), 1)
+
+
 def run(update: Update, sync: str) -> list[Any]:
     store = make_store(update, sync, GPUS, shards=2)
 
     def work(rank: int) -> Any:
-        faults = Faults(seed=rank, delay_s=0.001, unreachable=ALL[GPUS[rank]])
+        faults = Faults(seed=rank, delay_s=0.001)
         store.use(HostDevice(GPUS[rank], faults=faults, compile_rule=twins.compiled))
         try:
             return steps_of(store, rank, 6, gradient)
@@ -39,10 +48,7 @@ def run(update: Update, sync: str) -> list[Any]:
             store.close()
 
     with store:
-        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]  # type: ignore[misc]
-        processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
-    return [child.outcome for child in children]
+        return processes.results(processes.start_each(work, 2), 60)
 
 
 @pytest.mark.slow
@@ -52,17 +58,34 @@ def test_a_job_on_two_devices_has_the_bits_of_the_cpu(name: str) -> None:
     assert_equal(run(update, "bsp,ema=0.9"), on_cpu(update, "bsp,ema=0.9", 2, 6))
 
 
+def test_a_worker_compiles_what_it_needs_before_it_attaches() -> None:
+    """Else the others would wait for the compiler, some of them for a shard lock."""
+    prepared: list[tuple[int, str, int]] = []
+
+    class Watched(HostCuda):
+        def prepare(self, device: int, rule: int, dtype: str, users: str) -> None:
+            prepared.append((rule, dtype, store.arena.lane_state(0)))
+
+    with make_store(fastps.Adam(lr=0.1), "bsp", ("gpu 0",), shards=2, dtype="float16") as store:
+        api = Watched(["gpu 0"])
+        with store.use(CudaDevice(0, api)).attach(0) as worker:
+            assert store.arena.lane_state(0) == LANE_LIVE
+            worker.wait_for_others()
+    api.end()
+    assert prepared == [(RULE_ADAM, "float16", LANE_FREE)]
+
+
 def test_a_text_that_computes_something_else_is_refused_with_an_example(device: HostDevice) -> None:
     rule = twins.slowing
     wrong = replace(rule, cuda=rule.cuda.replace("sqrtf(square)", "square"))
     with pytest.raises(fastps.UsageError, match=r"rule 'slowing': expected cuda= to .* found weight .* from weight"):
-        users_rule.prepare(device, wrong, [twins.RULES["slowing"].hyper])
-    users_rule.prepare(device, rule, [twins.RULES["slowing"].hyper])
+        users_rule.prepare(device, layout_of(wrong), [twins.RULES["slowing"].hyper])
+    users_rule.prepare(device, layout_of(rule), [twins.RULES["slowing"].hyper])
 
 
 def test_a_rule_without_a_text_or_with_sums_is_refused(device: HostDevice) -> None:
     with pytest.raises(fastps.UnsupportedError, match=r"expected rule 'plain' in C, too.*found no cuda="):
-        users_rule.prepare(device, replace(twins.plain, cuda=""), [])
+        users_rule.prepare(device, layout_of(replace(twins.plain, cuda="")), [])
 
     def squares(weight: Any, gradient: Any, learning_rate: Any) -> Any:
         return weight * weight
@@ -72,7 +95,7 @@ def test_a_rule_without_a_text_or_with_sums_is_refused(device: HostDevice) -> No
 
     summing = fastps.rule(sums=squares)(scaled)
     with pytest.raises(fastps.UnsupportedError, match="rule 'scaled' reads sums"):
-        users_rule.prepare(device, summing, [])
+        users_rule.prepare(device, layout_of(summing), [])
     with pytest.raises(ValueError, match="expected no cuda= beside sums="):
         fastps.rule(sums=squares, cuda="weight = 0;")(scaled)
 

@@ -2,18 +2,20 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from fastps import SGD, Adam, Store
 from fastps.device.cuda import CudaDevice
 from fastps.device.interface import DeviceError
 from fastps.diagnostics import gpu
 from fastps.diagnostics.doctor import OPTIMIZERS, Need, examine, need_findings, need_of
+from fastps.diagnostics.finding import Finding
 from fastps.errors import PolicyError, UsageError
 from fastps.lab.gpus.cuda_on_host import Faults, HostCuda
 from tests.support import commands, processes
@@ -104,20 +106,17 @@ def test_a_model_that_does_not_fit_is_exit_code_1() -> None:
     assert "no: use fewer workers or a smaller model" in outcome.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0, 4, "sgd"), "--model-size: expected at least 1, found 0"),
-        ((9, 0, "sgd"), "--workers: expected at least 1, found 0"),
-        ((9, 4, "lion"), "--optimizer: expected one of sgd, momentum, nesterov, adam"),
-        ((9, 4, "sgd", "bsp", "int8"), "--dtype: expected one of float32, float16, bfloat16, float64, found 'int8'"),
-        ((9, 4, "sgd", "foo"), "unknown synchronization 'foo'"),
-        ((9, 100_000, "sgd"), "in this job, found 100000"),
-        ((10**15, 1, "sgd"), "whose arena can be addressed"),
-        ((10**13, 60, "sgd"), "whose arena can be addressed"),
-        ((10**30, 1, "sgd"), "whose arena can be addressed"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((0, 4, "sgd"), "--model-size: expected at least 1, found 0"),
+    ((9, 0, "sgd"), "--workers: expected at least 1, found 0"),
+    ((9, 4, "lion"), "--optimizer: expected one of sgd, momentum, nesterov, adam"),
+    ((9, 4, "sgd", "bsp", "int8"), "--dtype: expected one of float32, float16, bfloat16, float64, found 'int8'"),
+    ((9, 4, "sgd", "foo"), "unknown synchronization 'foo'"),
+    ((9, 100_000, "sgd"), "in this job, found 100000"),
+    ((10**15, 1, "sgd"), "whose arena can be addressed"),
+    ((10**13, 60, "sgd"), "whose arena can be addressed"),
+    ((10**30, 1, "sgd"), "whose arena can be addressed"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises((UsageError, PolicyError), match=message):
         need_of(*arguments)
@@ -142,58 +141,78 @@ def test_a_share_is_rounded_up() -> None:
 # -- GPUs, on the simulated runtime ------------------------------------------------------------------------------------------
 
 
-def _shared(owner: int, reader: int, unreachable: frozenset[str] = frozenset()) -> None:
-    """Let a forked process read GPU `owner`'s memory on GPU `reader`."""
+def _shared(reader: int, handles: Sequence[gpu.Handles], unreachable: frozenset[str] = frozenset()) -> list[str]:
+    """Let a forked process read the memory of all GPUs on GPU `reader`."""
 
-    def read(memory_handle: bytes, event_handle: bytes) -> bytes:
-        def work() -> bytes:
-            faults = Faults(unreachable=unreachable - {f"gpu {reader}"})
-            return gpu.read_shared(CudaDevice(0, HostCuda([f"gpu {reader}"], faults)), memory_handle, event_handle)
+    def work() -> list[str]:
+        faults = Faults(unreachable=unreachable - {f"gpu {reader}"})
+        return gpu.read_shared(CudaDevice(0, HostCuda([f"gpu {reader}"], faults)), handles)
 
-        child = processes.start(work)
-        processes.finish([child], 20)
-        if child.exit_code:
-            raise DeviceError(child.outcome[1])
-        found: bytes = child.outcome
-        return found
-
-    _share(owner, read)
+    child = processes.start(work)
+    processes.finish([child], 20)
+    if child.exit_code:
+        raise DeviceError(child.outcome[1])
+    found: list[str] = child.outcome
+    return found
 
 
-def _share(owner: int, read: Callable[[bytes, bytes], bytes]) -> None:
-    api = HostCuda([f"gpu {owner}"], Faults(delay_s=0.01))
+def _sharing(count: int, read: Callable[[int, Sequence[gpu.Handles]], list[str]]) -> Finding:
+    api = HostCuda([f"gpu {number}" for number in range(count)], Faults(delay_s=0.01))
     try:
-        gpu.share_memory(CudaDevice(0, api), read)
+        return gpu.sharing([CudaDevice(number, api) for number in range(count)], read)
     finally:
         api.end()  # with the events, which CUDA leaves to the process's end
 
 
-def test_sharing_is_tried_between_each_pair_of_gpus() -> None:
-    tried: list[tuple[int, int]] = []
+def test_sharing_is_tried_between_each_pair_of_gpus_with_one_process_for_each_gpu() -> None:
+    readers: list[int] = []
 
-    def share(owner: int, reader: int) -> None:
-        tried.append((owner, reader))
-        _shared(owner, reader)
+    def read(reader: int, handles: Sequence[gpu.Handles]) -> list[str]:
+        readers.append(reader)
+        return _shared(reader, handles)
 
-    found = gpu.sharing(2, share)
-    assert found.value == "works" and "for all 4 pairs" in found.shown
-    assert tried == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    found = _sharing(3, read)
+    assert found.value == "works" and "for all 9 pairs" in found.shown
+    assert readers == [0, 1, 2]
 
 
 def test_pairs_that_do_not_share_are_named_and_a_gpu_that_cannot_at_all_is_told_apart() -> None:
-    found = gpu.sharing(2, lambda owner, reader: _shared(owner, reader, frozenset({"gpu 0", "gpu 1"})))
-    assert found.value == "works" and "[(0, 1), (1, 0)]: " in found.shown and "peer access" in found.shown
+    found = _sharing(2, lambda reader, handles: _shared(reader, handles, frozenset({"gpu 0", "gpu 1"})))
+    assert found.value == "works" and "[(1, 0), (0, 1)]: " in found.shown and "peer access" in found.shown
 
-    def refuse(owner: int, reader: int) -> None:
+    def refuse(reader: int, handles: Sequence[gpu.Handles]) -> list[str]:
         raise DeviceError("no handles here")
 
-    found = gpu.sharing(1, refuse)
+    found = _sharing(1, refuse)
     assert found.value == "no" and "use FASTPS_PLACEMENT=host: no handles here" in found.shown
 
 
-def test_memory_with_other_contents_is_found() -> None:
-    with pytest.raises(DeviceError, match="holds something else"):
-        _share(0, lambda memory, event: b"another")
+def test_memory_with_other_contents_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(reader: int, handles: Sequence[gpu.Handles]) -> list[str]:
+        monkeypatch.setattr(gpu, "_WORDS", b"something")
+        return _shared(reader, handles)
+
+    assert "holds something else" in _sharing(1, read).shown
+
+
+def test_kernels_that_do_not_compile_are_said_to_where_torch_finds_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutCompiler(HostCuda):
+        def prepare(self, device: int, rule: int, dtype: str, users: str) -> None:
+            raise DeviceError("NVRTC is not installed")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
+    apis = [WithoutCompiler(["gpu 0"]), HostCuda(["gpu 0"])]
+    monkeypatch.setattr(gpu, "CudaDevice", lambda index: CudaDevice(index, api))
+    monkeypatch.setattr(gpu, "_in_child", _shared)
+    shown = []
+    for api in apis:
+        shown.append({finding.name: finding.shown for finding in gpu.gpu_findings()})
+        api.end()
+    assert shown[0]["shards on GPUs"] == "no, the fold runs on the CPU: NVRTC is not installed" and "CUDA IPC" not in shown[0]
+    assert shown[1]["shards on GPUs"] == "a kernel was compiled and loaded" and "read them" in shown[1]["CUDA IPC"]
+    assert all("nvidia-cuda-mps-control" in each["MPS"] or "runs:" in each["MPS"] for each in shown)
 
 
 def test_peer_access_in_one_direction_is_said_to_be_refused() -> None:
@@ -201,4 +220,4 @@ def test_peer_access_in_one_direction_is_said_to_be_refused() -> None:
     found = gpu.peer_access(3, lambda one, other: (one, other) in {(0, 1), (1, 0), (2, 0)})
     assert found.value == 3 and "3 of 6 pairs" in found.shown and "[(2, 0)] in one direction only" in found.shown
     none = gpu.peer_access(2, lambda one, other: False)
-    assert "go through host memory" in none.shown
+    assert "need FASTPS_PLACEMENT=host" in none.shown

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.cli.links_report import links_table, parameters_of
+from fastps.cli.options import parameters_of
+from fastps.cli.report import links_table
 from fastps.diagnostics.links import MeasuredLink, bound_of, fold_seconds
 from fastps.errors import UsageError
 from fastps.network.measuring import LinkRates

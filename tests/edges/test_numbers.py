@@ -10,7 +10,7 @@ import pytest
 import fastps
 from fastps.errors import UsageError
 from fastps.job import limits
-from fastps.processes.fault_injection import FaultPlan
+from fastps.lab.live_faults import FaultPlan
 
 WEIGHTS = {"w": np.zeros(4, np.float32)}
 

@@ -169,7 +169,7 @@ def test_a_stranger_that_takes_a_dead_workers_name_does_not_hide_its_death(job: 
 @needs_root
 def test_a_group_begins_although_a_stranger_has_its_name(job: str) -> None:
     found: list[Any] = []
-    with _stranger(b"\0fastps-group/" + job.encode()):
+    with _stranger(rendezvous.place_name(job, "group")):
         threads = [
             threading.Thread(target=lambda rank=rank: found.append(GroupStore(job, rank, 2, 60.0).meet())) for rank in (0, 1)
         ]

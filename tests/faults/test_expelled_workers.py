@@ -5,6 +5,7 @@ Each case damages a real word of a real arena between two calls.
 
 import logging
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,18 +19,9 @@ from tests.support.damaged_lanes import DAMAGES, LaneWords
 WEIGHTS = {"w": np.ones(8, np.float32), "v": np.ones(8, np.float32)}
 ONES = {"w": np.ones(8, np.float32), "v": np.ones(8, np.float32)}
 SPECS = [
-    "asp",
-    "bsp",
-    "ssp:1",
-    "dssp:1,3",
-    "backup:1",
-    "softsync:1",
-    "hardsync:64",
-    "adv:1",
-    "r2sp:0.8",
-    "bsp,shards=2",
+    "asp", "bsp", "ssp:1", "dssp:1,3", "backup:1", "softsync:1", "hardsync:64", "adv:1", "r2sp:0.8", "bsp,shards=2",
     "ssp:1,shards=2",
-]
+]  # fmt: skip
 BAD = 1
 
 
@@ -57,23 +49,42 @@ def _step_all(workers: list[fastps.Worker], rounds: int) -> None:
     raise AssertionError(f"steps that were not granted: {left}")
 
 
+def _damaged(store: fastps.Store, what: str) -> tuple[list[fastps.Worker], dict[str, Any]]:
+    """Three workers, each with two steps, of which one has damaged words, and a push where the damage needs one.
+
+    Returns the counters of that one from before as well.
+    """
+    damage, has_posted, _ = DAMAGES[what]
+    workers = [store.attach(rank) for rank in range(3)]
+    _step_all(workers, 2)
+    bad = workers[BAD]
+    while bad.lane.awaits and not bad.lane.advance(store.clock.now_ns(), bad._goes_on_at_once):
+        for worker in workers:
+            worker.try_combine()
+    before = store.arena.counters(BAD)
+    if has_posted:
+        assert bad.lane.post(KIND_PUSH, bad.steps, bad.slot, bad.version, store.clock.now_ns())
+    damage(LaneWords(store.memory, BAD))
+    return workers, before
+
+
+def _end(*workers: fastps.Worker) -> None:
+    for worker in workers:
+        worker.leave()
+    for worker in workers:
+        worker.wait_for_others()
+        worker.close()
+
+
 @pytest.mark.parametrize("what", DAMAGES)
 @pytest.mark.parametrize("sync", SPECS)
 def test_a_worker_whose_words_are_damaged_is_expelled_by_name_and_the_others_go_on(
     sync: str, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damage, has_posted, said = DAMAGES[what]
+    said = DAMAGES[what][2]
     with _store(sync) as store:
-        workers = [store.attach(rank) for rank in range(3)]
+        workers, before = _damaged(store, what)
         good, bad = [workers[0], workers[2]], workers[BAD]
-        _step_all(workers, 2)
-        while bad.lane.awaits and not bad.lane.advance(store.clock.now_ns(), bad._goes_on_at_once):
-            for worker in workers:
-                worker.try_combine()
-        before = store.arena.counters(BAD)
-        if has_posted:
-            assert bad.lane.post(KIND_PUSH, bad.steps, bad.slot, bad.version, store.clock.now_ns())
-        damage(LaneWords(store.memory, BAD))
         with caplog.at_level(logging.WARNING):
             for worker in good:
                 worker.try_combine()
@@ -90,7 +101,7 @@ def test_a_worker_whose_words_are_damaged_is_expelled_by_name_and_the_others_go_
         after = store.arena.counters(BAD)
         assert after["folded"] <= before["folded"] + (before["posted"] - before["done"]) * store.arena.shards
         for worker in good:
-            worker._leave()
+            worker.leave()
         for worker in good:
             worker.wait_for_others()
             counters = store.arena.counters(worker.rank)
@@ -106,15 +117,8 @@ def test_a_worker_whose_words_are_damaged_is_expelled_by_name_and_the_others_go_
 @pytest.mark.parametrize("what", DAMAGES)
 @pytest.mark.parametrize("sync", ["asp", "bsp", "ssp:1,shards=2"])
 def test_where_the_job_may_not_go_on_without_a_worker_it_ends_with_an_error_that_names_it(sync: str, what: str) -> None:
-    damage, has_posted, _ = DAMAGES[what]
     with _store(sync, "stop") as store:
-        workers = [store.attach(rank) for rank in range(3)]
-        _step_all(workers, 2)
-        while workers[BAD].lane.awaits and not workers[BAD].lane.advance(store.clock.now_ns(), True):
-            workers[0].try_combine()
-        if has_posted:
-            assert workers[BAD].lane.post(KIND_PUSH, 2, workers[BAD].slot, 0, store.clock.now_ns())
-        damage(LaneWords(store.memory, BAD))
+        workers, _ = _damaged(store, what)
         for rank in (0, 2):
             with pytest.raises(fastps.ProtocolError, match=f"worker {BAD} posted a push that it had no right to post"):
                 workers[rank].try_combine()
@@ -126,15 +130,8 @@ def test_where_the_job_may_not_go_on_without_a_worker_it_ends_with_an_error_that
 @pytest.mark.parametrize("what", DAMAGES)
 @pytest.mark.parametrize("sync", ["asp", "bsp", "bsp,shards=2", "softsync:1"])
 def test_another_worker_takes_the_place_of_one_that_was_expelled_and_has_ended(sync: str, what: str) -> None:
-    damage, has_posted, _ = DAMAGES[what]
     with _store(sync) as store:
-        workers = [store.attach(rank) for rank in range(3)]
-        _step_all(workers, 2)
-        while workers[BAD].lane.awaits and not workers[BAD].lane.advance(store.clock.now_ns(), True):
-            workers[0].try_combine()
-        if has_posted:
-            assert workers[BAD].lane.post(KIND_PUSH, 2, workers[BAD].slot, 0, store.clock.now_ns())
-        damage(LaneWords(store.memory, BAD))
+        workers, _ = _damaged(store, what)
         workers[0].try_combine()
         workers[BAD].close("it was expelled")
         _step_all([workers[0], workers[2]], 1)
@@ -142,11 +139,7 @@ def test_another_worker_takes_the_place_of_one_that_was_expelled_and_has_ended(s
         assert again.generation == 1 and store.arena.lane_state(BAD) == LANE_LIVE
         before = store.arena.counters(BAD)
         _step_all([workers[0], again, workers[2]], 4)
-        for worker in (workers[0], again, workers[2]):
-            worker._leave()
-        for worker in (workers[0], again, workers[2]):
-            worker.wait_for_others()
-            worker.close()
+        _end(workers[0], again, workers[2])
         after = store.arena.counters(BAD)
         assert after["folded"] - before["folded"] == 4 * store.arena.shards
 
@@ -155,15 +148,8 @@ def test_another_worker_takes_the_place_of_one_that_was_expelled_and_has_ended(s
 @pytest.mark.parametrize("sync", ["asp", "bsp", "ssp:1,shards=2"])
 def test_a_worker_does_not_pay_for_the_damaged_words_of_the_one_before_it(sync: str, what: str) -> None:
     """The first worker ends with a push that nobody has looked at, and its lane's words are damaged."""
-    damage, has_posted, _ = DAMAGES[what]
     with _store(sync) as store:
-        workers = [store.attach(rank) for rank in range(3)]
-        _step_all(workers, 2)
-        while workers[BAD].lane.awaits and not workers[BAD].lane.advance(store.clock.now_ns(), True):
-            workers[0].try_combine()
-        if has_posted:
-            assert workers[BAD].lane.post(KIND_PUSH, 2, workers[BAD].slot, 0, store.clock.now_ns())
-        damage(LaneWords(store.memory, BAD))
+        workers, _ = _damaged(store, what)
         workers[BAD].lane.fold_with(lambda call: None, ())  # it ends at once, and does not combine before
         workers[BAD].close("its process fails")
         again = store.attach(BAD)
@@ -171,11 +157,7 @@ def test_a_worker_does_not_pay_for_the_damaged_words_of_the_one_before_it(sync: 
         before = store.arena.counters(BAD)
         assert before["done"] == before["posted"], "nobody waits for what the first one has left"
         _step_all([workers[0], again, workers[2]], 4)
-        for worker in (workers[0], again, workers[2]):
-            worker._leave()
-        for worker in (workers[0], again, workers[2]):
-            worker.wait_for_others()
-            worker.close()
+        _end(workers[0], again, workers[2])
         assert store.arena.counters(BAD)["folded"] - before["folded"] == 4 * store.arena.shards
         assert [store.arena.counters(rank)["folded"] for rank in (0, 2)] == [6 * store.arena.shards] * 2
 
@@ -201,8 +183,4 @@ def test_a_worker_in_a_wait_that_is_expelled_ends_with_an_error_that_says_so() -
         _step_all(good, 3)
         processes.finish([child], 20)
         assert "was expelled" in str(child.outcome) and f"slot {1 << 30}" in str(child.outcome)
-        for worker in good:
-            worker._leave()
-        for worker in good:
-            worker.wait_for_others()
-            worker.close()
+        _end(*good)

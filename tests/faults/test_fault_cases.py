@@ -20,11 +20,10 @@ import torch
 
 import fastps
 from fastps.kernels.protocol import lane as turn
-from fastps.kernels.shm.arena import ABI, LANE_DEAD, LANE_LIVE, Arena
+from fastps.kernels.shm.arena import ABI, LANE_DEAD, LANE_LIVE
 from fastps.membership import rendezvous
 from fastps.system.memory_limits import available_bytes
 from tests.support import processes
-from tests.support.damaged_lanes import DAMAGES, LaneWords
 
 W = {"w": np.ones(12, np.float32)}
 ONES = {"w": np.ones(12, np.float32)}
@@ -250,8 +249,7 @@ def test_case_17_a_gradient_that_is_not_finite_is_rejected_by_worker_parameter_a
         child = processes.start(other)
         with store.attach(0) as worker:
             worker.step(good)
-            processes.finish([child], 20)
-            assert child.exit_code == 0, child.outcome
+            processes.results([child], 20)
             worker.try_combine()
             assert store.arena.rejected(1) == (1, (0, 1)), "step 0, the second parameter"
             assert store.arena.rejected(0) == (0, None)
@@ -292,22 +290,19 @@ def test_case_17_raise_stops_everyone_and_allow_folds_it() -> None:
         assert np.isnan(_weights(store)).all()
 
 
-@pytest.mark.parametrize(
-    "update",
-    [
-        fastps.SGD(lr=1.0, momentum=0.9),
-        fastps.Adam(),
-        fastps.Adagrad(),
-        fastps.RMSProp(momentum=0.5),
-        fastps.RMSProp(centered=True),
-        fastps.Adam(amsgrad=True),
-        fastps.NAdam(),
-        fastps.RAdam(betas=(0.9, 0.5)),
-        fastps.RAdam(betas=(0.5, 0.9)),
-        fastps.Adamax(),
-        fastps.Adadelta(),
-    ],
-)
+@pytest.mark.parametrize("update", [
+    fastps.SGD(lr=1.0, momentum=0.9),
+    fastps.Adam(),
+    fastps.Adagrad(),
+    fastps.RMSProp(momentum=0.5),
+    fastps.RMSProp(centered=True),
+    fastps.Adam(amsgrad=True),
+    fastps.NAdam(),
+    fastps.RAdam(betas=(0.9, 0.5)),
+    fastps.RAdam(betas=(0.5, 0.9)),
+    fastps.Adamax(),
+    fastps.Adadelta(),
+])  # fmt: skip
 @pytest.mark.parametrize("size", [1e30, 3e38])
 def test_case_18_a_huge_gradient_never_makes_weights_or_state_infinite(update: Any, size: float) -> None:
     with fastps.Store.create(W, update, sync="bsp", workers=1) as store, store.attach(0) as worker:
@@ -352,15 +347,12 @@ def test_case_20_another_format_and_a_second_job_of_the_same_name_are_refused() 
         assert store.version == 0
 
 
-@pytest.mark.parametrize(
-    ("make", "refusal"),
-    [
-        (lambda: torch.zeros(3, dtype=torch.complex64), "expected float32, float64, bfloat16 or float16, found complex64"),
-        (lambda: torch.zeros(3, device="meta"), "expected a tensor on the CPU or a CUDA GPU, found one on meta"),
-        (lambda: torch.zeros(8)[::2], "expected a tensor without gaps"),
-        (lambda: torch.zeros(2, 2).to_sparse(), "expected a dense tensor"),
-    ],
-)
+@pytest.mark.parametrize(("make", "refusal"), [
+    (lambda: torch.zeros(3, dtype=torch.complex64), "expected float32, float64, bfloat16 or float16, found complex64"),
+    (lambda: torch.zeros(3, device="meta"), "expected a tensor on the CPU or a CUDA GPU, found one on meta"),
+    (lambda: torch.zeros(8)[::2], "expected a tensor without gaps"),
+    (lambda: torch.zeros(2, 2).to_sparse(), "expected a dense tensor"),
+])  # fmt: skip
 def test_case_21_a_tensor_that_cannot_be_shared_is_refused_by_name(make: Callable[[], torch.Tensor], refusal: str) -> None:
     parameter = torch.nn.Parameter(make())
     with pytest.raises(fastps.UnsupportedError, match=refusal):
@@ -385,9 +377,7 @@ def test_case_22_garbage_at_a_workers_name_changes_nothing() -> None:
                 client.connect(rendezvous.place_name(store.job, 0))
                 client.sendall(garbage)
         worker.step(ONES)
-        found = rendezvous.connect(store.job, 0, 10, store.layout.text().encode())
-        for descriptor in (found.memfd, found.pidfd):
-            os.close(descriptor)
+        rendezvous.connect(store.job, 0, 10, store.layout.text().encode()).close()
         assert (store.version, _weights(store)) == (1, [0.0] * 12)
 
 
@@ -398,28 +388,6 @@ def test_case_23_an_index_out_of_bounds_is_named_and_never_followed(kind: int, s
         with _store(2, on_worker_loss="stop") as store, store.attach(0) as worker, store.attach(1) as other:
             other.lane.post(kind, 0, slot, 0, 1)
             worker.step(ONES)
-
-
-@pytest.mark.parametrize("what", DAMAGES)
-def test_case_23_a_lane_with_damaged_words_is_named_by_the_worker_that_combines(what: str) -> None:
-    """Under "continue", and together with deaths and joins: test_expelled_workers.py, kernels/protocol/test_lane_reads.py."""
-    with pytest.raises(fastps.ProtocolError, match="worker 1 posted a push that it had no right to post"):
-        with _store(2, on_worker_loss="stop") as store, store.attach(0) as worker, store.attach(1) as other:
-            other.step(ONES)
-            if DAMAGES[what][1]:
-                assert other.lane.post(turn.KIND_PUSH, other.steps, other.slot, 0, store.clock.now_ns())
-            DAMAGES[what][0](LaneWords(store.memory, 1))
-            worker.step(ONES)
-
-
-def test_case_23_a_damaged_header_is_refused() -> None:
-    """An arena whose header was changed is refused when it is mapped; see also kernels/test_turn.py."""
-    with _store(1) as store:
-        memory = mmap.mmap(-1, store.arena.total_bytes)
-        memory[:] = bytes(memoryview(store.memory))
-        memory[12] ^= 0x10  # the number of lanes
-        with pytest.raises(ValueError, match="places do not follow from its measures"):
-            Arena(memory)
 
 
 class _Images(torch.utils.data.Dataset[torch.Tensor]):
@@ -506,5 +474,4 @@ def test_case_25_uneven_data_ends_hang_nobody() -> None:
     for sync in ("bsp", "ssp:1", "dssp:1,3", "backup:1", "r2sp:0.5", "softsync:1"):
         with fastps.Store.create(W, fastps.SGD(lr=1e-3), sync=sync, workers=3, timeout_s=20) as store:
             children = [processes.start(lambda rank=rank, store=store: work(store, rank)) for rank in range(3)]
-            processes.finish(children, 30)
-            assert [child.outcome for child in children] == [5, 25, 45], sync
+            assert processes.results(children, 30) == [5, 25, 45], sync

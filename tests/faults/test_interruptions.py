@@ -147,8 +147,7 @@ def test_a_job_that_was_stopped_as_a_whole_for_longer_than_its_timeout_goes_on()
             for child in children:
                 stack.enter_context(processes.stopped(child.process_id))
             time.sleep(2.0)
-        processes.finish(children, 20)
-        assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+        processes.results(children, 20)
 
 
 # -- ends and holds ------------------------------------------------------------------------------------------------------
@@ -330,16 +329,14 @@ def test_weights_that_a_latecomer_of_the_start_loads_are_not_those_of_the_others
             _one_step(model, optimizer)
             if rank == 1:
                 _one_step(model, optimizer)
-                said[1] = 1
-            said[2] = rank == 0 or said[2]
             found = *before, optimizer.version, model.weight.item()
+            said[1 + (rank == 0)] = 1
             while not said[2]:  # close() takes the shard locks, and asp does not wait for a fold
                 time.sleep(0.001)
             return found
 
-    children = [processes.start(partial(work, rank)) for rank in range(2)]
-    processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+    children = processes.start_each(work, 2)
+    processes.results(children, 60)
     assert children[1].outcome == (3, 100.0, 5, 1 - 4 / 8), "its first gradient, of what it loaded, is not used"
     assert children[0].outcome == (5, 1 - 3 / 8, 6, 1 - 5 / 8)
 

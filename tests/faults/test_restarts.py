@@ -14,7 +14,7 @@ import pytest
 
 import fastps
 from fastps.errors import UsageError
-from fastps.processes.fault_injection import FaultPlan
+from fastps.lab.live_faults import FaultPlan
 from fastps.processes.forkserver import PROGRAM, READY
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
@@ -58,7 +58,7 @@ def test_a_killed_worker_is_replaced_by_the_fork_server_and_the_job_ends_well(tm
             (tmp_path / "ready").touch()
 
     outcome = launcher.run(on_tick=look)
-    assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+    assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
     ended = [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers]
     assert ended == [(0, 0, -9 if victim == 0 else 0), (1, 0, -9 if victim == 1 else 0), (victim, 1, 0)]
     generation, is_forked, begun = (tmp_path / f"worker-{victim}").read_text().split()
@@ -90,7 +90,7 @@ def test_a_replaced_worker_0_makes_the_arena_of_the_next_optimizer(tmp_path: Pat
     script = tmp_path / "script.py"
     script.write_text(PHASES)
     outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=1)).run()
-    assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+    assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
     assert sorted((worker.rank, worker.exit_code) for worker in outcome.workers) == [(0, -9), (0, 0), (1, 0)]
 
 
@@ -116,7 +116,7 @@ def test_nobody_waits_for_a_worker_that_failed_before_it_attached_and_is_not_rep
     script.write_text(NO_SHOW.replace("PHASE", str(phase)))
     launcher = Launcher([sys.executable, str(script)], 2, options=JobOptions(on_worker_loss="continue"))
     outcome = launcher.run()
-    assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+    assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
     assert [worker.exit_code for worker in outcome.workers] == [0, -9]
     assert outcome.seconds < 60
 
@@ -173,7 +173,7 @@ def _lose_twice(folder: Path, before_second: Callable[[Launcher], None]) -> list
             (folder / "end-1").touch()
 
     outcome = launcher.run(on_tick=look, tick_s=0.02)
-    assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+    assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
     assert [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers] == [
         (0, 0, 0),
         (1, 0, -9),
@@ -235,7 +235,7 @@ def test_when_all_fail_the_first_failure_is_reported(tmp_path: Path) -> None:
     outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=2), imports=[]).run()
     assert outcome.exit_code == 1
     assert outcome.first_failure is not None
-    assert list(outcome.first_failure.tail)[-1] == "the disk is full"
+    assert list(outcome.first_failure.errors.tail)[-1] == "the disk is full"
     assert len(outcome.workers) == 4
 
 
@@ -264,17 +264,8 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, object]) -> N
 def _train(folder: Path, *arguments: str) -> dict[str, object]:
     file = folder / "row.json"
     command = [
-        sys.executable,
-        "-m",
-        "fastps.cli",
-        "train",
-        "--data",
-        "digits",
-        "--no-progress",
-        "--json",
-        str(file),
-        *arguments,
-    ]
+        sys.executable, "-m", "fastps.cli", "train", "--data", "digits", "--no-progress", "--json", str(file), *arguments,
+    ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, timeout=300, env={**os.environ, "FASTPS_TIMEOUT": "200"})
     row: dict[str, object] = json.loads(file.read_text())["rows"][0]
     return row

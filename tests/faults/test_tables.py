@@ -51,7 +51,7 @@ def test_a_worker_that_is_killed_at_any_moment_leaves_the_rows_of_whole_pushes(s
             return worker.weights["t"].copy()
 
     with store:
-        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(WORKERS)]
+        children = processes.start_each(work, WORKERS)
         while store.arena.counters(1)["posted"] < rng.randint(1, 60):
             time.sleep(0.0002)
         os.kill(children[1].process_id, signal.SIGKILL)
@@ -74,9 +74,8 @@ def test_a_server_process_folds_rows(sync: str) -> None:
             return worker.weights["t"].copy()
 
     with store:
-        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(WORKERS)]
-        processes.finish(children, 60)
-        assert [child.exit_code for child in children] == [0] * WORKERS, [child.outcome for child in children]
+        children = processes.start_each(work, WORKERS)
+        processes.results(children, 60)
         table = children[0].outcome
         if sync == "asp":
             _check(store, table)

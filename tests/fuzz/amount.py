@@ -34,6 +34,7 @@ TARGETS = {
     "checkpoint.json": Target(0.11, 60),
     "tensors.safetensors": Target(0.12, 60),
     "bits of a checkpoint": Target(0.1, 60),
+    "traces": Target(0.1, 60),
     "lists of sockets": Target(0.05, 40),
     "names of sockets": Target(0.05, 40),
     "files of processes": Target(0.05, 40),

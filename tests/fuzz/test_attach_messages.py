@@ -114,8 +114,7 @@ def test_whatever_is_said_the_next_joiner_is_served() -> None:
                                 os.close(number)
                 client.close()
             found = rendezvous.connect(job, 0, 10.0, LAYOUT, abi=ABI)
-            os.close(found.memfd)
-            os.close(found.pidfd)
+            found.close()
             assert listener.foreign_layout() is None or isinstance(listener.foreign_layout(), str)
 
         fuzz("attach messages", check)
@@ -161,8 +160,7 @@ def test_whatever_is_answered_who_asks_gets_a_named_finding() -> None:
             began = time.monotonic()
             try:
                 found = rendezvous.connect(job, 0, 0.05, LAYOUT, abi=ABI)
-                os.close(found.memfd)
-                os.close(found.pidfd)
+                found.close()
             except FINDINGS:
                 pass
             finally:

@@ -22,7 +22,7 @@ from fastps.job.layout import Description, first_difference
 from fastps.job.nodes import address, nodes_of_environment
 from fastps.job.options import OPTIONS, value_of
 from fastps.job.specs import MODIFIERS, parse_policies, parse_policy
-from fastps.processes.fault_injection import FaultPlan
+from fastps.lab.live_faults import FaultPlan
 from fastps.processes.hosts import HostsOptions
 from fastps.simulation.compute_models import parse_compute
 from fastps.telemetry.prometheus import parse_address

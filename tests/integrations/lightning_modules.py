@@ -14,13 +14,9 @@ import fastps
 from fastps.integrations.lightning import FastpsStrategy
 
 _QUIET = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "use_distributed_sampler": False,
-    "max_epochs": 1,
-}
+    "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+    "use_distributed_sampler": False, "max_epochs": 1,
+}  # fmt: skip
 
 
 class Line(LightningModule):

@@ -84,7 +84,7 @@ open("result-%d.json" % rank, "w").write(json.dumps({"version": job.worker.close
 """
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:1", "dssp:1,3", "backup:1", "softsync:1", "r2sp", "psp:2,0.5"])
+@pytest.mark.parametrize("sync", ["bsp", "asp", "dssp:1,3", "backup:1", "softsync:1", "r2sp"])
 def test_workers_that_step_unequally_often_meet_in_gathers_under_each_discipline(sync: str, tmp_path: Path) -> None:
     words = programs.command("fastps run", programs.program(CALLS, tmp_path), 3, sync)
     ended = programs.run(words, tmp_path)
@@ -108,9 +108,8 @@ accelerator.gather(torch.ones(1))
 """
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp"])
-def test_death_of_a_worker_ends_those_that_wait_in_a_gather_with_an_error_that_names_it(sync: str, tmp_path: Path) -> None:
-    words = programs.command("fastps run", programs.program(DYING, tmp_path), 3, sync)
+def test_death_of_a_worker_ends_those_that_wait_in_a_gather_with_an_error_that_names_it(tmp_path: Path) -> None:
+    words = programs.command("fastps run", programs.program(DYING, tmp_path), 3, "asp")
     ended = programs.run(words, tmp_path)
     assert ended.returncode != 0
     assert "worker 1 failed first: ended by SIGKILL" in ended.stdout + ended.stderr

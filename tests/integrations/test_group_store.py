@@ -25,7 +25,7 @@ def test_strangers_that_say_nothing_are_not_counted() -> None:
         connected = threading.Event()
         while not connected.is_set() and not own.done():
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-                if stranger.connect_ex("\0fastps-group/meets-strangers") == 0:
+                if stranger.connect_ex("\0fastps/meets-strangers/group") == 0:
                     connected.set()
         with pytest.raises(TimeoutExceededError, match=r"worker 0 waited 0.3 s for worker 1 to reach the place where"):
             own.result(30)

@@ -185,8 +185,7 @@ def test_worker_that_ends_before_it_trains_is_named(tmp_path: Path) -> None:
     assert found, ended.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("to_all", [True, False])
+@pytest.mark.parametrize(("number", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["Ctrl-C", "SIGTERM"])
 def test_signal_ends_all_workers(number: signal.Signals, to_all: bool, tmp_path: Path) -> None:
     text = _TRAIN.replace("    pass", "    time.sleep(0.01)").replace('"bsp", 1', '"dssp:3,15", 1000')
     process = _start(tmp_path, text + _FIT)

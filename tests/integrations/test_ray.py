@@ -1,5 +1,6 @@
 """Ray Train with fastps: what its users expect of a trainer, failures, several nodes, and what is refused."""
 
+import functools
 import json
 import os
 import re
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,26 +137,31 @@ def test_group_restarts_after_a_death_as_a_new_job_from_the_newest_checkpoint(tm
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("way", ["killed", "raises"])
-def test_lost_worker_is_named_at_the_driver(way: str, tmp_path: Path) -> None:
-    def loop(config: dict[str, Any]) -> None:
+@pytest.mark.timeout(600)  # two groups of workers, one after the other, whose processes import Ray and torch
+def test_lost_worker_is_named_at_the_driver(tmp_path: Path) -> None:
+    def loop(end: Callable[[], None], config: dict[str, Any]) -> None:
         model = torch.nn.Linear(4, 1)
         optimizer = _wrap(model)
         for step in range(10**6):
             _step(model, optimizer)
-            if step == 5 and fastps.rank() == 1 and way == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif step == 5 and fastps.rank() == 1:
-                raise ValueError("bad data")
+            if step == 5 and fastps.rank() == 1:
+                end()
 
-    with pytest.raises(train.WorkerGroupError) as caught:
-        _fit(loop, tmp_path)
-    error = caught.value.__cause__
-    if error is None and way == "raises":  # Ray saw worker 1's own error before worker 0's
-        assert "bad data" in str(caught.value.worker_failures[1])
-        return
-    assert type(error) is fastps.WorkerDiedError and error.worker == 1
-    assert re.search("worker 1 (.*) failed: ValueError: bad data" if way == "raises" else "worker 1 .*died", str(error))
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fail() -> None:
+        raise ValueError("bad data")
+
+    for end, pattern in ((kill, "worker 1 .*died"), (fail, "worker 1 (.*) failed: ValueError: bad data")):
+        with pytest.raises(train.WorkerGroupError) as caught:
+            _fit(functools.partial(loop, end), tmp_path)
+        error = caught.value.__cause__
+        if error is None and end is fail:  # Ray saw worker 1's own error before worker 0's
+            assert "bad data" in str(caught.value.worker_failures[1])
+        else:
+            assert type(error) is fastps.WorkerDiedError and error.worker == 1
+            assert re.search(pattern, str(error))
 
 
 def test_a_loss_is_named_whatever_ray_saw_first() -> None:
@@ -167,36 +173,24 @@ def test_a_loss_is_named_whatever_ray_saw_first() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_an_elastic_group_is_a_job_of_the_size_that_it_starts_with(tmp_path: Path) -> None:
-    def loop(config: dict[str, Any]) -> tuple[int, int]:
-        model = torch.nn.Linear(4, 1)
-        optimizer = _wrap(model)
-        for _ in range(10):
-            _step(model, optimizer)
-        optimizer.wait_for_others()
-        return fastps.world_size(), optimizer.version
-
-    assert _fit(loop, tmp_path, sync="asp", workers=(1, 3)).return_value == (3, 30)
-    assert _fit(loop, tmp_path, sync="asp", workers=0).return_value == (1, 10), "Ray's local mode: the loop runs here, alone"
-
-
-@pytest.mark.usefixtures("cluster")
-def test_shards_of_ray_data_are_pushed_by_their_workers(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)  # two groups of workers, one after the other, whose processes import Ray and torch
+def test_an_elastic_group_is_a_job_of_the_size_that_it_starts_with_and_pushes_its_shards_of_ray_data(tmp_path: Path) -> None:
     import numpy as np
     import ray.data
 
-    def loop(config: dict[str, Any]) -> tuple[int, int]:
+    def loop(config: dict[str, Any]) -> tuple[int, int, int]:
         model, rows = torch.nn.Linear(4, 1), 0
         optimizer = _wrap(model)
         for batch in train.get_dataset_shard("train").iter_torch_batches(batch_size=8, dtypes=torch.float32):
             _step(model, optimizer, batch["data"])
             rows += len(batch["data"])
         optimizer.wait_for_others()
-        return rows, optimizer.version
+        return fastps.world_size(), rows, optimizer.version
 
-    rows = np.ones((128, 4), np.float32)
-    result = _fit(loop, tmp_path, sync="asp", datasets={"train": ray.data.from_numpy(rows)})
-    assert result.return_value == (64, 16)
+    datasets = {"train": ray.data.from_numpy(np.ones((120, 4), np.float32))}
+    assert _fit(loop, tmp_path, sync="asp", workers=(1, 3), datasets=datasets).return_value == (3, 40, 15)
+    alone = _fit(loop, tmp_path, sync="asp", workers=0, datasets=datasets).return_value
+    assert alone == (1, 120, 15), "Ray's local mode: the loop runs here, alone"
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -263,10 +257,7 @@ def test_wrong_arguments_are_refused_before_anything_starts() -> None:
             "sys.modules['ray'] = None",
             "FastpsTrainer: expected Ray Train 2.50 or newer, found ModuleNotFoundError.*'.\\[ray\\]'",
         ),
-        (
-            "os.environ['RAY_TRAIN_V2_ENABLED'] = '0'",
-            "FastpsTrainer: expected Ray Train V2, found V1 .*RAY_TRAIN_V2_ENABLED=1",
-        ),
+        ("os.environ['RAY_TRAIN_V2_ENABLED'] = '0'", "FastpsTrainer: expected Ray Train V2, found V1 .*RAY_TRAIN_V2_ENABLED=1"),
         ("import ray.train.backend as b; del b.Backend", "found ImportError: cannot import name 'Backend'"),
     ],
     ids=["not installed", "V1", "a name is missing"],
@@ -278,7 +269,7 @@ def test_a_ray_that_does_not_fit_is_named_at_the_first_use(before: str, message:
     assert re.search(message, ended.stderr.splitlines()[-1]), ended.stderr
 
 
-def test_a_share_of_a_loader_keeps_what_the_loader_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_of_a_loader_keeps_what_the_loader_was_given() -> None:
     data = TensorDataset(torch.arange(10.0))
     shares = [integration._shared_loader(DataLoader(data, batch_size=2, drop_last=True), rank, 2) for rank in range(2)]
     assert [[batch.tolist() for (batch,) in share] for share in shares] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]

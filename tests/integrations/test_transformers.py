@@ -112,26 +112,17 @@ def test_arguments_that_cannot_go_together_are_refused(options: dict[str, Any], 
         TrainingArguments(str(tmp_path), use_cpu=True, **options)
 
 
-def test_arguments_of_transformers_itself_are_refused(tmp_path: Path) -> None:
+def test_arguments_and_trainer_of_transformers_itself_are_refused(tmp_path: Path) -> None:
     import torch
     import transformers
 
-    from fastps.integrations.transformers import Trainer
+    from fastps.integrations.transformers import Trainer, TrainingArguments
 
-    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    model = torch.nn.Linear(2, 1)
     with pytest.raises(UnsupportedError, match=r"expected fastps\.integrations\.transformers\.TrainingArguments, found"):
-        Trainer(torch.nn.Linear(2, 1), arguments)
-
-
-def test_trainer_of_transformers_itself_is_refused(tmp_path: Path) -> None:
-    import torch
-    import transformers
-
-    from fastps.integrations.transformers import TrainingArguments
-
-    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+        Trainer(model, transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
     with pytest.raises(UsageError, match=r"expected fastps\.integrations\.transformers\.Trainer, without which"):
-        transformers.Trainer(torch.nn.Linear(2, 1), arguments)
+        transformers.Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
 
 
 def test_import_in_the_checkout_says_where_to_start_instead() -> None:

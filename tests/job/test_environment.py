@@ -47,21 +47,18 @@ def test_workers_of_one_torchrun_find_one_name_and_a_restart_finds_another(monke
     assert identity().name != first
 
 
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
-        ({"RANK": "two"}, "variable RANK to be a whole number, found 'two'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "found rank 2 of 2 workers"),
-        ({"WORLD_SIZE": "2"}, "not which one this is"),
-        ({"RANK": "9" * 5000}, "variable RANK to be a whole number, found '9999"),
-        ({"RANK": "0", "WORLD_SIZE": "1" + "0" * 20}, "variable WORLD_SIZE to be a whole number, found '1000"),
-        ({"FASTPS_JOB": "a\nb"}, "of printable text, found 'a\\\\nb'"),
-        ({"FASTPS_JOB": "x" * 200}, "1 to 64 bytes of printable text, found 'xxx"),
-        ({"FASTPS_JOB": ""}, "1 to 64 bytes of printable text, found ''"),
-        ({"FASTPS_JOB": "\udcff"}, "printable text"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "neither FASTPS_JOB nor torchrun's variables"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "sentence"), [
+    ({"RANK": "two"}, "variable RANK to be a whole number, found 'two'"),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "found rank 2 of 2 workers"),
+    ({"WORLD_SIZE": "2"}, "not which one this is"),
+    ({"RANK": "9" * 5000}, "variable RANK to be a whole number, found '9999"),
+    ({"RANK": "0", "WORLD_SIZE": "1" + "0" * 20}, "variable WORLD_SIZE to be a whole number, found '1000"),
+    ({"FASTPS_JOB": "a\nb"}, "of printable text, found 'a\\\\nb'"),
+    ({"FASTPS_JOB": "x" * 200}, "1 to 64 bytes of printable text, found 'xxx"),
+    ({"FASTPS_JOB": ""}, "1 to 64 bytes of printable text, found ''"),
+    ({"FASTPS_JOB": "\udcff"}, "printable text"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "neither FASTPS_JOB nor torchrun's variables"),
+])  # fmt: skip
 def test_variables_that_make_no_worker_are_refused(
     variables: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

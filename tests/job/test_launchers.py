@@ -84,14 +84,11 @@ def test_processes_of_one_node_are_a_job_of_one_node(environment: pytest.MonkeyP
     assert (identity().rank, identity().workers) == (2, 3)
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        {"FASTPS_RANK": "0", "FASTPS_WORKERS": "4"},  # fastps run in a process of srun
-        {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "1"},  # torchrun in one
-        {"RANK": "5", "WORLD_SIZE": "8"},
-    ],
-)
+@pytest.mark.parametrize("inner", [
+    {"FASTPS_RANK": "0", "FASTPS_WORKERS": "4"},  # fastps run in a process of srun
+    {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "1"},  # torchrun in one
+    {"RANK": "5", "WORLD_SIZE": "8"},
+])  # fmt: skip
 def test_a_launcher_inside_a_process_of_slurm_counts(environment: pytest.MonkeyPatch, inner: dict[str, str]) -> None:
     _set(environment, SLURM, inner)
     assert launched() is None
@@ -119,15 +116,12 @@ def test_a_step_of_one_task_is_alone(environment: pytest.MonkeyPatch) -> None:
     assert identity().job != identity().job, "several may run side by side"
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "SLURM_STEP_TASKS_PER_NODE to give the 11 tasks of each node, found"),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "four"}, "tasks of nodes such as 4(x2),3, as SLURM gives them, found 'four'"),
-        ({**SLURM, "SLURM_LOCALID": "x"}, "expected SLURM_LOCALID to be a whole number, found 'x'"),
-        (OPEN_MPI, "set FASTPS_RENDEZVOUS=HOST:PORT for all of them"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "message"), [
+    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "SLURM_STEP_TASKS_PER_NODE to give the 11 tasks of each node, found"),
+    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "four"}, "tasks of nodes such as 4(x2),3, as SLURM gives them, found 'four'"),
+    ({**SLURM, "SLURM_LOCALID": "x"}, "expected SLURM_LOCALID to be a whole number, found 'x'"),
+    (OPEN_MPI, "set FASTPS_RENDEZVOUS=HOST:PORT for all of them"),
+])  # fmt: skip
 def test_variables_that_say_too_little_are_refused(
     environment: pytest.MonkeyPatch, variables: dict[str, str], message: str
 ) -> None:

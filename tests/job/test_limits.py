@@ -10,20 +10,17 @@ from fastps.job.layout import Layout, place
 MOMENTUM = rules.SGD(0.1, momentum=0.9).rule
 
 
-@pytest.mark.parametrize(
-    ("rule", "sync", "millions", "workers", "streams"),
-    [
-        (MOMENTUM, "bsp", 1, 2, False),
-        (MOMENTUM, "bsp", 2, 2, True),
-        (MOMENTUM, "bsp", 1, 4, True),  # more gradients to read
-        (rules.Adam().rule, "asp", 1, 2, True),  # more state to write
-        (MOMENTUM, "bsp,ema=0.9", 2, 2, False),  # results go through a stage, which pays later
-        (MOMENTUM, "bsp,ema=0.9", 16, 2, True),
-        (rules.Adagrad().rule, "bsp", 2, 2, False),
-        (rules.Adagrad().rule, "bsp", 25, 2, True),
-        (rules.Adagrad().rule, "bsp", 25, 1, False),  # and only where two cores share the fold
-    ],
-)
+@pytest.mark.parametrize(("rule", "sync", "millions", "workers", "streams"), [
+    (MOMENTUM, "bsp", 1, 2, False),
+    (MOMENTUM, "bsp", 2, 2, True),
+    (MOMENTUM, "bsp", 1, 4, True),  # more gradients to read
+    (rules.Adam().rule, "asp", 1, 2, True),  # more state to write
+    (MOMENTUM, "bsp,ema=0.9", 2, 2, False),  # results go through a stage, which pays later
+    (MOMENTUM, "bsp,ema=0.9", 16, 2, True),
+    (rules.Adagrad().rule, "bsp", 2, 2, False),
+    (rules.Adagrad().rule, "bsp", 25, 2, True),
+    (rules.Adagrad().rule, "bsp", 25, 1, False),  # and only where two cores share the fold
+])  # fmt: skip
 def test_folds_that_the_caches_do_not_hold_store_past_them(
     rule: rules.Rule, sync: str, millions: int, workers: int, streams: bool
 ) -> None:

@@ -21,13 +21,9 @@ OWN = {
     "FASTPS_LOCAL_WORKERS": "3",
 }
 TORCHRUN = {
-    "GROUP_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "node0",
-    "MASTER_PORT": "29500",
-    "LOCAL_RANK": "2",
+    "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500", "LOCAL_RANK": "2",
     "LOCAL_WORLD_SIZE": "3",
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -72,19 +68,13 @@ def test_a_wrong_value_is_named(environment: pytest.MonkeyPatch, name: str, valu
         nodes_of_environment()
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"local_fragments": 2},
-            "(FASTPS_LOCAL_FRAGMENTS): expected --local-steps (FASTPS_LOCAL_STEPS) beside",
-        ),
-        ({"local_overlap": 1}, "--local-overlap (FASTPS_LOCAL_OVERLAP): expected --local-steps"),
-        ({"local_steps": 10, "local_fragments": 4}, "expected a divisor of the 10 local steps, found 4"),
-        ({"local_steps": 10, "local_fragments": 5, "local_overlap": 3}, "expected at most 2 versions"),
-        ({"local_steps": 10, "local_fragments": 2, "homes": "spread"}, "expected no fragments beside it"),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), [
+    ({"local_fragments": 2}, "(FASTPS_LOCAL_FRAGMENTS): expected --local-steps (FASTPS_LOCAL_STEPS) beside"),
+    ({"local_overlap": 1}, "--local-overlap (FASTPS_LOCAL_OVERLAP): expected --local-steps"),
+    ({"local_steps": 10, "local_fragments": 4}, "expected a divisor of the 10 local steps, found 4"),
+    ({"local_steps": 10, "local_fragments": 5, "local_overlap": 3}, "expected at most 2 versions"),
+    ({"local_steps": 10, "local_fragments": 2, "homes": "spread"}, "expected no fragments beside it"),
+])  # fmt: skip
 def test_fragments_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         NodePolicy(**values)

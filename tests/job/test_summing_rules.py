@@ -160,8 +160,7 @@ def test_a_job_has_the_bits_of_one_process_whoever_folds(server: str) -> None:
 
     with fastps.Store.create(start, update, sync="bsp", workers=2, server=server) as store:
         children = [processes.start(lambda rank=rank: work(store, rank)) for rank in range(2)]
-        processes.finish(children, 60)
-        assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+        processes.results(children, 60)
     expected = []
     for name, length in lengths.items():
         kept, state, count = start[name], np.full((1, length), 0.5, np.float32), np.zeros(1, np.int64)
@@ -235,18 +234,15 @@ def with_default(weight, gradient, learning_rate, total=1.0):  # type: ignore[no
     return weight
 
 
-@pytest.mark.parametrize(
-    ("function", "sums", "message"),
-    [
-        (reads_two, of_state, r"rule 'of_state': expected the parameters \(weight, gradient, learning_rate\), without"),
-        (reads_two, reads_none, "rule 'reads_none': expected it to return 2 values of float32, a term for each sum"),
-        (reads_none, squares, r"rule 'reads_none': expected the parameters .* and then 1 to 7 for the sums"),
-        (reads_eight, squares, "and then 1 to 7 for the sums"),
-        (with_default, reads_none, "rule 'with_default': expected the parameters .*, without defaults"),
-        (reads_two, math.sqrt, "expected sums= to be a plain function, found builtin_function_or_method"),
-        (reads_two, None, r"expected the parameters \(weight, gradient, learning_rate\), without defaults"),
-    ],
-)
+@pytest.mark.parametrize(("function", "sums", "message"), [
+    (reads_two, of_state, r"rule 'of_state': expected the parameters \(weight, gradient, learning_rate\), without"),
+    (reads_two, reads_none, "rule 'reads_none': expected it to return 2 values of float32, a term for each sum"),
+    (reads_none, squares, r"rule 'reads_none': expected the parameters .* and then 1 to 7 for the sums"),
+    (reads_eight, squares, "and then 1 to 7 for the sums"),
+    (with_default, reads_none, "rule 'with_default': expected the parameters .*, without defaults"),
+    (reads_two, math.sqrt, "expected sums= to be a plain function, found builtin_function_or_method"),
+    (reads_two, None, r"expected the parameters \(weight, gradient, learning_rate\), without defaults"),
+])  # fmt: skip
 def test_sums_that_do_not_fit_are_refused_in_one_sentence(function: Any, sums: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as refusal:
         fastps.rule(sums=sums)(function)

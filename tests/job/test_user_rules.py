@@ -156,22 +156,19 @@ def with_default(weight, gradient, learning_rate=0.1):  # type: ignore[no-untype
     return weight
 
 
-@pytest.mark.parametrize(
-    ("function", "options", "message"),
-    [
-        (too_few, {"state": ("momentum",)}, "expected it to return 2 values of float32"),
-        (in_double, {}, "expected it to return 1 value of float32.*float64"),
-        (unknown, {}, "rule 'unknown' cannot be compiled: .*sideways"),
-        (nested, {}, "found a function or a comprehension within"),
-        (from_outside, {}, "uses 'too_few' from outside, a function"),
-        (with_default, {}, "without defaults"),
-        (too_few, {}, r"expected the parameters \(weight, gradient, learning_rate\)"),
-        (unknown, {"hyper": ("momentum",)}, "expected learning_rate as the first"),
-        (unknown, {"state": [f"s{index}" for index in range(9)]}, "at most 8 states"),
-        (too_few, {"state": ("momentum",), "initial": (1.0, 2.0)}, "initial value for each of 1 states, found 2"),
-        (math.sqrt, {}, "expected a plain function"),
-    ],
-)
+@pytest.mark.parametrize(("function", "options", "message"), [
+    (too_few, {"state": ("momentum",)}, "expected it to return 2 values of float32"),
+    (in_double, {}, "expected it to return 1 value of float32.*float64"),
+    (unknown, {}, "rule 'unknown' cannot be compiled: .*sideways"),
+    (nested, {}, "found a function or a comprehension within"),
+    (from_outside, {}, "uses 'too_few' from outside, a function"),
+    (with_default, {}, "without defaults"),
+    (too_few, {}, r"expected the parameters \(weight, gradient, learning_rate\)"),
+    (unknown, {"hyper": ("momentum",)}, "expected learning_rate as the first"),
+    (unknown, {"state": [f"s{index}" for index in range(9)]}, "at most 8 states"),
+    (too_few, {"state": ("momentum",), "initial": (1.0, 2.0)}, "initial value for each of 1 states, found 2"),
+    (math.sqrt, {}, "expected a plain function"),
+])  # fmt: skip
 def test_what_cannot_be_a_rule_is_refused_in_one_sentence(function: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as refusal:
         fastps.rule(**options)(function)

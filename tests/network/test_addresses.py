@@ -10,16 +10,13 @@ from fastps.errors import AttachError, UsageError
 from fastps.network.addresses import address_towards, is_here, is_loopback, is_trusted, own_address
 
 
-@pytest.mark.parametrize(
-    ("address", "trusted"),
-    [
-        *(("127.0.0.1", True), ("10.1.2.3", True), ("172.16.0.1", True), ("172.31.255.255", True), ("192.168.0.9", True)),
-        *(("169.254.3.4", True), ("100.64.0.1", True), ("100.127.255.255", True), ("::1", True), ("fd00::1", True)),
-        *(("fe80::1%eth0", True), ("::ffff:10.0.0.1", True)),
-        *(("172.32.0.1", False), ("100.128.0.1", False), ("8.8.8.8", False), ("192.169.0.1", False), ("2001:db8::1", False)),
-        ("::ffff:8.8.8.8", False),
-    ],
-)
+@pytest.mark.parametrize(("address", "trusted"), [
+    *(("127.0.0.1", True), ("10.1.2.3", True), ("172.16.0.1", True), ("172.31.255.255", True), ("192.168.0.9", True)),
+    *(("169.254.3.4", True), ("100.64.0.1", True), ("100.127.255.255", True), ("::1", True), ("fd00::1", True)),
+    *(("fe80::1%eth0", True), ("::ffff:10.0.0.1", True)),
+    *(("172.32.0.1", False), ("100.128.0.1", False), ("8.8.8.8", False), ("192.169.0.1", False), ("2001:db8::1", False)),
+    ("::ffff:8.8.8.8", False),
+])  # fmt: skip
 def test_private_addresses_are_trusted_and_public_ones_are_not(address: str, trusted: bool) -> None:
     assert is_trusted(address) is trusted
 

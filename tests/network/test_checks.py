@@ -34,17 +34,14 @@ def test_numbers_of_a_push_beyond_their_range_are_refused(fields: dict[str, int]
     check_push(Header(Kind.PUSH, weight=4, samples=128))
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
-        (0, np.nan, "expected a finite learning_rate in group 1, found nan"),
-        (3, np.inf, "expected a finite weight_decay in group 1, found inf"),
-        (8, np.nan, "expected a finite flags"),
-        (8, -1.0, "expected flags from 0"),
-        (8, 0.5, "expected flags from 0"),
-        (8, 1e300, "expected flags from 0"),
-    ],
-)
+@pytest.mark.parametrize(("column", "value", "message"), [
+    (0, np.nan, "expected a finite learning_rate in group 1, found nan"),
+    (3, np.inf, "expected a finite weight_decay in group 1, found inf"),
+    (8, np.nan, "expected a finite flags"),
+    (8, -1.0, "expected flags from 0"),
+    (8, 0.5, "expected flags from 0"),
+    (8, 1e300, "expected flags from 0"),
+])  # fmt: skip
 def test_hyper_parameters_that_no_optimizer_has_are_refused(column: int, value: float, message: str) -> None:
     unpack(GOOD, RULE, GROUPS, PARAMETERS)
     words = np.frombuffer(GOOD, np.float64, len(Hyper._fields) * GROUPS).copy()
@@ -53,14 +50,11 @@ def test_hyper_parameters_that_no_optimizer_has_are_refused(column: int, value: 
         unpack(words.tobytes() + GOOD[words.nbytes :], RULE, GROUPS, PARAMETERS)
 
 
-@pytest.mark.parametrize(
-    ("rule", "hyper", "needed"),
-    [
-        (SGD(0.1).rule, SGD(0.1, momentum=0.9).hyper, 1),
-        (RMSProp().rule, RMSProp(momentum=0.9).hyper, 2),
-        (RMSProp(momentum=0.9).rule, RMSProp(centered=True).hyper, 3),
-    ],
-)
+@pytest.mark.parametrize(("rule", "hyper", "needed"), [
+    (SGD(0.1).rule, SGD(0.1, momentum=0.9).hyper, 1),
+    (RMSProp().rule, RMSProp(momentum=0.9).hyper, 2),
+    (RMSProp(momentum=0.9).rule, RMSProp(centered=True).hyper, 3),
+])  # fmt: skip
 def test_hyper_parameters_that_need_more_state_than_the_job_has_are_refused(rule: Rule, hyper: Hyper, needed: int) -> None:
     """Such a push would fail the fold, and with it the job on all nodes."""
     data = pack(Terms([hyper], np.ones(PARAMETERS, np.bool_)))

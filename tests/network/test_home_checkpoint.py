@@ -13,7 +13,9 @@ import torch
 
 import fastps
 from fastps.checkpoint.format import read_description, sealed
-from tests.support import nodes, processes
+from tests.support import nodes
+
+pytestmark = pytest.mark.slow
 
 STEPS = 8
 SMALL, LARGE = (12, 7), (1500, 2100)  # the large model has several parts under bsp
@@ -59,44 +61,28 @@ def _work(shape: tuple[int, int], steps: int, save: Path | None = None, make: Op
     return work
 
 
-def _train(counts: tuple[int, ...], work: Callable[[int], Any], **variables: str) -> list[Any]:
-    with nodes.rendezvous() as port:
-        children = nodes.start(counts, port, work, variables)
-        processes.finish(children, 100)
-    assert [child.exit_code for child in children] == [0] * sum(counts), [child.outcome for child in children]
-    return [child.outcome for child in children]
-
-
-@pytest.mark.parametrize(
-    ("counts", "shape"),
-    [
-        pytest.param((1, 1), SMALL, id="1+1, one part", marks=pytest.mark.slow),
-        pytest.param((1, 2), SMALL, id="1+2, one part", marks=pytest.mark.slow),
-        pytest.param((1, 1), LARGE, id="1+1, several parts", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("counts", "shape"), [((1, 2), SMALL), ((1, 1), LARGE)], ids=["1+2, one part", "1+1, several parts"])
 def test_a_resumed_job_ends_with_the_bits_of_one_that_was_not_stopped(
     counts: tuple[int, ...], shape: tuple[int, int], tmp_path: Path
 ) -> None:
-    whole = _train(counts, _work(shape, STEPS))
-    _train(counts, _work(shape, STEPS // 2, tmp_path))
+    whole = nodes.train(counts, _work(shape, STEPS))
+    nodes.train(counts, _work(shape, STEPS // 2, tmp_path))
     checkpoint = fastps.load(tmp_path)
     assert (checkpoint.version, checkpoint.extra["note"]) == (STEPS // 2, 5)
     shapes = {name: tuple(value.shape) for name, value in _model(shape).named_parameters()}
     assert {name: array.shape for name, array in checkpoint.weights().items()} == shapes
     assert checkpoint.buffers()["1.num_batches_tracked"] == STEPS // 2
-    resumed = _train(counts, _work(shape, STEPS), FASTPS_RESUME=str(tmp_path))
+    resumed = nodes.train(counts, _work(shape, STEPS), FASTPS_RESUME=str(tmp_path))
     assert [begun for begun, _ in resumed] == [STEPS // 2] * sum(counts)
     assert [digest for _, digest in resumed] == [digest for _, digest in whole]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_rules_resume_with_the_same_bits_and_load_into_plain_torch(name: str, tmp_path: Path) -> None:
     make = OTHERS[name]
-    whole = _train((1, 1), _work(SMALL, STEPS, make=make))
-    _train((1, 1), _work(SMALL, STEPS // 2, tmp_path, make))
-    resumed = _train((1, 1), _work(SMALL, STEPS, make=make), FASTPS_RESUME=str(tmp_path))
+    whole = nodes.train((1, 1), _work(SMALL, STEPS, make=make))
+    nodes.train((1, 1), _work(SMALL, STEPS // 2, tmp_path, make))
+    resumed = nodes.train((1, 1), _work(SMALL, STEPS, make=make), FASTPS_RESUME=str(tmp_path))
     assert [digest for _, digest in resumed] == [digest for _, digest in whole]
     model = _model(SMALL)
     optimizer, expected = make(model.parameters()), make(model.parameters())
@@ -112,14 +98,12 @@ def test_other_rules_resume_with_the_same_bits_and_load_into_plain_torch(name: s
     optimizer.step()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [SMALL, LARGE])
-def test_periodic_checkpoints_load_into_plain_torch(shape: tuple[int, int], tmp_path: Path) -> None:
+def test_periodic_checkpoints_load_into_plain_torch(tmp_path: Path) -> None:
     """Node 0 writes them while the nodes train, and each has one version of all parts."""
-    _train((1, 1), _work(shape, STEPS), FASTPS_CHECKPOINT=str(tmp_path), FASTPS_CHECKPOINT_EVERY="2")
+    nodes.train((1, 1), _work(LARGE, STEPS), FASTPS_CHECKPOINT=str(tmp_path), FASTPS_CHECKPOINT_EVERY="2")
     checkpoint = fastps.load(tmp_path)
     assert 2 <= checkpoint.version <= STEPS  # one that takes long delays the next, by any number of versions
-    model = _model(shape)
+    model = _model(LARGE)
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
     adam.load_state_dict(fastps.optimizer_state_dict(checkpoint))
     assert {int(entry["step"]) for entry in adam.state_dict()["state"].values()} == {checkpoint.version}
@@ -128,11 +112,10 @@ def test_periodic_checkpoints_load_into_plain_torch(shape: tuple[int, int], tmp_
         assert checkpoint.weights()[name].shape == tuple(value.shape)
 
 
-@pytest.mark.slow
 def test_one_node_goes_on_where_two_nodes_stopped_and_the_other_way_round(tmp_path: Path) -> None:
     """The order of sums differs, so the bits do; the weights agree closely."""
-    _train((1, 1), _work(SMALL, 4, tmp_path / "two"))
-    _train((1, 1), _work(SMALL, 6, tmp_path / "more"), FASTPS_RESUME=str(tmp_path / "two"))
+    nodes.train((1, 1), _work(SMALL, 4, tmp_path / "two"))
+    nodes.train((1, 1), _work(SMALL, 6, tmp_path / "more"), FASTPS_RESUME=str(tmp_path / "two"))
     checkpoint = fastps.load(tmp_path / "two")
     assert checkpoint.description["workers"] == 2
     alone = _model(SMALL)
@@ -140,7 +123,7 @@ def test_one_node_goes_on_where_two_nodes_stopped_and_the_other_way_round(tmp_pa
     with fastps.DistributedOptimizer(adam, model=alone, job="alone", rank=0, workers=1, resume=tmp_path / "two") as optimizer:
         assert (optimizer.version, optimizer.worker.steps) == (4, 4)
         fastps.save(optimizer, tmp_path / "one")
-    begun = _train((1, 1), _work(SMALL, 6), FASTPS_RESUME=str(tmp_path / "one"))
+    begun = nodes.train((1, 1), _work(SMALL, 6), FASTPS_RESUME=str(tmp_path / "one"))
     assert [steps for steps, _ in begun] == [4, 4]
     assert begun[0][1] == begun[1][1]
 
@@ -149,15 +132,11 @@ SPREAD = {"FASTPS_HOMES": "spread"}
 
 
 @pytest.mark.parametrize(
-    ("counts", "shape"),
-    [
-        pytest.param((2, 1), SMALL, id="2+1, one part", marks=pytest.mark.slow),
-        pytest.param((1, 1, 1), LARGE, id="1+1+1, several parts", marks=pytest.mark.slow),
-    ],
+    ("counts", "shape"), [((2, 1), SMALL), ((1, 1, 1), LARGE)], ids=["2+1, one part", "1+1+1, several parts"]
 )
 def test_shares_of_all_nodes_are_one_checkpoint(counts: tuple[int, ...], shape: tuple[int, int], tmp_path: Path) -> None:
-    whole = _train(counts, _work(shape, STEPS), **SPREAD)
-    _train(counts, _work(shape, STEPS // 2, tmp_path), **SPREAD)
+    whole = nodes.train(counts, _work(shape, STEPS), **SPREAD)
+    nodes.train(counts, _work(shape, STEPS // 2, tmp_path), **SPREAD)
     names = [f"share-{number}-of-{len(counts)}" for number in range(len(counts))]
     assert sorted(folder.name for folder in tmp_path.iterdir()) == names
     checkpoint = fastps.load(tmp_path)
@@ -167,32 +146,27 @@ def test_shares_of_all_nodes_are_one_checkpoint(counts: tuple[int, ...], shape: 
     assert checkpoint.buffers()["1.num_batches_tracked"] == STEPS // 2
     adam = torch.optim.Adam(_model(shape).parameters(), lr=0.01)
     adam.load_state_dict(fastps.optimizer_state_dict(checkpoint))
-    resumed = _train(counts, _work(shape, STEPS), FASTPS_RESUME=str(tmp_path), **SPREAD)
+    resumed = nodes.train(counts, _work(shape, STEPS), FASTPS_RESUME=str(tmp_path), **SPREAD)
     assert [begun for begun, _ in resumed] == [STEPS // 2] * sum(counts)
     assert [digest for _, digest in resumed] == [digest for _, digest in whole]
 
 
-@pytest.mark.slow
 def test_job_with_one_home_goes_on_where_shares_stopped_and_the_other_way_round(tmp_path: Path) -> None:
-    whole = _train((1, 1), _work(SMALL, STEPS), **SPREAD)
-    _train((1, 1), _work(SMALL, 3, tmp_path / "spread"), **SPREAD)
-    _train((1, 1), _work(SMALL, 5, tmp_path / "first"), FASTPS_RESUME=str(tmp_path / "spread"))
-    resumed = _train((1, 1), _work(SMALL, STEPS), FASTPS_RESUME=str(tmp_path / "first"), **SPREAD)
+    whole = nodes.train((1, 1), _work(SMALL, STEPS), **SPREAD)
+    nodes.train((1, 1), _work(SMALL, 3, tmp_path / "spread"), **SPREAD)
+    nodes.train((1, 1), _work(SMALL, 5, tmp_path / "first"), FASTPS_RESUME=str(tmp_path / "spread"))
+    resumed = nodes.train((1, 1), _work(SMALL, STEPS), FASTPS_RESUME=str(tmp_path / "first"), **SPREAD)
     assert [digest for _, digest in resumed] == [digest for _, digest in whole]
 
 
-@pytest.mark.slow
-def test_periodic_shares_are_of_the_same_versions(tmp_path: Path) -> None:
-    _train((2, 1), _work(SMALL, 20), FASTPS_CHECKPOINT=str(tmp_path), FASTPS_CHECKPOINT_EVERY="3", **SPREAD)
+def test_periodic_shares_are_of_the_same_versions_and_one_that_a_node_has_not_written_is_not_resumed_from(
+    tmp_path: Path,
+) -> None:
+    nodes.train((2, 1), _work(SMALL, 20), FASTPS_CHECKPOINT=str(tmp_path), FASTPS_CHECKPOINT_EVERY="3", **SPREAD)
     for number in range(2):
         folders = sorted((tmp_path / f"share-{number}-of-2").iterdir())
         assert [fastps.load(folder).version for folder in folders] == [12, 15, 18]
     assert fastps.load(tmp_path).version == 18
-
-
-@pytest.mark.slow
-def test_version_that_one_node_has_not_written_is_not_resumed_from(tmp_path: Path) -> None:
-    _train((1, 1), _work(SMALL, 20), FASTPS_CHECKPOINT=str(tmp_path), FASTPS_CHECKPOINT_EVERY="3", **SPREAD)
     of_one = tmp_path / "share-1-of-2"
     shutil.rmtree(sorted(of_one.iterdir())[-1])
     assert fastps.load(tmp_path).version == 15

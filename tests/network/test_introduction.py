@@ -54,14 +54,11 @@ def _closed_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"version": "0.0.1 (1)"}, "has 0.0.1 (1): expected one version; install the same"),
-        ({"port": 0}, "although the rendezvous answers: a firewall is between them"),
-        ({"address": "10.0.0.2"}, "listens at a loopback address, which no other machine reaches"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"version": "0.0.1 (1)"}, "has 0.0.1 (1): expected one version; install the same"),
+    ({"port": 0}, "although the rendezvous answers: a firewall is between them"),
+    ({"address": "10.0.0.2"}, "listens at a loopback address, which no other machine reaches"),
+])  # fmt: skip
 def test_what_is_between_two_nodes_is_named_on_all(connect: Connect, changes: dict[str, Any], message: str) -> None:
     """Node 1 is played: it says something of itself that is not so."""
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import fastps
-from tests.support import nodes, processes
+from tests.support import nodes
+
+pytestmark = pytest.mark.slow
 
 STEPS, BATCH = 10, 8
 Optimizers = Callable[[Any], torch.optim.Optimizer]
@@ -151,49 +153,34 @@ def _work(make: Optimizers, sync: str = "bsp", steps: int = STEPS) -> Callable[[
     return work
 
 
-def _train(counts: tuple[int, ...], work: Callable[[int], Any], **variables: str) -> list[Any]:
-    with nodes.rendezvous() as port:
-        children = nodes.start(counts, port, work, variables)
-        processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0] * sum(counts), [child.outcome for child in children]
-    return [child.outcome for child in children]
-
-
-@pytest.mark.parametrize(
-    ("counts", "make", "local_steps", "mix"),
-    [
-        pytest.param((1, 2), MOMENTUM, 4, 1.0, id="1+2, momentum, 4", marks=pytest.mark.slow),
-        pytest.param((1, 1, 1), ADAMW, 5, 1.0, id="1+1+1, adamw, 5", marks=pytest.mark.slow),
-        pytest.param((2, 1), ADAMW, 3, 0.5, id="2+1, adamw, 3, mixed", marks=pytest.mark.slow),
-        pytest.param((1, 1), MOMENTUM, 100, 1.0, id="1+1, one round", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("counts", "make", "local_steps", "mix"), [
+    pytest.param((1, 1, 1), ADAMW, 5, 1.0, id="1+1+1, adamw, 5"),
+    pytest.param((2, 1), ADAMW, 3, 0.5, id="2+1, adamw, 3, mixed"),
+    pytest.param((1, 1), MOMENTUM, 100, 1.0, id="1+1, one round"),
+])  # fmt: skip
 def test_nodes_train_as_the_paper_says(counts: tuple[int, ...], make: Optimizers, local_steps: int, mix: float) -> None:
     """Every node counts once, however many workers it has. The last round may be shorter."""
     firsts = np.cumsum([0, *counts])
     ranks = [list(range(first, first + count)) for first, count in zip(firsts[:-1].tolist(), counts, strict=True)]
-    outcomes = _train(counts, _work(make), FASTPS_LOCAL_STEPS=str(local_steps), FASTPS_LOCAL_MIX=str(mix))
+    outcomes = nodes.train(counts, _work(make), FASTPS_LOCAL_STEPS=str(local_steps), FASTPS_LOCAL_MIX=str(mix))
     expected = diloco(make, ranks, local_steps, mix=mix)
     for weights in outcomes:
         assert np.allclose(weights, expected, rtol=0, atol=1e-5)
         assert np.array_equal(weights, outcomes[0])
 
 
-@pytest.mark.parametrize(
-    ("nodes", "make", "local_steps", "fragments", "overlap", "mix"),
-    [
-        pytest.param(2, MOMENTUM, 6, 3, 1, 0.5, id="3 fragments, 1 version of overlap", marks=pytest.mark.slow),
-        pytest.param(3, ADAMW, 4, 2, 0, 1.0, id="2 fragments, no overlap", marks=pytest.mark.slow),
-        pytest.param(2, ADAMW, 4, 2, 2, 0.5, id="an overlap as long as the distance", marks=pytest.mark.slow),
-        pytest.param(2, MOMENTUM, 4, 1, 3, 0.7, id="one fragment with overlap", marks=pytest.mark.slow),
-        pytest.param(2, MOMENTUM, 16, 16, 1, 0.5, id="more fragments than are begun", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("count", "make", "local_steps", "fragments", "overlap", "mix"), [
+    pytest.param(2, MOMENTUM, 6, 3, 1, 0.5, id="3 fragments, 1 version of overlap"),
+    pytest.param(3, ADAMW, 4, 2, 0, 1.0, id="2 fragments, no overlap"),
+    pytest.param(2, ADAMW, 4, 2, 2, 0.5, id="an overlap as long as the distance"),
+    pytest.param(2, MOMENTUM, 4, 1, 3, 0.7, id="one fragment with overlap"),
+    pytest.param(2, MOMENTUM, 16, 16, 1, 0.5, id="more fragments than are begun"),
+])  # fmt: skip
 def test_fragments_travel_in_turn_as_the_paper_says(
-    nodes: int, make: Optimizers, local_steps: int, fragments: int, overlap: int, mix: float
+    count: int, make: Optimizers, local_steps: int, fragments: int, overlap: int, mix: float
 ) -> None:
-    outcomes = _train((1,) * nodes, _work(make), **_streams(local_steps, fragments, overlap, mix))
-    expected = streaming(make, nodes, local_steps, fragments, overlap, mix)
+    outcomes = nodes.train((1,) * count, _work(make), **_streams(local_steps, fragments, overlap, mix))
+    expected = streaming(make, count, local_steps, fragments, overlap, mix)
     for weights in outcomes:
         assert np.allclose(weights, expected, rtol=0, atol=1e-5)
         assert np.array_equal(weights, outcomes[0])
@@ -209,39 +196,32 @@ def _streams(local_steps: int, fragments: int, overlap: int, mix: float) -> dict
     return {name: str(value) for name, value in values.items()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sync", ["asp", "ssp:2", "dssp:1,3", "backup:1", "hardsync:2", "softsync:1"])
+@pytest.mark.parametrize("sync", ["dssp:1,3", "backup:1", "softsync:1"])
 def test_fragments_travel_under_other_disciplines(sync: str) -> None:
-    outcomes = _train((1, 2), _work(MOMENTUM, sync, 30), FASTPS_LINK_DTYPE="bfloat16", **_streams(4, 2, 1, 0.5))
+    outcomes = nodes.train((1, 2), _work(MOMENTUM, sync, 30), FASTPS_LINK_DTYPE="bfloat16", **_streams(4, 2, 1, 0.5))
     for weights in outcomes:
         assert np.isfinite(weights).all()
         assert np.array_equal(weights, outcomes[0])
 
 
-@pytest.mark.slow
 def test_rounded_fragments_train_nearly_the_same() -> None:
-    outcomes = _train((1, 1), _work(MOMENTUM), FASTPS_LINK_DTYPE="int8", **_streams(4, 2, 1, 0.5))
+    outcomes = nodes.train((1, 1), _work(MOMENTUM), FASTPS_LINK_DTYPE="int8", **_streams(4, 2, 1, 0.5))
     expected = streaming(MOMENTUM, 2, 4, 2, 1, 0.5)
     assert 0 < np.abs(outcomes[0] - expected).max() < 2e-2
     assert np.array_equal(outcomes[0], outcomes[1])
 
 
-@pytest.mark.slow
 def test_one_local_step_with_a_plain_outer_rule_is_the_mean_of_the_nodes_weights() -> None:
     """With lr=1 and no momentum the home averages weights; SGD's mean gradient over equal nodes does the same."""
     variables = {"FASTPS_LOCAL_STEPS": "1", "FASTPS_OUTER_LR": "1", "FASTPS_OUTER_MOMENTUM": "0"}
-    local = _train((1, 1), _work(PLAIN), **variables)
-    every = _train((1, 1), _work(PLAIN))
+    local = nodes.train((1, 1), _work(PLAIN), **variables)
+    every = nodes.train((1, 1), _work(PLAIN))
     assert np.allclose(local[0], every[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sync", "within"),
-    [("asp", "bsp"), ("ssp:2", "asp"), ("dssp:1,3", "bsp"), ("backup:1", "asp"), ("hardsync:2", "bsp"), ("softsync:1", "asp")],
-)
+@pytest.mark.parametrize(("sync", "within"), [("asp", "bsp"), ("ssp:2", "asp"), ("hardsync:2", "bsp")])
 def test_local_steps_work_under_other_disciplines(sync: str, within: str) -> None:
-    outcomes = _train((1, 2), _work(MOMENTUM, sync, 30), FASTPS_LOCAL_STEPS="4", FASTPS_WITHIN=within)
+    outcomes = nodes.train((1, 2), _work(MOMENTUM, sync, 30), FASTPS_LOCAL_STEPS="4", FASTPS_WITHIN=within)
     first = _flat(_model()).numpy()
     for weights in outcomes:
         assert np.isfinite(weights).all()
@@ -249,9 +229,8 @@ def test_local_steps_work_under_other_disciplines(sync: str, within: str) -> Non
         assert np.array_equal(weights, outcomes[0])
 
 
-@pytest.mark.slow
 def test_rounded_differences_train_nearly_the_same() -> None:
-    outcomes = _train((1, 1), _work(MOMENTUM), FASTPS_LOCAL_STEPS="4", FASTPS_LINK_DTYPE="int8")
+    outcomes = nodes.train((1, 1), _work(MOMENTUM), FASTPS_LOCAL_STEPS="4", FASTPS_LINK_DTYPE="int8")
     expected = diloco(MOMENTUM, [[0], [1]], 4)
     assert 0 < np.abs(outcomes[0] - expected).max() < 2e-2
     assert np.array_equal(outcomes[0], outcomes[1])

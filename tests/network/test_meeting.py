@@ -85,10 +85,7 @@ def _alone(workers: int) -> np.ndarray[Any, Any]:
 
 
 def _start(
-    launcher: Callable[[Sequence[int], int], Variables],
-    placement: Sequence[int],
-    work: Callable[[int], Any],
-    **variables: str,
+    launcher: Callable[[Sequence[int], int], Variables], placement: Sequence[int], work: Callable[[int], Any], **variables: str
 ) -> list[processes.Child]:
     children = []
     for rank in range(len(placement)):
@@ -105,21 +102,17 @@ def _start(
     return children
 
 
-@pytest.mark.parametrize(
-    ("launcher", "placement"),
-    [
-        pytest.param(srun, (0, 1, 0), id="srun, dealt out in turn", marks=pytest.mark.slow),
-        pytest.param(mpirun, (0, 1, 1), id="mpirun, uneven", marks=pytest.mark.slow),
-        pytest.param(srun, (0, 0, 1, 1), id="srun, 2+2", marks=pytest.mark.slow),
-        pytest.param(mpirun, (0, 0, 0, 1), id="mpirun, 3+1", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("launcher", "placement"), [
+    pytest.param(srun, (0, 1, 0), id="srun, dealt out in turn", marks=pytest.mark.slow),
+    pytest.param(mpirun, (0, 1, 1), id="mpirun, uneven", marks=pytest.mark.slow),
+    pytest.param(srun, (0, 0, 1, 1), id="srun, 2+2", marks=pytest.mark.slow),
+    pytest.param(mpirun, (0, 0, 0, 1), id="mpirun, 3+1", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_scripts_that_a_launcher_only_starts_train_over_two_nodes(launcher: Any, placement: tuple[int, ...]) -> None:
     """Two optimizers after each other; the same result as one process with the batches of all."""
     variables = {"FASTPS_RENDEZVOUS": f"127.0.0.1:{free_port()}"} if launcher is mpirun else {}
     children = _start(launcher, placement, _train, **variables)
-    processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0] * len(placement), [child.outcome for child in children]
+    processes.results(children, 60)
     expected = _alone(len(placement))
     for rank, child in enumerate(children):
         place, weights = child.outcome

@@ -33,7 +33,7 @@ def test_parts_cover_every_float_of_every_parameter_once(lengths: list[int]) -> 
     for part, following in zip(parts, [*parts[1:], None], strict=True):
         assert part.last % CHUNK_FLOATS == 0 or following is None
         assert following is None or part.last == following.first
-        assert part.layout.buffer_floats == part.floats
+        assert part.layout.buffer_floats == part.last - part.first
         for index, parameter in zip(part.parameters, part.layout.parameters, strict=True):
             whole = layout.parameters[index]
             assert parameter.name == whole.name

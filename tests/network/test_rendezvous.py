@@ -43,7 +43,7 @@ def _side(port: int, node: int, length: int = 4, timeout_s: float = 60.0) -> Ren
 def _requests(port: int, length: int = 4, timeout_s: float = 60.0) -> Requests:
     """The requests of node 1 that come from now on."""
     home = _side(port, 0, length, timeout_s)
-    found = home.requests(1)
+    found = Requests(home, 1)
     found.epoch = int(home.store(60.0).add(home.epoch_key(1), 0))
     return found
 

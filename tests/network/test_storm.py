@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from fastps.bench.namespaces import missing_reason
+from fastps.bench.two_nodes.namespaces import missing_reason
 from tests.support.bridge import Bridge, bridge
 from tests.support.nodes import await_files
 

@@ -1,6 +1,6 @@
 """Synchronous SGD with backup workers: Algorithm 4 of Chen et al., "Revisiting Distributed Synchronous SGD".
 
-Learning rates and averages are left out. The paper's workers never leave; the decisions on leaving are our own.
+Learning rates and averages are left out. The paper's workers never leave or join; the decisions on these are our own.
 """
 
 from tests.oracles.plays import Plays
@@ -8,16 +8,16 @@ from tests.oracles.server import Server
 
 
 class Backup(Server):
-    """Of `workers` = N + b workers the first N gradients of a version make it; later ones are dropped.
+    """Of N + b live workers the first N gradients of a version make it; later ones are dropped. N is at least 1.
 
-    With fewer than N live workers line 3 cannot be met; the version is then complete when every live worker has given a
-    gradient. A worker that leaves after its push has given that push.
+    So N follows the workers that leave and join. A worker that leaves after its push has given that push, which is folded
+    with the version and is none of the N.
     """
 
     def __init__(self, workers: int, b: int) -> None:
         super().__init__(workers)
         assert 0 <= b < workers, f"{b} backup workers of {workers}"
-        self.N = workers - b  # "Input: N number of mini-batches to aggregate"
+        self.b = b
         self.G: set[int] = set()  # line 2: G = {}, as the workers of the gradients; each gives one per version
 
     def push(self, p: int, now_ns: int, timestamp: int, samples: int = 0) -> tuple[list[int], list[int]]:
@@ -38,9 +38,9 @@ class Backup(Server):
         return self.update_when_complete()
 
     def update_when_complete(self) -> tuple[list[int], list[int]]:
-        live = set(self.t)
-        # Line 3: while |G| < N do.
-        if not self.G or (len(self.G) < self.N and not live <= self.G):
+        least = max(1, len(self.t) - self.b)  # N: "Input: N number of mini-batches to aggregate"
+        # Line 3: while |G| < N do. The last to leave closes the version.
+        if not self.G or (self.t and len(self.G & set(self.t)) < least):
             return [], []
         folded = sorted(self.G)
         self.G.clear()  # line 2 of the next t

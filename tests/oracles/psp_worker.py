@@ -52,6 +52,8 @@ class PspWorker:
     def compute(self) -> list[int]:
         """Lines 16 to 18: compute with W_t, push, t <- t + 1. Returns the timestamps of the blocks of W_t."""
         self.stale += self.blocks - len(self.received) if self.t else 0
+        # Line 18 sends t. A worker whose gradient was dropped is behind the servers, so it is the oldest of the step's blocks.
+        self.timestamp = min((self.w[j] for j in self.received), default=0)
         self.t += 1
         used = list(self.w)
         self._begin_step()

@@ -14,23 +14,26 @@ from tests.oracles.server import Server
 class RoundRobin(Server):
     """Permissions in the fixed order 0, 1, ..., N - 1, a gap apart; a subclass decides when updates are made.
 
-    Workers that have left are skipped. A worker's Request-to-Proceed (worker, line 6) follows its push immediately, so one
-    event stands for both.
+    Workers that have left are skipped. One that joins has the next turn, and its first step begins with a permission. A
+    worker's Request-to-Proceed (worker, line 6) follows its push immediately, so one event stands for both.
     """
 
     def __init__(self, workers: int, relax: float) -> None:
         super().__init__(workers)
         assert 0 <= relax <= 1, 'section V: "a relaxation factor r in [0, 1]"'
         self.relax = relax
+        self.order = list(range(workers))
         self.permission_turn = 0
         # The coordinator did not issue the permissions of the start, so the first one that it issues follows none.
         self.last_permission_ns: int | None = None
         self.permitted_ns: dict[int, int] = {}  # the time of each worker's latest permission; none at the start
+        self.has_pushed: set[int] = set()
         self.ema_ns: dict[int, int] = {}
 
     def next_in_order(self, worker: int) -> int:
         """The first live worker after `worker` in the fixed order, which is a ring."""
-        return min(self.t, key=lambda other: (other <= worker, other))
+        place = self.order.index(worker) + 1
+        return next(other for other in [*self.order[place:], *self.order[:place]] if other in self.t)
 
     def may_proceed(self, worker: int) -> bool:
         """Whether the worker has requested, and every condition other than its turn and the gap holds."""
@@ -39,10 +42,11 @@ class RoundRobin(Server):
     def profile(self, worker: int) -> int | None:
         """Section V, "Profiling iteration time": "we use the EMA method to accurately learn the value of T".
 
-        Returns the time of the iteration that ends with this push, or None for a worker's first, whose start is not
-        known. The weight of a new sample is 1/8, in whole ns, rounded towards the old value.
+        Returns the time of the iteration that ends with this push, or None for a worker's first: no permission began those
+        of the start. The weight of a new sample is 1/8, in whole ns, rounded towards the old value.
         """
-        if worker not in self.permitted_ns:
+        if worker not in self.has_pushed:
+            self.has_pushed.add(worker)
             return None
         sample_ns = self.now_ns - self.permitted_ns[worker]
         if worker not in self.ema_ns:
@@ -86,9 +90,19 @@ class RoundRobin(Server):
     def remove(self, worker: int) -> None:
         super().remove(worker)
         self.permitted_ns.pop(worker, None)
+        self.has_pushed.discard(worker)
         self.ema_ns.pop(worker, None)
         if self.t and worker == self.permission_turn:
             self.permission_turn = self.next_in_order(worker)
+
+    def join(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
+        self.order.remove(worker)
+        self.order.insert(self.order.index(self.permission_turn) if self.t else 0, worker)
+        super().join(worker, now_ns)
+        self.granted[worker] -= 1
+        self.waiting.add(worker)
+        self.permission_turn = worker
+        return [], self.issue_permissions()
 
     def due_ns(self) -> int | None:
         return self.earliest_ns()
@@ -111,7 +125,7 @@ class R2sp(RoundRobin):
         self.pushed: set[int] = set()  # workers whose push waits for its turn
         self.batch = dict.fromkeys(range(workers), 0)  # 0 before the first
         self.base_batch: dict[int, int] = {}  # each worker's I_0
-        # For each worker's samples (batch b, time t): their number n and the sums of b, t, b b and b t.
+        # For each worker's samples (batch b, time t), each with the weight that it has in the EMA: the sums of 1, b, t, bb, bt.
         self.sums = {worker: (0.0, 0.0, 0.0, 0.0, 0.0) for worker in range(workers)}
 
     def push(self, p: int, now_ns: int, timestamp: int, samples: int = 0) -> tuple[list[int], list[int]]:
@@ -123,7 +137,7 @@ class R2sp(RoundRobin):
         sample_ns = self.profile(p)
         if sample_ns is not None:
             b, t = float(samples), float(sample_ns)
-            n, sum_b, sum_t, sum_bb, sum_bt = self.sums[p]
+            n, sum_b, sum_t, sum_bb, sum_bt = (7 / 8 * total for total in self.sums[p])
             self.sums[p] = (n + 1, sum_b + b, sum_t + t, sum_bb + b * b, sum_bt + b * t)
         return self.update_in_order(), self.issue_permissions()
 
@@ -136,6 +150,12 @@ class R2sp(RoundRobin):
             folded.append(worker)
         self.remove(worker)
         return folded + self.update_in_order(), self.issue_permissions()
+
+    def join(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
+        if not self.t or self.may_proceed(self.update_turn):  # no other worker has a permission
+            self.update_turn = worker
+        self.batch[worker], self.sums[worker] = 0, (0.0, 0.0, 0.0, 0.0, 0.0)
+        return super().join(worker, now_ns)
 
     def remove(self, worker: int) -> None:
         super().remove(worker)
@@ -165,14 +185,14 @@ class R2sp(RoundRobin):
     def line(self, worker: int) -> tuple[float, float] | None:
         """Section IV, "the linear relationship between a worker's batch size and its iteration time": (a, k).
 
-        time = a + k * batch by least squares; k alone if that gives no line or an impossible one (k <= 0, a < 0). None
-        without a sample.
+        time = a + k * batch by weighted least squares; k alone if the batches are too equal for a line, or it is impossible
+        (k <= 0, a < 0). None without a sample.
         """
         n, sum_b, sum_t, sum_bb, sum_bt = self.sums[worker]
         if sum_b == 0:
             return None
         denominator = n * sum_bb - sum_b * sum_b
-        if n >= 2 and denominator > 0:
+        if 1000 * denominator > n * sum_bb:
             k = (n * sum_bt - sum_b * sum_t) / denominator
             a = (sum_t - k * sum_b) / n
             if k > 0 and a >= 0:
@@ -185,7 +205,7 @@ class R2sp(RoundRobin):
         "So as to equalize their iteration time": to the longest time that a live worker takes for its base batch I_0. The
         result is never below I_0 and never above 16 I_0. A worker without a known time keeps I_0.
         """
-        base = self.base_batch[worker]
+        base = self.base_batch.get(worker, 0)  # 0: a joiner that has pushed nothing, which chooses by itself
         own = self.line(worker)
         if own is None or own[1] == 0:
             return base
@@ -200,7 +220,5 @@ class R2sp(RoundRobin):
 
 
 PLAYS = Plays(
-    R2sp,
-    specs=("r2sp:0", "r2sp:0.8", "r2sp:1,tune=true", "r2sp:0.8,tune=true"),
-    simulated=("r2sp:0.8", "r2sp:0.6,tune=true"),
+    R2sp, specs=("r2sp:0", "r2sp:0.8", "r2sp:1,tune=true", "r2sp:0.8,tune=true"), simulated=("r2sp:0.8", "r2sp:0.6,tune=true")
 )

@@ -9,7 +9,7 @@ far", and to send OK means to grant.
 class Server:
     """The state of `workers` live workers. At the start all are granted their first step, and none waits.
 
-    An event (push or leave) returns (workers whose pushes are folded now, workers granted now), both in worker order.
+    An event (push, leave or join) returns (workers whose pushes are folded now, workers granted now), both in worker order.
 
     A timed discipline has a third event: `fire`, due at `due_ns`. Before an event the caller fires every timer that is due
     at or before the event's time, each stamped with its own deadline.
@@ -58,6 +58,15 @@ class Server:
         """Remove the worker from all state except `dropped`."""
         del self.t[worker], self.granted[worker], self.arrival[worker]
         self.waiting.discard(worker)
+
+    def join(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
+        """Admit a worker that had left, at the slowest live worker's count and with its next step granted."""
+        self.clock_event(now_ns)
+        self.t[worker] = min(self.t.values(), default=0)
+        self.granted[worker] = self.t[worker] + 1
+        self.arrival[worker] = self.arrivals
+        self.arrivals += 1
+        return [], [worker]
 
     def slowest(self) -> int:
         """The live worker with the fewest pushes; among equals the one that reached this count first."""

@@ -24,6 +24,10 @@ class StaggeredSoftSync(RoundRobin):
         self.version = self.folds.version
         return folded, self.issue_permissions()
 
+    def join(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
+        self.folds.join(worker, now_ns)
+        return super().join(worker, now_ns)
+
     def leave(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
         self.clock_event(now_ns)
         self.remove(worker)

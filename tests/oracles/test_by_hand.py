@@ -29,6 +29,8 @@ def test_the_oracle_answers_as_worked_out_by_hand(sequence: Sequence) -> None:
             pushes[event.arguments[0]] += 1
         elif event.kind == "leave":
             del pushes[event.arguments[0]]
+        elif event.kind == "join":
+            pushes[event.arguments[0]] = min(pushes.values())
         for worker in event.granted:
             assert oracle.granted[worker] == pushes[worker] + 1
             assert worker not in oracle.waiting

@@ -81,6 +81,7 @@ def test_the_simulators_workers_begin_and_read_as_the_oracles_do(spec: str, seed
                 timed_out_ns = oracle.advance(now_ns + 1)
                 assert now_ns == due.pop(worker, timed_out_ns), (worker, begun[worker])
             oracle.compute()
+            assert int(line["version"]) == oracle.timestamp, (worker, begun[worker])
             begun[worker] += 1
     assert min(begun) >= 30
     assert sum(oracle.stale for oracle in oracles) == played.row["stale_blocks"]

@@ -104,7 +104,7 @@ def test_a_replacement_begins_the_job_of_a_lone_worker_anew_and_the_launcher_say
             (tmp_path / "seen").touch()
 
     outcome = launcher.run(on_tick=look)
-    assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+    assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
     assert [(worker.rank, worker.restart, worker.exit_code, worker.lost_steps) for worker in outcome.workers] == [
         (0, 0, -9, 3),
         (1, 0, 0, 0),

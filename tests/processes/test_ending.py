@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,13 @@ def ready():
 """
 
 
+def _inherit(ignored: signal.Signals | None) -> None:
+    """Begin the child with this signal ignored, and SIGHUP not, which the tests' own shell may ignore (nohup)."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if ignored is not None:
+        signal.signal(ignored, signal.SIG_IGN)
+
+
 class Job:
     """A launched job of two workers, in a folder where the workers leave files."""
 
@@ -43,7 +51,7 @@ class Job:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=None if ignored is None else lambda: signal.signal(ignored, signal.SIG_IGN),
+                preexec_fn=partial(_inherit, ignored),
             )
 
     def await_it(self, condition: Callable[[], object]) -> None:
@@ -129,6 +137,20 @@ def test_ctrl_c_that_was_ignored_at_the_start_stays_ignored(start: Start, method
     job.process.send_signal(signal.SIGINT)
     (job.folder / "end").touch()
     assert job.process.wait(60) == 0, job.log
+
+
+def test_a_worker_that_waits_for_its_gpu_deaf_to_signals_is_killed_by_name_within_seconds(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in cudaStreamSynchronize: the process is in C code, and Python's handler of SIGTERM does not run."""
+    monkeypatch.setenv("FASTPS_GPUS", "0,1")
+    monkeypatch.setenv("FASTPS_PLACEMENT", "device")
+    deaf = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\nready()\nwait_for('never')"
+    job = start(f"if rank == '0': ready(); wait_for('ready1'); sys.exit(3)\n{deaf}")
+    began = time.monotonic()
+    assert job.process.wait(60) == 1, job.log
+    assert "killed worker 1, deaf to SIGTERM: the GPU may wait" in job.log and "orker 0 " in job.log.replace("worker 1", "")
+    assert time.monotonic() - began < 25, "not after the usual grace of 30 s"
 
 
 def test_ctrl_z_stops_the_workers_with_the_launcher_and_sigcont_wakes_them(start: Start) -> None:

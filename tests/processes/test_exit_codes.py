@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fastps.processes.failure_report import failure_panel
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
-from fastps.processes.outcome import Outcome
+from fastps.processes.outcome import Outcome, failure_panel
 
 CONTINUE = JobOptions(on_worker_loss="continue")
 BEGIN = """

@@ -59,7 +59,7 @@ def _results(folder: Path, method: str, arguments: list[str], monkeypatch: pytes
     monkeypatch.setenv("RESULTS", str(results))
     launcher = Launcher([sys.executable, *arguments], 2, start_method=method, job="same")
     outcome = launcher.run()
-    assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+    assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
     found = [json.loads((results / str(rank)).read_text()) for rank in range(2)]
     for row in found:
         del row["environment"]["RESULTS"]

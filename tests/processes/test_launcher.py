@@ -79,7 +79,7 @@ def test_the_first_failure_is_reported_and_the_others_are_ended(tmp_path: Path) 
     assert outcome.exit_code == 1
     assert outcome.first_failure is not None
     assert (outcome.first_failure.rank, outcome.first_failure.exit_code) == (1, 1)
-    assert list(outcome.first_failure.tail) == ["the disk is full"]
+    assert list(outcome.first_failure.errors.tail) == ["the disk is full"]
     assert [worker.exit_code for worker in outcome.workers] == [-signal.SIGTERM, 1, -signal.SIGTERM]
 
 
@@ -182,4 +182,4 @@ def test_survivors_of_a_real_job_end_by_themselves_naming_the_first(
     for worker in outcome.workers[:2]:
         assert worker.exit_code == 1, "ended by itself, with an error"
         assert worker.ended_ns - failed_ns < 2_000_000_000
-        assert "WorkerDiedError: worker 2" in worker.tail[-1] or "worker 2" in worker.tail[-1]
+        assert "WorkerDiedError: worker 2" in worker.errors.tail[-1] or "worker 2" in worker.errors.tail[-1]

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fastps.processes.failure_report import failure_panel
 from fastps.processes.launcher import Launcher
-from fastps.processes.outcome import Outcome
+from fastps.processes.outcome import Outcome, failure_panel
 from fastps.processes.output import JobOutput
 from fastps.processes.worker_output import Lines
 from fastps.system.clock import MonotonicClock

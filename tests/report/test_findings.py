@@ -141,15 +141,12 @@ def test_another_discipline_is_recommended_with_its_gain_and_its_staleness() -> 
     assert "what that does to the loss is not predicted" in found.detail
 
 
-@pytest.mark.parametrize(
-    ("policy", "bound"),
-    [
-        ({"grant": "at-once"}, None),
-        ({"grant": "bounded", "low": 3, "high": 3}, 4),
-        ({"grant": "bounded", "low": 3, "high": 15}, None),
-        ({"grant": "bounded", "low": 3, "high": 15, "hard_bound": True}, 16),
-        ({"grant": "bounded", "low": 3, "high": 15, "hard_bound": True, "bound": "push"}, 15),
-    ],
-)
+@pytest.mark.parametrize(("policy", "bound"), [
+    ({"grant": "at-once"}, None),
+    ({"grant": "bounded", "low": 3, "high": 3}, 4),
+    ({"grant": "bounded", "low": 3, "high": 15}, None),
+    ({"grant": "bounded", "low": 3, "high": 15, "hard_bound": True}, 16),
+    ({"grant": "bounded", "low": 3, "high": 15, "hard_bound": True, "bound": "push"}, 15),
+])  # fmt: skip
 def test_the_bound_of_a_lead_is_that_of_the_discipline(policy: dict[str, Any], bound: int | None) -> None:
     assert lead_bound(policy) == bound

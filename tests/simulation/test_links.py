@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastps.diagnostics.links import HomeRates, LinksReport, bound_of
+from fastps.diagnostics.links import LinksReport, bound_of
 from fastps.diagnostics.links import MeasuredLink as Link
 from fastps.errors import PolicyError, UsageError
 from fastps.job.specs import parse_policy
@@ -145,7 +145,7 @@ def test_what_makes_no_sense_between_nodes_is_refused() -> None:
 def _report() -> LinksReport:
     rates = LinkRates(RATE, 1.1 * RATE, 0.9 * RATE, RATE, 1_000_000, 2_000_000, 3_000_000)
     links = [Link(node, "machine", f"10.0.0.{node}", rates) for node in (1, 2)]
-    return LinksReport(links, HomeRates(4e9, 8e9), [bound_of(links, 1000, "float32", 0.01)])
+    return LinksReport(links, MeasuredHome(4e9, 8e9), [bound_of(links, 1000, "float32", 0.01)])
 
 
 def test_a_report_of_the_doctor_is_read_again(tmp_path: Path) -> None:
@@ -163,17 +163,14 @@ def _without(name: str) -> str:
     return json.dumps({"rows": rows})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "JSONDecodeError"),
-        ("[]", "TypeError"),
-        ('{"rows": []}', "found no links in it"),
-        ('{"rows": [{"kind": "machine"}]}', "found no links in it"),
-        (_without("both_bytes_s"), "KeyError: 'both_bytes_s'"),
-        (json.dumps({"rows": [{**_report().rows()[0], "up_bytes_s": -1}]}), "up_bytes_s of -1"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "JSONDecodeError"),
+    ("[]", "TypeError"),
+    ('{"rows": []}', "found no links in it"),
+    ('{"rows": [{"kind": "machine"}]}', "found no links in it"),
+    (_without("both_bytes_s"), "KeyError: 'both_bytes_s'"),
+    (json.dumps({"rows": [{**_report().rows()[0], "up_bytes_s": -1}]}), "up_bytes_s of -1"),
+])  # fmt: skip
 def test_another_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "links.json"
     file.write_text(text)

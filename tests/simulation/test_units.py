@@ -8,19 +8,16 @@ from fastps.errors import UsageError
 from fastps.simulation.units import read_bytes, read_ns, read_rate
 
 
-@pytest.mark.parametrize(
-    ("read", "text", "expected"),
-    [
-        (read_ns, "10ms", 1e7),
-        (read_ns, " 1.5 s ", 1.5e9),
-        (read_ns, "2e3us", 2e6),
-        (read_bytes, "12", 12.0),
-        (read_bytes, "1KiB", 1024.0),
-        (read_bytes, "1kB", 1000.0),
-        (read_rate, "8Mbit/s", 1e6),
-        (read_rate, "1.25GB", 1.25e9),
-    ],
-)
+@pytest.mark.parametrize(("read", "text", "expected"), [
+    (read_ns, "10ms", 1e7),
+    (read_ns, " 1.5 s ", 1.5e9),
+    (read_ns, "2e3us", 2e6),
+    (read_bytes, "12", 12.0),
+    (read_bytes, "1KiB", 1024.0),
+    (read_bytes, "1kB", 1000.0),
+    (read_rate, "8Mbit/s", 1e6),
+    (read_rate, "1.25GB", 1.25e9),
+])  # fmt: skip
 def test_a_quantity_is_its_number_times_its_unit(read: Callable[[str, str], float], text: str, expected: float) -> None:
     assert read("--option", text) == pytest.approx(expected)
 

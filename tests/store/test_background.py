@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import fastps
+from fastps.errors import Error
 from fastps.store.background import Background
 from fastps.system.clock import SYSTEM_CLOCK
 
@@ -102,3 +103,17 @@ def test_each_worker_may_use_keep_and_fetch_a_buffer_and_their_number_is_bounded
         assert store.layout.buffers == 3 * 4 + 3
     with pytest.raises(fastps.LayoutError, match="expected 1 to 41 workers"):
         fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="adv*:1", workers=42)
+
+
+def test_a_worker_whose_push_failed_ends_its_threads_before_the_arena_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise Error("the push thread failed")
+
+    before = set(threading.enumerate())
+    with fastps.Store.create({"w": np.zeros(4, np.float32)}, fastps.SGD(lr=1.0), sync="adv*:1", workers=2) as store:
+        worker = store.attach(0)
+        monkeypatch.setattr(worker, "_deliver", fail)
+        worker.push(store.hypers, samples=1)
+        with pytest.raises(Error, match="the push thread failed"):
+            worker.close()
+        assert set(threading.enumerate()) == before

@@ -15,9 +15,10 @@ import pytest
 import fastps
 from fastps.job.specs import parse_policy
 from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import Simulation, simulate
+from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.tracing.file import read
+from fastps.training.delays import Delays, delay
 from tests.support import processes
 
 AMOUNT = np.float32(1.0 / 1024)
@@ -50,17 +51,14 @@ def run(
     seconds: float = 2.0,
     factors: dict[int, float] | None = None,
     per_sample: bool = False,
-    delay: tuple[float, float] = (0.0, 0.0),
-    transfer_ms: float = 0.0,
+    delays: Delays | None = None,
     parameters: int = 4,
 ) -> Run:
     """Let workers push for so long; each sleeps `step_s` a step, times its factor, times its batch / 8 where `per_sample`."""
     weights = {f"w{index}": np.ones(100, np.float32) for index in range(parameters)}
     with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync=sync, workers=workers) as store:
         children = [
-            processes.start(
-                lambda rank=rank: _work(store, rank, step_s, seconds, factors or {}, per_sample, delay, transfer_ms)
-            )
+            processes.start(lambda rank=rank: _work(store, rank, step_s, seconds, factors or {}, per_sample, delays))
             for rank in range(workers)
         ]
         processes.finish(children, 40)
@@ -85,12 +83,11 @@ def _work(
     seconds: float,
     factors: dict[int, float],
     per_sample: bool,
-    delay: tuple[float, float],
-    transfer_ms: float,
+    delays: Delays | None,
 ) -> float:
     with store.attach(rank) as worker:
-        worker.delay_responses(*delay, seed=3)
-        worker.transfer_ms(transfer_ms)
+        if delays is not None:
+            delay(worker, delays)
         worker.wait_for_start()
         began = time.monotonic()
         while time.monotonic() - began < seconds:
@@ -132,7 +129,7 @@ ROWS = [
     "r2sp",
     "r2sp:1",
     "r2sp:0.8,tune=true",
-    "ssp:3,pull=0.75",
+    "backup:1,pull=0.75",
     "dssp:3,15,scale=1/sigma",
     "softsync:2,stagger=0.8",
     "bsp,shards=4",
@@ -261,14 +258,39 @@ def test_one_backup_worker_doubles_the_speed_beside_a_straggler_of_factor_4() ->
 @pytest.mark.timing
 def test_partial_pull_keeps_the_speed_that_rare_large_delays_take_from_a_full_pull() -> None:
     """PSP-SGD, section 4: few responses come very late."""
-    delay = (0.02, 0.15)
+    delays = Delays(late_share=0.02, late_s=0.15, seed=3)
     undisturbed = run("psp:3,0.75", 4, step_s=0.005, seconds=2.0)
-    partial = run("psp:3,0.75", 4, step_s=0.005, seconds=2.0, delay=delay)
-    full = run("psp:3,1", 4, step_s=0.005, seconds=2.0, delay=delay)
+    partial = run("psp:3,0.75", 4, step_s=0.005, seconds=2.0, delays=delays)
+    full = run("psp:3,1", 4, step_s=0.005, seconds=2.0, delays=delays)
     rates = [found.steps / found.seconds for found in (undisturbed, partial, full)]
     assert rates[1] >= 0.9 * rates[0], rates
     assert rates[2] < 0.85 * rates[0], rates
     assert sum(row["stale_blocks"] for row in partial.counters) > 0
+
+
+def test_a_late_response_is_late_from_the_grant_on() -> None:
+    """PSP-SGD, section 4.2, delays the responses: a peer of 0.3 s and a delay of 0.15 s are 0.45 s, as in virtual time."""
+    peer, delay_s = ComputeModel("replay", replay=[[1], [300_000_000]]), 0.15
+    simulation = Simulation(workers=2, steps=3, compute=peer, late_pulls=(1.0, int(delay_s * 1e9)))
+    trace = simulate(parse_policy("bsp"), simulation, trace=True).trace
+    assert trace is not None
+    begun = trace[(trace["kind"] == TRACE_KINDS.index("begin")) & (trace["worker"] == 0)]["time_ns"]
+    with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0), sync="bsp", workers=2) as store:
+
+        def work(rank: int, step_s: float) -> float:
+            with store.attach(rank) as worker:
+                delay(worker, Delays(late_share=1.0, late_s=delay_s, seed=3))
+                worker.wait_for_start()
+                began = time.monotonic()
+                for _ in range(2):
+                    time.sleep(step_s)
+                    worker.step({"w": np.zeros(4)})
+                return time.monotonic() - began
+
+        children = [processes.start(lambda: work(0, 0.0)), processes.start(lambda: work(1, 0.3))]
+        processes.finish(children, 30)
+        assert begun[2] == 900_000_000
+        assert -0.05 <= children[0].outcome - begun[2] / 1e9 < 1.0
 
 
 @pytest.mark.slow
@@ -277,7 +299,7 @@ def test_communication_overlaps_more_in_a_tree_and_wholly_in_the_background() ->
     """Rudra, Table 1: 11.52 % in base, 56.75 % in adv, 99.56 % in adv*, of compute / (compute + communication)."""
 
     def overlap(sync: str) -> float:
-        found = run(sync, 4, step_s=0.02, seconds=2.0, transfer_ms=15.0)
+        found = run(sync, 4, step_s=0.02, seconds=2.0, delays=Delays(15.0))
         compute, wait = (sum(row[key] for row in found.counters) for key in ("compute_ns", "wait_ns"))
         return float(compute / (compute + wait))
 
@@ -299,7 +321,7 @@ def test_the_staleness_of_background_pulls_is_that_of_virtual_time(transfer: flo
         bandwidth=1 / (step_s * transfer),
     )
     tree, direct = (simulate(replace(policy, groups=groups), simulation).row for groups in (2, 0))  # live there is no tree
-    found = run("adv*:2", 2, step_s=step_s, seconds=1.0 + transfer, transfer_ms=1000 * step_s * transfer)
+    found = run("adv*:2", 2, step_s=step_s, seconds=1.0 + transfer, delays=Delays(1000 * step_s * transfer))
     counted = found.staleness()
     mean = sum(staleness * count for staleness, count in counted.items()) / counted.total()
     assert 0.5 * direct["staleness_mean"] < mean < 1.25 * max(tree["staleness_mean"], direct["staleness_mean"]) + 0.5
@@ -316,17 +338,28 @@ def test_psps_timeout_waits_for_more_pushes_but_not_for_the_straggler() -> None:
     assert found.version / found.seconds > 3 / (0.004 * 20)
 
 
-@pytest.mark.parametrize(("sync", "largest"), [("dssp:1,4,hard_bound=true", 4), ("dssp:1,4,bound=push", 3), ("ssp:2", 2)])
+@pytest.mark.parametrize(
+    ("sync", "largest"),
+    [
+        ("dssp:1,4,hard_bound=true", 4),
+        ("dssp:1,4,bound=push", 3),
+        ("ssp:2", 2),
+        ("ssp:2,shards=2,scale=1/sigma", 2),
+        ("dssp:1,4,bound=push,combine=true", 3),
+        ("policy:fold=count,grant=bounded,low=2,high=2,release=printed,divisor=1", 2),
+    ],
+)
 def test_a_bound_keeps_every_worker_within_it(sync: str, largest: int) -> None:
     """The lead of a worker that is granted its next step, whose push may lead by one more."""
-    with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0), sync=sync, workers=2) as store:
+    weights = {"v": np.ones(4, np.float32), "w": np.ones(4, np.float32)}
+    with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync=sync, workers=2) as store:
 
         def work(rank: int, delay_s: float) -> int:
             lead = 0
             with store.attach(rank) as worker:
                 for _ in range(20):
                     time.sleep(delay_s)
-                    worker.step({"w": np.zeros(4)})
+                    worker.step({"v": np.zeros(4), "w": np.zeros(4)})
                     lead = max(lead, worker.steps - store.arena.counters(1 - rank)["posted"])
             return lead
 
@@ -343,6 +376,77 @@ def test_pushes_of_an_earlier_version_are_dropped_and_change_nothing() -> None:
             slow.step({"w": np.full(4, 0.5)})  # computed with version 0
             assert slow.weights["w"].tolist() == [0.75] * 4
             assert [store.arena.counters(rank)["dropped"] for rank in range(2)] == [0, 1]
+
+
+def test_backup_workers_are_so_many_of_those_that_live() -> None:
+    """A version takes the pushes of all but one, whoever leaves and joins."""
+    weights = {"w": np.ones(4, np.float32)}
+    with (
+        fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="backup:1", workers=2, max_workers=4) as store,
+        store.attach(0) as one,
+        store.attach(1) as two,
+        store.attach(2) as three,
+    ):
+        four = store.attach(3)
+        for worker, version in ((one, 0), (two, 0), (three, 1), (four, 1)):
+            worker.gradients["w"][...] = 0.0
+            worker.push(store.hypers)
+            assert store.version == version, "three of four, and the fourth is dropped"
+        for worker in (one, two, three, four):
+            worker.advance()
+            worker.pull()
+        four.close()
+        for worker, version in ((one, 1), (two, 2), (three, 2)):
+            worker.push(store.hypers)
+            assert store.version == version, "two of three"
+        assert [store.arena.counters(rank)["dropped"] for rank in range(4)] == [0, 0, 1, 1]
+        for worker in (one, two, three):
+            worker.advance()
+
+
+def test_a_joiners_first_step_and_the_next_keep_the_gap_of_r2sp() -> None:
+    """R2SP, section III-B: permissions are T / N apart, those of three workers 0.1 s."""
+    weights = {"w": np.ones(4, np.float32)}
+    with (
+        fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="r2sp:1", workers=2, max_workers=3) as store,
+        store.attach(0) as one,
+        store.attach(1) as two,
+    ):
+        for pause_s in (0.0, 0.3):
+            time.sleep(pause_s)
+            granted = time.monotonic()
+            for worker in (one, two):
+                worker.push(store.hypers)
+                if worker is one or not pause_s:
+                    worker.advance()
+        with store.attach(2) as joiner:
+            assert time.monotonic() - granted >= 0.1
+            two.advance()
+            assert time.monotonic() - granted >= 0.2
+            joiner.push(store.hypers)
+
+
+def test_a_push_has_the_timestamp_of_the_oldest_shard_that_its_step_has_pulled() -> None:
+    """PSP-SGD, server, line 7: what one shard has missed is dropped by all, not folded where it is stale."""
+    weights = {"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)}
+    with (
+        fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="psp:2,1,shards=2", workers=3) as store,
+        store.attach(0) as one,
+        store.attach(1) as two,
+        store.attach(2) as late,
+    ):
+        assert late.lane.hold(0)
+        for worker in (one, two):
+            worker.push(store.hypers)
+        late.pull()
+        assert [late.lane.shard_version(shard) for shard in range(2)] == [0, 1]
+        late.lane.release(False, 0, SYSTEM_CLOCK.now_ns())
+        assert [store.arena.shard_version(shard) for shard in range(2)] == [1, 1]
+        for worker in (late, one):
+            worker.push(store.hypers)
+        assert store.arena.counters(2)["dropped"] == 2
+        for worker in (late, one):
+            worker.advance()
 
 
 def test_the_linear_scale_counts_each_push_fully_and_the_mean_does_not() -> None:

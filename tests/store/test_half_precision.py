@@ -1,7 +1,7 @@
 """Gradients pushed in half precision: what is rounded, what is not, and what stays as with single precision."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from fastps.training.data import load
 from fastps.training.options import TrainingOptions
 from fastps.training.worker_main import TrainingRun
 from tests.support import processes
+from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -22,17 +23,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.005),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.005),
 }
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher's variables; one thread, so that sums have one order."""
-    for name in ("RANK", "WORLD_SIZE", "FASTPS_JOB", "FASTPS_SYNC"):
-        monkeypatch.delenv(name, raising=False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _model() -> torch.nn.Module:

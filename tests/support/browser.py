@@ -123,13 +123,8 @@ def browser() -> Iterator[Tab]:
     down, up = os.pipe(), os.pipe()  # commands to the browser, its answers
     with tempfile.TemporaryDirectory(prefix="fastps-browser-", ignore_cleanup_errors=True) as profile:
         flags = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-            "--hide-scrollbars",
-        ]
+            "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
+        ]  # fmt: skip
         flags += [
             "--disable-extensions",
             "--disable-background-networking",

@@ -11,18 +11,9 @@ from typing import Any
 import pytest
 
 _STARTS_PROCESSES = {
-    "subprocess",
-    "multiprocessing",
-    "fork",
-    "Popen",
-    "Launcher",
-    "ForkedCrew",
-    "LaunchedCrew",
-    "ServerProcess",
-    "compare",
-    "spawn",
-    "train",
-}
+    "subprocess", "multiprocessing", "fork", "Popen", "Launcher", "ForkedCrew", "LaunchedCrew", "ServerProcess", "compare",
+    "spawn", "train",
+}  # fmt: skip
 _PROCESS_MODULES = ("subprocess", "multiprocessing", "tests.support.processes", "tests.support.commands")
 
 

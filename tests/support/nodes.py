@@ -57,6 +57,12 @@ def start(
     return children
 
 
+def train(counts: Sequence[int], work: Callable[[int], Any], timeout_s: float = 100, **variables: str) -> list[Any]:
+    """Run the workers of nodes to their end; what each returned."""
+    with rendezvous() as port:
+        return processes.results(start(counts, port, work, variables), timeout_s)
+
+
 def await_files(folder: Path, count: int, timeout_s: float = 100.0, pattern: str = "*") -> None:
     """Wait until a folder has so many files, which workers leave when they have come somewhere."""
     deadline = time.monotonic() + timeout_s

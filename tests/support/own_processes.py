@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FASTPS_RANK", "FASTPS_WORKERS", "FASTPS_JOB", "FASTPS_SYNC")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FASTPS_RANK", "FASTPS_WORKERS", "FASTPS_JOB", "FASTPS_SYNC")
 
 
 @pytest.fixture(autouse=True)
 def own_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An environment like that of a fresh shell."""
-    for name in _LAUNCHERS:
+    for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("FASTPS_TIMEOUT", "200")  # on busy cores, five processes that import a framework take over a minute

@@ -1,6 +1,7 @@
 """Helpers for tests with real processes: fork workers of a store, and collect their results or exit codes."""
 
 import contextlib
+import itertools
 import os
 import pickle
 import signal
@@ -8,10 +9,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.support import stacks
+
+_jobs = itertools.count()
 
 
 @dataclass
@@ -68,6 +72,29 @@ def finish(children: list[Child], timeout_s: float) -> None:
                 os.kill(child.process_id, signal.SIGKILL)
             deadline = float("inf")
         time.sleep(0.002)
+
+
+def start_each(work: Callable[[int], Any], count: int) -> list[Child]:
+    """Fork a child for each rank."""
+    return [start(partial(work, rank)) for rank in range(count)]
+
+
+def start_job(work: Callable[[int], Any], workers: int) -> list[Child]:
+    """Fork the workers of a new job, each with the variables that a launcher would give it."""
+    job = f"test-{os.getpid()}-{next(_jobs)}"
+
+    def live(rank: int) -> Any:
+        os.environ.update(FASTPS_JOB=job, FASTPS_RANK=str(rank), FASTPS_WORKERS=str(workers))
+        return work(rank)
+
+    return start_each(live, workers)
+
+
+def results(children: list[Child], timeout_s: float) -> list[Any]:
+    """Wait for all children, none of which may fail; what each returned."""
+    finish(children, timeout_s)
+    assert [child.exit_code for child in children] == [0] * len(children), [child.outcome for child in children]
+    return [child.outcome for child in children]
 
 
 def stop(process_id: int) -> None:

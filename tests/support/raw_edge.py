@@ -186,13 +186,21 @@ class RawEdge:
         code = mac(secret, "edge", "leaf", nonces, name.job, 0, name.node, name.epoch, name.layout)
         return Header(Kind.PROOF, layout=name.layout, text=code)
 
+    @property
+    def was_given_up(self) -> bool:
+        """Whether node 0 has ended the edge without a reason: on a busy machine this process may be slower than it waits."""
+        return self.is_over.is_set() and all(header.kind == Kind.REOPEN for header in self.heard)
+
     def prove(self) -> None:
-        """Prove the secret, if there is one, and expect that node 0 proves it, too."""
+        """Prove the secret, if there is one, and expect that node 0 proves it, too, unless it gives the edge up."""
         if self.job.secret is None:
             return
         own = bytes(range(32))
         self.send(Header(Kind.CHALLENGE, layout=self.job.digest, text=own.hex()))
         found = self.hear(Kind.CHALLENGE)
-        assert found is not None, "node 0 did not answer a correct challenge"
+        if found is None:
+            assert self.was_given_up, f"node 0 refused a correct challenge: {self.heard}"
+            return
         self.send(self.proof(own + bytes.fromhex(found.text), self.job.secret))
-        assert self.hear(Kind.PROOF) is not None, f"node 0 refused a correct proof: {self.heard}"
+        proven = self.hear(Kind.PROOF) is not None
+        assert proven or self.was_given_up, f"node 0 refused a correct proof: {self.heard}"

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.own_processes import LAUNCHERS
+
 STEPS = 200
 BATCH = 16
 
@@ -47,7 +49,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher's variables; one thread, so that sums have one order."""
-    for name in ("RANK", "WORLD_SIZE", "FASTPS_JOB", "FASTPS_SYNC"):
+    for name in (*LAUNCHERS, "FASTPS_GPUS", "FASTPS_PLACEMENT", "FASTPS_BUCKET_MB"):
         monkeypatch.delenv(name, raising=False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -4,7 +4,7 @@ import torch
 
 import fastps
 from fastps.job.nodes import nodes_of_environment
-from fastps.network.meeting import met
+from fastps.network.meeting import join_meeting
 
 model = torch.nn.Linear(5, 2)
 with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), timeout_s=30) as optimizer:
@@ -15,7 +15,7 @@ with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), ti
     optimizer.wait_for_others()
     nodes = nodes_of_environment()
     assert nodes is not None
-    nodes = met(nodes, 30.0)
+    nodes = join_meeting(nodes, 30.0)
     weights = sum(float(value.detach().sum()) for value in model.parameters())
     print(
         f"{fastps.rank()} of {fastps.world_size()} node{nodes.number}:{nodes.local_workers} {optimizer.version} {weights:.6f}"

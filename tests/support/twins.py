@@ -14,16 +14,19 @@ from fastps.kernels.cuda import runtime
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 _LAUNCH = """
-void launch(int dtype, unsigned long long args, unsigned long long tiles, int blocks) {
+unsigned long long launch(int dtype, unsigned long long args, unsigned long long tiles, int blocks) {
     static const fps_kernel kernels[3] = {fps_fold_users_float32, fps_fold_users_float16, fps_fold_users_bfloat16};
     (void)fps_check_float32, (void)fps_check_float16, (void)fps_check_bfloat16;
-    fps_launch_on_host(kernels[dtype], blocks, 256, args, tiles);
+    return fps_launch_on_host(kernels[dtype], blocks, 256, args, tiles);
 }
 """
 
 
 def compiled(source: str) -> Callable[[int, int, int, int], None]:
-    """A function (dtype, args, tiles, blocks) that launches the kernels of a user's rule, from the source that a GPU gets."""
+    """A function (dtype, args, tiles, blocks) that launches the kernels of a user's rule, from the source that a GPU gets.
+
+    It raises ValueError for a vector that a GPU would not load or store there.
+    """
     with tempfile.TemporaryDirectory() as folder:
         text, library = Path(folder) / "fold.c", Path(folder) / "fold.so"
         text.write_text(source + _LAUNCH)
@@ -34,8 +37,13 @@ def compiled(source: str) -> Callable[[int, int, int, int], None]:
         assert done.returncode == 0, done.stderr
         launch = ctypes.CDLL(str(library)).launch
     launch.argtypes = [ctypes.c_int, ctypes.c_ulonglong, ctypes.c_ulonglong, ctypes.c_int]
-    launch.restype = None
-    return launch  # type: ignore[no-any-return]
+    launch.restype = ctypes.c_ulonglong
+
+    def checked(*arguments: int) -> None:
+        if misaligned := launch(*arguments):
+            raise ValueError(f"expected vectors on multiples of their size (error 716), found one at {misaligned:#x}")
+
+    return checked
 
 
 @fastps.rule(

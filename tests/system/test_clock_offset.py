@@ -70,14 +70,11 @@ def test_times_of_any_origin_are_refused_or_fit_the_board(times: tuple[int, int,
         assert all(-(2**63) <= each < 2**63 for each in (found.at_ns, found.offset_ns, found.error_ns, found.round_trip_ns))
 
 
-@pytest.mark.parametrize(
-    "times",
-    [
-        pytest.param((100, 0, 0, 99), id="an answer before the question"),
-        pytest.param((0, 5_000, 4_000, 10), id="an answer before it was heard"),
-        pytest.param((0, 0, 1_000_000, 10), id="held for longer than the exchange took"),
-    ],
-)
+@pytest.mark.parametrize("times", [
+    pytest.param((100, 0, 0, 99), id="an answer before the question"),
+    pytest.param((0, 5_000, 4_000, 10), id="an answer before it was heard"),
+    pytest.param((0, 0, 1_000_000, 10), id="held for longer than the exchange took"),
+])  # fmt: skip
 def test_impossible_times_are_no_sample(times: tuple[int, int, int, int]) -> None:
     estimator = OffsetEstimator()
     assert not estimator.add(*times)

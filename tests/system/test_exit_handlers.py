@@ -20,14 +20,11 @@ exit_handlers.forget(closed)
 """
 
 
-@pytest.mark.parametrize(
-    ("ending", "exit_code", "told"),
-    [
-        ("", 0, "open: None\n"),
-        ("sys.exit(0)", 0, "open: None\n"),
-        ("raise ValueError('no luck')", 1, "open: ValueError: no luck\n"),
-    ],
-)
+@pytest.mark.parametrize(("ending", "exit_code", "told"), [
+    ("", 0, "open: None\n"),
+    ("sys.exit(0)", 0, "open: None\n"),
+    ("raise ValueError('no luck')", 1, "open: ValueError: no luck\n"),
+])  # fmt: skip
 def test_an_owner_that_is_open_is_told_how_the_program_ended(ending: str, exit_code: int, told: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM + ending], capture_output=True, text=True, check=False, timeout=60, env=os.environ.copy()

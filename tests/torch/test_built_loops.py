@@ -82,12 +82,6 @@ def test_another_source_or_torch_is_another_build(cache: Path, monkeypatch: pyte
     assert len({before, other_torch, built_loops.path_of_build()}) == 3
 
 
-def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", "here")
-    assert built_loops.cache_folder() == tmp_path / ".cache/fastps"
-
-
 @pytest.mark.parametrize(("compiler_name", "sentence"), [
     ("no-such-c++", r"expected a C\+\+ compiler \(no-such-c\+\+\), found none: install one"),
     ("false", r"expected false to compile the loops, found exit code 1 \(no output\): see .*\.log"),

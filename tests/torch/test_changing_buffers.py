@@ -12,7 +12,6 @@ import torch
 import fastps
 from fastps.errors import CheckpointError
 from tests.support import processes
-from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
 
 class Statistics(torch.nn.Module):
@@ -64,23 +63,17 @@ def _averaged(keep: Callable[[Any, torch.Tensor], None]) -> list[dict[str, Any]]
             optimizer.average_buffers()
             return {name: buffer.flatten()[:2].tolist() for name, buffer in model.named_buffers()}
 
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
-    processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
-    return [child.outcome for child in children]
+    return processes.results(processes.start_each(work, 2), 60)
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    ("keep", "expected"),
-    [
-        (_assigns, [{"0.mean": [1.0, 1.0], "0.count": [1]}] * 2),
-        (_registers, [{"0.mean": [0.0], "0.count": [1], "0.late": [4.0, 4.0]}] * 2),
-        (_resizes, [{"0.mean": [2.0, 2.0], "0.count": [1]}] * 2),
-        (_grows_much, [{"0.mean": [1.0, 1.0], "0.count": [1]}, {"0.mean": [3.0, 3.0], "0.count": [1]}]),
-        (_differs, [{"0.mean": [1.0, 1.0], "0.count": [1]}, {"0.mean": [3.0, 3.0], "0.count": [1]}]),
-    ],
-)
+@pytest.mark.parametrize(("keep", "expected"), [
+    (_assigns, [{"0.mean": [1.0, 1.0], "0.count": [1]}] * 2),
+    (_registers, [{"0.mean": [0.0], "0.count": [1], "0.late": [4.0, 4.0]}] * 2),
+    (_resizes, [{"0.mean": [2.0, 2.0], "0.count": [1]}] * 2),
+    (_grows_much, [{"0.mean": [1.0, 1.0], "0.count": [1]}, {"0.mean": [3.0, 3.0], "0.count": [1]}]),
+    (_differs, [{"0.mean": [1.0, 1.0], "0.count": [1]}, {"0.mean": [3.0, 3.0], "0.count": [1]}]),
+])  # fmt: skip
 def test_buffers_are_averaged_as_the_model_has_them_now(keep: Any, expected: list[dict[str, Any]]) -> None:
     assert _averaged(keep) == expected
 

@@ -1,7 +1,6 @@
 """DistributedDataParallel with push_hook: the store sums, DDP averages nothing, and what would train wrongly is refused."""
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastps
 from tests.support import processes
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _model() -> torch.nn.Module:
@@ -36,14 +25,13 @@ def _batches() -> torch.Tensor:
 
 def _in_workers(folder: Path, work: Callable[[int], Any], backend: str) -> list[Any]:
     def live(rank: int) -> Any:
-        os.environ.update(FASTPS_RANK=str(rank), FASTPS_WORKERS="2", FASTPS_JOB=f"hook-{os.getppid()}")
         dist.init_process_group(backend, f"file://{folder}/store", world_size=2, rank=rank)
         try:
             return work(rank)
         finally:
             dist.destroy_process_group()
 
-    children = [processes.start(lambda rank=rank: live(rank)) for rank in range(2)]
+    children = processes.start_job(live, 2)
     processes.finish(children, 60)
     return [child.outcome for child in children]
 

@@ -1,40 +1,18 @@
 """Models in half precision with their shards on devices: the kernel writes the halves, with the bits of the CPU's fold."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
 import fastps
-from fastps.device.cuda import CudaDevice
-from fastps.device.placement import gpus_of_workers
-from fastps.lab.gpus.cuda_on_host import Faults, HostDevice
-from fastps.torch.on_device import DevicePlacement
-from fastps.torch.placements import HostPlacement
 from tests.support import processes
 from tests.support.torch_optimizers import OPTIMIZERS, batches_of, new_model
 from tests.torch.test_half_parameters import Mixed, _half, _train
-from tests.torch.test_staged import HostDeviceOptimizer, SeveralDevicesOptimizer, alone  # noqa: F401 - a fixture
+from tests.torch.test_staged import HostDeviceOptimizer, SeveralDevicesOptimizer
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 ADAM = OPTIMIZERS["adam"]
-
-
-class ApartPlacement(DevicePlacement):
-    """A DevicePlacement on one of two devices that do not reach each other."""
-
-    def make_device(self) -> CudaDevice:
-        own = gpus_of_workers()[int(os.environ["RANK"])]
-        others = frozenset(f"gpu {gpu}" for gpu in gpus_of_workers() if gpu != own)
-        return HostDevice(f"gpu {own}", 0.001, faults=Faults(unreachable=others))
-
-
-class ApartOptimizer(fastps.DistributedOptimizer):
-    """On devices that do not reach each other."""
-
-    def _place(self, push_dtype: torch.dtype) -> HostPlacement:
-        return ApartPlacement(self._tensors, push_dtype)
 
 
 def made(name: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -82,13 +60,10 @@ def test_a_state_with_masters_is_loaded_and_the_run_goes_on_from_it(dtype: torch
     assert found[0] == found[1]
 
 
-def run_ranks(kind: type[fastps.DistributedOptimizer], name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def run_ranks(kind: type[fastps.DistributedOptimizer], name: str) -> list[Any]:
     """Train with 3 workers, each on its share of the batches; returns the model's bits at each."""
-    monkeypatch.setenv("FASTPS_JOB", f"test-{os.getpid()}-{kind.__name__}-{name}")
-    monkeypatch.setenv("WORLD_SIZE", "3")
 
     def work(rank: int) -> Any:
-        os.environ["RANK"] = str(rank)
         model = made(name, torch.bfloat16)
         with kind(ADAM(model.parameters()), sync="bsp", model=model) as optimizer:
             optimizer.wait_for_start()
@@ -96,19 +71,13 @@ def run_ranks(kind: type[fastps.DistributedOptimizer], name: str, monkeypatch: p
             optimizer.wait_for_others()
             return bits(model)
 
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(3)]  # type: ignore[misc]
-    processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0] * 3, [child.outcome for child in children]
-    return [child.outcome for child in children]
+    return processes.results(processes.start_job(work, 3), 60)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(SeveralDevicesOptimizer, marks=pytest.mark.slow), ApartOptimizer])
 @pytest.mark.parametrize("name", [pytest.param("half", marks=pytest.mark.slow), "mixed"])
-def test_workers_on_two_devices_pull_halves_and_have_the_bits_of_the_cpu(
-    kind: type[fastps.DistributedOptimizer], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = run_ranks(fastps.DistributedOptimizer, name, monkeypatch)
+def test_workers_on_two_devices_pull_halves_and_have_the_bits_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run_ranks(fastps.DistributedOptimizer, name)
     monkeypatch.setenv("FASTPS_GPUS", "0,1")
-    found = run_ranks(kind, name, monkeypatch)
+    found = run_ranks(SeveralDevicesOptimizer, name)
     assert found[0] == found[1] == found[2] == expected[0]
     assert expected[0] != bits(new_model().to(torch.bfloat16))

@@ -20,13 +20,7 @@ from fastps.advice.auto_sync import move
 from fastps.job.layout import Layout, first_difference
 from fastps.job.specs import parse_policy
 from tests.support import processes
-from tests.support.torch_optimizers import (
-    OPTIMIZERS,
-    SAME_BITS,
-    alone,  # noqa: F401 - a fixture
-    batches_of,
-    new_model,
-)
+from tests.support.torch_optimizers import OPTIMIZERS, SAME_BITS, batches_of, new_model
 from tests.torch.test_staged import StagedOptimizer
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -151,23 +145,17 @@ def test_layers_in_float32_among_halves_train_as_in_torch(dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("make", [lambda: _half(torch.bfloat16), lambda: Mixed(torch.bfloat16)], ids=["all", "mixed"])
-def test_two_workers_equal_one_process_with_the_gradients_of_both(
-    make: Callable[[], torch.nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FASTPS_JOB", f"halves-{os.getpid()}-{make().__class__.__name__}")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_two_workers_equal_one_process_with_the_gradients_of_both(make: Callable[[], torch.nn.Module]) -> None:
     batches = batches_of(40, 16)
 
     def work(rank: int) -> list[list[float]]:
-        os.environ["RANK"] = str(rank)
         model = make()
         with fastps.DistributedOptimizer(OPTIMIZERS["momentum"](model.parameters()), sync="bsp", model=model) as optimizer:
             _train(model, optimizer, batches[rank::2])
             return [master.reshape(-1).tolist() for master in _masters(optimizer)]
 
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
-    processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+    children = processes.start_job(work, 2)
+    processes.results(children, 60)
     assert children[0].outcome == children[1].outcome
     steps = [[batches[2 * step], batches[2 * step + 1]] for step in range(20)]
     expected = _vector(_reference(make(), OPTIMIZERS["momentum"], steps))
@@ -201,16 +189,22 @@ def test_a_move_to_another_arena_takes_masters_and_halves_along() -> None:
         moved.store.close()
 
 
-def test_a_server_process_writes_halves() -> None:
-    batches = batches_of(10, 16)
-    model = _half(torch.bfloat16)
-    inner = OPTIMIZERS["momentum"](model.parameters())
-    with fastps.DistributedOptimizer(inner, server="process", model=model) as optimizer:
+@pytest.mark.parametrize(("dtype", "kind", "options"), [
+    (torch.bfloat16, fastps.DistributedOptimizer, {"server": "process"}),
+    (torch.bfloat16, fastps.DistributedOptimizer, {"push_dtype": torch.float32}),
+    (torch.bfloat16, StagedOptimizer, {}),
+    (torch.float16, StagedOptimizer, {}),
+], ids=["a server process", "pushed in float32", "staged in bfloat16", "staged in float16"])  # fmt: skip
+def test_whoever_folds_and_whatever_is_pushed_the_masters_have_torchs_bits(dtype: torch.dtype, kind: Any, options: Any) -> None:
+    batches, model = batches_of(20, 16), _half(dtype)
+    with kind(OPTIMIZERS["momentum"](model.parameters()), sync="bsp", model=model, **options) as optimizer:
         _train(model, optimizer, batches)
         found = _vector(_masters(optimizer))
         assert _shows_its_masters(model, optimizer)
-    expected = _reference(_half(torch.bfloat16), OPTIMIZERS["momentum"], [[batch] for batch in batches])
-    assert torch.equal(found, _vector(expected))
+        if "push_dtype" in options:
+            with pytest.raises(fastps.UsageError, match="gradients that are pushed in it"):
+                optimizer.expose_gradients()
+    assert torch.equal(found, _vector(_reference(_half(dtype), OPTIMIZERS["momentum"], [[batch] for batch in batches])))
 
 
 @fastps.rule(hyper=("learning_rate",))
@@ -324,19 +318,6 @@ def test_float32_jobs_have_no_halves_in_their_arena() -> None:
             store.half_views(0)
 
 
-def test_gradients_of_halves_may_be_pushed_in_float32() -> None:
-    batches = batches_of(20, 16)
-    model = _half(torch.bfloat16)
-    inner = OPTIMIZERS["momentum"](model.parameters())
-    with fastps.DistributedOptimizer(inner, model=model, push_dtype=torch.float32) as optimizer:
-        _train(model, optimizer, batches)
-        found = _vector(_masters(optimizer))
-        with pytest.raises(fastps.UsageError, match="gradients that are pushed in it"):
-            optimizer.expose_gradients()
-    expected = _reference(_half(torch.bfloat16), OPTIMIZERS["momentum"], [[batch] for batch in batches])
-    assert torch.equal(found, _vector(expected))
-
-
 @DTYPES
 def test_clipping_takes_the_norm_of_halves_in_single_precision(dtype: torch.dtype) -> None:
     weight = torch.nn.Parameter(torch.zeros(10_000, dtype=dtype))
@@ -359,17 +340,6 @@ def test_a_grad_scaler_skips_a_step_of_float16_that_overflowed() -> None:
             scaler.step(optimizer)
             scaler.update()
             assert torch.equal(before, _vector(_masters(optimizer))) == (factor > 1)
-
-
-@DTYPES
-def test_a_staged_model_shows_halves(dtype: torch.dtype) -> None:
-    batches = batches_of(20, 16)
-    model = _half(dtype)
-    with StagedOptimizer(OPTIMIZERS["momentum"](model.parameters()), sync="bsp", model=model) as optimizer:
-        _train(model, optimizer, batches)
-        found = _vector(_masters(optimizer))
-        assert _shows_its_masters(model, optimizer)
-    assert torch.equal(found, _vector(_reference(_half(dtype), OPTIMIZERS["momentum"], [[batch] for batch in batches])))
 
 
 # -- saving and loading ----------------------------------------------------------------------------
@@ -467,10 +437,7 @@ def test_weights_that_are_replaced_or_shown_may_be_float32() -> None:
 def test_readers_show_the_halves_or_the_masters_of_a_job() -> None:
     model, halves, floats = _half(torch.bfloat16), _half(torch.bfloat16), new_model()
     job = f"halves-reader-{os.getpid()}"
-    with (
-        fastps.DistributedOptimizer(ADAM(model.parameters()), model=model, job=job) as optimizer,
-        fastps.reader(job) as reader,
-    ):
+    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model, job=job) as optimizer, fastps.reader(job) as reader:
         for batch in batches_of(6, 16):
             _train(model, optimizer, [batch])
             reader.update(halves)
@@ -503,14 +470,6 @@ def test_a_write_into_halves_is_refused_also_before_the_first_step() -> None:
         _backward(model, batches_of(1, 16)[0])
         with pytest.raises(fastps.ParameterChangedError, match=r"parameter '0.weight' was written to outside of step"):
             optimizer.step()
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_other_types_are_refused_with_the_reason(dtype: torch.dtype) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
-    name = str(dtype).removeprefix("torch.")
-    with pytest.raises(fastps.UnsupportedError, match=rf"expected float32, float64, bfloat16 or float16, found {name}, which"):
-        fastps.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
 
 
 def test_passes_in_double_precision_over_float32_weights_have_the_bits_of_torch() -> None:

@@ -13,7 +13,6 @@ import torch
 import fastps
 from fastps.errors import UnsupportedError, UsageError
 from tests.support import processes
-from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
 Reset = Callable[[Any, torch.nn.Module], None]
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -133,13 +132,10 @@ def test_write_to_a_tensor_that_was_read_before_the_last_step_is_refused() -> No
             _train(optimizer, model, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("write", "error", "sentence"),
-    [
-        (lambda entry: entry.update(exp_avg=torch.zeros(5)), ValueError, "expected 'exp_avg' of shape"),
-        (lambda entry: entry["step"].fill_(-1.0), ValueError, "expected 'step' of 0 or more"),
-    ],
-)
+@pytest.mark.parametrize(("write", "error", "sentence"), [
+    (lambda entry: entry.update(exp_avg=torch.zeros(5)), ValueError, "expected 'exp_avg' of shape"),
+    (lambda entry: entry["step"].fill_(-1.0), ValueError, "expected 'step' of 0 or more"),
+])  # fmt: skip
 def test_values_that_cannot_be_the_jobs_are_refused(write: Any, error: type[Exception], sentence: str) -> None:
     model = torch.nn.Linear(3, 2)
     with fastps.DistributedOptimizer(MAKERS["adam"](model.parameters())) as optimizer:
@@ -167,8 +163,7 @@ def test_worker_0s_write_is_that_of_all_workers() -> None:
 
     job = f"state-{os.getpid()}"
     children = [processes.start(lambda rank=rank: work(rank, job)) for rank in range(2)]
-    processes.finish(children, 60)
-    assert [child.outcome for child in children] == [pytest.approx([1.9] * 3)] * 2
+    assert processes.results(children, 60) == [pytest.approx([1.9] * 3)] * 2
 
 
 FROZEN: dict[str, Callable[[], torch.Tensor]] = {
@@ -220,3 +215,13 @@ def test_gradient_of_a_parameter_that_was_left_out_is_refused_by_name() -> None:
             UnsupportedError, match="was frozen when the optimizer was wrapped, and was left out: expected a type of"
         ):
             optimizer.step()
+
+
+def test_state_can_be_looked_at_after_a_failure_and_its_dict_says_that_it_was_not_kept() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = fastps.DistributedOptimizer(MAKERS["adam"](model.parameters()))
+    _train(optimizer, model, 1.0)
+    optimizer.close("the data ended")
+    assert list(optimizer.state.values()) == list(optimizer._inner.state.values()) == []  # a trainer's clean-up moves them
+    with pytest.raises(UsageError, match="the worker left with an error"):
+        optimizer.state_dict()

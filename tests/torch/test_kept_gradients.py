@@ -11,7 +11,6 @@ import torch
 
 import fastps
 from fastps.torch import tensor_loops
-from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
 Model = torch.nn.Module
 Optimizer = torch.optim.Optimizer

@@ -2,7 +2,6 @@
 
 import copy
 import mmap
-import os
 import random
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from tests.support.torch_optimizers import (
     OPTIMIZERS,
     SAME_BITS,
     STEPS,
-    alone,  # noqa: F401 - a fixture
     batches_of,
     new_model,
     relative_difference,
@@ -56,25 +54,19 @@ def test_one_worker_equals_plain_torch_for_200_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "bound"), [("sgd", 1e-5), ("momentum", 1e-5), ("nesterov", 1e-5), ("adam", 1e-3)])
-def test_four_workers_equal_one_process_with_the_batches_of_all(
-    name: str, bound: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_four_workers_equal_one_process_with_the_batches_of_all(name: str, bound: float) -> None:
     workers, steps = 4, 50
-    monkeypatch.setenv("FASTPS_JOB", f"test-{os.getpid()}-{name}")
-    monkeypatch.setenv("WORLD_SIZE", str(workers))
     batches = batches_of(steps, workers * BATCH)
 
     def work(rank: int) -> list[float]:
-        os.environ["RANK"] = str(rank)
         model = new_model(seed=rank)  # worker 0's weights are everyone's first
         mine = [(x[rank * BATCH : (rank + 1) * BATCH], y[rank * BATCH : (rank + 1) * BATCH]) for x, y in batches]
         with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), sync="bsp", model=model) as optimizer:
             train_on(model, optimizer, mine)
         return [float(value) for value in torch.nn.utils.parameters_to_vector(model.parameters())]
 
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(workers)]
-    processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+    children = processes.start_job(work, workers)
+    processes.results(children, 60)
     plain = new_model(seed=0)
     train_on(plain, OPTIMIZERS[name](plain.parameters()), batches)
     expected = torch.nn.utils.parameters_to_vector(plain.parameters()).detach()
@@ -89,11 +81,9 @@ def test_four_workers_equal_one_process_with_the_batches_of_all(
 @pytest.mark.parametrize(
     "sync", ["bsp", "asp", *(pytest.param(sync, marks=pytest.mark.slow) for sync in ("ssp:1", "dssp:1,4"))]
 )
-def test_kills_of_a_torch_worker_are_named_by_the_others(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_of_a_torch_worker_are_named_by_the_others(sync: str) -> None:
     """Five kills a discipline: 20 with torch, beside the 180 of tests/store/test_store.py without."""
-    monkeypatch.setenv("WORLD_SIZE", "3")
     for seed in range(5):
-        monkeypatch.setenv("FASTPS_JOB", f"test-kill-{os.getpid()}-{sync}-{seed}")
         _kill_a_torch_worker(sync, random.Random(seed))
 
 
@@ -101,7 +91,6 @@ def _kill_a_torch_worker(sync: str, generator: random.Random) -> None:
     has_stepped = mmap.mmap(-1, 3)  # shared with the children
 
     def work(rank: int) -> None:
-        os.environ["RANK"] = str(rank)
         model = new_model()
         batch = batches_of(1, BATCH, seed=rank)
         optimizer = fastps.DistributedOptimizer(OPTIMIZERS["momentum"](model.parameters()), sync=sync, model=model)
@@ -109,7 +98,7 @@ def _kill_a_torch_worker(sync: str, generator: random.Random) -> None:
             train_on(model, optimizer, batch)
             has_stepped[rank] = 1
 
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(3)]
+    children = processes.start_job(work, 3)
     deadline = time.monotonic() + 30
     while bytes(has_stepped) != b"\1\1\1" and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -385,15 +374,12 @@ def test_other_dtypes_and_sparse_gradients_are_refused_by_name() -> None:
         fastps.DistributedOptimizer(torch.optim.SGD(quarter.parameters(), lr=0.1), model=quarter)
     embedding = torch.nn.Embedding(4, 2)
     with fastps.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), model=embedding):
-        with pytest.raises(fastps.UnsupportedError, match=r"'weight': expected a dense gradient"):
+        with pytest.raises(fastps.UnsupportedError, match=r"'weight': expected a dense gradient, found torch\.sparse_coo"):
             torch.nn.functional.embedding(torch.tensor([1]), embedding.weight, sparse=True).sum().backward()
 
 
-def test_what_would_change_the_arena_is_refused() -> None:
-    model = new_model()
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
-        with pytest.raises(fastps.UsageError, match="add the group"):
-            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+def test_a_step_within_no_sync_is_refused() -> None:
+    with fastps.DistributedOptimizer(torch.optim.SGD(new_model().parameters(), lr=0.1)) as optimizer:
         with pytest.raises(fastps.UsageError, match="no_sync"), optimizer.no_sync():
             optimizer.step()
 
@@ -410,16 +396,6 @@ def test_backward_with_create_graph_is_refused_by_name() -> None:
     processes.finish([child], 30)
     assert child.outcome[0] == "UnsupportedError"
     assert "'4.bias': backward(create_graph=True) is not supported" in child.outcome[1]
-
-
-def test_a_data_loader_with_forked_workers_does_no_harm() -> None:
-    model = new_model()
-    data = torch.utils.data.TensorDataset(*batches_of(1, 64)[0])
-    loader = torch.utils.data.DataLoader(data, batch_size=16, num_workers=2)
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync="asp") as optimizer:
-        for _ in range(2):
-            train_on(model, optimizer, list(loader))
-        assert optimizer.version == 8
 
 
 @pytest.mark.parametrize("server", ["workers", "process"])

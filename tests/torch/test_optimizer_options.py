@@ -9,36 +9,14 @@ import pytest
 import torch
 
 import fastps
-from tests.support.torch_optimizers import (
-    BATCH,
-    OPTIMIZERS,
-    alone,  # noqa: F401 - a fixture
-    batches_of,
-    new_model,
-    relative_difference,
-    train_on,
-)
+from tests.support.torch_optimizers import BATCH, OPTIMIZERS, batches_of, new_model, relative_difference, train_on
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "sgd",
-        "momentum",
-        "adam",
-        "adamw",
-        "adamw-amsgrad",
-        "adagrad-decays",
-        "adagrad-initial",
-        "rmsprop",
-        "rmsprop-all",
-        "nadam-decays",
-        "radam-early",
-        "adamax-decay",
-        "adadelta-decay",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "sgd", "momentum", "adam", "adamw", "adamw-amsgrad", "adagrad-decays", "adagrad-initial", "rmsprop", "rmsprop-all",
+    "nadam-decays", "radam-early", "adamax-decay", "adadelta-decay",
+])  # fmt: skip
 def test_state_dict_loads_into_plain_torch_and_back(name: str) -> None:
     batches = batches_of(20, BATCH)
     plain, model, resumed = new_model(), new_model(), new_model()

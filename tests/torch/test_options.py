@@ -7,14 +7,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fastps
-from tests.support.torch_optimizers import (
-    BATCH,
-    alone,  # noqa: F401 - a fixture
-    batches_of,
-    new_model,
-    relative_difference,
-    train_on,
-)
+from tests.support.torch_optimizers import BATCH, batches_of, new_model, relative_difference, train_on
 
 
 @fastps.rule(state=("buffer",), hyper=("learning_rate", "momentum"))

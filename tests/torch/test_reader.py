@@ -35,12 +35,6 @@ def _same(model: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "FASTPS_JOB", "FASTPS_SYNC"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("loops", ["auto", "attributes"])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

@@ -1,6 +1,6 @@
 """Hooks of backward mark a shard on a device once its last gradient is there, and nothing that changes later keeps its mark."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,15 +15,9 @@ SHARDS = [3, 2, 1, 0]  # of `make_model` in the tests, in the order in which the
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "FASTPS_JOB", "FASTPS_SYNC", "FASTPS_GPUS", "FASTPS_PLACEMENT"):
-        monkeypatch.delenv(name, raising=False)
+def a_shard_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTPS_BUCKET_MB", "0.00006")  # a cache line: as many shards as layers
     monkeypatch.setenv("FASTPS_NONFINITE", "allow")  # a push that is checked needs no marks
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Watched:
@@ -34,9 +28,9 @@ class Watched:
         self.kept: list[list[int]] = []
         mark_computed, mark_pushed = DeviceArena.mark_computed, DeviceArena.mark_pushed
 
-        def mark(arena: DeviceArena, shard: int, slot: int) -> None:
+        def mark(arena: DeviceArena, shard: int) -> None:
             self.marked.append(shard)
-            mark_computed(arena, shard, slot)
+            mark_computed(arena, shard)
 
         def push(arena: DeviceArena, slot: int | None) -> None:
             self.kept.append(sorted(arena.marked, reverse=True))
@@ -158,19 +152,13 @@ def test_a_shard_whose_gradients_come_on_two_streams_is_left_to_the_push(
     assert watched.kept == [[1]]
 
 
-def test_under_asp_nothing_is_marked_because_the_worker_waits(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sync", "bucket_mb"), [("asp", "0.00006"), ("bsp", "0")], ids=["the worker waits", "the user said 0"])
+def test_nothing_is_marked_where_no_fold_is_to_overlap(
+    watched: Watched, sync: str, bucket_mb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTPS_BUCKET_MB", bucket_mb)
     model = make_model()
-    with HostDeviceOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="asp", model=model) as optimizer:
-        backward(model)
-        optimizer.step()
-        assert optimizer.version == 1
-    assert watched.marked == [] and watched.kept == [[]]
-
-
-def test_with_0_nothing_is_marked_because_the_user_asked_for_that(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTPS_BUCKET_MB", "0")
-    model = make_model()
-    with HostDeviceOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model) as optimizer:
+    with HostDeviceOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync=sync, model=model) as optimizer:
         backward(model)
         optimizer.step()
         assert optimizer.version == 1
@@ -201,6 +189,6 @@ def test_workers_on_two_gpus_with_several_shards_each_have_the_bits_of_the_cpu(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTPS_GPUS", "0,1")
-    expected = staged.run_ranks([fastps.DistributedOptimizer] * 2, "bsp", monkeypatch, f"one-{dtype}", push_dtype=dtype)
-    found = staged.run_ranks([SeveralDevicesOptimizer] * 2, "bsp", monkeypatch, f"several-{dtype}", push_dtype=dtype)
+    expected = staged.run_ranks([fastps.DistributedOptimizer] * 2, "bsp", push_dtype=dtype)
+    found = staged.run_ranks([SeveralDevicesOptimizer] * 2, "bsp", push_dtype=dtype)
     assert found == [expected[0]] * 2

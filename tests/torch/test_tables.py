@@ -10,7 +10,6 @@ import torch
 import fastps
 from tests.support import processes
 from tests.support.table_models import MAKERS, ROWS, TableModel, batches_of, difference, loss_of, train_on
-from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
 
@@ -34,14 +33,11 @@ def test_one_worker_equals_torch_for_200_steps(name: str) -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse-adam", "row-wise-adagrad"])
-def test_three_workers_under_bsp_equal_one_process_with_the_batches_of_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_workers_under_bsp_equal_one_process_with_the_batches_of_all(name: str) -> None:
     workers, steps, size = 3, 30, 16
-    monkeypatch.setenv("FASTPS_JOB", f"test-tables-{os.getpid()}-{name}")
-    monkeypatch.setenv("WORLD_SIZE", str(workers))
     batches = batches_of(steps, workers * size)
 
     def work(rank: int) -> list[float]:
-        os.environ["RANK"] = str(rank)
         model = TableModel(seed=rank)  # worker 0's weights are everyone's first
         mine = [(bags[rank * size : (rank + 1) * size], ones[rank * size : (rank + 1) * size]) for bags, ones in batches]
         optimizers = _wrapped(model, name)
@@ -50,9 +46,8 @@ def test_three_workers_under_bsp_equal_one_process_with_the_batches_of_all(name:
             optimizer.close()
         return [float(value) for value in torch.nn.utils.parameters_to_vector(model.parameters())]
 
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(workers)]
-    processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+    children = processes.start_job(work, workers)
+    processes.results(children, 60)
     assert all(child.outcome == children[0].outcome for child in children), "all workers end with the same bits"
     plain = TableModel(seed=0)
     train_on(plain, MAKERS[name](plain), batches)
@@ -194,13 +189,6 @@ def test_a_dense_matrix_given_to_sparse_adam_is_told_to_take_another_optimizer()
         model(torch.ones(1, 4)).sum().backward()
         with pytest.raises(fastps.UnsupportedError, match=r"'weight'.*it is a table.*Adam beside SparseAdam"):
             optimizer.step()
-
-
-def test_a_sparse_gradient_of_a_dense_parameter_is_refused_by_name() -> None:
-    weight = torch.nn.Parameter(torch.zeros(5, 2))
-    with fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1)):
-        with pytest.raises(fastps.UnsupportedError, match=r"expected a dense gradient, found torch\.sparse_coo"):
-            torch.nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
 
 
 REFUSED: list[tuple[Callable[[TableModel], torch.optim.Optimizer], str, str]] = [

@@ -15,7 +15,6 @@ import torch
 
 import fastps
 from fastps.errors import UnsupportedError
-from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
 REFUSED = {"Adafactor", "ASGD", "LBFGS", "Muon", "Rprop"}
 OF_TABLES = {"SparseAdam"}

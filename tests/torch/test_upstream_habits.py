@@ -3,7 +3,6 @@
 import copy
 import io
 import mmap
-import os
 import pickle
 import sys
 import time
@@ -16,14 +15,7 @@ import torch
 
 import fastps
 from tests.support import processes
-from tests.support.torch_optimizers import (
-    BATCH,
-    alone,  # noqa: F401 - a fixture
-    batches_of,
-    new_model,
-    relative_difference,
-    train_on,
-)
+from tests.support.torch_optimizers import BATCH, batches_of, new_model, relative_difference, train_on
 
 SYNCS = ["bsp", "asp", "ssp:1", "dssp:1,3"]
 Wrap = Callable[[torch.optim.Optimizer], Any]
@@ -147,20 +139,17 @@ def _grow_and_train(wrap: Wrap, batches: list[Any], middle: int, unwrap: Callabl
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_model_that_grows_is_wrapped_anew_and_trains_on_as_in_torch(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTPS_JOB", f"grown-{os.getpid()}-{workers}")
-    monkeypatch.setenv("FASTPS_WORKERS", str(workers))
+def test_model_that_grows_is_wrapped_anew_and_trains_on_as_in_torch(workers: int) -> None:
     batches = batches_of(8, workers * BATCH)
 
     def work(rank: int) -> list[list[float]]:
-        os.environ["FASTPS_RANK"] = str(rank)
         mine = [(x[rank * BATCH : (rank + 1) * BATCH], y[rank * BATCH : (rank + 1) * BATCH]) for x, y in batches]
         found = _grow_and_train(
             lambda inner: fastps.DistributedOptimizer(inner, sync="bsp", timeout_s=30), mine, 4, lambda each: each.unwrap()
         )
         return [value.flatten().tolist() for value in found]
 
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(workers)]
+    children = processes.start_job(work, workers)
     processes.finish(children, 60)
     expected = _grow_and_train(_plain, batches, 4, _plain)
     for child in children:
@@ -169,10 +158,8 @@ def test_model_that_grows_is_wrapped_anew_and_trains_on_as_in_torch(workers: int
             np.testing.assert_allclose(found, value.flatten().numpy(), rtol=0, atol=1e-5)
 
 
-def test_no_push_is_lost_when_a_model_grows_under_asp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_push_is_lost_when_a_model_grows_under_asp() -> None:
     """The workers come to the end of the first job at different times: its last pushes are in the second one's weights."""
-    monkeypatch.setenv("FASTPS_JOB", f"grown-{os.getpid()}-asp")
-    monkeypatch.setenv("FASTPS_WORKERS", "2")
 
     def push(weights: list[torch.Tensor], optimizer: Any, steps: int) -> None:
         for _ in range(steps):
@@ -181,7 +168,6 @@ def test_no_push_is_lost_when_a_model_grows_under_asp(monkeypatch: pytest.Monkey
             optimizer.step()
 
     def work(rank: int) -> tuple[list[float], int]:
-        os.environ["FASTPS_RANK"] = str(rank)
         weights = [torch.nn.Parameter(torch.zeros(3))]
         inner = torch.optim.SGD(weights, lr=1.0)
         optimizer = fastps.DistributedOptimizer(inner, sync="asp", timeout_s=30)
@@ -197,14 +183,10 @@ def test_no_push_is_lost_when_a_model_grows_under_asp(monkeypatch: pytest.Monkey
         optimizer.close()
         return [float(weight[0]) for weight in weights], optimizer.version
 
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
-    processes.finish(children, 60)
-    assert [child.outcome for child in children] == [([-26.0, -6.0], 6)] * 2
+    assert processes.results(processes.start_job(work, 2), 60) == [([-26.0, -6.0], 6)] * 2
 
 
-def test_workers_that_evaluate_together_take_the_newest_weights_and_end_with_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTPS_JOB", f"newest-{os.getpid()}")
-    monkeypatch.setenv("FASTPS_WORKERS", "2")
+def test_workers_that_evaluate_together_take_the_newest_weights_and_end_with_the_same() -> None:
     said = mmap.mmap(-1, 2)
 
     def meet(rank: int, number: int) -> None:
@@ -213,7 +195,6 @@ def test_workers_that_evaluate_together_take_the_newest_weights_and_end_with_the
             time.sleep(0.001)
 
     def work(rank: int) -> list[float]:
-        os.environ["FASTPS_RANK"] = str(rank)
         weight = torch.nn.Parameter(torch.zeros(3))
         inner = torch.optim.SGD([weight], lr=1.0)
         optimizer = fastps.DistributedOptimizer(inner, sync="asp", timeout_s=30)
@@ -230,9 +211,7 @@ def test_workers_that_evaluate_together_take_the_newest_weights_and_end_with_the
         assert optimizer.unwrap() is inner
         return [*found, float(weight[0])]
 
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
-    processes.finish(children, 60)
-    assert [child.outcome for child in children] == [[-7.0, -14.0, -14.0]] * 2
+    assert processes.results(processes.start_job(work, 2), 60) == [[-7.0, -14.0, -14.0]] * 2
 
 
 def test_writes_into_private_weights_are_gone_after_the_block_and_others_are_refused() -> None:
@@ -331,9 +310,7 @@ def test_state_dicts_are_loaded_between_any_steps_as_in_torch(sync: str) -> None
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("sync", SYNCS)
-def test_what_one_worker_loads_all_workers_have(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTPS_JOB", f"loaded-{os.getpid()}-{sync}")
-    monkeypatch.setenv("FASTPS_WORKERS", "2")
+def test_what_one_worker_loads_all_workers_have(sync: str) -> None:
     said = mmap.mmap(-1, 2)
 
     def wait_for(place: int) -> None:
@@ -341,7 +318,6 @@ def test_what_one_worker_loads_all_workers_have(sync: str, monkeypatch: pytest.M
             time.sleep(0.001)
 
     def work(rank: int) -> tuple[float, float]:
-        os.environ["FASTPS_RANK"] = str(rank)
         model = new_model()
         inner = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)  # with lr=0 weights stay, and momentum moves
         with fastps.DistributedOptimizer(inner, sync=sync, model=model, timeout_s=30) as optimizer:
@@ -368,9 +344,7 @@ def test_what_one_worker_loads_all_workers_have(sync: str, monkeypatch: pytest.M
             assert len(weights) == 1
             return weights.pop(), float(buffers[0].max())
 
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
-    processes.finish(children, 60)
-    assert [child.outcome for child in children] == [(2.0, 7.0)] * 2
+    assert processes.results(processes.start_job(work, 2), 60) == [(2.0, 7.0)] * 2
 
 
 class _Normed(torch.nn.Module):
@@ -403,15 +377,12 @@ def test_state_dict_of_the_whole_model_brings_buffers_and_what_does_not_train_to
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (lambda entries: entries.pop("0.weight"), r"none for 0\.weight; use model\.state_dict\(\)"),
-        (lambda entries: entries.update(extra=torch.zeros(1)), "found all and the unknown extra"),
-        (lambda entries: entries.update({"0.bias": torch.zeros(3)}), r"'0\.bias': expected .* shape \(17,\), found \(3,\)"),
-        (lambda entries: entries.update({"0.bias": [0.0]}), r"'0\.bias': expected .* shape \(17,\), found list"),
-    ],
-)
+@pytest.mark.parametrize(("change", "sentence"), [
+    (lambda entries: entries.pop("0.weight"), r"none for 0\.weight; use model\.state_dict\(\)"),
+    (lambda entries: entries.update(extra=torch.zeros(1)), "found all and the unknown extra"),
+    (lambda entries: entries.update({"0.bias": torch.zeros(3)}), r"'0\.bias': expected .* shape \(17,\), found \(3,\)"),
+    (lambda entries: entries.update({"0.bias": [0.0]}), r"'0\.bias': expected .* shape \(17,\), found list"),
+])  # fmt: skip
 def test_state_dict_of_another_model_replaces_nothing(change: Callable[[dict[str, Any]], Any], sentence: str) -> None:
     model = new_model()
     entries = dict(new_model(seed=1).state_dict())
@@ -475,20 +446,6 @@ def test_copy_of_a_model_is_private_at_any_time(
         _check_copy(copied_by(model), model, optimizer)
 
 
-def test_copies_in_forked_workers_are_private() -> None:
-    def work(rank: int) -> bool:
-        os.environ.update(FASTPS_JOB=f"copied-{os.getppid()}", FASTPS_WORKERS="2", FASTPS_RANK=str(rank))
-        model = new_model()
-        with fastps.DistributedOptimizer(_momentum(model.parameters()), sync="asp", timeout_s=30) as optimizer:
-            for _ in range(5):
-                _check_copy(copy.deepcopy(model), model, optimizer)
-        return True
-
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
-    processes.finish(children, 60)
-    assert [child.outcome for child in children] == [True, True]
-
-
 def test_copy_of_a_plain_tensor_that_trains_is_private() -> None:
     tensor = torch.ones(3, requires_grad=True)
     with fastps.DistributedOptimizer(torch.optim.SGD([tensor], lr=0.5)) as optimizer:
@@ -527,20 +484,14 @@ def _load_without_fastps(saved: bytes, **options: Any) -> Any:
         entries = found.state_dict() if isinstance(found, torch.nn.Module) else found
         return {name: value.tolist() for name, value in entries.items()}
 
-    child = processes.start(load)
-    processes.finish([child], 30)
-    assert child.exit_code == 0, child.outcome
-    return child.outcome
+    return processes.results([processes.start(load)], 30)[0]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", [1, 2])
-def test_any_worker_saves_a_small_file_that_loads_without_fastps(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTPS_JOB", f"saved-{os.getpid()}-{workers}")
-    monkeypatch.setenv("FASTPS_WORKERS", str(workers))
+def test_any_worker_saves_a_small_file_that_loads_without_fastps(workers: int) -> None:
 
     def work(rank: int) -> list[tuple[bytes, bytes, dict[str, Any]]]:
-        os.environ["FASTPS_RANK"] = str(rank)
         model, saved = new_model(seed=rank), []
         with fastps.DistributedOptimizer(_momentum(model.parameters()), sync="asp", model=model, timeout_s=30) as optimizer:
             for _ in range(2):
@@ -552,7 +503,7 @@ def test_any_worker_saves_a_small_file_that_loads_without_fastps(workers: int, m
                 train_on(model, optimizer, batches_of(3, BATCH))
         return saved
 
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(workers)]
+    children = processes.start_job(work, workers)
     processes.finish(children, 60)
     plain = io.BytesIO()
     torch.save(new_model().state_dict(), plain)

@@ -8,7 +8,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -120,9 +119,7 @@ def test_a_worker_that_is_done_stays_until_the_others_of_the_start_have_come() -
         optimizer.close()
         return optimizer.worker.own_steps
 
-    children = [processes.start(partial(work, rank)) for rank in range(3)]
-    processes.finish(children, 60)
-    assert [child.outcome for child in children] == [3, 3, 3]
+    assert processes.results(processes.start_each(work, 3), 60) == [3, 3, 3]
 
 
 def test_a_worker_that_is_done_gives_up_those_that_never_come(

@@ -215,8 +215,8 @@ def test_older_traces_and_those_of_one_node_have_no_messages(tmp_path: Path) -> 
     assert nodes_of(trace) == [] and len(trace.messages) == len(trace.clock) == 0
     data = (tmp_path / "run.trace").read_bytes()
     header = json.loads(data[24 : 24 + int.from_bytes(data[16:24], "little")])
-    assert set(header["tables"]) == {"steps", "pushes", "messages", "clock"}
-    del header["tables"]["messages"], header["tables"]["clock"]
+    assert list(header["tables"])[:4] == ["steps", "pushes", "messages", "clock"]
+    del header["tables"]["messages"], header["tables"]["clock"], header["checksum"]
     text = json.dumps(header).encode()
     text += b" " * (int.from_bytes(data[16:24], "little") - len(text))
     (tmp_path / "old.trace").write_bytes(data[:24] + text + data[24 + len(text) :])

@@ -1,6 +1,7 @@
 """Rows of tables in traces, in what observers see, and in advice: a push of rows is a push, and its rows are counted."""
 
 import io
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fastps.cli import top, trace_report
 from fastps.cli.tables import show
 from fastps.tracing import perfetto
 from fastps.tracing.check import check, push_log_row
-from fastps.tracing.file import PUSH_DTYPE, Trace, read, write
+from fastps.tracing.file import PUSH_DTYPE, Trace, TraceError, read, write
 from fastps.tracing.summary import summary_row, worker_rows
 
 WIDTH, STEPS = 4, 12
@@ -132,5 +133,18 @@ def test_a_trace_without_rows_is_written_as_before_and_one_with_rows_ends_with_t
     old, new = (tmp_path / "old.trace").read_bytes(), (tmp_path / "run.trace").read_bytes()
     assert b'"rows"' not in old[:4096].split(b'"tables"')[1]
     assert len(read(tmp_path / "old.trace").rows) == 0
-    assert new.endswith(found.rows.tobytes())
+    assert new[:-4].endswith(found.rows.tobytes())  # before the checksum
+
+
+def test_a_trace_with_a_table_of_a_later_version_is_read_and_still_refused_when_damaged(tmp_path: Path) -> None:
+    _, found = _run("asp", tmp_path / "run.trace")
+    data = (tmp_path / "run.trace").read_bytes()
+    end = 24 + int.from_bytes(data[16:24], "little")
+    text = data[24:end].replace(b'"tables": {', b'"tables": {"later": {"lines": 1, "dtype": []}, ')
+    later = data[:16] + len(text).to_bytes(8, "little") + text + data[end:-4] + b"later"
+    (tmp_path / "later.trace").write_bytes(later + zlib.crc32(later).to_bytes(4, "little"))
+    assert np.array_equal(read(tmp_path / "later.trace").rows, found.rows)
+    (tmp_path / "later.trace").write_bytes(later[:-1] + b"R" + zlib.crc32(later).to_bytes(4, "little"))
+    with pytest.raises(TraceError, match="checksum"):
+        read(tmp_path / "later.trace")
     assert found.pushes.dtype == PUSH_DTYPE

@@ -119,20 +119,17 @@ def _damaged_gzip(folder: Path) -> None:
     (folder / "train-images-idx3-ubyte.gz").write_bytes(whole[: len(whole) // 2])
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (_truncate, r"train-images.*expected 1,890 bytes for 30 x 9 x 7, found 1,889 bytes"),
-        (_other_type, r"train-labels.*begins with 00 00 08 01, found 00 00 0d 01"),
-        (_empty, r"t10k-labels.*found nothing"),
-        (_fewer_labels, r"expected 12 labels, as many as images, found 11"),
-        (_label_out_of_range, r"expected labels from 0 to 9, found 10"),
-        (_huge_dimensions, r"4294967295 x 4294967295 x 4294967295"),
-        (_no_items, r"t10k-images.*at least one item, found none"),
-        (_other_size, r"images of one size, found \(9, 7\) to train and \(7, 9\) to test"),
-        (_damaged_gzip, r"train-images-idx3-ubyte.gz: expected a whole gzip file"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    (_truncate, r"train-images.*expected 1,890 bytes for 30 x 9 x 7, found 1,889 bytes"),
+    (_other_type, r"train-labels.*begins with 00 00 08 01, found 00 00 0d 01"),
+    (_empty, r"t10k-labels.*found nothing"),
+    (_fewer_labels, r"expected 12 labels, as many as images, found 11"),
+    (_label_out_of_range, r"expected labels from 0 to 9, found 10"),
+    (_huge_dimensions, r"4294967295 x 4294967295 x 4294967295"),
+    (_no_items, r"t10k-images.*at least one item, found none"),
+    (_other_size, r"images of one size, found \(9, 7\) to train and \(7, 9\) to test"),
+    (_damaged_gzip, r"train-images-idx3-ubyte.gz: expected a whole gzip file"),
+])  # fmt: skip
 def test_a_damaged_mnist_file_is_named_with_what_was_expected(
     tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
@@ -182,15 +179,12 @@ def test_a_damaged_cifar_file_is_named(tmp_path: Path) -> None:
 # -- wrong usage -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("imagenet", "expected one of mnist5k, digits, mnist:DIR, cifar10:DIR"),
-        ("mnist", "expected one of"),
-        ("digits:here", "expected one of"),
-        ("mnist:/no/such/folder", "expected a folder with the original files, found none at /no/such/folder"),
-    ],
-)
+@pytest.mark.parametrize(("source", "message"), [
+    ("imagenet", "expected one of mnist5k, digits, mnist:DIR, cifar10:DIR"),
+    ("mnist", "expected one of"),
+    ("digits:here", "expected one of"),
+    ("mnist:/no/such/folder", "expected a folder with the original files, found none at /no/such/folder"),
+])  # fmt: skip
 def test_an_unknown_data_set_is_refused_with_the_known_ones(source: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load(source)

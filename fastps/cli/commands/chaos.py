@@ -1,11 +1,14 @@
 """The commands about faults: chaos."""
 
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
 from fastps.cli.commands import MACHINE
-from fastps.cli.options import Json, console_of
+from fastps.cli.options import Json, console_of, save_rows
 from fastps.errors import UsageError
 
 commands = typer.Typer()
@@ -36,56 +39,39 @@ def chaos(
     Needs the failpoint build (`make hooks`), except with --nodes and --devices. Exit code 1 if any seed violates what is
     promised; its number replays it.
     """
-    from dataclasses import asdict
-
-    from fastps.lab.worlds import chaos as simulation
-    from fastps.system.json_report import write_json
-
     if seeds < 1 or seed < 0:
         raise UsageError(f"expected at least 1 seed, from 0 on; found --seeds {seeds} --seed {seed}")
     if nodes != 1 and devices:
         raise UsageError(f"expected --nodes or --devices, found both: --nodes {nodes} --devices {devices}")
-    if nodes != 1 or devices:
-        _play_in_python(nodes, devices, seeds, seed, mutant, json_file)
-        return
+    play, where = _world(nodes, devices)
     console = console_of(json_file)
     with console.status(f"{seeds:,} seeds from {seed}") as status:
-        findings = simulation.run(
-            seeds, seed, mutant=mutant, watch=lambda so_far: status.update(f"{so_far.seeds:,} of {seeds:,} seeds")
-        )
+        findings = play(seeds, seed, mutant=mutant, watch=lambda so_far: status.update(f"{so_far.seeds:,} of {seeds:,} seeds"))
     faults = ", ".join(f"{count:,} {kind.replace('_', ' ')}" for kind, count in findings.faults.items())
+    commits = "" if where else f", {findings.versions:,} commits"
+    worst = "" if where else f"; worst detection {findings.worst_detection_s:.3f} s (simulated)"
     console.print(
-        f"{findings.seeds:,} seeds, {findings.steps:,} steps, {findings.versions:,} commits; {faults};"
-        f" {len(findings.violations)} violations; worst detection {findings.worst_detection_s:.3f} s (simulated)"
+        f"{findings.seeds:,} seeds, {findings.steps:,} steps{commits}; {faults}; {len(findings.violations)} violations{worst}"
     )
     for found in findings.violations[:10]:
-        console.print(f"seed {found['seed']} ({found['spec']}): {found['violation']}")
-    if json_file is not None:
-        row = {**asdict(findings), "violations": len(findings.violations), "failing": findings.violations[:100]}
-        write_json("chaos", [row], json_file)
+        spec = "" if where else f" ({found['spec']})"
+        console.print(f"seed {found['seed']}{spec}: {found['violation']}")
+    counts = {**asdict(findings), "violations": len(findings.violations), "failing": findings.violations[:100]}
+    save_rows("chaos", [{**where, **counts}], json_file)
     if findings.violations:
         raise typer.Exit(1)
 
 
-def _play_in_python(nodes: int, devices: int, seeds: int, seed: int, mutant: str | None, json_file: Json) -> None:
-    """Play the messages between nodes, or the work on devices."""
-    from dataclasses import asdict
-    from functools import partial
+def _world(nodes: int, devices: int) -> tuple[Callable[..., Any], dict[str, int]]:
+    """What plays seeds: a world of several nodes, or of devices, and how many; or the memory of one host."""
+    if devices:
+        from fastps.lab.worlds import device_chaos
 
-    from fastps.lab.worlds import device_chaos, node_chaos
-    from fastps.system.json_report import write_json
+        return partial(device_chaos.run, devices), {"devices": devices}
+    if nodes != 1:
+        from fastps.lab.worlds import node_chaos
 
-    console = console_of(json_file)
-    with console.status(f"{seeds:,} seeds from {seed}") as status:
-        run = partial(device_chaos.run, devices) if devices else partial(node_chaos.run, nodes)
-        findings = run(seeds, seed, mutant=mutant, watch=lambda so_far: status.update(f"{so_far.seeds:,} of {seeds:,} seeds"))
-    faults = ", ".join(f"{count:,} {kind.replace('_', ' ')}" for kind, count in findings.faults.items())
-    console.print(f"{findings.seeds:,} seeds, {findings.steps:,} steps; {faults}; {len(findings.violations)} violations")
-    for found in findings.violations[:10]:
-        console.print(f"seed {found['seed']}: {found['violation']}")
-    if json_file is not None:
-        row = {**asdict(findings), "violations": len(findings.violations), "failing": findings.violations[:100]}
-        what = {"devices": devices} if devices else {"nodes": nodes}
-        write_json("chaos", [{**what, **row}], json_file)
-    if findings.violations:
-        raise typer.Exit(1)
+        return partial(node_chaos.run, nodes), {"nodes": nodes}
+    from fastps.lab.worlds import chaos as host_chaos
+
+    return host_chaos.run, {}

@@ -3,7 +3,8 @@
 import typer
 
 from fastps.cli.commands import CHOOSE
-from fastps.cli.options import Json, Wide, console_of
+from fastps.cli.options import Json, Wide, console_of, save_rows
+from fastps.cli.tables import Column, Rows, show
 from fastps.job.disciplines import DISCIPLINES
 from fastps.job.specs import MODIFIERS
 
@@ -17,9 +18,6 @@ ORDER = 50
 )
 def disciplines(wide: Wide = False, json_file: Json = None) -> None:
     """Show every synchronization discipline: its spec for --sync, its paper, what it does, and when to use it."""
-    from fastps.cli.tables import Column, Rows, show
-    from fastps.system.json_report import write_json
-
     rows = [
         {
             "kind": "discipline",
@@ -38,6 +36,5 @@ def disciplines(wide: Wide = False, json_file: Json = None) -> None:
     cells = [(row["spec"], row["does"], row["use"], row["staleness"], row["paper"]) for row in rows]
     show(console, Rows("disciplines", columns, cells), wide=wide)
     options = [(row["option"],) for row in modifiers]
-    show(console, Rows("options of every spec, as in ssp:3,pull=0.75", [Column("option")], options), wide=wide)
-    if json_file is not None:
-        write_json("disciplines", [*rows, *modifiers], json_file)
+    show(console, Rows("options of every spec, as in backup:1,pull=0.75", [Column("option")], options), wide=wide)
+    save_rows("disciplines", [*rows, *modifiers], json_file)

@@ -1,9 +1,11 @@
-"""The commands about this machine and what runs on it: run, top, bench, doctor."""
+"""The commands about this machine and what runs on it: run, top, bench, doctor, gpu-check."""
 
+import logging
 import os
 import re
 import sys
 import threading
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -22,13 +24,19 @@ from fastps.cli.options import (
     TraceFile,
     Wide,
     Workers,
+    checked,
     console_of,
     job_options_of,
     nodes_of,
+    parameters_of,
     placed_nodes,
+    save_rows,
     with_options,
 )
+from fastps.cli.report import doctor_table, faults_text, links_table, trials_table
+from fastps.cli.tables import say, show
 from fastps.errors import UsageError
+from fastps.job.options import NodePolicy
 from fastps.job.specs import parse_policy
 
 if TYPE_CHECKING:
@@ -102,18 +110,14 @@ def _outcome(launcher: "Launcher", tensorboard: Path | None) -> "Outcome":
 
 def _report(outcome: "Outcome", json_file: str | None) -> int:
     """Print what went wrong, and write the exits of all workers. Returns the exit code."""
-    from fastps.cli.report import faults_text
-    from fastps.processes.failure_report import failure_panel
-    from fastps.system.json_report import write_json
+    from fastps.processes.outcome import failure_panel
 
     if outcome.faults is not None:
-        Console(stderr=True).print(faults_text(outcome.faults.row()))
+        Console(stderr=True).print(faults_text(outcome.faults))
     if outcome.first_failure is not None:
         Console(stderr=True).print(failure_panel(outcome))
-    if json_file is not None:
-        keys = {"worker": "rank", "restart": "restart", "exit_code": "exit_code", "lost_steps": "lost_steps"}
-        rows = [{key: getattr(worker, name) for key, name in keys.items()} for worker in outcome.workers]
-        write_json("run", rows, json_file)
+    keys = {"worker": "rank", "restart": "restart", "exit_code": "exit_code", "lost_steps": "lost_steps"}
+    save_rows("run", [{key: getattr(each, name) for key, name in keys.items()} for each in outcome.workers], json_file)
     return outcome.exit_code
 
 
@@ -130,7 +134,7 @@ def _run_on_hosts(context: typer.Context) -> int:
     launcher = HostsLauncher(HostsOptions.of(given["hosts"], given["ssh_command"], given["grace"]), [*options, *tail])
     code = launcher.run()
     if launcher.failure and code < 128:
-        Console(stderr=True).print(launcher.failure, markup=False, highlight=False, soft_wrap=True)
+        say(Console(stderr=True), launcher.failure, soft_wrap=True)
     return code
 
 
@@ -180,7 +184,7 @@ def run(
 
     When a worker fails, the first failure is reported and the others are ended; with --restarts it is replaced.
     """
-    from fastps.device.placement import parse_gpus
+    from fastps.device.placement import parse_gpus, settle
     from fastps.processes.launcher import Launcher
 
     policy = parse_policy(sync) if sync is not None else None
@@ -191,6 +195,8 @@ def run(
         policy.values(workers if nodes is None else nodes.count)  # raises PolicyError for more than there are
     if gpus is not None:
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
+        if reason := settle(workers):
+            logging.getLogger("fastps.launch").warning("%s", reason)
     spec, command = policy.spec if policy is not None else None, _command_of(arguments, module)
     launcher = Launcher(command, workers, sync=spec, options=job, env=env, start_method=start_method, nodes=nodes, trace=trace)
     raise typer.Exit(_report(_outcome(launcher, tensorboard), json_file))
@@ -213,7 +219,6 @@ def top(
 ) -> None:
     """Look at a running job: its workers and shards, live. Ctrl-C ends the look, not the job."""
     from fastps.cli import top as looking
-    from fastps.system.json_report import write_json
 
     if not 0.01 <= interval <= 3600:
         raise UsageError(f"--interval: expected 0.01 to 3600 seconds, found {interval:g}")
@@ -226,8 +231,7 @@ def top(
         rows = show(looking.choose_job(job), console_of(json_file), interval_s=interval, wide=wide)
     except KeyboardInterrupt:
         raise typer.Exit from None
-    if json_file is not None:
-        write_json("top", rows, json_file)
+    save_rows("top", rows, json_file)
 
 
 def _serve(address: str, job: str | None) -> NoReturn:
@@ -235,7 +239,7 @@ def _serve(address: str, job: str | None) -> NoReturn:
     from fastps.telemetry.prometheus import served
 
     with served(address, job) as url:
-        Console(stderr=True).print(f"serving {url}; Ctrl-C ends it", markup=False, highlight=False, soft_wrap=True)
+        say(Console(stderr=True), f"serving {url}; Ctrl-C ends it", soft_wrap=True)
         threading.Event().wait()
     raise AssertionError("nothing sets the event")
 
@@ -256,7 +260,9 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 def bench(
     what: Annotated[
         str,
-        typer.Argument(help="kernels, lane, scheduler, sim, step, rows, train, readers, collectives or all; nodes, as root."),
+        typer.Argument(
+            help="kernels, lane, scheduler, sim, step, rows, train, memory, readers, collectives or all; nodes, as root."
+        ),
     ] = "all",
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: shows that all runs, and measures nothing.")] = False,
     repeats: Annotated[int, typer.Option(help="Repeats of each figure; medians are shown.")] = 7,
@@ -274,12 +280,9 @@ def bench(
     json_file: Json = None,
 ) -> None:
     """Measure fastps beside its limits and its peers on this machine; sides take turns, and each result is checked."""
-    from dataclasses import replace
-
     from fastps.bench.measure import SMOKE, BenchOptions
     from fastps.bench.run import run as run_bench
     from fastps.cli.bench_report import show_benchmarks
-    from fastps.system.json_report import write_json
 
     default = "limit,gloo,ddp,hogwild,handmade" if device == "cpu" else "limit,nccl,ddp"
     peers = tuple((against or default).split(","))
@@ -289,8 +292,7 @@ def bench(
     options = replace(options if not smoke else replace(SMOKE, against=peers), backend=backend, device=device)
     rows = run_bench(what, options)
     show_benchmarks(rows, console_of(json_file), wide=wide)
-    if json_file is not None:
-        write_json(f"bench {what}", rows, json_file)
+    save_rows(f"bench {what}", rows, json_file)
 
 
 def _whole(name: str, text: str) -> int:
@@ -304,11 +306,16 @@ def _whole(name: str, text: str) -> int:
 @commands.command(
     rich_help_panel=MACHINE,
     epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -"
-    "   |   fastps doctor --nnodes 2 --rendezvous node0:29400 --parameters 25e6",
+    "   |   fastps doctor --nnodes 2 --rendezvous node0:29400 --parameters 25e6   |   fastps doctor --script train.py --lr 0.1",
+    context_settings={"allow_interspersed_args": False},
 )
 @with_options(PLACE, {"link_dtype": NODES["link_dtype"]})
 def doctor(
     context: typer.Context,
+    arguments: Annotated[list[str], typer.Argument(metavar="[SCRIPT ARGUMENTS...]", help="With --script.")] = [],  # noqa: B006
+    script: Annotated[
+        bool, typer.Option("--script", help="Run this script's first steps with 1, 2 and 4 workers: do more workers pay?")
+    ] = False,
     model_size: Annotated[
         str | None,
         typer.Option(metavar="PARAMETERS", help="Also show what an arena for so many parameters takes, such as 25e6."),
@@ -337,17 +344,14 @@ def doctor(
 ) -> None:
     """Show what this machine offers, check that an arena works, and what a model needs; exit code 1 if something does not.
 
-    With --nodes, or --nnodes and --rendezvous on each node, measure the links between nodes instead.
+    With --nodes, or --nnodes and --rendezvous on each node, measure the links between nodes instead. With --script say in three
+    sentences whether more workers help a script on this machine, what bounds them, and what they take: a minute or two.
     """
+    if script or arguments:
+        return _try_script(script, arguments, json_file)
     if nodes or (given["nnodes"] or 1) > 1 or given["rendezvous"]:
-        _doctor_links(context)
-        return
-    from dataclasses import asdict
-
-    from fastps.cli.report import doctor_table
-    from fastps.cli.tables import show
+        return _doctor_links(context)
     from fastps.diagnostics import doctor as examination
-    from fastps.system.json_report import write_json
 
     size = None if model_size is None else _whole("model-size", model_size)
     need = None if size is None else examination.need_of(size, workers, optimizer, sync, dtype)
@@ -361,20 +365,29 @@ def doctor(
         show(console, doctor_table(lines, f"{title}: beyond torch's own"))
         findings += lines
         rows += [{"kind": "need", **asdict(need), "per_worker_bytes": need.per_worker_bytes, "ok": lines[-1].ok}]
-    if json_file is not None:
-        write_json("doctor", rows, json_file)
+    save_rows("doctor", rows, json_file)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
+
+
+def _try_script(script: bool, arguments: list[str], json_file: str | None) -> None:
+    """Run a script's first steps with some numbers of workers, and say what more workers would bring."""
+    if not script or not arguments:
+        raise UsageError("expected --script SCRIPT ARGUMENTS, or neither --script nor a script")
+    from fastps.diagnostics.trial import try_script, verdict
+
+    console, progress = console_of(json_file), Console(stderr=True)
+    command = _command_of(arguments, False)
+    trials = try_script(command, lambda workers: say(progress, f"workers: {workers} ..."))
+    show(console, trials_table(trials))
+    say(console, *verdict(trials))
+    save_rows("doctor", [{"kind": "trial", **asdict(trial)} for trial in trials], json_file)
 
 
 def _doctor_links(context: typer.Context) -> None:
     """Meet the other nodes, measure the links, and print the same report on every node."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of every address that has no name
-    from fastps.cli.links_report import links_table, parameters_of
-    from fastps.cli.tables import show
     from fastps.diagnostics.links import examine_links
-    from fastps.job.options import NodePolicy
-    from fastps.system.json_report import write_json
 
     given = context.params
     policy = NodePolicy(link_dtype=given["link_dtype"])
@@ -385,8 +398,44 @@ def _doctor_links(context: typer.Context) -> None:
     console = console_of(given["json_file"])
     report = examine_links(options, sizes)
     show(console, links_table(report.links), wide=given["wide"])
-    for bound in report.bounds:
-        console.print(bound.shown, markup=False, highlight=False, soft_wrap=True)
+    say(console, *(bound.shown for bound in report.bounds), soft_wrap=True)
     for target in (given["output"], given["json_file"]):
-        if target is not None:
-            write_json("doctor", report.rows(), str(target))
+        save_rows("doctor", report.rows(), target and str(target))
+
+
+@commands.command(
+    "gpu-check",
+    rich_help_panel=MACHINE,
+    epilog="Examples:  fastps gpu-check   |   fastps gpu-check --quick -o report.html",
+)
+def gpu_check(
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, and neither training nor compute-sanitizer.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            callback=checked,
+            help="The report: a page if the name ends with .html, else JSON. Default: gpu-NAME-DATE.json here.",
+        ),
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """Check everything that needs a GPU, and write a report that says what works and what to use.
+
+    Exit code 0: all that could run passed; 1: something failed; 3: there is no GPU.
+    """
+    from fastps.bench.gpu import run
+    from fastps.device.interface import DeviceError
+
+    try:
+        report, settings = run.make_report(output, quick)
+    except DeviceError as error:
+        say(Console(stderr=True), f"gpu-check: no device: {error}", soft_wrap=True)
+        raise typer.Exit(3) from None
+    console = console_of(json_file)
+    code = run.check(report, settings, lambda line: say(console, line, soft_wrap=True))
+    say(console, *report.says(), f"{report.file}: the report", soft_wrap=True)
+    save_rows("gpu-check", report.rows, json_file)
+    raise typer.Exit(code)

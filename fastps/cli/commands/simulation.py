@@ -1,7 +1,8 @@
 """The commands of virtual time: simulate, reproduce."""
 
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,56 +21,38 @@ from fastps.cli.options import (
     Wide,
     console_of,
     option,
+    parameters_of,
+    save_rows,
     with_options,
 )
+from fastps.cli.plots import plot_staleness
+from fastps.cli.tables import say, show
 from fastps.errors import UsageError
+from fastps.simulation.options import SimulationTexts, read_policies, read_simulation
 from fastps.training.options import LEARNING_RATE
 
-FACTORS_HELP = "NUMBER:FACTOR or FIRST-LAST:FACTOR, such as 0:3 or 0-9:3; may be repeated."
+if TYPE_CHECKING:
+    from fastps.cli.simulation_report import Player
 
-TEXTS: Options = {
-    "compute": option(
-        str,
-        "lognormal:10ms,0.3",
-        help="How long a step computes: constant:TIME, normal:MEAN,DEVIATION, lognormal:MEDIAN,SIGMA (of the logarithm),"
-        " pareto:LEAST,SHAPE, or replay:FILE (a line of times such as 10ms 12ms for all workers, or a line for each).",
-    ),
-    "speed": option(list[str], [], help="Workers that are FACTOR times as fast: " + FACTORS_HELP),
-    "straggler": option(list[str], [], help="Workers that compute FACTOR times as long: " + FACTORS_HELP),
-    "burst": option(
-        str | None,
-        None,
-        metavar="EVERY:LENGTH:FACTOR",
-        help="Each worker is slow now and then, such as 10s:500ms:3; mean times.",
-    ),
-    "model_bytes": option(str, "0", metavar="SIZE", help="Bytes of a push, and of a pull, such as 100MB."),
-    "bandwidth": option(
-        str, "0", metavar="RATE", help="Of each server's port, each direction, such as 10Gbit; 0: without bound."
-    ),
-    "worker_bandwidth": option(
-        str, "0", metavar="RATE", help="Of each worker's port, in even parts for the shards; 0: without bound."
-    ),
-    "latency": option(str, "0s", metavar="TIME", help="From the last byte sent to its arrival, such as 50us."),
-    "service_time": option(
-        str, "0s", metavar="TIME", help="Of a server for each message, push or answer, one after the other, such as 100us."
-    ),
-    "service_rate": option(
-        str, "0", metavar="RATE", help="And bytes of it that a server goes through, such as 5GB; 0: without bound."
-    ),
-    "update_time": option(str, "0s", metavar="TIME", help="Of a server for each update, such as 1ms."),
-    "slow_server": option(list[str], [], help="Shards whose server is FACTOR times as slow: " + FACTORS_HELP),
-    "late_push": option(str | None, None, metavar="SHARE:TIME", help="A share of the pushes comes so late, such as 0.01:0.5s."),
-    "late_pull": option(str | None, None, metavar="SHARE:TIME", help="The same for answers to workers."),
-}
-"""The options that are read as texts with units: the fields of SimulationTexts."""
 
+def _option(text: "Field[Any]") -> tuple[Any, Any]:
+    """A field of SimulationTexts as an option: several texts, one, or none."""
+    if text.default == ():
+        return option(list[str], [], **text.metadata)
+    return option(str if text.default is not None else str | None, text.default, **text.metadata)
+
+
+TEXTS: Options = {text.name: _option(text) for text in fields(SimulationTexts)}
 commands = typer.Typer()
 ORDER = 40
+_NOT_WITH_SCRIPT = ("steps", "leave", "train", "data", "lr", "momentum", "trace")
 
 
 @commands.command(
     rich_help_panel=CHOOSE,
-    epilog="Examples:  fastps simulate --sync bsp,asp,ssp:3,dssp:3,15 -n 100 --straggler 0:3   |   fastps simulate --sync"
+    context_settings={"allow_interspersed_args": False},
+    epilog="Examples:  fastps simulate --script -n 16 --compute lognormal:50ms,0.3 --straggler 0:3 --sync bsp,asp train.py"
+    " --epochs 3   |    fastps simulate --sync bsp,asp,ssp:3,dssp:3,15 -n 100 --straggler 0:3   |   fastps simulate --sync"
     " r2sp:0.8 -n 32 --model-bytes 500MB --bandwidth 100Gbit --latency 20us   |   fastps simulate --sync psp:24,0.9 -n 32"
     " --shards 32 --late-pull 0.0016:4s --json -   |   fastps simulate --sync softsync:1,softsync:30 -n 30"
     " --compute constant:25ms --model-bytes 350kB --service-rate 4.8GB --update-time 1ms   |   fastps simulate -n 64"
@@ -77,6 +60,10 @@ ORDER = 40
 )
 @with_options(TEXTS, ON_LINKS)
 def simulate(
+    context: typer.Context,
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="[SCRIPT [ARGS]...]", help="With --script: a script and its arguments.")
+    ] = [],  # noqa: B006
     sync: Annotated[
         str, typer.Option(help="Specs, separated by commas, on the same computing times. " + SYNC_HELP)
     ] = "bsp,asp,ssp:3,dssp:3,15",
@@ -94,6 +81,10 @@ def simulate(
     parameters: Parameters = None,
     seed: Annotated[int, typer.Option(help="Decides all draws: one seed, one trace, on any machine.")] = 0,
     train: Annotated[bool, typer.Option("--train", help="Compute each gradient, too: accuracy over virtual time.")] = False,
+    script: Annotated[bool, typer.Option("--script", help="Run your own script, each worker a process.")] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="With --script: write the final weights into a folder per spec.")
+    ] = None,
     data: Annotated[str, typer.Option(help="What --train trains on: " + DATA_HELP)] = "digits",
     lr: LearningRate = LEARNING_RATE,
     momentum: Momentum = 0.5,
@@ -106,41 +97,68 @@ def simulate(
 ) -> None:
     """Play synchronization schemes in virtual time, with as many workers as you like, by the scheduler that the store runs."""
     from fastps.cli import simulation_report as report
-    from fastps.cli.links_report import links_of
-    from fastps.cli.tables import show
-    from fastps.simulation.links import on_links
-    from fastps.simulation.options import SimulationTexts, read_policies, read_simulation
-    from fastps.system.json_report import write_json
+    from fastps.simulation.links import ModelOnNodes, on_links, read_links
 
     texts = SimulationTexts(**{name: given[name] for name in TEXTS})
     policies = read_policies(sync, shards)
     simulation = read_simulation(texts, workers=workers, steps=steps, leave=leave, batch=batch_size, cores=cores, seed=seed)
     runs = [(policy, simulation) for policy in policies]
     if links is not None:
-        found, model = links_of(links, parameters, workers, given["link_dtype"], given["homes"])
+        if parameters is None:
+            raise UsageError("--links: expected --parameters beside it, such as 25e6, or a checkpoint")
+        found = read_links(links)
+        model = ModelOnNodes(parameters_of(parameters), workers, given["link_dtype"], given["homes"])
         runs = [on_links(simulation, policy, found, model) for policy in policies]
     if trace is not None and len(policies) > 1:
         raise UsageError(f"--trace records one run: expected one spec, found {len(policies)}")
     console = console_of(json_file)
-    training = None
-    if train:
-        from fastps.lab.virtual.training import VirtualTraining
-        from fastps.training.data import load
-
-        training = VirtualTraining(data=load(data), learning_rate=lr, momentum=momentum)
-    outcomes = report.simulate_all(
-        runs, console, trace=trace is not None, training=training, progress=progress and console.is_terminal
-    )
+    outcomes = report.simulate_all(runs, console, _player(context), progress=progress and console.is_terminal)
     rows = [outcome.row for outcome in outcomes]
-    title = f"{workers:,} {'nodes' if links is not None else 'workers'} x {steps:,} steps in virtual time, seed {seed}"
+    made = f"of {arguments[0]}" if script else f"x {steps:,} steps"
+    title = f"{workers:,} {'nodes' if links is not None else 'workers'} {made} in virtual time, seed {seed}"
     show(console, report.simulation_table(rows, title), wide=wide)
     console.print(report.simulation_footer(rows))
     if trace is not None:
         report.save_trace(outcomes[0], trace)
     if plot is not None:
-        report.plot_staleness(rows, plot)
-    if json_file is not None:
-        write_json("simulate", rows, json_file)
+        plot_staleness(rows, plot)
+    save_rows("simulate", rows, json_file)
+
+
+def _player(context: typer.Context) -> "Player":
+    """What plays a simulation: the simulator alone, with gradients of a model of fastps' own, or with the user's script."""
+    given = context.params
+    if given["script"]:
+        return _script_player(context)
+    if given["arguments"] or given["checkpoint"] is not None:
+        found = given["arguments"][0] if given["arguments"] else "--checkpoint"
+        raise UsageError(f"expected --script before a script or its checkpoint, found {found} without")
+    if given["train"]:
+        from fastps.lab.virtual.training import VirtualTraining, train_virtually
+        from fastps.training.data import load
+
+        training = VirtualTraining(data=load(given["data"]), learning_rate=given["lr"], momentum=given["momentum"])
+        return lambda policy, simulation, tick: train_virtually(policy, simulation, training, tick=tick)
+    from fastps.simulation import simulate as simulation
+
+    return lambda policy, described, tick: simulation.simulate(policy, described, trace=given["trace"] is not None, tick=tick)
+
+
+def _script_player(context: typer.Context) -> "Player":
+    from fastps.lab.virtual import script
+
+    given = context.params
+    for name in _NOT_WITH_SCRIPT:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"--{name} beside --script: expected a script that says what is trained, and for how many steps")
+    if not given["arguments"]:
+        raise UsageError("--script: expected a script and its arguments behind the options, found none")
+    command, folder = script.command_of(given["arguments"]), given["checkpoint"]
+    script.check_workers(given["workers"])
+    return lambda policy, simulation, tick: script.play(
+        policy, simulation, command, tick, folder and folder / policy.spec.replace("/", "-")
+    )
 
 
 @commands.command(
@@ -159,26 +177,20 @@ def reproduce(
 ) -> None:
     """Measure the headline tables and figures of the five papers again, and say of each whether it is reproduced."""
     from fastps.cli.reproduce_report import list_table, verdict_table
-    from fastps.cli.tables import show
     from fastps.lab.papers import Effort, choose
     from fastps.lab.papers import show as output
-    from fastps.system.json_report import write_json
 
     rows = choose(ids)
     console = console_of(json_file)
     if list_only:
         show(console, list_table(rows))
-        if json_file is not None:
-            write_json(
-                "reproduce --list", [{"id": row.id, "source": row.source, "claim": row.claim} for row in rows], json_file
-            )
-        return
+        listed = [{"id": row.id, "source": row.source, "claim": row.claim} for row in rows]
+        return save_rows("reproduce --list", listed, json_file)
     effort = Effort(quick)
     verdicts = output.reproduce_watched(rows, effort, console, progress=progress and console.is_terminal)
     show(console, verdict_table(verdicts, effort))
-    console.print(output.notes(verdicts), markup=False, highlight=False)
+    say(console, output.notes(verdicts))
     if markdown is not None:
         command = " ".join(["fastps reproduce", *ids, *(["--quick"] if quick else [])])
         output.write_markdown(verdicts, command, markdown)
-    if json_file is not None:
-        write_json("reproduce", [verdict.as_json() for verdict in verdicts], json_file)
+    save_rows("reproduce", [verdict.as_json() for verdict in verdicts], json_file)

@@ -1,20 +1,28 @@
-"""The commands about recorded runs: trace, advise."""
+"""The commands about recorded runs: trace, replay, advise, report."""
 
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from fastps.cli import trace_report
 from fastps.cli.commands import CHOOSE, WATCH
-from fastps.cli.options import ON_LINKS, Bar, Json, Links, Wide, console_of, with_options
+from fastps.cli.options import ON_LINKS, Bar, Json, Links, Wide, checked_page, console_of, save_rows, with_options
+from fastps.cli.tables import say, show
 from fastps.errors import UsageError
+from fastps.job.specs import parse_policies
 
 if TYPE_CHECKING:
     from fastps.tracing.file import Trace
 
 commands = typer.Typer()
 ORDER = 30
+Row = dict[str, Any]
 Profiles = Annotated[
     list[Path],
     typer.Option(
@@ -30,6 +38,15 @@ Files = Annotated[
     ),
 ]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --trace, or fastps.trace in a script, has recorded.")]
+
+
+def _trace_of(files: list[Path], *, merges: bool = False) -> "Trace":
+    """The trace of one file, or that of several nodes. `merges`: one node's is moved to node 0's clock, too."""
+    from fastps.tracing.merging import merge_nodes
+    from fastps.tracing.parts import load
+
+    read = [(file, load(file)) for file in files]
+    return merge_nodes(read) if len(read) > 1 or merges else read[0][1]
 
 
 @commands.command(
@@ -61,57 +78,91 @@ def trace(
 
     Several files are those of the nodes of one job, which are merged on node 0's clock.
     """
-    from dataclasses import asdict
-
-    from fastps.cli import trace_report
-    from fastps.cli.tables import show
-    from fastps.system.json_report import write_json
     from fastps.tracing import check as trace_check
     from fastps.tracing import summary as trace_summary
     from fastps.tracing.file import write
-    from fastps.tracing.merging import merge_nodes, nodes_of
-    from fastps.tracing.parts import load
+    from fastps.tracing.merging import nodes_of
 
     if profiles and perfetto is None:
         raise UsageError("--with adds to the file of --perfetto: expected --perfetto OUT.json beside it")
-    read = [(file, load(file)) for file in files]
-    found = merge_nodes(read) if len(read) > 1 or output is not None else read[0][1]
+    found = _trace_of(files, merges=output is not None)
     console = console_of(json_file)
-    rows: list[dict[str, Any]] = [{"kind": "node", **asdict(node)} for node in nodes_of(found)]
-    for line in trace_report.node_lines(nodes_of(found)):
-        console.print(line, markup=False, highlight=False)
+    rows: list[Row] = [{"kind": "node", **asdict(node)} for node in nodes_of(found)]
+    say(console, *trace_report.node_lines(nodes_of(found)))
     if output is not None:
         write(found, output)
     if summary or not (check or perfetto or output):
         workers, whole = trace_summary.worker_rows(found), trace_summary.summary_row(found)
         show(console, trace_report.worker_table(workers, "mean ms of a step"), wide=wide)
-        console.print(trace_report.summary_line(whole), markup=False, highlight=False)
+        say(console, trace_report.summary_line(whole))
         rows += [{"kind": "run", **whole}, *({"kind": "worker", **row} for row in workers)]
     if perfetto is not None:
         rows.append(_save_perfetto(found, perfetto, profiles, console))
     violations: list[trace_check.Violation] = []
     if check:
         violations, log = trace_check.check(found), trace_check.push_log_row(found)
-        for line in trace_report.check_lines(violations, log):
-            console.print(line, markup=False, highlight=False)
+        say(console, *trace_report.check_lines(violations, log))
         rows.append({"kind": "check", "ok": not violations, **log})
         rows += [{"kind": "violation", **asdict(violation)} for violation in violations]
-    if json_file is not None:
-        write_json("trace", rows, json_file)
+    save_rows("trace", rows, json_file)
     if violations:
         raise typer.Exit(1)
 
 
-def _save_perfetto(found: "Trace", perfetto: Path, profiles: list[Path], console: Console) -> dict[str, Any]:
+@commands.command(
+    rich_help_panel=WATCH,
+    context_settings={"allow_interspersed_args": False},
+    epilog="Examples:  fastps run -n 4 --sync asp --trace run.trace train.py --epochs 3 && fastps replay run.trace train.py"
+    " --epochs 3   |   fastps replay --until 500 --checkpoint DIR run.trace train.py   |   fastps replay --find-nonfinite"
+    " run.trace train.py",
+)
+def replay(
+    file: File,
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script of that run, with the same arguments.")
+    ],
+    until: Annotated[
+        int | None,
+        typer.Option(metavar="VERSION", min=0, help="Stop at the last version that each shard published up to this one."),
+    ] = None,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the last weights into this folder.")] = None,
+    find_nonfinite: Annotated[
+        bool, typer.Option("--find-nonfinite", help="Stop at the first push or update that is not finite, and name it.")
+    ] = False,
+    json_file: Json = None,
+    progress: Bar = True,
+) -> None:
+    """Play a recorded run again: same reads, same order of updates, same weights; name the first step that differs."""
+    from fastps.lab.virtual import replay as replaying
+    from fastps.lab.virtual.recorded import recorded_of
+    from fastps.lab.virtual.script import command_of
+    from fastps.tracing.parts import load
+
+    command = command_of(arguments)
+    recorded = recorded_of(load(file), file)
+    console = console_of(json_file)
+    with trace_report.bar(console, progress and console.is_terminal, "replaying") as tick:
+        row = replaying.replay(
+            recorded,
+            command,
+            tick,
+            until=until,
+            checkpoint=checkpoint,
+            find_nonfinite=find_nonfinite,
+            silent=json_file is not None,
+        )
+    say(console, trace_report.replay_line(row, file))
+    save_rows("replay", [row], json_file)
+
+
+def _save_perfetto(found: "Trace", perfetto: Path, profiles: list[Path], console: Console) -> Row:
     """Write the events of a trace and of torch's profiles. Returns a row about them."""
     from fastps.tracing.perfetto import save
     from fastps.tracing.torch_profile import profile_of
 
     added = [profile_of(file, found) for file in profiles]
     count = save(found, perfetto, added)
-    for profile in added:
-        console.print(profile.line, markup=False, highlight=False)
-    console.print(f"{count:,} events in {perfetto}: open it at ui.perfetto.dev", markup=False, highlight=False)
+    say(console, *(profile.line for profile in added), f"{count:,} events in {perfetto}: open it at ui.perfetto.dev")
     return {"kind": "perfetto", "file": str(perfetto), "events": count}
 
 
@@ -148,41 +199,40 @@ def advise(
 
     With --links, predict a run of many nodes from the traces of a few and the links between them.
     """
-    if links is not None:
-        _advise_nodes(context)
-        return
-    if len(files) != 1:
+    if links is None and len(files) != 1:
         raise UsageError(f"expected one trace, or --links with one trace for each node, found {len(files)} traces")
-    from fastps.advice import advise as advice
-    from fastps.advice.replay import cores_left
-    from fastps.cli import trace_report
-    from fastps.cli.tables import show
-    from fastps.job.specs import parse_policies
-    from fastps.system.json_report import write_json
-    from fastps.tracing.parts import load
 
-    found = load(files[0])
     specs = [policy.spec for policy in parse_policies(sync)] if sync is not None else None
     console = console_of(json_file)
+    predict, self_test, title = _of_run(files[0], cores) if links is None else _of_nodes(context)
     with trace_report.bar(console, progress and console.is_terminal) as tick:
-        rows = advice.advise(found, specs, cores=cores, tick=tick)
-    test = advice.self_test(found, cores)
-    title = f"predicted for {found.workers} workers on {cores or cores_left(found):.2f} cores"
+        rows = predict(specs, tick=tick)
+    test = self_test()
     show(console, trace_report.advice_table(rows, title), wide=wide)
-    for line in trace_report.advice_lines(rows, test):
-        console.print(line, markup=False, highlight=False)
-    if json_file is not None:
-        write_json("advise", [*({"kind": "prediction", **row} for row in rows), {"kind": "self-test", **test}], json_file)
+    say(console, *trace_report.advice_lines(rows, test))
+    predictions = [{"kind": "prediction", **row} for row in rows]
+    save_rows("advise", predictions + ([{"kind": "self-test", **test}] if test else []), json_file)
 
 
-def _advise_nodes(context: typer.Context) -> None:
-    """Predict every discipline on many nodes, from the traces of a few and measured links."""
+Advice = tuple[Callable[..., list[Row]], Callable[[], Row | None], str]
+"""What predicts a list of specs; what predicts the recorded run; and the title of the predictions."""
+
+
+def _of_run(file: Path, cores: float) -> Advice:
+    """Other disciplines for a recorded run."""
+    from fastps.advice.advise import advise, self_test
+    from fastps.advice.replay import cores_left
+    from fastps.tracing.parts import load
+
+    found = load(file)
+    title = f"predicted for {found.workers} workers on {cores or cores_left(found):.2f} cores"
+    return partial(advise, found, cores=cores), partial(self_test, found, cores), title
+
+
+def _of_nodes(context: typer.Context) -> Advice:
+    """Every discipline on many nodes, from the traces of a few and measured links."""
     from fastps.advice.nodes import advise_nodes, model_of, self_test
-    from fastps.cli import trace_report
-    from fastps.cli.tables import show
-    from fastps.job.specs import parse_policies
     from fastps.simulation.links import read_links
-    from fastps.system.json_report import write_json
     from fastps.tracing.parts import load
 
     given = context.params
@@ -190,15 +240,55 @@ def _advise_nodes(context: typer.Context) -> None:
         raise UsageError("--cores: a node keeps the cores that the recorded run had: expected no --links beside it")
     traces, links = [load(file) for file in given["files"]], read_links(given["links"])
     model = model_of(traces, given["nodes"], given["link_dtype"], given["homes"])
-    specs = [policy.spec for policy in parse_policies(given["sync"])] if given["sync"] is not None else None
-    console = console_of(given["json_file"])
-    with trace_report.bar(console, given["progress"] and console.is_terminal) as tick:
-        rows = advise_nodes(traces, links, model, specs, tick=tick)
-    test = self_test(traces, links, model)
     title = f"predicted for {model.nodes} nodes on {len(links.edges)} measured links; steps are those of nodes"
-    show(console, trace_report.advice_table(rows, title), wide=given["wide"])
-    for line in trace_report.advice_lines(rows, test):
-        console.print(line, markup=False, highlight=False)
-    if given["json_file"] is not None:
-        report = [{"kind": "prediction", **row} for row in rows]
-        write_json("advise", report + ([{"kind": "self-test", **test}] if test else []), given["json_file"])
+    return partial(advise_nodes, traces, links, model), partial(self_test, traces, links, model), title
+
+
+@commands.command(
+    rich_help_panel=WATCH,
+    epilog="Examples:  fastps train --sync ssp:3 --straggler 1:3 --trace run.trace && fastps report run.trace   |"
+    "   fastps report run.trace -o report.html --result run.json   |   fastps report run.node*.trace -o report.html",
+)
+def report(
+    files: Files,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="OUT.html", callback=checked_page, help="The page. Default: the trace's name with .html."
+        ),
+    ] = None,
+    result: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="What fastps train --json wrote of this run, for its accuracy.")
+    ] = None,
+    json_file: Json = None,
+    progress: Bar = True,
+) -> None:
+    """Write one HTML page about a recorded run: what went wrong in plain sentences, and plots to look into.
+
+    The page opens in any browser without a network.
+    """
+    from fastps.report import page, run
+    from fastps.report.findings import NOTE
+
+    page.check_installed()
+    found = _trace_of(files)
+    row = run.result_of(_rows_of(result), found.header["sync"]) if result is not None else None
+    console = console_of(json_file)
+    with trace_report.bar(console, progress and console.is_terminal) as tick:
+        made = run.page_of(found, files[0].name, row, tick)
+    target = output or files[0].with_suffix(".html")
+    page.write(made, target)
+    say(console, *(f"{finding.level}: {finding.title}" for finding in made.findings if finding.level != NOTE))
+    say(console, f"{target}: {target.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    save_rows("report", [asdict(finding) for finding in made.findings], json_file)
+
+
+def _rows_of(file: Path) -> list[dict[str, object]]:
+    """The rows of a JSON report of another command."""
+    try:
+        rows = json.loads(file.read_text())["rows"]
+        if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
+            raise ValueError("no rows")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--result {file}: expected what fastps train --json wrote, found another file ({error})") from None
+    return rows

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastps.advice.stragglers import PAPER_EXPONENT
+from fastps.advice import stragglers as estimate
 from fastps.cli.commands import TRAIN, WATCH
 from fastps.cli.options import (
     JOB,
@@ -21,8 +21,12 @@ from fastps.cli.options import (
     console_of,
     job_options_of,
     options_of,
+    save_rows,
     with_options,
 )
+from fastps.cli.plots import plot_accuracy, plot_arrivals
+from fastps.cli.report import arrivals_table, faults_text, splits_table, straggler_rows, straggler_verdict, training_table
+from fastps.cli.tables import say, show
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policies, parse_policy
 
@@ -60,9 +64,6 @@ def train(
     **given: Any,
 ) -> None:
     """Train a small network on real images with several workers, and print a summary."""
-    from fastps.cli.report import faults_text, training_table
-    from fastps.cli.tables import show
-    from fastps.system.json_report import write_json
     from fastps.training import runs
     from fastps.training.data import load
 
@@ -83,9 +84,8 @@ def train(
     if "chaos" in row:
         console.print(faults_text(row["chaos"]))
     if trace is not None:
-        console.print(f"recorded: see fastps trace {trace}, fastps advise {trace}", markup=False, highlight=False)
-    if given["json_file"] is not None:
-        write_json("train", [row], given["json_file"])
+        say(console, f"recorded: see fastps trace {trace}, fastps advise {trace}")
+    save_rows("train", [row], given["json_file"])
 
 
 @commands.command(
@@ -107,10 +107,6 @@ def compare(
     **given: Any,
 ) -> None:
     """Train the same network under several synchronization schemes, on the same seed and data, and print one table."""
-    from fastps.cli.plots import plot_accuracy
-    from fastps.cli.report import training_table
-    from fastps.cli.tables import show
-    from fastps.system.json_report import write_json
     from fastps.training import runs
     from fastps.training.data import load
 
@@ -133,9 +129,8 @@ def compare(
         from fastps.report import comparison, page
 
         page.write(comparison.page_of(rows, title), report)
-        console.print(f"{report}: open it in a browser", markup=False, highlight=False)
-    if given["json_file"] is not None:
-        write_json("compare", rows, given["json_file"])
+        say(console, f"{report}: open it in a browser")
+    save_rows("compare", rows, given["json_file"])
 
 
 @commands.command(
@@ -146,16 +141,12 @@ def compare(
 def stragglers(
     context: typer.Context,
     sync: Annotated[str, typer.Option(help="A synchronization that waits for all workers: bsp or hardsync:B.")] = "bsp",
-    exponent: Annotated[float, typer.Option(help=EXPONENT_HELP)] = PAPER_EXPONENT,
+    exponent: Annotated[float, typer.Option(help=EXPONENT_HELP)] = estimate.PAPER_EXPONENT,
     iterations: Annotated[str | None, typer.Option(metavar="N:COUNT,...", help=ITERATIONS_HELP)] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the share of k-th gradients over time into this picture.")] = None,
     **given: Any,
 ) -> None:
     """Train, show how long each step waited for its k-th gradient, and estimate the best number of backup workers."""
-    from fastps.advice import stragglers as estimate
-    from fastps.cli.report import arrivals_table, splits_table, straggler_rows, straggler_verdict, training_table
-    from fastps.cli.tables import show
-    from fastps.system.json_report import write_json
     from fastps.training import runs
     from fastps.training.data import load
 
@@ -180,10 +171,7 @@ def stragglers(
     show(console, arrivals_table(arrivals), wide=given["wide"])
     if splits:
         show(console, splits_table(splits, known), wide=given["wide"])
-    console.print(straggler_verdict(arrivals, splits, known), markup=False, highlight=False)
+    say(console, straggler_verdict(arrivals, splits, known))
     if plot is not None:
-        from fastps.cli.plots import plot_arrivals
-
         plot_arrivals(arrivals, plot)
-    if given["json_file"] is not None:
-        write_json("stragglers", straggler_rows(runs.merged(options, results), arrivals, splits), given["json_file"])
+    save_rows("stragglers", straggler_rows(runs.merged(options, results), arrivals, splits), given["json_file"])

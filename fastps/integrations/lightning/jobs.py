@@ -5,7 +5,7 @@ so workers whose epochs differ in length do not wait for each other's pushes.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,13 +86,12 @@ class Jobs:
 
     def close(self, failure: str | None = None) -> None:
         """Leave the jobs without waiting. With `failure` the other workers end with an error that quotes it."""
-        closing: list[Callable[[], None]] = [self.show_shared]
-        for optimizer in self.optimizers:
-            closing.append(lambda optimizer=optimizer: optimizer.close(failure))  # type: ignore[misc]
-        self.optimizers = []
-        for close in closing:
+        closing, self.optimizers = self.optimizers, []
+        with contextlib.suppress(Error):
+            self.show_shared()
+        for optimizer in closing:
             with contextlib.suppress(Error):
-                close()
+                optimizer.close(failure)
 
 
 def _refuse_wrapped(optimizers: Sequence[Any]) -> None:

@@ -329,13 +329,9 @@ def _keep_from_waiting(trainer: Any) -> None:
     """
     loop, signals = trainer.fit_loop.epoch_loop, trainer._signal_connector
     if hasattr(loop, "_broadcast_sigterm_tensor"):
-        loop._broadcast_sigterm_tensor = _nothing
+        loop._broadcast_sigterm_tensor = lambda: None
     if hasattr(signals, "_sigterm_notifier_fn"):
         signals._sigterm_notifier_fn = partial(_note_sigterm, trainer)
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _note_sigterm(trainer: Any, number: int, frame: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fastps.device.cuda import Cuda
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
-_UNRECORDED = {"array", "use_rule"}  # no calls of CUDA's runtime
+_UNRECORDED = {"array", "empty_cache", "prepare"}  # no calls of CUDA's runtime
 
 
 class Call(NamedTuple):

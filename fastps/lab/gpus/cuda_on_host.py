@@ -6,7 +6,6 @@ access to it is an error, devices may be full, lost or out of reach, and a proce
 itself does, only a GPU shows.
 """
 
-import ctypes
 import itertools
 import os
 import random
@@ -22,14 +21,13 @@ import numpy.typing as npt
 
 from fastps.device.cuda import SUCCESS, CudaDevice
 from fastps.device.cuda_errors import MEMORY_ALLOCATION, NOT_READY
-from fastps.device.interface import DeviceError, DeviceLostError
-from fastps.device.regions import Region, handle_of, make_region, open_region, release
+from fastps.device.interface import DeviceError
 from fastps.kernels.cuda.launch_args import Span
-from fastps.lab.gpus.fake_cuda import FakeCuda, Launch, Work
+from fastps.lab.gpus.fake_cuda import CupyArray, FakeCuda, Launch, Work
 from fastps.lab.gpus.host_streams import HostEvent, HostStream
+from fastps.lab.gpus.regions import Region, handle_of, make_region, open_region, release
 
 _POLL_S = 20e-6
-_LOOK_EVERY = 200  # polls between two checks that the other process is alive
 _PEER_ACCESS_UNSUPPORTED = 217
 
 
@@ -54,6 +52,7 @@ class Faults:
         lost_at: the first device is lost from this operation on; 0: never.
         status: CUDA's code for that.
         memory: bytes of each device's memory for this process; 0: no limit.
+        cached: how many of them a framework keeps until it is told to empty its cache.
     """
 
     seed: int = 0
@@ -64,6 +63,7 @@ class Faults:
     lost_at: int = 0
     status: int = 719
     memory: int = 0
+    cached: int = 0
 
 
 class HostCuda(FakeCuda):
@@ -91,7 +91,7 @@ class HostCuda(FakeCuda):
         self._compile_rule = compile_rule
         self.streams: dict[int, HostStream] = {}
         self.events: dict[int, HostEvent] = {}
-        self._faults = faults
+        self._faults, self._cached = faults, faults.cached
         self._delay_s = delay_s
         self._random = random.Random(faults.seed)  # used under the interpreter's lock alone, one call at a time
         self._operations = [itertools.count(1) for _ in gpus]
@@ -129,7 +129,10 @@ class HostCuda(FakeCuda):
 
     def memGetInfo(self) -> tuple[int, int]:
         used = sum(region.size for region, _ in self._memory.values() if region.identity == self._gpu)
-        return max(0, self._faults.memory - used), self._faults.memory
+        return max(0, self._faults.memory - used - self._cached), self._faults.memory
+
+    def empty_cache(self) -> None:
+        self._cached = 0
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -162,12 +165,16 @@ class HostCuda(FakeCuda):
         return handle_of(self._memory[address][0])
 
     def ipcOpenMemHandle(self, handle: bytes, flags: int) -> int:
+        return self._open(self._opened(handle))
+
+    def _opened(self, handle: bytes) -> Region:
+        """The memory or event of a handle. CUDA refuses both between GPUs without peer access."""
         self._operate()
         region, gpu = open_region(handle), self._gpu
         if not self.reaches(gpu, region.identity):
             release(region)
-            raise DeviceError(f"expected peer access from {gpu} to {region.identity}, found none")
-        return self._open(region)
+            raise HostCudaError(_PEER_ACCESS_UNSUPPORTED, f"expected peer access from {gpu} to {region.identity}, found none")
+        return region
 
     def hostAlloc(self, size: int, flags: int) -> int:
         memory = np.zeros(size, np.uint8)
@@ -177,22 +184,14 @@ class HostCuda(FakeCuda):
     def freeHost(self, address: int) -> None:
         """Keep it until the end: work that is queued may use it."""
 
-    def hostRegister(self, address: int, size: int, flags: int) -> None:
-        self._operate()
-        self._pinned[address] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
-
-    def hostUnregister(self, address: int) -> None:
-        del self._pinned[address]
-
-    def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> npt.NDArray[Any]:
-        """See Cuda. Returns a NumPy array."""
+    def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> CupyArray:
         size = length * np.dtype(dtype).itemsize
         for region, _ in list(self._memory.values()):
             if region.holds(address, size):
-                return np.frombuffer(region.memory, dtype, length, address - region.address)
+                return np.frombuffer(region.memory, dtype, length, address - region.address).view(CupyArray)
         for begin, memory in self._pinned.items():
             if 0 <= address - begin <= memory.nbytes - size:
-                return memory[address - begin :][:size].view(dtype)
+                return memory[address - begin :][:size].view(dtype).view(CupyArray)
         raise DeviceError(f"expected memory of this device, found {size} bytes at {address:#x}")
 
     def touch(self, on: HostStream, text: str, reads: Iterable[Span], writes: Iterable[Span]) -> None:
@@ -241,7 +240,7 @@ class HostCuda(FakeCuda):
 
     def eventCreateWithFlags(self, flags: int) -> int:
         self._operate()
-        return self._event(make_region(24, "host memory"))
+        return self._event(make_region(24, self._gpu))
 
     def eventDestroy(self, event: int) -> None:
         self._operate()
@@ -252,8 +251,7 @@ class HostCuda(FakeCuda):
         return handle_of(self.events[event].region)
 
     def ipcOpenEventHandle(self, handle: bytes) -> int:
-        self._operate()
-        return self._event(open_region(handle))
+        return self._event(self._opened(handle))
 
     def eventRecord(self, event: int, stream: int) -> None:
         self._operate()
@@ -300,25 +298,17 @@ class HostCuda(FakeCuda):
             time.sleep(self._random.uniform(0, self._faults.late_s))
 
     def _await(self, event: HostEvent, number: int) -> None:
-        """Wait until the record of that number is done.
+        """Wait until the record of that number is done: for ever, as in CUDA, if its process has died or its work failed.
 
-        Raises DeviceLostError if its process ends before, or if that process's work before it has failed; DeviceError if this
-        process's work has failed, or if this device is shut meanwhile: no wait may outlast what it waits for.
+        Raises DeviceError if this process's own work has failed, or if this device is shut meanwhile.
         """
-        polls = 0
         while int(event.words[1]) < number:
-            polls += 1
             if self._is_ended:
                 raise DeviceError("expected a device in use, found it shut")
             if event.region.pidfd < 0:
                 self._check_streams()
-            if event.words[2]:
-                kind = DeviceLostError if event.region.pidfd >= 0 else DeviceError
-                raise kind("expected work on a device to come to its end, found that it has failed")
-            if polls % _LOOK_EVERY == 0 and not event.region.owner_lives():
-                raise DeviceLostError(
-                    "expected a process to finish its work on a device, found that it has ended: restart the job"
-                )
+                if event.words[2]:
+                    raise DeviceError("expected work on a device to come to its end, found that it has failed")
             time.sleep(_POLL_S)
         self._be_late()
 
@@ -326,13 +316,7 @@ class HostCuda(FakeCuda):
 
     def queue(self, stream: int, text: str, work: Work) -> None:
         self._operate()
-        self._queue(stream, work)
-
-    def _queue(self, stream: int, work: Work) -> None:
         queued = self.streams[stream]
-        if queued.captured is not None:
-            queued.captured.append(work)
-            return
         delay_s = self._delay_s if queued.thread is not None else 0.0
 
         def piece() -> None:
@@ -343,22 +327,6 @@ class HostCuda(FakeCuda):
             work(queued)
 
         queued.do(piece)
-
-    def streamBeginCapture(self, stream: int, mode: int) -> None:
-        self._operate()
-        self.streams[stream].captured = []
-
-    def streamEndCapture(self, stream: int) -> int:
-        self._operate()
-        captured, self.streams[stream].captured = self.streams[stream].captured, None
-        if not captured:
-            raise DeviceError("expected a stream that captures work, found none")
-        return self._keep(self._graphs, captured)
-
-    def graphLaunch(self, graph: int, stream: int) -> None:
-        self._operate()
-        for work in self._graphs[graph]:
-            self._queue(stream, work)
 
     def end(self) -> None:
         """Release everything at once. Work that is under way ends; none of what is queued runs."""
@@ -391,17 +359,11 @@ class HostDevice(CudaDevice):
         self.api = HostCuda([identity], delay_s=delay_s, **options) if api is None else api
         super().__init__(self.api.gpus.index(identity), self.api)
 
-    @property
-    def reaches_all(self) -> bool:
-        return not self.api._faults.unreachable
-
     def can_reach(self, identity: str) -> bool:
         return self.api.reaches(self.identity, identity)
 
     def shut(self, *, waits: bool = True) -> None:
         self.api.end()
-        for address in list(self._shared):
-            release(self._shared.pop(address))
 
 
 def host_devices(identities: Sequence[str], delay_s: float = 0.0, faults: Faults = Faults()) -> list[HostDevice]:

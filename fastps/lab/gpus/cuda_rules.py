@@ -5,15 +5,13 @@ events, streams, devices and peer access, across processes; it knows no times. A
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastps.device.cuda import (
-    CAPTURE_THREAD_LOCAL,
     COPY_DEFAULT,
     EVENT_DISABLE_TIMING,
     EVENT_INTERPROCESS,
-    HOST_REGISTER_SHARED,
     IPC_LAZY_PEER_ACCESS,
     SHARED_BYTES,
 )
@@ -22,7 +20,6 @@ from fastps.kernels.cuda import host_fold, launch_args
 from fastps.lab.gpus.cuda_calls import Call
 
 _DEFAULT_STREAM = 0
-_CAPTURED = {"setDevice", "memcpyAsync", "launch_fold", "streamEndCapture"}  # the calls that a thread may make in a capture
 
 
 class CudaRuleError(DeviceError):
@@ -36,7 +33,6 @@ class _Memory:
     process: int
     device: str
     size: int
-    is_registered: bool = False
     is_freed: bool = False
     users: set[int] = field(default_factory=set)
 
@@ -51,15 +47,6 @@ class _Event:
 
 
 @dataclass
-class _Graph:
-    """Captured work: the process's number of its device, and the bytes that it touches."""
-
-    device: int
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    is_executable: bool = False
-
-
-@dataclass
 class _Process:
     """What one process has: addresses of memory, events and streams by their numbers, and each thread's device."""
 
@@ -69,8 +56,6 @@ class _Process:
     streams: dict[int, int] = field(default_factory=dict)  # to the process's number of a device
     current: dict[int, int] = field(default_factory=dict)
     enabled: set[tuple[str, str]] = field(default_factory=set)  # pairs of buses between which peer access is enabled
-    captures: dict[int, tuple[int, _Graph]] = field(default_factory=dict)  # by thread: the stream, and its work so far
-    graphs: dict[int, _Graph] = field(default_factory=dict)
 
 
 class CudaRules:
@@ -106,14 +91,10 @@ class CudaRules:
             self._fail(call, "expected a call that the model knows", "another: teach the model its rules")
         else:
             of = self._processes.setdefault(call.process, _Process())
-            is_free = call.thread not in of.captures or call.name in _CAPTURED
-            self._need(call, is_free, "expected copies and folds alone in a capture", "another call")
             rule(call, of, *call.arguments)
 
     def end(self, process: int) -> None:
         """Check that a process that has ended left nothing open."""
-        if self._processes.get(process, _Process()).graphs:
-            raise CudaRuleError(f"process {process}: expected it to destroy its graphs before its end, found some left")
         for address, memory in self._processes.get(process, _Process()).memory.items():
             if memory.device and memory.process != process:
                 raise CudaRuleError(f"process {process}: expected it to close {address:#x} before its end, found it open")
@@ -152,8 +133,6 @@ class CudaRules:
         self._need(
             call, device == self._device(call, of), "expected a stream of the thread's device", f"one of device {device}"
         )
-        captured = of.captures.get(call.thread, (stream, None))[0]
-        self._need(call, captured == stream, f"expected work on stream {captured}, which is captured", f"stream {stream}")
 
     def _reach(self, call: Call, of: _Process, memory: _Memory) -> None:
         mine = self._bus(of, self._device(call, of))
@@ -165,9 +144,7 @@ class CudaRules:
                 self._need(call, is_enabled, f"expected enabled peer access from {mine} to {memory.device}", "that it is not")
 
     def _touch(self, call: Call, of: _Process, address: int, size: int) -> None:
-        """The bytes lie in memory that the process has open and its thread's device reaches; a capture keeps them."""
-        if call.thread in of.captures:
-            of.captures[call.thread][1].spans.append((address, size))
+        """The bytes lie in memory that the process has open and its thread's device reaches."""
         for begin, memory in of.memory.items():
             if begin <= address and address + size <= begin + memory.size:
                 self._need(call, not memory.is_freed, "expected memory in use", "memory that its owner has freed")
@@ -188,8 +165,11 @@ class CudaRules:
     def _call_setDevice(self, call: Call, of: _Process, device: int) -> None:
         of.current[call.thread] = device
 
-    def _call_deviceGetPCIBusId(self, call: Call, of: _Process, device: int) -> None:
+    def _call_identity(self, call: Call, of: _Process, device: int) -> None:
         of.buses[device] = str(call.result)
+
+    def _call_deviceGetPCIBusId(self, call: Call, of: _Process, device: int) -> None:
+        """Needs nothing."""
 
     def _call_deviceCanAccessPeer(self, call: Call, of: _Process, device: int, peer: int) -> None:
         self._need(call, device != peer, "expected two devices", "one")
@@ -267,19 +247,8 @@ class CudaRules:
 
     def _call_freeHost(self, call: Call, of: _Process, address: int) -> None:
         memory = of.memory.pop(address, None)
-        is_host = memory is not None and not memory.device and not memory.is_registered
+        is_host = memory is not None and not memory.device
         self._need(call, is_host, "expected memory from hostAlloc", "none")
-
-    def _call_hostRegister(self, call: Call, of: _Process, address: int, size: int, flags: int) -> None:
-        self._device(call, of)
-        self._need(call, flags == HOST_REGISTER_SHARED, "expected memory that kernels of every device use", f"flags {flags}")
-        overlaps = any(begin < address + size and address < begin + memory.size for begin, memory in of.memory.items())
-        self._need(call, not overlaps, "expected memory that is not registered", "that some of it is")
-        of.memory[address] = _Memory(call.process, "", size, is_registered=True)
-
-    def _call_hostUnregister(self, call: Call, of: _Process, address: int) -> None:
-        memory = of.memory.pop(address, None)
-        self._need(call, memory is not None and memory.is_registered, "expected memory that was registered", "none")
 
     # -- streams and events ------------------------------------------------------------------------
 
@@ -321,6 +290,9 @@ class CudaRules:
         assert isinstance(event, _Event)
         self._need(call, event.process != call.process, "expected another process's handle", "its own")
         self._need(call, not event.is_destroyed, "expected an event in use", "one that was destroyed")
+        mine = self._bus(of, self._device(call, of))
+        reached = event.device == mine or frozenset((mine, event.device)) in self._peers
+        self._need(call, reached, f"expected peer access from {mine} to {event.device}", "none")
         of.events[call.result] = event
 
     def _call_eventRecord(self, call: Call, of: _Process, event: int, stream: int) -> None:
@@ -352,46 +324,6 @@ class CudaRules:
         self._touch(call, of, tiles, count * host_fold.TILE_BYTES)
 
     _call_launch_fold = _call_launch_check = _launch
-
-    # -- graphs ------------------------------------------------------------------------------------
-
-    def _call_streamBeginCapture(self, call: Call, of: _Process, stream: int, mode: int) -> None:
-        self._need(call, stream != _DEFAULT_STREAM, "expected a stream that was made", "the default stream")
-        self._need(call, mode == CAPTURE_THREAD_LOCAL, "expected a capture that restricts its own thread alone", str(mode))
-        self._on_own_device(call, of, stream)
-        of.captures[call.thread] = stream, _Graph(of.streams[stream])
-
-    def _call_streamEndCapture(self, call: Call, of: _Process, stream: int) -> None:
-        found, graph = of.captures.pop(call.thread, (None, _Graph(0)))
-        self._need(call, found == stream, "expected the stream that this thread captures", str(found))
-        self._need(call, graph.spans, "expected some work in a capture", "none")
-        of.graphs[call.result] = graph
-
-    def _graph(self, call: Call, of: _Process, graph: int, *, is_executable: bool) -> _Graph:
-        kind = "an executable graph" if is_executable else "a graph that was captured"
-        is_right = graph in of.graphs and of.graphs[graph].is_executable == is_executable
-        self._need(call, is_right, f"expected {kind} of this process", "none")
-        return of.graphs[graph]
-
-    def _call_graphInstantiate(self, call: Call, of: _Process, graph: int) -> None:
-        self._device(call, of)
-        of.graphs[call.result] = replace(self._graph(call, of, graph, is_executable=False), is_executable=True)
-
-    def _call_graphLaunch(self, call: Call, of: _Process, graph: int, stream: int) -> None:
-        found = self._graph(call, of, graph, is_executable=True)
-        device = self._stream(call, of, stream)
-        self._need(call, device == found.device, f"expected a stream of the graph's device {found.device}", f"of {device}")
-        self._on_own_device(call, of, stream)
-        for address, size in found.spans:
-            self._touch(call, of, address, size)
-
-    def _call_graphDestroy(self, call: Call, of: _Process, graph: int) -> None:
-        self._graph(call, of, graph, is_executable=False)
-        del of.graphs[graph]
-
-    def _call_graphExecDestroy(self, call: Call, of: _Process, graph: int) -> None:
-        self._graph(call, of, graph, is_executable=True)
-        del of.graphs[graph]
 
 
 def check_record(calls: Iterable[Call], peers: Iterable[frozenset[str]] = (), ended: Iterable[Any] = ()) -> int:

@@ -1,4 +1,4 @@
-"""What each simulated CUDA has: devices by number, captured graphs, and the work of copies and kernels.
+"""What each simulated CUDA has: devices by number, and the work of copies and kernels.
 
 The kernels are those of fold.cu, compiled by the host's compiler, with the bits of a GPU.
 """
@@ -8,7 +8,9 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
+
+import numpy.typing as npt
 
 from fastps.device.interface import DeviceError
 from fastps.kernels.cuda import host_fold, launch_args
@@ -23,16 +25,31 @@ Work = Callable[[Any], object]
 """A piece of work; it is given the stream on which it runs."""
 
 
+class CupyArray(npt.NDArray[Any]):
+    """An array with no attribute that CuPy's arrays lack (the class ndarray of cupy/_core/core.pyx).
+
+    >>> import numpy as np
+    >>> array = np.zeros(2).view(CupyArray)
+    >>> hasattr(array, "ctypes"), array.tolist()
+    (False, [0.0, 0.0])
+    """
+
+    def _is_missing(self) -> NoReturn:
+        raise AttributeError("CuPy's arrays do not have this attribute of NumPy's")
+
+    ctypes = property(_is_missing)
+    __array_interface__ = __array_struct__ = getfield = setfield = resize = setflags = ctypes
+
+
 class FakeCuda(ABC):
     """See fastps.device.cuda.Cuda; also its runtime, with the functions of cupy.cuda.runtime.
 
-    `gpus`: the bus ids of the GPUs that this process sees, its own first. `numbers`: of streams, events and graphs.
+    `gpus`: the bus ids of the GPUs that this process sees, its own first. `numbers`: of streams and events.
     """
 
     def __init__(self, gpus: Sequence[str], numbers: Iterator[int] | None = None) -> None:
         self.gpus = list(gpus)
         self._numbers = numbers or itertools.count(1)
-        self._graphs: dict[int, list[Any]] = {}
         self._compile_rule: Callable[[str], Launch] | None = None
         self._users: Launch | None = None
         self._thread = threading.local()
@@ -63,7 +80,7 @@ class FakeCuda(ABC):
 
     @abstractmethod
     def queue(self, stream: int, text: str, work: Work) -> None:
-        """Queue a piece of work, named `text` in errors, or take it into the graph that the stream captures."""
+        """Queue a piece of work, named `text` in errors."""
 
     @abstractmethod
     def touch(self, on: Any, text: str, reads: Iterable[Span], writes: Iterable[Span]) -> None:
@@ -84,10 +101,14 @@ class FakeCuda(ABC):
     def compute_stream(self, device: int) -> int:
         return self._computing[device]
 
-    def use_rule(self, device: int, text: str) -> None:
-        if self._compile_rule is None:
+    def identity(self, device: int) -> str:
+        return self.gpus[device]
+
+    def prepare(self, device: int, rule: int, dtype: str, users: str) -> None:
+        if users and self._compile_rule is None:
             raise DeviceError("expected a compiler of users' rules for a simulated device, found none")
-        self._users = self._compile_rule(source(text))
+        if users and self._compile_rule is not None:
+            self._users = self._compile_rule(source(users))
 
     def memcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
         text = f"copy of {size} bytes"
@@ -118,11 +139,3 @@ class FakeCuda(ABC):
             host_fold.launch_check(launch_args.DTYPES[dtype], args, tiles, blocks, launch_args.THREADS)
 
         self.queue(stream, "check", work)
-
-    def graphInstantiate(self, graph: int) -> int:
-        return self._keep(self._graphs, self._graphs[graph])
-
-    def graphDestroy(self, graph: int) -> None:
-        del self._graphs[graph]
-
-    graphExecDestroy = graphDestroy

@@ -6,13 +6,11 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fastps.device.interface import DeviceError
-from fastps.device.regions import Region
+from fastps.lab.gpus.regions import Region
 
 logger = logging.getLogger("fastps.device")
 
@@ -36,12 +34,9 @@ class HostStream:
     thread: threading.Thread | None = None
     work: "queue.SimpleQueue[tuple[Callable[[], object], HostEvent | None] | None]" = field(default_factory=queue.SimpleQueue)
     failure: Exception | None = None
-    captured: list[Callable[[Any], object]] | None = None
 
     def do(self, piece: Callable[[], object], event: HostEvent | None = None) -> None:
         """Queue a piece of work, a record of `event` if that is given. After a failure no further work runs."""
-        if self.captured is not None:
-            raise DeviceError("expected copies and folds alone on a stream that is captured, found an event or a wait")
         if self.thread is None:
             piece()
         else:

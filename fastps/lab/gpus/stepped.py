@@ -13,8 +13,7 @@ import struct
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +21,10 @@ import numpy.typing as npt
 from fastps.device.cuda import SUCCESS, CudaDevice
 from fastps.device.cuda_errors import NOT_READY
 from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceLostError
-from fastps.device.regions import POISON
 from fastps.kernels.cuda.launch_args import Span
-from fastps.lab.gpus.fake_cuda import FakeCuda, Work
+from fastps.lab.gpus.fake_cuda import CupyArray, FakeCuda, Work
 from fastps.lab.gpus.hazards import Accesses, Clock, merge
+from fastps.lab.gpus.regions import POISON
 
 _HANDLE = struct.Struct("<8sq")
 _ALIGNMENT = 256
@@ -80,7 +79,6 @@ class SteppedStream:
     name: str
     work: deque[_Piece] = field(default_factory=deque)
     clock: Clock = field(default_factory=dict)
-    captured: list[_Piece] | None = None
 
     def can_go(self) -> bool:
         """Whether the next piece of work can run now."""
@@ -209,7 +207,6 @@ class SteppedCuda(FakeCuda):
         self.node = node
         self.process = process
         self.enabled: set[tuple[str, str]] = set()  # a GPU, and one whose memory it uses
-        self._capturing: SteppedStream | None = None
         node.clocks.setdefault(process, {})
 
     def add(self, gpu: str) -> int:
@@ -236,7 +233,6 @@ class SteppedCuda(FakeCuda):
         """Keep it."""
 
     def _make(self, size: int, identity: str | None, name: str) -> int:
-        self._check_not_capturing("memory")
         array = np.zeros(size + _ALIGNMENT, np.uint8)
         begin = -array.ctypes.data % _ALIGNMENT
         array = array[begin : begin + size]
@@ -248,10 +244,13 @@ class SteppedCuda(FakeCuda):
         """Fill memory, at once."""
         self.array(self._device, address, size, "uint8", None)[:] = value
 
-    def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> npt.NDArray[Any]:
+    def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> CupyArray:
         size = length * np.dtype(dtype).itemsize
         block = self.node.find(address, size, self.process, self.gpus[device], "a view")
-        return block.array[address - block.address :][:size].view(dtype)
+        return block.array[address - block.address :][:size].view(dtype).view(CupyArray)
+
+    def empty_cache(self) -> None:
+        """There is none."""
 
     def ipcGetMemHandle(self, address: int) -> bytes:
         return _HANDLE.pack(b"stepped", address).ljust(HANDLE_BYTES, b"\0")
@@ -323,7 +322,6 @@ class SteppedCuda(FakeCuda):
         return number
 
     def eventRecord(self, event: int, stream: int) -> None:
-        self._check_not_capturing("a record")
         made = self.node.events[event]
         if made.owner != self.process:
             raise DeviceError(f"expected an event of process {self.process} to record, found one of process {made.owner}")
@@ -331,7 +329,6 @@ class SteppedCuda(FakeCuda):
         self._queue(stream, _Piece({}, "record", event=made, number=made.made, records=True))
 
     def streamWaitEvent(self, stream: int, event: int) -> None:
-        self._check_not_capturing("a wait")
         awaited = self.node.events[event]
         self._queue(stream, _Piece({}, "wait", event=awaited, number=awaited.made))
 
@@ -342,15 +339,11 @@ class SteppedCuda(FakeCuda):
         stream = self.node.streams[number]
         if stream.process != self.process:
             raise DeviceError(f"expected a stream of process {self.process}, found {stream.name}")
-        if stream.captured is not None:
-            stream.captured.append(piece)
-            return
         piece.clock = dict(self.node.clocks[self.process])
         stream.work.append(piece)
 
     def streamSynchronize(self, stream: int) -> None:
         """Wait for a stream. The default stream, 0, has no work."""
-        self._check_not_capturing("a wait of the host")
         if stream:
             self.node.drain(stream)
             merge(self.node.clocks[self.process], self.node.streams[stream].clock)
@@ -365,7 +358,6 @@ class SteppedCuda(FakeCuda):
                 self.streamSynchronize(stream.number)
 
     def eventSynchronize(self, event: int) -> None:
-        self._check_not_capturing("a wait of the host")
         awaited = self.node.events[event]
         number = awaited.made
         while awaited.done < number:
@@ -375,7 +367,6 @@ class SteppedCuda(FakeCuda):
             merge(self.node.clocks[self.process], awaited.known[number])
 
     def eventQuery(self, event: int) -> int:
-        self._check_not_capturing("a question of the host")
         asked = self.node.events[event]
         if asked.done < asked.made:
             return NOT_READY
@@ -383,32 +374,9 @@ class SteppedCuda(FakeCuda):
             merge(self.node.clocks[self.process], asked.known[asked.made])
         return SUCCESS
 
-    # -- graphs ------------------------------------------------------------------------------------
-
-    def streamBeginCapture(self, stream: int, mode: int) -> None:
-        self._check_not_capturing("another capture")
-        self._capturing = self.node.streams[stream]
-        self._capturing.captured = []
-
-    def streamEndCapture(self, number: int) -> int:
-        stream = self.node.streams[number]
-        if not stream.captured:
-            raise DeviceError(f"expected {stream.name} to capture work, found none")
-        captured, stream.captured, self._capturing = stream.captured, None, None
-        return self._keep(self._graphs, captured)
-
-    def graphLaunch(self, graph: int, stream: int) -> None:
-        self._check_not_capturing("a launch")
-        for piece in self._graphs[graph]:
-            self._queue(stream, replace(piece))
-
-    def _check_not_capturing(self, what: str) -> None:
-        if self._capturing is not None:
-            raise DeviceError(f"expected copies and folds alone while {self._capturing.name} is captured, found {what}")
-
 
 class SteppedDevice(CudaDevice):
-    """A GPU as a process of a node uses it. Host memory that processes share is the node's."""
+    """A GPU as a process of a node uses it."""
 
     granularity = 1
 
@@ -418,22 +386,5 @@ class SteppedDevice(CudaDevice):
         self.api = node.cudas.setdefault(process, node.cuda(process))
         super().__init__(self.api.add(identity), self.api)
 
-    @property
-    def reaches_all(self) -> bool:
-        return not any(self.identity in pair for pair in self.node.unreachable)
-
     def can_reach(self, identity: str) -> bool:
         return self.node.reaches(self.identity, identity)
-
-    def allocate_host(self, size: int) -> int:
-        return self.api.hostAlloc(size, 0)
-
-    def export_host(self, address: int) -> bytes:
-        return self.api.ipcGetMemHandle(address)
-
-    def open_host(self, handle: bytes) -> int:
-        return self.api.ipcOpenMemHandle(handle)
-
-    def borrow(self, other: CudaDevice, address: int) -> None:
-        if self.node.blocks[address].identity is not None:
-            super().borrow(other, address)

@@ -234,6 +234,7 @@ class _Replay:
         self._loss_of = [float("inf")] * simulation.workers
         self._below_goal = [0] * simulation.workers  # consecutive iterations
         self.goal_ns: int | None = None
+        self._last = simulation.steps if simulation.leave else -1
         self._done = 0
         self._of = max(1, simulation.workers * simulation.steps)
 
@@ -276,6 +277,8 @@ class _Replay:
 
     def _begin(self, worker: int, line: dict[str, int]) -> None:
         """Begin a step: compute its gradient now, because it depends only on the weights read at the start."""
+        if self._forgotten[worker] + len(self._made[worker]) == self._last:
+            return  # the worker leaves
         if self._policy.overlap:
             self._views[worker][0] = self._shards[0].read(line["version"])
         self._model.load(self._views[worker])

@@ -70,7 +70,7 @@ def plan_of(seed: int) -> Plan:
         "is_sum": policy.is_sum,
         "is_mean": policy.is_mean,
         "may_drop": policy.fold == "quorum",
-        "bound": bound_of(policy) if policy.pull == 1 else -1,
+        "bound": bound_of(policy),
         "partial": policy.pull < 1,
         "at_once": policy.at_once,
         "helpers": rng.choice((0, workers - 1)),

@@ -47,18 +47,17 @@ BACKWARD_S = 0.01
 
 @dataclass(frozen=True)
 class Speeds:
-    """Bandwidths in bytes a second: of a GPU's memory, of its links to other GPUs and to the host, each in one direction.
+    """Bandwidths in bytes a second: of a GPU's memory, and of its links to other GPUs, each in one direction.
 
     The defaults are those of one H100 with NVLink, as published.
     """
 
     memory: float = 3.3e12
     peers: float = 450e9
-    host: float = 55e9
 
     def of(self, resource: str) -> float:
         """The bandwidth of a resource, by the first word of its name."""
-        return {"memory": self.memory, "peers": self.peers, "host": self.host}[resource.split()[0]]
+        return {"memory": self.memory, "peers": self.peers}[resource.split()[0]]
 
 
 @dataclass
@@ -101,8 +100,8 @@ class Schedule:
 class _RecordingNode(SteppedNode):
     """A node that keeps all work of each stream."""
 
-    def __init__(self, unreachable: set[frozenset[str]]) -> None:
-        super().__init__(0, unreachable)
+    def __init__(self) -> None:
+        super().__init__(0)
         self.recorded: dict[int, list[Piece]] = defaultdict(list)
         self.step_number = -1  # before the first step
 
@@ -144,14 +143,12 @@ class _RecordingCuda(SteppedCuda):
                 # Work items and tables do not grow with the model, and the setup is over before the first step.
                 if size >= 4 * _FLOATS and made.step >= 0:
                     there = self.node.find(address, size, self.process, on.gpu, text).identity
+                    assert there is not None, "nothing of the model's size lies in host memory"
                     _add(made.traffic, on.gpu, there, size, is_write)
 
 
-def _add(traffic: dict[str, float], here: str, there: str | None, size: int, writes: bool) -> None:
-    """Add the bytes that an access moves. `there`: where the memory is, None for the host."""
-    if there is None:
-        traffic[f"host {'from' if writes else 'to'} {here}"] += size
-        return
+def _add(traffic: dict[str, float], here: str, there: str, size: int, writes: bool) -> None:
+    """Add the bytes that an access moves. `there`: the GPU whose memory it is."""
     traffic[f"memory of {there}"] += size
     if there != here:
         begin, end = (here, there) if writes else (there, here)
@@ -165,13 +162,10 @@ class _Job:
     `backward_s`: the length of a backward pass; `marks`: whether its hooks mark the shards whose gradients have appeared.
     """
 
-    def __init__(
-        self, update: Update, gpus: int, shards: int, *, has_peers: bool, backward_s: float = 0.0, marks: bool = False
-    ) -> None:
+    def __init__(self, update: Update, gpus: int, shards: int, *, backward_s: float = 0.0, marks: bool = False) -> None:
         self._backward_s, self._marks = backward_s, marks
         names = [f"gpu {number}" for number in range(gpus)]
-        pairs = {frozenset((one, other)) for one in names for other in names if one != other}
-        self.node = _RecordingNode(set() if has_peers else pairs)
+        self.node = _RecordingNode()
         self.hyper = update.hyper
         self.layout = _layout_of(update, gpus, shards)
         self.memory = _memory_of(self.layout)
@@ -210,9 +204,6 @@ class _Job:
         self.arenas[0].fill(first)
         first.close()
         self.node.meet()
-        for arena in self.arenas:
-            arena.take_first()
-        self.node.meet()
         for rank, (lane, arena) in enumerate(zip(self.lanes, self.arenas, strict=True)):
             lane.fold_with(arena.fold, arena.own_shards())
             self._pull(rank)
@@ -248,7 +239,7 @@ class _Job:
         for shard in reversed(range(shards)):
             api.compute(device.compute_stream(), self._backward_s / shards)
             if self._marks:
-                arena.mark_computed(shard, slot)
+                arena.mark_computed(shard)
 
     def _pull(self, rank: int) -> None:
         self.lanes[rank].pull_all(self.buffers[rank])
@@ -345,15 +336,13 @@ def model(
     parameters: float = 1e8,
     speeds: Speeds | None = None,
     *,
-    has_peers: bool = True,
     backward_s: float = 0.0,
     overlaps: bool = False,
 ) -> Schedule:
     """The schedule of a step: `gpus` GPUs with a worker each, `parameters` float32 parameters in equal shards, under `bsp`.
 
-    Without `has_peers` gradients and weights go through page-locked host memory. A step begins with a backward pass of
-    `backward_s` seconds. There is a shard for each GPU; with `overlaps` the shards are those of FASTPS_BUCKET_MB's default, and
-    each is folded while backward goes on.
+    A step begins with a backward pass of `backward_s` seconds. There is a shard for each GPU; with `overlaps` the shards are
+    those of FASTPS_BUCKET_MB's default, and each is folded while backward goes on.
 
     >>> found = model(SGD(lr=0.1), gpus=1)
     >>> found.busiest, round(found.bound_s / found.step_s, 2)
@@ -361,7 +350,7 @@ def model(
     """
     speeds = speeds or Speeds()
     shards = shards_of(int(4 * parameters), gpus, BUCKET_MB << 20 if overlaps else None)
-    job = _Job(update, gpus, shards, has_peers=has_peers, backward_s=backward_s, marks=overlaps)
+    job = _Job(update, gpus, shards, backward_s=backward_s, marks=overlaps)
     streams, scale = job.run(), parameters / (_FLOATS * shards)
     bytes_of, steps = defaultdict[str, float](float), range(1, _STEPS)  # the first step is left out
     for piece in (each for pieces in streams.values() for each in pieces if each.step in steps):
@@ -378,40 +367,31 @@ def model(
     return Schedule(step_s, bytes_of[busiest] / speeds.of(busiest), busiest, dict(seconds))
 
 
-_CASES = ((1, True), (2, True), (4, True), (8, True), (4, False))  # GPUs, and whether they have peer access
+_GPUS = (1, 2, 4, 8)
 _RULES: tuple[tuple[str, Update], ...] = (("SGD with momentum", SGD(lr=0.1, momentum=0.9)), ("Adam", Adam(lr=0.1)))
-
-
-def _path(gpus: int, has_peers: bool) -> str:
-    return "-" if gpus == 1 else "NVLink" if has_peers else "host memory"
 
 
 def overlap_table(backward_s: float = BACKWARD_S) -> str:
     """What a step adds to a backward pass, without and with overlap, for 100 million parameters, as a table in Markdown."""
-    lines = ["| rule | GPUs | path | backward | added without overlap | added with overlap |", "|" + "---|" * 6]
+    lines = ["| rule | GPUs | backward | added without overlap | added with overlap |", "|" + "---|" * 5]
     for name, update in _RULES:
-        for gpus, has_peers in _CASES:
-            steps = [
-                model(update, gpus, has_peers=has_peers, backward_s=backward_s, overlaps=overlaps).step_s
-                for overlaps in (False, True)
-            ]
+        for gpus in _GPUS:
+            steps = [model(update, gpus, backward_s=backward_s, overlaps=overlaps).step_s for overlaps in (False, True)]
             shown = " | ".join(f"{1e3 * (step_s - backward_s):.2f} ms" for step_s in steps)
-            lines.append(f"| {name} | {gpus} | {_path(gpus, has_peers)} | {1e3 * backward_s:.0f} ms | {shown} |")
+            lines.append(f"| {name} | {gpus} | {1e3 * backward_s:.0f} ms | {shown} |")
     return "\n".join(lines)
 
 
 def table() -> str:
     """The model's figures for 100 million parameters without a backward pass, as a table in Markdown."""
-    lines = ["| rule | GPUs | path | step | folds | copies | bound | of the bound |", "|" + "---|" * 8]
+    lines = ["| rule | GPUs | step | folds | copies | bound | of the bound |", "|" + "---|" * 7]
     for name, update in _RULES:
-        for gpus, has_peers in _CASES:
-            found = model(update, gpus, has_peers=has_peers)
+        for gpus in _GPUS:
+            found = model(update, gpus)
             times = [found.step_s, found.seconds.get("fold", 0.0), found.seconds.get("copy", 0.0)]
             shown = " | ".join(f"{1e3 * each:.2f} ms" for each in times)
             bound = f"{1e3 * found.bound_s:.2f} ms ({found.busiest.split()[0]})"
-            lines.append(
-                f"| {name} | {gpus} | {_path(gpus, has_peers)} | {shown} | {bound} | {found.bound_s / found.step_s:.0%} |"
-            )
+            lines.append(f"| {name} | {gpus} | {shown} | {bound} | {found.bound_s / found.step_s:.0%} |")
     return "\n".join(lines)
 
 

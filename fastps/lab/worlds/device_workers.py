@@ -192,11 +192,10 @@ class Worker:
             self._write_shard(step, slot, shard)
             if draw.random() < _MARKED_SHARE:
                 world.moment = "hook"
-                self.arena.mark_computed(shard, slot)
+                self.arena.mark_computed(shard)
                 yield
         for shard in range(world.shards):
-            # A copy to host memory may run meanwhile: what it tears it copies again, which the check of accesses cannot know.
-            if draw.random() < _CHANGED_SHARE and not self.arena.is_sent(shard):
+            if draw.random() < _CHANGED_SHARE:
                 self._write_shard(step, slot, shard)
                 if world.left_out != FORGET_NOTHING:
                     self.arena.forget(shard)

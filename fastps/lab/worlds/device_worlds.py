@@ -78,7 +78,7 @@ class World:
         self.random = random.Random(seed)
         self.left_out = left_out
         self.seen: set[str] = set()
-        self.faults: Counter[str] = Counter(deaths=0, missing_peers=0, rejoins=0, nonfinite=0, copies=0)
+        self.faults: Counter[str] = Counter(deaths=0, rejoins=0, nonfinite=0, copies=0)
         self.turns, self.moment, self._now_ns, self._is_running = 0, "", 0, False
         draw = self.random
         gpus = [f"gpu {number}" for number in range(draw.randint(1, devices))]
@@ -93,7 +93,7 @@ class World:
         self.policy, self.shards = self.layout.policy, len(self.layout.shards)
         self._waits = waits_before_posting(self.layout)
         self.spec = f"{spec}, {count} workers on {len(gpus)} devices"
-        self.node = SteppedNode(draw.randrange(1 << 30), self._unreachable(gpus))
+        self.node = SteppedNode(draw.randrange(1 << 30))
         self.memory = self._memory()
         self._dies = draw.random() < 0.2
         self.void_steps = {step for step in range(self.steps) if draw.random() < _NULL_SHARE}  # in which all pushes are null
@@ -137,13 +137,6 @@ class World:
         places = [(shard, rank, step) for shard in range(self.shards) for rank in ranks for step in range(self.steps)]
         found = {each: draw.choice((np.nan, np.inf, -np.inf)) for each in places if draw.random() < _NONFINITE_SHARE}
         self.faults["nonfinite"] += len(found)
-        return found
-
-    def _unreachable(self, gpus: list[str]) -> set[frozenset[str]]:
-        pairs = [frozenset((one, other)) for one in gpus for other in gpus if one < other]
-        share = self.random.choice((0.0, 0.0, 0.3, 1.0))
-        found = {pair for pair in pairs if self.random.random() < share}
-        self.faults["missing_peers"] += len(found)
         return found
 
     def _memory(self) -> JobMemory:
@@ -252,9 +245,6 @@ class World:
         self.workers[0].arena.fill(first)
         first.close()
         self.node.meet()  # as through the shard locks, under which each step of the setup is taken
-        for worker in self.workers:
-            worker.arena.take_first()
-        self.node.meet()
         for worker in self.workers:
             parts = worker.arena.parts()
             self._roles |= {part: name.split()[0] for name, part in parts.items()}

@@ -214,7 +214,7 @@ class ServedWorld(World):
         yield
         copying: Iterator[None] | None = None
         for _ in worker.script():
-            if copying is None and worker.device.reaches_all and self.random.random() < 0.05:
+            if copying is None and self.random.random() < 0.05:
                 copying = self._copying(worker)
             if copying is not None and self.random.random() < 0.5 and next(copying, self) is self:
                 copying = None

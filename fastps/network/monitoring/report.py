@@ -33,7 +33,7 @@ class Report(threading.Thread):
         super().__init__(name="fastps-report", daemon=True)
         self._leaf, self._nodes, self._trace = leaf, nodes, trace
         self._host = platform.node()
-        self._homes: dict[int, EdgeWatch] = {}
+        self._homes: dict[int, EdgeWatch] = {} if nodes.is_first else {0: self._watch(0)}
         self._leaves: dict[int, EdgeWatch] = {}
         self._ends = threading.Event()
         self._board = NodeBoard(leaf.job, nodes.count if nodes.is_first else 1)
@@ -64,28 +64,19 @@ class Report(threading.Thread):
         )
 
     def rows(self, now_ns: int) -> list[NodeStatistics]:
-        """The rows of the board."""
-        if not self._nodes.is_first:
-            return [self._own(now_ns)]
-        return [self._own(now_ns), *(self._other(node, now_ns) for node in range(1, self._nodes.count))]
+        """The rows of the board: of this node, and on node 0 of all."""
+        nodes = range(self._nodes.count) if self._nodes.is_first else (self._nodes.number,)
+        return [self._row(node, now_ns) for node in nodes]
 
-    def _own(self, now_ns: int) -> NodeStatistics:
-        number = self._nodes.number
-        if self._nodes.is_first:
-            return self._row(number, self.figures(), now_ns, 0, 0, -1)
-        found = self._homes[0].offset(now_ns) if 0 in self._homes else None
-        if found is None:
-            return self._row(number, self.figures(), now_ns, 0, -1, -1)
-        trip_ns = self._homes[0].clock.round_trip_ns
-        return self._row(number, self.figures(), now_ns, -found.offset_ns, found.error_at(now_ns), trip_ns)
-
-    def _other(self, node: int, now_ns: int) -> NodeStatistics:
-        watch = self.of_leaf(node)
-        found = watch.offset(now_ns)
-        offset = (found.offset_ns, found.error_at(now_ns)) if found is not None else (0, -1)
-        return self._row(node, watch.told or NodeFigures(), watch.told_ns, *offset, watch.clock.round_trip_ns)
-
-    def _row(self, node: int, told: NodeFigures, told_ns: int, offset_ns: int, error_ns: int, trip_ns: int) -> NodeStatistics:
+    def _row(self, node: int, now_ns: int) -> NodeStatistics:
+        told, told_ns, offset_ns, error_ns, trip_ns = self.figures(), now_ns, 0, 0, -1
+        if node != self._nodes.number:
+            watch = self.of_leaf(node)
+            told, told_ns = watch.told or NodeFigures(), watch.told_ns
+            offset_ns, error_ns, trip_ns = _clock_of(watch, now_ns)
+        elif node != 0:
+            offset_ns, error_ns, trip_ns = _clock_of(self._homes[0], now_ns)
+            offset_ns = -offset_ns
         row = NodeStatistics(
             node, told.host, "live", told.workers, told.steps, told.wait_ns, told.sent_bytes, told.received_bytes,
             heard_ns=told_ns, round_trip_ns=trip_ns, clock_offset_ns=offset_ns, clock_error_ns=error_ns,
@@ -114,7 +105,7 @@ class Report(threading.Thread):
     def _write(self) -> None:
         now_ns = self._leaf.clock.now_ns()
         self._board.write(self.rows(now_ns))
-        if self._trace is not None and 0 in self._homes and (found := self._homes[0].offset(now_ns)) is not None:
+        if self._trace is not None and not self._nodes.is_first and (found := self._homes[0].offset(now_ns)) is not None:
             self._trace.offset(found)
 
     def close(self) -> None:
@@ -126,3 +117,10 @@ class Report(threading.Thread):
             self.join()
         self._write()
         self._board.close()
+
+
+def _clock_of(watch: EdgeWatch, now_ns: int) -> tuple[int, int, int]:
+    """The offset of the other node's clock, the bound of its error, and the least round trip, in ns."""
+    found = watch.offset(now_ns)
+    offset = (found.offset_ns, found.error_at(now_ns)) if found is not None else (0, -1)
+    return *offset, watch.clock.round_trip_ns

@@ -121,18 +121,9 @@ def test_two_processes_echo_descriptors_and_spin() -> None:
     assert (len(there), len(back)) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("spec", "folds"),
-    [
-        ("bsp", 100),
-        ("asp", 800),
-        ("ssp:3", 800),
-        ("dssp:3,15", 800),
-        ("softsync:4", 400),
-        ("softsync:1", 100),
-        ("r2sp:0.8", 800),
-    ],
-)
+@pytest.mark.parametrize(("spec", "folds"), [
+    ("bsp", 100), ("asp", 800), ("ssp:3", 800), ("dssp:3,15", 800), ("softsync:4", 400), ("softsync:1", 100), ("r2sp:0.8", 800),
+])  # fmt: skip
 def test_arrivals_make_the_folds_that_their_pushes_earn(spec: str, folds: int) -> None:
     scheduler = Scheduler(8, **parse_policy(spec).values(8))
     load = SchedulerLoad(scheduler)

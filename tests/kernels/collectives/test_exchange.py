@@ -34,14 +34,9 @@ INTEGERS = ("int8", "uint8", "int16", "int32", "int64")
 FLOATS = ("float32", "float64")
 ISAS = {"baseline": 0, "avx2": 1, "avx512": 2}
 UFUNCS = {
-    "sum": np.add,
-    "product": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
+    "sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor,
-}
+}  # fmt: skip
 
 
 def _combined(arrays: list[Any], reduction: str) -> Any:
@@ -191,11 +186,7 @@ def _play(mine: Exchange, rank: int, size: int, kind: str, length: int, seed: in
 @given(
     st.integers(1, 5),
     st.sampled_from([(1024, 1), (4096, 2), (4096, 3)]),
-    st.lists(
-        st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 5000), st.integers(0, 4)),
-        min_size=1,
-        max_size=8,
-    ),
+    st.lists(st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 5000), st.integers(0, 4)), min_size=1, max_size=8),
 )
 def test_collectives_in_any_order_give_numpys_results(
     size: int, memory: tuple[int, int], played: list[tuple[str, int, int]]

@@ -244,6 +244,30 @@ def test_every_rule_shows_its_new_weights(row: Row, mode: int, shown: str) -> No
         assert np.array_equal(found[offset : offset + length], expected[offset : offset + length])
 
 
+@pytest.mark.parametrize("field", ["state_stride", "weights_in", "weights_out", "state_in", "halves_out"])
+def test_a_vector_that_a_gpu_would_not_load_or_store_is_refused(field: str) -> None:
+    """As error 716 of CUDA: planes, or a buffer, that do not begin on a multiple of a vector's size."""
+    adam = next(row for row in ALL_ROWS if row.rule == RULE_ADAM)
+    values = aligned(np.zeros(128, np.float32))
+    shape = launch_args.Shape(RULE_ADAM, 2, 0.0, ((0, 17, 0),))
+    push = launch_args.DevicePush(values.ctypes.data, [adam.hyper], np.ones(1, np.bool_))
+    buffers = launch_args.Buffers(*[values.ctypes.data] * 4, 32, values.ctypes.data)
+    args, _ = launch_args.make_launch_args(shape, FOLD_SUM, [push], np.zeros(1, np.int64), buffers)
+    args, tiles = aligned(args), aligned(launch_args.tiles_of(shape))
+    host_fold.launch(RULE_ADAM, 0, args.ctypes.data, tiles.ctypes.data, 1)
+    args[: launch_args.HEAD_BYTES].view(launch_args._ARGS)[field] += 1 if field == "state_stride" else 4
+    with pytest.raises(ValueError, match=r"expected vectors on multiples of their size, .* \(error 716\), found one at 0x"):
+        host_fold.launch(RULE_ADAM, 0, args.ctypes.data, tiles.ctypes.data, 1)
+
+
+def test_a_slot_whose_vectors_a_gpu_would_not_load_is_refused() -> None:
+    values, room = aligned(np.zeros(64, np.float32)), aligned(np.zeros(launch_args.CHECK_BYTES, np.uint8))
+    tiles = aligned(launch_args.tiles_of_segments([(0, 17)]))
+    launch_args.write_check_args(room, values.ctypes.data + 4, values.ctypes.data, 1)
+    with pytest.raises(ValueError, match="error 716"):
+        host_fold.launch_check(0, room.ctypes.data, tiles.ctypes.data, 1)
+
+
 def test_what_no_kernel_can_do_is_refused() -> None:
     with pytest.raises(ValueError, match="or a user's rule without sums, found rule 9"):
         launch_args.Shape(RULE_SUMMING, 1, 0.0, ((0, 4, 0),))
@@ -254,7 +278,13 @@ def test_what_no_kernel_can_do_is_refused() -> None:
     shape = launch_args.Shape(RULE_SGD, 0, 0.0, ((0, 4, 0),))
     push = launch_args.DevicePush(0, [SGD_ROWS[3].hyper], np.ones(1, np.bool_))
     with pytest.raises(ValueError, match="expected the planes"):
-        launch_args.make_launch_args(shape, FOLD_SUM, [push], np.zeros(1, np.int64), launch_args.Buffers(0, 0, 0, 0, 4))
+        launch_args.make_launch_args(shape, FOLD_SUM, [push], np.zeros(1, np.int64), launch_args.Buffers(0, 0, 0, 0, 16))
+    with pytest.raises(ValueError, match="planes of state a multiple of 16 floats apart, found 17 floats"):
+        launch_args.Buffers(0, 0, 0, 0, 17)
+    with pytest.raises(ValueError, match="expected state_in on a multiple of 16 bytes, found 0x24"):
+        launch_args.Buffers(0, 0, 36, 0, 16)
+    with pytest.raises(ValueError, match="expected a gradient on a multiple of 16 bytes, found 0x8"):
+        launch_args.DevicePush(8, [], np.ones(1, np.bool_))
     with pytest.raises(ValueError, match="a rule of the fold"):
         host_fold.launch(4, 0, 0, 0, 0)
 

@@ -24,7 +24,7 @@ class Live:
     """The same job on real memory, whose shards drain one by one: a lane of its own holds all shard locks in between."""
 
     def __init__(self, shards: int, bound: int) -> None:
-        self.memory = Memory(WORKERS, shards=shards, **_policy(bound))
+        self.memory = Memory(WORKERS, _policy(bound), shards=shards)
         self.arena, self.lanes = self.memory.arena, self.memory.lanes
         for worker in range(WORKERS):
             assert self.arena.claim(worker, 1) == 0
@@ -36,7 +36,7 @@ class Live:
 
     def push(self, worker: int) -> None:
         self.now_ns += 10
-        self.memory.post(worker, self.now_ns)
+        self.memory.post(worker, 0.25, self.now_ns)
         self.steps[worker] += 1
 
     def die(self, worker: int) -> None:

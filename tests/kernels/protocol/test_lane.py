@@ -11,92 +11,20 @@ import pytest
 from fastps.kernels.protocol import lane as turn
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.arena import Arena
-from fastps.kernels.shm.format import format_memory
-from fastps.kernels.shm.plan import plan
+from tests.support.plain_arena import ASP, BSP, Job
 
-FLOATS = 32
-BSP = {"fold": "all", "grant": "next-version"}
-ASP = {"fold": "each", "grant": "at-once"}
 COMBINED = {**ASP, "combine": True}
 
 
-class Job:
-    """An arena in this process's own memory, with one parameter of ones and a lane a worker."""
-
-    def __init__(
-        self,
-        lanes: int,
-        *,
-        fold: str,
-        grant: str,
-        low: int = 0,
-        high: int = 0,
-        release: str = "printed",
-        combine: bool = False,
-        servers: int = 0,
-    ) -> None:
-        header, size = plan(
-            lanes=lanes,
-            slots=2,
-            ring_size=8,
-            groups=1,
-            parameters=1,
-            buffer_floats=FLOATS,
-            rule=0,
-            state_planes=0,
-            extra_bytes=0,
-            buffers=lanes + 3,
-            servers=servers,
-        )
-        self.memory = mmap.mmap(-1, size)
-        format_memory(
-            self.memory,
-            header,
-            [(0, FLOATS, 0)],
-            fold=fold,
-            grant=grant,
-            low=low,
-            high=high,
-            release=release,
-            hard_bound=False,
-            combine=combine,
-        )
-        self.arena = Arena(self.memory)
-        self.lanes = [Lane(self.arena, index) for index in range(lanes)]
-        self.posts = [0] * lanes
-        self.weights(0)[:] = 1.0
-
-    def weights(self, buffer: int) -> Any:
-        return np.frombuffer(self.memory, np.float32, FLOATS, self.arena.weights_offset(buffer))
-
-    def post(self, lane: int, gradient: float, now_ns: int, learning_rate: float = 1.0) -> None:
-        """Fill the lane's next slot and post it."""
-        slot = self.posts[lane] % 2
-        view = np.frombuffer(self.memory, np.float32, FLOATS, self.arena.gradient_offset(lane, slot))
-        view[:] = gradient
-        self.lanes[lane].set_hyper(slot, 0, learning_rate, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
-        self.lanes[lane].set_presence(slot, (1).to_bytes(8, "little"))
-        self.lanes[lane].set_versions(slot)
-        assert self.lanes[lane].post(turn.KIND_PUSH, self.posts[lane], slot, self.lanes[lane].version, now_ns)
-        self.posts[lane] += 1
-
-    def current(self) -> float:
-        """The one value that all weights of the committed version have."""
-        _, buffer, _ = self.arena.committed()
-        values = set(self.weights(buffer).tolist())
-        assert len(values) == 1
-        return float(values.pop())
-
-
 def test_asp_folds_each_push_and_grants_at_once() -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     job.post(0, 0.25, 10)
     assert job.lanes[0].try_combine() == turn.DONE
     assert (job.arena.version, job.current(), job.lanes[0].granted(), job.lanes[0].done()) == (1, 0.75, 2, 1)
 
 
 def test_a_worker_pulls_what_came_of_its_push() -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     lane, buffers = job.lanes[0], [-1]
     job.post(0, 0.25, 10)
     assert lane.try_combine() == turn.DONE
@@ -107,7 +35,7 @@ def test_a_worker_pulls_what_came_of_its_push() -> None:
 
 
 def test_pushes_of_one_drain_are_one_sum_with_their_mean_learning_rate() -> None:
-    job = Job(3, **COMBINED)
+    job = Job(3, COMBINED)
     job.post(2, 0.25, 10, learning_rate=1.0)
     job.post(0, 0.5, 11, learning_rate=0.5)
     job.post(2, 0.125, 12, learning_rate=0.75)
@@ -118,7 +46,7 @@ def test_pushes_of_one_drain_are_one_sum_with_their_mean_learning_rate() -> None
 
 
 def test_staleness_counts_sums_and_not_the_pushes_in_them() -> None:
-    job = Job(3, **COMBINED)
+    job = Job(3, COMBINED)
     for drain in range(3):
         for lane in (0, 2):
             job.lanes[lane].pull()
@@ -138,7 +66,7 @@ def test_staleness_counts_sums_and_not_the_pushes_in_them() -> None:
 
 
 def test_a_drain_of_null_pushes_and_of_who_leaves_is_a_version_that_changes_nothing() -> None:
-    job = Job(2, **COMBINED)
+    job = Job(2, COMBINED)
     assert job.lanes[0].post(turn.KIND_NULL, 0, 0, 0, 5)
     assert job.lanes[1].post(turn.KIND_NULL, 0, 0, 0, 6)
     assert job.lanes[1].post(turn.KIND_LEAVE, 1, 0, 0, 7)
@@ -149,7 +77,7 @@ def test_a_drain_of_null_pushes_and_of_who_leaves_is_a_version_that_changes_noth
 
 
 def test_bsp_folds_the_mean_when_the_last_worker_pushed() -> None:
-    job = Job(2, **BSP)
+    job = Job(2, BSP)
     job.post(0, 0.5, 10)
     assert job.lanes[0].try_combine() == turn.DONE
     assert (job.arena.version, job.current(), job.lanes[0].granted()) == (0, 1.0, 1)
@@ -162,7 +90,7 @@ def test_bsp_folds_the_mean_when_the_last_worker_pushed() -> None:
 
 
 def test_whoever_holds_the_turn_folds_for_those_who_found_it_busy() -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     assert job.lanes[0].hold()
     job.post(1, 0.5, 10)
     assert job.lanes[1].try_combine() == turn.BUSY
@@ -172,7 +100,7 @@ def test_whoever_holds_the_turn_folds_for_those_who_found_it_busy() -> None:
 
 
 def test_events_are_decided_in_order_of_their_times_whatever_the_lane() -> None:
-    job = Job(3, fold="each", grant="bounded", low=0, high=0)
+    job = Job(3, {"fold": "each", "grant": "bounded", "low": 0, "high": 0})
     job.post(2, 0.0, 30)
     job.post(0, 0.0, 20)
     job.post(1, 0.0, 10)
@@ -182,7 +110,7 @@ def test_events_are_decided_in_order_of_their_times_whatever_the_lane() -> None:
 
 
 def test_staleness_counts_versions_between_read_and_fold() -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     for now_ns in range(3):
         job.post(0, 0.0, now_ns)
         job.lanes[0].try_combine()
@@ -193,7 +121,7 @@ def test_staleness_counts_versions_between_read_and_fold() -> None:
 
 
 def test_a_pinned_buffer_is_never_written() -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     pinned = job.lanes[1].pull()
     before = job.weights(pinned).copy()
     for now_ns in range(20):
@@ -206,7 +134,7 @@ def test_a_pinned_buffer_is_never_written() -> None:
 
 
 def test_every_worker_may_pin_another_buffer_and_a_fold_still_finds_one() -> None:
-    job = Job(4, **ASP)
+    job = Job(4, ASP)
     pinned = []
     for reader in range(4):
         pinned.append(job.lanes[reader].pull())
@@ -218,14 +146,14 @@ def test_every_worker_may_pin_another_buffer_and_a_fold_still_finds_one() -> Non
 
 
 def test_a_null_push_counts_and_changes_nothing() -> None:
-    job = Job(1, **ASP)
+    job = Job(1, ASP)
     assert job.lanes[0].post(turn.KIND_NULL, 0, 0, 0, 5)
     assert job.lanes[0].try_combine() == turn.DONE
     assert (job.arena.version, job.current(), job.lanes[0].granted()) == (1, 1.0, 2)
 
 
 def test_a_worker_that_leaves_lets_the_others_go_on() -> None:
-    job = Job(2, **BSP)
+    job = Job(2, BSP)
     job.post(0, 0.5, 10)
     job.lanes[0].try_combine()
     assert job.lanes[1].post(turn.KIND_LEAVE, 0, 0, 0, 20)
@@ -233,15 +161,12 @@ def test_a_worker_that_leaves_lets_the_others_go_on() -> None:
     assert (job.arena.version, job.current(), job.lanes[0].granted()) == (1, 0.5, 2)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "why"),
-    [
-        (lambda lane: lane.post(turn.KIND_PUSH, 0, 7, 0, 1), "a slot that does not exist"),
-        (lambda lane: lane.post(99, 0, 0, 0, 1), "a kind that does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "why"), [
+    (lambda lane: lane.post(turn.KIND_PUSH, 0, 7, 0, 1), "a slot that does not exist"),
+    (lambda lane: lane.post(99, 0, 0, 0, 1), "a kind that does not exist"),
+])  # fmt: skip
 def test_a_descriptor_out_of_bounds_is_named_and_nothing_is_committed(spoil: Callable[[Lane], bool], why: str) -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     assert spoil(job.lanes[1]), why
     assert job.lanes[0].try_combine() == turn.BAD_DESCRIPTOR
     assert job.lanes[0].bad_lane == 1
@@ -249,7 +174,7 @@ def test_a_descriptor_out_of_bounds_is_named_and_nothing_is_committed(spoil: Cal
 
 
 def test_a_wait_without_sleep_ends_with_the_grant_or_its_looks() -> None:
-    job = Job(2, **BSP)
+    job = Job(2, BSP)
     first, second = job.lanes
     assert first.wait_awake(1, 0, 1)
     assert not first.wait_awake(2, 0, 1000)
@@ -260,7 +185,7 @@ def test_a_wait_without_sleep_ends_with_the_grant_or_its_looks() -> None:
 
 
 def test_a_push_without_a_grant_is_refused() -> None:
-    job = Job(2, **BSP)
+    job = Job(2, BSP)
     job.post(0, 0.5, 10)
     job.post(0, 0.5, 11)
     assert job.lanes[0].try_combine() == turn.BAD_DESCRIPTOR
@@ -268,7 +193,7 @@ def test_a_push_without_a_grant_is_refused() -> None:
 
 
 def test_a_dead_owners_turn_is_broken_and_its_work_done_again() -> None:
-    job = Job(3, **ASP)
+    job = Job(3, ASP)
     assert job.lanes[0].hold()  # dies here
     job.post(0, 0.25, 10)
     job.post(1, 0.25, 20)
@@ -279,7 +204,7 @@ def test_a_dead_owners_turn_is_broken_and_its_work_done_again() -> None:
 
 
 def test_the_flip_of_a_late_owner_fails() -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     assert job.lanes[0].hold()
     job.lanes[0].spare()
     job.post(1, 0.25, 10)
@@ -289,7 +214,7 @@ def test_the_flip_of_a_late_owner_fails() -> None:
 
 
 def test_publishing_by_hand_keeps_the_version() -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     assert job.lanes[0].hold()
     buffer, _ = job.lanes[0].spare()
     job.weights(buffer)[:] = 7.0
@@ -298,7 +223,7 @@ def test_publishing_by_hand_keeps_the_version() -> None:
 
 
 def test_a_damaged_header_is_refused() -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     damaged = bytearray(job.memory[:4096])
     damaged[12] ^= 1  # the number of lanes
     memory = mmap.mmap(-1, len(job.memory))
@@ -315,7 +240,7 @@ def test_a_damaged_header_is_refused() -> None:
 def test_threads_on_lanes_of_one_process_lose_no_push(policy: dict[str, Any], awake: bool) -> None:
     """One process may attach twice: the same protocol between threads, every push folded exactly once."""
     workers, pushes = 4, 2_000
-    job = Job(workers, **policy)
+    job = Job(workers, policy)
     amount = 1.0 / 1024
 
     def work(index: int) -> None:

@@ -1,17 +1,13 @@
 """What a combiner makes of damaged lanes: whose damage it is, where the next owner begins, and what is counted."""
 
-import mmap
 import struct
 
 import pytest
 
 from fastps.kernels.protocol import lane as turn
 from fastps.kernels.protocol.lane import Lane
-from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_JOINING, Arena
-from fastps.kernels.shm.format import format_memory
+from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_JOINING
 from fastps.kernels.shm.offsets import OFFSETS
-from fastps.kernels.shm.plan import plan
-from tests.fuzz.places import header_of
 from tests.kernels.shm.test_damage import POLICIES, Job
 from tests.support.damaged_lanes import DAMAGES, LaneWords
 
@@ -19,7 +15,7 @@ BAD = 1
 
 
 def _job(policy: str, shards: int = 1) -> Job:
-    job = Job(3, shards=shards, **POLICIES[policy])
+    job = Job(3, POLICIES[policy], shards=shards)
     for rank in range(3):
         assert job.arena.claim(rank, 1) == 0
     return job
@@ -35,7 +31,7 @@ def _damage(job: Job, what: str) -> None:
 
 def _push(job: Job, rank: int, now_ns: int) -> None:
     job.lanes[rank].pull()
-    job.post(rank, now_ns)
+    job.post(rank, 0.25, now_ns)
 
 
 def _combine(job: Job, rank: int = 0, now_ns: int = 1_000_000) -> None:
@@ -100,7 +96,7 @@ def test_sound_pushes_of_a_dead_owner_are_folded_before_its_damaged_one_and_the_
 
 @pytest.mark.parametrize("policy", ["bsp", "softsync"])
 def test_a_kept_push_of_a_dead_owner_whose_slot_is_damaged_is_dropped_from_its_sum(policy: str) -> None:
-    job = Job(4, **POLICIES[policy])
+    job = Job(4, POLICIES[policy])
     for rank in range(4):
         job.arena.claim(rank, 1)
     _push(job, BAD, 10)
@@ -185,16 +181,8 @@ def test_where_the_count_of_posts_is_damaged_nothing_is_counted_as_dropped_that_
 
 def test_a_sum_of_more_pushes_than_a_fold_takes_drops_and_counts_the_rest_and_calls_nobody_damaged() -> None:
     """A tree's last leaf may bring more pushes than the root still needs: 1,024 workers in three leaves, each push thrice."""
-    lanes, floats = 1024, 32
-    header, size = plan(
-        lanes=lanes, slots=3, ring_size=4, groups=1, parameters=1, buffer_floats=floats, rule=0, state_planes=0, extra_bytes=0,
-        buffers=8,
-    )  # fmt: skip
-    memory = mmap.mmap(-1, size)
-    format_memory(memory, header, [(0, floats, 0)], fold="count", grant="at-once", divisor=1, groups=3)
-    arena = Arena(memory)
-    assert header_of(memory).n_lanes == lanes
-    leaf = [Lane(arena, index) for index in range(342)]
+    job = Job(1024, {"fold": "count", "grant": "at-once", "divisor": 1, "groups": 3}, ring_size=4, buffers=8)
+    arena, leaf = job.arena, job.lanes[:342]
     for step in range(3):
         for lane in leaf:
             lane.set_presence(step, b"\xff" * 8)

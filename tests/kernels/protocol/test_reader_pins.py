@@ -1,60 +1,39 @@
 """A reader's sleep on plain memory: which commits wake it, that no wake is missed, and what a killed reader leaves behind."""
 
-import mmap
 import struct
 import threading
 import time
-from typing import Any
 
 import numpy as np
 import pytest
 
 from fastps.kernels.protocol import lane as turn
-from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.protocol.reader_pins import ReaderPins
-from fastps.kernels.shm.arena import Arena
-from fastps.kernels.shm.format import format_memory
 from fastps.kernels.shm.offsets import OFFSETS, header_of
-from fastps.kernels.shm.plan import plan
+from tests.support import plain_arena
 
-FLOATS = 32
 LONG_NS = 60_000_000_000  # a missed wake would last so long
 LIMIT_S = 30.0
 
 
-class Job:
+class Job(plain_arena.Job):
     """An arena of this process with one worker, some readers, and a parameter in each shard."""
 
     def __init__(self, readers: int = 2, shards: int = 1) -> None:
-        header, size = plan(
-            lanes=1, slots=2, ring_size=8, groups=1, parameters=shards, buffer_floats=shards * FLOATS, rule=0, state_planes=0,
-            extra_bytes=0, buffers=4, shards=shards, readers=readers,
-        )  # fmt: skip
-        self.memory = mmap.mmap(-1, size)
-        places = [(FLOATS * shard, FLOATS * (shard + 1)) for shard in range(shards)]
-        segments = [(first, FLOATS, 0) for first, _ in places]
-        format_memory(self.memory, header, segments, shards=places, fold="each", grant="at-once")
-        self.arena = Arena(self.memory)
-        self.lane = Lane(self.arena, 0)
+        super().__init__(1, plain_arena.ASP, shards=shards, readers=readers)
+        self.lane = self.lanes[0]
         self.readers = [ReaderPins(self.arena, index) for index in range(readers)]
         self.words = header_of(self.memory)["reader_words_offset"]
-        self.posts = 0
         for reader in self.readers:
             reader.begin()
 
-    def post(self) -> None:
+    def push(self) -> None:
         """Post a push."""
-        slot = self.posts % 2
-        np.frombuffer(self.memory, np.float32, FLOATS, self.arena.gradient_offset(0, slot))[:] = 1.0
-        self.lane.set_hyper(slot, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
-        self.lane.set_presence(slot, (1).to_bytes(8, "little"))
-        self.lane.set_versions(slot)
-        assert self.lane.post(turn.KIND_PUSH, self.posts, slot, self.lane.version, self.posts)
-        self.posts += 1
+        self.post(0, 1.0, self.posts[0])
 
     def step(self) -> None:
         """Make a version of each shard."""
-        self.post()
+        self.push()
         assert self.lane.try_combine() == turn.DONE
 
     @property
@@ -159,7 +138,7 @@ def test_a_reader_waits_for_the_last_shard() -> None:
     assert job.lane.hold(1)
     sleeper = Sleeper(job.readers[0], [1])
     _await(job, 1)
-    job.post()
+    job.push()
     assert job.lane.try_combine() == turn.BUSY  # shards 0 and 2 commit, and this lane holds the lock of shard 1
     assert [job.arena.shard_version(shard) for shard in range(3)] == [1, 0, 1]
     _await(job, 1)
@@ -209,9 +188,9 @@ def test_threads_that_sleep_for_each_version_miss_no_wake(shards: int) -> None:
     assert all(None not in sleeper.end() for sleeper in sleepers)
 
 
-def _nap(job: Job, sleeper: Any) -> None:
+def _nap(job: Job, sleeper: Sleeper) -> None:
     """Let the first reader come as far as the last version."""
     deadline = time.monotonic() + LIMIT_S
-    while len(sleeper.seen) < job.posts:
+    while len(sleeper.seen) < job.posts[0]:
         assert time.monotonic() < deadline, "a wake was missed"
         time.sleep(0)

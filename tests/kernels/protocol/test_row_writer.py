@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from fastps.kernels.protocol.row_writer import RowWriter
 from fastps.kernels.shm.arena import Arena
-from fastps.kernels.shm.format import format_memory
-from fastps.kernels.shm.plan import plan
-from fastps.kernels.update import fold
+from tests.support.plain_arena import BSP, Job, planned
 
 pytestmark = pytest.mark.unit
 
@@ -20,13 +18,8 @@ TABLES = [(50, 3, 0, 0, 0), (7, 16, 1, 0, 0)]
 
 
 def _arena() -> tuple[mmap.mmap, Arena]:
-    header, size = plan(
-        lanes=2, slots=2, ring_size=8, groups=1, parameters=2, buffer_floats=32, rule=fold.RULE_SGD, state_planes=0,
-        extra_bytes=0, buffers=4, tables=TABLES, row_rule=0,
-    )  # fmt: skip
-    memory = mmap.mmap(-1, size)
-    format_memory(memory, header, [(0, 0, 0), (16, 0, 0)], tables=TABLES, fold="all", grant="next-version")
-    return memory, Arena(memory)
+    job = Job(2, BSP, segments=[(0, 0, 0), (16, 0, 0)], tables=TABLES)
+    return job.memory, job.arena
 
 
 @given(st.lists(st.integers(0, 49), max_size=200), st.integers(0, 2**31))
@@ -75,10 +68,7 @@ def test_numbers_out_of_range_and_wrong_places_are_told() -> None:
 @pytest.mark.parametrize("tables", [[(0, 3, 0, 0, 0)], [(5, 0, 0, 0, 0)], [(5, 3, 0, 0, 1)], [(1 << 32, 3, 0, 0, 0)]])
 def test_a_table_of_impossible_measures_is_refused(tables: list[tuple[int, int, int, int, int]]) -> None:
     with pytest.raises(ValueError, match="expected a table of 1 to 2147483648 rows"):
-        plan(
-            lanes=2, slots=2, ring_size=8, groups=1, parameters=2, buffer_floats=32, rule=fold.RULE_SGD, state_planes=0,
-            extra_bytes=0, buffers=4, tables=tables, row_rule=0,
-        )  # fmt: skip
+        planned(parameters=2, tables=tables)
 
 
 def test_descriptions_of_tables_that_were_written_over_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 import ctypes
 import itertools
-import mmap
 import os
 import random
 import signal
@@ -20,13 +19,9 @@ from hypothesis import strategies as st
 
 from fastps.kernels.protocol import lane as turn
 from fastps.kernels.protocol.lane import Lane
-from fastps.kernels.shm.arena import Arena
-from fastps.kernels.shm.format import format_memory
 from fastps.kernels.shm.offsets import OFFSETS
-from fastps.kernels.shm.plan import plan
 from fastps.kernels.update import fold
-from tests.fuzz.places import header_of
-from tests.support import processes
+from tests.support import plain_arena, processes
 from tests.support.sizes import sample_and_full
 
 FLOATS = 1 << 22
@@ -34,26 +29,19 @@ LONG = 14 << 20  # floats of which a fold is longer than a core's time slice
 SLICE_NS = 1_000_000
 
 
-class Job:
+class Job(plain_arena.Job):
     """Lanes under asp, one parameter, SGD with momentum, in memory that forked processes share."""
 
     def __init__(self, lanes: int = 2, slots: int = 1, floats: int = FLOATS, rule: int = fold.RULE_SGD) -> None:
-        measures = {"lanes": lanes, "slots": slots, "ring_size": 8, "groups": 1, "parameters": 1, "buffer_floats": floats}
-        header, size = plan(**measures, rule=rule, state_planes=1, extra_bytes=0, buffers=4)
-        self.slots, self.floats = slots, floats
-        self.header, self.memory = header_of(bytes(header)), mmap.mmap(-1, size)
-        format_memory(self.memory, header, [(0, floats, 0)], fold="each", grant="at-once")
-        self.arena = Arena(self.memory)
-        self.lanes = [Lane(self.arena, index) for index in range(lanes)]
+        super().__init__(lanes, plain_arena.ASP, slots=slots, floats=floats, rule=rule, state_planes=1, buffers=4)
         for lane in self.lanes:
             lane.share_folds(1)
         self.gradients = np.random.default_rng(0).standard_normal((4, min(floats, FLOATS))).astype(np.float32)
 
-    def post(self, lane: int, step: int) -> None:
-        """The step's gradient: one of four, in turn."""
+    def post_step(self, lane: int, step: int) -> None:
+        """Post the step's gradient: one of four, in turn."""
         slot = step % self.slots
-        gradient = np.frombuffer(self.memory, np.float32, self.floats, self.arena.gradient_offset(lane, slot))
-        gradient[:] = np.resize(self.gradients[step % 4], self.floats)
+        self.gradient(lane, slot)[:] = np.resize(self.gradients[step % 4], self.floats)
         self.lanes[lane].set_hyper(slot, 0, 0.1, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
         self.lanes[lane].set_presence(slot, (1).to_bytes(8, "little"))
         self.lanes[lane].set_versions(slot)
@@ -61,16 +49,12 @@ class Job:
 
     def push(self, lane: int, step: int) -> int:
         """Post and take the turn, which nobody else takes here."""
-        self.post(lane, step)
+        self.post_step(lane, step)
         return self.lanes[lane].try_combine()
 
     def helping_offset(self, lane: int) -> int:
         """Where that lane says whose fold it helps with; 0 if it helps with none."""
         return self.header.lanes_offset + lane * self.header.lane_bytes + OFFSETS["lane.helping"]
-
-    def weights(self) -> npt.NDArray[np.float32]:
-        _, buffer, _ = self.arena.committed()
-        return np.frombuffer(self.memory, np.float32, FLOATS, self.arena.weights_offset(buffer))
 
     def help_for_ever(self) -> None:
         """A helper's life: it waits for what never comes."""
@@ -96,7 +80,7 @@ def expected() -> list[bytes]:
 
 
 def _bits(weights: npt.NDArray[np.float32]) -> bytes:
-    return np.add.reduce(weights.view(np.uint32).reshape(-1, 64).astype(np.uint64), axis=0).tobytes()
+    return np.add.reduce(weights[:FLOATS].view(np.uint32).reshape(-1, 64).astype(np.uint64), axis=0).tobytes()
 
 
 @pytest.fixture
@@ -161,8 +145,7 @@ def test_a_shared_fold_has_the_bits_of_one_that_is_not(job: Job, expected: list[
             outcome = job.lanes[0].try_combine()
         assert outcome == turn.DONE
         assert _bits(job.weights()) == expected[step + 1]
-    processes.finish([child], 30)
-    assert child.exit_code == 0
+    processes.results([child], 30)
     assert child.outcome > 0, "nothing was shared"
 
 
@@ -180,15 +163,14 @@ def test_only_a_long_fold_has_no_more_helpers_than_there_are_cores_for(floats: i
     job = Job(lanes=3, floats=floats)  # with a core for one helper
     child = processes.start(partial(job.help_until, 2, 8))
     for step in range(8):
-        job.post(0, step)
+        job.post_step(0, step)
         struct.pack_into("<I", job.memory, job.helping_offset(1), 1)  # so lane 1 says that it helps with this fold of shard 0
         outcome = job.lanes[0].try_combine()
         assert outcome == turn.AWAITING, "lane 1 was not seen to help"
         while outcome == turn.AWAITING:
             outcome = _resolved(job, outcome)
         assert outcome == turn.DONE
-    processes.finish([child], 30)
-    assert child.exit_code == 0
+    processes.results([child], 30)
     assert (child.outcome == 0) == (floats == LONG)
 
 
@@ -206,7 +188,7 @@ def _fold_while_helpers_die(expected: list[bytes], rng: random.Random) -> int:
     for step in range(39):
         child = _helper(job)
         time.sleep(0.002)
-        job.post(0, step)
+        job.post_step(0, step)
         with Soon(child, signal.SIGKILL, rng):
             outcome = job.lanes[0].try_combine()
         _end(child)
@@ -223,7 +205,7 @@ def _fold_while_a_helper_is_stopped(expected: list[bytes], rng: random.Random) -
     child = _helper(job)
     try:
         for step in range(39):
-            job.post(0, step)
+            job.post_step(0, step)
             with Soon(child, signal.SIGSTOP, rng):
                 outcome = job.lanes[0].try_combine()
             processes.await_stop(child.process_id)
@@ -297,7 +279,7 @@ def test_a_holder_of_long_folds_hands_the_turn_to_who_waits_and_goes_on_itself()
     for lane in range(4):
         assert job.arena.claim(lane, os.getpid()) == 0
         for step in range(2):
-            job.post(lane, step)
+            job.post_step(lane, step)
     children = [processes.start(lambda lane=lane: push_for_ever(lane)) for lane in range(1, 4)]
     try:
         ran: list[int] = []
@@ -319,14 +301,14 @@ def test_a_holder_lets_go_after_a_fold_that_another_waited_for_and_not_where_nob
     @ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_void_p] * 6, ctypes.c_int64)
     def rule(*_ignored: object) -> None:
         if job.lanes[1].posted() == 1:
-            job.post(1, 1)
+            job.post_step(1, 1)
 
     address = ctypes.cast(rule, ctypes.c_void_p).value
     assert address
     for lane in range(2):
         assert job.arena.claim(lane, os.getpid()) == 0
         job.lanes[lane].set_user_rule(address)
-        job.post(lane, 0)
+        job.post_step(lane, 0)
     assert job.lanes[0].try_combine() == turn.DONE
     waited = slots == 2  # the second push of lane 1, while its first was folded, was into its last slot
     assert (job.lanes[0].done(), job.lanes[1].done()) == (1, 1 if waited else 2)

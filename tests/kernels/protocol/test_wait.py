@@ -1,10 +1,10 @@
 """What a lane wants while it waits: the machine is asked without a driver, a clock or another process."""
 
 from fastps.kernels.protocol import wait
-from fastps.kernels.protocol.lane import AWAITING, BAD_STATE, BUSY, DONE, KIND_LEAVE, Lane
+from fastps.kernels.protocol.lane import AWAITING, BAD_STATE, BUSY, DONE, KIND_LEAVE, UNSERVED, Lane
 from fastps.kernels.protocol.wait import Wait
 from fastps.kernels.shm.arena import LANE_EXPELLED
-from tests.kernels.protocol.test_lane import ASP, BSP, Job
+from tests.support.plain_arena import ASP, BSP, Job
 
 NOW_NS = 1_000_000_000
 
@@ -17,7 +17,7 @@ def _wait(lane: Lane) -> Wait:
 
 
 def test_a_worker_that_waits_for_a_step_combines_for_the_others() -> None:
-    job = Job(2, **BSP)
+    job = Job(2, BSP)
     job.post(0, 1.0, NOW_NS)
     waits = _wait(job.lanes[0])
     waits.begin_step(2, 1, NOW_NS)
@@ -28,8 +28,21 @@ def test_a_worker_that_waits_for_a_step_combines_for_the_others() -> None:
     assert job.arena.version == 1
 
 
+def test_a_step_that_is_granted_in_the_first_rest_needs_no_driver() -> None:
+    job = Job(2, BSP)
+    waits = _wait(job.lanes[0])
+    job.post(0, 1.0, NOW_NS)
+    assert not waits.take_step(2, 1, NOW_NS) and not job.arena.version, "a first rest combines nothing"
+    job.post(1, 1.0, NOW_NS)
+    assert waits.want(NOW_NS + 7) == wait.NOTHING, "the driver goes on, and combines"
+    assert job.arena.version == 1
+    assert waits.take_step(2, 1, NOW_NS)
+    late_ns = NOW_NS + wait.SLICE
+    assert not waits.take_step(3, 1, late_ns) and waits.want(late_ns) == wait.CHECK_PEERS, "checks of the peers come first"
+
+
 def test_a_driver_is_told_to_check_the_peers_once_a_slice_and_the_lane_combines_after_it() -> None:
-    job = Job(2, **BSP)
+    job = Job(2, BSP)
     waits = _wait(job.lanes[0])
     waits.begin_step(2, 0, NOW_NS)
     late_ns = NOW_NS + wait.SLICE
@@ -43,7 +56,7 @@ def test_a_driver_is_told_to_check_the_peers_once_a_slice_and_the_lane_combines_
 
 
 def test_a_wait_is_not_over_while_the_lane_holds_a_fold_for_a_helper() -> None:
-    job = Job(1, **ASP)
+    job = Job(1, ASP)
     waits = _wait(job.lanes[0])
     waits.settle(AWAITING, NOW_NS)
     assert waits.want(NOW_NS) == wait.REST and waits.held and waits.is_awake
@@ -51,7 +64,7 @@ def test_a_wait_is_not_over_while_the_lane_holds_a_fold_for_a_helper() -> None:
 
 
 def test_what_a_driver_tells_is_the_outcome_of_the_next_combine() -> None:
-    job = Job(2, **BSP)
+    job = Job(2, BSP)
     waits = _wait(job.lanes[0])
     for outcome, wanted in ((DONE, wait.NOTHING), (BUSY, wait.NOTHING), (BAD_STATE, wait.FAILURE)):
         waits.settle(outcome, NOW_NS)
@@ -63,7 +76,7 @@ def test_what_a_driver_tells_is_the_outcome_of_the_next_combine() -> None:
 
 
 def test_a_wait_of_the_drivers_own_pauses_and_leaves_the_lane_alone() -> None:
-    job = Job(1, **ASP)
+    job = Job(1, ASP)
     job.post(0, 1.0, NOW_NS)
     waits = _wait(job.lanes[0])
     waits.begin_own(1_234, NOW_NS)
@@ -72,7 +85,7 @@ def test_a_wait_of_the_drivers_own_pauses_and_leaves_the_lane_alone() -> None:
 
 
 def test_the_last_worker_waits_until_every_push_is_decided_and_everybody_has_come() -> None:
-    job = Job(3, **ASP)
+    job = Job(3, ASP)
     for lane in (0, 1):
         job.arena.claim(lane, 1)
     waits = _wait(job.lanes[0])
@@ -88,7 +101,7 @@ def test_the_last_worker_waits_until_every_push_is_decided_and_everybody_has_com
 
 
 def test_a_served_worker_calls_the_server_which_combines_once_it_is_called() -> None:
-    job = Job(1, **ASP, servers=1)
+    job = Job(1, ASP, servers=1)
     job.arena.serve(1)
     server = Lane(job.arena, job.arena.server_lane)
     serves, waits = _wait(server), _wait(job.lanes[0])
@@ -105,7 +118,7 @@ def test_a_served_worker_calls_the_server_which_combines_once_it_is_called() -> 
 
 
 def test_a_worker_whose_server_has_ended_is_told_to_take_over() -> None:
-    job = Job(1, **ASP, servers=1)
+    job = Job(1, ASP, servers=1)
     job.arena.serve(1)
     job.lanes[0].leave_to_server(True)
     job.arena.finish(job.arena.server_lane)
@@ -117,8 +130,18 @@ def test_a_worker_whose_server_has_ended_is_told_to_take_over() -> None:
     assert waits.want(NOW_NS) == wait.NOTHING and job.arena.version == 1
 
 
+def test_no_wait_ends_between_the_servers_end_and_the_lanes_own_combine() -> None:
+    job = Job(1, ASP, servers=1)
+    job.post(0, 1.0, NOW_NS)
+    waits = _wait(job.lanes[0])
+    waits.begin_step(0, 0, NOW_NS)  # reached from the start
+    waits.tell(UNSERVED)
+    assert waits.want(NOW_NS) == wait.TAKE_OVER
+    assert waits.want(NOW_NS) == wait.NOTHING and job.arena.version == 1
+
+
 def test_a_lane_that_was_expelled_waits_no_longer() -> None:
-    job = Job(2, **BSP)
+    job = Job(2, BSP)
     job.arena.claim(0, 1)
     waits = _wait(job.lanes[0])
     waits.begin_step(2, 0, NOW_NS)

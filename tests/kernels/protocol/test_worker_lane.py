@@ -1,13 +1,12 @@
 """A worker's own lane on plain memory: each call does what the calls of a bare lane do, and the tally counts it."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastps.kernels.protocol import lane as turn
 from fastps.kernels.protocol.worker_lane import EARLY, FULL, WorkerLane
-from tests.kernels.protocol.test_lane import ASP, BSP, FLOATS, Job
+from tests.support.plain_arena import ASP, BSP, Job
 
 RING_SIZE = 8  # Job's
 
@@ -24,8 +23,7 @@ class Steps:
             self.lane.set_presence(slot, (1).to_bytes(8, "little"))
 
     def write(self, gradient: float) -> None:
-        offset = self.job.arena.gradient_offset(0, self.lane.slot)
-        np.frombuffer(self.job.memory, np.float32, FLOATS, offset)[:] = gradient
+        self.job.gradient(0, self.lane.slot)[:] = gradient
 
     def tally(self) -> tuple[int, ...]:
         lane = self.lane
@@ -33,7 +31,7 @@ class Steps:
 
 
 def test_a_push_is_folded_granted_and_tallied() -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     steps = Steps(job)
     lane = steps.lane
     lane.loss, lane.granted_ns, lane.earlier_steps = 0.5, 100, 40
@@ -48,7 +46,7 @@ def test_a_push_is_folded_granted_and_tallied() -> None:
 
 
 def test_a_mean_divides_by_the_gradients_that_its_pushes_are_sums_of() -> None:
-    job = Job(2, **BSP)
+    job = Job(2, BSP)
     steps = Steps(job)
     steps.lane.weight = 3
     steps.write(6.0)
@@ -59,7 +57,7 @@ def test_a_mean_divides_by_the_gradients_that_its_pushes_are_sums_of() -> None:
 
 
 def test_a_step_begins_late_once_it_is_granted_and_the_wait_is_tallied() -> None:
-    job = Job(2, **BSP)
+    job = Job(2, BSP)
     steps = Steps(job)
     steps.write(0.5)
     assert steps.lane.push(10, 1.0, 0, False) == turn.DONE
@@ -74,7 +72,7 @@ def test_a_step_begins_late_once_it_is_granted_and_the_wait_is_tallied() -> None
 
 
 def test_a_slot_that_is_still_read_is_waited_for_even_where_no_grant_is() -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     steps = Steps(job)
     assert job.lanes[1].hold()
     for now_ns in (1, 2):  # two slots
@@ -86,7 +84,7 @@ def test_a_slot_that_is_still_read_is_waited_for_even_where_no_grant_is() -> Non
 
 
 def test_a_full_ring_is_told_and_nothing_is_done() -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     steps = Steps(job)
     assert job.lanes[1].hold()
     for now_ns in range(RING_SIZE):
@@ -105,7 +103,7 @@ def test_a_full_ring_is_told_and_nothing_is_done() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.sampled_from([0.5, 1.0])), max_size=12))
 def test_a_push_in_parts_is_the_same_push(pushes: list[tuple[bool, int, float]]) -> None:
-    whole, parts = Steps(Job(2, **ASP)), Steps(Job(2, **ASP))
+    whole, parts = Steps(Job(2, ASP)), Steps(Job(2, ASP))
     for now_ns, (null, samples, scale) in enumerate(pushes, 1):
         for steps in (whole, parts):
             steps.write(0.25 * samples)
@@ -126,11 +124,11 @@ def test_a_push_in_parts_is_the_same_push(pushes: list[tuple[bool, int, float]])
 
 def test_lanes_that_there_are_not_are_refused() -> None:
     with pytest.raises(IndexError, match="expected a lane of 0 to 1, found 2"):
-        WorkerLane(Job(2, **ASP).arena, 2)
+        WorkerLane(Job(2, ASP).arena, 2)
 
 
 def test_slots_that_there_are_not_are_refused() -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     before = bytes(job.memory)
     for write in (
         lambda: job.lanes[0].set_presence(2, bytes(8)),
@@ -143,7 +141,7 @@ def test_slots_that_there_are_not_are_refused() -> None:
 
 
 def test_shards_that_there_are_not_are_refused() -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     lane, before = job.lanes[0], bytes(job.memory)
     for call in (
         lane.hold,
@@ -162,7 +160,7 @@ def test_shards_that_there_are_not_are_refused() -> None:
 
 
 def test_words_of_lanes_that_there_are_not_are_refused() -> None:
-    job = Job(2, **ASP)
+    job = Job(2, ASP)
     arena, before = job.arena, bytes(job.memory)
     for call in (
         lambda lane: arena.claim(lane, 1),

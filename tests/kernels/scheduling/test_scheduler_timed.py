@@ -6,18 +6,14 @@ compiled scheduler's own numbers, so that an error shared with the oracle would 
 """
 
 import heapq
-import math
 import random
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from tests.kernels.scheduling.test_scheduler import SPEED_MODELS, WORKER_COUNTS, coarse_clock, even
+from tests.kernels.scheduling.test_scheduler import Speed, coarse_clock, play_random_traffic
 from tests.oracles.by_hand import SEQUENCES, Sequence
-from tests.oracles.softsync import average_staleness
 from tests.oracles.table import PLAYED, Play, play
 from tests.support.sizes import sample_and_full
 
@@ -68,11 +64,7 @@ class Trial:
         return f"{self.row.name}, {self.workers} workers, seed {self.seed!r}, events ... {self.events[-40:]}"
 
     def compare(
-        self,
-        event: str,
-        expected: tuple[list[int], list[int]],
-        found: tuple[list[int], list[int]],
-        leaver: int | None,
+        self, event: str, expected: tuple[list[int], list[int]], found: tuple[list[int], list[int]], leaver: int | None
     ) -> list[int]:
         self.events.append(event)
         assert found == expected, f"(folded, granted): oracle {expected}, compiled {found}; {self.where()}"
@@ -143,7 +135,7 @@ class Trial:
             assert not any(scheduler.waiting(worker) for worker in live), f"someone waits; {self.where()}"
 
 
-def run_trial(trial: Trial, rng: random.Random, speed: Callable[[random.Random, float], int], events: int) -> int:
+def run_trial(trial: Trial, rng: random.Random, speed: Speed, events: int) -> int:
     """Feed at most `events` events; fewer when all have left. Returns how many."""
     leave_rate = rng.choice((0.0, 0.5 / events, 4.0 / events, 0.02))
     late_rate = rng.choice((0.0, 0.05))
@@ -198,21 +190,12 @@ def run_trial(trial: Trial, rng: random.Random, speed: Callable[[random.Random, 
 
 @pytest.mark.sampled(4)
 @every_row
-@sample_and_full(0.1, 1.0)
+@sample_and_full(0.1, 0.5)
 def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(row: Play, size: float) -> None:
-    total, events = 0, size * row.events
-    for workers in WORKER_COUNTS:
-        # More events for more workers, so that the clocks of 64 come apart as well.
-        weight = (16 + workers) / sum(16 + count for count in WORKER_COUNTS)
-        share = math.ceil(events * weight / len(SPEED_MODELS))
-        for speed in SPEED_MODELS:
-            done = trials = 0
-            while done < share:
-                seed = f"{row.name}/{workers}/{speed.__name__}/{trials}"
-                done += run_trial(Trial(row, workers, seed), random.Random(seed), speed, share - done)
-                trials += 1
-            total += done
-    assert total >= events
+    def run(workers: int, seed: str, speed: Speed, events: int) -> int:
+        return run_trial(Trial(row, workers, seed), random.Random(seed), speed, events)
+
+    play_random_traffic(row, size, run)
 
 
 @every_row
@@ -255,74 +238,6 @@ SIDES = pytest.mark.parametrize("side", ["oracle", "compiled"])
 
 def one_side(side: str, spec: str, workers: int) -> Any:
     return play(spec).oracle(workers) if side == "oracle" else play(spec).scheduler(workers)
-
-
-def staleness_of_updates(
-    server: Any, workers: int, step_ns: Callable[[int], int], updates: int, sums: bool
-) -> list[tuple[int, list[int]]]:
-    """Run a virtual job. Returns of every update (version after it, timestamps of its gradients in worker order).
-
-    With `sums` the workers folded by one event are one update, otherwise each is one. Timestamps are the versions at
-    the workers' grants.
-    """
-    due = [(step_ns(worker), worker) for worker in range(workers)]
-    heapq.heapify(due)
-    read, version = [0] * workers, 0
-    carried: list[list[int]] = [[] for _ in range(workers)]
-    history: list[tuple[int, list[int]]] = []
-    while len(history) < updates:
-        timer_ns = server.due_ns()
-        if timer_ns is not None and (not due or timer_ns <= due[0][0]):
-            now_ns = timer_ns
-            folded, granted = server.fire()
-        else:
-            now_ns, worker = heapq.heappop(due)
-            carried[worker].append(read[worker])
-            folded, granted = server.push(worker, now_ns, timestamp=read[worker])
-        for update in [folded] if sums and folded else [[worker] for worker in folded]:
-            version += 1
-            history.append((version, [carried[worker].pop(0) for worker in update]))
-        assert version == server.version
-        for worker in granted:
-            read[worker] = version
-            heapq.heappush(due, (now_ns + step_ns(worker), worker))
-    return history
-
-
-@SIDES
-@pytest.mark.parametrize("n", [1, 2, 30])
-def test_the_staleness_of_n_softsync_is_near_n_and_hardly_ever_above_2n(n: int, side: str) -> None:
-    """Rudra, section 5.1, lambda = 30: "<sigma> = n", and 0 <= sigma <= 2n but for a very small share (Figure 4)."""
-    rng = random.Random(f"softsync {n}")
-    server = one_side(side, f"softsync:{n}", 30)
-    updates = 20_000 * n // 30 + 1_000
-    history = staleness_of_updates(server, 30, lambda worker: even(rng, 1.0) + rng.randint(0, 100_000), updates, sums=True)
-    averages = [average_staleness(version, timestamps) for version, timestamps in history[100:]]
-    assert abs(statistics.fmean(averages) - n) <= 0.25 * n, statistics.fmean(averages)
-    gradients = [version - 1 - timestamp for version, timestamps in history for timestamp in timestamps]
-    assert sum(staleness <= 2 * n for staleness in gradients) >= 0.99 * len(gradients), max(gradients)
-    assert sum(average <= 2 * n for average in averages) >= 0.99 * len(averages), max(averages)
-
-
-@SIDES
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 16])
-@pytest.mark.parametrize("relax", [0.8, 1.0])
-def test_the_staleness_of_r2sp_with_equal_workers_is_exactly_n_minus_1(workers: int, relax: float, side: str) -> None:
-    """Figure 4b: "each worker misses only two updates from others" of three, in every iteration."""
-    server = one_side(side, f"r2sp:{relax:g}", workers)
-    history = staleness_of_updates(server, workers, lambda worker: 4_800_000, 60 * workers, sums=False)
-    settled = history[10 * workers :]
-    staleness = {version - 1 - timestamp for version, timestamps in settled for timestamp in timestamps}
-    assert staleness == {workers - 1}
-
-
-@SIDES
-def test_r2sp_with_uneven_workers_never_misses_more_than_n_minus_1_updates(side: str) -> None:
-    """Section III-C: "in general, given N workers, the worst-case staleness under the R2SP scheme is N - 1"."""
-    rng = random.Random("r2sp uneven")
-    server = one_side(side, "r2sp:0.8", 5)
-    history = staleness_of_updates(server, 5, lambda worker: int((1 + worker) * even(rng, 1.0)), 5_000, sums=False)
-    assert max(version - 1 - timestamps[0] for version, timestamps in history) == 4
 
 
 @SIDES

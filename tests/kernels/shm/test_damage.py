@@ -1,23 +1,20 @@
 """Words that another process wrote over are named, or do nothing; and what no process wrote over is never called damaged."""
 
-import mmap
 import random
 import struct
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fastps.kernels.protocol import lane as turn
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.arena import Arena
-from fastps.kernels.shm.format import format_memory
 from fastps.kernels.shm.offsets import OFFSETS, SIZES
-from fastps.kernels.shm.plan import plan
 from fastps.kernels.update.fold import BFLOAT16, FLOAT64, RULE_USER
-from tests.fuzz.places import Header, header_of
+from tests.support import plain_arena
+from tests.support.plain_arena import planned
 
-FLOATS = 32
 POLICIES: dict[str, dict[str, Any]] = {
     "asp": {"fold": "each", "grant": "at-once"},
     "bsp": {"fold": "all", "grant": "next-version"},
@@ -33,45 +30,12 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-class Job:
-    """An arena of this process's own, with one parameter of ones and a lane a worker."""
+Job = partial(plain_arena.Job, slots=3)
 
-    def __init__(self, lanes: int, started: int = 0, shards: int = 1, **policy: Any) -> None:
-        header, size = plan(
-            lanes=lanes, slots=3, ring_size=8, groups=1, parameters=shards, buffer_floats=FLOATS * shards, rule=0,
-            state_planes=0, extra_bytes=0, buffers=lanes + 3, shards=shards,
-        )  # fmt: skip
-        self.memory = mmap.mmap(-1, size)
-        places = [(FLOATS * shard, FLOATS, 0) for shard in range(shards)]
-        format_memory(
-            self.memory,
-            header,
-            places,
-            started=started,
-            shards=[(offset, offset + FLOATS) for offset, _, _ in places],
-            **policy,
-        )
-        self.arena = Arena(self.memory)
-        self.header: Header = header_of(self.memory)
-        self.lanes = [Lane(self.arena, index) for index in range(lanes)]
-        self.posts = [0] * lanes
 
-    def post(self, lane: int, now_ns: int, kind: int = turn.KIND_PUSH, samples: int = 0) -> None:
-        slot = self.posts[lane] % 3
-        view = np.frombuffer(self.memory, np.float32, self.header.buffer_floats, self.arena.gradient_offset(lane, slot))
-        view[:] = 0.25
-        self.lanes[lane].set_hyper(slot, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
-        self.lanes[lane].set_presence(slot, b"\xff" * 8)
-        self.lanes[lane].set_versions(slot)
-        assert self.lanes[lane].post(kind, self.posts[lane], slot, self.lanes[lane].version, now_ns, samples=samples)
-        self.posts[lane] += 1
-
-    def write(self, offset: int, form: str, value: int) -> None:
-        struct.pack_into(form, self.memory, offset, value)
-
-    def scheduler(self, copy: int) -> int:
-        """Where a copy of the scheduler's state begins."""
-        return self.header.scheduler_offset + copy * self.header.scheduler_bytes
+def _scheduler(job: plain_arena.Job, copy: int) -> int:
+    """Where a copy of the scheduler's state begins."""
+    return job.header.scheduler_offset + copy * job.header.scheduler_bytes
 
 
 # -- what nobody wrote over ------------------------------------------------------------------------------
@@ -83,7 +47,7 @@ def test_no_history_is_called_damaged(name: str) -> None:
     for seed in range(12):
         draw = random.Random(seed)
         count, shards = draw.randint(2, 6), 2 if "repeats" in POLICIES[name] else 1
-        job = Job(count, draw.randint(2, count), shards, **POLICIES[name])
+        job = Job(count, POLICIES[name], started=draw.randint(2, count), shards=shards)
         for rank in range(count):
             job.arena.claim(rank, 1)
         now_ns = 1
@@ -95,7 +59,8 @@ def test_no_history_is_called_damaged(name: str) -> None:
                 ready = any(job.lanes[rank].granted(shard) > job.arena.clock(rank) for shard in range(shards))
                 if ready and job.lanes[rank].posted() - job.lanes[rank].done() < 3:
                     job.lanes[rank].pull()
-                    job.post(rank, now_ns, turn.KIND_NULL if act < 0.1 else turn.KIND_PUSH, draw.randint(1, 9))
+                    kind = turn.KIND_NULL if act < 0.1 else turn.KIND_PUSH
+                    job.post(rank, 0.25, now_ns, kind=kind, samples=draw.randint(1, 9))
             elif live and act < 0.83 and job.lanes[rank].posted() - job.lanes[rank].done() < 7:
                 job.lanes[rank].post(turn.KIND_LEAVE, 0, 0, 0, now_ns)
                 job.arena.leave(rank)
@@ -140,9 +105,9 @@ STATE_WOUNDS = {
 @pytest.mark.parametrize("name", STATE_WOUNDS)
 def test_a_damaged_state_is_refused_and_its_turn_given_back(name: str) -> None:
     offset, form, value = STATE_WOUNDS[name]
-    job = Job(2, **POLICIES["bsp"])
-    job.post(0, 10)
-    job.write(job.scheduler(0) + offset, form, value)
+    job = Job(2, POLICIES["bsp"])
+    job.post(0, 0.25, 10)
+    job.write(_scheduler(job, 0) + offset, form, value)
     for lane in job.lanes:
         assert lane.try_combine(20) == turn.BAD_STATE
         assert lane.owner() == -1
@@ -150,19 +115,19 @@ def test_a_damaged_state_is_refused_and_its_turn_given_back(name: str) -> None:
 
 
 def test_a_ring_of_workers_that_wait_is_refused() -> None:
-    job = Job(2, **POLICIES["bsp"])
-    job.post(0, 10)
+    job = Job(2, POLICIES["bsp"])
+    job.post(0, 0.25, 10)
     assert job.lanes[0].try_combine(10) == turn.DONE
     for copy in range(2):
-        (links,) = struct.unpack_from("<q", job.memory, job.scheduler(copy) + LINKS_OFFSET)
-        job.write(job.scheduler(copy) + links + OFFSETS["link.next_waiting"], "<i", 0)  # who waits behind worker 0: worker 0
-    job.post(1, 20)
+        (links,) = struct.unpack_from("<q", job.memory, _scheduler(job, copy) + LINKS_OFFSET)
+        job.write(_scheduler(job, copy) + links + OFFSETS["link.next_waiting"], "<i", 0)  # who waits behind worker 0: worker 0
+    job.post(1, 0.25, 20)
     assert job.lanes[1].try_combine(20) == turn.BAD_STATE
 
 
 def test_a_damaged_policy_lets_nobody_attach() -> None:
-    job = Job(2, **POLICIES["bsp"])
-    job.write(job.scheduler(0), "<i", 9)
+    job = Job(2, POLICIES["bsp"])
+    job.write(_scheduler(job, 0), "<i", 9)
     with pytest.raises(ValueError, match="expected a fold, a grant and a scale by their numbers, found 9"):
         Lane(job.arena, 0)
 
@@ -171,16 +136,16 @@ def test_a_damaged_policy_lets_nobody_attach() -> None:
 
 
 def test_a_kept_push_that_names_another_slot_by_now_is_refused() -> None:
-    job = Job(2, **POLICIES["bsp"])
-    job.post(0, 10)
+    job = Job(2, POLICIES["bsp"])
+    job.post(0, 0.25, 10)
     assert job.lanes[0].try_combine(10) == turn.DONE
     job.write(job.header.lanes_offset + SIZES["lane"] + OFFSETS["descriptor.slot"], "<I", 1 << 30)  # of the first
-    job.post(1, 20)
+    job.post(1, 0.25, 20)
     assert (job.lanes[1].try_combine(20), job.lanes[1].bad_lane) == (turn.BAD_DESCRIPTOR, 0)
 
 
 def test_a_buffer_that_the_arena_has_not_is_not_read() -> None:
-    job = Job(2, **POLICIES["asp"])
+    job = Job(2, POLICIES["asp"])
     job.write(
         job.header.shard_headers_offset + OFFSETS["shard_header.commit"], "<Q", 100 << 2
     )  # the commit word: version 0, buffer 100
@@ -194,18 +159,18 @@ def test_a_buffer_that_the_arena_has_not_is_not_read() -> None:
 
 
 def test_a_state_buffer_that_the_arena_has_not_is_not_folded_from() -> None:
-    job = Job(2, **POLICIES["asp"])
+    job = Job(2, POLICIES["asp"])
     job.write(job.header.shard_headers_offset + OFFSETS["shard_header.records"] + OFFSETS["record.state_buffer"], "<I", 9)
     with pytest.raises(ValueError, match="found 0 and 9"):
         job.arena.committed()
-    job.post(0, 10)
+    job.post(0, 0.25, 10)
     assert job.lanes[0].try_combine(10) == turn.BAD_FOLD
 
 
 @pytest.mark.parametrize(("chunks", "chunk_floats"), [(255, 1024), (56, 0), (3, 7), (3, -1024), (3, 1 << 62)])
 def test_who_waits_helps_with_no_order_that_makes_no_sense(chunks: int, chunk_floats: int) -> None:
     """The helper takes nothing, or leaves what it took to the holder; its own pushes go on."""
-    job = Job(2, **POLICIES["asp"])
+    job = Job(2, POLICIES["asp"])
     job.lanes[0].share_folds(1)
     work = job.header.work_offset
     job.write(work + OFFSETS["work.chunk_floats"], "<q", chunk_floats)
@@ -215,7 +180,7 @@ def test_who_waits_helps_with_no_order_that_makes_no_sense(chunks: int, chunk_fl
     job.write(work, "<Q", (chunks << 56) | ((1 << min(chunks, 56)) - 1))
     assert not job.lanes[0].wait(100, 0, 0, 1_000_000)
     assert job.lanes[0].helped == 0
-    job.post(0, 10)
+    job.post(0, 0.25, 10)
     assert job.lanes[0].try_combine(10) == turn.DONE
     assert job.arena.version == 1
 
@@ -224,7 +189,7 @@ def test_who_waits_helps_with_no_order_that_makes_no_sense(chunks: int, chunk_fl
 
 
 def test_measures_that_are_written_over_are_not_read_again() -> None:
-    job = Job(2, **POLICIES["asp"])
+    job = Job(2, POLICIES["asp"])
     segments = job.header.segments_offset
     for offset in (
         *range(8, 272, 8),
@@ -234,14 +199,14 @@ def test_measures_that_are_written_over_are_not_read_again() -> None:
         job.header.shard_headers_offset + 328,
     ):
         job.write(offset, "<Q", 1 << 40)
-    job.post(0, 10)
+    job.post(0, 0.25, 10)
     assert job.lanes[0].try_combine(10) == turn.DONE
     assert job.arena.version == 1
 
 
 @pytest.mark.parametrize(("place", "value"), [("offset", 1 << 40), ("offset", 3), ("length", -1), ("length", 33), ("group", 1)])
 def test_a_parameter_outside_of_the_buffers_lets_nobody_attach(place: str, value: int) -> None:
-    job = Job(2, **POLICIES["asp"])
+    job = Job(2, POLICIES["asp"])
     offset = {"offset": 0, "length": 8, "group": 16}[place]
     job.write(job.header.segments_offset + offset, "<i" if place == "group" else "<q", value)
     with pytest.raises(ValueError, match="expected parameter 0 within 32 floats and 1 groups"):
@@ -250,30 +215,21 @@ def test_a_parameter_outside_of_the_buffers_lets_nobody_attach(place: str, value
 
 def test_measures_whose_size_wraps_around_let_nobody_attach() -> None:
     with pytest.raises(ValueError, match="expected an arena of at most 2\\^56 bytes"):
-        plan(
-            lanes=2, slots=3, ring_size=8, groups=1, parameters=1, buffer_floats=1 << 62, rule=0, state_planes=0, extra_bytes=0,
-            buffers=4,
-        )  # fmt: skip
+        planned(buffer_floats=1 << 62)
 
 
 @pytest.mark.parametrize(("length", "is_whole"), [(30, True), (31, False)])
 def test_a_parameter_of_half_a_double_lets_nobody_attach(length: int, is_whole: bool) -> None:
-    header, size = plan(
-        lanes=2, slots=3, ring_size=8, groups=1, parameters=1, buffer_floats=32, rule=0, state_planes=0, extra_bytes=0,
-        buffers=5, gradient_type=FLOAT64,
-    )  # fmt: skip
-    memory = mmap.mmap(-1, size)
-    format_memory(memory, header, [(0, 30, 0)], shards=[(0, 32)], **POLICIES["asp"])
-    struct.pack_into("<q", memory, header_of(memory).segments_offset + 8, length)
+    job = Job(2, POLICIES["asp"], segments=[(0, 30, 0)], gradient_type=FLOAT64)
+    job.write(job.header.segments_offset + 8, "<q", length)
     if is_whole:
-        assert Arena(memory).is_double
+        assert Arena(job.memory).is_double
     else:
         with pytest.raises(ValueError, match="expected parameter 0 within 32 floats"):
-            Arena(memory)
+            Arena(job.memory)
 
 
 @pytest.mark.parametrize("other", [{"rule": RULE_USER}, {"shown_type": BFLOAT16}, {"tables": [(5, 2, 0, 0, 0)]}])
 def test_doubles_with_what_has_no_loops_in_double_have_no_plan(other: dict[str, Any]) -> None:
-    measures = {"rule": 0, "state_planes": 0, "extra_bytes": 0, "buffers": 5, "gradient_type": FLOAT64} | other
     with pytest.raises(ValueError, match="expected doubles with a rule of fastps, without halves and without tables"):
-        plan(lanes=2, slots=3, ring_size=8, groups=1, parameters=1, buffer_floats=32, **measures)
+        planned(gradient_type=FLOAT64, **other)

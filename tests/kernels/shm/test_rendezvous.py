@@ -1,6 +1,5 @@
 """The answering thread, spoken to byte by byte: hostile and slow clients, its end, forks, and what it leaves open."""
 
-import array
 import contextlib
 import ctypes
 import gc
@@ -81,28 +80,6 @@ def _threads() -> list[Path]:
 
 
 # -- messages ------------------------------------------------------------------------------------------------------------
-
-
-def test_an_accepted_client_gets_both_descriptors_with_the_answer(name: bytes, memory: int) -> None:
-    with _listener(name, memory), _client(name) as connection:
-        connection.sendall(answer.pack_hello(ABI, HASH, 0, False))
-        data, [(_, kind, content)], _, _ = connection.recvmsg(1000, 1000, socket.MSG_CMSG_CLOEXEC)
-        received = array.array("i", content)
-        assert (kind, len(received)) == (socket.SCM_RIGHTS, 2)
-        assert answer.unpack_offer(data) == (answer.OK, 5, 0)
-        for descriptor in received:
-            assert os.fstat(descriptor).st_ino == os.fstat(memory).st_ino
-            os.close(descriptor)
-
-
-def test_a_client_with_another_hash_gets_the_layout_and_leaves_its_own(name: bytes, memory: int) -> None:
-    with _listener(name, memory, b"ours") as listener:
-        for text in (b"", b"theirs", b"later"):
-            data = _reply(name, answer.pack_hello(ABI, OTHER_HASH, len(text), False) + text)
-            assert answer.unpack_offer(data[: answer.OFFER_BYTES]) == (answer.LAYOUT_DIFFERS, 5, 4)
-            assert data[answer.OFFER_BYTES :] == b"ours"
-            assert listener.foreign_layout() == (None if text == b"" else "theirs"), "the first text is kept"
-    assert listener.foreign_layout() is None
 
 
 def test_a_shorter_hello_of_another_abi_is_answered_at_once(name: bytes, memory: int) -> None:
@@ -274,24 +251,6 @@ def test_the_thread_takes_no_signal(name: bytes, memory: int) -> None:
         for number in set(range(1, 65)) - not_blockable:
             assert int(blocked[1], 16) >> (number - 1) & 1, number
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "the maker's own mask is as it was"
-
-
-def test_a_child_that_forgets_holds_nothing_and_the_parents_thread_goes_on(name: bytes, memory: int) -> None:
-    before = descriptors.opened()
-    with _listener(name, memory) as listener:
-
-        def forget() -> tuple[list[str], str | None]:
-            listener.forget_after_fork()
-            listener.forget_after_fork()
-            listener.close()
-            return descriptors.opened(), listener.foreign_layout()
-
-        child = processes.start(forget)
-        processes.finish([child], 10)
-        opened, layout = child.outcome
-        assert [target for target in opened if "pipe:" not in target] == [t for t in before if "pipe:" not in t]
-        assert layout is None
-        assert _seconds_to_answer(name) < AT_ONCE_S
 
 
 def test_a_child_forked_behind_pythons_back_cannot_end_the_parents_thread(name: bytes, memory: int) -> None:

@@ -48,14 +48,11 @@ def test_normal_quantile_agrees_with_the_library(p: float) -> None:
     assert normal_quantile(p) == pytest.approx(statistics.NormalDist().inv_cdf(p), rel=1e-13, abs=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("kind", "spread", "median", "mean"),
-    [
-        ("normal", 2.0 * MS, 10.0, 10.0),
-        ("lognormal", 0.3, 10.0, 10.0 * math.exp(0.3**2 / 2)),
-        ("pareto", 3.0, 10.0 * 2 ** (1 / 3), 15.0),
-    ],
-)
+@pytest.mark.parametrize(("kind", "spread", "median", "mean"), [
+    ("normal", 2.0 * MS, 10.0, 10.0),
+    ("lognormal", 0.3, 10.0, 10.0 * math.exp(0.3**2 / 2)),
+    ("pareto", 3.0, 10.0 * 2 ** (1 / 3), 15.0),
+])  # fmt: skip
 def test_models_have_the_median_and_mean_of_their_distributions(kind: str, spread: float, median: float, mean: float) -> None:
     times = ComputeTimes(kind, 10.0 * MS, spread, ONE, 3)
     found = [times.draw(0) / MS for _ in range(40_000)]
@@ -98,19 +95,16 @@ def test_bursts_slow_the_share_of_time_that_they_last() -> None:
     assert slow == pytest.approx(len(found) / 40, rel=0.15), "bursts come one every 40 ms"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "message"),
-    [
-        (("weibull", 10.0, 1.0), {}, "expected a kind of constant, normal"),
-        (("constant", 0.0, 0.0), {}, "expected a time of 1 to"),
-        (("pareto", 10.0, 0.0), {}, "a Pareto shape of more than 0"),
-        (("normal", 10.0, -1.0), {}, "expected a spread of 0"),
-        (("normal", 10.0, math.nan), {}, "expected a spread of 0"),
-        (("constant", 10.0, 0.0), {"bursts": (1.0, 1.0, 2.0)}, "at least 1 us apart"),
-        (("constant", 10.0, 0.0), {"replay": (np.zeros(1, np.int64), np.array([0, 1]))}, "go with the kind 'replay'"),
-        (("replay", 0.0, 0.0), {"replay": (np.zeros(1, np.int64), np.array([0, 0]))}, "at least one time to replay"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "options", "message"), [
+    (("weibull", 10.0, 1.0), {}, "expected a kind of constant, normal"),
+    (("constant", 0.0, 0.0), {}, "expected a time of 1 to"),
+    (("pareto", 10.0, 0.0), {}, "a Pareto shape of more than 0"),
+    (("normal", 10.0, -1.0), {}, "expected a spread of 0"),
+    (("normal", 10.0, math.nan), {}, "expected a spread of 0"),
+    (("constant", 10.0, 0.0), {"bursts": (1.0, 1.0, 2.0)}, "at least 1 us apart"),
+    (("constant", 10.0, 0.0), {"replay": (np.zeros(1, np.int64), np.array([0, 1]))}, "go with the kind 'replay'"),
+    (("replay", 0.0, 0.0), {"replay": (np.zeros(1, np.int64), np.array([0, 0]))}, "at least one time to replay"),
+])  # fmt: skip
 def test_wrong_models_are_refused_in_one_sentence(
     arguments: tuple[str, float, float], options: dict[str, object], message: str
 ) -> None:

@@ -148,22 +148,6 @@ def test_the_simulator_serves_as_the_plain_server_does(spec: str, oracle: Any, s
 # -- usage -----------------------------------------------------------------------------------------
 
 
-def test_one_seed_gives_the_same_trace_twice() -> None:
-    options: dict[str, Any] = {
-        "workers": 9,
-        "steps": 100,
-        "compute": ComputeModel("lognormal", 10e6, 0.4),
-        "model_bytes": 1_234_567,
-        "bandwidth": 1.25e9,
-        "service_ns": 100_003,
-        "service_rate": 3.3e9,
-        "update_ns": 200_001,
-    }
-    for spec in ("ssp:3", "psp:6,0.75", "adv:1", "adv*:2", "r2sp:0.8"):
-        first, again = (simulate(parse_policy(spec), Simulation(**options), trace=True).trace for _ in range(2))
-        assert first is not None and again is not None and first.tobytes() == again.tobytes()
-
-
 def test_options_are_read_and_refused() -> None:
     texts = SimulationTexts(
         compute="constant:10ms", service_time="5us", service_rate="4.8GB", update_time="1ms", model_bytes="1MB"

@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 
 from fastps.kernels.update import fold as compiled
 from fastps.kernels.update import reference
-from fastps.kernels.update.fold import (
-    FOLD_EACH,
-    FOLD_SUM,
-    RULE_ADAM,
-    RULE_SGD,
-)
+from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_ADAM, RULE_SGD
 from fastps.kernels.update.reference import Hyper
 from tests.support.fold_jobs import (
     ALL_ROWS,

@@ -12,6 +12,7 @@ import torch
 from fastps.kernels.update import fold as compiled
 from fastps.kernels.update import reference
 from fastps.kernels.update.fold import FLOAT64, FOLD_SUM, HYPER_DOUBLE_PRODUCT, RULE_SGD, RULE_USER
+from tests.kernels.update.test_fold_torch import steps_beside_torch
 from tests.support.fold_jobs import (
     ISAS,
     MODES,
@@ -72,23 +73,9 @@ def in_double_by_default() -> Iterator[None]:
 
 def _differences_from_torch(row: Row, n: int) -> dict[str, float]:
     """The greatest difference in 200 steps over the greatest weight, for each instruction set."""
-    random = np.random.default_rng(n)
-    start = random.standard_normal(n)
-    ours = {isa: (start, np.zeros((row.state_planes, n)), np.zeros(1, np.int64)) for isa in compiled.instruction_sets()}
-    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    optimizer = row.optimizer([parameter], foreach=False, **row.options)
-    most = dict.fromkeys(ours, 0.0)
-    for _ in range(200):
-        gradient = random.standard_normal(n)
-        parameter.grad = torch.from_numpy(gradient)
-        optimizer.step()
-        theirs = parameter.detach().numpy()
-        pushes: Pushes = [(gradient, [row.hyper], [True], 1.0, 1.0)]
-        for isa, before in ours.items():
-            ours[isa] = compiled.fold(
-                row.rule, FOLD_SUM, [(0, n, 0)], pushes, *before, instruction_set=isa, gradient_type=FLOAT64
-            )
-            most[isa] = max(most[isa], float(abs(ours[isa][0] - theirs).max() / abs(theirs).max()))
+    most = dict.fromkeys(compiled.instruction_sets(), 0.0)
+    for isa, ours, theirs in steps_beside_torch(row, n, gradient_type=FLOAT64):
+        most[isa] = max(most[isa], float(abs(ours - theirs).max() / abs(theirs).max()))
     return most
 
 

@@ -6,20 +6,8 @@ import numpy as np
 import pytest
 
 from fastps.kernels.update import fold as compiled
-from fastps.kernels.update.fold import (
-    FOLD_EACH,
-    FOLD_SUM,
-    RULE_ADAM,
-)
-from tests.support.fold_jobs import (
-    ADAGRAD_ROWS,
-    ADAM_ROWS,
-    RMSPROP_ROWS,
-    SGD_ROWS,
-    Row,
-    assert_same_bits,
-    make_job,
-)
+from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_ADAM
+from tests.support.fold_jobs import ADAGRAD_ROWS, ADAM_ROWS, RMSPROP_ROWS, SGD_ROWS, Row, assert_same_bits, make_job
 
 
 def refused(match: str, **changes: Any) -> None:

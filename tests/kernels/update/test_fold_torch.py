@@ -10,19 +10,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fastps.kernels.update import fold as compiled
-from fastps.kernels.update.fold import (
-    FOLD_SUM,
-    RULE_SGD,
-)
-from tests.support.fold_jobs import (
-    ROOT_ROWS,
-    ROWS,
-    Floats,
-    Pushes,
-    Row,
-    bits,
-    normal,
-)
+from fastps.kernels.update.fold import FLOAT32, FLOAT64, FOLD_SUM, RULE_SGD
+from tests.support.fold_jobs import ROOT_ROWS, ROWS, Pushes, Row, bits
+from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
 
 class ExactSquareRoot(TorchFunctionMode):
@@ -36,12 +26,7 @@ class ExactSquareRoot(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def one_torch_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+PLAINLY = contextlib.nullcontext()
 
 
 needs_fused_torch = pytest.mark.skipif(
@@ -51,42 +36,39 @@ needs_fused_torch = pytest.mark.skipif(
 
 
 def steps_beside_torch(
-    row: Row, n: int, context: contextlib.AbstractContextManager[Any]
-) -> Iterator[tuple[str, Floats, Floats]]:
-    """200 steps on one parameter of n floats; after each, for each instruction set: its name, our weights and torch's."""
-    random = np.random.default_rng(n)
-    start = normal(random, n)
-    ours = {
-        isa: (start, np.zeros((row.state_planes, n), np.float32), np.zeros(1, np.int64)) for isa in compiled.instruction_sets()
-    }
+    row: Row, n: int, context: contextlib.AbstractContextManager[Any] = PLAINLY, gradient_type: int = FLOAT32
+) -> Iterator[tuple[str, Any, Any]]:
+    """200 steps on one parameter of n numbers; after each, for each instruction set: its name, our weights and torch's."""
+    random, dtype = np.random.default_rng(n), np.float64 if gradient_type == FLOAT64 else np.float32
+    start = random.standard_normal(n, dtype)
+    ours = {isa: (start, np.zeros((row.state_planes, n), dtype), np.zeros(1, np.int64)) for isa in compiled.instruction_sets()}
     parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
     optimizer = row.optimizer([parameter], foreach=False, **row.options)
     for _ in range(200):
-        gradient = normal(random, n)
+        gradient = random.standard_normal(n, dtype)
         parameter.grad = torch.from_numpy(gradient)
         with context:
             optimizer.step()
         pushes: Pushes = [(gradient, [row.hyper], [True], 1.0, 1.0)]
         for isa, before in ours.items():
-            ours[isa] = compiled.fold(row.rule, FOLD_SUM, [(0, n, 0)], pushes, *before, instruction_set=isa)
+            options = {"instruction_set": isa, "gradient_type": gradient_type}
+            ours[isa] = compiled.fold(row.rule, FOLD_SUM, [(0, n, 0)], pushes, *before, **options)
             yield isa, ours[isa][0], parameter.detach().numpy()
 
 
 @pytest.mark.sampled(4)
 @needs_fused_torch
-@pytest.mark.usefixtures("one_torch_thread")
 @ROWS
 def test_200_steps_give_the_bits_of_torch(row: Row) -> None:
     """Where there is a square root, but for torch's, a vector library's, which does not always round correctly."""
     for n in (1, 7, 17, 1023, 3001):
-        context = contextlib.nullcontext() if row.rule == RULE_SGD else ExactSquareRoot()
+        context = PLAINLY if row.rule == RULE_SGD else ExactSquareRoot()
         for step, (isa, ours, theirs) in enumerate(steps_beside_torch(row, n, context)):
             assert np.array_equal(bits(ours), bits(theirs)), (isa, n, step)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("row", ROOT_ROWS, ids=lambda row: row.name)
 def test_square_roots_stay_beside_torch_with_the_square_root_of_this_machine(row: Row) -> None:
-    for _, ours, theirs in steps_beside_torch(row, 3001, contextlib.nullcontext()):
+    for _, ours, theirs in steps_beside_torch(row, 3001, PLAINLY):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=2e-6)

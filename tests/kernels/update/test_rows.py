@@ -1,23 +1,20 @@
 """The fold of rows against NumPy: each rule, several pushes with common rows, sums and one by one, any width."""
 
-import mmap
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fastps.kernels.protocol.lane import DONE, KIND_PUSH, Lane
+from fastps.kernels.protocol.lane import DONE, KIND_PUSH
 from fastps.kernels.protocol.row_writer import RowWriter
-from fastps.kernels.shm.arena import Arena
-from fastps.kernels.shm.format import format_memory
-from fastps.kernels.shm.plan import plan
-from fastps.kernels.update import fold, rows
+from fastps.kernels.update import rows
+from tests.support import plain_arena
 
 pytestmark = pytest.mark.unit
 
 ROWS, LANES = 40, 3
 RATE, BETA1, BETA2, EPSILON, RATE_DECAY = 0.1, 0.8, 0.9, 1e-6, 0.01
-MODES = {"sum": {"fold": "all", "grant": "next-version"}, "each": {"fold": "each", "grant": "at-once"}}
+MODES = {"sum": plain_arena.BSP, "each": plain_arena.ASP}
 
 
 class Table:
@@ -26,16 +23,11 @@ class Table:
     def __init__(self, rule: str, width: int, mode: str) -> None:
         self.rule, self.width, self.mode = rule, width, mode
         tables = [(ROWS, width, 0, 0, 0)]
-        header, size = plan(
-            lanes=LANES, slots=1, ring_size=8, groups=1, parameters=1, buffer_floats=16, rule=fold.RULE_SGD, state_planes=0,
-            extra_bytes=0, buffers=LANES + 2, tables=tables, row_rule=rows.RULES[rule],
-        )  # fmt: skip
-        self.memory = mmap.mmap(-1, size)
-        format_memory(self.memory, header, [(0, 0, 0)], tables=tables, **MODES[mode])
-        self.arena = Arena(self.memory)
+        measures: dict[str, Any] = {"floats": 16, "slots": 1, "tables": tables, "row_rule": rows.RULES[rule]}
+        job = plain_arena.Job(LANES, MODES[mode], segments=[(0, 0, 0)], **measures)
+        self.memory, self.arena, self.lanes = job.memory, job.arena, job.lanes
         for lane in range(LANES):
             assert self.arena.claim(lane, 1) == 0
-        self.lanes = [Lane(self.arena, lane) for lane in range(LANES)]
         self.writers = [RowWriter(self.arena, lane) for lane in range(LANES)]
         self.weights = np.random.default_rng(1).standard_normal((ROWS, width))
         self.found[:] = self.weights

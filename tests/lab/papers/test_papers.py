@@ -135,16 +135,9 @@ def test_json_has_its_keys_and_the_table_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     document = tmp_path / "rows.md"
     found = commands.fastps(
-        "reproduce",
-        "dssp/figure-2",
-        "r2sp/figure-4a",
-        "dssp/table-1-as-printed",
-        "--quick",
-        "--json",
-        str(file),
-        "--markdown",
+        "reproduce", "dssp/figure-2", "r2sp/figure-4a", "dssp/table-1-as-printed", "--quick", "--json", str(file), "--markdown",
         str(document),
-    )
+    )  # fmt: skip
     assert found.returncode == 0, found.stderr
     report = json.loads(file.read_text())
     assert report["command"] == "reproduce"

@@ -14,17 +14,14 @@ from fastps.lab.worlds.served_worlds import ServedWorld
 
 SEEDS = 40
 # Mutants that seeds before this one do not find; all others are found by the first 40.
-LATE = {"fold-stream-waits-for-own-released": 80, "compute-stream-waits-for-own-computed": 80}
+LATE = {"fold-stream-waits-for-own-released": 60}
 # With a server that goes on, a worker folds nothing and waits for its own work, and the server's devices fold different shards.
 _WITHOUT_SERVER = {
     "record computed at the hook",
-    "record written",
     "fold stream waits for others computed",
     "fold stream waits for others released",
     "fold stream waits for others folded",
-    "compute stream waits for own computed",
     "compute stream waits for own folded",
-    "sends stream waits for own written",
 }
 
 
@@ -35,7 +32,7 @@ _IDLE = {"snapshots stream waits for own folded"}
 def test_seeds_run_without_violations_and_again_the_same() -> None:
     found = device_chaos.simulate(4, 0, SEEDS)
     assert found.violations == [] and found.seeds == SEEDS
-    assert all(found.faults[kind] > 3 for kind in ("deaths", "missing_peers", "rejoins", "nonfinite", "copies"))
+    assert all(found.faults[kind] > 3 for kind in ("deaths", "rejoins", "nonfinite", "copies"))
     assert device_chaos.simulate(4, 0, 5) == device_chaos.simulate(4, 0, 5)
 
 

@@ -17,19 +17,17 @@ class Event:
 
 
 def push(
-    worker: int,
-    now_ns: int,
-    timestamp: int,
-    folded: list[int],
-    granted: list[int],
-    due: int | None = None,
-    batch: int = 8,
+    worker: int, now_ns: int, timestamp: int, folded: list[int], granted: list[int], due: int | None = None, batch: int = 8
 ) -> Event:
     return Event("push", (worker, now_ns, timestamp, batch), folded, granted, due)
 
 
 def leave(worker: int, now_ns: int, folded: list[int], granted: list[int], due: int | None = None) -> Event:
     return Event("leave", (worker, now_ns), folded, granted, due)
+
+
+def join(worker: int, now_ns: int, granted: list[int], due: int | None = None) -> Event:
+    return Event("join", (worker, now_ns), [], granted, due)
 
 
 def fire(folded: list[int], granted: list[int], due: int | None = None) -> Event:

@@ -7,10 +7,11 @@ import random
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from fastps.errors import Error, UsageError
 from fastps.kernels.shm.arena import LANE_LIVE
+from fastps.processes.outcome import LaunchedWorker
 from fastps.store.observer import Observer, observe
 from fastps.system.clock import Clock
 
@@ -55,14 +56,9 @@ class FaultPlan:
         kinds = ["kill"] * self.kills + ["stop"] * self.stops
         return sorted((generator.uniform(0.0, self.seconds), kind) for kind in kinds)
 
-
-class Victim(Protocol):
-    """A worker as the launcher knows it."""
-
-    rank: int
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to the worker's process."""
+    def injector(self, job: str, workers: int, clock: Clock) -> "FaultInjector":
+        """What carries out the plan on a job."""
+        return FaultInjector(self, job, workers, clock)
 
 
 @dataclass
@@ -74,7 +70,6 @@ class FaultReport:
     updates: int = 0  # versions published in that time
     live_worker_seconds: float = 0.0  # the sum over all workers of the time in which each was live and not stopped
     recoveries_s: list[float] = field(default_factory=list)  # for each kill, until another worker was live in its place
-    stops_ns: list[tuple[int, int, int]] = field(default_factory=list)  # rank, beginning and end of each
 
     def row(self) -> Mapping[str, Any]:
         """Return the report as a JSON row."""
@@ -89,10 +84,11 @@ class FaultReport:
 
 
 class FaultInjector:
-    """Carries out a plan on one job. The launcher calls `tick` often, with the running workers."""
+    """Carries out a plan on one job. It is an Injector of the launcher, which calls `tick` often, with the running workers."""
 
     def __init__(self, plan: FaultPlan, job: str, workers: int, clock: Clock) -> None:
         self.report = FaultReport()
+        self.stops_ns: list[tuple[int, int, int]] = []
         self._plan = plan
         self._job = job
         self._workers = workers
@@ -101,10 +97,10 @@ class FaultInjector:
         self._moments = plan.moments()
         self._observer: Observer | None = None
         self._began_ns = self._looked_ns = self._first_version = 0
-        self._stopped: dict[int, tuple[int, Victim]] = {}  # by rank: until when
+        self._stopped: dict[int, tuple[int, LaunchedWorker]] = {}  # by rank: until when
         self._killed: dict[int, tuple[int, int]] = {}  # by rank: when, and the generation that was killed
 
-    def tick(self, workers: Sequence[Victim]) -> None:
+    def tick(self, workers: Sequence[LaunchedWorker]) -> None:
         """Measure, and send the signals that are due."""
         now_ns = self._clock.now_ns()
         if not self._has_begun(now_ns):
@@ -134,7 +130,7 @@ class FaultInjector:
         while self._moments and len(live) > 1 and now_ns - self._began_ns >= self._moments[0][0] * 1e9:
             self._hit(self._moments.pop(0)[1], live.pop(self._random.randrange(len(live))), members, now_ns)
 
-    def _hit(self, kind: str, victim: Victim, members: list[tuple[int, int]], now_ns: int) -> None:
+    def _hit(self, kind: str, victim: LaunchedWorker, members: list[tuple[int, int]], now_ns: int) -> None:
         self.report.faults[kind] += 1
         if kind == "kill":
             self._killed[victim.rank] = now_ns, members[victim.rank][0]
@@ -142,7 +138,7 @@ class FaultInjector:
         else:
             until_ns = now_ns + int(self._random.uniform(_LEAST_STOP_S, _MOST_STOP_S) * 1e9)
             self._stopped[victim.rank] = until_ns, victim
-            self.report.stops_ns.append((victim.rank, now_ns, until_ns))
+            self.stops_ns.append((victim.rank, now_ns, until_ns))
             victim.send(signal.SIGSTOP)
 
     def _has_begun(self, now_ns: int) -> bool:
@@ -156,6 +152,10 @@ class FaultInjector:
             self._began_ns = self._looked_ns = now_ns
             self._first_version = self._observer.version
         return self._began_ns > 0
+
+    def row(self) -> Mapping[str, Any]:
+        """See FaultReport."""
+        return self.report.row()
 
     def close(self) -> None:
         """Continue every stopped worker."""

@@ -1,40 +1,48 @@
-"""The waits of one attached lane. A waiting worker combines: it takes free shard locks and folds what is posted."""
+"""One attached lane: what its process reads, and its waits. A waiting worker combines: it takes free shard locks and folds."""
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar
 
-from fastps.errors import UsageError, damaged
+import numpy.typing as npt
+
+from fastps.errors import NodeLostError, ProtocolError, UsageError, damaged
 from fastps.job import limits
+from fastps.kernels.protocol.fold_call import FoldCall
 from fastps.kernels.protocol.lane import BUSY, DONE
 from fastps.kernels.protocol.wait import Wait
 from fastps.kernels.protocol.worker_lane import WorkerLane
+from fastps.kernels.shm.arena import LANE_LEFT
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import Membership, Owner
 from fastps.membership.stalls import Stalls, patience_ns
 from fastps.store import drive
 from fastps.store.core_sharing import Cores
-from fastps.store.late_responses import LateResponses
 from fastps.system import proc
 from fastps.system.deadline import Deadline
 
+_MOST_NAMED = 256  # combinations of buffers whose views are cached
 _Found = TypeVar("_Found")
 
 
-class LaneWaiter:
-    """Lane `rank` of a store: it waits, and combines while it waits, or calls the server.
+class AttachedLane:
+    """Lane `rank` of a store: it waits, and combines while it waits, or calls the server. `Worker` adds what changes it.
 
     Only one thread may use it; with overlap, the push thread combines too.
 
     Attributes:
         rank: this worker's lane.
         forked: whether this process is a forked child of the process that attached, and so may only read.
-        combine_lock: see Driven.
+        combine_lock, stalls: see Driven.
+        check: is called with each check of the peers, and raises what else ends a wait: None but for a lane of a node.
     """
 
+    begun_at: int
     _membership: Membership
+    check: Callable[[], None] | None = None
 
     def __init__(self, store: JobMemory, rank: int) -> None:
         self.store = store
@@ -48,9 +56,12 @@ class LaneWaiter:
         self._timeout_ns = int(store.timeout_s * 1e9)
         self._checked_ns = self._clock.now_ns()
         self._shards = store.arena.shards
-        self._responses = LateResponses(0.0, 0, 0, self._clock)
         self.combine_lock = threading.RLock()
-        self._stalls = Stalls(self.lane, store.descriptor, patience_ns(store))
+        self.stalls = Stalls(self.lane, store.descriptor, patience_ns(store))
+        self.buffers = [0] * self._shards
+        self.closed = self._left = False
+        self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[Any]]] = {}
+        self._named_gradients: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
 
     def _make_lane(self) -> WorkerLane:
         try:
@@ -61,20 +72,111 @@ class LaneWaiter:
         lane.leave_to_server(self.store.arena.is_served())
         return lane
 
+    # -- what this process reads ---------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps pushed so far, as the scheduler counts them: a late joiner begins at the slowest worker's count."""
+        return self.lane.steps
+
+    @property
+    def own_steps(self) -> int:
+        """The number of steps that this worker has pushed itself."""
+        return self.lane.steps - self.begun_at
+
+    @property
+    def slot(self) -> int:
+        """The slot of the next push."""
+        return self.lane.slot
+
+    @property
+    def posts(self) -> int:
+        """The number of pushes and null pushes so far; with overlap the last may still be in flight."""
+        return self.lane.posts
+
+    @property
+    def loss(self) -> float:
+        """The training loss that observers see. It is sent with the next push."""
+        return self.lane.loss
+
+    @loss.setter
+    def loss(self, loss: float) -> None:
+        self.lane.loss = loss
+
+    @property
+    def stale_blocks(self) -> int:
+        """The number of shards that were not fresh when a step began, summed over all steps (PSP-SGD's partial pull)."""
+        return self.lane.stale_blocks
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size that the last grant carried (R2SP's tuning); 0: the worker chooses."""
+        return self.lane.batch()
+
+    @property
+    def version(self) -> int:
+        """The version of the last pull."""
+        return self.lane.version
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this worker has left or is closed, and so makes no more pushes."""
+        return self._left or self.closed
+
+    @property
+    def push_folded(self) -> bool:
+        """Whether every push of this worker has been folded, dropped or rejected."""
+        return self.lane.done() >= self.lane.posted()
+
+    @property
+    def weights(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Name to read-only array of the pulled weights, without a copy. The contents do not change before the next pull."""
+        key = tuple(self.buffers)
+        named = self._named_weights.get(key)
+        if named is None:
+            named = self._named(self.store.weight_views(key))
+            for view in named.values():
+                view.flags.writeable = False
+            if len(self._named_weights) >= _MOST_NAMED:
+                self._named_weights.clear()  # the shards' buffers combine in many ways
+            self._named_weights[key] = named
+        return named
+
+    @property
+    def gradients(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Name to array in the slot of the next push, without tables. The slot holds old contents: write every array."""
+        if self.slot not in self._named_gradients:
+            named = zip(self.store.layout.parameters, self.store.gradient_views(self.rank, self.slot), strict=True)
+            self._named_gradients[self.slot] = MappingProxyType(
+                {parameter.name: view.reshape(parameter.shape) for parameter, view in named if not parameter.is_table}
+            )
+        return self._named_gradients[self.slot]
+
+    def _named(self, views: Sequence[npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:
+        pairs = zip(self.store.layout.parameters, views, strict=True)
+        return MappingProxyType({parameter.name: view.reshape(parameter.shape) for parameter, view in pairs})
+
     # -- what a driver asks for ----------------------------------------------------------------------
 
     def check_peers(self, now_ns: int | None = None) -> None:
-        """Handle every peer that has died. Raises WorkerDiedError if the job ends with a lost worker."""
+        """Handle every peer that has died. Raises WorkerDiedError if the job ends with a lost worker, and as `check`."""
+        if self.check is not None:
+            self.check()
         self._checked_ns = self._clock.now_ns() if now_ns is None else now_ns
         self.cores.look()
         self._membership.look(self._checked_ns)
 
-    def check_progress(self, now_ns: int, tell: Callable[[int], None]) -> None:
-        """Go on without a peer that holds up this lane because it is stopped."""
-        self._stalls.look(now_ns, tell)
-
     def take_over(self) -> None:
-        """Combine from now on, because the server is gone."""
+        """Combine from now on, because the server is gone.
+
+        No worker can combine in place of an agent: raises NodeLostError unless the agent has left, which it does last.
+        """
+        arena = self.store.arena
+        if self.store.layout.server == "agent":
+            if arena.lane_state(arena.server_lane) != LANE_LEFT:
+                reason = arena.failure(arena.server_lane).partition(": ")[2]
+                raise NodeLostError(reason or f"this node's agent (process {arena.process_id(arena.server_lane)}) was killed")
+            self.lane.fold_with(_fold_nothing, ())
         with self.combine_lock:
             self.lane.leave_to_server(False)
             self.cores.share_among(self.store.layout.workers)
@@ -157,15 +259,11 @@ class LaneWaiter:
         drive.drive(self, wait, timeout_text)
 
     def _wait_for_step(self, granted: int, done: int, shards: int) -> int:
-        """Wait until the lane is done with `done` pushes, and `shards` shards have granted `granted` steps and responded.
+        """Wait until the lane is done with `done` pushes, and `shards` shards have granted `granted` steps.
 
         Return the time at which the wait ended, in ns. Raises TimeoutExceededError.
         """
-        self.step_wait.begin_step(granted, done, self._clock.now_ns(), shards)
-        drive.drive(self, self.step_wait, self._timeout_text)
-        if self._responses.late:
-            self.wait_until(partial(self._have_responded, granted, shards), 1_000, self._timeout_text)
-        return self._clock.now_ns()
+        return drive.drive_step(self, self.step_wait, (granted, done, shards), self._timeout_text)
 
     def _wait_for_room(self) -> None:
         """Wait until the ring has room for one more descriptor. Raises ExpelledError, after which it never has."""
@@ -178,20 +276,10 @@ class LaneWaiter:
         wait.begin_step(0, posted - limits.RING_SIZE + 1, self._clock.now_ns())
         drive.drive(self, wait, self._timeout_text)
 
-    def _have_responded(self, granted: int, shards: int) -> bool:
-        """Whether enough of the shards that granted the step have responded. If not, sleep until the next late response."""
-        self.try_combine()
-        self._responses.arrive()
-        if sum(self._is_fresh(shard, granted) for shard in range(self._shards)) >= shards:
-            return True
-        self._responses.sleep(limits.SLICE_NS)
-        return False
-
     def _wait_for_more(self, granted: int) -> int:
         """Wait up to the pull timeout for shards that are not fresh yet (tau2 of PSP-SGD). Return the time it ended, in ns."""
         until_ns = self._clock.now_ns() + int(self._policy.pull_timeout * 1e9)
         while (now_ns := self._clock.now_ns()) < until_ns:
-            self._responses.arrive()
             if all(self._is_fresh(shard, granted) for shard in range(self._shards)):
                 break
             self.lane.wait(granted, 0, 0, min(until_ns - now_ns, 1_000_000))
@@ -199,7 +287,8 @@ class LaneWaiter:
         return now_ns
 
     def _is_fresh(self, shard: int, granted: int) -> bool:
-        return self.lane.granted(shard) >= granted and shard not in self._responses.late
+        """Whether a shard has granted the step."""
+        return self.lane.granted(shard) >= granted
 
     def _timeout_text(self) -> str:
         others = ", ".join(self._membership.waited_for()) or "a grant"
@@ -227,10 +316,17 @@ class LaneWaiter:
 
     def _check_not_forked(self) -> None:
         if self.forked:
-            raise self._forked_error()
+            self._refuse()
 
-    def _forked_error(self) -> UsageError:
-        return UsageError(
-            f"this process ({os.getpid()}) was forked from worker {self.rank} and may only read: call fastps in the worker"
-            " itself, not in its children (such as DataLoader workers)"
-        )
+    def _refuse(self) -> NoReturn:
+        """Raise the error of a call in a forked child, or after close."""
+        if self.forked:
+            raise UsageError(
+                f"this process ({os.getpid()}) was forked from worker {self.rank} and may only read: call fastps in the worker"
+                " itself, not in its children (such as DataLoader workers)"
+            )
+        raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
+
+
+def _fold_nothing(_call: FoldCall) -> None:
+    raise ProtocolError("a worker of a leaf folds nothing: the home has the weights")

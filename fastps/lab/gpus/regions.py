@@ -1,7 +1,6 @@
 """Memory of this machine that processes share by handles: memfds, opened through /proc by process id, descriptor and secret.
 
-The device of host memory makes all its memory and events of them. A GPU makes of them what lies in host memory because some
-GPUs do not reach each other. Freed memory is poisoned for every process that still maps it.
+The device of host memory makes all its memory and events of them. Freed memory is poisoned for every process that maps it.
 """
 
 import ctypes
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceLostError
-from fastps.membership.rendezvous import pidfd_alive
 
 _HANDLE = struct.Struct("<qqq16s")  # process, descriptor, size, secret
 _TRAILER = struct.Struct("<16s64s")  # behind the memory: the secret, and the name of the device that holds it
@@ -37,10 +35,6 @@ class Region:
     def holds(self, address: int, size: int) -> bool:
         """Whether the bytes lie in this region."""
         return self.address <= address and address + size <= self.address + self.size
-
-    def owner_lives(self) -> bool:
-        """Whether the process that made the memory lives."""
-        return self.pidfd < 0 or pidfd_alive(self.pidfd)
 
 
 def make_region(size: int, identity: str) -> Region:

@@ -1,0 +1,272 @@
+"""The driver of a job in virtual time: the only combiner, in the place of the server process.
+
+It plays a list of events, wherever they come from: a shard receives a push, a worker leaves it, its timer fires; a worker is
+granted a step, gets a shard's weights, begins. Times are those of the events. What a worker has computed comes from the worker:
+it is a process of its own, which computes on while the driver plays what the others do.
+"""
+
+import contextlib
+import hashlib
+import os
+import pickle
+import select
+import socket
+from collections.abc import Collection, Container, Iterable, Sequence
+from typing import NamedTuple
+
+from fastps.errors import ProtocolError, TimeoutExceededError, UsageError, raise_for_outcome
+from fastps.kernels.protocol.lane import BUSY, Lane
+from fastps.kernels.simulation.simulator import KINDS
+from fastps.membership import rendezvous
+from fastps.store.server_loop import answer_as_server, with_rule
+from fastps.store.server_process import WORKER_PRESENT, Order
+from fastps.store.store import Store
+from fastps.store.virtual_time import BEGINS, PUSH, RANK, READ, SERVED, STOPS, STORE, Push
+from fastps.system import shared_memory
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+
+BEGIN, COMPUTED, RECEIVE, FOLD, DROP, GRANT, TIMER, LEAVE, PULL = range(len(KINDS))
+_COMMITS = (RECEIVE, TIMER, LEAVE)
+_ENDS_NS = 5_000_000  # between two looks whether the workers have ended
+_HELD_NS = 50_000  # between two tries for a shard lock that a worker holds to copy state
+
+
+class Event(NamedTuple):
+    """One event, with the fields of a record of the simulator's trace."""
+
+    time_ns: int
+    version: int
+    detail: int
+    worker: int
+    shard: int
+    kind: int
+
+
+class WorkerLostError(Exception):
+    """A worker has ended without leaving. The launcher reports why."""
+
+
+class Driver:
+    """The driver of a store whose workers are all attached, at the other ends of `links`.
+
+    Attributes:
+        store: the job's store.
+    """
+
+    def __init__(self, store: Store, links: Sequence[socket.socket], clock: Clock = SYSTEM_CLOCK) -> None:
+        self.store = store
+        self._links, self._clock = links, clock
+        self._combiner = Lane(store.arena, store.arena.server_lane)
+        self._combiner.set_user_rule(store.layout.rule.address)
+        self._lanes = [Lane(store.arena, rank) for rank in range(len(links))]
+        policy = store.layout.policy
+        self._keeps_old = policy.pull < 1  # a step may begin without a shard's newest weights
+        self._combines = policy.combine
+        self._shards = range(store.arena.shards)
+        self._granted: dict[tuple[int, int], tuple[int, int]] = {}
+        self._news = [{shard: self._pin(lane, shard) for shard in self._shards} for lane in self._lanes]
+
+    def play(self, events: Iterable[Event]) -> None:
+        """Play events in their order."""
+        drain: list[Event] = []
+        for event in events:
+            if drain and event.kind != DROP and not (event.kind == RECEIVE and self._is_beside(event, drain[0])):
+                self.commit(drain)
+                drain = []
+            if event.kind == RECEIVE:
+                drain.append(event)
+            elif event.kind in _COMMITS:
+                self.commit([event])
+            elif event.kind == GRANT:
+                self._grant(event)
+            elif event.kind == PULL:
+                self._pull(event.worker, event.shard)
+            elif event.kind == BEGIN:
+                self._say(event.worker)
+        if drain:
+            self.commit(drain)
+
+    def _is_beside(self, event: Event, first: Event) -> bool:
+        """Whether a shard receives two pushes in one drain."""
+        return self._combines and (event.shard, event.time_ns) == (first.shard, first.time_ns)
+
+    def commit(self, events: Sequence[Event]) -> None:
+        """Let a shard take the next push of each event's worker, or its LEAVE, and fire its timers, in one commit."""
+        played = [(-1 if event.kind == TIMER else event.worker, event.time_ns) for event in events]
+        while (outcome := self._combiner.play(events[0].shard, played)) == BUSY:
+            self._clock.sleep_ns(_HELD_NS)
+        raise_for_outcome(outcome, self._combiner.bad_lane, self.store.arena.buffers)
+
+    def _grant(self, event: Event) -> None:
+        """Pin the weights of the moment of the grant for the worker, which waits in `step()`."""
+        read = self._pin(self._lanes[event.worker], event.shard)
+        if read[1] != event.version:
+            raise ProtocolError(
+                f"worker {event.worker} was granted version {event.version} of shard {event.shard}, and the arena has"
+                f" {read[1]}: this is an error of fastps, please report it"
+            )
+        self._granted[event.worker, event.shard] = read
+
+    def _pin(self, lane: Lane, shard: int) -> tuple[int, int]:
+        """Pin a shard's newest weights: (buffer, version). What was pinned is free, unless a worker may still read it."""
+        if self._keeps_old:
+            return lane.prefetch(shard)
+        return lane.pull(shard), lane.shard_version(shard)
+
+    def _pull(self, worker: int, shard: int) -> None:
+        """Let the worker's next step read what it was granted."""
+        self._news[worker][shard] = read = self._granted.pop((worker, shard))
+        if self._keeps_old:
+            self._lanes[worker].take_prefetched(*read, shard)
+
+    def _say(self, worker: int) -> None:
+        """Let the worker's next step begin, or tell it that all is over."""
+        with contextlib.suppress(ConnectionError):  # its end is noticed where it is waited for
+            self._links[worker].send(BEGINS + b"".join(READ.pack(shard, *read) for shard, read in self._news[worker].items()))
+        self._news[worker] = {}
+
+    def await_any(self, workers: Collection[int]) -> int:
+        """Wait until one of these workers has computed, and return which."""
+        poll, of_link = select.poll(), {self._links[worker].fileno(): worker for worker in workers}
+        for number in of_link:
+            poll.register(number, select.POLLIN)
+        return min(of_link[number] for number, _ in poll.poll())
+
+    def await_push(self, worker: int, time_ns: int, read_version: int = -1) -> Push:
+        """Wait until the worker has computed, and post for it, with another version as the one read. Raises WorkerLostError."""
+        try:
+            message = self._links[worker].recv(PUSH.size)
+        except ConnectionError:
+            message = b""
+        if len(message) != PUSH.size:
+            raise WorkerLostError(f"worker {worker} has ended without leaving")
+        push = Push._make(PUSH.unpack(message))
+        kind, step, slot, version, scale, loss, samples = push
+        version = read_version if read_version >= 0 else version
+        if not self._lanes[worker].post(kind, step, slot, version, time_ns, scale, loss, samples):
+            raise ProtocolError(f"the ring of worker {worker} is full: this is an error of fastps, please report it")
+        return push
+
+    def is_free(self, worker: int, descriptors: int) -> bool:
+        """Whether every shard is done with so many of the worker's descriptors."""
+        return self._lanes[worker].done() >= descriptors
+
+    def is_granted(self, worker: int, steps: int) -> bool:
+        """Whether every shard has granted the worker so many steps."""
+        return all(self._lanes[worker].granted(shard) >= steps for shard in self._shards)
+
+    def digest(self) -> str:
+        """The digest of the present weights."""
+        digest = hashlib.sha256()
+        for view in self.store.weight_views(self.store.committed()[0]):
+            digest.update(view)
+        return digest.hexdigest()[:16]
+
+    def end(self) -> str:
+        """Let all workers end, after each has left. Returns the digest of the final weights."""
+        digest = self.digest()
+        for worker in range(len(self._links)):
+            self._say(worker)
+        return digest
+
+    def stop(self, left: Container[int]) -> None:
+        """End all workers where they are: each waits in `step()`, or has `left`. Returns once they have left the arena.
+
+        Until then this is the server, so that nobody folds what is posted and not played.
+        """
+        for worker, link in enumerate(self._links):
+            if worker in left:
+                self._say(worker)
+            else:
+                with contextlib.suppress(ConnectionError):
+                    link.send(STOPS)
+        until_ns = self._clock.now_ns() + int(self.store.timeout_s * 1e9)
+        while any(state in WORKER_PRESENT for state in self.store.arena.lane_states()) and self._clock.now_ns() < until_ns:
+            self._clock.sleep_ns(_ENDS_NS)
+
+
+class Listener:
+    """The socket at which the workers of a job find the driver. `close`, from any thread, ends every wait at it."""
+
+    def __init__(self, job: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(rendezvous.place_name(job, "driver"))
+        self._socket.listen(1024)
+        self._open: list[socket.socket] = []
+
+    def store(self, clock: Clock = SYSTEM_CLOCK) -> tuple[Store, object]:
+        """Wait for worker 0's store and serve it. Returns it, and what keeps the code of its rule alive.
+
+        Raises UsageError for a store that has no place in virtual time, and WorkerLostError if the listener is closed.
+        """
+        connection, message, files = self._next()
+        if message != STORE or len(files) != 2:
+            raise ProtocolError(f"expected the job's store first, found {message[:20]!r}")
+        with os.fdopen(files[1], "rb") as file:
+            order: Order = pickle.load(file)  # a worker's, of this user
+        layout, compiled = with_rule(order.layout, order.rule)
+        memory = shared_memory.map_shared(files[0])
+        store = Store(files[0], memory, layout, order.job, order.timeout_s, clock, [])
+        try:
+            if reason := _refusal(store):
+                connection.send(reason.encode())
+                raise UsageError(reason)
+            answer_as_server(store)
+            store.arena.serve(os.getpid())
+            connection.send(SERVED)
+        except BaseException:
+            store.close()
+            raise
+        return store, compiled
+
+    def links(self, store: Store) -> list[socket.socket]:
+        """Wait until all workers are attached. Returns a connection to each. Raises TimeoutExceededError, WorkerLostError."""
+        workers, found = store.layout.workers, dict[int, socket.socket]()
+        self._socket.settimeout(store.timeout_s)
+        while len(found) < workers:
+            try:
+                connection, message, _ = self._next()
+            except TimeoutError:
+                missing = ", ".join(str(rank) for rank in range(workers) if rank not in found)
+                raise TimeoutExceededError(
+                    f"expected every worker of the script to wrap its optimizer within {store.timeout_s:g} s, found none of"
+                    f" workers {missing}; raise FASTPS_TIMEOUT if they are only slow"
+                ) from None
+            found[RANK.unpack(message)[0]] = connection
+        return [found[rank] for rank in range(workers)]
+
+    def _next(self) -> tuple[socket.socket, bytes, list[int]]:
+        """The next connection of this user, with its first message and its descriptors."""
+        while True:
+            try:
+                connection = self._socket.accept()[0]
+            except TimeoutError:
+                raise
+            except OSError:
+                raise WorkerLostError("the workers have ended before all were attached") from None
+            self._open.append(connection)
+            with contextlib.suppress(rendezvous.OtherUser, ConnectionError):
+                rendezvous.check_user(connection)
+                message, files, _, _ = socket.recv_fds(connection, 64, 2)
+                if message:
+                    return connection, message, files
+
+    def close(self) -> None:
+        """End all connections: workers that wait for the driver's word end with an error. May be called twice."""
+        for each in (self._socket, *self._open):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def free(self) -> None:
+        """Free the descriptors, once no thread waits."""
+        for each in (self._socket, *self._open):
+            each.close()
+
+
+def _refusal(store: Store) -> str:
+    """Why a driver cannot serve a store; "" if it can."""
+    if store.tables:
+        return "virtual time: expected no tables (sparse=True), whose rows change in place, found some"
+    if store.version:
+        return f"virtual time begins at version 0: expected no resume, found version {store.version}"
+    return ""

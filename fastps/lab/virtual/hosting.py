@@ -1,0 +1,110 @@
+"""A script's worker processes under a driver, which a thread of the calling process has: for simulations and replays."""
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from fastps.errors import UsageError
+from fastps.lab.virtual.driver import Driver, Listener, WorkerLostError
+from fastps.processes.launcher import Launcher
+from fastps.processes.options import JobOptions
+from fastps.processes.outcome import Outcome, failure_panel
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.training.runs import RunFailedError
+
+_LAST_ONLY = 1 << 50  # updates between two checkpoints, where only the last is wanted
+
+
+def job_options(checkpoint: Path | None, threads: str = "1", nonfinite: str = "") -> JobOptions:
+    """The options of a job in virtual time, whose server saves its last version if a folder for checkpoints is given.
+
+    `threads`: of a worker's arithmetic, unless the environment says.
+    """
+    variables = {
+        "FASTPS_VIRTUAL": "1",
+        # Threads decide the order of sums, and the hash seed that of sets.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
+    }
+    every = _LAST_ONLY if checkpoint is not None else 0
+    return JobOptions(server="process", nonfinite=nonfinite, checkpoint=str(checkpoint or ""), every=every, variables=variables)
+
+
+@dataclass
+class Hosting:
+    """Runs `command`, a script with its arguments as for `Launcher`, as `workers` processes of a job in virtual time.
+
+    Attributes:
+        play: plays the job until every worker has left, or until it returns.
+        error: what ended it, or None.
+    """
+
+    command: Sequence[str]
+    workers: int
+    sync: str
+    options: JobOptions
+    play: Callable[[Driver], None]
+    clock: Clock = SYSTEM_CLOCK
+    error: BaseException | None = field(default=None, init=False)
+    _has_played: bool = field(default=False, init=False)
+
+    def run(self, tick: Callable[[], None], *, silent: bool = True) -> Outcome:
+        """Run it; `tick` is called from time to time. Returns the workers' outcome.
+
+        Raises RunFailedError, after it has shown the failure, if a worker fails; UsageError for a script that does not use
+        fastps; and what `play` raises.
+        """
+        job = secrets.token_hex(8)
+        launcher = Launcher(
+            self.command,
+            self.workers,
+            sync=self.sync,
+            job=job,
+            options=self.options,
+            silent=silent,
+            clock=self.clock,
+        )
+        listener = Listener(job)
+        thread = threading.Thread(target=self.drive, args=(listener,), name="fastps-driver", daemon=True)
+        thread.start()
+        try:
+            outcome = launcher.run(lambda: launcher.draw(tick))
+        finally:
+            listener.close()
+            thread.join()
+            listener.free()
+        if self.error is not None and not outcome.ended_by:
+            raise self.error
+        if outcome.exit_code:
+            if outcome.first_failure is not None:
+                Console(stderr=True).print(failure_panel(outcome))
+            raise RunFailedError(outcome)
+        if not self._has_played:
+            raise UsageError(
+                f"{self.command[1]}: expected every worker to wrap its optimizer in fastps.DistributedOptimizer, found one that"
+                " ended without"
+            )
+        return outcome
+
+    def drive(self, listener: Listener) -> None:
+        """Serve the job until it has been played. An error is kept in `error`."""
+        store = None
+        try:
+            store, compiled = listener.store(self.clock)
+            self.play(Driver(store, listener.links(store), self.clock))
+            self._has_played = True
+            del compiled  # keeps the rule's code alive until now
+        except WorkerLostError:
+            listener.close()  # its exit code tells why
+        except BaseException as error:
+            self.error = error
+            listener.close()
+        finally:
+            if store is not None:
+                store.arena.finish(store.arena.server_lane)
+                store.close()

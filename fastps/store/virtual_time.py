@@ -1,0 +1,149 @@
+"""A worker's side of virtual time: its pushes go to the job's driver, and its weights come from there.
+
+In such a job (`fastps simulate --script`, `fastps replay`) the driver is the only combiner. It decides when a push counts and
+which version a worker reads next. The worker computes for real, and every wait of its own is one for the driver's word.
+"""
+
+import math
+import os
+import pickle
+import socket
+import struct
+from typing import NamedTuple
+
+from fastps.errors import ProtocolError, UsageError
+from fastps.job import environment
+from fastps.kernels.protocol.lane import KIND_LEAVE
+from fastps.kernels.protocol.worker_lane import WorkerLane
+from fastps.membership import rendezvous
+from fastps.membership.job_memory import JobMemory
+from fastps.store.server_process import Order, picklable
+
+RANK = struct.Struct("=i")
+"""A worker's first message."""
+PUSH = struct.Struct("=iqiqddq")
+"""What a worker hands over: a Push."""
+READ = struct.Struct("=qqq")
+"""What a step reads anew, after the byte BEGINS, for each shard: its number, the buffer, and the version."""
+BEGINS, STOPS = b">", b"."
+"""The other word: the program ends here, as if the script had called sys.exit(0)."""
+STORE, SERVED = b"store", b"served"
+"""The message that brings a new store, and the answer of a driver that takes it; any other answer is why it does not."""
+_LONGEST = 1 << 16
+
+
+class Push(NamedTuple):
+    """What a worker hands over: the arguments of its lane's `post`."""
+
+    kind: int
+    step: int
+    slot: int
+    version: int
+    scale: float
+    loss: float
+    samples: int
+
+
+class DriverLink:
+    """The connection of a worker to its job's driver. `lane` is the worker's, and `buffers` names the weights that it reads.
+
+    Attributes:
+        is_over: whether this worker has left, and all others have.
+    """
+
+    def __init__(self, store: JobMemory, lane: WorkerLane, buffers: list[int]) -> None:
+        self._lane, self._buffers, self._clock = lane, buffers, store.clock
+        self._socket = _connected(store.job)
+        self._socket.send(RANK.pack(lane.index))
+        self._has_said_leave = self.is_over = False
+        self._take_word()
+
+    @classmethod
+    def of(cls, store: JobMemory, lane: WorkerLane, buffers: list[int]) -> "DriverLink | None":
+        """Connect, in a job that runs in virtual time, and take the first version. Returns once all workers have."""
+        return cls(store, lane, buffers) if environment.is_virtual() else None
+
+    def hand_over(self, push: Push) -> None:
+        """Hand over what the worker would post. Raises ProtocolError if the driver has ended."""
+        if push.kind == KIND_LEAVE:
+            return self.leave()
+        return self._send(push)
+
+    def advance(self) -> None:
+        """Wait until the worker's next step begins in virtual time, and take the weights that it reads."""
+        if self._lane.awaits:
+            self._lane.granted_ns = self._clock.now_ns()
+            self._take_word()
+            self._lane.advance_late(self._clock.now_ns())
+
+    def leave(self) -> None:
+        """Leave, at the time at which the next push would count, and wait until all others have left. May be called twice."""
+        if not self._has_said_leave:
+            self._has_said_leave = True
+            self._send(Push(KIND_LEAVE, self._lane.steps, 0, self._lane.version, 1.0, math.nan, 0))
+        if not self.is_over:
+            self._take_word()
+            self.is_over = True
+
+    def _send(self, push: Push) -> None:
+        try:
+            self._socket.send(PUSH.pack(*push))
+        except OSError:
+            raise _ended() from None
+
+    def _take_word(self) -> None:
+        """Wait for the driver's word, and read the buffers that it names, which the driver has pinned."""
+        try:
+            word = self._socket.recv(_LONGEST)
+        except ConnectionError:
+            word = b""
+        if not word:
+            raise _ended()
+        if word == STOPS:
+            self._has_said_leave = self.is_over = True
+            raise SystemExit(0)
+        for shard, buffer, version in READ.iter_unpack(word[len(BEGINS) :]):
+            self._lane.take_prefetched(buffer, version, shard)
+            self._buffers[shard] = buffer
+
+
+def offer(store: JobMemory, *, on_devices: bool) -> None:
+    """Let the driver serve a new store. Raises UsageError if it does not, with the reason."""
+    if not store.layout.has_server:
+        raise UsageError("virtual time: the driver folds, expected no server= in the script, found 'workers'")
+    if on_devices:
+        raise UsageError("virtual time: expected a model on the CPU, found one on a GPU; set CUDA_VISIBLE_DEVICES=")
+    layout, rule = picklable(store.layout)
+    message = pickle.dumps(Order(store.job, layout, store.timeout_s, -1, rule, None))
+    descriptor = os.memfd_create("fastps-order")
+    try:
+        os.truncate(descriptor, len(message))
+        os.pwrite(descriptor, message, 0)
+        with _connected(store.job) as connection:
+            socket.send_fds(connection, [STORE], [store.descriptor, descriptor])
+            answer = connection.recv(_LONGEST)
+    finally:
+        os.close(descriptor)
+    if answer != SERVED:
+        raise UsageError(answer.decode() or str(_ended()))
+
+
+def _connected(job: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(rendezvous.place_name(job, "driver"))
+        rendezvous.check_user(connection)
+    except (ConnectionRefusedError, FileNotFoundError):
+        connection.close()
+        raise UsageError(
+            "virtual time: expected a script that wraps one optimizer, once, without job=, found a second wrap or a"
+            " job of its own"
+        ) from None
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _ended() -> ProtocolError:
+    return ProtocolError("the driver of virtual time has ended: see the error of the command")

@@ -1,0 +1,142 @@
+"""What a replay of a recorded job needs beside its steps and pushes: inputs, events, checksums, and what must be the same.
+
+Events are those that this worker's lane gave the schedulers, in its commits. Together all workers have every commit of the job.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.job import environment
+from fastps.job.layout import Layout
+from fastps.kernels.protocol.worker_lane import WorkerLane
+from fastps.membership.job_memory import JobMemory
+from fastps.tracing.parts import Part
+
+CHECKSUM_EVERY = 256
+"""Versions between two checksums: those of worker 0's reads, at 1 ms for 4 MB of weights."""
+_SAMPLE_WORDS = 1024
+_COLLECT_EVERY = 16  # steps: a worker that is killed loses the records of so many commits
+
+
+class Sampled(Protocol):
+    """The part of a worker that is recorded for a replay."""
+
+    rank: int
+    store: JobMemory
+    lane: WorkerLane
+    buffers: list[int]
+    generation: int
+
+
+def reason_against(worker: Sampled) -> str:
+    """What of this job cannot be replayed, as the end of a sentence; "" if all can."""
+    layout = worker.store.layout
+    found = {
+        "in virtual time already": environment.is_virtual(),
+        "of several nodes": layout.is_leaf,
+        "whose weights or gradients lie on devices": bool(layout.owner_lanes or layout.slot_owners),
+        "with tables (sparse=True)": bool(layout.tables),
+        "with a server process": layout.has_server,
+        "whose pulls overlap with computing": layout.policy.overlap,
+        'under sync="auto"': bool(layout.policy.warm_up),
+        "with workers that joined later": worker.generation > 0,
+    }
+    return next((reason for reason, holds in found.items() if holds), "")
+
+
+def described(worker: Sampled) -> dict[str, Any]:
+    """What a trace's header says for a replay."""
+    if reason := reason_against(worker):
+        return {"against": reason}
+    layout, file = worker.store.layout, Path(sys.argv[0])
+    script = {"name": file.name, "digest": digest_of(file), "arguments": sys.argv[1:]}
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    return {
+        "against": "",
+        "model": model_digest(layout),
+        "nonfinite": layout.faults.nonfinite,
+        "script": script,
+        "threads": threads,
+    }
+
+
+def digest_of(file: Path) -> str:
+    """A digest of a script's text; "" without one, in a notebook say."""
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+
+def model_digest(layout: Layout) -> str:
+    """A digest of what a replay must not differ in: parameters, update rule, groups, discipline, number of workers."""
+    found = json.loads(layout.text())
+    found["faults"] = layout.faults.nonfinite
+    for name in ("abi", "server", "extra_bytes"):
+        del found[name]
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def sampled_words(store: JobMemory, lane: int, slot: int) -> npt.NDArray[np.uint32]:
+    """At most 1,024 words of the gradient in a slot, evenly spaced."""
+    words = store.layout.buffer_floats // (1 if store.layout.gradient_type in ("float32", "float64") else 2)
+    found = np.frombuffer(store.memory, np.uint32, words, store.arena.gradient_offset(lane, slot))
+    return found[:: -(-words // _SAMPLE_WORDS) | 1]
+
+
+def gradient_sample(words: npt.NDArray[np.uint32]) -> int:
+    """CRC-32 of sampled words: costs microseconds, and tells two steps apart."""
+    return zlib.crc32(np.ascontiguousarray(words))
+
+
+def weights_checksum(store: JobMemory, buffers: Sequence[int], shard: int) -> int:
+    """CRC-32 of one shard's weights, in one buffer per shard."""
+    found = 0
+    for parameter, view in zip(store.parameters, store.weight_views(buffers), strict=True):
+        if parameter.shard == shard:
+            found = zlib.crc32(view, found)
+    return found
+
+
+def final_checksums(store: JobMemory) -> list[int]:
+    """The checksum of each shard's published weights."""
+    buffers = store.committed()[0]
+    return [weights_checksum(store, buffers, shard) for shard in range(store.arena.shards)]
+
+
+class ReplayRecords:
+    """One worker's records for a replay. Methods raise TraceError if they cannot be written."""
+
+    def __init__(self, worker: Sampled, part: Part) -> None:
+        self._worker, self._tables = worker, part.more
+        self._words = [sampled_words(worker.store, worker.rank, slot) for slot in range(worker.store.layout.slots)]
+        self._next = [0] * worker.store.arena.shards  # worker 0's next checksum, by shard
+        worker.lane.log_events()
+        self.collect()
+
+    def computed(self, position: int, slot: int) -> None:
+        """Record what a push was computed with; `slot`: -1 for one without a gradient."""
+        worker, lane = self._worker, self._worker.lane
+        sample = gradient_sample(self._words[slot]) if slot >= 0 else 0
+        for shard in range(worker.store.arena.shards):
+            self._tables["inputs"].append((position, lane.shard_version(shard), sample, worker.rank, shard, 1))
+        if position % _COLLECT_EVERY == 0:
+            self.collect()
+
+    def collect(self) -> None:
+        """Write what this worker's lane has committed, and checksums that are due."""
+        worker, lane = self._worker, self._worker.lane
+        self._tables["events"].extend(lane.take_events())
+        if worker.rank:
+            return
+        for shard, due in enumerate(self._next):
+            if (version := lane.shard_version(shard)) >= due:
+                checksum = weights_checksum(worker.store, worker.buffers, shard)
+                self._tables["checksums"].append((version, checksum, shard, 1))
+                self._next[shard] = version + CHECKSUM_EVERY

@@ -1,0 +1,189 @@
+"""The kernels as NVIDIA's compiler makes them: NVRTC's PTX, run on the CPU, has the bits of the NumPy reference.
+
+It shows where NVRTC's front end fuses, which addresses are used, and alignment. It does not show what ptxas, the order of
+memory, streams and CUDA IPC do. It needs NVRTC, which the extra [test] brings, and no GPU.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from fastps.kernels.cuda import host_fold, launch_args, runtime
+from fastps.kernels.update import fold
+from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM
+from fastps.lab.worlds import device_chaos
+from tests.device.ptx.machine import Memory, Threads
+from tests.device.ptx.program import Kernel, kernels_of
+from tests.kernels.cuda import test_users_rule
+from tests.kernels.cuda.test_host_fold import aligned, fold_by_reference, fold_on_device, narrowed
+from tests.kernels.update.test_fold import with_average
+from tests.support import twins
+from tests.support.fold_jobs import ALL_ROWS, SITUATIONS, assert_same_bits, make_job
+
+try:
+    runtime._load_nvrtc()
+    WHY_NOT = ""
+except runtime.CudaUnavailableError as error:
+    WHY_NOT = f"{error}; the extra [test] installs it"
+
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT), pytest.mark.timeout(300)]  # NVRTC takes 5 s of a core
+ARCHITECTURES = ("80", "90", "100")
+THREADS = 8  # of a block, so that each thread folds two vectors of a small parameter
+DTYPE_NAMES = {number: name for name, number in launch_args.DTYPES.items()}
+
+
+@functools.cache
+def kernels(architecture: str, text: str = "") -> dict[str, Kernel]:
+    """The kernels of a source, compiled once; those of fastps' own rules by default."""
+    return kernels_of(runtime.compile_with_nvrtc(f"compute_{architecture}", text).decode())
+
+
+class Judge:
+    """Launches kernels of PTX in the place of the host's functions."""
+
+    def __init__(self, made: dict[str, Kernel]) -> None:
+        self.kernels = made
+        self.launched: set[str] = set()
+
+    def run(self, name: str, args: int, tiles: int, blocks: int, memory: Memory) -> None:
+        self.launched.add(name)
+        Threads(self.kernels[name], (args, tiles), blocks, THREADS, memory).run()
+
+    def launch(self, rule: int, dtype: int, args: int, tiles: int, blocks: int, threads: int = 0) -> None:
+        name = DTYPE_NAMES[dtype]
+        reads, writes = launch_args.accessed(args, name)
+        tables = [(args, launch_args.size_of(args)), (tiles, blocks * host_fold.TILE_BYTES)]
+        kernel = f"fps_fold_{launch_args.RULE_NAMES.get(rule, 'users')}_{name}"
+        self.run(kernel, args, tiles, blocks, Memory([*reads, *tables], writes))
+
+    def launch_users(self, dtype: int, args: int, tiles: int, blocks: int) -> None:
+        self.launch(-1, dtype, args, tiles, blocks)
+
+    def check(self, number: int, args: int, tiles: int, blocks: int, threads: int = 0) -> None:
+        dtype = DTYPE_NAMES[number]
+        reads, writes = launch_args.accessed_by_check(args, tiles, blocks, dtype)
+        tables = [(args, launch_args.CHECK_BYTES), (tiles, blocks * host_fold.TILE_BYTES)]
+        self.run(f"fps_check_{dtype}", args, tiles, blocks, Memory([*reads, *tables], writes))
+
+
+def fold_all_rows(judge: Judge) -> None:
+    """Fold each row of each rule, in turn with each dtype and mode, by the kernels and by the reference."""
+    situations = itertools.cycle(SITUATIONS)
+    by_rule = {rule: [row for row in ALL_ROWS if row.rule == rule] for rule in launch_args.RULE_NAMES}
+    combinations = list(itertools.product(launch_args.DTYPES, (FOLD_SUM, FOLD_EACH)))
+    for rows in by_rule.values():
+        for index in range(max(len(rows), len(combinations))):
+            row, (dtype, mode) = rows[index % len(rows)], combinations[index % len(combinations)]
+            situation = next(situations)
+            job = make_job(row, 1 + index % 4, situation, index, (1, 4, 41))
+            job = with_average(job, 0.9) if index % 3 == 2 else job
+            halves = aligned(np.zeros(len(job.weights), np.uint16)) if index % 2 else None
+            found, gradients = fold_on_device(job, mode, dtype, halves=halves, shown="bfloat16")
+            with np.errstate(all="ignore"):
+                assert_same_bits(found, fold_by_reference(job, mode, gradients), (row.name, dtype, mode, situation))
+            if halves is not None:
+                fold.narrow(found[0], expected := np.zeros_like(halves), launch_args.DTYPES["bfloat16"])
+                for offset, length, _ in job.segments:
+                    assert np.array_equal(halves[offset : offset + length], expected[offset : offset + length])
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(each, marks=[pytest.mark.slow] * (each != "90")) for each in ARCHITECTURES]
+)
+def test_every_rule_dtype_and_mode_has_the_bits_of_the_reference(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = Judge(kernels(architecture))
+    monkeypatch.setattr(host_fold, "launch", judge.launch)
+    fold_all_rows(judge)
+    for dtype in launch_args.DTYPES:
+        assert found_by_check(judge, dtype, at=[]) == [0, 0]
+        assert [found_by_check(judge, dtype, at=[place]) for place in (0, 17, 32, 70)] == [[7, 0], [7, 0], [0, 7], [0, 7]]
+    assert judge.launched == set(runtime.kernel_names())
+
+
+def found_by_check(judge: Judge, dtype: str, at: list[int]) -> list[int]:
+    """What the check of a slot of two parameters marks, if there are infinities at these places."""
+    values = np.linspace(-3, 3, 80, dtype=np.float32)
+    values[at] = np.inf
+    slot, marks, room = aligned(narrowed(values, dtype)), aligned(np.zeros(2, np.int32)), aligned(np.zeros(64, np.uint8))
+    launch_args.write_check_args(room, slot.ctypes.data, marks.ctypes.data, 7)
+    tiles = aligned(launch_args.tiles_of_segments([(0, 18), (32, 39)]))
+    judge.check(launch_args.DTYPES[dtype], room.ctypes.data, tiles.ctypes.data, 2)
+    return list(marks.tolist())
+
+
+@pytest.mark.slow
+def test_jobs_on_simulated_devices_keep_their_promises_with_the_kernels_of_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = Judge(kernels("90"))
+    monkeypatch.setattr(host_fold, "launch", judge.launch)
+    monkeypatch.setattr(host_fold, "launch_check", judge.check)
+    found = device_chaos.simulate(4, 0, 10)
+    assert found.violations == [] and found.seeds == 10
+    assert any(name.startswith("fps_fold") for name in judge.launched) and "fps_check_float32" in judge.launched
+
+
+def users_source(name: str) -> str:
+    return str(runtime.source(twins.RULES[name].rule.device_text()))  # type: ignore[attr-defined]
+
+
+def differ(name: str, made: dict[str, Kernel], dtypes: Iterable[str] = launch_args.DTYPES) -> set[str]:
+    """What of a user's rule differs between its kernels and Numba's code."""
+    judge, found = Judge(made), set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_users_rule, "SEGMENTS", [(0, 1, 0), (16, 6, 0), (32, 41, 0)])
+        patch.setattr(test_users_rule, "SIZE", 80)
+        for mode, dtype in itertools.product((FOLD_SUM, FOLD_EACH), dtypes):
+            decay = 0.9 if mode == FOLD_SUM else 0.0
+            found |= set(test_users_rule.differ(twins.RULES[name], judge.launch_users, mode, dtype, decay, "float16"))
+    return found
+
+
+def test_a_users_rule_has_the_bits_of_numbas_code() -> None:
+    for architecture in ARCHITECTURES:
+        assert differ("eight", kernels(architecture, users_source("eight"))) == set(), architecture
+
+
+MUTANTS = {  # text of fold.cu, another in its place, and what is found
+    "an unaligned stride": (
+        "stride = args->state_stride;",
+        "stride = args->state_stride + 1;",
+        "misaligned (error 716): 16 bytes",
+    ),
+    "an unaligned vector": (
+        "fps_device_fold(args, &of, tile.first + place, FPS",
+        "fps_device_fold(args, &of, tile.first + place + 1, FPS",
+        "misaligned",
+    ),
+    "a plane too many": (
+        "args->rule_planes * stride, place",
+        "(args->rule_planes + 1) * stride, place",
+        "outside of the launch's memory (error 700)",
+    ),
+    "a fused multiply-add": ("total[i] + term;", "fmaf(more[i], entries[entry].scale, total[i]);", "state"),
+    "an unfused multiply-add": (
+        "fmaf(fraction, end - start, is_small ? start : end)",
+        "fraction * (end - start) + (is_small ? start : end)",
+        "state",
+    ),
+    "a swapped operand": ("end - start", "start - end", "state"),
+    "contraction by the compiler": ("", "", "found add.f32"),  # without .rn, so that ptxas may fuse it
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_of_the_kernels_are_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, expected = MUTANTS[mutant]
+    text = users_source("eight")
+    for half in ("float16", "bfloat16"):  # float32 is enough
+        text = text.replace(f"FPS_FOLD_KERNEL(name##_{half}, number, FPS_DEVICE_{half.upper()})", "")
+    assert old in text
+    if mutant.startswith("contraction"):
+        monkeypatch.setattr(runtime, "OPTIONS", ("--std=c++17", "--fmad=true"))
+    made = kernels("90", f"{text.replace(old, new) if old else text}// {mutant}\n")
+    try:
+        found = " ".join(differ("eight", made, ["float32"]))
+    except ValueError as error:
+        found = str(error)
+    assert expected in found

@@ -1,0 +1,239 @@
+"""The driver of virtual time: each discipline's weights are those of a NumPy loop over the same events, to the last bit."""
+
+import os
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastps import SGD, Policy, Store, parse_policy
+from fastps.kernels.protocol.lane import BAD_DESCRIPTOR, DONE, KIND_PUSH, Lane
+from fastps.kernels.update import fold as folding
+from fastps.kernels.update import reference
+from fastps.lab.virtual.driver import BEGIN, DROP, PULL, RECEIVE, Listener
+from fastps.lab.virtual.hosting import Hosting
+from fastps.lab.virtual.script import _Run
+from fastps.lab.virtual.training import _updates
+from fastps.processes.options import JobOptions
+from fastps.simulation.compute_models import parse_compute
+from fastps.simulation.simulate import Simulation, simulate
+from fastps.store.worker import Worker
+from fastps.system.clock import SYSTEM_CLOCK
+
+Arrays = dict[str, np.ndarray]
+
+WORKERS, STEPS, SAMPLES = 3, 12, 16
+FIRST = {name: np.linspace(-1, 1, 5, dtype=np.float32) + index for index, name in enumerate("abcd")}
+DISCIPLINES = (
+    "bsp",
+    "asp",
+    "ssp:3",
+    "dssp:3,15",
+    "softsync:2",
+    "backup:1",
+    "psp:2,0.75",
+    "psp:3,0.75,push_timeout=0.01",
+    "r2sp:0.8",
+    "hardsync:64",
+    "adv:1,groups=2",
+    "ssp:1,shards=2",
+    "asp,combine=true",
+    "dssp:1,4,shards=2,combine=true",
+)
+NETWORKS: dict[str, dict[str, Any]] = {
+    "instant": {},
+    "late": {
+        "model_bytes": 1e6,
+        "bandwidth": 1e8,
+        "latency_ns": 500_000,
+        "late_pulls": (0.2, 60_000_000),
+    },
+    "late pushes": {"late_pushes": (0.1, 30_000_000)},
+    "busy": {"service_ns": 2_000_000, "update_ns": 15_000_000},
+}
+
+CASES = [
+    (spec, network)
+    for spec, network in product(DISCIPLINES, NETWORKS)
+    if not (network == "late pushes" and spec.startswith("psp"))  # refused: a push could overtake another
+]
+
+
+def simulation_of(network: str, **options: Any) -> Simulation:
+    compute = replace(parse_compute("lognormal:10ms,0.4"), factors={0: 2.5})
+    return Simulation(workers=WORKERS, steps=STEPS, batch=SAMPLES, compute=compute, seed=5, **NETWORKS[network], **options)
+
+
+def gradient(weights: np.ndarray, name: str, worker: int, step: int) -> np.ndarray:
+    """Of half the squared distance to a point that moves."""
+    target = np.random.default_rng([ord(name), worker, step]).standard_normal(weights.shape)
+    return weights - target.astype(np.float32)
+
+
+# -- the job -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FASTPS_VIRTUAL", "1")
+    before = threading.active_count()
+    yield
+    assert threading.active_count() <= before
+
+
+def work(worker: Worker, steps: int, pauses: bool = False) -> None:
+    with worker:
+        for step in range(steps):
+            time.sleep(random.random() * 0.004 if pauses else 0)
+            for name, view in worker.gradients.items():
+                view[...] = gradient(worker.weights[name], name, worker.rank, step)
+            worker.push(worker.store.hypers, samples=SAMPLES)
+            worker.advance()
+            worker.pull()
+
+
+def trained(
+    spec: str, simulation: Simulation, steps: tuple[int, ...] = (STEPS,) * WORKERS, pauses: bool = False
+) -> tuple[Arrays, dict[str, Any]]:
+    """The final weights of a job whose workers are threads here, and the run's row."""
+    job = f"virtual-{spec.replace(',', '-')}-{os.getpid()}"
+    run, listener = _Run(parse_policy(spec), simulation, SYSTEM_CLOCK), Listener(job)
+    hosting = Hosting([], WORKERS, spec, JobOptions(), run.play)
+    threads = [threading.Thread(target=hosting.drive, args=(listener,), daemon=True)]
+    threads[0].start()
+    try:
+        with Store.create(FIRST, SGD(lr=0.1, momentum=0.5), sync=spec, workers=WORKERS, server="process", job=job) as store:
+            threads += [
+                threading.Thread(target=lambda rank=rank: work(store.attach(rank), steps[rank], pauses), daemon=True)
+                for rank in range(WORKERS)
+            ]
+            for thread in threads[1:]:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+                assert not thread.is_alive()
+            found = store.weight_views(store.committed()[0])
+            weights = {name: view.copy() for name, view in zip(FIRST, found, strict=True)}
+    finally:
+        listener.close()
+        threads[0].join(60)
+        listener.free()
+    if hosting.error is not None:
+        raise hosting.error
+    return weights, run.row
+
+
+# -- the oracle ----------------------------------------------------------------------------------------
+
+
+class Loop:
+    """A plain loop over a simulation's events: NumPy's gradients, and the fold's reference."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        names = sorted(FIRST)
+        bounds = np.linspace(0, len(names), policy.shards + 1).astype(int)
+        self.names = [names[first:last] for first, last in pairwise(bounds)]
+        self.kept = [[{name: FIRST[name] for name in own}] for own in self.names]  # by shard and version
+        self.state = {name: (np.zeros((1, 5), np.float32), np.zeros(1, np.int64)) for name in names}
+        self.reads = [dict.fromkeys(range(policy.shards), 0) for _ in range(WORKERS)]
+        self.begun = [0] * WORKERS
+        self.made = [[deque[Arrays]() for _ in self.names] for _ in range(WORKERS)]
+        self.received = [[deque[Arrays]() for _ in self.names] for _ in range(WORKERS)]
+
+    def play(self, trace: Any) -> Arrays:
+        for update, line in _updates(trace):
+            worker, shard, kind = line["worker"], line["shard"], line["kind"]
+            if update:
+                self.fold(update)
+            elif kind == PULL:
+                self.reads[worker][shard] = line["version"]
+            elif kind == BEGIN:
+                for number, own in enumerate(self.names):
+                    weights = self.kept[number][self.reads[worker][number]]
+                    computed = {name: gradient(weights[name], name, worker, self.begun[worker]) for name in own}
+                    self.made[worker][number].append(computed)
+                self.begun[worker] += 1
+            elif kind == RECEIVE:
+                self.received[worker][shard].append(self.made[worker][shard].popleft())
+            elif kind == DROP:
+                self.received[worker][shard].pop()
+        return {name: weights for versions in self.kept for name, weights in versions[-1].items()}
+
+    def fold(self, update: list[dict[str, int]]) -> None:
+        shard, policy = update[0]["shard"], self.policy
+        pushes = [self.received[line["worker"]][shard].popleft() for line in sorted(update, key=lambda line: line["worker"])]
+        count, hyper = len(pushes), reference.Hyper(0.1, 0.5, 0, 0, 0, 0, 0)
+        rates = {"linear": count, "square-root": sqrt(count * SAMPLES / 64), "divisor": 1 / (policy.divisor or 1)}
+        made = {}
+        for name, weights in self.kept[shard][-1].items():
+            state, steps = self.state[name]
+            made[name], *self.state[name] = reference.fold(
+                folding.RULE_SGD,
+                folding.FOLD_SUM if policy.is_sum else folding.FOLD_EACH,
+                [(0, 5, 0)],
+                [reference.Push(push[name], [hyper], [True], 1.0) for push in pushes],
+                weights,
+                state,
+                steps,
+                scale=1.0 / count if policy.is_mean else 1.0,
+                rate_scale=rates.get(policy.scale, 1.0),
+            )
+        self.kept[shard].append(made)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("spec", "network"), CASES)
+def test_weights_are_those_of_a_plain_loop_over_the_same_events(spec: str, network: str) -> None:
+    policy = parse_policy(spec)
+    weights, row = trained(spec, simulation_of(network))
+    outcome = simulate(policy, simulation_of(network, leave=True), trace=True)
+    expected = Loop(policy).play(outcome.trace)
+    for name in FIRST:
+        np.testing.assert_array_equal(weights[name], expected[name])
+    for key in ("seconds", "updates", "staleness", "dropped", "stale_blocks", "wait_share", "events"):
+        assert row[key] == outcome.row[key]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("spec", ["asp", "ssp:3", "dssp:3,15", "softsync:2", "backup:1", "psp:2,0.75", "r2sp:0.8"])
+def test_weights_do_not_depend_on_how_long_workers_really_compute(spec: str) -> None:
+    (first, row), (second, other) = (trained(spec, simulation_of("instant"), pauses=True) for _ in range(2))
+    assert row["weights"] == other["weights"]
+    for name in FIRST:
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+@pytest.mark.parametrize("spec", ["bsp", "softsync:2", "psp:2,0.75"])
+def test_the_others_go_on_without_a_worker_that_leaves(spec: str) -> None:
+    _, row = trained(spec, simulation_of("instant"), steps=(STEPS, 0, 5))
+    assert row["steps"] == STEPS + 5
+    assert row["updates"] >= STEPS
+
+
+def test_a_push_that_is_not_played_waits_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's lane takes the named lanes' pushes in the given order, and no other."""
+    monkeypatch.delenv("FASTPS_VIRTUAL")
+    with Store.create(FIRST, SGD(lr=1.0), sync="asp", workers=3, job="played") as store:
+        lanes, combiner = [Lane(store.arena, rank) for rank in range(3)], Lane(store.arena, 0)
+        for rank, lane in enumerate(lanes):
+            lane.set_hyper(0, 0, 1.0, 0, 0, 0, 0, 0, 0, 0, 0)
+            lane.set_presence(0, (15).to_bytes(8, "little"))
+            for view in store.gradient_views(rank, 0):
+                view[:] = 10.0**rank
+            assert lane.post(KIND_PUSH, 0, 0, 0, 1_000 - rank)
+        assert [combiner.play(0, [(rank, 2_000)]) for rank in (2, 0)] == [DONE, DONE]
+        assert [lane.done() for lane in lanes] == [1, 0, 1] and store.version == 2
+        np.testing.assert_array_equal(store.weight_views(store.committed()[0])[0], FIRST["a"] - 101)
+        assert combiner.play(0, [(-1, 3_000)]) == DONE and store.version == 2, "no timer is due"
+        assert combiner.play(0, [(0, 3_000)]) == BAD_DESCRIPTOR and combiner.bad_lane == 0, "it has posted no more"
+        with pytest.raises(IndexError):
+            combiner.play(0, [(7, 3_000)])

@@ -1,0 +1,186 @@
+"""A user's script in virtual time: what it trains is that of the built-in training, and it repeats on busy and idle cores."""
+
+import json
+import multiprocessing
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fastps import parse_policy
+from fastps.checkpoint.loading import load
+from fastps.lab.virtual.training import VirtualTraining, _Replay
+from fastps.simulation.compute_models import parse_compute
+from fastps.simulation.simulate import Simulation, simulate
+from fastps.training import data
+from tests.support.commands import fastps
+
+BUILT_IN = """
+import sys
+import fastps, torch
+from fastps.training.data import load
+from fastps.training.models import model_for
+from fastps.training.options import TrainingOptions
+from fastps.training.worker_main import Batches
+
+workers, steps = int(sys.argv[1]), int(sys.argv[2])
+data = load("digits")
+torch.manual_seed(7)
+model = model_for(data)
+optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5))
+batches = Batches(data, TrainingOptions(workers=workers, batch_size=16, seed=7), fastps.rank())
+for _ in range(steps):
+    inputs, labels = batches.next()
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+    loss.backward()
+    optimizer.report_loss(loss.item(), len(labels))
+    optimizer.step()
+print(f"worker {fastps.rank()} ends at loss {loss.item():.3f}")
+"""
+DROPS_OUT = """
+import fastps, torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+optimizer = fastps.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), sync="bsp")
+torch.manual_seed(fastps.rank())
+while optimizer.version < 60:
+    inputs = torch.randn(16, 8)
+    optimizer.zero_grad()
+    loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    optimizer.report_loss(loss.item(), 16)
+    optimizer.step()
+print(f"{optimizer.policy.spec}: {optimizer.version} updates, loss {loss.item()}")
+"""
+"""With dropout, a discipline of its own, and a number of updates for all workers together."""
+UNEVEN = ("--compute", "lognormal:10ms,0.4", "--straggler", "0:3", "--seed", "7")
+SAME = ("seconds", "steps", "updates", "dropped", "wait_share", "grant_wait_share", "zero_gap_share")
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        file = tmp_path / "train.py"
+        file.write_text(text)
+        return str(file)
+
+    return write
+
+
+def simulated(*arguments: str, workers: int = 4, timeout: float = 300, **variables: str) -> list[dict]:
+    """The rows of `fastps simulate --script`."""
+    found = fastps("simulate", "--script", "-n", str(workers), "--json", "-", *arguments, timeout=timeout, **variables)
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)["rows"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("spec", ["asp", "dssp:3,15", "backup:1", "r2sp:0.8"])
+def test_the_built_in_task_has_the_weights_of_train(spec: str, written: Callable[[str], str], tmp_path: Path) -> None:
+    """Each worker leaves after its own steps; the weights are equal bit by bit."""
+    [row] = simulated(*UNEVEN, "--sync", spec, "--checkpoint", str(tmp_path), written(BUILT_IN), "4", "25")
+    compute = replace(parse_compute("lognormal:10ms,0.4"), factors={0: 3.0})
+    described = Simulation(workers=4, steps=25, leave=True, batch=16, seed=7, compute=compute)
+    outcome = simulate(parse_policy(spec), described, trace=True)
+    torch.set_num_threads(1)  # as in the workers: it decides the order of sums
+    training = VirtualTraining(data=data.load("digits"), learning_rate=0.05, momentum=0.5)
+    replay = _Replay(parse_policy(spec), described, training, outcome.trace)
+    replay.run(None)
+    final = np.concatenate([np.asarray(array).reshape(-1) for array in load(tmp_path / spec).weights().values()])
+    np.testing.assert_array_equal(final, replay._shards[0].weights)
+    assert row["staleness"] == [list(each) for each in outcome.row["staleness"]]
+    assert [row[key] for key in SAME] == [outcome.row[key] for key in SAME]
+    assert re.fullmatch(r"worker 0 ends at loss \d\.\d{3}", row["last_line"])
+    assert row["loss_over_time"][0][1] > row["loss_over_time"][-1][1] and 0 < row["train_loss"] < 2
+
+
+def _burn() -> None:
+    while True:
+        sum(range(10_000))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("spec", ["asp", "ssp:3", "dssp:3,15", "softsync:2", "backup:1", "psp:3,0.75", "r2sp:0.8"])
+def test_a_run_repeats_bit_by_bit_on_idle_and_on_busy_cores(spec: str, written: Callable[[str], str]) -> None:
+    arguments = (*UNEVEN, "--sync", spec, written(DROPS_OUT))
+    [idle] = simulated(*arguments)
+    others = [multiprocessing.Process(target=_burn, daemon=True) for _ in range(3)]
+    for other in others:
+        other.start()
+    try:
+        [busy] = simulated(*arguments)
+    finally:
+        for other in others:
+            other.kill()
+            other.join()
+    for row in (idle, busy):
+        del row["wall_seconds"], row["events_per_s"]
+    assert busy == idle
+    assert busy["last_line"].startswith(f"{spec}: ")
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--script"], "expected a script and its arguments behind the options, found none"),
+        (["--script", "nothing.py"], "expected a script's file, found no nothing.py"),
+        (["--script", "--steps", "3", __file__], "--steps beside --script"),
+        (["--script", "--train", __file__], "--train beside --script"),
+        (["--script", "--sync", "adv*:1", __file__], "pulls that a step waits for"),
+        (["--script", "-n", "1000000", __file__], r"1000000 workers take \d+.* GiB .* use at most \d+ workers"),
+        (["--script", "-n", "125", __file__], "expected at most 124 workers"),
+        (["--script", "--sync", "psp:3,0.75", "--late-push", "0.1:1s", __file__], "expected pushes in order"),
+        (["train.py"], "expected --script before a script"),
+        (["--checkpoint", "x"], "expected --script before a script"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_before_any_process_starts(arguments: list[str], message: str) -> None:
+    found = fastps("simulate", *arguments)
+    assert found.returncode == 2
+    assert re.search(message, found.stderr) and found.stderr.count("\n") == 1
+    assert "workers are" not in found.stderr
+
+
+TWICE = """
+import fastps, torch
+for _ in range(2):
+    parameters = torch.nn.Linear(2, 1).parameters()
+    fastps.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1)).close()
+"""
+PLAIN = "print('no fastps here')"
+OWN_WORKERS = BUILT_IN.replace("momentum=0.5)", "momentum=0.5), server='workers'")
+AVERAGES = BUILT_IN.replace("lr=0.05, momentum=0.5))", "lr=0.05), model=model)") + "optimizer.average_buffers()"
+FAILS = BUILT_IN.replace(
+    "    optimizer.step()", "    optimizer.step()\n    if fastps.rank() == 1: raise ValueError('by design')"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (PLAIN, "expected every worker to wrap its optimizer in fastps.DistributedOptimizer, found one that ended without"),
+        (TWICE, "expected a script that wraps one optimizer, once, without job=, found a second wrap"),
+        (OWN_WORKERS, "expected no server= in the script, found 'workers'"),
+        (AVERAGES, "average_buffers() in virtual time: expected wait_for_others() before it"),
+        (FAILS, "worker 1 failed first: exit code 1"),
+    ],
+    ids=["no fastps", "wraps twice", "other server", "averages", "fails"],
+)
+def test_a_script_that_cannot_be_simulated_ends_with_a_sentence(text: str, message: str, written: Callable[[str], str]) -> None:
+    found = fastps("simulate", "--script", "-n", "3", "--sync", "asp", written(text), "3", "5", timeout=200)
+    assert found.returncode != 0
+    assert message in " ".join(found.stderr.split())
