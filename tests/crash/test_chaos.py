@@ -162,6 +162,11 @@ def test_a_mutant_that_needs_several_faults_at_once_is_found(mutant: str) -> Non
     assert chaos.simulate(seeds.start, len(seeds), mutant=mutant, stop=True).violations
 
 
+def test_a_server_may_rest_over_what_an_expelled_owner_left_while_the_next_one_joins() -> None:
+    """Its second push is kept for a fold that waits for another worker; the joiner has called, and has posted nothing."""
+    assert chaos.simulate(800_407, 1).violations == []
+
+
 def test_a_mutant_is_off_again_after_its_seeds() -> None:
     assert chaos.simulate(0, 1, mutant="flip-first").violations
     assert not chaos.simulate(0, 1).violations
