@@ -38,10 +38,12 @@ cdef class Values:
     cdef list tensors
     cdef object memory
     cdef vector[fps_value] known
+    cdef bint is_lent  # one of them was given away since `own_all`
 
     def __cinit__(self, list tensors not None, memory):
         self.tensors = tensors  # this very list: `own` replaces its elements
         self.memory = memory
+        self.is_lent = True
         for tensor in tensors:
             self.known.push_back(fps_value(tensor))
 
@@ -132,6 +134,7 @@ cdef class CompiledLoops:
         """Set `grad` of each tensor to its gradient."""
         cdef Py_ssize_t i
         self._check(gradients)
+        gradients.is_lent = True
         for i in range(len(self.tensors)):
             if not fps_set_grad(self.tensors[i], gradients.tensors[i]):
                 self.tensors[i].grad = gradients.tensors[i]
@@ -164,6 +167,7 @@ cdef class CompiledLoops:
         self._check(values)
         if fps_is_held(values.tensors, values.known, index):
             self._part(values, index)
+        values.is_lent = True
         return values.tensors[index]
 
     cdef int _part(self, Values values, Py_ssize_t index) except -1:
@@ -175,6 +179,9 @@ cdef class CompiledLoops:
         """Part all values from others that hold them, each `grad` of a tensor included."""
         cdef Py_ssize_t i = 0
         self._check(values)
+        if not values.is_lent:
+            return
         while (i := fps_next_held(values.tensors, values.known, i)) < len(values.tensors):
             self._part(values, i)
             i += 1
+        values.is_lent = False
