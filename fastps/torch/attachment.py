@@ -1,7 +1,7 @@
 """An optimizer's attachment to its job: the worker, the weights that its parameters show, and the gradients that it pushes."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,11 +66,9 @@ class Attachment:
         self.worker, self.store = worker, worker.store
         self.weights = Weights(self.tensors, self.store, partial(self.placement.shown_views, self.store))
         self.is_late = worker.generation > 0
-        views = [self.store.gradient_views(worker.rank, slot) for slot in range(self.store.arena.slots)]
-        slots = [self.placement.slot_views(self.store, each) for each in views]
         policy = self.store.layout.policy
         self.clip = policy.clip
-        self.gradients = tables.gradients_of(self.placement, worker, self.tensors, slots, policy.waits_for_fold)
+        self.gradients = tables.gradients_of(self.placement, worker, self.tensors, policy.waits_for_fold)
         self.rounds = BufferRounds(self._buffers, worker)
         self.equal_gradients = EqualGradients(worker, reads_slots=self.placement.name != "device")
         exit_handlers.register(worker, self.leave, self.wait_for_others)
@@ -118,9 +116,19 @@ class Attachment:
         """Tensors over flat views of the arena, one per parameter."""
         return self.placement.tensor_views(self.store, views)
 
-    def take_weights(self) -> None:
-        """Update every parameter to the newest version."""
+    def finish_step(self, written: Collection[int], scale: float) -> None:
+        """Take the newest weights. Leave parameters and p.grad as torch does: the parameters `written` count as written to,
+        and the gradients have been multiplied by `scale`, which undoes a GradScaler's.
+        """
+        self.take_weights(written)
+        if scale != 1.0:
+            self.gradients.multiply(scale)
+
+    def take_weights(self, written: Collection[int] = ()) -> None:
+        """Update every parameter to the newest version. `written`: those that an own push updates."""
         self.placement.pull(self.weights, self.worker)
+        if written:
+            self.weights.count_writes(written)
         if self.has_begun or not self.placement.shows_arena:
             return
         if self.total_steps == 0 and self._is_running():

@@ -169,9 +169,10 @@ def write_error(name: str, *, is_undone: bool, has_moved: bool) -> ParameterChan
         )
     if has_moved:
         return ParameterChangedError(
-            f"parameter {name!r} was pointed at other memory (p.data = tensor, model.to(), an assigning load, or a state"
-            " dict sent through a queue of torch.multiprocessing, which moves it: send copies): expected it to"
-            f" stay where fastps shows the job's weights, because the next step points it back; {_OTHER_WEIGHTS}"
+            f"parameter {name!r} was pointed at other memory (p.data = tensor, model.to(), share_memory(), an assigning load,"
+            " or a state dict sent through a queue of torch.multiprocessing, which moves it: send copies): expected it to"
+            f" stay where fastps shows the job's weights, because the next step points it back; {_OTHER_WEIGHTS}; to change its"
+            " type or form call optimizer.unwrap() first, and wrap again"
         )
     return ParameterChangedError(
         f"parameter {name!r} was written to outside of step() (in place, or by load_state_dict): other workers read the same"

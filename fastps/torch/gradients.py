@@ -6,7 +6,7 @@ Where that cannot be done (the slot's type is not the parameter's, or the loops 
 own, and `step()` copies it into the slot.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from fastps.torch.tensor_loops import tensor_loops
 
 
 class Gradients:
-    """The gradients of `tensors` in `slots`, which has one tensor per parameter for each slot.
+    """The gradients of `tensors` in the slots of a worker.
 
     Args:
         tensors: the parameters.
-        slots: for each slot, the tensors over it, in a list that nothing else may change.
+        views: makes the tensors over a slot, one per parameter.
+        slots: the number of slots.
         keeps: whether p.grad may stay a view of the slot after a push, because the worker waits for the fold.
         name: gives a parameter's name for errors.
 
@@ -37,13 +38,16 @@ class Gradients:
     def __init__(
         self,
         tensors: list[torch.Tensor],
-        slots: Sequence[list[torch.Tensor]],
+        views: Callable[[int], list[torch.Tensor]],
+        slots: int,
         *,
         keeps: bool,
         name: Callable[[int], str],
     ) -> None:
         self.tensors = tensors
-        self.slots = slots
+        self.slots = [views(slot) for slot in range(slots)]
+        self._views = views
+        self._addresses = [[view.data_ptr() for view in each] for each in self.slots]
         self.present: set[int] = set()  # never shrunk in place: it may be `_everything` itself
         self._keeps = keeps
         self.is_apart = False
@@ -51,9 +55,9 @@ class Gradients:
         self._everything = set(range(len(tensors)))
         self._presences: dict[frozenset[int], bytes] = {}
         self._loops = tensor_loops(tensors)
-        self._prepared = [self._loops.prepare(views) for views in slots]
+        self._prepared = [self._loops.prepare(each) for each in self.slots]
         self._is_of_one_type = all(
-            view.dtype == tensor.dtype for views in slots for view, tensor in zip(views, tensors, strict=True)
+            view.dtype == tensor.dtype for each in self.slots for view, tensor in zip(each, tensors, strict=True)
         )
         self._lends = self._is_of_one_type and self._loops.can_own
 
@@ -83,10 +87,14 @@ class Gradients:
                 f"parameter {self._name(index)!r}: expected a dense gradient, found {gradient.layout}; build its layer with"
                 " sparse=True before wrapping, so that fastps keeps it as a table, or give up the sparse gradient"
             )
+        self._check_no_graph(index, gradient)
+
+    def _check_no_graph(self, index: int, gradient: torch.Tensor) -> None:
         if gradient.requires_grad:
             raise UnsupportedError(
                 f"parameter {self._name(index)!r}: backward(create_graph=True) is not supported, because the gradient is"
-                " moved into shared memory"
+                " moved into shared memory: use torch.autograd.grad(loss, parameters, create_graph=True), and backward() of"
+                " what is computed from it"
             )
 
     def zero(self, set_to_none: bool) -> None:
@@ -113,10 +121,11 @@ class Gradients:
     def collect(self, slot: int) -> bytes | None:
         """Copy gradients that did not come through the hook into the slot; skip parameters whose p.grad is None, as torch does.
 
+        A script may also have pointed p.grad at other memory (p.grad.data = tensor), although it is the tensor over the slot.
         Returns the bitmap of the parameters that have a gradient; None if all have one.
         """
         self.is_apart = False
-        if self._loops.other_gradient(self._prepared[slot]) < 0:
+        if self._lends and self._loops.other_gradient(self._prepared[slot]) < 0:
             self.present = self._everything
             return None
         self.present = set()
@@ -125,6 +134,10 @@ class Gradients:
             if gradient is None:
                 continue
             if gradient is not self.slots[slot][index]:
+                self._copy(index, slot, gradient)
+            elif gradient.data_ptr() != self._addresses[slot][index]:
+                self.slots[slot][index] = self._views(slot)[index]
+                self._prepared[slot] = self._loops.prepare(self.slots[slot])
                 self._copy(index, slot, gradient)
             self.present.add(index)
         return self._presence()
@@ -158,6 +171,12 @@ class Gradients:
         gradients = [self.tensors[index].grad for index in sorted(self.present)]
         return norm_of([gradient for gradient in gradients if gradient is not None])
 
+    def multiply(self, factor: float) -> None:
+        """Multiply each p.grad that is still set, after its push has been folded."""
+        for tensor in self.tensors:
+            if tensor.grad is not None:
+                tensor.grad.detach().mul_(factor)
+
     def detach(self, slot: int) -> None:
         """Separate p.grad from the slot until the next `collect`: a fold may still read the slot while the worker goes on."""
         self.release(slot)
@@ -173,20 +192,22 @@ class Gradients:
 class CountedGradients(Gradients):
     """Gradients whose copies into slots are queued during backward; `p.grad` is never a view of the slot.
 
-    The version counter of a gradient tells whether it was changed after backward (clipped by hand, say); such a gradient is
-    copied again. A write through `.data`, which torch does not count, is not noticed.
+    The version counter and the address of a gradient tell whether it was changed after backward (clipped by hand, say); such a
+    gradient is copied again. A write through `.data`, which torch does not count, is not noticed.
     """
 
     def __init__(
         self,
         tensors: list[torch.Tensor],
-        slots: Sequence[list[torch.Tensor]],
+        views: Callable[[int], list[torch.Tensor]],
+        slots: int,
         *,
         keeps: bool,
         name: Callable[[int], str],
     ) -> None:
-        super().__init__(tensors, slots, keeps=keeps, name=name)
-        self._put: list[tuple[torch.Tensor, int] | None] = [None] * len(tensors)  # the gradient and its version in the slot
+        super().__init__(tensors, views, slots, keeps=keeps, name=name)
+        # The gradient in the slot, its version and its address.
+        self._put: list[tuple[torch.Tensor, int, int] | None] = [None] * len(tensors)
 
     def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
         """Queue a copy of `p.grad`, into which autograd has just accumulated, into the slot. Returns whether it did."""
@@ -199,7 +220,7 @@ class CountedGradients(Gradients):
 
     def _put_into(self, slot: int, index: int, gradient: torch.Tensor) -> None:
         self.slots[slot][index].copy_(gradient, non_blocking=True)
-        self._put[index] = gradient, gradient._version
+        self._put[index] = gradient, gradient._version, gradient.data_ptr()
 
     def expose(self, slot: int) -> None:
         """Raise UsageError: p.grad is never a view of the slot."""
@@ -212,7 +233,7 @@ class CountedGradients(Gradients):
         for index in self.present:
             gradient, put = self.tensors[index].grad, self._put[index]
             assert gradient is not None
-            if put is None or put[0] is not gradient or put[1] != gradient._version:
+            if put is None or put[0] is not gradient or put[1:] != (gradient._version, gradient.data_ptr()):
                 self.check(index, gradient)
                 self._put_into(slot, index, gradient)
         return self._presence()

@@ -296,13 +296,12 @@ class DistributedOptimizer(OptimizerState):
             scale, skipped = loss_scaling(self.__dict__)  # only a GradScaler's step sets them
         if job.is_late:
             skipped = skipped or job.begins_void()
-        if job.clip:
-            scale *= gradients.clip_factor(job.clip, scale)
+        clip = gradients.clip_factor(job.clip, scale) if job.clip else 1.0
         if warm_up is not None and worker.steps + 1 == warm_up.steps:
             warm_up.publish()
         hypers = self._hypers_read.of(self.param_groups)
         try:
-            worker.push(hypers, presence=presence, scale=scale, null=skipped, samples=self._samples)
+            worker.push(hypers, presence=presence, scale=scale * clip, null=skipped, samples=self._samples)
             if not skipped:
                 gradients.release(slot)
             worker.advance()
@@ -310,7 +309,7 @@ class DistributedOptimizer(OptimizerState):
             if worker.lane.awaits:
                 gradients.detach(slot)
             raise
-        job.take_weights()
+        job.finish_step(() if skipped else gradients.present, scale)
         if warm_up is not None and worker.steps == warm_up.steps:
             self._take_advice(warm_up)
         if job.checkpointing is not None:

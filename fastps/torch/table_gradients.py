@@ -90,11 +90,7 @@ class TableGradients(Gradients):
                 f" {gradient.layout}; let nothing but a layer with sparse=True use it (no tied weights), or build it with"
                 " sparse=False, and give dense parameters an optimizer of their own (Adam beside SparseAdam)"
             )
-        if gradient.requires_grad:
-            raise UnsupportedError(
-                f"parameter {self._name(index)!r}: backward(create_graph=True) is not supported, because the gradient is"
-                " moved into shared memory"
-            )
+        self._check_no_graph(index, gradient)
 
     def release(self, slot: int) -> None:
         """Give up the slot after its push."""

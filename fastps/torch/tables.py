@@ -70,19 +70,24 @@ def gradients_of(
     placement: HostPlacement,
     worker: Worker,
     tensors: list[torch.Tensor],
-    slots: Sequence[list[torch.Tensor]],
     keeps: bool,
 ) -> Gradients:
-    """The gradients of a worker's parameters; `slots` has one tensor per parameter for each slot."""
-    parameters, tables = worker.store.layout.parameters, worker.store.tables
+    """The gradients of a worker's parameters in its slots."""
+    store = worker.store
+    parameters, tables = store.layout.parameters, store.tables
     dense = [index for index in range(len(tensors)) if index not in tables]
 
     def name(index: int) -> str:
         return parameters[index].name
 
+    def views(slot: int) -> list[torch.Tensor]:
+        made = placement.slot_views(store, store.gradient_views(worker.rank, slot))
+        return [made[index] for index in dense]
+
     found = placement.gradients_kind(worker)(
         [tensors[index] for index in dense],
-        [[views[index] for index in dense] for views in slots],
+        views,
+        store.arena.slots,
         keeps=keeps,
         name=lambda place: name(dense[place]),
     )

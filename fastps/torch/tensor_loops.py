@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 
 from fastps.job.options import value_of
 from fastps.kernels.tensors.attributes import Attribute
@@ -48,6 +49,14 @@ class TensorLoops(Protocol):
 
     def show(self, values: Any) -> None:
         """Point `data` of each tensor at its value: no copy, and no write that version counters count."""
+        ...
+
+    def show_copies(self) -> None:
+        """Give each tensor a private copy of its values. What follows it by its storage goes along."""
+        ...
+
+    def count_writes(self, written: list[torch.Tensor] | None = None) -> None:
+        """Let autograd know that these tensors have new values, as a write would; default: all. `changed` does not see it."""
         ...
 
     def remember(self) -> None:
@@ -95,6 +104,7 @@ class PlainLoops:
     """
 
     can_own = False
+    _remembered: list[int]
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -114,9 +124,21 @@ class PlainLoops:
         self._data.set(self._tensors, values)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
+    def show_copies(self) -> None:
+        """See TensorLoops."""
+        for tensor in self._tensors:
+            tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+
+    def count_writes(self, written: list[torch.Tensor] | None = None) -> None:
+        """See TensorLoops."""
+        before = self._counters.get(self._tensors)
+        increment_version(self._tensors if written is None else written)
+        counted = zip(self._remembered, before, self._counters.get(self._tensors), strict=True)
+        self._remembered = [count - old + new for count, old, new in counted]
+
     def remember(self) -> None:
         """See TensorLoops."""
-        self._remembered: list[int] = self._counters.get(self._tensors)
+        self._remembered = self._counters.get(self._tensors)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
     def changed(self) -> int:

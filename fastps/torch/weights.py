@@ -4,7 +4,7 @@
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,8 +85,14 @@ class Weights:
 
     def show_copies(self) -> None:
         """Replace the memory of every parameter by a private copy."""
-        for tensor in self.tensors:
-            tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+        for loops in self._shard_loops:
+            loops.show_copies()
+
+    def count_writes(self, written: Collection[int]) -> None:
+        """Let autograd refuse a backward through a graph of these parameters' earlier values, as after a step of torch's."""
+        are_all = len(written) == len(self.tensors)
+        for loops, indices in zip(self._shard_loops, self._of_shard, strict=True):
+            loops.count_writes(None if are_all else [self.tensors[index] for index in indices if index in written])
 
     def leave(self) -> None:
         """Drop all tensors over the store's memory, because it is about to be unmapped."""

@@ -23,6 +23,17 @@ static inline c10::TensorImpl *fps_plain(PyObject *object) {
     return impl && impl->unsafe_storage() && impl->layout() == at::kStrided ? impl : nullptr;
 }
 
+/* Where the first element of a tensor with a storage lies. */
+static inline const void *fps_begin(const c10::TensorImpl *impl) {
+    return static_cast<const char *>(impl->unsafe_storage().data()) + impl->storage_offset() * impl->itemsize();
+}
+
+/* The same; null: not plain. */
+static inline const void *fps_place(PyObject *tensor) {
+    const c10::TensorImpl *impl = fps_plain(tensor);
+    return impl ? fps_begin(impl) : nullptr;
+}
+
 /* Faster than memcmp for the few numbers of a shape. */
 static inline bool fps_equal(at::IntArrayRef one, at::IntArrayRef other) {
     if (one.size() != other.size()) return false;
@@ -38,13 +49,14 @@ static inline bool fps_alike(const c10::TensorImpl *one, const c10::TensorImpl *
 /* Facts about one of a loop's values, gathered once. */
 struct fps_value {
     c10::TensorImpl *impl = nullptr;  /* null: not plain; only the attribute works */
+    const void *place = nullptr;      /* where its first element lies; null: not plain, or without elements */
     void *data = nullptr;             /* where its storage begins; null: only the attribute can assign it */
     size_t nbytes = 0;
     c10::ScalarType dtype = c10::ScalarType::Undefined;
     at::DimVector form;               /* sizes, then strides */
 
     fps_value() = default;
-    explicit fps_value(PyObject *object) : impl(fps_impl(object)) {
+    explicit fps_value(PyObject *object) : impl(fps_impl(object)), place(fps_place(object)) {
         if (!fps_plain(object) || impl->storage_offset() || !impl->device().is_cpu()) return;
         c10::StorageImpl *storage = impl->unsafe_storage().unsafeGetStorageImpl();
         data = storage->mutable_data();
@@ -67,8 +79,12 @@ struct fps_owned_storage {
     void *data = nullptr;  /* the data pointer set last */
 };
 
-/* Deleter of an owned storage's data pointer. Its context is a storage that keeps the memory of all values mapped. */
-static void fps_let_go(void *kept) { delete static_cast<c10::Storage *>(kept); }
+/* What an owned storage keeps: the mapping of all values, and the memory that it had before, in which a NumPy array may look. */
+struct fps_kept {
+    c10::Storage values;
+    at::DataPtr before;
+};
+static void fps_let_go(void *kept) { delete static_cast<fps_kept *>(kept); }
 
 /* tensor.data = value, for a tensor in its owned storage: one pointer is written, and every tensor that shares the storage
  * follows. */
@@ -84,9 +100,10 @@ static inline bool fps_point(PyObject *tensor, fps_owned_storage &owned, const f
     return true;
 }
 
-/* tensor.data = values: the same shape and strides over other memory, in a new owned storage if that memory is the CPU's. The version
- * counter stays unchanged. */
+/* tensor.data = values: the same shape and strides over other memory, in an owned storage if that memory is the CPU's: the present
+ * one at the first time, if others share it, so that they follow, or else a new one. The version counter stays unchanged. */
 static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_owned_storage &owned, const fps_value &value) {
+    bool is_first = !owned.storage;
     owned = fps_owned_storage();
     c10::TensorImpl *shown = fps_plain(tensor), *from = fps_plain(values);
     if (!shown || !from || !fps_alike(shown, from)) return false;
@@ -98,10 +115,25 @@ static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_owned_stor
         shown->set_storage_keep_dtype(memory);
         return true;
     }
-    at::DataPtr own(value.data, new c10::Storage(memory), fps_let_go, memory.device());
-    owned.storage = c10::Storage(c10::Storage::use_byte_size_t(), value.nbytes, std::move(own), nullptr, false);
+    auto *kept = new fps_kept{memory, at::DataPtr()};
+    at::DataPtr own(value.data, kept, fps_let_go, memory.device());
     owned.data = value.data;
+    const c10::Storage &present = shown->unsafe_storage();
+    if (is_first && present.use_count() > 1 && present.nbytes() == value.nbytes) {
+        owned.storage = present;
+        kept->before = owned.storage.set_data_ptr(std::move(own));
+        return true;
+    }
+    owned.storage = c10::Storage(c10::Storage::use_byte_size_t(), value.nbytes, std::move(own), nullptr, false);
     shown->set_storage_keep_dtype(owned.storage);
+    return true;
+}
+
+/* Count a write in tensor._version, for a tensor with a version counter. */
+static inline bool fps_count_write(PyObject *tensor) {
+    c10::TensorImpl *impl = fps_impl(tensor);
+    if (!impl || !impl->version_counter().enabled()) return false;
+    impl->bump_version();
     return true;
 }
 
@@ -113,17 +145,12 @@ static inline bool fps_version(PyObject *tensor, int64_t *version) {
     return true;
 }
 
-/* A tensor's storage; null: not plain. */
-static inline const void *fps_storage(PyObject *tensor) {
-    c10::TensorImpl *impl = fps_plain(tensor);
-    return impl ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
-}
-
-/* tensor.grad is value. */
+/* tensor.grad is value, and lies where value lay (p.grad.data = other moves it). */
 static inline bool fps_grad_is(PyObject *tensor, const fps_value &value, int *same) {
     c10::TensorImpl *impl = fps_impl(tensor);
     if (!impl || !value.impl) return false;
-    *same = static_cast<const c10::TensorImpl *>(impl)->grad().unsafeGetTensorImpl() == value.impl;
+    const c10::TensorImpl *grad = static_cast<const c10::TensorImpl *>(impl)->grad().unsafeGetTensorImpl();
+    *same = grad == value.impl && (!value.place || fps_begin(grad) == value.place);
     return true;
 }
 
@@ -174,23 +201,40 @@ struct fps_parted {
 };
 static void fps_free_parted(void *parted) { delete static_cast<fps_parted *>(parted); }
 
-/* Move all tensors that share the storage of the list's i-th tensor to a copy of their values, and put a new tensor over the memory
- * into the list. */
-static inline void fps_part(PyObject *list, Py_ssize_t i) {
+/* Move all tensors that share this one's storage to a copy of their values. Returns what keeps the memory mapped that they had. */
+static inline fps_mapping fps_move(const at::Tensor &old) {
     c10::InferenceMode inference(false);
     at::NoGradGuard no_grad;
-    at::Tensor old = THPVariable_Unpack(PyList_GET_ITEM(list, i));
     c10::StorageImpl *storage = old.storage().unsafeGetStorageImpl();
     int64_t count = storage->nbytes() / old.element_size();
     at::Tensor copy = at::empty({0}, old.options()).set_(old.storage(), 0, {count}, {1}).clone();
-    void *data = storage->mutable_data(), *copied = copy.storage().mutable_data();
+    void *copied = copy.storage().mutable_data();
     at::DataPtr memory = storage->set_data_ptr(at::DataPtr(nullptr, old.device()));
     fps_mapping mapping = memory.get_deleter() == fps_unmap ? *static_cast<fps_mapping *>(memory.get_context())
                                                             : std::make_shared<at::DataPtr>(std::move(memory));
     auto *parted = new fps_parted{copy.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, old.device())), mapping};
     storage->set_data_ptr(at::DataPtr(copied, parted, fps_free_parted, old.device()));
-    at::DataPtr shared(data, new fps_mapping(mapping), fps_unmap, old.device());
-    c10::Storage fresh(c10::Storage::use_byte_size_t(), storage->nbytes(), std::move(shared), nullptr, false);
+    return mapping;
+}
+
+/* Move the list's i-th tensor and all that share its storage to a copy, and put a new tensor over the memory into the list. */
+static inline void fps_part(PyObject *list, Py_ssize_t i) {
+    c10::InferenceMode inference(false);
+    at::NoGradGuard no_grad;
+    at::Tensor old = THPVariable_Unpack(PyList_GET_ITEM(list, i));
+    void *data = old.storage().mutable_data();
+    at::DataPtr shared(data, new fps_mapping(fps_move(old)), fps_unmap, old.device());
+    c10::Storage fresh(c10::Storage::use_byte_size_t(), old.storage().nbytes(), std::move(shared), nullptr, false);
     at::Tensor made = at::empty({0}, old.options()).set_(fresh, old.storage_offset(), old.sizes(), old.strides());
     PyList_SetItem(list, i, THPVariable_Wrap(made));
+}
+
+/* If others share a tensor's owned storage, move it and them to a copy. */
+static inline bool fps_move_along(PyObject *tensor, fps_owned_storage &owned) {
+    c10::TensorImpl *impl = fps_plain(tensor);
+    if (!impl || !owned.storage || owned.storage.use_count() < 3) return false;  /* the tensor's, and `owned` */
+    if (impl->unsafe_storage().unsafeGetStorageImpl() != owned.storage.unsafeGetStorageImpl()) return false;
+    owned = fps_owned_storage();
+    fps_move(THPVariable_Unpack(tensor));
+    return true;
 }

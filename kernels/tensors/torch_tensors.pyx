@@ -8,18 +8,23 @@ built against. No other compiled module depends on torch.
 from libc.stdint cimport int64_t
 from libcpp.vector cimport vector
 
+from torch.autograd.graph import increment_version
+
 cdef extern from "tensors/torch_tensors.hpp":
     const char *TORCH_VERSION
     cppclass fps_value:
         fps_value()
         fps_value(object tensor) except +
+        const void *place
 
     cppclass fps_owned_storage:
         pass
 
     bint fps_point(object tensor, fps_owned_storage &owned, const fps_value &value) except +
     bint fps_settle(object tensor, object values, fps_owned_storage &owned, const fps_value &value) except +
-    const void *fps_storage(object tensor) except +
+    const void *fps_place(object tensor) except +
+    bint fps_count_write(object tensor) except +
+    bint fps_move_along(object tensor, fps_owned_storage &owned) except +
     bint fps_version(object tensor, int64_t *version) except +
     bint fps_grad_is(object tensor, const fps_value &value, bint *same) except +
     bint fps_set_grad(object tensor, object gradient) except +
@@ -63,7 +68,7 @@ cdef class CompiledLoops:
 
     cdef list tensors
     cdef vector[int64_t] remembered
-    cdef vector[const void *] storages      # each tensor's, when it was last shown or remembered
+    cdef vector[const void *] places        # where each tensor lay when it was last shown or remembered
     cdef vector[fps_owned_storage] owned
     cdef object memory              # which the owned storages point into
 
@@ -91,11 +96,30 @@ cdef class CompiledLoops:
             self._drop_storages()
             self.memory = values.memory
         for i in range(len(self.tensors)):
+            self.places[i] = values.known[i].place
             if fps_point(self.tensors[i], self.owned[i], values.known[i]):
                 continue
             if not fps_settle(self.tensors[i], values.tensors[i], self.owned[i], values.known[i]):
                 self.tensors[i].data = values.tensors[i]
-            self.storages[i] = fps_storage(self.tensors[i])
+                self.places[i] = fps_place(self.tensors[i])
+
+    def show_copies(self):
+        """Give each tensor a private copy of its values. What shares its owned storage goes along."""
+        cdef Py_ssize_t i
+        for i in range(len(self.tensors)):
+            if not fps_move_along(self.tensors[i], self.owned[i]):
+                self.tensors[i].data = self.tensors[i].data.clone()
+
+    def count_writes(self, list written=None):
+        """Let autograd know that these tensors have new values, as a write would; default: all. `changed` does not see it."""
+        cdef Py_ssize_t i
+        for i in range(len(self.tensors)):
+            self.remembered[i] -= self._version(i)
+        for each in self.tensors if written is None else written:
+            if not fps_count_write(each):
+                increment_version(each)
+        for i in range(len(self.tensors)):  # all, because views of one tensor have one counter
+            self.remembered[i] += self._version(i)
 
     cdef void _drop_storages(self):
         """Drop all storages, because each keeps only the memory mapped in which it was made."""
@@ -113,22 +137,22 @@ cdef class CompiledLoops:
         """Start detecting changes: writes and pointer moves up to now do not count."""
         cdef Py_ssize_t i
         self.remembered.resize(len(self.tensors))
-        self.storages.resize(len(self.tensors))
+        self.places.resize(len(self.tensors))
         for i in range(len(self.tensors)):
             self.remembered[i] = self._version(i)
-            self.storages[i] = fps_storage(self.tensors[i])
+            self.places[i] = fps_place(self.tensors[i])
 
     def changed(self):
         """Return the index of the first tensor written to or pointed elsewhere since `remember`, except by `show`, or -1."""
         cdef Py_ssize_t i
         for i in range(len(self.tensors)):
-            if self._version(i) != self.remembered[i] or fps_storage(self.tensors[i]) != self.storages[i]:
+            if self._version(i) != self.remembered[i] or fps_place(self.tensors[i]) != self.places[i]:
                 return i
         return -1
 
     def has_moved(self, Py_ssize_t index):
         """Return whether a tensor was pointed at other memory since `remember`, except by `show`."""
-        return fps_storage(self.tensors[index]) != self.storages[index]
+        return fps_place(self.tensors[index]) != self.places[index]
 
     def set_gradients(self, Values gradients not None):
         """Set `grad` of each tensor to its gradient."""
@@ -171,8 +195,10 @@ cdef class CompiledLoops:
         return values.tensors[index]
 
     cdef int _part(self, Values values, Py_ssize_t index) except -1:
+        cdef const void *place = values.known[index].place  # of the memory, also if the tensor was pointed elsewhere
         fps_part(values.tensors, index)
         values.known[index] = fps_value(values.tensors[index])
+        values.known[index].place = place
         return 0
 
     def own_all(self, Values values not None):

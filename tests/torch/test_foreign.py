@@ -334,6 +334,9 @@ def test_parameter_that_is_pointed_elsewhere_is_told_of(loops: str, steps: int, 
             _train(model, optimizer, 1)
         model.weight.data = kept
         _train(model, optimizer, 1)
+        model.share_memory()
+        with pytest.raises(fastps.ParameterChangedError, match=r"'weight' was pointed.*share_memory.*unwrap\(\) first"):
+            _train(model, optimizer, 1)
 
 
 def test_weights_that_one_worker_replaces_are_everyones_and_no_update_is_lost() -> None:

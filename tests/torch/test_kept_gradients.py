@@ -95,6 +95,20 @@ def _kept_in_place(optimizer: Optimizer, model: Any, zero: Zero, kept: list[Any]
     optimizer.step()
 
 
+def _pointed_elsewhere(optimizer: Optimizer, model: Model, zero: Zero, kept: list[Any]) -> None:
+    """p.grad stays the same tensor, over other memory."""
+    inputs, target, _ = _data()
+    for step in range(6):
+        zero(optimizer, model)
+        (model(inputs * (step + 1)) - target).square().mean().backward()
+        for each in model.parameters():
+            if step == 1:
+                each.grad.data = each.grad.data / 2
+            elif step == 3:
+                each.grad.set_(torch.ones_like(each))
+        optimizer.step()
+
+
 def _run(script: Callable[..., None], zero: Zero, sync: str | None) -> tuple[list[Any], list[Any]]:
     """The weights in the end, and what the script kept; without `sync` by torch alone."""
     torch.manual_seed(1)
@@ -111,7 +125,7 @@ def _run(script: Callable[..., None], zero: Zero, sync: str | None) -> tuple[lis
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("zero", list(ZEROS))
-@pytest.mark.parametrize("script", [_surgery, _last_step, _variance, _kept_in_place])
+@pytest.mark.parametrize("script", [_surgery, _last_step, _variance, _kept_in_place, _pointed_elsewhere])
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 def test_scripts_that_keep_gradients_compute_what_they_do_in_torch(script: Callable[..., None], zero: str, sync: str) -> None:
     assert _run(script, ZEROS[zero], sync) == _run(script, ZEROS[zero], None)

@@ -79,8 +79,10 @@ def test_memory_that_nothing_shows_any_more_is_let_go(kind: Callable[[list[Any]]
     assert seen() is None
 
 
-def test_what_shares_a_tensors_storage_follows_values_of_the_same_memory() -> None:
+def test_what_shares_a_tensors_storage_follows_it_from_the_first_show_to_the_copies_in_the_end() -> None:
     parameters = _parameters()
+    earlier = [each.detach() for each in parameters]
+    array, before = earlier[1].numpy(), earlier[1].tolist()
     loops = torch_tensors.CompiledLoops(parameters)
     memory = torch.arange(36.0)
     values = [list(memory[offset : offset + 18].view(3, 2, 3)) for offset in (0, 18)]
@@ -90,8 +92,15 @@ def test_what_shares_a_tensors_storage_follows_values_of_the_same_memory() -> No
     alias = parameters[1].detach()
     loops.show(second)
     assert alias.data_ptr() == parameters[1].data_ptr() == values[1][1].data_ptr()
-    loops.show(loops.prepare(_values(), "another memory"))
-    assert alias.data_ptr() == values[1][1].data_ptr(), "it keeps its own memory, and no other"
+    loops.show(other := loops.prepare(_values(), "another memory"))
+    assert alias.data_ptr() == earlier[1].data_ptr() == parameters[1].data_ptr() != values[1][1].data_ptr()
+    assert array.tolist() == before, "an array has the memory that it was made of"
+    expected = [each.tolist() for each in parameters]
+    loops.show_copies()
+    del other, values, first, second, memory
+    gc.collect()
+    assert [each.tolist() for each in parameters] == [each.tolist() for each in earlier] == expected
+    assert alias.data_ptr() == parameters[1].data_ptr()
 
 
 def test_a_storage_that_others_have_touched_is_left_to_them() -> None:
@@ -176,6 +185,31 @@ def test_whatever_happened_in_between_the_next_values_are_shown(
         else:
             DISTURBANCES[what](parameters[index])
     assert [[(each.data_ptr(), each.shape, each.stride(), each.tolist()) for each in values] for values in sets] == expected
+
+
+@both
+@pytest.mark.parametrize("is_subclass", [False, True])
+def test_a_counted_write_is_told_to_autograd_alone(kind: Callable[[list[Any]], TensorLoops], is_subclass: bool) -> None:
+    parameters = _parameters()
+    if is_subclass:
+        parameters[0] = torch.zeros(2, 3).as_subclass(Renamed).requires_grad_()
+    loops = kind(parameters)
+    losses = [each.square().sum() for each in parameters]
+    loops.count_writes(parameters[:1])
+    assert loops.changed() == -1
+    losses[1].backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[0].backward()
+    loops.count_writes()
+    assert [each._version for each in parameters] == [2, 1, 1]
+    with torch.no_grad():
+        parameters[1].add_(1.0)
+    loops.count_writes()
+    assert loops.changed() == 1, "a write stays one"
+    loops = kind(parts := [torch.nn.Parameter(each) for each in torch.zeros(2, 3).unbind()])
+    loops.count_writes(parts[:1])
+    loops.count_writes()
+    assert loops.changed() == -1, "views of one tensor have one counter"
 
 
 @both

@@ -1,0 +1,86 @@
+"""Gradients, graphs and tensors that a script holds across wrapping, steps and close are what torch makes of them."""
+
+import copy
+import mmap
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from fastps.torch.tensor_loops import why_not_compiled
+from tests.support import processes
+from tests.support.torch_optimizers import BATCH, batches_of, new_model, train_on
+
+
+def test_a_grad_scaler_leaves_gradients_without_its_scale() -> None:
+    def run(model: torch.nn.Module, optimizer: Any) -> list[list[float]]:
+        scaler, seen = torch.amp.GradScaler("cpu", init_scale=300.0), []  # type: ignore[attr-defined]
+        for step, (inputs, labels) in enumerate(batches_of(4, BATCH)):
+            optimizer.zero_grad()
+            scaler.scale(torch.nn.functional.cross_entropy(model(inputs), labels)).backward()
+            if step == 1:
+                scaler.unscale_(optimizer)
+            if step == 2:
+                model[0].weight.grad[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append([float(each.grad.norm()) for each in model.parameters()])
+        return seen
+
+    plain, model = new_model(), new_model()
+    expected = run(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
+        assert run(model, optimizer) == expected
+
+
+@pytest.mark.parametrize("loops", ["auto", "attributes"])
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_backward_through_a_graph_of_earlier_weights_is_refused_as_in_torch(
+    sync: str, loops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", loops)
+    one, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    with fastps.DistributedOptimizer(torch.optim.SGD([one, other], lr=0.1), sync=sync) as optimizer:
+        stale, current, retained = one.square().sum(), other.square().sum(), one.square().sum()
+        retained.backward(retain_graph=True)
+        optimizer.step()  # pushes nothing for the other one
+        current.backward()
+        for graph in (stale, retained):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                graph.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        fresh = other.square().sum()
+        optimizer.step()  # pushes nothing at all
+        fresh.backward()
+        assert other.grad is not None
+
+
+@pytest.mark.skipif(why_not_compiled() is not None, reason="by attributes they go stale")
+def test_tensors_over_a_parameters_memory_follow_it_from_before_wrapping_to_after_close() -> None:
+    said = mmap.mmap(-1, 2)
+
+    def wait_for(place: int) -> None:
+        while not said[place]:
+            time.sleep(0.001)
+
+    def work(rank: int) -> list[bool]:
+        model = new_model()
+        before = model.state_dict()
+        with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync="asp", timeout_s=30) as optimizer:
+            train_on(model, optimizer, batches_of(2, BATCH, seed=rank))
+            during = model.state_dict()
+            if rank == 1:
+                wait_for(0)
+                train_on(model, optimizer, batches_of(20, BATCH))  # into all buffers of the arena
+        expected = copy.deepcopy(model.state_dict())
+        said[rank] = 1
+        wait_for(1)
+        found = [torch.equal(expected[name], each[name]) for each in (before, during) for name in expected]
+        with torch.no_grad():
+            model[0].weight.zero_()
+        return [all(found), not before["0.weight"].any(), not during["0.weight"].any()]
+
+    assert processes.results(processes.start_job(work, 2), 60) == [[True] * 3] * 2
