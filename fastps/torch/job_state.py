@@ -1,7 +1,7 @@
 """The `state` of a wrapped optimizer: read from the job when a script reads it, and written back at the next step if changed.
 
 Both optimizers, fastps' and the wrapped one, share this mapping. A script may replace it, clear it, or write to its tensors, as
-in torch.
+in torch. What a script adds to it under names of its own stays this worker's.
 """
 
 import contextlib
@@ -31,44 +31,68 @@ class JobState(defaultdict[Any, Any]):
         super().__init__(dict, entries or {})
         self.is_lent = False
         self._read: Callable[[], Iterable[tuple[Any, Entry]]] | None = None
+        self._keys: frozenset[Any] = frozenset()
+        self._names: frozenset[str] = frozenset()
+        self._added: dict[Any, Any] = {}  # the script's own, while the entries are forgotten
         self._lent: dict[Any, Entry] | None = None  # copies of the entries as they were read, since the last step
         self._earlier: list[tuple[weakref.ref[torch.Tensor], int, str]] = []  # tensors of earlier reads, and their versions
 
-    def attach(self, read: Callable[[], Iterable[tuple[Any, Entry]]]) -> None:
-        """Forget the entries; from now on the first access after a step reads them by this function."""
-        self._read = read
+    def attach(self, read: Callable[[], Iterable[tuple[Any, Entry]]], keys: Iterable[Any], names: Iterable[str]) -> None:
+        """Forget the entries; from now on the first access after a step reads them by this function.
+
+        `keys`, `names`: the parameters that have an entry in the job's state, and the names in it. Others are the script's own.
+        """
+        self._read, self._keys, self._names = read, frozenset(keys), frozenset(names)
         self.forget()
 
     def detach(self, *, reads: bool = True) -> None:
         """Keep the entries from now on; `reads`: read them a last time, unless a script has done so since the last step."""
         try:
             if reads and self._read is not None and self._lent is None:
-                dict.update(self, dict(self._read()))
+                self._fill()
         finally:
             self._read, self._lent, self.is_lent = None, None, False
             self._earlier.clear()
 
     @contextlib.contextmanager
-    def handed_out(self) -> Iterator[bool]:
-        """Have the entries inside the block, and forget them after it. Gives whether nobody else has them."""
-        if self._read is None or self._lent is not None:
-            yield False
-            return
-        dict.update(self, dict(self._read()))
+    def handed_out(self) -> Iterator[None]:
+        """Have entries inside the block that nobody else has."""
+        lent, entries = self._lent, dict(dict.items(self))
+        if lent is None:
+            self._fill()
+        else:
+            dict.update(self, {key: _copies(entry) for key, entry in entries.items() if key in self._keys})
         self._lent = {}
         try:
-            yield True
+            yield
         finally:
-            self._lent = None
+            self._lent = lent
             dict.clear(self)
+            dict.update(self, entries)
+
+    def _fill(self) -> None:
+        """Have the job's entries, with what the script has added."""
+        assert self._read is not None
+        dict.update(self, dict(self._read()))
+        for key, own in self._added.items():
+            dict.__setitem__(self, key, {**dict.get(self, key, {}), **own} if key in self._keys else own)
+
+    def _job_part(self, key: Any) -> Entry:
+        """What of an entry is the job's."""
+        return {name: value for name, value in dict.get(self, key, {}).items() if name in self._names}
 
     def forget(self) -> None:
         """Read the entries again at the next access."""
-        lent, self._lent = self._lent or {}, None
-        for entry in (dict.get(self, key, {}) for key in lent):
-            for name, value in entry.items():
+        lent, self._lent = self._lent, None
+        for key in lent or ():
+            for name, value in self._job_part(key).items():
                 if isinstance(value, torch.Tensor):
                     self._earlier.append((weakref.ref(value), value._version, name))
+        if lent is not None or len(dict.keys(self)):
+            self._added = {
+                key: {name: value for name, value in entry.items() if name not in self._names} if key in self._keys else entry
+                for key, entry in dict.items(self)
+            }
         dict.clear(self)
         self._earlier = [each for each in self._earlier if each[0]() is not None]
         self.is_lent = bool(self._earlier)
@@ -93,8 +117,7 @@ class JobState(defaultdict[Any, Any]):
                 )
         lent = self._lent
         changes = [
-            None if lent is None or _are_equal(dict.get(self, key, {}), lent.get(key, {})) else dict.get(self, key, {})
-            for key in keys
+            None if lent is None or _are_equal(self._job_part(key), lent.get(key, {})) else self._job_part(key) for key in keys
         ]
         self.forget()
         return changes
@@ -102,18 +125,17 @@ class JobState(defaultdict[Any, Any]):
     def _read_once(self) -> None:
         if self._read is None or self._lent is not None:
             return
-        found = dict(self._read())
-        dict.update(self, found)
-        self._lent = {key: {name: copied(value) for name, value in entry.items()} for key, entry in found.items()}
+        self._fill()
+        self._lent = {key: _copies(self._job_part(key)) for key in dict.keys(self) if key in self._keys}
         self.is_lent = True
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
-def copied(value: Any) -> Any:
-    """A tensor's copy; anything else as it is."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def _copies(entry: Entry) -> Entry:
+    """An entry with copies of its tensors; anything else as it is."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
 
 
 def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

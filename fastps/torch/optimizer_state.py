@@ -9,9 +9,9 @@ from fastps.errors import UnsupportedError, UsageError
 from fastps.job.update_rules import Rule
 from fastps.torch import state
 from fastps.torch.attachment import Attachment
-from fastps.torch.job_state import Entry, JobState, copied
+from fastps.torch.job_state import Entry, JobState
 from fastps.torch.named_weights import NamedWeights
-from fastps.torch.update_rules import WRAP_ANEW, Hypers, check_saved, without
+from fastps.torch.update_rules import WRAP_ANEW, Hypers, check_saved, names_of, without
 
 
 class OptimizerState(torch.optim.Optimizer):
@@ -103,7 +103,7 @@ class OptimizerState(torch.optim.Optimizer):
         """Read the state from the job from now on. `is_late`: the entries up to now become the job's first."""
         if is_late and any(self._entries()):
             self._publish_state(self._entries())
-        self._state.attach(self._read_state)
+        self._state.attach(self._read_state, self._tensors, names_of(self._rule, self.param_groups[0]))
 
     def _take_writes(self) -> None:
         """Check gradients of what was left out, and make what the script has changed in `state` the job's."""
@@ -156,12 +156,8 @@ class OptimizerState(torch.optim.Optimizer):
             return super().state_dict()
         self._job.worker.check_open()
         self._job.worker.store.layout.check_has_state("the optimizer's state")
-        with self._state.handed_out() as is_own:
-            found = super().state_dict()
-        if is_own:
-            return found
-        found["state"] = {key: {name: copied(value) for name, value in entry.items()} for key, entry in found["state"].items()}
-        return found
+        with self._state.handed_out():
+            return super().state_dict()
 
     def _keep_state(self) -> None:
         """Take the state for the time after close. No error leaves this: the training is over."""

@@ -14,11 +14,9 @@ import torch
 from fastps.job.update_rules import Rule
 from fastps.membership.job_memory import JobMemory
 from fastps.store.worker import Worker
-from fastps.torch.update_rules import entry_of
+from fastps.torch.update_rules import MASTER, entry_of
 
 logger = logging.getLogger("fastps.torch")
-MASTER = "master"
-"""The name of a half's float32 weights in its entry of torch's state."""
 
 Tensors = list[torch.Tensor]
 MakeTensors = Callable[[list[Any]], Tensors]

@@ -48,6 +48,8 @@ WRAP_ANEW = (
     "in a running job every worker, after the same step, calls inner = optimizer.unwrap(), changes the parameters of inner, and"
     " wraps it again"
 )
+MASTER = "master"
+"""The name of a half's float32 weights in its entry of torch's state."""
 _OF_PARAMETERS = ("params", "param_names")  # a param_group's keys that describe parameters, not the rule
 
 
@@ -186,6 +188,13 @@ def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[
         scalars = UPDATE_RULES[rule.name].scalars(precise, steps)
         entry |= {name: torch.tensor(value, dtype=dtype) for name, value in scalars.items()}
     return entry | planes
+
+
+def names_of(rule: Rule, group: Mapping[str, Any]) -> list[str]:
+    """The names that entries of torch's state have for this rule, and `MASTER`; `group`: any param_group."""
+    if isinstance(rule, UserRule):
+        return ["step", MASTER, *rule.planes]
+    return ["step", MASTER, *UPDATE_RULES[rule.name].state, *UPDATE_RULES[rule.name].scalars(group, 0)]
 
 
 def check_saved(rule: Rule, saved: Mapping[str, Any]) -> None:
