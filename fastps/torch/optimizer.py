@@ -42,7 +42,7 @@ from fastps.torch.checkpoint import described_group, saved_buffers
 from fastps.torch.gradients import loss_scaling
 from fastps.torch.join import Joining
 from fastps.torch.model_buffers import ModelBuffers
-from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_load
+from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_calls
 from fastps.torch.placed import placed
 from fastps.torch.placements import HostPlacement
 from fastps.torch.update_rules import Hypers, pushed_type, rows_of, rule_of, types_of, without
@@ -183,7 +183,7 @@ class DistributedOptimizer(OptimizerState):
         self._in_no_sync = False
         self._batch_size = batch_size
         self._samples = batch_size
-        self._job.hook([self._inner.register_load_state_dict_pre_hook(refuse_load)])
+        self._job.hook(refuse_calls(self._inner))
         if checkpointing is not None:
             run, exact, version = self.run, self._placement.saves_share, partial(self._placement.saved_version, worker)
             pin = partial(self.pin_whole_version, {}, waits=exact) if self._placement.saves else None
@@ -267,7 +267,8 @@ class DistributedOptimizer(OptimizerState):
         if profiler._is_profiler_enabled:
             with profiling.ranges(self._job.worker, self._job):
                 return self._hooked_step(closure)
-        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1]:
+        # One hook refuses step() of the wrapped optimizer.
+        if len(self._optimizer_step_pre_hooks) > 1 or self._optimizer_step_post_hooks or _GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1]:
             return self._hooked_step(closure)
         return self._step(closure)
 
@@ -286,7 +287,7 @@ class DistributedOptimizer(OptimizerState):
         if gradients.is_apart:
             worker.advance()  # finishes the previous step, whose wait an error ended
         job.refuse_writes()
-        if self._left_out or self._state.is_lent or self._inner.state is not self._state:
+        if self._left_out or self._state.is_lent or not self._is_shared:
             self._take_writes()
         presence = gradients.collect(slot := worker.lane.slot)
         if job.equal_gradients.is_on:

@@ -13,6 +13,8 @@ from fastps.torch.job_state import Entry, JobState
 from fastps.torch.named_weights import NamedWeights
 from fastps.torch.update_rules import WRAP_ANEW, Hypers, check_saved, names_of, without
 
+_HOOKS = [f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
+
 
 class OptimizerState(torch.optim.Optimizer):
     """The state and the weights of a DistributedOptimizer, as torch loads and saves them."""
@@ -24,6 +26,7 @@ class OptimizerState(torch.optim.Optimizer):
     _rule: Rule
     _hypers_read: Hypers
     _inner: torch.optim.Optimizer
+    _groups: list[dict[str, Any]]
     _left_out: dict[int, str]
     _state: JobState
     _untaken: str | None = "the worker left with an error, or at the program's exit, and kept no state"
@@ -94,10 +97,17 @@ class OptimizerState(torch.optim.Optimizer):
         return [(tensor, entry) for tensor, entry in zip(self._tensors, found, strict=True) if entry is not None]
 
     def _share_state(self) -> None:
-        """Have one state and one list of param_groups with the wrapped optimizer."""
-        self.param_groups = self._inner.param_groups
+        """Have one state, one list of param_groups and the same hooks as the wrapped optimizer."""
+        self.param_groups = self._groups = self._inner.param_groups
         self.state = self._inner.state
         self._inner.state = self._state
+        for name in _HOOKS:
+            setattr(self, name, getattr(self._inner, name))
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether no script has given either optimizer another state or list of param_groups."""
+        return self._inner.state is self._state and self._inner.param_groups is self.param_groups
 
     def _follow_state(self, is_late: bool) -> None:
         """Read the state from the job from now on. `is_late`: the entries up to now become the job's first."""
@@ -109,6 +119,9 @@ class OptimizerState(torch.optim.Optimizer):
         """Check gradients of what was left out, and make what the script has changed in `state` the job's."""
         if self._left_out:
             self._check_left_out()
+        if self._inner.param_groups is not self.param_groups:
+            given = self.param_groups if self.param_groups is not self._groups else self._inner.param_groups
+            self.param_groups = self._inner.param_groups = self._groups = given
         if self._state.is_lent or self._inner.state is not self._state:
             self._write_state()
 
@@ -177,11 +190,18 @@ class OptimizerState(torch.optim.Optimizer):
         Raises ValueError for another model's state, and UnsupportedError for state that the fold would compute differently.
         """
         self._job.worker.check_usable()
-        check_saved(self._rule, state_dict)
-        super().load_state_dict(state_dict)
-        self._keep_floats(state_dict)
+        taken = [state_dict]
+
+        def check(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+            """Runs last of the hooks, each of which may put another state dict in the place of the one that was given."""
+            check_saved(self._rule, given)
+            taken[0] = given
+
+        with self.register_load_state_dict_pre_hook(check):
+            super().load_state_dict(state_dict)
+        self._keep_floats(taken[0])
         self._hypers_read = Hypers(self._rule)
-        self._inner.param_groups = self.param_groups
+        self._inner.param_groups = self._groups = self.param_groups
         self._publish_state(self._entries())
         self._state.forget()
 
@@ -241,9 +261,24 @@ def check_kind(optimizer: object) -> None:
         )
 
 
-def refuse_load(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise UsageError. The wrapped optimizer's load_state_dict calls it, until `close`."""
-    raise UsageError(
-        "load_state_dict() of an optimizer that is wrapped changes nothing in the job: load before wrapping it, or into the"
-        " DistributedOptimizer"
-    )
+def refuse_calls(inner: torch.optim.Optimizer) -> list[Any]:
+    """Let step() and load_state_dict() of a wrapped optimizer raise UsageError, until the hooks that this returns are removed.
+
+    The DistributedOptimizer has the same hooks.
+    """
+
+    def refuse_step(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
+        if optimizer is inner:
+            raise UsageError(
+                "step() of an optimizer that is wrapped pushes nothing, and would write into memory that other workers read:"
+                " call step() of the DistributedOptimizer"
+            )
+
+    def refuse_load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        if optimizer is inner:
+            raise UsageError(
+                "load_state_dict() of an optimizer that is wrapped changes nothing in the job: load before wrapping it, or into"
+                " the DistributedOptimizer"
+            )
+
+    return [inner.register_step_pre_hook(refuse_step), inner.register_load_state_dict_pre_hook(refuse_load)]
