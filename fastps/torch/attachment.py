@@ -60,8 +60,12 @@ class Attachment:
         self.checkpointing: Checkpointing | None = None
         self._hooks: list[Any] = []
 
+    @torch.inference_mode(mode=False)
     def use(self, worker: Worker) -> None:
-        """Push gradients to, and pull weights from, this worker's arena from now on. Raises ArenaError."""
+        """Push gradients to, and pull weights from, this worker's arena from now on. Raises ArenaError.
+
+        Its tensors are not of inference mode, in which a script may wrap, step or look: a later backward could not use them.
+        """
         self.placement.begin()
         self.worker, self.store = worker, worker.store
         self.weights = Weights(self.tensors, self.store, partial(self.placement.shown_views, self.store))

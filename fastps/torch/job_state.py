@@ -86,7 +86,7 @@ class JobState(defaultdict[Any, Any]):
         lent, self._lent = self._lent, None
         for key in lent or ():
             for name, value in self._job_part(key).items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and not value.is_inference():
                     self._earlier.append((weakref.ref(value), value._version, name))
         if lent is not None or len(dict.keys(self)):
             self._added = {

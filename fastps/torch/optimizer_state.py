@@ -158,6 +158,7 @@ class OptimizerState(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    @torch.inference_mode(mode=False)
     def state_dict(self) -> dict[str, Any]:
         """Copies of the optimizer's state at one version, in a form that the wrapped optimizer can load.
 

@@ -34,6 +34,7 @@ def averages(worker: Worker, tensors_of: MakeTensors) -> Tensors:
         worker.unlock_shards(False)
 
 
+@torch.inference_mode(mode=False)
 def entries(
     worker: Worker, tensors_of: MakeTensors, rule: Rule, groups: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any] | None]:

@@ -68,6 +68,7 @@ class Weights:
                 return loops.has_moved(indices.index(index))
         return False
 
+    @torch.inference_mode(mode=False)
     def of(self, shard: int, buffer: int) -> list[torch.Tensor]:
         """Tensors over the parameters of one shard in a weights buffer."""
         found = self._made.get((shard, buffer))
@@ -83,6 +84,7 @@ class Weights:
         halves = self._store.half_views(buffer)
         return [half if is_half else each for each, half, is_half in zip(floats, halves, self._are_halves, strict=True)]
 
+    @torch.inference_mode(mode=False)
     def show_copies(self) -> None:
         """Replace the memory of every parameter by a private copy."""
         for loops in self._shard_loops:

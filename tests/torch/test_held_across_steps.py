@@ -11,7 +11,7 @@ import torch
 import fastps
 from fastps.torch.tensor_loops import why_not_compiled
 from tests.support import processes
-from tests.support.torch_optimizers import BATCH, batches_of, new_model, train_on
+from tests.support.torch_optimizers import BATCH, batches_of, new_model, relative_difference, train_on
 
 
 def test_a_grad_scaler_leaves_gradients_without_its_scale() -> None:
@@ -56,6 +56,26 @@ def test_a_backward_through_a_graph_of_earlier_weights_is_refused_as_in_torch(
         optimizer.step()  # pushes nothing at all
         fresh.backward()
         assert other.grad is not None
+
+
+def test_inference_mode_leaves_nothing_that_a_later_backward_cannot_use() -> None:
+    model, plain = new_model(), new_model()
+    batches = batches_of(8, BATCH)
+    train_on(plain, torch.optim.SGD(plain.parameters(), lr=0.1), batches)
+    with torch.inference_mode():
+        optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for inputs, labels in batches[:6]:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        with torch.inference_mode():
+            optimizer.step()
+            optimizer.take_newest()
+            optimizer.state_dict()
+    inner = optimizer._inner
+    with torch.inference_mode():
+        optimizer.close()
+    train_on(model, inner, batches[6:])
+    assert relative_difference(model, plain) == 0.0
 
 
 @pytest.mark.skipif(why_not_compiled() is not None, reason="by attributes they go stale")
