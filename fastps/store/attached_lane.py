@@ -325,7 +325,10 @@ class AttachedLane:
                 f"this process ({os.getpid()}) was forked from worker {self.rank} and may only read: call fastps in the worker"
                 " itself, not in its children (such as DataLoader workers)"
             )
-        raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
+        raise UsageError(
+            f"worker {self.rank} is closed (by close(), or because another optimizer was given its parameters): attach again in"
+            " a new job"
+        )
 
 
 def _fold_nothing(_call: FoldCall) -> None:

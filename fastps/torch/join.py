@@ -4,6 +4,7 @@ Worker 0 creates the arena, and its weights become the job's first. The other wo
 to it.
 """
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -63,12 +64,12 @@ def gradient_type(push_dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> G
 def check_parameters(tensors: list[torch.Tensor], layout: Layout) -> None:
     """Raise UnsupportedError for parameters that share memory (the arena gives each its own), and as check_double does."""
     check_double(layout)
-    first: dict[int, str] = {}
-    for tensor, parameter in zip(tensors, layout.parameters, strict=True):
-        if tensor.numel() and (other := first.setdefault(tensor.data_ptr(), parameter.name)) != parameter.name:
+    places = sorted((tensor.data_ptr(), index) for index, tensor in enumerate(tensors) if tensor.numel())
+    for (begin, one), (following, other) in itertools.pairwise(places):
+        if begin + tensors[one].nbytes > following:
+            names = " and ".join(repr(layout.parameters[index].name) for index in sorted((one, other)))
             raise UnsupportedError(
-                f"parameters {other!r} and {parameter.name!r} share memory: expected tied weights to be one Parameter"
-                " (a.weight = b.weight)"
+                f"parameters {names} share memory: expected tied weights to be one Parameter (a.weight = b.weight), given once"
             )
 
 

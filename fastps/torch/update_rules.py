@@ -316,6 +316,7 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
         raise UnsupportedError(
             f"parameter {name!r}: expected float32, float64, bfloat16 or float16, found"
             f" {str(parameter.dtype).removeprefix('torch.')}, which the fold does not compute in"
+            + (": train its torch.view_as_real, and use torch.view_as_complex of that" if parameter.is_complex() else "")
         )
     if parameter.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
@@ -324,7 +325,7 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
     if parameter.numel() and not _is_dense(parameter):
         raise UnsupportedError(
             f"parameter {name!r}: expected a tensor without gaps or overlaps, found shape {tuple(parameter.shape)} with stride"
-            f" {tuple(parameter.stride())}; use .contiguous() before wrapping"
+            f" {tuple(parameter.stride())}; set p.data = p.data.contiguous() before wrapping"
         )
 
 

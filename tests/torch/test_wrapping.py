@@ -139,6 +139,11 @@ def test_parameters_that_share_memory_are_refused_by_name() -> None:
     second.weight.data = first.weight.data
     with pytest.raises(fastps.UnsupportedError, match="share memory: expected tied weights to be one Parameter"):
         fastps.DistributedOptimizer(torch.optim.SGD([first.weight, second.weight], lr=0.1))
+    base = torch.zeros(6)
+    parts = [torch.nn.Parameter(part) for part in (base[3:], base[:2], base[1:3])]
+    with pytest.raises(fastps.UnsupportedError, match=r"'param_groups\[0\]\[1\]' and 'param_groups\[0\]\[2\]' share memory"):
+        fastps.DistributedOptimizer(torch.optim.SGD(parts, lr=0.1))
+    fastps.DistributedOptimizer(torch.optim.SGD(parts[:2], lr=0.1)).close()
 
 
 def test_other_weights_are_shown_for_an_evaluation_and_reach_nobody() -> None:
