@@ -92,9 +92,12 @@ class Weights:
 
     def count_writes(self, written: Collection[int]) -> None:
         """Let autograd refuse a backward through a graph of these parameters' earlier values, as after a step of torch's."""
-        are_all = len(written) == len(self.tensors)
+        if len(written) == len(self.tensors):
+            for loops in self._shard_loops:
+                loops.count_writes()
+            return
         for loops, indices in zip(self._shard_loops, self._of_shard, strict=True):
-            loops.count_writes(None if are_all else [self.tensors[index] for index in indices if index in written])
+            loops.count_writes([self.tensors[index] for index in indices if index in written])
 
     def leave(self) -> None:
         """Drop all tensors over the store's memory, because it is about to be unmapped."""
