@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fastps.device.cuda import CudaDevice
 from fastps.job.layout import aligned
-from fastps.kernels.cuda import host_fold, launch_args
+from fastps.kernels.cuda import launch_args
 
 _PIECE_BYTES = 1 << 22
 
@@ -20,7 +20,7 @@ Push = tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, float]
 
 
 class DeviceFold:
-    """The buffers, launch arguments and tiles of one fold. `close` frees the memory.
+    """The buffers, launches and tiles of one fold. `close` frees the memory.
 
     >>> from fastps.lab.gpus.cuda_on_host import HostDevice
     >>> shape = launch_args.Shape(0, 0, 0.0, ((0, 3, 0),))
@@ -54,7 +54,7 @@ class DeviceFold:
         """
         self._device = device
         self._stream = device.make_stream()
-        self._rule, self._dtype = shape.rule, dtype
+        self._kernel = launch_args.fold_kernel(shape.rule, dtype)
         self._addresses: list[tuple[CudaDevice, int]] = []
         self._shapes, stride = (weights.shape, state.shape), aligned(len(weights))
         self._staging = device.host_memory(_PIECE_BYTES)
@@ -70,13 +70,12 @@ class DeviceFold:
             launch_args.DevicePush(self._sent(gradient, on), hypers, np.array(presence, np.bool_), scale, rate_scale)
             for (gradient, hypers, presence, scale, rate_scale), on in zip(pushes, places, strict=True)
         ]
-        args, self.steps = launch_args.make_launch_args(shape, mode, made, steps, buffers, scale=scale, nonfinite=self._flags)
-        tiles = launch_args.tiles_of(shape)
-        self._blocks = len(tiles) // host_fold.TILE_BYTES
-        self._args, self._tiles = self._sent(args), self._sent(tiles)
+        tiles, factors = self._sent(launch_args.tiles_of(shape)), (scale, 1.0)
+        self._launches, self.steps = launch_args.make_launches(
+            shape, mode, made, steps, buffers, tiles, factors=factors, nonfinite=self._flags
+        )
         # Benchmarks do not check for non-finite values, like a store's fold.
-        plain, _ = launch_args.make_launch_args(shape, mode, made, steps, buffers, scale=scale)
-        self._plain = self._sent(plain)
+        self._plain, _ = launch_args.make_launches(shape, mode, made, steps, buffers, tiles, factors=factors)
 
     def _room(self, size: int, on: CudaDevice | None = None) -> int:
         device = on or self._device
@@ -109,14 +108,16 @@ class DeviceFold:
 
     def run(self) -> None:
         """Fold once, with the check for non-finite values, and wait."""
-        self._device.launch_fold(self._rule, self._dtype, self._args, self._tiles, self._blocks, self._stream)
+        self._launch(self._launches)
+
+    def _launch(self, launches: list[launch_args.Launch], times: int = 1) -> None:
+        for launch in launches * times:
+            self._device.launch(self._kernel, launch, self._stream)
         self._device.synchronize(self._stream)
 
     def run_often(self, times: int) -> None:
         """Fold `times` times from the same buffers into the same buffers, and wait once."""
-        for _ in range(times):
-            self._device.launch_fold(self._rule, self._dtype, self._plain, self._tiles, self._blocks, self._stream)
-        self._device.synchronize(self._stream)
+        self._launch(self._plain, times)
 
     def copy_often(self, times: int) -> None:
         """Copy the weights to the new weights' buffer `times` times, and wait once: the roofline of the device's memory."""

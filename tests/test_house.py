@@ -64,7 +64,6 @@ MODULES = {
     "fastps/device/plan": "tests/device/test_several_devices.py",
     "fastps/lab/gpus/regions": "tests/device/test_device.py",
     "fastps/device/store": "tests/device/test_device.py",
-    "fastps/device/work_items": "tests/device/test_several_devices.py",
     "fastps/lab/worlds/findings": "tests/lab/worlds/test_node_chaos.py",
     "fastps/lab/worlds/device_workers": "tests/lab/worlds/test_device_chaos.py",
     "fastps/lab/worlds/chaos_worlds": "tests/crash/test_chaos.py",

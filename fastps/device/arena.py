@@ -29,9 +29,8 @@ from fastps.device.finite_check import FiniteCheck, ResultsCheck
 from fastps.device.interface import Event, Stream
 from fastps.device.memory import DeviceMemory
 from fastps.device.plan import LEAST_BYTES, SHOWN, owners_at
-from fastps.device.work_items import MOST_ITEMS, WorkItems
 from fastps.errors import UnsupportedError
-from fastps.kernels.cuda import host_fold, launch_args
+from fastps.kernels.cuda import launch_args
 from fastps.kernels.protocol.fold_call import FoldCall
 from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE, LANE_SERVING
 from fastps.kernels.update import fold
@@ -50,14 +49,6 @@ class _CopyQueue:
     copied: Event
 
 
-@dataclass(frozen=True)
-class _FoldQueue:
-    """Where one shard's folds are queued: a stream, and the work items on their way to it."""
-
-    stream: Stream
-    items: WorkItems
-
-
 class DeviceArena(DeviceMemory):
     """One lane's side of the arena on devices. Its worker makes it on attaching, and is its only user.
 
@@ -66,8 +57,7 @@ class DeviceArena(DeviceMemory):
         folds: folds that this lane has queued.
     """
 
-    def __init__(self, store: "JobMemory", rank: int, device: CudaDevice, *, items: int = MOST_ITEMS) -> None:
-        """`items`: how many work items of a shard may be in flight."""
+    def __init__(self, store: "JobMemory", rank: int, device: CudaDevice) -> None:
         super().__init__(store, rank, device)
         self._shown: dict[int, int] = {}  # by shard: the buffer of which the replica is
         self._finished = device.make_event()
@@ -77,17 +67,20 @@ class DeviceArena(DeviceMemory):
         self._opened: dict[tuple[int, str, int], Event] = {}
         self._with_events: set[int] = set()  # the lanes that have shown their handles
         self._shapes = [self._shape_of(shard) for shard in range(len(self._regions))]
-        self._tiles: dict[int, tuple[int, int]] = {}  # by shard: address and number of tiles
-        self._queues: dict[int, _FoldQueue] = {}
+        self._tiles: dict[int, int] = {}  # by shard: the address of its table of tiles
+        self._queues: dict[int, Stream] = {}
         self._copies: dict[int, _CopyQueue] = {}  # by the home's owner lane
-        self._most_items = items
-        self._by_hand: WorkItems | None = None  # of folds on the compute stream
         checks = self._layout.faults.nonfinite != "allow"
         self._finite = FiniteCheck(device, self._layout) if checks and rank < self._layout.lanes else None
         self._results = ResultsCheck(device, len(self._regions)) if checks else None
         self.folds = 0
 
     def _shape_of(self, shard: int) -> launch_args.Shape:
+        if (most := self._layout.lanes * self._layout.slots) > launch_args.MOST_SUMMED:
+            raise UnsupportedError(
+                f"expected at most {launch_args.MOST_SUMMED} pushes in a fold on a device, found up to {most}: start fewer"
+                " workers, or use FASTPS_PLACEMENT=host"
+            )
         parameters = [self._layout.parameters[index] for index in self._parameters[shard]]
         first = self._regions[shard].first
         segments = tuple((parameter.offset - first, parameter.length, parameter.group) for parameter in parameters)
@@ -105,9 +98,7 @@ class DeviceArena(DeviceMemory):
         named |= {"finished": self._finished, "compute": self.compute_stream()}
         named |= {f"computed {shard}": event for shard, event in enumerate(self._computed)}
         named |= {f"folded {shard}": event for shard, event in enumerate(self._folded)}
-        for shard, queue in queues.items():
-            named |= {f"item {shard} {number}": event for number, event in enumerate(queue.items.events)}
-            named[f"fold {shard}"] = queue.stream
+        named |= {f"fold {shard}": queue for shard, queue in queues.items()}
         for owner, copy_queue in copies.items():
             named |= {f"copies {owner}": copy_queue.stream, f"copied {owner}": copy_queue.copied}
         return named
@@ -233,7 +224,7 @@ class DeviceArena(DeviceMemory):
         Raises DeviceError if a fold failed, NonFiniteWeightsError if one had non-finite results.
         """
         for queue in self._queues.values():
-            self._device.synchronize(queue.stream)
+            self._device.synchronize(queue)
         self._device.synchronize_all()
         if self._results is not None:
             self._results.check()
@@ -241,7 +232,7 @@ class DeviceArena(DeviceMemory):
     def check(self) -> None:
         """Raise DeviceError if a fold of this lane has failed. Does not wait for folds."""
         for queue in self._queues.values():
-            self._device.check(queue.stream)
+            self._device.check(queue)
 
     def _present_peers(self) -> Iterator[int]:
         """Each other present owner with events. A lane that has left waited for its folds before it left."""
@@ -301,19 +292,16 @@ class DeviceArena(DeviceMemory):
             hypers, present = self._store.slot_words(push.lane, push.slot)
             gradient = self._open_slots(push.lane) + self._slots_at(push.lane).offset(push.lane, push.slot, region.first)
             made.append(launch_args.DevicePush(gradient, hypers, present[span], push.scale, push.rate_scale))
-        item, counted = launch_args.make_launch_args(
-            shape, call.mode, made, steps_in, buffers, scale=call.scale, rate_scale=call.rate_scale, nonfinite=flag
+        factors, stream, tiles = (call.scale, call.rate_scale), self._queue_of(shard), self._tiles_of(shard)
+        launches, counted = launch_args.make_launches(
+            shape, call.mode, made, steps_in, buffers, tiles, factors=factors, nonfinite=flag
         )
-        queue, (tiles, blocks) = self._queue_of(shard), self._tiles_of(shard)
-        self._await_lanes(shard, queue.stream)
-
-        def launch(address: int) -> None:
-            self._device.launch_fold(shape.rule, self._layout.gradient_type, address, tiles, blocks, queue.stream)
-
-        queue.items.queue(item, launch, queue.stream)
+        self._await_lanes(shard, stream)
+        for launch in launches:
+            self._device.launch(launch_args.fold_kernel(shape.rule, self._layout.gradient_type), launch, stream)
         if self._results is not None:
-            self._results.tell(shard, queue.stream)
-        self._device.record(self._folded[shard], queue.stream)
+            self._results.tell(shard, stream)
+        self._device.record(self._folded[shard], stream)
         steps_out[:] = counted
         self.folds += 1
         return None
@@ -325,8 +313,7 @@ class DeviceArena(DeviceMemory):
         """
         if not self._halves_type:
             return
-        stream = self._device.compute_stream()
-        self._by_hand = self._by_hand or WorkItems(self._device, 1)
+        stream, kernel = self._device.compute_stream(), launch_args.fold_kernel(fold.RULE_SGD, self._layout.gradient_type)
         for shard, buffer in enumerate(buffers):
             region, shape = self._regions[shard], self._shapes[shard]
             base, _, _ = self._place(self._parameters[shard][0])
@@ -334,14 +321,10 @@ class DeviceArena(DeviceMemory):
             plain = launch_args.Shape(fold.RULE_SGD, 0, 0.0, shape.segments, shape.shown_type)
             at = launch_args.Buffers(weights, weights, 0, 0, region.floats, halves)
             steps = np.zeros(len(shape.segments), np.int64)
-            item, _ = launch_args.make_launch_args(plain, fold.FOLD_SUM, [], steps, at)
-            tiles, blocks = self._tiles_of(shard)
-            self._device.synchronize(self._queue_of(shard).stream)  # which may just have written the tiles
-
-            def launch(address: int, plain: launch_args.Shape = plain, tiles: int = tiles, blocks: int = blocks) -> None:
-                self._device.launch_fold(plain.rule, self._layout.gradient_type, address, tiles, blocks, stream)
-
-            self._by_hand.queue(item, launch, stream)
+            launches, _ = launch_args.make_launches(plain, fold.FOLD_SUM, [], steps, at, self._tiles_of(shard))
+            self._device.synchronize(self._queue_of(shard))  # which may just have written the tiles
+            for launch in launches:
+                self._device.launch(kernel, launch, stream)
             self._device.synchronize(stream)
 
     def _nonfinite_parameter(self, shard: int, lane: int, slot: int) -> int:
@@ -363,20 +346,20 @@ class DeviceArena(DeviceMemory):
         self._device.wait(self._computed[shard], stream)
         self._device.wait(self._released, stream)
 
-    def _queue_of(self, shard: int) -> _FoldQueue:
-        """The queue of a shard's folds, made for the first one."""
+    def _queue_of(self, shard: int) -> Stream:
+        """The stream of a shard's folds, made for the first one."""
         if shard not in self._queues:
-            self._queues[shard] = _FoldQueue(self._device.make_stream(), WorkItems(self._device, self._most_items))
+            self._queues[shard] = self._device.make_stream()
         return self._queues[shard]
 
-    def _tiles_of(self, shard: int) -> tuple[int, int]:
-        """The address and length of the shard's tile table on this device; the shard's first fold writes it."""
+    def _tiles_of(self, shard: int) -> int:
+        """The address of the shard's tile table on this device; the shard's first fold writes it."""
         if shard not in self._tiles:
             tiles = launch_args.tiles_of(self._shapes[shard])
             address = self._device.allocate(max(LEAST_BYTES, tiles.nbytes))
             if tiles.nbytes:
                 staging = self._device.host_memory(tiles.nbytes)
                 staging[:] = tiles
-                self._device.copy(address, staging.ctypes.data, tiles.nbytes, self._queue_of(shard).stream)
-            self._tiles[shard] = address, tiles.nbytes // host_fold.TILE_BYTES
+                self._device.copy(address, staging.ctypes.data, tiles.nbytes, self._queue_of(shard))
+            self._tiles[shard] = address
         return self._tiles[shard]

@@ -10,6 +10,7 @@ simulates CUDA in host memory. docs/how-to/gpu.md lists the parts that have run 
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from fastps.device.cuda_errors import NOT_READY, NamedRuntime, of_status
 from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceFailedError, DeviceLostError, DeviceMemoryError
 from fastps.kernels.cuda import runtime as cuda
+from fastps.kernels.cuda.launch_args import Launch
 from fastps.system.cache import kept
 
 logger = logging.getLogger("fastps.device")
@@ -46,8 +48,8 @@ class Cuda(Protocol):
         """See above."""
         ...
 
-    def launch_fold(self, device: int, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
-        """Launch the fold's kernel on a stream of the device, which is the calling thread's."""
+    def launch(self, device: int, kernel: str, launch: Launch, stream: int) -> None:
+        """Launch a kernel on a stream of the device, which is the calling thread's. The argument is copied."""
         ...
 
     def identity(self, device: int) -> str:
@@ -58,12 +60,8 @@ class Cuda(Protocol):
         """Give back the memory of devices that the caller's framework keeps without need."""
         ...
 
-    def prepare(self, device: int, rule: int, dtype: str, users: str) -> None:
-        """Compile and load the kernels of a rule and a dtype. `users`: the text of the rule RULE_USER. Raises DeviceError."""
-        ...
-
-    def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
-        """Launch the kernel that checks a slot, as `launch_fold`."""
+    def prepare(self, device: int, kernels: Sequence[str], users: str) -> None:
+        """Compile and load kernels. `users`: the text of the rule RULE_USER. Raises DeviceError."""
         ...
 
     def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> Any:
@@ -98,23 +96,19 @@ class CupyCuda:
 
         torch.cuda.empty_cache()
 
-    def prepare(self, device: int, rule: int, dtype: str, users: str) -> None:
+    def prepare(self, device: int, kernels: Sequence[str], users: str) -> None:
         """See Cuda. Machine code is kept in the cache folder."""
         self._users = users or self._users
         try:
-            cuda.fold_kernel(device, rule, dtype, self._users, compiled)
-            cuda.check_kernel(device, dtype, compiled)
+            for name in kernels:
+                cuda.kernel(device, name, self._users, compiled)
         except RuntimeError as error:
             what = "a cuda= that compiles" if users else "the kernels to compile"
             raise DeviceError(f"expected {what}, found that they do not: {error}; {cuda.ADVICE}") from error
 
-    def launch_fold(self, device: int, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
+    def launch(self, device: int, kernel: str, launch: Launch, stream: int) -> None:
         """See Cuda."""
-        cuda.fold_kernel(device, rule, dtype, self._users, compiled)(stream, order, tiles, blocks)
-
-    def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
-        """See Cuda."""
-        cuda.check_kernel(device, dtype, compiled)(stream, args, tiles, blocks)
+        cuda.kernel(device, kernel, self._users, compiled)(stream, launch)
 
     def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> Any:
         """See Cuda. Returns a CuPy array."""
@@ -162,8 +156,7 @@ class CudaDevice:
         self._runtime.setDevice(index)
         self.identity = self._cuda.identity(index)
         self._runtime = NamedRuntime(self._cuda.runtime, f"GPU {index} ({self._runtime.deviceGetPCIBusId(index)})")
-        self._launch = self._runtime.checked(self._cuda.launch_fold, "launch_fold")
-        self._check = self._runtime.checked(self._cuda.launch_check, "launch_check")
+        self._launch = self._runtime.checked(self._cuda.launch, "launch")
         self._owned: dict[int, int] = {}  # address to size
         self._streams: list[int] = []
         self._opened: set[int] = set()
@@ -333,31 +326,18 @@ class CudaDevice:
         """Queue a copy between any two of: this device, a device that it can reach, memory from host_memory."""
         self._use().memcpyAsync(to, source, size, COPY_DEFAULT, stream)
 
-    def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
-        """Queue the kernel for a rule and a gradient dtype.
+    def launch(self, kernel: str, launch: Launch, stream: int) -> None:
+        """Queue a launch of a kernel, by its name. CUDA copies the argument before this returns."""
+        self._use()
+        self._launch(self.index, kernel, launch, stream)
 
-        order, tiles: addresses on the device of a work item and of a table of tiles; blocks: the number of tiles.
+    def prepare(self, *kernels: str, users: str = "") -> None:
+        """Compile and load kernels, so that no launch does. Raises DeviceError.
+
+        `users`: the text that the kernels of a user's rule include.
         """
         self._use()
-        if blocks:
-            self._launch(self.index, rule, dtype, order, tiles, blocks, stream)
-
-    def prepare(self, rule: int, dtype: str, users: str = "") -> None:
-        """Compile and load the kernels of a rule and a gradient dtype, so that no launch does. Raises DeviceError.
-
-        `users`: the text that the kernels include, for RULE_USER.
-        """
-        self._use()
-        self._cuda.prepare(self.index, rule, dtype, users)
-
-    def launch_check(self, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
-        """Queue the kernel that looks for non-finite values in a slot of gradients of a dtype.
-
-        args, tiles: addresses on the device of a check's arguments and of a table of tiles; blocks: the number of tiles.
-        """
-        self._use()
-        if blocks:
-            self._check(self.index, dtype, args, tiles, blocks, stream)
+        self._cuda.prepare(self.index, kernels, users)
 
     def shut(self, *, waits: bool = True) -> None:
         """Release everything that is left. The device must not be used afterwards.

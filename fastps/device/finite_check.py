@@ -15,7 +15,7 @@ from fastps.device.interface import Stream
 from fastps.device.plan import LEAST_BYTES
 from fastps.errors import NonFiniteWeightsError
 from fastps.job.layout import Layout
-from fastps.kernels.cuda import host_fold, launch_args
+from fastps.kernels.cuda import launch_args
 
 
 class FiniteCheck:
@@ -28,47 +28,38 @@ class FiniteCheck:
     def __init__(self, device: CudaDevice, layout: Layout) -> None:
         self._device = device
         self._dtype = layout.gradient_type
-        self._parameters = len(layout.parameters)
-        self._tiles = launch_args.tiles_of_segments([(each.offset, each.length) for each in layout.parameters])
-        self._blocks = len(self._tiles) // host_fold.TILE_BYTES
+        self._segments = [(each.offset, each.length) for each in layout.parameters]
+        self._is_empty = not any(length for _, length in self._segments)
         self._number = 0
-        self._is_awaited = True  # whether the host waited for the last check: its pinned memory is free
-        self._addresses: tuple[int, int, int] | None = None
+        self._addresses: tuple[int, int] | None = None
 
     def queue(self, slot: int, stream: Stream) -> None:
         """Queue the check of the gradients at an address on the device, behind the stream's work."""
         device = self._device
-        if not self._blocks:
+        if self._is_empty:
             return
         if self._addresses is None:
             self._prepare(stream)
         assert self._addresses is not None
-        if not self._is_awaited:
-            device.synchronize(stream)  # an error ended the push before
-        self._number, self._is_awaited = self._number % 0x7FFFFFFF + 1, False
-        args, tiles, marks = self._addresses
-        launch_args.write_check_args(self._args, slot, marks, self._number)
-        device.copy(args, self._args.ctypes.data, launch_args.CHECK_BYTES, stream)
-        device.launch_check(self._dtype, args, tiles, self._blocks, stream)
-        device.copy(self._marks.ctypes.data, marks, 4 * self._parameters, stream)
+        tiles, marks = self._addresses
+        self._number = self._number % 0x7FFFFFFF + 1
+        check = launch_args.check_launch(self._segments, slot, marks, self._number, tiles)
+        device.launch(launch_args.check_kernel(self._dtype), check, stream)
+        device.copy(self._marks.ctypes.data, marks, self._marks.nbytes, stream)
 
     def _prepare(self, stream: Stream) -> None:
         """Allocate at the first check, because a device of a worker that never pushes needs nothing."""
-        device, size = self._device, 4 * self._parameters
-        self._args = device.host_memory(launch_args.CHECK_BYTES)
-        self._marks = device.host_memory(size).view(np.int32)
-        table = device.host_memory(self._tiles.nbytes)
-        table[:] = self._tiles
-        sizes = (launch_args.CHECK_BYTES, table.nbytes, size)
-        args, tiles, marks = (device.allocate(max(LEAST_BYTES, each)) for each in sizes)
-        device.copy(tiles, table.ctypes.data, table.nbytes, stream)
-        self._addresses = args, tiles, marks
+        device, tiles = self._device, launch_args.tiles_of_segments(self._segments)
+        self._marks = device.host_memory(4 * len(self._segments)).view(np.int32)
+        table = device.host_memory(tiles.nbytes)
+        table[:] = tiles
+        self._addresses = device.allocate(max(LEAST_BYTES, tiles.nbytes)), device.allocate(max(LEAST_BYTES, self._marks.nbytes))
+        device.copy(self._addresses[0], table.ctypes.data, tiles.nbytes, stream)
 
     def found(self) -> npt.NDArray[np.bool_]:
         """Whether each parameter of the slot is non-finite (bool[parameters]). The caller has waited for the stream."""
-        self._is_awaited = True
-        if not self._blocks:
-            return np.zeros(self._parameters, np.bool_)
+        if self._is_empty:
+            return np.zeros(len(self._segments), np.bool_)
         found: npt.NDArray[np.bool_] = self._marks == self._number
         return found
 

@@ -27,11 +27,12 @@ def prepare(device: CudaDevice, layout: Layout, hypers: Sequence[Hyper]) -> None
     Raises UnsupportedError for a user's rule without cuda=, or one that reads sums; UsageError if cuda= computes something else
     than the Python function; DeviceError if a kernel does not compile.
     """
-    rule = layout.rule
+    rule, dtype = layout.rule, layout.gradient_type
+    device.prepare(launch_args.check_kernel(dtype), launch_args.COPY_KERNEL)
     if layout.shown_type != "float32":
-        device.prepare(fold.RULE_SGD, layout.gradient_type)  # writes halves alone
+        device.prepare(launch_args.fold_kernel(fold.RULE_SGD, dtype))  # writes halves alone
     if rule.number in launch_args.RULE_NAMES:
-        device.prepare(rule.number, layout.gradient_type)
+        device.prepare(launch_args.fold_kernel(rule.number, dtype))
         return
     if rule.number == fold.RULE_SUMMING:
         raise UnsupportedError(
@@ -42,7 +43,7 @@ def prepare(device: CudaDevice, layout: Layout, hypers: Sequence[Hyper]) -> None
             f"expected rule {rule.name!r} in C, too, where shards are on a GPU, found no cuda=: see fastps.rule, or use"
             " FASTPS_PLACEMENT=host"
         )
-    device.prepare(rule.number, layout.gradient_type, rule.device_text())
+    device.prepare(launch_args.fold_kernel(rule.number, dtype), users=rule.device_text())
     for hyper in hypers:
         for steps in _STEPS:
             _compare(device, rule, hyper, steps)
@@ -90,15 +91,16 @@ def _folded(
     base = device.allocate(max(LEAST_BYTES, outputs + inputs.nbytes))
     buffers = launch_args.Buffers(base + outputs, base, base + outputs + size, base + size, _VALUES)
     push = launch_args.DevicePush(base + 2 * outputs, [tuple(hyper)], np.ones(1, np.bool_))
-    item, _ = launch_args.make_launch_args(shape, fold.FOLD_SUM, [push], counts, buffers)
-    launch = device.allocate(max(LEAST_BYTES, item.nbytes + tiles.nbytes))
-    staged = device.host_memory(outputs + inputs.nbytes + item.nbytes + tiles.nbytes)
-    staged[outputs:] = np.concatenate([inputs, item, tiles])
+    table = device.allocate(max(LEAST_BYTES, tiles.nbytes))
+    launches, _ = launch_args.make_launches(shape, fold.FOLD_SUM, [push], counts, buffers, table)
+    staged = device.host_memory(outputs + inputs.nbytes + tiles.nbytes)
+    staged[outputs:] = np.concatenate([inputs, tiles])
     device.copy(base + outputs, staged[outputs:].ctypes.data, inputs.nbytes, stream)
-    device.copy(launch, staged[outputs + inputs.nbytes :].ctypes.data, item.nbytes + tiles.nbytes, stream)
-    device.launch_fold(rule.number, "float32", launch, launch + item.nbytes, 1, stream)
+    device.copy(table, staged[outputs + inputs.nbytes :].ctypes.data, tiles.nbytes, stream)
+    for launch in launches:
+        device.launch(launch_args.fold_kernel(rule.number, "float32"), launch, stream)
     device.copy(staged.ctypes.data, base, outputs, stream)
     device.synchronize(stream)
     device.close(base)
-    device.close(launch)
+    device.close(table)
     return staged[:outputs].view(np.float32).reshape(1 + planes, _VALUES).copy()

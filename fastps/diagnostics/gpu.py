@@ -15,6 +15,7 @@ import torch
 from fastps.device.cuda import CudaDevice
 from fastps.device.interface import DeviceError
 from fastps.diagnostics.finding import Finding
+from fastps.kernels.cuda.launch_args import fold_kernel
 from fastps.kernels.update.fold import RULE_SGD
 
 Handles = tuple[bytes, bytes]
@@ -35,7 +36,7 @@ def gpu_findings() -> list[Finding]:
     ]
     try:
         devices = [CudaDevice(index) for index in range(count)]
-        devices[0].prepare(RULE_SGD, "float32")
+        devices[0].prepare(fold_kernel(RULE_SGD, "float32"))
     except DeviceError as error:
         return [*found, Finding("shards on GPUs", "no", f"no, the fold runs on the CPU: {error}")]
     found.append(Finding("shards on GPUs", "yes", "a kernel was compiled and loaded"))

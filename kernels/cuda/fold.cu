@@ -1,11 +1,12 @@
 /* The fold on a GPU: the sum of the pushes' gradients, scale, decay, rule, moving average, the weights once more in half
- * precision and the check for non-finite results, in one pass over memory; and the check of a push's gradients. NVRTC or nvcc compile this source for a GPU, and with a shim a C compiler makes a host function of
- * it, so that every rule is compared with its oracle on machines without a GPU.
+ * precision and the check for non-finite results, in one pass over memory; the check of a push's gradients; and the copy of
+ * weights into a replica. NVRTC or nvcc compile this source for a GPU, and with a shim a C compiler makes a host function of it,
+ * so that every rule is compared with its oracle on machines without a GPU.
  *
  * The arithmetic is the CPU fold's, line by line, with a fused multiply-add exactly where that has one. It must be compiled
  * without contraction (--fmad=false) and with IEEE division and square root (the default): the bits are then those of the CPU.
- * The host computes the launch arguments, which say what is done to which parameter; a kernel only reads them. It uses no
- * shared memory, no barrier and no atomic.
+ * The host computes the launch arguments, which say what is done to which parameter; a kernel only reads them. They are its
+ * parameters, by value, of which CUDA takes 4,096 bytes. It uses no shared memory, no barrier and no atomic.
  *
  * C and C++ both compile it. It includes the rules' table and bodies, which whoever compiles with NVRTC puts in their places,
  * and nothing else but the shim, because NVRTC has no headers. */
@@ -15,6 +16,9 @@
  * 64 registers make it spill. A user's rule with many planes gets two blocks, and 128 registers. */
 #define FPS_BLOCKS 3
 #define FPS_KERNEL extern "C" __global__ void __launch_bounds__(256, FPS_BLOCKS)
+/* A parameter by value whose address may be taken: without __grid_constant__ each thread would make a copy of its own. */
+#define FPS_ARGUMENT(type) const __grid_constant__ type
+#define FPS_ARGUMENT_OF(type, argument) (&argument)
 #define FPS_UNROLL _Pragma("unroll")
 #define FPS_WIDE(type, place) (*(type *)(place))
 FPS_DEVICE float fps_float_of_half(unsigned short bits) {
@@ -40,6 +44,8 @@ FPS_DEVICE unsigned int fps_bits_of_float(float value) { return __float_as_uint(
 #define FPS_DEVICE_BFLOAT16 2
 #define FPS_DEVICE_MOVES 1 /* the moving average of the weights moves in this fold */
 #define FPS_DEVICE_WIDTH 4  /* floats that one thread loads at a time */
+#define FPS_ARGUMENT_BYTES 4096 /* the most that every version of CUDA takes */
+#define FPS_COPY_RUNS 170
 
 typedef long long fps_device_integer;
 typedef unsigned long long fps_device_address;
@@ -59,15 +65,15 @@ typedef struct {
 
 /* A class of parameters with the same treatment. FPS_DEVICE_SUM: the gradients of its entries are summed, each times its scale
  * unless `is_plain`, and the rule is applied once with `coefficients`; without entries nothing is applied. FPS_DEVICE_EACH: the
- * rule is applied entry by entry; an entry without a push (-1) only moves the average. */
+ * rule is applied entry by entry; an entry without a push only moves the average. */
 typedef struct {
     int first_entry, entries, coefficients, is_plain;
 } fps_device_class;
 
 typedef struct {
-    int push, coefficients;
+    fps_device_address gradient; /* of the push, from the shard's first float on; 0: an entry without a push */
+    int coefficients;
     float scale;
-    int reserved;
 } fps_device_entry;
 
 /* The head of a launch's arguments; the tables follow at the given offsets, in bytes from its beginning. */
@@ -75,23 +81,41 @@ typedef struct {
     fps_device_address weights_in, weights_out, state_in, state_out;
     fps_device_address halves_out;   /* weights_out once more in half precision, for a model to read; 0: not wanted */
     fps_device_address nonfinite;    /* an int, set to 1 if a fold's results are non-finite; 0: not checked */
+    fps_device_address tiles;        /* one a block */
     fps_device_integer state_stride; /* floats between planes */
-    fps_device_integer class_of_segment, classes, entries, coefficients, gradients; /* int; the structs; addresses */
+    int class_of_segment, classes, entries, coefficients; /* offsets of tables: of ints, and of the structs */
+    int first_segment;                                    /* the segment that class_of_segment begins with */
+    int entry_count;                                      /* for checks on the host, no kernel reads it */
     int mode, rule_planes;
     int has_average; /* 0: none; FPS_DEVICE_MOVES; or 2: it is copied because nothing was pushed */
     int average_is_small;
     float average_fraction;
-    int pushes;     /* addresses in `gradients`; for checks on the host, no kernel reads it */
     int shown_type; /* the type of halves_out */
-    int reserved;
 } fps_launch_args;
+
+typedef struct {
+    fps_launch_args head;
+    unsigned char tables[FPS_ARGUMENT_BYTES - sizeof(fps_launch_args)];
+} fps_fold_argument;
 
 /* The arguments of a check: a slot, whose tiles name its parameters, and int[parameters]. The kernel writes `stamp` for each
  * parameter with a non-finite value, and no other: with another stamp each time, nobody has to write zeros before. */
 typedef struct {
-    fps_device_address gradient, nonfinite;
-    int stamp, reserved;
+    fps_device_address gradient, nonfinite, tiles;
+    fps_device_integer values; /* of the slot; like `parameters`, for checks on the host, no kernel reads it */
+    int stamp, parameters;
 } fps_check_args;
+
+/* The arguments of a copy: runs of memory, each copied by `blocks` blocks. Addresses are multiples of 16 bytes. */
+typedef struct {
+    fps_device_address source, target;
+    fps_device_integer vectors; /* of 16 bytes */
+} fps_device_run;
+
+typedef struct {
+    unsigned int count, blocks;
+    fps_device_run runs[FPS_COPY_RUNS];
+} fps_copy_args;
 
 /* A module has the kernels of all of fastps' rules, or those of one user's rule, whose text defines FPS_USERS_PLANES and
  * fps_users_rule(weight, gradient, state, numbers). Its coefficients are a scale and then the numbers that it names. */
@@ -213,10 +237,8 @@ FPS_DEVICE void fps_device_store_halves(unsigned short *to, fps_device_integer p
 }
 
 /* Load a push's gradient as floats. */
-FPS_DEVICE void fps_device_gradient(float *to, const fps_launch_args *args, int push, fps_device_integer place,
-                                    const int width, const int dtype) {
-    const fps_device_address address =
-        ((const fps_device_address *)((const char *)args + args->gradients))[push];
+FPS_DEVICE void fps_device_gradient(float *to, fps_device_address address, fps_device_integer place, const int width,
+                                    const int dtype) {
     if (dtype == FPS_DEVICE_FLOAT32) {
         fps_device_load(to, (const float *)address, place, width);
     } else if (width == FPS_DEVICE_WIDTH) {
@@ -235,7 +257,7 @@ FPS_DEVICE void fps_device_sum(float *total, const fps_launch_args *args, const 
     int entry, i;
     for (entry = 0; entry < of->entries; entry++) {
         float more[FPS_DEVICE_WIDTH];
-        fps_device_gradient(more, args, entries[entry].push, place, width, dtype);
+        fps_device_gradient(more, entries[entry].gradient, place, width, dtype);
         FPS_UNROLL
         for (i = 0; i < width; i++) {
             float term = of->is_plain ? more[i] : more[i] * entries[entry].scale;
@@ -304,12 +326,12 @@ FPS_DEVICE void fps_device_fold(const fps_launch_args *args, const fps_device_cl
         const fps_device_entry *entries =
             (const fps_device_entry *)((const char *)args + args->entries) + of->first_entry;
         for (entry = 0; entry < of->entries; entry++) {
-            const int push = entries[entry].push;
-            is_applied |= push >= 0;
-            if (push >= 0) fps_device_gradient(values, args, push, place, width, dtype);
+            const fps_device_address gradient = entries[entry].gradient;
+            is_applied |= gradient != 0;
+            if (gradient) fps_device_gradient(values, gradient, place, width, dtype);
             FPS_UNROLL
             for (i = 0; i < width; i++) {
-                if (push >= 0) fps_device_apply(by + entries[entry].coefficients, &elements[i], values[i], rule);
+                if (gradient) fps_device_apply(by + entries[entry].coefficients, &elements[i], values[i], rule);
                 if (args->has_average == FPS_DEVICE_MOVES) fps_device_average(args, &elements[i]);
             }
         }
@@ -335,11 +357,10 @@ FPS_DEVICE void fps_device_fold(const fps_launch_args *args, const fps_device_cl
 }
 
 /* Fold one tile with one block: whole vectors first, then the remaining elements, one a thread. */
-FPS_DEVICE void fps_device_fold_tile(fps_device_address args_address, fps_device_address tiles, const int rule,
-                                     const int dtype) {
-    const fps_launch_args *args = (const fps_launch_args *)args_address;
-    const fps_device_tile tile = ((const fps_device_tile *)tiles)[blockIdx.x];
-    const int index = ((const int *)((const char *)args + args->class_of_segment))[tile.segment];
+FPS_DEVICE void fps_device_fold_tile(const fps_launch_args *args, const int rule, const int dtype) {
+    const fps_device_tile tile = ((const fps_device_tile *)args->tiles)[blockIdx.x];
+    const int *const class_of_segment = (const int *)((const char *)args + args->class_of_segment);
+    const int index = class_of_segment[tile.segment - args->first_segment];
     const fps_device_class of = ((const fps_device_class *)((const char *)args + args->classes))[index];
     const int vectors_end = tile.length & ~(FPS_DEVICE_WIDTH - 1);
     int place;
@@ -349,9 +370,9 @@ FPS_DEVICE void fps_device_fold_tile(fps_device_address args_address, fps_device
         fps_device_fold(args, &of, tile.first + place, 1, rule, dtype);
 }
 
-#define FPS_FOLD_KERNEL(name, rule, dtype)                                               \
-    FPS_KERNEL fps_fold_##name(fps_device_address args, fps_device_address tiles) {     \
-        fps_device_fold_tile(args, tiles, rule, dtype);                                 \
+#define FPS_FOLD_KERNEL(name, rule, dtype)                                                   \
+    FPS_KERNEL fps_fold_##name(FPS_ARGUMENT(fps_fold_argument) argument) {                  \
+        fps_device_fold_tile(&FPS_ARGUMENT_OF(fps_fold_argument, argument)->head, rule, dtype); \
     }
 #define FPS_FOLD_KERNELS(number, NAME, name, ...)                 \
     FPS_FOLD_KERNEL(name##_float32, number, FPS_DEVICE_FLOAT32)   \
@@ -370,9 +391,8 @@ FPS_DEVICE int fps_device_has_nonfinite(unsigned int word, const int dtype) {
 }
 
 /* Check one tile of a slot with one block: whole vectors of 16 bytes first, then the remaining values, one a thread. */
-FPS_DEVICE void fps_device_check_tile(fps_device_address args_address, fps_device_address tiles, const int dtype) {
-    const fps_check_args *args = (const fps_check_args *)args_address;
-    const fps_device_tile tile = ((const fps_device_tile *)tiles)[blockIdx.x];
+FPS_DEVICE void fps_device_check_tile(const fps_check_args *args, const int dtype) {
+    const fps_device_tile tile = ((const fps_device_tile *)args->tiles)[blockIdx.x];
     const int size = dtype == FPS_DEVICE_FLOAT32 ? 4 : 2, values = 16 / size, vectors = tile.length / values;
     const char *const begin = (const char *)args->gradient + size * tile.first;
     int found = 0, place;
@@ -387,10 +407,20 @@ FPS_DEVICE void fps_device_check_tile(fps_device_address args_address, fps_devic
     if (found) ((int *)args->nonfinite)[tile.segment] = args->stamp; /* a benign race: every writer writes the same */
 }
 
-#define FPS_CHECK_KERNEL(name, dtype)                                                \
-    FPS_KERNEL fps_check_##name(fps_device_address args, fps_device_address tiles) { \
-        fps_device_check_tile(args, tiles, dtype);                                   \
+#define FPS_CHECK_KERNEL(name, dtype)                                             \
+    FPS_KERNEL fps_check_##name(FPS_ARGUMENT(fps_check_args) argument) {          \
+        fps_device_check_tile(FPS_ARGUMENT_OF(fps_check_args, argument), dtype); \
     }
 FPS_CHECK_KERNEL(float32, FPS_DEVICE_FLOAT32)
 FPS_CHECK_KERNEL(float16, FPS_DEVICE_FLOAT16)
 FPS_CHECK_KERNEL(bfloat16, FPS_DEVICE_BFLOAT16)
+
+/* Copy runs of memory. Neighbouring blocks copy different runs, so that the links to all homes are busy at a time. */
+FPS_KERNEL fps_copy(FPS_ARGUMENT(fps_copy_args) argument) {
+    const fps_copy_args *const args = FPS_ARGUMENT_OF(fps_copy_args, argument);
+    const fps_device_run run = args->runs[blockIdx.x % args->count];
+    const fps_device_integer step = (fps_device_integer)args->blocks * blockDim.x;
+    fps_device_integer at = (fps_device_integer)(blockIdx.x / args->count) * blockDim.x + threadIdx.x;
+    for (; at < run.vectors; at += step)
+        FPS_WIDE(uint4, (uint4 *)run.target + at) = FPS_WIDE(const uint4, (const uint4 *)run.source + at);
+}

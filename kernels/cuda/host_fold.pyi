@@ -1,3 +1,5 @@
+from typing import Any
+
 FLOAT32: int
 FLOAT16: int
 BFLOAT16: int
@@ -7,6 +9,8 @@ CLASS_BYTES: int
 ENTRY_BYTES: int
 ARGS_BYTES: int
 CHECK_ARGS_BYTES: int
+COPY_ARGS_BYTES: int
+ARGUMENT_BYTES: int
+COPY_RUNS: int
 
-def launch(rule: int, dtype: int, args: int, tiles: int, blocks: int, threads: int = 256) -> None: ...
-def launch_check(dtype: int, args: int, tiles: int, blocks: int, threads: int = 256) -> None: ...
+def launch(kernel: str, argument: Any, blocks: int, threads: int = 256) -> None: ...

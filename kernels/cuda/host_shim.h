@@ -13,6 +13,8 @@
 #define FPS_DEVICE static inline __attribute__((always_inline))
 #define FPS_KERNEL static void
 #define FPS_UNROLL
+#define FPS_ARGUMENT(type) const void *const
+#define FPS_ARGUMENT_OF(type, argument) ((const type *)(argument))
 
 typedef struct {
     float x, y, z, w;
@@ -56,11 +58,10 @@ FPS_DEVICE float fps_float_of_half(unsigned short bits) {
     return fps_float_of_bits(sign | (exponent + 112) << 23 | fraction << 13);
 }
 
-typedef void (*fps_kernel)(unsigned long long, unsigned long long);
+typedef void (*fps_kernel)(const void *);
 
 /* Run every thread of every block, in order. Returns the first misaligned address, or 0. */
-static unsigned long long fps_launch_on_host(fps_kernel kernel, int blocks, int threads, unsigned long long args,
-                                             unsigned long long tiles) {
+static unsigned long long fps_launch_on_host(fps_kernel kernel, const void *argument, int blocks, int threads) {
     int block, thread;
     fps_misaligned = 0;
     blockDim.x = (unsigned int)threads;
@@ -68,7 +69,7 @@ static unsigned long long fps_launch_on_host(fps_kernel kernel, int blocks, int 
         for (thread = 0; thread < threads; thread++) {
             blockIdx.x = (unsigned int)block;
             threadIdx.x = (unsigned int)thread;
-            kernel(args, tiles);
+            kernel(argument);
         }
     return fps_misaligned;
 }

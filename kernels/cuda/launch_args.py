@@ -1,15 +1,17 @@
-"""The arguments of a fold's launch on a device: one block of bytes that the CUDA kernels read.
+"""The arguments of launches on a device: blocks of bytes that CUDA passes to the kernels by value.
 
 The host computes everything that depends on hyper-parameters, counts of steps or absent gradients here, with the functions of
 the CPU fold, so that a kernel only loads, multiplies and stores. Parameters with the same treatment (one param_group, the same
-pushes, as many steps) form one class; a model's usual fold has one class a param_group. Addresses are plain numbers here:
-memory and streams belong to the device.
+pushes, as many steps) form one class; a model's usual fold has one class a param_group. CUDA takes
+4,096 bytes of parameters, so a fold of very many parameters or pushes is several launches, in their order.
+
+Addresses are plain numbers here: memory and streams belong to the device.
 """
 
-import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +42,10 @@ THREADS = 256
 DTYPES = {"float32": host_fold.FLOAT32, "float16": host_fold.FLOAT16, "bfloat16": host_fold.BFLOAT16}
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 RULE_NAMES = {number: name for name, number in RULES.items()}
+COPY_KERNEL = "fps_copy"
+MOST_SUMMED = 243
+"""The most pushes of a sum: so many addresses fit into one launch, where one parameter is the least that it folds."""
+_COPY_BLOCKS = 264  # of a copy: two for each multiprocessor of an H100
 _ALIGNMENT = 16  # of a table, in bytes, and of a segment's offset, in floats
 
 _TILE = np.dtype([("first", "<i8"), ("length", "<i4"), ("segment", "<i4")])
@@ -68,19 +74,27 @@ _COEFFICIENTS = np.dtype(
     ]
 )
 _CLASS = np.dtype([("first_entry", "<i4"), ("entries", "<i4"), ("coefficients", "<i4"), ("is_plain", "<i4")])
-_ENTRY = np.dtype([("push", "<i4"), ("coefficients", "<i4"), ("scale", "<f4"), ("reserved", "<i4")])
+_ENTRY = np.dtype([("gradient", "<u8"), ("coefficients", "<i4"), ("scale", "<f4")])
 _ARGS = np.dtype(
     [
-        *((name, "<u8") for name in ("weights_in", "weights_out", "state_in", "state_out", "halves_out", "nonfinite")),
-        *((name, "<i8") for name in ("state_stride", "class_of_segment", "classes", "entries", "coefficients", "gradients")),
+        *((name, "<u8") for name in ("weights_in", "weights_out", "state_in", "state_out", "halves_out", "nonfinite", "tiles")),
+        ("state_stride", "<i8"),
+        *((name, "<i4") for name in ("class_of_segment", "classes", "entries", "coefficients", "first_segment", "entry_count")),
         *((name, "<i4") for name in ("mode", "rule_planes", "has_average", "average_is_small")),
         ("average_fraction", "<f4"),
-        *((name, "<i4") for name in ("pushes", "shown_type", "reserved")),
+        ("shown_type", "<i4"),
     ]
 )
-_CHECK_ARGS = np.dtype([("gradient", "<u8"), ("nonfinite", "<u8"), ("stamp", "<i4"), ("reserved", "<i4")])
-HEAD_BYTES = _ARGS.itemsize
-CHECK_BYTES = _CHECK_ARGS.itemsize
+_CHECK_ARGS = np.dtype(
+    [
+        *((name, "<u8") for name in ("gradient", "nonfinite", "tiles")),
+        ("values", "<i8"),
+        ("stamp", "<i4"),
+        ("parameters", "<i4"),
+    ]
+)
+_RUN = np.dtype([("source", "<u8"), ("target", "<u8"), ("vectors", "<i8")])
+_COPY_ARGS = np.dtype([("count", "<i4"), ("blocks", "<i4"), ("runs", _RUN, (host_fold.COPY_RUNS,))])
 for _found, _expected in (
     (_TILE, host_fold.TILE_BYTES),
     (_COEFFICIENTS, host_fold.COEFFICIENTS_BYTES),
@@ -88,8 +102,36 @@ for _found, _expected in (
     (_ENTRY, host_fold.ENTRY_BYTES),
     (_ARGS, host_fold.ARGS_BYTES),
     (_CHECK_ARGS, host_fold.CHECK_ARGS_BYTES),
+    (_COPY_ARGS, host_fold.COPY_ARGS_BYTES),
 ):
     assert _found.itemsize == _expected, "fold.cu and launch_args.py lay a struct out differently"
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel: its argument, all bytes of the kernel's parameter, and its blocks."""
+
+    argument: Bytes
+    blocks: int
+
+
+def fold_kernel(rule: int, dtype: str) -> str:
+    """The name of the kernel for a rule's folds of gradients of a dtype."""
+    return f"fps_fold_{RULE_NAMES.get(rule, 'users')}_{dtype}"
+
+
+def check_kernel(dtype: str) -> str:
+    """The name of the kernel that checks slots of a dtype."""
+    return f"fps_check_{dtype}"
+
+
+def argument_bytes(kernel: str) -> int:
+    """The size of a kernel's parameter, all of which CUDA reads at a launch.
+
+    >>> argument_bytes("fps_fold_adam_float32")
+    4096
+    """
+    others = {COPY_KERNEL: host_fold.COPY_ARGS_BYTES} | {check_kernel(dtype): host_fold.CHECK_ARGS_BYTES for dtype in DTYPES}
+    return others.get(kernel, host_fold.ARGUMENT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -165,6 +207,12 @@ class Shape:
         """Planes of the rule alone."""
         return self.planes - (self.ema_decay > 0)
 
+    @cached_property
+    def first_tiles(self) -> npt.NDArray[np.int64]:
+        """The number of each segment's first tile, and of all tiles."""
+        counts = [-(-length // TILE_FLOATS) for _, length, _ in self.segments]
+        return np.cumsum([0, *counts])
+
 
 def tiles_of(shape: Shape) -> Bytes:
     """Return the table of tiles of a fold as bytes. One table serves all folds of a shape."""
@@ -204,7 +252,7 @@ class _Tables:
             return
         pushes = [self._pushes[index] for index in present]
         is_plain = len({push.scale for push in pushes}) == 1
-        self.entries += [(index, 0, self._pushes[index].scale, 0) for index in present]
+        self.entries += [(push.gradient, 0, push.scale) for push in pushes]
         self.classes.append((first, len(present), len(self.coefficients), is_plain))
         if pushes:
             rates = [push.hypers[group][0] * push.rate_scale for push in pushes]
@@ -215,11 +263,11 @@ class _Tables:
     def _add_each(self, group: int, steps: int, present: set[int]) -> None:
         for index, push in enumerate(self._pushes):
             if index in present:
-                self.entries.append((index, len(self.coefficients), 0.0, 0))
+                self.entries.append((push.gradient, len(self.coefficients), 0.0))
                 self._add_coefficients(push.hypers[group], push.hypers[group][0] * push.rate_scale, push.scale, steps)
                 steps += 1
             elif self._shape.ema_decay > 0:
-                self.entries.append((-1, 0, 0.0, 0))
+                self.entries.append((0, 0, 0.0))
 
     def _add_coefficients(self, hyper: tuple[float, ...], rate: float, scale: float, steps: int) -> None:
         if self._shape.rule == RULE_USER:
@@ -233,98 +281,160 @@ class _Tables:
         self.coefficients.append(tuple(made[name] for name in _COEFFICIENTS.names or ()))
 
 
-def make_launch_args(
+@dataclass(frozen=True)
+class _Fold:
+    """A fold, or a part of one, from the shape's segment `first` on. `present`: of each push, whether each segment is there."""
+
+    shape: Shape
+    mode: int
+    pushes: Sequence[DevicePush]
+    present: npt.NDArray[np.bool_]
+    steps: Counts
+    buffers: Buffers
+    tiles: int
+    factors: tuple[float, float]
+    nonfinite: int
+    first: int = 0
+
+    def counted(self) -> Counts:
+        """Each segment's count of steps after the fold."""
+        counts = self.present.sum(0)
+        counted: Counts = self.steps + (counts if self.mode == FOLD_EACH else (counts > 0))
+        return counted
+
+    def launches(self) -> Iterator[Launch]:
+        """Yield the launches of the fold, which run in this order. Raises ValueError for a sum of too many pushes."""
+        argument, segments, pushes = self._argument(), len(self.steps), len(self.pushes)
+        if argument.nbytes <= host_fold.ARGUMENT_BYTES:
+            begin, end = self.shape.first_tiles[[self.first, self.first + segments]]
+            if end > begin:
+                yield Launch(np.pad(argument, (0, host_fold.ARGUMENT_BYTES - argument.nbytes)), int(end - begin))
+        elif self.mode == FOLD_EACH and pushes > 1 and 8 * segments < argument.nbytes:  # most of it are pushes
+            half, at = pushes // 2, self.buffers
+            begun = replace(self, pushes=self.pushes[:half], present=self.present[:half])
+            yield from begun.launches()
+            there = replace(at, weights_in=at.weights_out, state_in=at.state_out)
+            rest = replace(self, pushes=self.pushes[half:], present=self.present[half:], steps=begun.counted(), buffers=there)
+            yield from rest.launches()
+        elif segments > 1:
+            for some in (slice(0, segments // 2), slice(segments // 2, segments)):
+                present, steps = self.present[:, some], self.steps[some]
+                yield from replace(self, present=present, steps=steps, first=self.first + some.start).launches()
+        else:
+            raise ValueError(f"expected a sum of at most {MOST_SUMMED} pushes, found {pushes}")
+
+    def _argument(self) -> Bytes:
+        """The bytes of one launch, of any size."""
+        end = self.first + len(self.steps)
+        groups = np.array([group for _, _, group in self.shape.segments[self.first : end]], np.int64)
+        keys = np.column_stack([groups, self.steps, self.present.T.astype(np.int64)])
+        if len(keys) and (keys[:, 1:] == keys[0, 1:]).all():
+            distinct_groups, class_of_segment = np.unique(groups, return_inverse=True)
+            distinct = np.column_stack([distinct_groups, np.tile(keys[0, 1:], (len(distinct_groups), 1))])
+        else:
+            distinct, class_of_segment = np.unique(keys, axis=0, return_inverse=True)
+        tables = _Tables(self.shape, self.mode, self.pushes, *self.factors)
+        for group, count, *is_present in distinct.tolist():
+            tables.add(group, count, [index for index, bit in enumerate(is_present) if bit])
+        args, buffers = np.zeros((), _ARGS), self.buffers
+        args["weights_in"], args["weights_out"] = buffers.weights_in, buffers.weights_out
+        args["state_in"], args["state_out"], args["state_stride"] = buffers.state_in, buffers.state_out, buffers.stride
+        args["nonfinite"], args["mode"], args["rule_planes"] = self.nonfinite, self.mode, self.shape.rule_planes
+        args["halves_out"], args["shown_type"] = buffers.halves_out, DTYPES[self.shape.shown_type]
+        args["tiles"] = self.tiles + host_fold.TILE_BYTES * self.shape.first_tiles[self.first]
+        args["first_segment"], args["entry_count"] = self.first, len(tables.entries)
+        _set_average(args, self.shape, bool(self.pushes))
+        parts: dict[str, npt.NDArray[Any]] = {
+            "class_of_segment": class_of_segment.reshape(-1).astype(np.int32),
+            "classes": np.array(tables.classes, _CLASS),
+            "entries": np.array(tables.entries, _ENTRY),
+            "coefficients": np.array(tables.coefficients, _COEFFICIENTS),
+        }
+        return _joined(args, parts)
+
+
+def make_launches(
     shape: Shape,
     mode: int,
     pushes: Sequence[DevicePush],
     steps: Counts,
     buffers: Buffers,
+    tiles: int,
     *,
-    scale: float = 1.0,
-    rate_scale: float = 1.0,
+    factors: tuple[float, float] = (1.0, 1.0),
     nonfinite: int = 0,
-) -> tuple[Bytes, Counts]:
-    """Return the launch arguments of one fold, and each parameter's count of steps after it (int64[parameters], like `steps`).
+) -> tuple[list[Launch], Counts]:
+    """Return the launches of one fold, and each parameter's count of steps after it (int64[parameters], like `steps`).
 
-    Mode, scale and rate scale are those of the CPU fold. `nonfinite`: the address of an int32, which the kernel sets to 1 if a
-    result is non-finite, and never to 0; 0: it does not check. A fold of no pushes copies everything.
+    `tiles`: the address of the shape's table of tiles. Mode, and the `factors` of gradients and of learning rates, are those of
+    the CPU fold. `nonfinite`: the address of an int32, which the kernel sets to 1 if a result is non-finite, and never to 0; 0:
+    it does not check. A fold of no pushes copies everything. Pushes may read what earlier ones of the same fold have written.
 
-    Raises ValueError if hyper-parameters need more planes than there are, or for inconsistent sizes.
+    Raises ValueError if hyper-parameters need more planes than there are, for too many pushes, or for inconsistent sizes.
     """
     if mode not in (FOLD_SUM, FOLD_EACH) or len(steps) != len(shape.segments):
         raise ValueError(f"expected a known mode and steps of {len(shape.segments)} parameters, found {mode} and {len(steps)}")
     present = np.array([push.presence for push in pushes], np.bool_).reshape(len(pushes), len(steps))
-    counts = present.sum(0)
-    groups = np.array([group for _, _, group in shape.segments], np.int64)
-    keys = np.column_stack([groups, steps, present.T.astype(np.int64)])
-    if len(keys) and (keys[:, 1:] == keys[0, 1:]).all():
-        distinct_groups, class_of_segment = np.unique(groups, return_inverse=True)
-        distinct = np.column_stack([distinct_groups, np.tile(keys[0, 1:], (len(distinct_groups), 1))])
-    else:
-        distinct, class_of_segment = np.unique(keys, axis=0, return_inverse=True)
-    tables = _Tables(shape, mode, pushes, scale, rate_scale)
-    for group, count, *is_present in distinct.tolist():
-        tables.add(group, count, [index for index, bit in enumerate(is_present) if bit])
-    steps_out = steps + (counts if mode == FOLD_EACH else (counts > 0))
-    args = np.zeros((), _ARGS)
-    args["weights_in"], args["weights_out"] = buffers.weights_in, buffers.weights_out
-    args["state_in"], args["state_out"], args["state_stride"] = buffers.state_in, buffers.state_out, buffers.stride
-    args["nonfinite"], args["mode"], args["rule_planes"] = nonfinite, mode, shape.rule_planes
-    args["pushes"], args["halves_out"], args["shown_type"] = len(pushes), buffers.halves_out, DTYPES[shape.shown_type]
-    _set_average(args, shape, bool(pushes))
-    parts: dict[str, npt.NDArray[Any]] = {
-        "class_of_segment": class_of_segment.reshape(-1).astype(np.int32),
-        "classes": np.array(tables.classes, _CLASS),
-        "entries": np.array(tables.entries, _ENTRY),
-        "coefficients": np.array(tables.coefficients, _COEFFICIENTS),
-        "gradients": np.array([push.gradient for push in pushes], np.uint64),
-    }
-    return _joined(args, parts), steps_out
+    fold = _Fold(shape, mode, pushes, present, steps, buffers, tiles, factors, nonfinite)
+    return list(fold.launches()), fold.counted()
 
 
-def accessed(args: int, dtype: str) -> tuple[list[Span], list[Span]]:
-    """Return what a fold reads and what it writes, from its launch arguments at an address that this process can read.
+def check_launch(segments: Sequence[tuple[int, int]], gradient: int, nonfinite: int, stamp: int, tiles: int) -> Launch:
+    """Return the launch of a check of the slot at the address `gradient`: of `segments`, whose tiles are at another address.
 
-    For devices that check accesses. Whole buffers count, with the padding between parameters.
+    `nonfinite`: the address of int32[parameters], where the kernel writes `stamp` for each parameter with a non-finite value.
     """
-    head = np.frombuffer((ctypes.c_uint8 * _ARGS.itemsize).from_address(args), _ARGS, 1)[0]
-    floats, pushes = int(head["state_stride"]), int(head["pushes"])
+    values = max((sum(segment) for segment in segments), default=0)
+    blocks = sum(-(-length // TILE_FLOATS) for _, length in segments)
+    return Launch(np.array([(gradient, nonfinite, tiles, values, stamp, len(segments))], _CHECK_ARGS).view(np.uint8), blocks)
+
+
+def copy_launches(runs: Sequence[tuple[int, int, int]]) -> list[Launch]:
+    """Return the launches that copy runs of memory: (from, to, bytes), on and in multiples of 16 bytes, and none of them empty.
+
+    >>> [launch.blocks for launch in copy_launches([(64, 128, 32)] * 171)]
+    [340, 264]
+    """
+    found, most = [], host_fold.COPY_RUNS
+    for first in range(0, len(runs), most):
+        some = runs[first : first + most]
+        args, blocks = np.zeros(1, _COPY_ARGS), -(-_COPY_BLOCKS // len(some))
+        args["count"], args["blocks"] = len(some), blocks
+        args["runs"][0, : len(some)] = np.array([(source, to, size // _ALIGNMENT) for source, to, size in some], _RUN)
+        found.append(Launch(args.view(np.uint8), blocks * len(some)))
+    return found
+
+
+def accessed(kernel: str, launch: Launch) -> tuple[list[Span], list[Span]]:
+    """Return what a launch reads and what it writes. For devices that check accesses.
+
+    Whole buffers count, with the padding between parameters.
+    """
+    if kernel == COPY_KERNEL:
+        args = launch.argument.view(_COPY_ARGS)[0]
+        runs = args["runs"][: args["count"]].tolist()
+        return [(source, 16 * vectors) for source, _, vectors in runs], [(to, 16 * vectors) for _, to, vectors in runs]
+    dtype = kernel.rpartition("_")[2]
+    if kernel == check_kernel(dtype):
+        args = launch.argument.view(_CHECK_ARGS)[0]
+        slot = int(args["gradient"]), DTYPE_BYTES[dtype] * int(args["values"])
+        return [(int(args["tiles"]), launch.blocks * _TILE.itemsize), slot], [
+            (int(args["nonfinite"]), 4 * int(args["parameters"]))
+        ]
+    head = launch.argument[: _ARGS.itemsize].view(_ARGS)[0]
+    floats, entries = int(head["state_stride"]), int(head["entries"])
     planes = int(head["rule_planes"]) + (head["has_average"] > 0)
-    table = (ctypes.c_uint64 * pushes).from_address(args + int(head["gradients"])) if pushes else ()
+    table = launch.argument[entries : entries + int(head["entry_count"]) * _ENTRY.itemsize].view(_ENTRY)
     sizes = 4 * floats, 4 * floats * planes
-    reads = [(int(head["weights_in"]), sizes[0]), (int(head["state_in"]), sizes[1])]
-    reads += [(int(address), DTYPE_BYTES[dtype] * floats) for address in table]
+    reads = [(int(head["tiles"]), launch.blocks * _TILE.itemsize)]
+    reads += [(int(head["weights_in"]), sizes[0]), (int(head["state_in"]), sizes[1])]
+    reads += [(address, DTYPE_BYTES[dtype] * floats) for address in sorted(set(table["gradient"].tolist()) - {0})]
     writes = [(int(head["weights_out"]), sizes[0]), (int(head["state_out"]), sizes[1])]
     if head["nonfinite"]:
         writes.append((int(head["nonfinite"]), 4))
     if head["halves_out"]:
         writes.append((int(head["halves_out"]), 2 * floats))
     return [span for span in reads if span[1]], [span for span in writes if span[1]]
-
-
-def size_of(args: int) -> int:
-    """The bytes of launch arguments at an address that this process can read: the gradients' addresses are the last table."""
-    head = np.frombuffer((ctypes.c_uint8 * _ARGS.itemsize).from_address(args), _ARGS, 1)[0]
-    return int(head["gradients"]) + 8 * int(head["pushes"])
-
-
-def write_check_args(room: Bytes, gradient: int, nonfinite: int, stamp: int) -> None:
-    """Write the arguments of a check into CHECK_BYTES of `room`.
-
-    `gradient`: the address of a slot; `nonfinite`: of int32[parameters], where the kernel writes `stamp` for each parameter
-    with a non-finite value.
-    """
-    room[:CHECK_BYTES] = np.array([(gradient, nonfinite, stamp, 0)], _CHECK_ARGS).view(np.uint8)
-
-
-def accessed_by_check(args: int, tiles: int, blocks: int, dtype: str) -> tuple[list[Span], list[Span]]:
-    """Return what a check reads and writes, as `accessed`; its tiles are at an address that this process can read, too."""
-    head = np.frombuffer((ctypes.c_uint8 * CHECK_BYTES).from_address(args), _CHECK_ARGS, 1)[0]
-    table = np.frombuffer((ctypes.c_uint8 * (blocks * _TILE.itemsize)).from_address(tiles), _TILE, blocks)
-    size = DTYPE_BYTES[dtype]
-    begin, end = int(table["first"].min()), int((table["first"] + table["length"]).max())
-    reads = [(int(head["gradient"]) + size * begin, size * (end - begin))]
-    return reads, [(int(head["nonfinite"]), 4 * (int(table["segment"].max()) + 1))]
 
 
 def _set_average(args: npt.NDArray[Any], shape: Shape, moves: bool) -> None:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastps.kernels.cuda.launch_args import DTYPES, RULE_NAMES, THREADS
+from fastps.kernels.cuda import launch_args
+from fastps.kernels.cuda.launch_args import COPY_KERNEL, DTYPES, RULE_NAMES, THREADS, Launch
 from fastps.kernels.update.fold import RULE_USER
 
 SOURCE = Path(__file__).with_name("fold.cu")
@@ -35,14 +36,17 @@ class CudaUnavailableError(RuntimeError):
     """The GPU, CuPy or the compiler is missing; the text says which, and what to do."""
 
 
+_FOLDS = {launch_args.fold_kernel(rule, dtype): (rule, dtype) for rule in RULE_NAMES for dtype in DTYPES}
+_OTHERS = (*(launch_args.check_kernel(dtype) for dtype in DTYPES), COPY_KERNEL)
+
+
 def kernel_names() -> list[str]:
-    """Return the names of all kernels: a fold for each rule and gradient dtype, and a check for each dtype.
+    """Return the names of all kernels: a fold for each rule and gradient dtype, a check for each dtype, and the copy.
 
     >>> kernel_names()[:2]
     ['fps_fold_sgd_float32', 'fps_fold_sgd_float16']
     """
-    folds = [f"fps_fold_{rule}_{dtype}" for rule in RULE_NAMES.values() for dtype in DTYPES]
-    return [*folds, *(f"fps_check_{dtype}" for dtype in DTYPES)]
+    return [*_FOLDS, *_OTHERS]
 
 
 def users_kernel_names() -> list[str]:
@@ -51,7 +55,7 @@ def users_kernel_names() -> list[str]:
     >>> users_kernel_names()[:2]
     ['fps_fold_users_float32', 'fps_fold_users_float16']
     """
-    return [*(f"fps_fold_users_{dtype}" for dtype in DTYPES), *(f"fps_check_{dtype}" for dtype in DTYPES)]
+    return [*(launch_args.fold_kernel(RULE_USER, dtype) for dtype in DTYPES), *_OTHERS]
 
 
 def source(users: str = "", folds: str | None = None) -> str:
@@ -90,35 +94,28 @@ def load_cupy() -> Any:
 
 
 @functools.cache
-def fold_kernel(device: int, rule: int, dtype: str, users: str = "", compiled: Compiler | None = None) -> Any:
-    """Return a function (stream, args, tiles, blocks) that launches the kernel. Raises CudaUnavailableError, ValueError.
+def kernel(device: int, name: str, users: str = "", compiled: Compiler | None = None) -> Any:
+    """Return a function (stream, launch) that launches a kernel of `kernel_names`. Raises CudaUnavailableError, ValueError.
 
-    `args` and `tiles` are addresses on the device, and the stream is CUDA's. The first call for a device compiles this kernel
-    alone. `users`: the text of a user's rule, for RULE_USER. `compiled`: what to compile with, by default `compile_with_nvrtc`.
+    The stream is CUDA's. The first call for a device compiles this kernel alone; the checks and the copy are one module.
+    `users`: the text of a user's rule, for the kernels of its folds. `compiled`: what to compile with, by default
+    `compile_with_nvrtc`.
     """
-    if rule == RULE_USER and users and dtype in DTYPES:
-        return _starter(_module(device, source(users), compiled).get_function(f"fps_fold_users_{dtype}"))
-    if rule not in RULE_NAMES or dtype not in DTYPES:
-        raise ValueError(
-            f"expected a rule of {sorted(RULE_NAMES)} and a dtype of {', '.join(DTYPES)}, found {rule} and {dtype}"
-        )
-    name = f"{RULE_NAMES[rule]}_{dtype}"
-    text = source(folds=f"FPS_FOLD_KERNEL({name}, {rule}, {DTYPES[dtype]})")
-    return _starter(_module(device, text, compiled).get_function(f"fps_fold_{name}"))
+    if name in _FOLDS:
+        rule, dtype = _FOLDS[name]
+        text = source(folds=f"FPS_FOLD_KERNEL({name.removeprefix('fps_fold_')}, {rule}, {DTYPES[dtype]})")
+    elif name in _OTHERS:
+        text = source(folds="")
+    elif users and name in users_kernel_names():
+        text = source(users)
+    else:
+        raise ValueError(f"expected a kernel of {', '.join(kernel_names())}, found {name}")
+    function = _module(device, text, compiled).get_function(name)
 
-
-@functools.cache
-def check_kernel(device: int, dtype: str, compiled: Compiler | None = None) -> Any:
-    """Return a function (stream, args, tiles, blocks) that launches the check of a slot. Raises as `fold_kernel`."""
-    if dtype not in DTYPES:
-        raise ValueError(f"expected a dtype of {', '.join(DTYPES)}, found {dtype}")
-    return _starter(_module(device, source(folds=""), compiled).get_function(f"fps_check_{dtype}"))
-
-
-def _starter(kernel: Any) -> Any:
-    def start(stream: int, args: int, tiles: int, blocks: int) -> None:
-        # Both parameters are 64-bit integers, which the kernel casts to pointers.
-        kernel((blocks,), (THREADS,), (np.uint64(args), np.uint64(tiles)), 0, _Stream(stream))
+    def start(stream: int, launch: Launch) -> None:
+        # CuPy passes a NumPy array of size one by value. CUDA reads as many bytes as the parameter has (cuLaunchKernel).
+        argument = np.frombuffer(launch.argument, f"V{launch.argument.nbytes}")
+        function((launch.blocks,), (THREADS,), (argument,), 0, _Stream(stream))
 
     return start
 

@@ -21,6 +21,7 @@ from fastps.lab.gpus.cuda_calls import RecordedCuda, merged
 from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
 from fastps.lab.gpus.cuda_rules import check_record
 from tests.device import test_device as jobs
+from tests.device.test_cuda import packed, unpacked
 from tests.support import processes
 
 GPUS = ("gpu 0", "gpu 1", "gpu 2", "gpu 3")
@@ -167,13 +168,13 @@ def test_four_gpus_of_the_simulated_runtime_keep_the_rules_of_cuda() -> None:
             weights, folds = jobs.steps_of(store, rank, 6, jobs.gradient)
         finally:
             store.close()
-        return (weights, folds), api.calls
+        return (weights, folds), packed(api.calls)
 
     with store:
         children = processes.start_each(work, 4)
         processes.results(children, 60)
     assert_equal([child.outcome[0] for child in children], on_cpu(update, "bsp", 4, 6))
-    whole = merged(*(child.outcome[1] for child in children))
+    whole = merged(*(unpacked(child.outcome[1]) for child in children))
     peers = [frozenset((one, other)) for one in GPUS for other in GPUS if one != other]
     assert check_record(whole, peers, {call.process for call in whole}) == len(whole)
     synchronized = [call for call in whole if call.name in ("streamSynchronize", "eventSynchronize", "deviceSynchronize")]

@@ -1,6 +1,7 @@
 """Users' rules where shards are on devices: whole jobs with the bits of the CPU, and refusals by name."""
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,6 @@ from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Rule, Update
 from fastps.kernels.shm.arena import LANE_FREE, LANE_LIVE
-from fastps.kernels.update.fold import RULE_ADAM
 from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
 from tests.device.test_device import gradient
 from tests.device.test_several_devices import assert_equal, make_store, on_cpu, steps_of
@@ -60,11 +60,11 @@ def test_a_job_on_two_devices_has_the_bits_of_the_cpu(name: str) -> None:
 
 def test_a_worker_compiles_what_it_needs_before_it_attaches() -> None:
     """Else the others would wait for the compiler, some of them for a shard lock."""
-    prepared: list[tuple[int, str, int]] = []
+    prepared: list[tuple[str, int]] = []
 
     class Watched(HostCuda):
-        def prepare(self, device: int, rule: int, dtype: str, users: str) -> None:
-            prepared.append((rule, dtype, store.arena.lane_state(0)))
+        def prepare(self, device: int, kernels: Sequence[str], users: str) -> None:
+            prepared.extend((kernel, store.arena.lane_state(0)) for kernel in kernels)
 
     with make_store(fastps.Adam(lr=0.1), "bsp", ("gpu 0",), shards=2, dtype="float16") as store:
         api = Watched(["gpu 0"])
@@ -72,7 +72,7 @@ def test_a_worker_compiles_what_it_needs_before_it_attaches() -> None:
             assert store.arena.lane_state(0) == LANE_LIVE
             worker.wait_for_others()
     api.end()
-    assert prepared == [(RULE_ADAM, "float16", LANE_FREE)]
+    assert prepared == [(name, LANE_FREE) for name in ("fps_check_float16", "fps_copy", "fps_fold_adam_float16")]
 
 
 def test_a_text_that_computes_something_else_is_refused_with_an_example(device: HostDevice) -> None:

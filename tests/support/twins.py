@@ -11,19 +11,20 @@ from typing import Any
 
 import fastps
 from fastps.kernels.cuda import runtime
+from fastps.kernels.cuda.launch_args import DTYPES, Launch
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 _LAUNCH = """
-unsigned long long launch(int dtype, unsigned long long args, unsigned long long tiles, int blocks) {
+unsigned long long launch(int dtype, const void *argument, int blocks) {
     static const fps_kernel kernels[3] = {fps_fold_users_float32, fps_fold_users_float16, fps_fold_users_bfloat16};
-    (void)fps_check_float32, (void)fps_check_float16, (void)fps_check_bfloat16;
-    return fps_launch_on_host(kernels[dtype], blocks, 256, args, tiles);
+    (void)fps_check_float32, (void)fps_check_float16, (void)fps_check_bfloat16, (void)fps_copy;
+    return fps_launch_on_host(kernels[dtype], argument, blocks, 256);
 }
 """
 
 
-def compiled(source: str) -> Callable[[int, int, int, int], None]:
-    """A function (dtype, args, tiles, blocks) that launches the kernels of a user's rule, from the source that a GPU gets.
+def compiled(source: str) -> Callable[[str, Launch], None]:
+    """A function (kernel, launch) that launches the kernels of a user's rule, from the source that a GPU gets.
 
     It raises ValueError for a vector that a GPU would not load or store there.
     """
@@ -36,11 +37,11 @@ def compiled(source: str) -> Callable[[int, int, int, int], None]:
         done = subprocess.run([COMPILER, *flags, "-o", library, text, "-lm"], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         launch = ctypes.CDLL(str(library)).launch
-    launch.argtypes = [ctypes.c_int, ctypes.c_ulonglong, ctypes.c_ulonglong, ctypes.c_int]
+    launch.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
     launch.restype = ctypes.c_ulonglong
 
-    def checked(*arguments: int) -> None:
-        if misaligned := launch(*arguments):
+    def checked(kernel: str, what: Launch) -> None:
+        if misaligned := launch(DTYPES[kernel.rpartition("_")[2]], what.argument.ctypes.data, what.blocks):
             raise ValueError(f"expected vectors on multiples of their size (error 716), found one at {misaligned:#x}")
 
     return checked

@@ -23,7 +23,7 @@ from fastps.device.cuda import SUCCESS, CudaDevice
 from fastps.device.cuda_errors import MEMORY_ALLOCATION, NOT_READY
 from fastps.device.interface import DeviceError
 from fastps.kernels.cuda.launch_args import Span
-from fastps.lab.gpus.fake_cuda import CupyArray, FakeCuda, Launch, Work
+from fastps.lab.gpus.fake_cuda import CupyArray, FakeCuda, UsersKernels, Work
 from fastps.lab.gpus.host_streams import HostEvent, HostStream
 from fastps.lab.gpus.regions import Region, handle_of, make_region, open_region, release
 
@@ -85,7 +85,7 @@ class HostCuda(FakeCuda):
         delay_s: float = 0.0,
         *,
         computes_at_once: bool = True,
-        compile_rule: Callable[[str], Launch] | None = None,
+        compile_rule: Callable[[str], UsersKernels] | None = None,
     ) -> None:
         super().__init__(gpus)
         self._compile_rule = compile_rule

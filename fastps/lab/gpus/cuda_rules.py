@@ -16,7 +16,8 @@ from fastps.device.cuda import (
     SHARED_BYTES,
 )
 from fastps.device.interface import DeviceError
-from fastps.kernels.cuda import host_fold, launch_args
+from fastps.kernels.cuda import launch_args
+from fastps.kernels.cuda.launch_args import Launch
 from fastps.lab.gpus.cuda_calls import Call
 
 _DEFAULT_STREAM = 0
@@ -314,16 +315,17 @@ class CudaRules:
         self._need(call, found.process == call.process, "expected an event of its own", "one that it has opened")
         self._need(call, found.records, "expected an event that was recorded", "that it was not")
 
-    def _launch(self, call: Call, of: _Process, device: int, *arguments: Any) -> None:
-        """The last arguments of a fold and of a check: a block of bytes, a table of tiles, how many, and the stream."""
-        block, tiles, count, stream = arguments[-4:]
+    def _call_launch(self, call: Call, of: _Process, device: int, kernel: str, launch: Launch, stream: int) -> None:
+        """The kernel's memory is open. CUDA reads the whole parameter, and takes 4,096 bytes of parameters, and some blocks."""
         current = self._device(call, of)
         self._need(call, current == device, "expected a launch on the thread's device", f"device {current}")
         self._on_own_device(call, of, stream)
-        self._touch(call, of, block, launch_args.CHECK_BYTES if call.name == "launch_check" else launch_args.HEAD_BYTES)
-        self._touch(call, of, tiles, count * host_fold.TILE_BYTES)
-
-    _call_launch_fold = _call_launch_check = _launch
+        self._need(call, launch.blocks > 0, "expected blocks to launch", str(launch.blocks))
+        expected, found = launch_args.argument_bytes(kernel), launch.argument.nbytes
+        self._need(call, found == expected <= 4096, f"expected {expected} bytes of parameters", str(found))
+        for spans in launch_args.accessed(kernel, launch):
+            for address, size in spans:
+                self._touch(call, of, address, size)
 
 
 def check_record(calls: Iterable[Call], peers: Iterable[frozenset[str]] = (), ended: Iterable[Any] = ()) -> int:

@@ -14,12 +14,11 @@ import numpy.typing as npt
 
 from fastps.device.interface import DeviceError
 from fastps.kernels.cuda import host_fold, launch_args
-from fastps.kernels.cuda.launch_args import Span
+from fastps.kernels.cuda.launch_args import Launch, Span
 from fastps.kernels.cuda.runtime import source
-from fastps.kernels.update.fold import RULE_USER
 
-Launch = Callable[[int, int, int, int], None]
-"""Launches the kernels of a user's rule: dtype, order, tiles, blocks."""
+UsersKernels = Callable[[str, Launch], None]
+"""Launches the kernels of a user's rule, by their names."""
 
 Work = Callable[[Any], object]
 """A piece of work; it is given the stream on which it runs."""
@@ -50,8 +49,8 @@ class FakeCuda(ABC):
     def __init__(self, gpus: Sequence[str], numbers: Iterator[int] | None = None) -> None:
         self.gpus = list(gpus)
         self._numbers = numbers or itertools.count(1)
-        self._compile_rule: Callable[[str], Launch] | None = None
-        self._users: Launch | None = None
+        self._compile_rule: Callable[[str], UsersKernels] | None = None
+        self._users: UsersKernels | None = None
         self._thread = threading.local()
         self._computing: list[int] = []  # by device: its compute stream
 
@@ -104,7 +103,7 @@ class FakeCuda(ABC):
     def identity(self, device: int) -> str:
         return self.gpus[device]
 
-    def prepare(self, device: int, rule: int, dtype: str, users: str) -> None:
+    def prepare(self, device: int, kernels: Sequence[str], users: str) -> None:
         if users and self._compile_rule is None:
             raise DeviceError("expected a compiler of users' rules for a simulated device, found none")
         if users and self._compile_rule is not None:
@@ -119,23 +118,17 @@ class FakeCuda(ABC):
 
         self.queue(stream, text, work)
 
-    def launch_fold(self, device: int, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
-        number = launch_args.DTYPES[dtype]
+    def launch(self, device: int, kernel: str, launch: Launch, stream: int) -> None:
+        """Queue a kernel. CUDA copies the argument before cuLaunchKernel returns, and refuses a grid without blocks."""
+        if launch.blocks < 1 or launch.argument.nbytes > host_fold.ARGUMENT_BYTES:
+            raise DeviceError(f"{kernel}: expected blocks, and an argument that CUDA takes, found an invalid value (error 1)")
+        launch = Launch(launch.argument.copy(), launch.blocks)
 
         def work(on: Any) -> None:
-            self.touch(on, "fold", [(order, 8), (tiles, blocks * host_fold.TILE_BYTES)], ())
-            self.touch(on, "fold", *launch_args.accessed(order, dtype))
-            if rule == RULE_USER and self._users is not None:
-                self._users(number, order, tiles, blocks)
+            self.touch(on, kernel.split("_")[1], *launch_args.accessed(kernel, launch))
+            if "_users_" in kernel and self._users is not None:
+                self._users(kernel, launch)
             else:
-                host_fold.launch(rule, number, order, tiles, blocks, launch_args.THREADS)
+                host_fold.launch(kernel, launch.argument, launch.blocks, launch_args.THREADS)
 
-        self.queue(stream, "fold", work)
-
-    def launch_check(self, device: int, dtype: str, args: int, tiles: int, blocks: int, stream: int) -> None:
-        def work(on: Any) -> None:
-            self.touch(on, "check", [(args, launch_args.CHECK_BYTES), (tiles, blocks * host_fold.TILE_BYTES)], ())
-            self.touch(on, "check", *launch_args.accessed_by_check(args, tiles, blocks, dtype))
-            host_fold.launch_check(launch_args.DTYPES[dtype], args, tiles, blocks, launch_args.THREADS)
-
-        self.queue(stream, "check", work)
+        self.queue(stream, kernel.split("_")[1], work)

@@ -17,7 +17,6 @@ CALLS = (
     "record released",
     "record folded",
     "record copied",
-    "record item",
     "record finished at the push",
     "record finished at the pull",
     "fold stream waits for own computed",
@@ -31,7 +30,6 @@ CALLS = (
     "copies stream waits for others folded",
     "host waits for finished at the push",
     "host waits for finished at the pull",
-    "host waits for item",
 )
 """Every record of an event, and every wait for one, of a job in its steady state."""
 

@@ -140,7 +140,7 @@ class _RecordingCuda(SteppedCuda):
         made = self.node.recorded[on.number][on.clock[on.number] - 1]
         for is_write, spans in ((False, reads), (True, writes)):
             for address, size in spans:
-                # Work items and tables do not grow with the model, and the setup is over before the first step.
+                # Tables do not grow with the model, and the setup is over before the first step.
                 if size >= 4 * _FLOATS and made.step >= 0:
                     there = self.node.find(address, size, self.process, on.gpu, text).identity
                     assert there is not None, "nothing of the model's size lies in host memory"

@@ -23,7 +23,6 @@ from fastps.store.presence import presence_of
 POST_FIRST, RELEASE_FIRST = "post before the record", "release before the record"
 FORGET_NOTHING, ONE_SIDE = "forget no changed gradients", "copy over what is shown"
 GENERATION = 100  # between the process numbers of two owners of a lane
-ITEMS = 2
 _MARKED_SHARE, _CHANGED_SHARE, _NULL_SHARE = 0.7, 0.15, 0.1
 _UNREAD = 77.0  # no weight has this value
 
@@ -76,7 +75,7 @@ class Worker:
         if world.memory.arena.claim(rank, os.getpid(), generation > 0) != generation:
             raise ViolationError(f"lane {rank} has another owner than number {generation}")
         self.lane = WorkerLane(world.memory.arena, rank)
-        self.arena = DeviceArena(world.memory, rank, self.device, items=ITEMS)
+        self.arena = DeviceArena(world.memory, rank, self.device)
         if world.left_out == ONE_SIDE:
             self.arena.sides = 1
         self.buffers = [0] * world.shards

@@ -24,7 +24,7 @@ from fastps.kernels.protocol.lane import BUSY, DONE, Lane
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.lab.gpus.hazards import Clock, merge
 from fastps.lab.gpus.stepped import SteppedNode
-from fastps.lab.worlds.device_workers import GENERATION, ITEMS, ViolationError, WatchedDevice, Worker
+from fastps.lab.worlds.device_workers import GENERATION, ViolationError, WatchedDevice, Worker
 from fastps.lab.worlds.device_worlds import MOST_TURNS, World
 
 _SERVER = 1000  # its process number
@@ -81,7 +81,7 @@ class _Server:
         self.lane = Lane(arena, arena.server_lane)
         self.devices = [world.device_of(_SERVER, gpu) for gpu in gpus]
         self.arenas = {
-            self.lane.index + number: DeviceArena(world.memory, self.lane.index + number, device, items=ITEMS)
+            self.lane.index + number: DeviceArena(world.memory, self.lane.index + number, device)
             for number, device in enumerate(self.devices)
         }
         for each in self.arenas.values():

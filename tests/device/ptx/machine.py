@@ -21,7 +21,7 @@ from tests.device.ptx.program import Instruction, Kernel
 Values = npt.NDArray[Any]
 SIGNED = {"s16": np.int16, "s32": np.int32, "s64": np.int64}
 UNSIGNED = {f"{letter}{bits}": np.dtype(f"u{bits // 8}").type for letter in "ub" for bits in (16, 32, 64)}
-DTYPES: dict[str, Any] = {**SIGNED, **UNSIGNED, "f16": np.float16, "f32": np.float32, "pred": np.bool_}
+DTYPES: dict[str, Any] = {**SIGNED, **UNSIGNED, "u8": np.uint8, "f16": np.float16, "f32": np.float32, "pred": np.bool_}
 ONE = np.float32(1)
 
 
@@ -81,6 +81,7 @@ INTEGERS: dict[str, Callable[..., Any]] = {
     "mul.wide": lambda a, b: a.astype(_wide(a.dtype)) * b.astype(_wide(b.dtype)),
     "mad.lo": lambda a, b, c: a * b + c,
     "div": lambda a, b: a // b,
+    "rem": lambda a, b: a % b,
     "max": np.maximum,
     "min": np.minimum,
     "and": np.bitwise_and,
@@ -93,7 +94,7 @@ INTEGERS: dict[str, Callable[..., Any]] = {
 }
 PREDICATES: dict[str, Callable[..., Any]] = {**_JOIN, "not": np.logical_not}
 CONVERSIONS = {f"cvt.{to}.{of}" for to in (*SIGNED, *UNSIGNED) for of in (*SIGNED, *UNSIGNED)} | {"cvt.f32.f16"}
-_SPACES = ("ld", "st", "ld.global", "st.global")
+_SPACES = ("ld", "st", "ld.global", "st.global", "ld.param")
 
 
 class Memory:
@@ -135,9 +136,11 @@ def _joined(spans: Sequence[Span]) -> tuple[Values, Values]:
 class Threads:
     """The threads of one launch. `run` ends when all have returned."""
 
-    def __init__(self, kernel: Kernel, arguments: Sequence[int], blocks: int, threads: int, memory: Memory) -> None:
+    def __init__(self, kernel: Kernel, argument: Values, blocks: int, threads: int, memory: Memory) -> None:
+        """`argument`: the bytes of the parameters, by value, in memory that the launch may read."""
         self._kernel, self._memory, self._count = kernel, memory, blocks * threads
-        self._arguments = {name: np.array([value], np.uint64) for name, value in zip(kernel.parameters, arguments, strict=True)}
+        begin = argument.ctypes.data
+        self._parameters = {name: np.array([begin + at], np.uint64) for name, at in kernel.parameters.items()}
         number = np.arange(self._count, dtype=np.uint32)
         special = {"%tid.x": number % threads, "%ctaid.x": number // threads, "%ntid.x": np.full(self._count, threads)}
         self._special: dict[str, Values] = {name: values.astype(np.uint32) for name, values in special.items()}
@@ -189,11 +192,8 @@ class Threads:
         """Load or store a vector of `width` values."""
         is_store = instruction.op.startswith("st")
         value, place = instruction.operands[::-1] if is_store else instruction.operands
-        if instruction.op.startswith("ld.param"):
-            self._write(value, self._arguments[place.strip("[]")])
-            return
         base, _, offset = place.strip("[]").partition("+")
-        addresses = np.broadcast_to(self._read(base, "u64") + np.uint64(int(offset or 0) % 2**64), self._shape)
+        addresses = self._read(base, "u64") + np.uint64(int(offset or 0) % 2**64)
         dtype = np.dtype(DTYPES[kind])
         memory, at = self._memory.at(addresses, width * dtype.itemsize, dtype, is_store, instruction.text)
         for index, name in enumerate(part.strip() for part in value.strip("{}").split(",")):
@@ -226,6 +226,8 @@ class Threads:
         if operand in self._special:
             special: Values = self._special[operand][self._now]
             return special.view(dtype)
+        if operand in self._parameters:
+            return self._parameters[operand]
         if operand.startswith("%"):
             values: Values = self._registers[operand][self._now]
             if values.dtype.itemsize == dtype.itemsize:
@@ -263,16 +265,16 @@ def decoded(op: str) -> tuple[str, str, Any]:
     name = ".".join([head, *middle])
     if head in ("ld", "st"):
         width = int(middle.pop()[1:]) if middle and middle[-1] in ("v2", "v4") else 1
-        if ".".join([head, *middle]) in (*_SPACES, "ld.param") and kind in DTYPES:
+        if ".".join([head, *middle]) in _SPACES and kind in DTYPES:
             return head, kind, width
     elif op in CONVERSIONS:
         dtype = DTYPES[middle[0]]
         return head, kind, lambda a: a.astype(dtype)
-    elif name in ("mov", "selp") or op == "cvta.to.global.u64":
+    elif name in ("mov", "selp") or op in ("cvta.to.global.u64", "cvta.param.u64"):
         return head, kind, lambda a: a
     elif kind in DTYPES:
         table = FLOATS if kind == "f32" else PREDICATES if kind == "pred" else INTEGERS
-        if name in table and not (head == "div" and kind in SIGNED):  # NumPy's rounds down
+        if name in table and not (head in ("div", "rem") and kind in SIGNED):  # NumPy's rounds down
             return head, kind, table[name]
         if head == "setp" and middle[1:] and middle[1] in _JOIN and f"setp.{middle[0]}" in table:
             return head, kind, (table[f"setp.{middle[0]}"], _JOIN[middle[1]])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 _ENTRY = re.compile(r"\.entry\s+(\w+)\s*\(([^)]*)\)[^{]*\{\n(.*?)^\}", re.DOTALL | re.MULTILINE)
-_PARAMETER = re.compile(r"\.param\s+\.\w+\s+(\w+)")
+_PARAMETER = re.compile(r"\.param\s+(?:\.align \d+\s+)?\.\w(\d+)\s+(\w+)(?:\[(\d+)\])?")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+%(\w+)<\d+>")
 _STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.]*)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
@@ -28,10 +28,12 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: parameters, the type of registers by the beginning of their names, and basic blocks with the labels of some."""
+    """A kernel: where in the launch's argument its parameters lie, the type of registers by the beginning of their names, and
+    basic blocks with the labels of some.
+    """
 
     name: str
-    parameters: tuple[str, ...]
+    parameters: dict[str, int]
     registers: dict[str, str]
     blocks: tuple[tuple[Instruction, ...], ...]
     labels: dict[str, int]
@@ -44,7 +46,7 @@ def kernels_of(text: str) -> dict[str, Kernel]:
     >>> text = ".visible .entry one(.param .u64 a)\\n{\\n.reg .b32 %r<2>;\\nmov.u32 %r1, %tid.x;\\nret;\\n}\\n"
     >>> kernel = kernels_of(text)["one"]
     >>> kernel.parameters, kernel.registers, [step.op for step in kernel.blocks[0]]
-    (('a',), {'r': 'b32'}, ['mov.u32', 'ret'])
+    ({'a': 0}, {'r': 'b32'}, ['mov.u32', 'ret'])
     """
     text = re.sub(r"//[^\n]*|^\s*\.(?:loc|file)\b[^\n]*", "", text, flags=re.MULTILINE)
     return {name: _kernel(name, parameters, body) for name, parameters, body in _ENTRY.findall(text)}
@@ -63,7 +65,11 @@ def _kernel(name: str, parameters: str, body: str) -> Kernel:
             if blocks[-1][-1].op.startswith(("bra", "ret")):
                 blocks.append([])
     registers = {begin: kind for kind, begin in _REGISTERS.findall(body)}
-    return Kernel(name, tuple(_PARAMETER.findall(parameters)), registers, tuple(map(tuple, blocks)), labels)
+    places, end = dict[str, int](), 0
+    for bits, parameter, count in _PARAMETER.findall(parameters):
+        places[parameter] = end
+        end += int(bits) // 8 * int(count or 1)
+    return Kernel(name, places, registers, tuple(map(tuple, blocks)), labels)
 
 
 def _statements(body: str) -> Iterator[str]:

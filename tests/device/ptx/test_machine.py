@@ -37,9 +37,11 @@ def run(body: str, values: Any = (0.0,) * 4, threads: int = 4, skew: int = 0) ->
     room, outputs = np.zeros(len(values) + 8, np.float32), np.zeros(threads, np.uint32)
     inputs = room[-room.ctypes.data % 16 // 4 :][: len(values)]
     inputs[:] = values
-    memory = Memory([(inputs.ctypes.data, inputs.nbytes)], [(outputs.ctypes.data, outputs.nbytes)])
+    argument = np.array([inputs.ctypes.data + skew, outputs.ctypes.data], np.uint64).view(np.uint8)
+    reads = [(array.ctypes.data, array.nbytes) for array in (inputs, argument)]
+    memory = Memory(reads, [(outputs.ctypes.data, outputs.nbytes)])
     [kernel] = kernels_of(f"{HEAD}ld.global.f32 %f1, [%rd5];\nld.global.u32 %r2, [%rd5];\n{body}\nret;\n}}\n").values()
-    Threads(kernel, (inputs.ctypes.data + skew, outputs.ctypes.data), 1, threads, memory).run()
+    Threads(kernel, argument, 1, threads, memory).run()
     return outputs
 
 

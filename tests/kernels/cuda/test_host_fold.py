@@ -87,13 +87,12 @@ def fold_on_device(
         len(weights),
         halves.ctypes.data if halves is not None else 0,
     )
-    options = {"scale": job.scale, "rate_scale": job.rate_scale, "nonfinite": 0}
-    if nonfinite is not None:
-        options["nonfinite"] = nonfinite.ctypes.data
-    order, steps = launch_args.make_launch_args(shape, mode, pushes, job.steps, buffers, **options)
-    order, tiles = aligned(order), aligned(launch_args.tiles_of(shape))
-    blocks = len(tiles) // host_fold.TILE_BYTES
-    host_fold.launch(job.row.rule, launch_args.DTYPES[dtype], order.ctypes.data, tiles.ctypes.data, blocks)
+    tiles, flag = aligned(launch_args.tiles_of(shape)), nonfinite.ctypes.data if nonfinite is not None else 0
+    launches, steps = launch_args.make_launches(
+        shape, mode, pushes, job.steps, buffers, tiles.ctypes.data, factors=(job.scale, job.rate_scale), nonfinite=flag
+    )
+    for launch in launches:
+        host_fold.launch(launch_args.fold_kernel(job.row.rule, dtype), launch.argument, launch.blocks)
     return (weights_out, state_out, steps), [widened(gradient, dtype) for gradient in gradients]
 
 
@@ -133,6 +132,33 @@ def test_the_moving_average_has_the_bits_of_the_reference(row: Row, mode: int) -
 def test_parameters_longer_than_a_tile_are_folded_whole(row: Row) -> None:
     for pushes in (1, 2, 5):
         assert_is_the_references(make_job(row, pushes, "in_all", pushes, LONG), FOLD_SUM, "float32")
+
+
+@pytest.mark.parametrize(("mode", "parameters", "pushes", "launches"), [
+    (FOLD_SUM, 1, 243, 1), (FOLD_SUM, 2000, 3, 4), (FOLD_EACH, 1, 60, 2), (FOLD_EACH, 300, 20, 2),
+    (FOLD_EACH, 3, 120, 8),
+])  # fmt: skip
+def test_a_fold_that_is_larger_than_a_launch_takes_is_several_launches(
+    mode: int, parameters: int, pushes: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA takes 4,096 bytes of a kernel's parameters (the programming guide's `__global__` function parameters)."""
+    launched, launch = [], host_fold.launch
+
+    def counted(kernel: str, argument: Any, blocks: int) -> None:
+        launched.append(argument.nbytes)
+        launch(kernel, argument, blocks)
+
+    monkeypatch.setattr(host_fold, "launch", counted)
+    adam = next(row for row in ALL_ROWS if row.rule == RULE_ADAM)
+    job = with_average(make_job(adam, pushes, "absent_in_one", 1, [3] * parameters), 0.9)
+    job.steps[:] = 7
+    assert_is_the_references(job, mode, "float32")
+    assert launched == [4096] * launches
+
+
+def test_a_sum_of_more_pushes_than_a_launch_takes_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected a sum of at most 243 pushes, found 244"):
+        fold_on_device(make_job(SGD_ROWS[0], 244, "in_all", 1, [3]), FOLD_SUM, "float32")
 
 
 def test_a_fold_of_no_pushes_copies_everything_even_what_is_not_finite() -> None:
@@ -252,20 +278,19 @@ def test_a_vector_that_a_gpu_would_not_load_or_store_is_refused(field: str) -> N
     shape = launch_args.Shape(RULE_ADAM, 2, 0.0, ((0, 17, 0),))
     push = launch_args.DevicePush(values.ctypes.data, [adam.hyper], np.ones(1, np.bool_))
     buffers = launch_args.Buffers(*[values.ctypes.data] * 4, 32, values.ctypes.data)
-    args, _ = launch_args.make_launch_args(shape, FOLD_SUM, [push], np.zeros(1, np.int64), buffers)
-    args, tiles = aligned(args), aligned(launch_args.tiles_of(shape))
-    host_fold.launch(RULE_ADAM, 0, args.ctypes.data, tiles.ctypes.data, 1)
-    args[: launch_args.HEAD_BYTES].view(launch_args._ARGS)[field] += 1 if field == "state_stride" else 4
+    tiles, kernel = aligned(launch_args.tiles_of(shape)), launch_args.fold_kernel(RULE_ADAM, "float32")
+    [launch], _ = launch_args.make_launches(shape, FOLD_SUM, [push], np.zeros(1, np.int64), buffers, tiles.ctypes.data)
+    host_fold.launch(kernel, launch.argument, 1)
+    launch.argument[: launch_args._ARGS.itemsize].view(launch_args._ARGS)[field] += 1 if field == "state_stride" else 4
     with pytest.raises(ValueError, match=r"expected vectors on multiples of their size, .* \(error 716\), found one at 0x"):
-        host_fold.launch(RULE_ADAM, 0, args.ctypes.data, tiles.ctypes.data, 1)
+        host_fold.launch(kernel, launch.argument, 1)
 
 
 def test_a_slot_whose_vectors_a_gpu_would_not_load_is_refused() -> None:
-    values, room = aligned(np.zeros(64, np.float32)), aligned(np.zeros(launch_args.CHECK_BYTES, np.uint8))
-    tiles = aligned(launch_args.tiles_of_segments([(0, 17)]))
-    launch_args.write_check_args(room, values.ctypes.data + 4, values.ctypes.data, 1)
+    values, tiles = aligned(np.zeros(64, np.float32)), aligned(launch_args.tiles_of_segments([(0, 17)]))
+    launch = launch_args.check_launch([(0, 17)], values.ctypes.data + 4, values.ctypes.data, 1, tiles.ctypes.data)
     with pytest.raises(ValueError, match="error 716"):
-        host_fold.launch_check(0, room.ctypes.data, tiles.ctypes.data, 1)
+        host_fold.launch(launch_args.check_kernel("float32"), *launch)
 
 
 def test_what_no_kernel_can_do_is_refused() -> None:
@@ -278,15 +303,17 @@ def test_what_no_kernel_can_do_is_refused() -> None:
     shape = launch_args.Shape(RULE_SGD, 0, 0.0, ((0, 4, 0),))
     push = launch_args.DevicePush(0, [SGD_ROWS[3].hyper], np.ones(1, np.bool_))
     with pytest.raises(ValueError, match="expected the planes"):
-        launch_args.make_launch_args(shape, FOLD_SUM, [push], np.zeros(1, np.int64), launch_args.Buffers(0, 0, 0, 0, 16))
+        launch_args.make_launches(shape, FOLD_SUM, [push], np.zeros(1, np.int64), launch_args.Buffers(0, 0, 0, 0, 16), 0)
     with pytest.raises(ValueError, match="planes of state a multiple of 16 floats apart, found 17 floats"):
         launch_args.Buffers(0, 0, 0, 0, 17)
     with pytest.raises(ValueError, match="expected state_in on a multiple of 16 bytes, found 0x24"):
         launch_args.Buffers(0, 0, 36, 0, 16)
     with pytest.raises(ValueError, match="expected a gradient on a multiple of 16 bytes, found 0x8"):
         launch_args.DevicePush(8, [], np.ones(1, np.bool_))
-    with pytest.raises(ValueError, match="a rule of the fold"):
-        host_fold.launch(4, 0, 0, 0, 0)
+    with pytest.raises(
+        ValueError, match=r"expected a kernel of fps_fold_sgd_float32, .*, fps_copy, found fps_fold_sum_float32"
+    ):
+        host_fold.launch("fps_fold_sum_float32", np.zeros(4096, np.uint8), 1)
 
 
 # -- compilers -------------------------------------------------------------------------------------------------------------
@@ -334,4 +361,4 @@ def test_asking_for_a_kernel_where_there_is_no_gpu_is_one_clear_sentence() -> No
         cuda.load_cupy()
         pytest.skip("there is a GPU here")
     with pytest.raises(cuda.CudaUnavailableError, match=r"expected (CuPy|a GPU|at least one GPU).*found"):
-        cuda.fold_kernel(0, RULE_SGD, "float32")
+        cuda.kernel(0, launch_args.fold_kernel(RULE_SGD, "float32"))

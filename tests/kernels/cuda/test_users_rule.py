@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastps.kernels.cuda import host_fold, launch_args, machine_code, runtime, users_rule
+from fastps.kernels.cuda import launch_args, machine_code, runtime, users_rule
 from fastps.kernels.update import fold
 from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM
 from tests.kernels.cuda.test_host_fold import aligned, narrowed, widened
@@ -41,11 +41,12 @@ def differ(update: Any, launch: Any, mode: int, dtype: str, ema_decay: float, sh
     addresses = [each.ctypes.data for each in (weights, outputs[0], state, outputs[1])]
     shape = launch_args.Shape(update.rule.number, len(state), ema_decay, tuple(SEGMENTS), shown)
     buffers = launch_args.Buffers(*addresses, SIZE, halves.ctypes.data)
-    args, counted = launch_args.make_launch_args(
-        shape, mode, made, steps, buffers, scale=1 / 3, rate_scale=0.7, nonfinite=flag.ctypes.data
+    tiles = aligned(launch_args.tiles_of(shape))
+    launches, counted = launch_args.make_launches(
+        shape, mode, made, steps, buffers, tiles.ctypes.data, factors=(1 / 3, 0.7), nonfinite=flag.ctypes.data
     )
-    args, tiles = aligned(args), aligned(launch_args.tiles_of(shape))
-    launch(launch_args.DTYPES[dtype], args.ctypes.data, tiles.ctypes.data, len(tiles) // host_fold.TILE_BYTES)
+    for each in launches:
+        launch(launch_args.fold_kernel(update.rule.number, dtype), each)
     pushes = [
         (widened(gradient, dtype), [hyper], those, scale, 1.0)
         for gradient, those, scale in zip(raw, present, scales, strict=True)

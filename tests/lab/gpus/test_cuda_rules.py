@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from fastps.kernels.cuda.launch_args import Buffers, Shape, check_launch, make_launches
 from fastps.lab.gpus.cuda_calls import Call
 from fastps.lab.gpus.cuda_rules import CudaRuleError, CudaRules, check_record
 
 MIB2 = 1 << 21
 A, B, HOST = 0x7F0000000000, 0x7E0000000000, 0x7D0000000000
-FOLD = (0, "float32", A, A + 4096, 1)  # the arguments of a launch between its device and its stream
+[FOLD], _ = make_launches(Shape(0, 0, 0.0, ((0, 16, 0),)), 0, [], np.zeros(1, np.int64), Buffers(A, A + 64, 0, 0, 16), A + 4096)
+FOLD_CALL = (0, "fps_fold_sgd_float32", FOLD, 11)
 MEMORY, EVENT = b"m" * 64, b"e" * 64
 PEERS = [frozenset(("gpu 0", "gpu 1"))]
 
@@ -35,8 +38,8 @@ def job() -> list[Step]:
         (1, "memsetAsync", (A, 0, MIB2, 0), None),
         (1, "ipcGetMemHandle", (A,), MEMORY),
         (1, "ipcGetEventHandle", (21,), EVENT),
-        (1, "launch_check", (0, *FOLD[1:], 11), None),
-        (1, "launch_fold", (0, *FOLD, 11), None),
+        (1, "launch", (0, "fps_check_float32", check_launch([(0, 16)], A, A + 512, 1, A + 4096), 11), None),
+        (1, "launch", FOLD_CALL, None),
         (1, "memcpyAsync", (A, HOST, 256, 4, 11), None),
         (1, "eventRecord", (21, 11), None),
         (1, "streamQuery", (11,), 600),
@@ -106,13 +109,13 @@ def added(step: Step, before: tuple[int, str]) -> Callable[[list[Step]], list[St
 BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
     "no device": (without(1, "setDevice"), "expected a thread that has set its device"),
     "unknown call": (added((1, "graphUpload", (42,), None), (1, "free")), "teach the model"),
-    "launch on another device": (changed(1, "launch_fold", (1, *FOLD, 11)), "a launch on the thread's device"),
+    "launch on another device": (changed(1, "launch", (1, *FOLD_CALL[1:])), "a launch on the thread's device"),
     "stream of another device": (
-        lambda steps: added((1, "setDevice", (1,), None), (1, "launch_fold"))(changed(1, "launch_fold", (1, *FOLD, 11))(steps)),
+        lambda steps: added((1, "setDevice", (1,), None), (1, "launch"))(changed(1, "launch", (1, *FOLD_CALL[1:]))(steps)),
         "a stream of the thread's device",
     ),
-    "stream of another process": (changed(1, "launch_fold", (0, *FOLD, 12)), "expected a stream of this process"),
-    "stream after its end": (moved(1, "streamDestroy", (1, "launch_fold")), "expected a stream of this process"),
+    "stream of another process": (changed(1, "launch", (*FOLD_CALL[:3], 12)), "expected a stream of this process"),
+    "stream after its end": (moved(1, "streamDestroy", (1, "launch")), "expected a stream of this process"),
     "query of a stream of another process": (changed(1, "streamQuery", (12,)), "expected a stream of this process"),
     "open before export": (moved(2, "ipcOpenMemHandle", (1, "ipcGetMemHandle")), "a handle that a process has exported"),
     "open in the exporting process": (
@@ -137,8 +140,16 @@ BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
         "expected shared memory of whole 2 MiB",
     ),
     "export of opened memory": (added((2, "ipcGetMemHandle", (B,), b"x"), (2, "memcpyAsync")), "an allocation of its own"),
-    "check after free": (moved(1, "free", (1, "launch_check")), "expected memory that this process has open"),
-    "launch after free": (moved(1, "free", (1, "launch_fold")), "expected memory that this process has open"),
+    "launch after free": (moved(1, "free", (1, "launch")), "expected memory that this process has open"),
+    "fold of memory that is not open": (
+        changed(1, "launch", (*FOLD_CALL[:2], FOLD._replace(blocks=MIB2 // 16), 11)),
+        "expected memory that this process has open",
+    ),
+    "launch without blocks": (changed(1, "launch", (*FOLD_CALL[:2], FOLD._replace(blocks=0), 11)), "expected blocks to launch"),
+    "launch with less than the parameters": (
+        changed(1, "launch", (*FOLD_CALL[:2], FOLD._replace(argument=FOLD.argument[:2048]), 11)),
+        "expected 4096 bytes of parameters, found 2048",
+    ),
     "copy beyond the end": (changed(2, "memcpyAsync", (HOST, B, MIB2 + 1, 4, 12)), "memory that this process has open"),
     "copy to plain memory": (changed(2, "memcpyAsync", (0x1000, B, 4096, 4, 12)), "memory that this process has open"),
     "kind of copy": (changed(2, "memcpyAsync", (HOST, B, 4096, 1, 12)), "the kind of copy"),
@@ -189,7 +200,7 @@ def test_each_broken_rule_is_found(name: str) -> None:
 def test_a_call_by_a_thread_without_a_device_is_found() -> None:
     steps = job()
     with pytest.raises(CudaRuleError, match="a thread that has set its device, found one that has not"):
-        replay(steps, {at(steps, 1, "launch_fold"): 2})
+        replay(steps, {at(steps, 1, "launch"): 2})
 
 
 def test_memory_and_events_out_of_reach_are_found() -> None:
