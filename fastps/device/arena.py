@@ -1,25 +1,26 @@
 """One lane's side of the arena on devices: which lanes fold, and in what order work on streams runs.
 
-A lane on a shard's home folds the shard: the kernel reads the slots of other devices over peer mappings. Each shard that a lane
-folds has a stream of its own, so that no fold waits behind that of a shard whose gradients appear later.
+A lane on a shard's home folds the shard: the kernel reads the slots of other devices over peer mappings.
 
-Events order all work, two for each lane and shard, and one for each lane. A lane records a shard's `computed` once the shard's
-gradients are in the slot, while backward still computes the others; its `released` before it releases weights; and a shard's
-`folded` on the shard's stream after each fold. A fold waits for `computed` and `released` of every lane, and for `folded` of
-the lanes on its device; a pull waits for `folded` of all lanes that fold. The host does not wait: the commit word describes the
-state that the streams will reach, and only work that has waited for the events reads that state.
+Events order all work, two for each lane and wave of shards (plan.waves_of). A lane records a wave's `computed` once all its
+gradients are in the slot, while backward still computes the others, and a wave's `folded` after each fold, on the stream of the
+wave's folds. A fold waits for `computed` of every lane, and for `folded` of the lanes on its device; a pull waits for `folded`
+of all lanes that fold. The host does not wait: the commit word describes the state that the streams will reach, and only work
+that has waited for the events reads that state.
+
+`computed` also says that a lane has read what the fold overwrites. A fold takes a push of every lane there, a null one too, and
+a lane's reads of a version come before the record of its next push on the same stream. A lane that leaves records once more.
 
 A push is checked for non-finite gradients unless the job allows them: a kernel looks behind the gradients, and the worker tells
 in the slot what was found. The combiner rejects such a push instead of folding it.
 
 Where folds and grants go by what has arrived, where pushes are checked, and in a job that goes on without lost workers, each
 worker waits, on the host, for its own work before it posts a push or releases weights (`waits_before_posting`). So a push
-counts only when its gradients are there, and no fold waits for a push that is still computed. In a job that goes on, a fold
-waits for nothing but the folds of the server itself: the events of a process that has died may never come.
+counts only when its gradients are there, and a fold waits for nothing but other folds: the events of a process that has died
+may never come.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +29,7 @@ from fastps.device.cuda import CudaDevice
 from fastps.device.finite_check import FiniteCheck, ResultsCheck
 from fastps.device.interface import Event, Stream
 from fastps.device.memory import DeviceMemory
-from fastps.device.plan import LEAST_BYTES, SHOWN, owners_at
+from fastps.device.plan import LEAST_BYTES, SHOWN, WAVES, owners_at
 from fastps.errors import UnsupportedError
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.protocol.fold_call import FoldCall
@@ -38,15 +39,10 @@ from fastps.kernels.update import fold
 if TYPE_CHECKING:
     from fastps.membership.job_memory import JobMemory
 
+VECTOR_BYTES = 16  # of which a copy consists
 PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_SERVING)
-
-
-@dataclass(frozen=True)
-class _CopyQueue:
-    """Where copies of one home's weights into the replica are queued: a stream, and the event behind them."""
-
-    stream: Stream
-    copied: Event
+_Key = tuple[tuple[int, int], ...]
+"""For each lane whose pushes a stream has waited for: how many it had posted."""
 
 
 class DeviceArena(DeviceMemory):
@@ -60,16 +56,19 @@ class DeviceArena(DeviceMemory):
     def __init__(self, store: "JobMemory", rank: int, device: CudaDevice) -> None:
         super().__init__(store, rank, device)
         self._shown: dict[int, int] = {}  # by shard: the buffer of which the replica is
-        self._finished = device.make_event()
-        for event in (*self._computed, *self._folded, self._released):
+        self._finished, self._copied = device.make_event(), device.make_event()
+        for event in (*self._computed, *self._folded):
             device.record(event, device.compute_stream())  # so that no stream waits for an event without a record
         self.marked: set[int] = set()
         self._opened: dict[tuple[int, str, int], Event] = {}
         self._with_events: set[int] = set()  # the lanes that have shown their handles
         self._shapes = [self._shape_of(shard) for shard in range(len(self._regions))]
+        shards = [shard for shard, indices in enumerate(self._parameters) if indices]
+        self._members = [{shard for shard in shards if self._waves[shard] == wave} for wave in range(WAVES)]
         self._tiles: dict[int, int] = {}  # by shard: the address of its table of tiles
-        self._queues: dict[int, Stream] = {}
-        self._copies: dict[int, _CopyQueue] = {}  # by the home's owner lane
+        self._queues: dict[int, Stream] = {}  # of folds, by wave
+        self._awaited: dict[int, _Key] = {}  # by wave: the pushes that its folds have waited for
+        self._copies: Stream | None = None  # of weights into the replica
         checks = self._layout.faults.nonfinite != "allow"
         self._finite = FiniteCheck(device, self._layout) if checks and rank < self._layout.lanes else None
         self._results = ResultsCheck(device, len(self._regions)) if checks else None
@@ -92,15 +91,11 @@ class DeviceArena(DeviceMemory):
 
     def parts(self) -> dict[str, Event | Stream]:
         """This lane's events and streams by name, for checks that leave one out. Makes the streams of folds and copies."""
-        queues = {shard: self._queue_of(shard) for shard in self.own_shards()}
-        copies = {owner: self._copies_of(owner) for owner in sorted(set(self.owner_lanes))}
-        named: dict[str, Event | Stream] = {"released": self._released}
-        named |= {"finished": self._finished, "compute": self.compute_stream()}
-        named |= {f"computed {shard}": event for shard, event in enumerate(self._computed)}
-        named |= {f"folded {shard}": event for shard, event in enumerate(self._folded)}
-        named |= {f"fold {shard}": queue for shard, queue in queues.items()}
-        for owner, copy_queue in copies.items():
-            named |= {f"copies {owner}": copy_queue.stream, f"copied {owner}": copy_queue.copied}
+        named: dict[str, Event | Stream] = {"finished": self._finished, "copied": self._copied, "copies": self._copies_stream()}
+        named["compute"] = self.compute_stream()
+        for wave in sorted(set(self._waves)):
+            named |= {f"computed {wave}": self._computed[wave], f"folded {wave}": self._folded[wave]}
+            named[f"fold {wave}"] = self._queue_of(wave)
         return named
 
     def compute_stream(self) -> Stream:
@@ -112,11 +107,14 @@ class DeviceArena(DeviceMemory):
     def mark_computed(self, shard: int) -> None:
         """Order a shard's gradients in the slot of the next push, written by work queued up to now, before the shard's fold.
 
-        `mark_pushed` then leaves the shard out, unless `forget` comes between. Does nothing where this lane waits for its work.
+        The last shard of a wave records its event. `mark_pushed` then leaves the wave out, unless `forget` comes between. Does
+        nothing where this lane waits for its work.
         """
-        if not self.waits:
-            self._device.record(self._computed[shard], self._device.compute_stream())
-            self.marked.add(shard)
+        if self.waits:
+            return
+        self.marked.add(shard)
+        if self._members[self._waves[shard]] <= self.marked:
+            self._device.record(self._computed[self._waves[shard]], self._device.compute_stream())
 
     def forget(self, shard: int) -> None:
         """Take back `mark_computed`: more work on the shard's gradients was queued since, or may have been."""
@@ -140,21 +138,28 @@ class DeviceArena(DeviceMemory):
         return not self.waits or self._device.is_done(self._finished)
 
     def mark_pushed(self, slot: int | None) -> None:
-        """Order the gradients in `slot` before any later fold, except where `mark_computed` has. None: no gradient is pushed.
+        """Order the gradients in `slot`, and reads of weights up to now, before any later fold. None: no gradient is pushed.
 
-        Call it before the push is posted, and where this lane waits for its work, after that is finished: it then tells in the
-        slot which gradients are non-finite.
+        Leaves out the waves that `mark_computed` has recorded. Call it before the push is posted, and where this lane waits for
+        its work, after that is finished: it then tells in the slot which gradients are non-finite.
         """
         if slot is not None and self._finite is not None:
             self._tell_nonfinite(slot, self._finite)
-        for shard, computed in enumerate(self._computed):
-            if slot is not None and shard not in self.marked:
-                self._device.record(computed, self._device.compute_stream())
+        self._record_computed(self.marked if slot is not None else set())
         self.marked.clear()
 
-    def mark_released(self) -> None:
-        """Order all reads of weights that are queued up to now before any later fold. Call it before weights are released."""
-        self._device.record(self._released, self._device.compute_stream())
+    def mark_left(self) -> None:
+        """Order all reads of weights up to now before any later fold, of a lane whose next push will not say so.
+
+        Call it before the lane leaves, and before it releases weights after that.
+        """
+        self._record_computed(set())
+
+    def _record_computed(self, marked: set[int]) -> None:
+        """Record the waves that have shards beside the marked ones."""
+        for wave in sorted(set(self._waves)):
+            if not self.waits and not (marked and self._members[wave] <= marked):
+                self._device.record(self._computed[wave], self._device.compute_stream())
 
     def _tell_nonfinite(self, slot: int, check: FiniteCheck) -> None:
         """Write into the slot which parameters are non-finite. Its post orders this before a combiner's look."""
@@ -164,59 +169,54 @@ class DeviceArena(DeviceMemory):
 
     def await_folds(self, stream: Stream | None = None) -> None:
         """Order the work queued from now on after all earlier folds: on a stream, by default that of computations."""
-        stream = self._device.compute_stream() if stream is None else stream
-        peers = list(self._present_peers())
-        for shard in range(len(self._regions)):
-            self._await_fold(shard, peers, stream)
+        self._await_folds(range(len(self._regions)), self._device.compute_stream() if stream is None else stream)
 
-    def _await_fold(self, shard: int, peers: Sequence[int], stream: Stream) -> None:
-        """Order later work on a stream after all earlier folds of a shard."""
-        if self._folds(self._rank, shard):
-            self._device.wait(self._folded[shard], stream)
-        for lane in peers:
-            if self._folds(lane, shard):
-                self._device.wait(self._event(lane, "folded", shard), stream)
+    def _await_folds(self, shards: Iterable[int], stream: Stream) -> None:
+        """Order later work on a stream after all earlier folds of the waves of shards, wherever these are folded."""
+        wanted = {(self._waves[shard], self.owner_lanes[shard]) for shard in shards}
+        for owner in (self._rank, *self._present_peers()):
+            for wave in sorted({wave for wave, home in wanted if self._folds(owner, home)}):
+                self._device.wait(self._event(owner, "folded", wave), stream)
 
     def show_pulled(self, buffers: Sequence[int]) -> None:
         """Order all work computed from now on after the folds of these buffers, and after the copies of distant ones.
 
-        Each copy waits for the fold of its shard, and for nothing else. This lane has waited for all that read a replica of one
-        side. Of a replica of two, the side that is written was read before this lane's last push, which the fold took. Each
-        home's copies have a stream, in the order of their folds: with one stream, several lanes would read from one home at a
-        time, and the links of the others would have nothing to do. Call `mark_released` before.
+        One kernel copies what is new of a wave, as soon as that is folded: it reads from all homes at a time, so that the links
+        to all of them are busy. This lane has waited for all that read a replica of one side. Of a replica of two, the side
+        that is written was read before this lane's last push, which the fold took.
         """
-        self.await_folds()
-        if self._replica is None:
+        compute, near = self._device.compute_stream(), self.near_shards()
+        self._await_folds(near, compute)
+        changed = [shard for shard in range(len(buffers)) if shard not in near and self._shown.get(shard) != buffers[shard]]
+        if self._replica is None or not changed:
             return
-        distant = [shard for shard in range(len(self._regions)) if not self._is_near(shard) and self._regions[shard].floats]
-        changed = [shard for shard in reversed(distant) if self._shown.get(shard) != buffers[shard]]
-        queues = {self.owner_lanes[shard]: self._copies_of(self.owner_lanes[shard]) for shard in changed}
-        peers = list(self._present_peers())
-        for shard in changed:
-            stream = queues[self.owner_lanes[shard]].stream
-            self._await_fold(shard, peers, stream)
-            side = self._sides[shard] = (self._sides[shard] + 1) % self.sides
-            self._copy_shown(shard, buffers[shard], self._replica + side * self._side_bytes, stream)
-            self._shown[shard] = buffers[shard]
-        for queue in queues.values():
-            self._device.record(queue.copied, queue.stream)
-            self._device.wait(queue.copied, self._device.compute_stream())
+        stream = self._copies_stream()
+        for wave in range(WAVES):
+            shards = [shard for shard in changed if self._waves[shard] == wave]
+            self._await_folds(shards, stream)
+            runs = [run for shard in shards for run in self._runs_to_copy(shard, buffers[shard])]
+            for launch in launch_args.copy_launches(runs):
+                self._device.launch(launch_args.COPY_KERNEL, launch, stream)
+        self._shown |= {shard: buffers[shard] for shard in changed}
+        self._device.record(self._copied, stream)
+        self._device.wait(self._copied, compute)
 
-    def _copy_shown(self, shard: int, buffer: int, replica: int, stream: Stream) -> None:
-        """Queue the copies of a distant buffer, as far as models show it, into the replica."""
-        region, base = self._regions[shard], self._bases[shard]
-        for begin, length in self._float_runs[shard]:
-            begin_at = base + region.weights(buffer) + 4 * begin
-            self._device.copy(replica + 4 * (region.first + begin), begin_at, 4 * length, stream)
-        if self._halves_type:
-            target = replica + self._replica_halves + 2 * region.first
-            self._device.copy(target, base + region.halves(buffer), 2 * region.floats, stream)
+    def _runs_to_copy(self, shard: int, buffer: int) -> Iterator[tuple[int, int, int]]:
+        """Turn to the replica's other side of a shard; yield (from, to, bytes) of what models show of a buffer."""
+        assert self._replica is not None
+        self._sides[shard] = (self._sides[shard] + 1) % self.sides
+        region, base, side = self._regions[shard], self._bases[shard], self._replica + self._sides[shard] * self._side_bytes
+        for begin, length in (run for run in self._float_runs[shard] if run[1]):
+            size = -(-4 * length // VECTOR_BYTES) * VECTOR_BYTES  # with padding behind the last parameter
+            yield base + region.weights(buffer) + 4 * begin, side + 4 * (region.first + begin), size
+        if self._halves_type and region.floats:
+            yield base + region.halves(buffer), side + self._replica_halves + 2 * region.first, 2 * region.floats
 
-    def _copies_of(self, owner: int) -> _CopyQueue:
-        """The queue of copies from a home, made for the first one."""
-        if owner not in self._copies:
-            self._copies[owner] = _CopyQueue(self._device.make_stream(), self._device.make_event())
-        return self._copies[owner]
+    def _copies_stream(self) -> Stream:
+        """The stream of copies into the replica, made for the first one."""
+        if self._copies is None:
+            self._copies = self._device.make_stream()
+        return self._copies
 
     def synchronize_all(self) -> None:
         """Block the host until this lane's folds and computations are done.
@@ -247,19 +247,18 @@ class DeviceArena(DeviceMemory):
                 if owner in self._with_events:  # else the lane has posted no push yet
                     yield owner
 
-    def _event(self, owner: int, name: str, shard: int = 0) -> Event:
-        """Another owner's event, by its name in the handle table."""
-        key = owner, name, shard
+    def _event(self, owner: int, name: str, wave: int) -> Event:
+        """An owner's event of a wave, by its name in the handle table."""
+        if owner == self._rank:
+            return (self._folded if name == "folded" else self._computed)[wave]
+        key = owner, name, wave
         if key not in self._opened:
-            handles = np.atleast_1d(self.handle_table(owner)[name])
-            self._opened[key] = self._device.open_event(bytes(handles[shard]))
+            self._opened[key] = self._device.open_event(bytes(self.handle_table(owner)[name][wave]))
         return self._opened[key]
 
-    def _folds(self, owner: int, shard: int) -> bool:
-        """Whether an owner folds a shard: the server's device that is its home, or each worker on the shard's home."""
-        if self._layout.has_server:
-            return owner == self.owner_lanes[shard]
-        return self._identity(owner) == self._identity(self.owner_lanes[shard])
+    def _folds(self, owner: int, home: int) -> bool:
+        """Whether an owner folds the shards of a home: the server's device there, or each worker on the home's device."""
+        return owner == home if self._layout.has_server else self._identity(owner) == self._identity(home)
 
     # -- the fold ------------------------------------------------------------------------------------
 
@@ -292,7 +291,8 @@ class DeviceArena(DeviceMemory):
             hypers, present = self._store.slot_words(push.lane, push.slot)
             gradient = self._open_slots(push.lane) + self._slots_at(push.lane).offset(push.lane, push.slot, region.first)
             made.append(launch_args.DevicePush(gradient, hypers, present[span], push.scale, push.rate_scale))
-        factors, stream, tiles = (call.scale, call.rate_scale), self._queue_of(shard), self._tiles_of(shard)
+        wave, factors, tiles = self._waves[shard], (call.scale, call.rate_scale), self._tiles_of(shard)
+        stream = self._queue_of(wave)
         launches, counted = launch_args.make_launches(
             shape, call.mode, made, steps_in, buffers, tiles, factors=factors, nonfinite=flag
         )
@@ -301,7 +301,7 @@ class DeviceArena(DeviceMemory):
             self._device.launch(launch_args.fold_kernel(shape.rule, self._layout.gradient_type), launch, stream)
         if self._results is not None:
             self._results.tell(shard, stream)
-        self._device.record(self._folded[shard], stream)
+        self._device.record(self._folded[wave], stream)
         steps_out[:] = counted
         self.folds += 1
         return None
@@ -322,7 +322,7 @@ class DeviceArena(DeviceMemory):
             at = launch_args.Buffers(weights, weights, 0, 0, region.floats, halves)
             steps = np.zeros(len(shape.segments), np.int64)
             launches, _ = launch_args.make_launches(plain, fold.FOLD_SUM, [], steps, at, self._tiles_of(shard))
-            self._device.synchronize(self._queue_of(shard))  # which may just have written the tiles
+            self._device.synchronize(self._queue_of(self._waves[shard]))  # which may just have written the tiles
             for launch in launches:
                 self._device.launch(kernel, launch, stream)
             self._device.synchronize(stream)
@@ -337,20 +337,29 @@ class DeviceArena(DeviceMemory):
         return next((index for index in self._parameters[shard] if found[index]), -1)
 
     def _await_lanes(self, shard: int, stream: Stream) -> None:
-        """Order the shard's next fold after every lane's gradients and reads, and after other lanes' folds of it."""
-        for lane in self._present_peers():
-            self._device.wait(self._event(lane, "computed", shard), stream)
-            self._device.wait(self._event(lane, "released"), stream)
-            if self._folds(lane, shard):
-                self._device.wait(self._event(lane, "folded", shard), stream)
-        self._device.wait(self._computed[shard], stream)
-        self._device.wait(self._released, stream)
+        """Order the shard's next fold after every lane's gradients and reads, and after other lanes' folds of it.
 
-    def _queue_of(self, shard: int) -> Stream:
-        """The stream of a shard's folds, made for the first one."""
-        if shard not in self._queues:
-            self._queues[shard] = self._device.make_stream()
-        return self._queues[shard]
+        A wave's folds wait once for the pushes of a version: until a lane posts another push, its events say nothing new, but
+        those of a lane that leaves do.
+        """
+        wave, peers = self._waves[shard], list(self._present_peers())
+        for lane in peers:
+            if self._folds(lane, self.owner_lanes[shard]):
+                self._device.wait(self._event(lane, "folded", wave), stream)
+        if self.waits:
+            return
+        states, lanes = self._store.arena.lane_states(), (*peers, *((self._rank,) if self._rank < self._layout.lanes else ()))
+        posted = tuple((lane, self._store.arena.counters(lane)["posted"]) for lane in lanes)
+        is_new, self._awaited[wave] = self._awaited.get(wave) != posted, posted
+        for lane in lanes:
+            if is_new or states[lane] == LANE_LEAVING:
+                self._device.wait(self._event(lane, "computed", wave), stream)
+
+    def _queue_of(self, wave: int) -> Stream:
+        """The stream of a wave's folds, made for the first one."""
+        if wave not in self._queues:
+            self._queues[wave] = self._device.make_stream()
+        return self._queues[wave]
 
     def _tiles_of(self, shard: int) -> int:
         """The address of the shard's tile table on this device; the shard's first fold writes it."""
@@ -360,6 +369,6 @@ class DeviceArena(DeviceMemory):
             if tiles.nbytes:
                 staging = self._device.host_memory(tiles.nbytes)
                 staging[:] = tiles
-                self._device.copy(address, staging.ctypes.data, tiles.nbytes, self._queue_of(shard))
+                self._device.copy(address, staging.ctypes.data, tiles.nbytes, self._queue_of(self._waves[shard]))
             self._tiles[shard] = address
         return self._tiles[shard]

@@ -25,6 +25,7 @@ from fastps.device.plan import (
     FILLED,
     LEAST_BYTES,
     SHOWN,
+    WAVES,
     Region,
     Slots,
     handle_table_dtype,
@@ -33,6 +34,7 @@ from fastps.device.plan import (
     slot_owners,
     slots_of,
     waits_before_posting,
+    waves_of,
 )
 from fastps.errors import UnsupportedError
 from fastps.kernels.cuda import launch_args
@@ -78,9 +80,9 @@ class DeviceMemory:
         self.sides = 1 if self.waits else 2
         self._replica: int | None = None
         self._sides = [0] * len(self._regions)  # by shard: which of the replica's sides shows it
-        self._computed = [device.make_event() for _ in self._regions]
-        self._folded = [device.make_event() for _ in self._regions]
-        self._released = device.make_event()
+        self._waves = waves_of(self._layout)  # by shard
+        self._computed = [device.make_event() for _ in range(WAVES)]
+        self._folded = [device.make_event() for _ in range(WAVES)]
         self._identities: dict[int, bytes] = {}
 
     # -- setup: memory and handle tables -------------------------------------------------------------
@@ -124,10 +126,9 @@ class DeviceMemory:
             self._lane_slots[self._rank] = self._allocated(self._slots[self._rank].size)
             table["slots"] = np.void(device.export(self._lane_slots[self._rank]))
         table["identity"] = device.identity.encode()
-        table["released"] = np.void(device.export_event(self._released))
-        for shard, (computed, folded) in enumerate(zip(self._computed, self._folded, strict=True)):
-            table["computed"][shard] = np.void(device.export_event(computed))
-            table["folded"][shard] = np.void(device.export_event(folded))
+        for wave, (computed, folded) in enumerate(zip(self._computed, self._folded, strict=True)):
+            table["computed"][wave] = np.void(device.export_event(computed))
+            table["folded"][wave] = np.void(device.export_event(folded))
         shown = self.handle_table(self._rank)
         shown[...] = table
         shown["ready"] = SHOWN if is_first else FILLED  # last, for a pull reads it without the locks

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastps.job.layout import Layout
 
 SHOWN, FILLED = 1, 2  # a handle table's `ready`: the handles are written; this lane's part of the first weights is, too
+WAVES = 2
 LINE_FLOATS = 16  # of a cache line, at whose start each parameter begins
 LEAST_BYTES = 256  # of an allocation, because an empty one is not possible
 
@@ -26,15 +27,16 @@ LEAST_BYTES = 256  # of an allocation, because an empty one is not possible
 def handle_table_dtype(shards: int) -> np.dtype[Any]:
     """The dtype of an owner's handle table, in its lane's room for model buffers. Read and write it under the shard locks.
 
-    `computed` and `folded` name the owner's two events of each shard, and `released` its third; `slots` the slots that it owns,
-    and `memory` the shards that it owns. A handle of zeros names nothing.
+    `computed` and `folded` name the owner's two events of each wave; `slots` the slots that it owns, and `memory` the shards
+    that it owns. A handle of zeros names nothing.
     """
     handle = f"V{HANDLE_BYTES}"
     return np.dtype(
         [
             *(("ready", "<i8"), ("identity", "S56")),
-            *((name, handle) for name in ("released", "slots")),
-            *((name, handle, (shards,)) for name in ("computed", "folded", "memory")),
+            ("slots", handle),
+            *((name, handle, (WAVES,)) for name in ("computed", "folded")),
+            ("memory", handle, (shards,)),
         ]
     )
 
@@ -43,7 +45,7 @@ def handle_table_bytes(shards: int) -> int:
     """Size of a handle table in bytes.
 
     >>> handle_table_bytes(1)
-    384
+    448
     """
     return handle_table_dtype(shards).itemsize
 
@@ -85,6 +87,17 @@ def waits_before_posting(layout: "Layout") -> bool:
     and one that rejects non-finite pushes must have looked at a push before it posts it.
     """
     return layout.policy.fold != "all" or layout.faults.continues or layout.faults.nonfinite != "allow"
+
+
+def waves_of(layout: "Layout") -> tuple[int, ...]:
+    """The wave of each shard. Shards of a wave share events and the streams of their folds and copies.
+
+    Backward reaches the first bucket last, which has a shard on each home: it is wave 1, and all others are wave 0, whose folds
+    need not wait for it. Where no fold begins before backward has ended, all shards are one wave.
+    """
+    homes_of = len(set(layout.owner_lanes))
+    is_cut = len(layout.shards) > homes_of and not waits_before_posting(layout)
+    return tuple(int(is_cut and shard < homes_of) for shard in range(len(layout.shards)))
 
 
 @dataclass(frozen=True)

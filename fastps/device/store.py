@@ -91,11 +91,15 @@ class DeviceWorker(Worker):
             raise
 
     def unlock_shards(self, publish: bool) -> None:
-        """See Worker.unlock_shards. Orders reads and writes made under the locks before the next folds and reads."""
-        if publish and self._devices is not None:
-            self._devices.synchronize_all()
-        elif self._devices is not None:
-            self._devices.mark_released()
+        """See Worker.unlock_shards. Waits for writes made under the locks, and for reads where folds do not wait for those."""
+        try:
+            if publish and self._devices is not None:
+                self._devices.synchronize_all()
+            elif self._devices is not None:
+                self._finish(self._devices, combines=False)
+        except BaseException:
+            super().unlock_shards(False)
+            raise
         super().unlock_shards(publish)
 
     def _with_locks(self, call: Callable[[], Any]) -> Any:
@@ -126,22 +130,29 @@ class DeviceWorker(Worker):
         if self._needs_others:
             self.lane.wake_all()  # the lanes that fold the other shards may be asleep
 
+    def leave(self) -> None:
+        """See Worker.leave. No push follows, whose record would say that the weights were read."""
+        if self._devices is not None and not self._left:
+            self._devices.mark_left()
+        super().leave()
+
     def pull(self) -> list[int]:
         """See Worker.pull. Work queued from now on reads the new weights; work queued before does not."""
         if self._devices is None:
             return super().pull()
         with self._deaths_first():
             self._finish(self._devices)
-            self._devices.mark_released()
+            if self._left:
+                self._devices.mark_left()
             buffers = super().pull()
             self._devices.show_pulled(buffers)
         return buffers
 
-    def _finish(self, arena: DeviceArena, slot: int | None = None) -> None:
+    def _finish(self, arena: DeviceArena, slot: int | None = None, *, combines: bool = True) -> None:
         """Wait until this worker's own work is done, where its discipline needs that, and fold what others push meanwhile."""
 
         def is_finished() -> bool:
-            if self._needs_others:  # they need this worker, too: no other lane folds the shards on its device
+            if self._needs_others and combines:  # they need this worker, too: no other lane folds the shards on its device
                 self.try_combine()
             return arena.is_finished()
 

@@ -32,9 +32,10 @@ def make_store(owner_lanes: tuple[int, ...]) -> DeviceStore:
 
 
 def work(store: DeviceStore, rank: int, gpus: str, marks: bool) -> Any:
-    """Steps in which the last shard's gradient appears first and the first shard's much later.
+    """Steps in which the last bucket's gradients appear first and the first bucket's much later.
 
-    Returns, for each step, whether the last shard's fold was done before the first shard's gradient appeared.
+    Returns, for each step, whether the last bucket's folds were done before the first bucket's gradients appeared. A bucket has
+    a shard on each of two devices, and the first is a wave of its own.
     """
     device, seen = HostDevice(gpus[rank], computes_at_once=False), []
     try:
@@ -42,14 +43,13 @@ def work(store: DeviceStore, rank: int, gpus: str, marks: bool) -> Any:
             worker.wait_for_start()
             arena, stream, gradient = store.arena_on_devices(), device.compute_stream(), device.host_memory(4 * SIZE)
             gradient.view(np.float32)[:] = AMOUNT
-            last = len(store.layout.parameters) - 1
-            folded = device.api.events[arena.parts()[f"folded {last}"]]
+            last, folded = len(store.layout.parameters) - 1, device.api.events[arena.parts()["folded 0"]]
             for step in range(STEPS):
                 for shard in reversed(range(last + 1)):
                     device.copy(arena.gradient_address(rank, worker.slot, shard), gradient.ctypes.data, 4 * SIZE, stream)
                     if marks:
                         arena.mark_computed(shard)
-                    if shard == last:
+                    if shard == last - 1:
                         device.api.streams[stream].do(partial(time.sleep, GAP_S))
                         made = step + 2  # the first record is that of the setup
                         device.api.streams[stream].do(lambda made=made: seen.append(int(folded.words[1]) >= made))  # type: ignore[misc]

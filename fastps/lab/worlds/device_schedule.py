@@ -14,7 +14,7 @@ host's own memory.
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from fastps.device.arena import DeviceArena
@@ -49,11 +49,12 @@ BACKWARD_S = 0.01
 class Speeds:
     """Bandwidths in bytes a second: of a GPU's memory, and of its links to other GPUs, each in one direction.
 
-    The defaults are those of one H100 with NVLink, as published.
+    The defaults are those of one H100 with NVLink: its memory as published. A direction of its links has 450 GB/s, of which the
+    protocol leaves 370 (NVIDIA in nccl-tests issue 212; p2pBandwidthLatencyTest measures 371 to 377 in nccl issue 1264).
     """
 
     memory: float = 3.3e12
-    peers: float = 450e9
+    peers: float = 370e9
 
     def of(self, resource: str) -> float:
         """The bandwidth of a resource, by the first word of its name."""
@@ -156,36 +157,40 @@ def _add(traffic: dict[str, float], here: str, there: str, size: int, writes: bo
         traffic[f"peers to {end}"] += size
 
 
-class _Job:
+class Job:
     """A job of one worker a device under bsp. Each shard has one parameter.
 
-    `backward_s`: the length of a backward pass; `marks`: whether its hooks mark the shards whose gradients have appeared.
+    `backward_s`: the length of a backward pass; `marks`: whether its hooks mark the shards whose gradients have appeared;
+    `checks`: whether pushes are checked for non-finite values, for which each host waits before it posts.
     """
 
-    def __init__(self, update: Update, gpus: int, shards: int, *, backward_s: float = 0.0, marks: bool = False) -> None:
+    def __init__(
+        self, update: Update, gpus: int, shards: int, *, backward_s: float = 0.0, marks: bool = False, checks: bool = False
+    ) -> None:
         self._backward_s, self._marks = backward_s, marks
         names = [f"gpu {number}" for number in range(gpus)]
         self.node = _RecordingNode()
         self.hyper = update.hyper
-        self.layout = _layout_of(update, gpus, shards)
+        self.layout = _layout_of(update, gpus, shards, FaultPolicy(nonfinite="reject" if checks else "allow"))
         self.memory = _memory_of(self.layout)
         self._now_ns = 0
         self.lanes: list[WorkerLane] = []
         self.arenas: list[DeviceArena] = []
-        self._devices = [self.node.device(rank, name) for rank, name in enumerate(names)]
-        for rank, device in enumerate(self._devices):
+        self.devices = [self.node.device(rank, name) for rank, name in enumerate(names)]
+        for rank, device in enumerate(self.devices):
             self.memory.arena.claim(rank, os.getpid(), False)
             self.lanes.append(WorkerLane(self.memory.arena, rank))
             self.arenas.append(DeviceArena(self.memory, rank, device))
         self.buffers = [[0] * len(self.layout.shards) for _ in names]
 
-    def run(self) -> dict[int, list[Piece]]:
-        """Set the job up, take _STEPS steps, and return all work by stream."""
+    def run(self, note: Callable[[int], None] = lambda step: None) -> dict[int, list[Piece]]:
+        """Set the job up, take _STEPS steps, call `note` after each, and return all work by stream."""
         try:
             self._begin()
             for step in range(_STEPS):
                 self.node.step_number = step
                 self._step()
+                note(step)
                 while self.node.step():
                     pass
             return dict(self.node.recorded)
@@ -210,13 +215,19 @@ class _Job:
 
     def _step(self) -> None:
         shards = len(self.layout.shards)
-        for lane, arena, device in zip(self.lanes, self.arenas, self._devices, strict=True):
+        for lane, arena, device in zip(self.lanes, self.arenas, self.devices, strict=True):
             slot = int(lane.slot)
             if self._backward_s:
                 self._backward(arena, device, slot)
             lane.set_hyper(slot, 0, *self.hyper)
             lane.set_presence(slot, presence_of(range(shards), shards))
-            arena.mark_pushed(slot)
+            arena.begin_finish(slot)
+            while not arena.is_finished() and self.node.step():
+                pass
+        if self.arenas[0].waits:
+            self._await_hosts()
+        for lane, arena in zip(self.lanes, self.arenas, strict=True):
+            arena.mark_pushed(int(lane.slot))
             self._settle(lane.push(self._now(), 1.0, 1, False), lane)
         waiting = dict(enumerate(self.lanes))
         for _ in range(_MOST_ROUNDS):
@@ -229,9 +240,18 @@ class _Job:
                 self._settle(lane.try_combine(self._now()), lane)
         if waiting:
             raise DeviceError(f"expected a grant for workers {sorted(waiting)}, found none")
-        for rank, arena in enumerate(self.arenas):
-            arena.mark_released()
+        for rank in range(len(self.arenas)):
             self._pull(rank)
+
+    def _await_hosts(self) -> None:
+        """What is queued from now on follows the work that each host has waited for."""
+        finished = [arena.parts()["finished"] for arena in self.arenas]
+        for arena, device in zip(self.arenas, self.devices, strict=True):
+            api = device.api
+            assert isinstance(api, _RecordingCuda)
+            for stream in (part for name, part in arena.parts().items() if name.startswith("fold ")):
+                for event in finished:
+                    api.streamWaitEvent(stream, event)
 
     def _backward(self, arena: DeviceArena, device: SteppedDevice, slot: int) -> None:
         api, shards = device.api, len(self.layout.shards)
@@ -254,9 +274,8 @@ class _Job:
         return self._now_ns
 
 
-def _layout_of(update: Update, gpus: int, shards: int) -> Layout:
+def _layout_of(update: Update, gpus: int, shards: int, faults: FaultPolicy) -> Layout:
     rows = [(f"parameter {number}", (_FLOATS,), (1,), 0) for number in range(shards)]
-    faults = FaultPolicy(nonfinite="allow")  # no check, and no wait of the host
     layout = Layout(place(rows), 1, update.rule, parse_policy("bsp"), gpus, faults=faults).with_shards(shards)
     owners = homes([4 * (end - begin) for begin, end in layout.shards], range(gpus))
     return replace(layout, owner_lanes=owners, extra_bytes=handle_table_bytes(shards))
@@ -338,11 +357,13 @@ def model(
     *,
     backward_s: float = 0.0,
     overlaps: bool = False,
+    checks: bool = False,
 ) -> Schedule:
     """The schedule of a step: `gpus` GPUs with a worker each, `parameters` float32 parameters in equal shards, under `bsp`.
 
     A step begins with a backward pass of `backward_s` seconds. There is a shard for each GPU; with `overlaps` the shards are
-    those of FASTPS_BUCKET_MB's default, and each is folded while backward goes on.
+    those of FASTPS_BUCKET_MB's default, and each is folded while backward goes on. With `checks` pushes are checked, which
+    is the default.
 
     >>> found = model(SGD(lr=0.1), gpus=1)
     >>> found.busiest, round(found.bound_s / found.step_s, 2)
@@ -350,7 +371,7 @@ def model(
     """
     speeds = speeds or Speeds()
     shards = shards_of(int(4 * parameters), gpus, BUCKET_MB << 20 if overlaps else None)
-    job = _Job(update, gpus, shards, backward_s=backward_s, marks=overlaps)
+    job = Job(update, gpus, shards, backward_s=backward_s, marks=overlaps, checks=checks)
     streams, scale = job.run(), parameters / (_FLOATS * shards)
     bytes_of, steps = defaultdict[str, float](float), range(1, _STEPS)  # the first step is left out
     for piece in (each for pieces in streams.values() for each in pieces if each.step in steps):
@@ -373,22 +394,23 @@ _RULES: tuple[tuple[str, Update], ...] = (("SGD with momentum", SGD(lr=0.1, mome
 
 def overlap_table(backward_s: float = BACKWARD_S) -> str:
     """What a step adds to a backward pass, without and with overlap, for 100 million parameters, as a table in Markdown."""
-    lines = ["| rule | GPUs | backward | added without overlap | added with overlap |", "|" + "---|" * 5]
+    lines = ["| rule | GPUs | backward | added without overlap | added with overlap | behind backward |", "|" + "---|" * 6]
     for name, update in _RULES:
         for gpus in _GPUS:
             steps = [model(update, gpus, backward_s=backward_s, overlaps=overlaps).step_s for overlaps in (False, True)]
             shown = " | ".join(f"{1e3 * (step_s - backward_s):.2f} ms" for step_s in steps)
-            lines.append(f"| {name} | {gpus} | {1e3 * backward_s:.0f} ms | {shown} |")
+            hidden = 1 - (steps[1] - backward_s) / (steps[0] - backward_s)
+            lines.append(f"| {name} | {gpus} | {1e3 * backward_s:.0f} ms | {shown} | {hidden:.0%} |")
     return "\n".join(lines)
 
 
 def table() -> str:
-    """The model's figures for 100 million parameters without a backward pass, as a table in Markdown."""
-    lines = ["| rule | GPUs | step | folds | copies | bound | of the bound |", "|" + "---|" * 7]
+    """The default's figures for 100 million parameters without a backward pass, as a table in Markdown."""
+    lines = ["| rule | GPUs | step | checks | folds | copies | bound | of the bound |", "|" + "---|" * 8]
     for name, update in _RULES:
         for gpus in _GPUS:
-            found = model(update, gpus)
-            times = [found.step_s, found.seconds.get("fold", 0.0), found.seconds.get("copy", 0.0)]
+            found = model(update, gpus, checks=True)
+            times = [found.step_s, *(found.seconds.get(kind, 0.0) for kind in ("check", "fold", "copy"))]
             shown = " | ".join(f"{1e3 * each:.2f} ms" for each in times)
             bound = f"{1e3 * found.bound_s:.2f} ms ({found.busiest.split()[0]})"
             lines.append(f"| {name} | {gpus} | {shown} | {bound} | {found.bound_s / found.step_s:.0%} |")

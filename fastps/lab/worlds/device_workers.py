@@ -20,7 +20,7 @@ from fastps.kernels.update import fold
 from fastps.lab.gpus.stepped import SteppedDevice, SteppedNode
 from fastps.store.presence import presence_of
 
-POST_FIRST, RELEASE_FIRST = "post before the record", "release before the record"
+POST_FIRST, RELEASE_FIRST = "post before the record", "release before the reads"
 FORGET_NOTHING, ONE_SIDE = "forget no changed gradients", "copy over what is shown"
 GENERATION = 100  # between the process numbers of two owners of a lane
 _MARKED_SHARE, _CHANGED_SHARE, _NULL_SHARE = 0.7, 0.15, 0.1
@@ -97,7 +97,7 @@ class Worker:
     def script(self) -> Iterator[None]:
         """The actions of the worker's life, each up to a yield."""
         world, lane, arena = self.world, self.lane, self.arena
-        for step in range(world.steps):
+        for step in range(world.steps_of(self.rank)):
             self._read()
             yield
             slot = int(lane.slot)
@@ -145,13 +145,16 @@ class Worker:
         self.arena.mark_pushed(slot)
         yield
 
-    def _mark_released(self) -> Iterator[None]:
+    def _mark_read(self) -> Iterator[None]:
+        """What a worker does before it releases weights: it waits for its reads, or has recorded that they come first."""
         yield from self._finish("pull")
-        self.arena.mark_released()
+        if self.has_left:
+            self.world.moment = "end"
+            self.arena.mark_left()
         yield
 
     def _pull(self) -> Iterator[None]:
-        for action in self._in_order([self._mark_released, self._pin], RELEASE_FIRST):
+        for action in self._in_order([self._mark_read, self._pin], RELEASE_FIRST):
             yield from action()
         self.arena.show_pulled(self.buffers)
         self.numbers = self.arena.shown_numbers(self.buffers)
@@ -212,6 +215,7 @@ class Worker:
 
     def _post(self, slot: int | None) -> Iterator[None]:
         self.world.publish(self.process)
+        self.world.learn(self.process)
         self.posts += 1
         self._settle(self.lane.push(self.world.now(), 1.0, 1, slot is None))
         yield
@@ -219,6 +223,7 @@ class Worker:
     def combine(self) -> None:
         """Try the locks of the shards that this worker folds."""
         self.world.publish(self.process)
+        self.world.learn(self.process)
         self._settle(self.lane.try_combine(self.world.now()))
 
     def _settle(self, outcome: int) -> None:
@@ -230,6 +235,8 @@ class Worker:
 
     def _leave(self) -> None:
         lane = self.lane
+        self.world.moment = "end"
+        self.arena.mark_left()
         self.world.publish(self.process)
         if not lane.post(KIND_LEAVE, lane.steps, 0, lane.version, self.world.now()):
             raise ViolationError(f"the ring of worker {self.rank} is full")

@@ -32,7 +32,7 @@ from fastps.job.update_rules import SGD
 from fastps.kernels.protocol.fold_call import FoldCall
 from fastps.kernels.shm.format import format_memory
 from fastps.kernels.update import fold
-from fastps.lab.gpus.hazards import HazardError
+from fastps.lab.gpus.hazards import Clock, HazardError, merge
 from fastps.lab.gpus.stepped import SteppedNode
 from fastps.lab.worlds.device_workers import Floats, ViolationError, WatchedDevice, Worker
 from fastps.membership.job_memory import JobMemory
@@ -50,6 +50,7 @@ SPECS = (
     ("policy:fold=quorum,grant=next-version,count=2,scale=mean", False),
 )
 _BSP_SHARE, _NULL_SHARE = 0.4, 0.1
+_EARLY_SHARE = 0.2  # of the workers that leave before the others, under bsp
 _NONFINITE_SHARE = 0.1  # of the pushes to a shard
 _MOST_STEPS, MOST_TURNS, _AFTER_DEATH = 5, 100_000, 80
 
@@ -76,6 +77,7 @@ class World:
 
     def __init__(self, seed: int, devices: int, left_out: str | None = None) -> None:
         self.random = random.Random(seed)
+        self.published: Clock = {}
         self.left_out = left_out
         self.seen: set[str] = set()
         self.faults: Counter[str] = Counter(deaths=0, rejoins=0, nonfinite=0, copies=0)
@@ -86,6 +88,7 @@ class World:
         self._gpus = [*gpus, *(draw.choice(gpus) for _ in range(count - len(gpus)))]
         self.steps = draw.randint(2, _MOST_STEPS)
         spec, self.folds_all = SPECS[0] if draw.random() < _BSP_SHARE else draw.choice(SPECS)
+        self._last_steps = [draw.randint(1, self.steps) if draw.random() < _EARLY_SHARE else self.steps for _ in self._gpus]
         momentum = draw.choice((0.0, 0.5))
         update = SGD(lr=1.0, momentum=momentum)
         self.hyper = update.hyper
@@ -161,12 +164,21 @@ class World:
         """A device of the node as a process uses it."""
         return WatchedDevice(self.node, process, gpu, self)
 
+    def steps_of(self, rank: int) -> int:
+        """How many steps a worker takes."""
+        return self._last_steps[rank] if self.policy.spec == "bsp" else self.steps
+
     def _processes(self) -> list[int]:
         """The numbers of all processes that may push."""
         return list(range(len(self._gpus)))
 
     def publish(self, process: int) -> None:
-        """A process writes control words: what its host knows to be done, others know that read them. Events say more here."""
+        """A process writes control words: what its host knows to be done, others know that read them."""
+        merge(self.published, self.node.clocks[process])
+
+    def learn(self, process: int) -> None:
+        """A process reads control words."""
+        merge(self.node.clocks[process], self.published)
 
     def now(self) -> int:
         """The time, which moves with each look."""
@@ -339,7 +351,7 @@ class World:
         """Every push was folded once in every shard, or not at all where the discipline drops pushes."""
         for shard in range(self.shards):
             for worker in self.workers:
-                for step in range(self.steps):
+                for step in range(self.steps_of(worker.rank)):
                     key = shard, worker.process, step
                     count = self.folded[key] + self.rejected[key]
                     if count > 1 or (self.folds_all and count + (step in worker.nulls) != 1):

@@ -22,7 +22,7 @@ from fastps.job.layout import Layout, place
 from fastps.job.policy import Policy
 from fastps.kernels.protocol.lane import BUSY, DONE, Lane
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
-from fastps.lab.gpus.hazards import Clock, merge
+from fastps.lab.gpus.hazards import merge
 from fastps.lab.gpus.stepped import SteppedNode
 from fastps.lab.worlds.device_workers import GENERATION, ViolationError, WatchedDevice, Worker
 from fastps.lab.worlds.device_worlds import MOST_TURNS, World
@@ -126,7 +126,6 @@ class ServedWorld(World):
     _ends_with_the_dead = False
 
     def __init__(self, seed: int, devices: int, left_out: str | None = None) -> None:
-        self.published: Clock = {}
         self._dying: dict[int, int] = {}  # rank to the operation before which its worker dies
         super().__init__(seed, devices, left_out)
         self.spec += ", with a server"
@@ -157,13 +156,6 @@ class ServedWorld(World):
 
     def device_of(self, process: int, gpu: str) -> WatchedDevice:
         return _MortalDevice(self.node, process, gpu, self)
-
-    def publish(self, process: int) -> None:
-        merge(self.published, self.node.clocks[process])
-
-    def learn(self, process: int) -> None:
-        """A process reads control words."""
-        merge(self.node.clocks[process], self.published)
 
     def leaves_out(self, verb: str, event: int, stream: int | None) -> bool:
         """See World. Waits for a further device of the server are calls of their own."""

@@ -14,12 +14,14 @@ from fastps.lab.worlds.served_worlds import ServedWorld
 
 SEEDS = 40
 # Mutants that seeds before this one do not find; all others are found by the first 40.
-LATE = {"fold-stream-waits-for-own-released": 60}
+LATE = {"record-computed-at-the-end": 100}
 # With a server that goes on, a worker folds nothing and waits for its own work, and the server's devices fold different shards.
 _WITHOUT_SERVER = {
     "record computed at the hook",
+    "record computed at the push",
+    "fold stream waits for own computed",
     "fold stream waits for others computed",
-    "fold stream waits for others released",
+    "record computed at the end",
     "fold stream waits for others folded",
     "compute stream waits for own folded",
 }
