@@ -27,9 +27,10 @@ import numpy as np
 
 from fastps.device.cuda import CudaDevice
 from fastps.device.finite_check import FiniteCheck, ResultsCheck
+from fastps.device.first import FirstVersion
 from fastps.device.interface import Event, Stream
 from fastps.device.memory import DeviceMemory
-from fastps.device.plan import LEAST_BYTES, SHOWN, WAVES, owners_at
+from fastps.device.plan import FILLED, LEAST_BYTES, SHOWN, WAVES, owners_at
 from fastps.errors import UnsupportedError
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.protocol.fold_call import FoldCall
@@ -306,6 +307,12 @@ class DeviceArena(DeviceMemory):
         self.folds += 1
         return None
 
+    def fill(self, first: FirstVersion) -> None:
+        """Write the first version, and its halves, to all shards, or those of this device of a server; then say so."""
+        self.write_first(first)
+        self.write_halves([0] * len(self._regions))
+        self.handle_table(self._rank)["ready"] = FILLED
+
     def write_halves(self, buffers: Sequence[int]) -> None:
         """Write the weights of these buffers, one a shard, once more in half precision, and wait until it is done.
 
@@ -315,8 +322,9 @@ class DeviceArena(DeviceMemory):
             return
         stream, kernel = self._device.compute_stream(), launch_args.fold_kernel(fold.RULE_SGD, self._layout.gradient_type)
         for shard, buffer in enumerate(buffers):
-            region, shape = self._regions[shard], self._shapes[shard]
-            base, _, _ = self._place(self._parameters[shard][0])
+            region, shape, base = self._regions[shard], self._shapes[shard], self._bases[shard]
+            if not base or not region.floats:
+                continue
             weights, halves = base + region.weights(buffer), base + region.halves(buffer)
             plain = launch_args.Shape(fold.RULE_SGD, 0, 0.0, shape.segments, shape.shown_type)
             at = launch_args.Buffers(weights, weights, 0, 0, region.floats, halves)

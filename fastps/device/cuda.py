@@ -4,15 +4,15 @@ Memory comes from cudaMalloc, never from a pool, because a CUDA IPC handle names
 2 MiB, because CUDA shares the whole block of a smaller one. Events are created for sharing between processes. Without a GPU the
 error is a single sentence.
 
-Written against CuPy 14. All calls go through a `Cuda`, which can be one that
-simulates CUDA in host memory. docs/how-to/gpu.md lists the parts that have run on a GPU.
+Written against CuPy 14. All calls go through a `CupyCuda`, or what simulates CUDA in host memory in its place.
+docs/how-to/gpu.md lists the parts that have run on a GPU.
 """
 
 import ctypes
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,45 +36,14 @@ SUCCESS = 0  # cudaSuccess
 SHARED_BYTES = 1 << 21  # the runtime's advice for memory that is shared between processes
 
 
-class Cuda(Protocol):
-    """What a CudaDevice calls.
+class CupyCuda:
+    """What a CudaDevice calls: CUDA through CuPy, and torch's streams. A simulated CUDA has the same methods.
+
+    Raises DeviceError without CuPy or a GPU.
 
     Attributes:
         runtime: the functions of the CUDA runtime, named and called as in cupy.cuda.runtime.
     """
-
-    @property
-    def runtime(self) -> Any:
-        """See above."""
-        ...
-
-    def launch(self, device: int, kernel: str, launch: Launch, stream: int) -> None:
-        """Launch a kernel on a stream of the device, which is the calling thread's. The argument is copied."""
-        ...
-
-    def identity(self, device: int) -> str:
-        """A name of a device, the same in every process, and of no other device."""
-        ...
-
-    def empty_cache(self) -> None:
-        """Give back the memory of devices that the caller's framework keeps without need."""
-        ...
-
-    def prepare(self, device: int, kernels: Sequence[str], users: str) -> None:
-        """Compile and load kernels. `users`: the text of the rule RULE_USER. Raises DeviceError."""
-        ...
-
-    def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> Any:
-        """An array over memory that it does not own."""
-        ...
-
-    def compute_stream(self, device: int) -> int:
-        """The stream on which the caller computes."""
-        ...
-
-
-class CupyCuda:
-    """CUDA through CuPy, and torch's streams. Raises DeviceError without CuPy or a GPU."""
 
     def __init__(self) -> None:
         try:
@@ -85,19 +54,22 @@ class CupyCuda:
         self._users = ""
 
     def identity(self, device: int) -> str:
-        """See Cuda. Parts of a GPU (MIG) share its PCI address, and CuPy's copy of a UUID ends at its first zero byte."""
+        """A name of a device, the same in every process, and of no other device: its UUID.
+
+        Parts of a GPU (MIG) share its PCI address, and CuPy's copy of a UUID ends at its first zero byte.
+        """
         import torch
 
         return str(torch.cuda.get_device_properties(device).uuid)
 
     def empty_cache(self) -> None:
-        """See Cuda."""
+        """Give back the memory of devices that torch keeps without need."""
         import torch
 
         torch.cuda.empty_cache()
 
     def prepare(self, device: int, kernels: Sequence[str], users: str) -> None:
-        """See Cuda. Machine code is kept in the cache folder."""
+        """Compile and load kernels; machine code is kept in the cache folder. `users`: the text of the rule RULE_USER."""
         self._users = users or self._users
         try:
             for name in kernels:
@@ -107,18 +79,18 @@ class CupyCuda:
             raise DeviceError(f"expected {what}, found that they do not: {error}; {cuda.ADVICE}") from error
 
     def launch(self, device: int, kernel: str, launch: Launch, stream: int) -> None:
-        """See Cuda."""
+        """Launch a kernel on a stream of the device, which is the calling thread's. The argument is copied."""
         cuda.kernel(device, kernel, self._users, compiled)(stream, launch)
 
     def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> Any:
-        """See Cuda. Returns a CuPy array."""
+        """A CuPy array over memory that it does not own."""
         cupy = self._cupy
         with cupy.cuda.Device(device):
             memory = cupy.cuda.UnownedMemory(address, length * np.dtype(dtype).itemsize, owner, device)
             return cupy.ndarray((length,), dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def compute_stream(self, device: int) -> int:
-        """See Cuda. Returns torch's current stream on this GPU."""
+        """The stream on which the caller computes: torch's current one on this GPU."""
         import torch
 
         return int(torch.cuda.current_stream(device).cuda_stream)
@@ -145,7 +117,7 @@ class CudaDevice:
 
     granularity = SHARED_BYTES  # every allocation is a multiple of it
 
-    def __init__(self, index: int = 0, api: Cuda | None = None) -> None:
+    def __init__(self, index: int = 0, api: Any = None) -> None:
         self._cuda = CupyCuda() if api is None else api
         self._runtime = NamedRuntime(self._cuda.runtime, f"GPU {index}")
         self.index = index

@@ -12,7 +12,6 @@ Memory does not survive its owner: the job then ends with an error that names th
 on without lost workers has a server.
 """
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,6 @@ from fastps.device.plan import (
 )
 from fastps.errors import UnsupportedError
 from fastps.kernels.cuda import launch_args
-from fastps.kernels.update import fold
 
 if TYPE_CHECKING:
     from fastps.job.layout import Layout
@@ -214,48 +212,27 @@ class DeviceMemory:
             self._identities[owner] = bytes(self.handle_table(owner)["identity"].item())
         return self._identities[owner]
 
-    def fill(self, first: FirstVersion) -> None:
+    def write_first(self, first: FirstVersion) -> None:
         """Write the first weights, state and average, those of this device of a server; return when the copies are done."""
         for shard, owner in enumerate(self.owner_lanes):
             if self._layout.has_server and owner != self._rank:
                 continue
             for index in self._parameters[shard]:
-                source = self._staged(first.weights[index])
-                self._write(self.weights_address(0, index), source, index)
-                self._write_first_halves(self._bases[shard] + self._regions[shard].halves(0), source, index)
+                self._write(self.weights_address(0, index), first.weights[index])
                 for plane in first.written:
-                    self._write(self.plane_address(0, plane, index), self._staged(first.planes[plane][index]), index)
-        self.handle_table(self._rank)["ready"] = FILLED
+                    self._write(self.plane_address(0, plane, index), first.planes[plane][index])
 
-    def _write_first_halves(self, halves: int, source: int, index: int) -> None:
-        """Write a parameter's weights, which are in host memory at `source`, in half precision into a shard's `halves`."""
-        length = self._layout.parameters[index].length
-        if not self._halves_type or not length:
-            return
-        if self._narrow is None:
-            longest = max(parameter.length for parameter in self._layout.parameters)
-            self._narrow = self._device.host_memory(2 * longest)
-        narrow = self._narrow[: 2 * length]
-        floats = np.frombuffer((ctypes.c_uint8 * (4 * length)).from_address(source), np.float32)
-        fold.narrow(floats, narrow.view(np.uint16), self._halves_type)
-        self._device.copy(halves + self._inside(index) // 2, narrow.ctypes.data, 2 * length, self._device.compute_stream())
-        self._device.synchronize(self._device.compute_stream())
-
-    def _staged(self, values: npt.NDArray[np.float32]) -> int:
-        """The address of a copy of the values, for the writes up to the next call."""
+    def _write(self, address: int, values: npt.NDArray[np.float32]) -> None:
+        """Copy values of the host to an address, and wait, because the staging memory is used again."""
         if self._staging is None:
             longest = max(parameter.length for parameter in self._layout.parameters)
-            self._staging = self._device.host_memory(max(LEAST_BYTES, 4 * longest))
-        self._staging[: values.nbytes].view(np.float32)[:] = values
-        return int(self._staging.ctypes.data)
-
-    def _write(self, address: int, source: int, index: int) -> None:
-        if size := 4 * self._layout.parameters[index].length:
-            self._device.copy(address, source, size, self._device.compute_stream())
-            self._device.synchronize(self._device.compute_stream())  # because the staging memory is used again
+            self._staging = self._device.host_memory(4 * longest)
+        if size := values.nbytes:
+            self._staging[:size].view(np.float32)[:] = values
+            self._device.copy(address, int(self._staging.ctypes.data), size, self._device.compute_stream())
+            self._device.synchronize(self._device.compute_stream())
 
     _staging: npt.NDArray[np.uint8] | None = None
-    _narrow: npt.NDArray[np.uint8] | None = None
 
     # -- addresses -----------------------------------------------------------------------------------
 
@@ -297,10 +274,6 @@ class DeviceMemory:
     def gradient_address(self, lane: int, slot: int, index: int) -> int:
         """This process's address of a parameter's gradient in a lane's slot on that lane's device."""
         return self._open_slots(lane) + self._slots_at(lane).offset(lane, slot, self._layout.parameters[index].offset)
-
-    def _inside(self, index: int) -> int:
-        """The offset in bytes of a parameter in weights buffer 0 of its home."""
-        return 4 * (self._layout.parameters[index].offset - self._regions[self._layout.parameters[index].shard].first)
 
     def _place(self, index: int) -> tuple[int, Region, int]:
         """The address of a parameter's shard, the shard's layout, and the parameter's offset in each part, in floats."""

@@ -7,7 +7,7 @@ import os
 import threading
 from typing import Any, NamedTuple
 
-from fastps.device.cuda import Cuda
+from fastps.device.cuda import CupyCuda
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 _UNRECORDED = {"array", "empty_cache", "prepare"}  # no calls of CUDA's runtime
@@ -25,7 +25,7 @@ class Call(NamedTuple):
 
 
 class RecordedCuda:
-    """A Cuda that records the calls of it and of its runtime in `calls`. Calls that fail raise, and are not recorded."""
+    """A CUDA that records the calls of it and of its runtime in `calls`. Calls that fail raise, and are not recorded."""
 
     def __init__(self, real: Any, clock: Clock = SYSTEM_CLOCK) -> None:
         self.calls: list[Call] = []
@@ -37,7 +37,7 @@ class RecordedCuda:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        function = getattr(self._real if hasattr(Cuda, name) else self._real.runtime, name)
+        function = getattr(self._real if hasattr(CupyCuda, name) else self._real.runtime, name)
 
         def call(*arguments: Any) -> Any:
             result = function(*arguments)

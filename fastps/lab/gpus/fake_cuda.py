@@ -41,7 +41,7 @@ class CupyArray(npt.NDArray[Any]):
 
 
 class FakeCuda(ABC):
-    """See fastps.device.cuda.Cuda; also its runtime, with the functions of cupy.cuda.runtime.
+    """In the place of fastps.device.cuda.CupyCuda; also its runtime, with the functions of cupy.cuda.runtime.
 
     `gpus`: the bus ids of the GPUs that this process sees, its own first. `numbers`: of streams and events.
     """
@@ -56,7 +56,7 @@ class FakeCuda(ABC):
 
     @property
     def runtime(self) -> Any:
-        """See Cuda."""
+        """The functions of the CUDA runtime."""
         return self
 
     @property

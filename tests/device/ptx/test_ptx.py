@@ -82,9 +82,12 @@ def fold_all_rows(judge: Judge) -> None:
                     assert np.array_equal(halves[offset : offset + length], expected[offset : offset + length])
 
 
-@pytest.mark.parametrize(
+EACH_ARCHITECTURE = pytest.mark.parametrize(
     "architecture", [pytest.param(each, marks=[pytest.mark.slow] * (each != "90")) for each in ARCHITECTURES]
 )
+
+
+@EACH_ARCHITECTURE
 def test_every_rule_dtype_and_mode_has_the_bits_of_the_reference(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Judge(kernels(architecture))
     monkeypatch.setattr(host_fold, "launch", judge.launch)
@@ -145,9 +148,9 @@ def differ(name: str, made: dict[str, Kernel], dtypes: Iterable[str] = launch_ar
     return found
 
 
-def test_a_users_rule_has_the_bits_of_numbas_code() -> None:
-    for architecture in ARCHITECTURES:
-        assert differ("eight", kernels(architecture, users_source("eight"))) == set(), architecture
+@EACH_ARCHITECTURE
+def test_a_users_rule_has_the_bits_of_numbas_code(architecture: str) -> None:
+    assert differ("eight", kernels(architecture, users_source("eight"))) == set()
 
 
 MUTANTS = {  # text of fold.cu, another in its place, and what is found
