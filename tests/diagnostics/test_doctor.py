@@ -197,7 +197,7 @@ def test_memory_with_other_contents_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_kernels_that_do_not_compile_are_said_to_where_torch_finds_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     class WithoutCompiler(HostCuda):
-        def prepare(self, device: int, rule: int, dtype: str, users: str) -> None:
+        def prepare(self, device: int, kernels: Any, users: str) -> None:
             raise DeviceError("NVRTC is not installed")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
