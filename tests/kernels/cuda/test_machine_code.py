@@ -28,8 +28,10 @@ def test_every_kernel_moves_16_bytes_at_a_time_and_uses_no_atomic(architecture: 
     found = machine_code.instructions(architecture)
     assert sorted(found) == sorted(kernel_names())
     for name, made in found.items():
-        if name.startswith("fps_check"):
-            assert any(each.startswith("ld.") and (".v4.u32" in each or ".v4.b32" in each) for each in made), name
+        if name.startswith(("fps_check", "fps_copy")):
+            wide = [each for each in made if ".v4.u32" in each or ".v4.b32" in each]
+            assert any(each.startswith("ld.") for each in wide), name
+            assert name != "fps_copy" or any(each.startswith("st.") for each in wide), name
         else:
             assert sum(each.startswith("ld.") and ".v4.f32" in each for each in made) >= 2, name
             assert any(each.startswith("st.") and ".v4.f32" in each for each in made), name
@@ -48,8 +50,9 @@ def test_the_machine_code_of_every_kernel_moves_16_bytes_at_a_time_and_uses_no_a
     assert sorted(found) == sorted(kernel_names())
     for name, made in found.items():
         wide = [each for each in made if each.startswith(("LDG.", "LD.", "STG.", "ST.")) and ".128" in each]
-        if name.startswith("fps_check"):
+        if name.startswith(("fps_check", "fps_copy")):
             assert any(each.startswith("LD") for each in wide), name
+            assert name != "fps_copy" or any(each.startswith("ST") for each in wide), name
         else:
             assert sum(each.startswith("LD") for each in wide) >= 2, name
             assert any(each.startswith("ST") for each in wide), name
