@@ -130,6 +130,11 @@ class DeviceWorker(Worker):
         if self._needs_others:
             self.lane.wake_all()  # the lanes that fold the other shards may be asleep
 
+    def advance(self) -> None:
+        """See Worker.advance. Raises the device's error, or who died, if a fold that it makes meanwhile could not be queued."""
+        with self._deaths_first():
+            super().advance()
+
     def leave(self) -> None:
         """See Worker.leave. No push follows, whose record would say that the weights were read."""
         if self._devices is not None and not self._left:

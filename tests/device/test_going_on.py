@@ -63,9 +63,9 @@ def steps_of(store: DeviceStore, rank: int, dies_at: int = 0, pause: Callable[[i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sync", "operation"), [
-    *(("asp", operation) for operation in (45, 61, 80, 93, 104, 115)),
+    *(("asp", operation) for operation in (37, 45, 61, 72, 80, 93)),
     ("ssp:2", 61),
-    ("ssp:2", 104),
+    ("ssp:2", 90),
     ("bsp", 45),
     ("bsp", 93),
 ])  # fmt: skip
