@@ -127,11 +127,11 @@ def _split(images: Bytes, labels: Labels, test: int) -> Dataset:
         counts[label] += 1
     chosen = np.concatenate([members[:count] for members, count in zip(of_class, counts, strict=True)])
     rest = order[~np.isin(order, chosen)]
-    return _dataset(images[rest], labels[rest], images[chosen], labels[chosen])
+    return dataset_of(images[rest], labels[rest], images[chosen], labels[chosen])
 
 
-def _dataset(train_images: Bytes, train_labels: Labels, test_images: Bytes, test_labels: Labels) -> Dataset:
-    """Adds each channel's mean and deviation, from the histogram of its bytes: exact, and small whatever the size."""
+def dataset_of(train_images: Bytes, train_labels: Labels, test_images: Bytes, test_labels: Labels) -> Dataset:
+    """Return the images with each channel's mean and deviation, from the histogram of its bytes: exact, whatever the size."""
     channels = train_images.shape[1]
     values = np.arange(256)
     counts = np.stack([np.bincount(train_images[:, channel].ravel(), minlength=256) for channel in range(channels)])
@@ -165,7 +165,7 @@ def _mnist(directory: Path) -> Dataset:
         raise DataError(
             f"{directory}: expected images of one size, found {parts[0].shape[2:]} to train and {parts[2].shape[2:]} to test"
         )
-    return _dataset(parts[0], parts[1].astype(np.int64), parts[2], parts[3].astype(np.int64))
+    return dataset_of(parts[0], parts[1].astype(np.int64), parts[2], parts[3].astype(np.int64))
 
 
 def _idx_file(directory: Path, stem: str, dimensions: int) -> Path:
@@ -211,7 +211,7 @@ def _cifar10(directory: Path) -> Dataset:
         raise UsageError(f"{directory}: expected the file test_batch.bin of CIFAR-10's binary version, found none")
     train = np.concatenate([_read_cifar(path) for path in batches])
     test = _read_cifar(directory / "test_batch.bin")
-    return _dataset(*_cifar_parts(train), *_cifar_parts(test))
+    return dataset_of(*_cifar_parts(train), *_cifar_parts(test))
 
 
 def _read_cifar(path: Path) -> Bytes:

@@ -17,7 +17,7 @@ from fastps.kernels.scheduling.scheduler import Scheduler
 from fastps.lab.papers.backup_learning import LEARNING
 from fastps.lab.papers.expectations import Between, InOrder, Near
 from fastps.lab.papers.items import Item
-from fastps.lab.papers.row import Effort, Row
+from fastps.lab.papers.row import Cause, Effort, Row
 from fastps.lab.papers.runs import SECOND
 from fastps.simulation.compute_models import ComputeModel
 from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
@@ -185,6 +185,7 @@ ROWS = (
         tried=(
             "all layers read before forward begins (Algorithm 1, line 2): 38.8, 23.8, 22.5 and 14.2, which explains 18, not 12",
         ),
+        cause=Cause.CONTRADICTION,
         why_not="The bottom layer agrees, because its gradient is the last: a whole iteration of 40 workers. In between it"
         " depends on when a layer is read and when its gradient arrives, of which the paper says nothing. That layer 18 is"
         " staler than 12 follows from reading all layers first; that 12 is so fresh does not. The counts of Table 1 differ by"

@@ -5,7 +5,7 @@ from statistics import fmean
 
 from fastps.lab.papers.dssp_theory import READINGS
 from fastps.lab.papers.expectations import Between, InOrder, Near
-from fastps.lab.papers.row import Effort, Row
+from fastps.lab.papers.row import Cause, Effort, Row
 from fastps.lab.papers.runs import MS, lognormal, play
 from fastps.simulation.compute_models import ComputeModel
 from fastps.simulation.simulate import Simulation
@@ -165,6 +165,7 @@ SPEED_ROWS = (
         expect=(_near_table_1(TABLE_1["dssp:3,15"]),),
         assumed=ANY_SPREAD,
         tried=("a ratio of 2.0 in place of 2.59, times that vary by 1 % (measured above): slower than Table I, too",),
+        cause=Cause.ASSUMPTION,
         why_not="As printed a worker without credit waits until it is within s_L of the slowest again. While the controller"
         " grants credit anew each time, there is no wait, and DSSP has Table I's speed: so it is at this ratio of the cards"
         " with times that vary by 1 % or less. One answer of 0 costs a wait of several of the slowest's steps. With 2 % such"
@@ -181,6 +182,7 @@ SPEED_ROWS = (
         measure=lambda effort: _over_spreads(effort, "dssp:3,15,release=printed,credit=prose"),
         expect=(_near_table_1(TABLE_1["dssp:3,15"]),),
         assumed=ANY_SPREAD,
+        cause=Cause.CONTRADICTION,
         why_not="A worker that stops where r* says finds that now is the best time to wait, waits until it is within s_L again,"
         " and so goes at the slowest's pace, even where times are exactly steady. The listing's worker has gone one iteration"
         " too far to stop, and asks for more. So with line 17 to the letter Table I rests on this one iteration.",
@@ -204,6 +206,7 @@ SPEED_ROWS = (
         measure=_with_bounds,
         expect=(Near(dict.fromkeys(("hard-bound", "bound=push"), TABLE_1["dssp:3,15"]), 0.15, relative=True),),
         assumed=CARDS,
+        cause=Cause.CONTRADICTION,
         why_not="Whatever the controller answers, a worker that may not be more than 15 pushes ahead of one that stays 2.6"
         " times as slow soon goes at its pace. So DSSP either keeps Theorem 2's premise or has Table I's speed; no reading has"
         " both.",
@@ -256,6 +259,7 @@ SPEED_ROWS = (
         expect=(Between({"ssp:15 / dssp:3,15, times vary by 5 %": (1.05, float("inf"))}),),
         assumed=FOUR,
         tried=("times that vary by 20 and 50 % (measured above): faster, by less than 5 %",),
+        cause=Cause.ASSUMPTION,
         why_not="SSP with s = 15 is the faster one, but equal servers whose times vary by 5 % hardly ever part by more than"
         " three steps, so there is next to no wait to save. It takes times that vary by more than a half for a difference of"
         " 5 %. The claim means that the authors' DSSP waited where SSP with s = 15 did not, while in Table I it"
@@ -273,6 +277,7 @@ SPEED_ROWS = (
             "the hypothesis that the server is busy, because BSP makes one update a step and ASP four (measured above): BSP is"
             " quicker where an update takes 40 % of a step's computing, and not where it takes 30 %",
         ),
+        cause=Cause.ASSUMPTION,
         why_not="Waiting for the slowest in each step cannot be quicker than not waiting while a server has time to spare. A"
         " busy server would explain the order, but an update of 7 MB would have to take more than 150 ms. The paper's section"
         " V.C explains the order by how much communication can be hidden, and has no times.",

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from fastps.job.specs import parse_policy
 from fastps.kernels.scheduling.scheduler import Scheduler
 from fastps.lab.papers.expectations import Between, Near
-from fastps.lab.papers.row import Effort, Row
+from fastps.lab.papers.row import Cause, Effort, Row
 from fastps.lab.papers.runs import MS, lognormal
 from fastps.simulation.compute_models import ComputeModel
 from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
@@ -203,6 +203,7 @@ THEORY_ROWS = (
         measure=largest_leads,
         expect=(Between({name: (0, HIGH) for name in READINGS}),),
         assumed="steps of 10 and 26 ms, about the ratio of Table I's cards; 2,000 steps each.",
+        cause=Cause.CONTRADICTION,
         why_not="Algorithm 1 limits the credit that is given at a time to s_U - s_L, not the lead: with both readings of line"
         " 17 the fast worker uses its credit up, its next push calls the controller again (line 12), and it gets credit anew,"
         " so that its lead grows as long as the run. Table I's own figures need that: two workers that may not part by more"
@@ -221,6 +222,7 @@ THEORY_ROWS = (
             Between({"wait at r* / wait at once (r = 0)": (0, 1)}),
         ),
         assumed="s_L = 3 and s_U = 15, two workers, the slowest 1.1 to 5 times as slow; 2,000 draws of its speed and phase.",
+        cause=Cause.CONTRADICTION,
         why_not="Line 8 minimizes |Sim_slowest[k] - Sim_p[r]|, a distance in time. In every second case the nearest push of the"
         " slowest comes just before the worker's: the worker has just missed it, and waits for nearly a whole step of the"
         " slowest. On the average the wait at r* is no shorter than at any r. If line 8 took only pushes of the slowest that"
@@ -271,6 +273,7 @@ THEORY_ROWS = (
         measure=lambda effort: _figure_2(effort, "listed"),
         expect=(Near({"further iterations": 3}, 0),),
         assumed="as in the row above.",
+        cause=Cause.CONTRADICTION,
         why_not="Line 14 sends OK without taking from the credit that line 12 gave, so a worker begins r* + 1 iterations, and"
         " the last one overshoots the point that r* means. Figure 2 and the text say r*. The listing is the default because it"
         " is the definition; credit=prose is the text's.",

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from functools import cache
+from math import log
 from statistics import fmean
 
 from fastps.lab.papers.expectations import Between, InOrder, Near
+from fastps.lab.papers.harder import SEEDS
 from fastps.lab.papers.r2sp_cluster import CONTENTION, MODELS, SPREAD, cluster_a, iteration_s
 from fastps.lab.papers.row import Effort, Row
-from fastps.lab.papers.runs import SECOND, Found, learn, lognormal, time_to
+from fastps.lab.papers.runs import SECOND, Found, learn, lognormal, spread, time_to
 from fastps.simulation.simulate import Simulation
 
 # Table II: samples a second; two, two and four workers of cluster-B.
@@ -36,30 +38,43 @@ def _goal_s(rows: list[Found]) -> float:
     return fmean(float("nan") if row["goal_s"] is None else row["goal_s"] for row in rows)
 
 
+RATES = (0.01, 0.02, 0.05)  # section VI.A's, and two on which stale gradients cost more
+GOAL = 0.7 * log(10)  # section VI.A, VGG16: "loss reduced by around 30%"
+
+
 @cache  # two rows use the same runs
-def _converging(effort: Effort) -> dict[str, tuple[float, float]]:
-    """Return each scheme's iterations and seconds to 90 % of the test images, 16 workers with VGG16's times."""
-    cluster = replace(cluster_a(MODELS["vgg16"], 60), batch=16)
-    rate = 0.01  # section VI.A
+def _converging(effort: Effort) -> dict[tuple[str, float], tuple[list[float], list[float]]]:
+    """Return the iterations and the seconds to the goal, by scheme and rate, each by seed: 16 workers with VGG16's times."""
     found = {}
-    for sync in ("bsp", "asp", "ssp:5", "r2sp:0.8"):
-        scaled = rate * (16 if sync == "bsp" else 1)
-        rows = learn(sync, cluster, "digits", range(effort.choose(8, 2)), learning_rate=scaled, momentum=0.0, looks=60)
-        seconds = time_to(rows, 0.9)
-        found[sync] = seconds / fmean(iteration_s(row) for row in rows), seconds
+    for rate in RATES[: effort.choose(3, 1)]:
+        cluster = replace(cluster_a(MODELS["vgg16"], round(1 / rate) + 20), batch=16)
+        for sync in ("bsp", "asp", "ssp:5", "r2sp:0.8"):
+            scaled = rate * (16 if sync == "bsp" else 1)
+            seeds = SEEDS[: effort.choose(3, 1)]
+            rows = learn(sync, cluster, "harder", seeds, learning_rate=scaled, momentum=0.0, looks=1, goal=GOAL)
+            seconds = [_goal_s([row]) for row in rows]
+            found[sync, rate] = [each / iteration_s(row) for each, row in zip(seconds, rows, strict=True)], seconds
     return found
 
 
 def _relative(effort: Effort, which: int) -> dict[str, float]:
+    """Return each scheme's iterations (0) or seconds (1) over BSP's, by rate."""
     found = _converging(effort)
-    return {sync: each[which] / found["bsp"][which] for sync, each in found.items()}
+    return spread(
+        {
+            f"{sync}, rate {rate:g}": [mine / bsp for mine, bsp in zip(each[which], found["bsp", rate][which], strict=True)]
+            for (sync, rate), each in found.items()
+        }
+    )
 
 
 TASK = (
-    "a perceptron on 8 x 8 digits to 90 % of the test images, in place of VGG16 on CIFAR-10 to a loss of 2.3, with VGG16's"
-    " times; the rate of 0.01 for each push (section VI.A) and 16 times as much for the mean of BSP's 16, the linear scaling"
-    " rule of the paper's reference [12]. "
+    "the harder task, batches of 16, in place of VGG16 on CIFAR-10, with VGG16's times and its measure of convergence: a loss"
+    " that is 30 % lower than at first, in 10 consecutive iterations of any worker (section VI.A). The rate of 0.01 for each"
+    " push (section VI.A) decides; it is 16 times as large for the mean of BSP's 16, the linear scaling rule of the paper's"
+    " reference [12]. "
 )
+DIGITS_TRIED = "before, 8 x 8 digits to 90 % of the test images, the rate of 0.01: "
 
 LEARNING = (
     Row(
@@ -69,15 +84,17 @@ LEARNING = (
         claim="Relaxed schemes need more iterations than BSP to converge, and R2SP the fewest of them (real gradients).",
         measure=lambda effort: _relative(effort, 0),
         learns=True,
-        expect=(InOrder(("bsp", "r2sp:0.8", "asp"), margin=0.03), InOrder(("r2sp:0.8", "ssp:5"), margin=0.03)),
-        assumed=TASK + "More: by more than 3 %, less than which is chance between seeds. " + CONTENTION,
-        tried=(
-            "BSP with the rate of 0.01, too: it has not reached 90 % when R2SP has for long (72 % after 120 iterations)",
-            "half of both rates: asp 8 % and R2SP 3 % more iterations than BSP (two seeds)",
+        expect=(
+            InOrder(tuple(f"{sync}, rate 0.01" for sync in ("bsp", "r2sp:0.8", "asp")), margin=0.03),
+            InOrder(tuple(f"{sync}, rate 0.01" for sync in ("r2sp:0.8", "ssp:5")), margin=0.03),
         ),
-        why_not="All schemes need the same iterations within the seeds' spread: 15 missed updates of 16 samples each do not"
-        " slow the digits down at this rate. The paper's order, R2SP the best of the relaxed schemes, is there but within the"
-        " noise.",
+        assumed=TASK + "More: by more than 3 %. " + CONTENTION,
+        tried=(
+            DIGITS_TRIED + "all within 5 % of BSP's",
+            "the same, BSP with the rate of 0.01, too: it has not reached 90 % when R2SP has for long (72 % after 120"
+            " iterations)",
+            "the same, half of both rates: asp 8 % and R2SP 3 % more iterations than BSP (two seeds)",
+        ),
     ),
     Row(
         id="r2sp/figure-7c",
@@ -86,11 +103,12 @@ LEARNING = (
         claim="R2SP converges up to 25 % sooner than BSP (VGG16), and BSP sooner than ASP and SSP (real gradients).",
         measure=lambda effort: _relative(effort, 1),
         learns=True,
-        expect=(Near({"r2sp:0.8": 0.75}, 0.1), Between({sync: (1, float("inf")) for sync in ("asp", "ssp:5")})),
+        expect=(
+            Near({"r2sp:0.8, rate 0.01": 0.75}, 0.1),
+            Between({f"{sync}, rate 0.01": (1, float("inf")) for sync in ("asp", "ssp:5")}),
+        ),
         assumed=TASK + CONTENTION,
-        why_not="R2SP's 25 % hold. ASP and SSP are 10 % sooner than BSP here, because their iterations are a fifth shorter"
-        " and they need a tenth more of them. In the paper staleness costs more iterations than that: digits bear it better"
-        " than CIFAR-10.",
+        tried=(DIGITS_TRIED + "r2sp:0.8 0.66, asp and ssp:5 0.89",),
     ),
     Row(
         id="r2sp/figure-10",

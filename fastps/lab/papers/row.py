@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from math import isfinite
 from typing import Any
 
@@ -49,6 +50,14 @@ class Verdict:
         }
 
 
+class Cause(Enum):
+    """The class of a disagreement with a paper, and what it means."""
+
+    TASK = "a small network on small images shows the effect too weakly, or not at all"
+    ASSUMPTION = "it depends on what the text does not give: times and their spread, rates, targets, the shape of a tree"
+    CONTRADICTION = "the paper contradicts itself, and no setting meets all that it says"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A claim of a paper and how it is measured.
@@ -66,6 +75,7 @@ class Row:
         assumed: parameters that the paper's text does not give, with the reason for each.
         tried: each other setting that was tried for this row, with its outcome.
         why_not: the reason of a known disagreement; shown only if the row does not hold.
+        cause: the class of that reason.
     """
 
     id: str
@@ -80,6 +90,7 @@ class Row:
     assumed: str = ""
     tried: Sequence[str] = ()
     why_not: str = ""
+    cause: Cause | None = None
 
     @property
     def paper(self) -> str:

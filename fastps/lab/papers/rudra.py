@@ -8,7 +8,7 @@ from math import exp
 
 from fastps.lab.papers.expectations import Between, InOrder, Near
 from fastps.lab.papers.items import Item
-from fastps.lab.papers.row import Effort, Row
+from fastps.lab.papers.row import Cause, Effort, Row
 from fastps.lab.papers.rudra_cluster import LEARNERS, ONE_BY_ONE, PORT, SAMPLE_S, SPREAD, image_net, step_s
 from fastps.lab.papers.rudra_learning import LEARNING
 from fastps.lab.papers.rudra_live import LIVE
@@ -225,6 +225,7 @@ ROWS = (
             "18 leaves of 3 learners: 201 minutes, with adv* at 125",
             "0.648 s of computing, as in Table 1's row: adv takes 101 minutes, and adv* 60",
         ),
+        cause=Cause.ASSUMPTION,
         why_not="The two of Rudra-base hold. adv takes 151 minutes, because its learners wait for 17 % of their time only. With"
         " 18 leaves, at which the root is the bottleneck, it would hold: the paper does not give the number.",
     ),
@@ -253,6 +254,7 @@ ROWS = (
             "weights that reach all learners at once: adv* is at 1.10, below adv, and above it only with the tree's hops",
             "9 to 14 leaves: adv 1.5; 18: 1.4; 27, which makes adv take 301 minutes: 1.2",
         ),
+        cause=Cause.ASSUMPTION,
         why_not="The order holds. adv's <sigma> is 1.4 here: a leaf passes on the sum of its learners when all of them have"
         " pushed, and what it holds waits for the last. The paper does not say when its leaves pass sums on.",
     ),

@@ -3,7 +3,7 @@
 torch and the images are loaded only when a row needs them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from statistics import fmean
@@ -35,10 +35,11 @@ def play(sync: str | Policy, simulation: Simulation) -> Found:
 
 @cache
 def images(name: str) -> "Dataset":
-    """Load a data set once."""
+    """Load a data set once: one of fastps train's, or the "harder" task."""
+    from fastps.lab.papers.harder import harder
     from fastps.training.data import load
 
-    return load(name)
+    return harder() if name == "harder" else load(name)
 
 
 def learn(sync: str, simulation: Simulation, data: str, seeds: Sequence[int], **training: Any) -> list[Found]:
@@ -63,6 +64,19 @@ def learn(sync: str, simulation: Simulation, data: str, seeds: Sequence[int], **
 def error(rows: Sequence[Found]) -> float:
     """Return the mean share of wrongly classified test images at the end."""
     return 1 - fmean(row["test_accuracy"] for row in rows)
+
+
+def spread(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return each name's mean over the seeds, and its least and its most.
+
+    >>> spread({"error": (0.1, 0.3)})
+    {'error': 0.2, 'error, least': 0.1, 'error, most': 0.3}
+    """
+    return {
+        name + which: of(values)
+        for name, values in found.items()
+        for which, of in (("", fmean), (", least", min), (", most", max))
+    }
 
 
 def time_to(rows: Sequence[Found], accuracy: float) -> float:

@@ -11,7 +11,7 @@ from fastps.errors import UsageError
 from fastps.lab.papers import items
 from fastps.lab.papers.expectations import short
 from fastps.lab.papers.items import outcomes
-from fastps.lab.papers.row import Effort, Row, Verdict
+from fastps.lab.papers.row import Cause, Effort, Row, Verdict
 from fastps.lab.papers.rows import items_of, reproduce
 
 INTRODUCTION = """The command below makes this page. Parameters come from the papers' texts. What a text does not give stands in
@@ -82,7 +82,23 @@ def markdown(verdicts: Sequence[Verdict], command: str) -> str:
         parts.append("")
         parts.extend(_footnote(verdict) for verdict in chosen if _footnote(verdict))
         parts.append("")
+    missed = [verdict for verdict in verdicts if not (verdict.ok or verdict.skipped)]
+    if missed:
+        parts.append("## What we could not reproduce, by cause\n\nThe evidence is in each row's footnote.\n")
+        parts.append("| cause | what it means | rows |\n|---|---|---|")
+        parts.extend(f"| {name} | {meaning} | {rows} |" for name, meaning, rows in _by_cause(missed))
+        parts.append("")
     return "\n".join(parts)
+
+
+def _by_cause(missed: Sequence[Verdict]) -> list[tuple[str, str, str]]:
+    """Name, meaning and rows of each cause that rows which do not hold have."""
+    found = []
+    for cause in (*Cause, None):
+        name, meaning = (cause.name.lower(), cause.value) if cause else ("not known", "no reason is known")
+        rows = [f"{verdict.row.id}[^{_mark(verdict)}]" for verdict in missed if verdict.row.cause is cause]
+        found += [(f"{name} ({len(rows)})", meaning, ", ".join(rows))] if rows else []
+    return found
 
 
 def _coverage(paper: str, verdicts: Sequence[Verdict]) -> str:

@@ -42,7 +42,7 @@ class VirtualTraining:
     Attributes:
         data: the images; the model is fastps.training.models.model_for's.
         learning_rate, momentum, weight_decay: of SGD.
-        falls_at: shares of the run's pushes after which the learning rate falls to a tenth.
+        falls_at: shares of the run's pushes after which the learning rate is multiplied by falls_by.
         goal: a loss, reached once a worker's batches stay below it in 10 consecutive iterations (convergence in R2SP, section
             VI.A); None: no goal.
         looks: number of evaluations on the test images, evenly spaced in virtual time; the last one is at the end.
@@ -53,6 +53,7 @@ class VirtualTraining:
     momentum: float = 0.5
     weight_decay: float = 0.0
     falls_at: tuple[float, ...] = field(default=())
+    falls_by: float = 0.1
     goal: float | None = None
     looks: int = 20
 
@@ -74,9 +75,9 @@ def train_virtually(
 ) -> Outcome:
     """Simulate, then train along the trace; the row also has `test_accuracy`, `accuracy_over_time`, `train_loss`, `goal_s`.
 
-    `accuracy_over_time` is a list of (virtual seconds, test accuracy); `train_loss` is the mean loss of the last tenth of the
-    gradients; `goal_s` is the virtual time of the goal in seconds, None if it was not reached. `tick(done, of)` is called from
-    time to time, in records of the trace.
+    `accuracy_over_time` is a list of (virtual seconds, test accuracy), under ema= of the moving average; `train_loss` is the
+    mean loss of the last tenth of the gradients; `goal_s` is the virtual time of the goal in seconds, None if it was not
+    reached. `tick(done, of)` is called from time to time, in records of the trace.
 
     Raises UsageError, and what fastps.simulation.simulate.simulate raises.
 
@@ -89,8 +90,6 @@ def train_virtually(
     """
     if simulation.late_pushes[0]:
         raise UsageError("gradients are known by the order of their pushes: expected none that come late, found --late-push")
-    if policy.ema:
-        raise UsageError(f"{policy.spec}: in virtual time the weights themselves are judged: expected no ema")
     outcome = simulate(policy, simulation, trace=True)
     assert outcome.trace is not None
     replay = _Replay(policy, simulation, training, outcome.trace)
@@ -159,7 +158,7 @@ class _Shard:
     """A range of the weights: its version, the versions still to be read, and the received pushes."""
 
     def __init__(self, weights: Floats, reads: Counter[int], training: VirtualTraining, policy: Policy) -> None:
-        self.weights = weights
+        self.weights = self.average = weights
         self.version = 0
         self._reads = reads
         self._kept: dict[int, Floats] = {0: weights}
@@ -203,6 +202,8 @@ class _Shard:
             self._kept.pop(self.version, None)
         self.version += 1
         self.weights = self._kept[self.version] = weights
+        decay = np.float32(self._policy.ema)
+        self.average = decay * self.average + (1 - decay) * weights if decay else weights
 
     def _rate_scale(self, pushes: list[_Pushed]) -> float:
         if self._policy.scale == "linear":
@@ -312,10 +313,10 @@ class _Replay:
             for line in sorted(update, key=lambda line: line["worker"])
         ]
         falls = sum(self._done >= share * self._of for share in self._training.falls_at)
-        shard.fold(pushes, self._parts[update[0]["shard"]], self._training.learning_rate * 0.1**falls)
+        shard.fold(pushes, self._parts[update[0]["shard"]], self._training.learning_rate * self._training.falls_by**falls)
 
     def _judge(self) -> float:
-        self._model.load([shard.weights for shard in self._shards])
+        self._model.load([shard.average for shard in self._shards])
         return self._model.accuracy()
 
 

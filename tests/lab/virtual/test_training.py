@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,6 +146,37 @@ def test_a_rate_that_falls_stops_learning(digits: Dataset) -> None:
     assert losses[1] > 2 * losses[0]
 
 
+def test_a_rate_falls_by_the_factor_that_is_asked_for(digits: Dataset) -> None:
+    """One fall at the beginning by a half is half the rate from the beginning on."""
+    simulation = Simulation(workers=2, steps=20, batch=16, compute=VARIED)
+    rates: list[dict[str, Any]] = [{"learning_rate": 0.05}, {"learning_rate": 0.1, "falls_at": (0.0,), "falls_by": 0.5}]
+    losses = [train_virtually(parse_policy("asp"), simulation, VirtualTraining(data=digits, **each)).row for each in rates]
+    assert losses[0]["train_loss"] == losses[1]["train_loss"]
+
+
+@pytest.mark.parametrize("spec", ["bsp", "asp,shards=3"])
+def test_a_moving_average_of_the_weights_is_judged_in_their_place(spec: str, digits: Dataset) -> None:
+    """Algorithm 4's sequence of backup workers, which begins with the first weights."""
+    policy, training = parse_policy(f"{spec},ema=0.9"), VirtualTraining(data=digits, learning_rate=0.05)
+    simulation = Simulation(workers=2, steps=10, batch=16, compute=VARIED)
+    trace = simulate(policy, simulation, trace=True).trace
+    assert trace is not None
+    replay = _Replay(policy, simulation, training, trace)
+    expected = [[shard.weights] for shard in replay._shards]
+    for shard, weights in zip(replay._shards, expected, strict=True):
+        fold = shard.fold
+        shard.fold = lambda *given, fold=fold, shard=shard, weights=weights: (fold(*given), weights.append(shard.weights))  # type: ignore[method-assign, assignment, misc]
+    curve, _ = replay.run(None)
+    for shard, weights in zip(replay._shards, expected, strict=True):
+        average = weights[0].astype(np.float64)
+        for each in weights[1:]:
+            average = 0.9 * average + 0.1 * each
+        np.testing.assert_allclose(shard.average, average, atol=1e-6)
+        assert not np.allclose(shard.average, shard.weights, atol=1e-4)
+    replay._model.load([shard.average for shard in replay._shards])
+    assert curve[-1][1] == replay._model.accuracy()
+
+
 @pytest.mark.parametrize(
     ("options", "message"), [({"learning_rate": 0.0}, "--lr"), ({"momentum": 1.0}, "--momentum"), ({"looks": 0}, "look")]
 )
@@ -153,11 +185,9 @@ def test_values_that_do_not_fit_are_refused(options: dict[str, float], message: 
         VirtualTraining(data=digits, **options)
 
 
-def test_late_pushes_and_averages_are_refused(digits: Dataset) -> None:
+def test_late_pushes_are_refused(digits: Dataset) -> None:
     with pytest.raises(UsageError, match="--late-push"):
         trained("asp", digits, Simulation(late_pushes=(0.1, 1000)))
-    with pytest.raises(UsageError, match="ema"):
-        trained("asp,ema=0.9", digits, Simulation())
 
 
 def test_a_shard_keeps_no_version_that_nobody_will_read(digits: Dataset) -> None:
