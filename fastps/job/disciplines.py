@@ -179,20 +179,21 @@ def SoftSync(n: int, *, scale: str = "divisor") -> Policy:  # noqa: N802
     return Policy(spec=spec, fold="count", grant="at-once", scale=scale, divisor=n)
 
 
-def RudraAdv(n: int, *, groups: int = 2) -> Policy:  # noqa: N802
+def RudraAdv(n: int, *, groups: int = 2, relay: float = 0.0) -> Policy:  # noqa: N802
     """Rudra-adv: n-softsync through a tree (section 3.3); a leaf passes on the gradients of its workers together.
 
-    A leaf passes on its gradients when it holds as many as it has live workers, whichever workers they come from. The root
-    counts gradients, not messages. On one node the root computes the leaves' sums in its single pass over memory.
+    A leaf passes on its gradients when it holds as many as it has live workers, or as this share of them (`relay`), whichever
+    workers they come from. The root counts gradients, not messages. On one node the root computes the leaves' sums in its
+    single pass over memory.
 
     >>> RudraAdv(1).spec
     'adv:1'
     """
-    spec = spec_of("adv", n, groups=(groups, 2))
-    return Policy(spec=spec, fold="count", grant="at-once", scale="divisor", divisor=n, groups=groups)
+    spec = spec_of("adv", n, groups=(groups, 2), relay=(relay, 0.0))
+    return Policy(spec=spec, fold="count", grant="at-once", scale="divisor", divisor=n, groups=groups, relay=relay)
 
 
-def RudraAdvStar(n: int, *, groups: int = 2) -> Policy:  # noqa: N802
+def RudraAdvStar(n: int, *, groups: int = 2, relay: float = 0.0) -> Policy:  # noqa: N802
     """Rudra-adv*: Rudra-adv with push and pull in separate threads (section 3.3).
 
     A gradient is sent only after the one before was delivered. The newest weights wait in a communication buffer, and the
@@ -204,8 +205,10 @@ def RudraAdvStar(n: int, *, groups: int = 2) -> Policy:  # noqa: N802
     >>> RudraAdvStar(1).spec
     'adv*:1'
     """
-    spec = spec_of("adv*", n, groups=(groups, 2))
-    return Policy(spec=spec, fold="count", grant="at-once", scale="divisor", divisor=n, groups=groups, overlap=True)
+    spec = spec_of("adv*", n, groups=(groups, 2), relay=(relay, 0.0))
+    return Policy(
+        spec=spec, fold="count", grant="at-once", scale="divisor", divisor=n, groups=groups, relay=relay, overlap=True
+    )
 
 
 def R2SP(relax: float = 0.8, *, tune: bool = False) -> Policy:  # noqa: N802
@@ -372,27 +375,27 @@ DISCIPLINES: dict[str, Discipline] = {
         chaos=("softsync:2",),
     ),
     "adv*": Discipline(
-        "adv*:n[,groups=G]",
+        "adv*:n[,groups=G][,relay=f]",
         RudraAdvStar,
         paper="Gupta et al. (Rudra), section 3.3",
         does="As adv, with push and pull in threads of their own.",
         staleness="a little more than adv",
         use="The tree is to be simulated with hidden transfers.",
-        examples=("adv*:1", "adv*:1,groups=3"),
+        examples=("adv*:1", "adv*:1,groups=3,relay=0.5"),
         numbers={"divisor": "n"},
-        options=("groups",),
+        options=("groups", "relay"),
         advised=lambda workers, batch: [f"adv*:{n}" for n in _divisors(workers)[-1:]],
     ),
     "adv": Discipline(
-        "adv:n[,groups=G]",
+        "adv:n[,groups=G][,relay=f]",
         RudraAdv,
         paper="Gupta et al. (Rudra), section 3.3",
         does="As softsync, through a tree: a leaf passes its workers' pushes on together.",
         staleness="about n",
         use="The tree of many learners is to be simulated; on one machine it saves link time only.",
-        examples=("adv:1", "adv:1,groups=3"),
+        examples=("adv:1", "adv:1,groups=3,relay=0.5"),
         numbers={"divisor": "n"},
-        options=("groups",),
+        options=("groups", "relay"),
         advised=lambda workers, batch: [f"adv:{n}" for n in _divisors(workers)[-1:]],
         chaos=("adv:2",),
     ),

@@ -31,7 +31,7 @@ _KINDS: dict[type, tuple[type, str]] = {
 
 _SCHEDULED = (
     *("fold", "grant", "scale", "low", "high", "release", "hard_bound", "bound", "credit", "combine", "count", "backups"),
-    *("divisor", "groups", "relax", "tune"),
+    *("divisor", "groups", "relay", "relax", "tune"),
 )
 
 
@@ -60,6 +60,7 @@ class Policy:
         push_timeout: seconds that a quorum waits for more pushes after the c-th (tau1 of PSP-SGD).
         divisor: n of n-softsync: a fold takes floor(workers / n) pushes.
         groups: leaves of Rudra's tree; a leaf passes on the pushes of its workers together. 0: no tree.
+        relay: share of its live workers whose pushes a leaf of the tree waits for before it passes them on; 0: all.
         relax: r of R2SP, 0 to 1: the fraction of T / N between two grants.
         tune: R2SP's batch tuning: the grant carries a batch with which the worker takes as long as the slowest.
         reference: B of hardsync's sqrt(lambda mu / B), in samples.
@@ -93,6 +94,7 @@ class Policy:
     push_timeout: float = 0.0
     divisor: int = 0
     groups: int = 0
+    relay: float = 0.0
     relax: float = 0.0
     tune: bool = False
     reference: int = 0
@@ -153,6 +155,8 @@ class Policy:
             yield "the first push leads by 1: expected high of at least 1 with bound=push, found 0"
         if self.count and self.backups:
             yield "a quorum is a count or the workers less the backups: expected one of the two"
+        if self.relay and not self.groups:
+            yield f"a leaf relays in a tree: expected groups of at least 1 with relay, found {self.groups}"
         if self.pull < 1 and self.shards == 1:
             yield f"a partial pull needs parts to choose from: expected shards of 2 to {MAX_SHARDS}, found 1"
         if self.shards > 1 and self.grant == "round-robin":
@@ -279,6 +283,7 @@ _RANGES: dict[str, tuple[str, Callable[[Policy], bool]]] = {
     "push_timeout": ("0 to less than 3600 seconds", lambda of: 0 <= of.push_timeout < 3600),
     "divisor": (f"1 to {MAX_BOUND}, and to the number of workers", lambda of: (of.fold == "count") <= of.divisor <= MAX_BOUND),
     "groups": ("0 (no tree) to the number of workers", lambda of: 0 <= of.groups <= MAX_BOUND),
+    "relay": ("0 (all) to 1", lambda of: 0 <= of.relay <= 1),
     "relax": ("0 to 1", lambda of: 0 <= of.relax <= 1),
     "reference": (f"1 to {MAX_BOUND} samples", lambda of: (of.scale == "square-root") <= of.reference <= MAX_BOUND),
     "pull": ("more than 0 and at most 1", lambda of: 0 < of.pull <= 1),
@@ -297,7 +302,7 @@ _READ_WITH = {
     # With a partial pull a worker begins steps that some shards have not granted. Other folds than a quorum, which drops what
     # is late, would lose their bounds by it.
     **dict.fromkeys(("count", "backups", "push_timeout", "pull", "pull_timeout"), ("fold", "quorum")),
-    **dict.fromkeys(("divisor", "groups"), ("fold", "count")),
+    **dict.fromkeys(("divisor", "groups", "relay"), ("fold", "count")),
     **dict.fromkeys(("relax", "tune"), ("grant", "round-robin")),
     "reference": ("scale", "square-root"),
     "warm_up": ("fold", "all"),

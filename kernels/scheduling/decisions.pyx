@@ -131,10 +131,10 @@ cdef inline void _pass_on(scheduler_t *state, int32_t worker) noexcept nogil:
 
 
 cdef void _relay(scheduler_t *state, int32_t leader) noexcept nogil:
-    """Pass a leaf's pushes on to the root, if it holds one for each of its live workers."""
+    """Pass a leaf's pushes on to the root, if it holds one for each of its live workers, or for `relay` of them."""
     cdef worker_t *leaf = &state_workers(state)[leader]
     cdef int32_t worker = leaf.leaf_first, following
-    if leaf.leaf_kept == 0 or leaf.leaf_kept < leaf.leaf_live:
+    if leaf.leaf_kept == 0 or leaf.leaf_kept < leaf.leaf_live * (state.policy.relay or 1.0):
         return
     if leaf.leaf_kept * <int64_t> MOSTLY < leaf.leaf_end - leader:
         while worker >= 0:

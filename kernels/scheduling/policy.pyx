@@ -106,6 +106,7 @@ cdef int policy_from_values(policy_t *policy, dict values, int64_t workers) exce
     policy.timeout_ns = given.pop("timeout_ns", 0)
     policy.divisor = given.pop("divisor", 0)
     policy.groups = given.pop("groups", 0)
+    policy.relay = given.pop("relay", 0.0)
     policy.relax = given.pop("relax", 0.0)
     policy.reference = given.pop("reference", 0.0)
     policy.tune_batches = given.pop("tune", False)
@@ -141,6 +142,8 @@ cdef int policy_check(const policy_t *policy, int64_t workers) except -1:
         raise ValueError("expected repeats with fold 'quorum' only, which drops the pushes that are late")
     if policy.timeout_ns < 0:
         raise ValueError(f"expected a timeout of at least 0 ns, found {policy.timeout_ns}")
+    if not (isfinite(policy.relay) and 0 <= policy.relay <= 1) or (policy.relay and policy.groups == 0):
+        raise ValueError(f"expected a relay share of 0 to 1, and none without groups, found {policy.relay}")
     if not (isfinite(policy.relax) and 0 <= policy.relax <= 1):
         raise ValueError(f"expected a relaxation factor of 0 to 1, found {policy.relax}")
     if policy.scale == SCALE_SQUARE_ROOT and not (isfinite(policy.reference) and policy.reference > 0):

@@ -17,6 +17,7 @@ class Scheduler:
         backups: int = 0,
         timeout_ns: int = 0,
         divisor: int = 0,
+        relay: float = 0.0,
         relax: float = 0.0,
         reference: float = 0.0,
         tune: bool = False,

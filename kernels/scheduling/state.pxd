@@ -57,6 +57,7 @@ cdef struct policy_t:
     int64_t timeout_ns      # FOLD_QUORUM: tau1
     int64_t divisor         # FOLD_COUNT: n of n-softsync
     int64_t groups          # FOLD_COUNT: leaves of a tree of servers; 0: none
+    double relay            # FOLD_COUNT: the share of its live workers whose pushes a leaf waits for; 0: all
     double relax            # GRANT_ROUND_ROBIN: r, the share of T / N that lies between two grants
     double reference        # SCALE_SQUARE_ROOT: the reference batch
     int32_t scale

@@ -147,6 +147,8 @@ REFUSED = {
         "'asp,tune=true': expected asp with the options scale, pull, pull_timeout, shards, stagger, ema, clip, combine, found"
         " the option 'tune'"
     ),
+    "adv:1,relay=2": "expected relay of 0 (all) to 1, found 2",
+    "adv:1,groups=0,relay=0.5": "a leaf relays in a tree: expected groups of at least 1 with relay, found 0",
     "r2sp,groups=2": (
         "'r2sp,groups=2': expected r2sp[:r][,tune=true] with the options tune, scale, pull, pull_timeout, shards, stagger,"
         " ema, clip, combine, found the option 'groups'"
@@ -297,7 +299,7 @@ _named = {
     ),
     "hardsync": st.builds(fastps.HardSync, _from_1),
     "softsync": st.builds(fastps.SoftSync, _from_1, scale=st.sampled_from(["divisor", "staleness", "mean"])),
-    "adv": st.builds(fastps.RudraAdv, _from_1, groups=_small),
+    "adv": st.builds(fastps.RudraAdv, _from_1, groups=_from_1, relay=_share),
     "adv*": st.builds(fastps.RudraAdvStar, _from_1, groups=_small),
     "r2sp": st.builds(fastps.R2SP, _share, tune=st.booleans()),
 }
@@ -335,6 +337,7 @@ def _policies_of_values(draw: st.DrawFn) -> fastps.Policy:
         values |= {"pull_timeout": draw(_seconds)} | ({"pull": draw(_fraction)} if values["shards"] > 1 else {})
     if fold == "count":
         values |= {"divisor": draw(_from_1), "groups": draw(_small)}
+        values["relay"] = draw(_share) if values["groups"] else 0.0
         values["overlap"] = grant in ("at-once", "round-robin") and values.get("shards", 1) == 1 and draw(st.booleans())
     if scale == "square-root":
         values["reference"] = draw(_from_1)

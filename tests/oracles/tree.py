@@ -13,12 +13,13 @@ class Tree(SoftSync):
 
     "Each node in the parameter server group is responsible for averaging the gradients sent from its learners and relaying
     the averaged gradient to its parent." The paper does not say when. Here a leaf relays as soon as it holds as many gradients
-    as it has live learners. The root counts gradients, as equation (5) does, not messages.
+    as it has live learners, or the share `relay` of them. The root counts gradients, as equation (5) does, not messages.
     """
 
-    def __init__(self, workers: int, n: int, groups: int = 2) -> None:
+    def __init__(self, workers: int, n: int, groups: int = 2, relay: float = 1.0) -> None:
         super().__init__(workers, n)
         self.leaf_of = {learner: learner * groups // workers for learner in range(workers)}
+        self.part = relay
         self.held: dict[int, list[tuple[int, int]]] = {leaf: [] for leaf in range(groups)}
 
     def push(self, p: int, now_ns: int, timestamp: int, samples: int = 0) -> tuple[list[int], list[int]]:
@@ -36,7 +37,7 @@ class Tree(SoftSync):
 
     def relay(self, leaf: int) -> None:
         live = sum(self.leaf_of[learner] == leaf for learner in self.t)
-        if len(self.held[leaf]) >= live:
+        if len(self.held[leaf]) >= self.part * live:
             self.collected += self.held[leaf]
             self.held[leaf] = []
 
@@ -52,7 +53,8 @@ PLAYS = Plays(
     sized={
         "adv:1,groups=2": lambda workers: f"adv:1,groups={min(2, workers)}",
         "adv:2,groups=3": lambda workers: f"adv:{min(2, workers)},groups={min(3, workers)}",
+        "adv:1,groups=3,relay=0.5": lambda workers: f"adv:1,groups={min(3, workers)},relay=0.5",
         "adv:4,groups=all": lambda workers: f"adv:{min(4, workers)},groups={workers}",
     },
-    simulated=("adv:2", "adv*:2,groups=3"),
+    simulated=("adv:2", "adv*:2,groups=3", "adv:2,groups=2,relay=0.5"),
 )

@@ -124,6 +124,7 @@ ROWS = [
     "softsync:2,scale=1/sigma",
     "adv:1",
     "adv:2,groups=4",
+    "adv:1,relay=0.5",
     "adv*:1",
     "adv*:2",
     "r2sp",

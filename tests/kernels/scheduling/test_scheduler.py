@@ -369,6 +369,8 @@ def test_a_push_without_a_grant_is_refused() -> None:
     {"fold": "all", "grant": "at-once"},
     {"fold": "all", "grant": "next-version", "combine": True},
     {"fold": "count", "grant": "at-once", "divisor": 1, "combine": True},
+    {"fold": "count", "grant": "at-once", "divisor": 1, "groups": 2, "relay": 1.5},
+    {"fold": "count", "grant": "at-once", "divisor": 1, "relay": 0.5},
     {"fold": "in-order", "grant": "round-robin", "combine": True},
 ], ids=str)  # fmt: skip
 def test_a_policy_that_makes_no_sense_is_refused(options: dict[str, Any]) -> None:

@@ -54,6 +54,16 @@ RUDRA = [
         push(2, 70, 1, [], [2]),
         push(3, 80, 0, [0, 1, 2, 3], [3]),
     ]),
+    Sequence("not in the paper, which does not say when: with relay=0.5 a leaf relays half of its learners' gradients",
+        "tree", 6, "adv:1,groups=2,relay=0.5", version=1, events=[
+        push(0, 10, 0, [], [0]),
+        push(1, 20, 0, [], [1]),  # 2 of 3 are at least half: leaf 0 relays
+        push(2, 30, 0, [], [2]),  # and begins anew
+        push(3, 40, 0, [], [3]),
+        push(4, 50, 0, [], [4]),  # leaf 1 relays: 4 of c = 6
+        push(0, 60, 0, [0, 0, 1, 2, 3, 4], [0]),  # leaf 0 relays 2 and 0: 6, two of learner 0
+        push(5, 70, 1, [], [5]),
+    ]),
     Sequence("section 3.3: leaves need not have as many learners: of three, leaf 0 has 0 and 1, leaf 1 has 2",
         "tree", 3, "adv:1,groups=2", version=1, events=[
         push(2, 10, 0, [], [2]),  # leaf 1 relays at once
