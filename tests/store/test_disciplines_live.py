@@ -201,14 +201,15 @@ def test_the_staleness_of_synchronous_schemes_is_always_zero(sync: str) -> None:
     assert set(found.staleness()) == {0}
 
 
-@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+@pytest.mark.parametrize(("n", "workers"), [(2, 8), (3, 5), *(pytest.param(n, 8, marks=pytest.mark.slow) for n in (1, 4))])
 @pytest.mark.timing
-def test_softsync_has_a_mean_staleness_near_n_and_hardly_ever_more_than_twice_n(n: int) -> None:
-    """Rudra, section 5.1: <sigma> = n, and sigma <= 2n but for a share of 1e-4. With lambda workers it is n (1 - 1/lambda)."""
-    found = run(f"softsync:{n}", 8, step_s=0.02, seconds=3.0)
-    assert found.histograms["average_staleness"] == pytest.approx(n, rel=0.25)
+def test_softsync_has_a_mean_staleness_near_n_and_hardly_ever_more_than_twice_that(n: int, workers: int) -> None:
+    """Rudra, section 5.1: <sigma> = n, or (lambda - 1) / c, and sigma <= 2 <sigma> but for a share of 1e-4. 3 of 5 have 4."""
+    found = run(f"softsync:{n}", workers, step_s=0.02, seconds=3.0)
+    mean = (workers - 1) / (workers // n)
+    assert found.histograms["average_staleness"] == pytest.approx(mean, rel=0.25)
     counted = found.staleness()
-    beyond = sum(count for sigma, count in counted.items() if sigma > 2 * n)
+    beyond = sum(count for sigma, count in counted.items() if sigma > 2 * max(n, mean))
     assert beyond <= 0.01 * counted.total()
 
 

@@ -6,11 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fastps.errors import UsageError
 from fastps.lab.papers import ITEMS, ROWS, Effort, Item, Outcome, Row, Verdict, choose, outcomes, reproduce
 from fastps.lab.papers.expectations import Between, InOrder, Near
+from fastps.lab.papers.harder import harder
+from fastps.lab.papers.row import Cause
+from fastps.lab.papers.runs import images
 from fastps.lab.papers.show import markdown
 from tests.support import commands
 
@@ -32,6 +36,32 @@ def test_items_have_names_of_their_own_and_those_without_rows_say_why() -> None:
         for item in items:
             measured = any(item.name in row.items for row in ROWS if row.paper == paper)
             assert measured or item.left_out, f"{paper}, {item.name}: no row measures it, and nothing says why"
+
+
+def test_a_known_disagreement_has_a_reason_and_the_class_of_it() -> None:
+    assert [row.id for row in ROWS if bool(row.why_not) != bool(row.cause)] == []
+
+
+def test_the_harder_task_is_made_alike_each_time_and_tests_with_other_images() -> None:
+    """Copy i is of image i modulo their number: its label says so, and it resembles that image more than one 500 further on."""
+    plain, data, again = images("mnist5k"), images("harder"), harder()
+    for name in ("train_images", "train_labels", "test_images", "test_labels"):
+        assert np.array_equal(getattr(data, name), getattr(again, name))
+    assert data.train_images.shape == (17_000, 1, 14, 14) and data.test_images.shape == (3_600, 1, 14, 14)
+    for part in ("train", "test"):
+        labels, source = getattr(data, f"{part}_labels"), getattr(plain, f"{part}_labels")
+        assert np.array_equal(labels, np.resize(source, len(labels)))
+    small, first, second = (
+        (part - part.mean()).reshape(1000, -1)
+        for part in (
+            plain.test_images[:, 0].reshape(1000, 14, 2, 14, 2).mean((2, 4)),
+            data.test_images[:1000, 0].astype(float),
+            data.test_images[1000:2000, 0].astype(float),
+        )
+    )
+    for copies in (first, second):
+        assert (small * copies).sum() > 1.5 * (small * np.roll(copies, 500, 0)).sum()
+    assert not np.array_equal(first, second)
 
 
 @pytest.fixture(scope="module")
@@ -181,11 +211,21 @@ def test_long_cells_of_the_document_are_footnotes_and_text_is_literal() -> None:
     assert r"We get: &lt;sigma> of adv\*, 0: 1; " in text
 
 
+def test_the_document_names_the_class_of_each_row_that_does_not_hold() -> None:
+    held, known, unknown = (
+        Row(id=name, source="", items=(), claim="", measure=lambda effort: {}, expect=(Near({"x": x}, 0.1),), cause=cause)
+        for name, x, cause in (("a/held", 1, Cause.TASK), ("a/known", 2, Cause.TASK), ("a/unknown", 2, None))
+    )
+    text = markdown([row.judge({"x": 1.0}) for row in (held, known, unknown)], "")
+    assert f"| task (1) | {Cause.TASK.value} | a/known[^a-known] |" in text
+    assert "| not known (1) | no reason is known | a/unknown[^a-unknown] |" in text
+
+
 def test_a_row_that_cannot_be_measured_is_skipped_and_counts_for_nothing() -> None:
     row = replace(ROWS[0], missing=lambda: "no network", measure=lambda effort: {})
     (verdict,) = reproduce([row], Effort(quick=True))
     assert verdict.skipped and verdict.note == "skipped: no network."
-    assert "0 of 0 rows" in markdown([verdict], "fastps reproduce")
+    assert "0 of 0 rows" in markdown([verdict], "fastps reproduce") and "could not" not in markdown([verdict], "")
     assert "| skipped |" in markdown([verdict], "fastps reproduce")
 
 
