@@ -64,29 +64,35 @@ def _largest_lead(spec: str, simulation: Simulation) -> int:
 
 
 def regrets(effort: Effort) -> dict[str, float]:
-    """Return the regret over its bound, and what is left per update when T is four times as long: means of 8 draws of samples.
-
-    For SSP, each reading of DSSP, and asp for comparison, which is held against DSSP's bound.
-    """
+    """Return SSP's regret, that of each reading of DSSP, and asp's for comparison, which is held against DSSP's bound."""
     updates = effort.choose(16_000, 4_000)
     found: dict[str, float] = {}
     for name, spec in {"ssp:3": "ssp:3", **READINGS, "asp": "asp"}.items():
         staleness = LOW if name == "ssp:3" else HIGH
-        draws = [_Draw(_pushes(spec, updates), seed) for seed in range(8)]
-        _descend(draws, F / (LIPSCHITZ * sqrt(2 * (staleness + 1) * 2)))  # sigma, with P = 2
+        sigma = F / (LIPSCHITZ * sqrt(2 * (staleness + 1) * 2))  # P = 2
         bound = 4 * F * LIPSCHITZ * sqrt(2 * (staleness + 1) * 2 * updates)  # equations (1) and (2)
-        regret = fmean(draw.regret(updates) for draw in draws)
-        found[f"{name}, regret / bound"] = regret / bound
-        found[f"{name}, regret / T, of T / of T / 4"] = regret / 4 / fmean(draw.regret(updates // 4) for draw in draws)
+        found |= regret_of(name, pushes(spec, two_workers(updates // 2, 10, 26)), sigma, bound)
     return found
 
 
-def _pushes(spec: str, updates: int) -> npt.NDArray[np.void]:
-    """Return the first folds of a run: whose push each was, and the version that its gradient was computed from."""
-    trace = simulate(parse_policy(spec), two_workers(updates // 2, 10, 26), trace=True).trace
+def regret_of(name: str, folds: npt.NDArray[np.void], sigma: float, bound: float) -> dict[str, float]:
+    """Return the regret over its bound, and what is left per update when T is four times as long: means over 8 draws."""
+    updates = len(folds)
+    draws = [_Draw(folds, seed) for seed in range(8)]
+    _descend(draws, sigma)
+    regret = fmean(draw.regret(updates) for draw in draws)
+    return {
+        f"{name}, regret / bound": regret / bound,
+        f"{name}, regret / T, of T / of T / 4": regret / 4 / fmean(draw.regret(updates // 4) for draw in draws),
+    }
+
+
+def pushes(spec: str, simulation: Simulation) -> npt.NDArray[np.void]:
+    """Return a run's folds, as many as its pushes: whose push each was, and the version that its gradient was computed from."""
+    trace = simulate(parse_policy(spec), simulation, trace=True).trace
     assert trace is not None
-    folds: npt.NDArray[np.void] = trace[trace["kind"] == TRACE_KINDS.index("fold")][:updates]
-    return folds
+    folds: npt.NDArray[np.void] = trace[trace["kind"] == TRACE_KINDS.index("fold")]
+    return folds[: simulation.workers * simulation.steps]
 
 
 class _Draw:
