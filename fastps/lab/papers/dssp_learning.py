@@ -7,7 +7,7 @@ from statistics import fmean
 from fastps.lab.papers.dssp_speed import CARDS, RATIO, TABLE_1
 from fastps.lab.papers.expectations import Between, InOrder, Near
 from fastps.lab.papers.harder import SEEDS
-from fastps.lab.papers.row import Effort, Row
+from fastps.lab.papers.row import Cause, Effort, Row
 from fastps.lab.papers.runs import MS, Found, error, learn, lognormal, spread, time_to
 from fastps.simulation.simulate import Simulation
 
@@ -17,8 +17,8 @@ LAST_POINT = {sync: seconds / ASP_SECONDS for sync, seconds in {"ssp:6": 6908.2,
 TARGET = 0.84  # of the trials' runs all pass it, and BSP's do not pass one point more
 FALLS = (200 / 300, 250 / 300)  # section V.B: "decay 0.1 twice at epoch 200 and 250 in 300 epochs"
 HARDER = (
-    f" The harder task in place of ResNet-110 on CIFAR-100, {TARGET:.0%} of its test images in place of 67 %; 2 x 2,000 steps"
-    " of 16 samples, rate 0.05, momentum 0.5, and the paper's two falls at the same shares of the run."
+    f" The harder task in place of ResNet-110 on CIFAR-100, {100 * TARGET:.0f} % of its test images in place of 67 %; 2 x"
+    " 2,000 steps of 16 samples, rate 0.05, momentum 0.5, and the paper's two falls at the same shares of the run."
 )
 SOME_SSP = ("ssp:3", "ssp:6", "ssp:15")
 
@@ -99,6 +99,9 @@ LEARNING_ROWS = (
         expect=(Near(LAST_POINT, 0.15, relative=True),),
         assumed=CARDS + HARDER + " One point more of them.",
         tried=("before, 8 x 8 digits without falls, to 96 %: ssp:6 2.01, ssp:15 1.90, dssp 1.00",),
+        cause=Cause.TASK,
+        why_not="DSSP agrees. SSP takes 1.7 to 1.8 times ASP's time, as it does to one point less. In the paper SSP needs a"
+        " fifth to a third more of its time for the last point, where ASP needs 24 s.",
     ),
     Row(
         id="dssp/figure-4",
@@ -114,6 +117,9 @@ LEARNING_ROWS = (
         ),
         assumed=CARDS + HARDER + " The mean of s = 3, 6, 9, 12 and 15. Higher: by more than 0.2 %.",
         tried=("before, 8 x 8 digits without falls: 0.58 of SSP's time to 95 %, final accuracies of 97.5 (dssp) and 97.7 %",),
+        cause=Cause.TASK,
+        why_not="DSSP is sooner, by a third of the time. It ends 0.4 points lower, not higher, which is 14 of 3,600 test images"
+        " and less than single seeds differ by.",
     ),
     Row(
         id="dssp/figure-3a",
@@ -136,6 +142,7 @@ LEARNING_ROWS = (
             " seeds of asp from 10 to 98 %",
             "one server 3 times as slow and rate 0.2: asp 97 %, dssp 96 %, ssp:3 94 %, ssp:15 97 %, bsp 98 %",
         ),
+        cause=Cause.TASK,
         why_not="ASP, SSP and DSSP are sooner than BSP. Among four equal workers hardly any gets three steps ahead, so ASP, SSP"
         " and DSSP make nearly the same run and end alike: all well at a small rate, all badly at a large one, where only BSP"
         " learns. With one server half as slow again and a rate at which runs begin to diverge, ASP is the worst and BSP the"
@@ -151,6 +158,7 @@ LEARNING_ROWS = (
         expect=(Between({"thresholds that end at least as high": (0, 1)}),),
         assumed="as in the row above, with s = 3, 6 and 15 of the 13 thresholds: from about 6 on hardly any worker waits, and"
         " the runs are the same.",
+        cause=Cause.TASK,
         why_not="All end within a test image or two of each other, as in the row above.",
     ),
 )

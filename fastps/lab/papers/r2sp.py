@@ -238,8 +238,8 @@ def _tuned_batches(effort: Effort) -> dict[str, float]:
 
 
 STEADILY = (
-    f"{LINKS} Computing times vary by {STEADY:.1%}, which was chosen after a look (section V: 'slightly'), on seeds that were"
-    " not looked at."
+    f"{LINKS} Computing times vary by {100 * STEADY:g} %, which was chosen after a look (section V: 'slightly'), on seeds that"
+    " were not looked at."
 )
 PAPER = "r2sp"
 ITEMS = (
