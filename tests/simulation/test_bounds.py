@@ -34,6 +34,7 @@ NUMBERS: dict[str, st.SearchStrategy[Any]] = {
     "push_timeout": st.sampled_from([0.0, 0.004]),
     "divisor": st.integers(1, WORKERS),
     "groups": st.integers(0, WORKERS),
+    "relay": st.sampled_from([0.0, 0.0, 0.5]),
     "relax": st.sampled_from([0.0, 0.8, 1.0]),
     "tune": st.booleans(),
     "pull": st.sampled_from([0.25, 0.5, 0.75]),
@@ -46,7 +47,7 @@ READ_WITH = {
     "round-robin": ["relax", "tune"],
     "each": ["combine"],
     "quorum": ["push_timeout"],
-    "count": ["groups"],
+    "count": ["groups", "relay"],
 }
 DELAYS: list[tuple[float, int]] = [(0.0, 0), (0.05, 300 * MS), (0.3, 15 * MS)]
 SURROUNDINGS: dict[str, st.SearchStrategy[Any]] = {
