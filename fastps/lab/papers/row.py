@@ -70,6 +70,7 @@ class Row:
         measure: returns the numbers for an effort.
         expect: the expectations; all must hold.
         learns: whether gradients are computed, which takes much longer than virtual time alone.
+        full_only: whether fewer seeds or steps do not decide, so that a quick effort skips the row.
         is_live: whether real processes are timed, so that the numbers differ from run to run.
         missing: why the row cannot be measured on this machine; "" if it can.
         assumed: parameters that the paper's text does not give, with the reason for each.
@@ -85,6 +86,7 @@ class Row:
     measure: Callable[[Effort], Numbers]
     expect: Sequence[Expectation]
     learns: bool = False
+    full_only: bool = False
     is_live: bool = False
     missing: Callable[[], str] = lambda: ""
     assumed: str = ""

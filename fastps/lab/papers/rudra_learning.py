@@ -75,15 +75,14 @@ ALPHA_0 = 0.02  # with which the harder task's baseline, a learner of 128 sample
 FALLS = (120 / 140, 130 / 140)  # section 4.2, "quite essential"
 
 
-def _large_mini_batches(effort: Effort) -> dict[str, float]:
+def _large_mini_batches(_: Effort) -> dict[str, float]:
     """Return the errors with 30 learners of 128 samples."""
-    found, epochs = {}, effort.choose(70, 35)
+    found = {}
     for protocol, spec in (("hardsync", "hardsync:128"), ("1-softsync", "softsync:1"), ("lambda-softsync", "softsync:30")):
         simulation = Simulation(
-            workers=LEARNERS, steps=epochs * TRAINING_IMAGES // 128 // LEARNERS, batch=128, compute=lognormal(100 * MS, SPREAD)
+            workers=LEARNERS, steps=70 * TRAINING_IMAGES // 128 // LEARNERS, batch=128, compute=lognormal(100 * MS, SPREAD)
         )
-        seeds = SEEDS[: effort.choose(3, 1)]
-        rows = learn(spec, simulation, "harder", seeds, learning_rate=ALPHA_0, momentum=0.9, falls_at=FALLS, looks=1)
+        rows = learn(spec, simulation, "harder", SEEDS, learning_rate=ALPHA_0, momentum=0.9, falls_at=FALLS, looks=1)
         found[protocol] = [error([row]) for row in rows]
     by = [one - other for one, other in zip(found["1-softsync"], found["lambda-softsync"], strict=True)]
     return spread({**found, "1-softsync - lambda-softsync": by})
@@ -152,6 +151,7 @@ LEARNING = (
         " looks 'nearly identical' to lambda-softsync (real gradients).",
         measure=_large_mini_batches,
         learns=True,
+        full_only=True,
         expect=(
             InOrder(("hardsync", "lambda-softsync"), margin=0.1),
             Near({"1-softsync - lambda-softsync": 0.0}, 0.02),
@@ -160,6 +160,7 @@ LEARNING = (
         " momentum 0.9, and the rate falls to a tenth after 120 and 130 of 140 epochs (section 4.2), at these shares of the"
         " run. Identical: by 2 points.",
         tried=(
+            "after the measurement, 35 epochs and one seed: hardsync 16 %, 1-softsync 35 %, lambda-softsync 32 %",
             "before, 8 x 8 digits without falls, 40 epochs: hardsync 5 %, 1-softsync 17 %, lambda-softsync 22 %",
             "the same with 160 epochs: hardsync 3 %, 1-softsync 19 %, lambda-softsync 6 %",
             "the same with mu = 32, 40 epochs: hardsync 3 %, 1-softsync 18 %, lambda-softsync 4 %",

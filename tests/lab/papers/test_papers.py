@@ -125,7 +125,8 @@ def test_one_number_that_misses_makes_its_row_and_its_item_no() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [row.id for row in ROWS if row.learns])
 def test_rows_with_real_gradients_hold_or_have_a_reason(name: str) -> None:
-    (verdict,) = reproduce(choose([name]), Effort(quick=True))
+    (row,) = choose([name])
+    (verdict,) = reproduce([row], Effort(quick=not row.full_only))
     assert verdict.ok != bool(verdict.row.why_not), verdict.note
     assert_each_changed_expectation_fails(verdict)
 
@@ -219,6 +220,12 @@ def test_the_document_names_the_class_of_each_row_that_does_not_hold() -> None:
     text = markdown([row.judge({"x": 1.0}) for row in (held, known, unknown)], "")
     assert f"| task (1) | {Cause.TASK.value} | a/known[^a-known] |" in text
     assert "| not known (1) | no reason is known | a/unknown[^a-unknown] |" in text
+
+
+def test_a_quick_effort_skips_a_row_that_fewer_seeds_do_not_decide() -> None:
+    row = replace(choose(["dssp/figure-2"])[0], full_only=True)
+    (quick,), (full,) = reproduce([row], Effort(quick=True)), reproduce([row], Effort())
+    assert quick.skipped and "leave --quick out" in quick.note and full.ok
 
 
 def test_a_row_that_cannot_be_measured_is_skipped_and_counts_for_nothing() -> None:
