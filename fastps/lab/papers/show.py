@@ -21,8 +21,8 @@ are torch's, each computed at its virtual moment with the weights that its worke
 
 What is counted is a table, figure or claim of a paper. It holds in full only if rows measure all of it and each of them
 holds. What no row measures stands in the last column of a paper's first table, with the reason. Where a setting was chosen
-after others had been tried, the footnote says so and what they gave. For rows on [the harder task](papers/harder-task.md) rates,
-targets, seeds and tolerances were fixed before any of their seeds was run.
+after others had been tried, the footnote says so and what they gave. For rows on [the harder task](papers/harder-task.md)
+rates, targets, seeds and tolerances were fixed before any of their seeds was run.
 
 """
 MOST_LINES = 6  # of a cell; a longer one stands in the row's footnote
