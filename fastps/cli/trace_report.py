@@ -81,6 +81,7 @@ def node_lines(nodes: "Sequence[NodeOfTrace]") -> list[str]:
 def check_lines(violations: "Sequence[Violation]", log: Row) -> list[str]:
     """Return the verdict and the first few violations."""
     facts = f"{log['folded']} folded, {log['dropped']} dropped, {log['undecided']} undecided"
+    facts += f", {log['rejected']} rejected" if log["rejected"] else ""
     if not violations:
         scope = "each push once, versions in order" if log["complete"] else "as far as it was recorded"
         return [f"the push log is right, {scope}: {log['pushes']} pushes, {facts}"]

@@ -89,8 +89,6 @@ class Launcher:
         if start_method not in START_METHODS:
             raise UsageError(f"--start-method: expected fork or spawn, found {start_method!r}")
         self.job = job or secrets.token_hex(8)
-        if trace is not None and options.restarts:
-            raise UsageError("a trace has one worker a lane: expected no restarts beside --trace")
         if nodes is not None:
             nodes.check_beside(options)
         self._command, self._count, self._sync = list(command), workers, sync
@@ -175,7 +173,7 @@ class Launcher:
     def _endings(self) -> dict[int, dict[str, Any]]:
         """What a trace cannot know by itself: how each failed worker's process ended, and when injected stops took place."""
         found: dict[int, dict[str, Any]] = {}
-        for worker in self._workers:
+        for worker in {worker.rank: worker for worker in self._workers}.values():  # a lane's last owner
             if worker.failed and worker.ended_ns:
                 found.setdefault(worker.rank, {})["end"] = {"at_ns": worker.ended_ns, "exit_code": worker.exit_code}
         for rank, begin_ns, end_ns in self._injector.stops_ns if self._injector is not None else ():
@@ -219,7 +217,7 @@ class Launcher:
             if self._ending.interrupts:
                 return
             self._workers.append(self._new_worker(rank, 0))
-        if not self._restarts_left:
+        if not (self._restarts_left or self._options.joins):
             self._end_forkserver()
         logger.info("job %s: started %d workers", self.job, self._count)
 
@@ -280,6 +278,11 @@ class Launcher:
             self._forkserver = None
         if kill and self._forkserver_worker is not None:
             self._forkserver_worker.send(signal.SIGKILL)
+
+    def join(self, rank: int) -> None:
+        """Start a worker that joins the job in a lane whose worker has ended. For `on_tick` only."""
+        earlier = sum(worker.rank == rank for worker in self._workers)
+        self._workers.append(self._new_worker(rank, max(1, earlier)))
 
     def _replace(self, lost: LaunchedWorker) -> None:
         """Start a replacement for a lost worker."""

@@ -45,6 +45,7 @@ class JobOptions:
 
     restarts: int = 0  # number of lost workers to replace; more than 0 lets the job go on after a loss
     on_worker_loss: str = ""  # "stop" or "continue"
+    joins: bool = False  # whether `Launcher.join` will start workers beside them
     nonfinite: str = ""  # "reject", "raise" or "allow"
     max_workers: int = 0  # the most workers attached at a time; 0: as many as at the start
     checkpoint: str = ""  # directory for checkpoints

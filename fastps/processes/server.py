@@ -18,6 +18,7 @@ from fastps.store.server_process import DevicePlan, Order
 from fastps.store.store import Store
 from fastps.system import shared_memory as memory_of
 from fastps.system.clock import SYSTEM_CLOCK
+from fastps.tracing.for_replay import log_server
 
 
 def serve(order: Order) -> None:
@@ -28,6 +29,7 @@ def serve(order: Order) -> None:
     try:
         answer_as_server(store)
         server = Server(store)
+        log_server(server.lane, layout, order.trace)
         if order.devices is not None:
             assert isinstance(store, DeviceStore)
             _own_memory(store, server, order.devices)

@@ -20,6 +20,7 @@ from fastps.job.update_rules import Rule
 from fastps.kernels.shm.arena import LANE_JOINING, LANE_LEAVING, LANE_LIVE
 from fastps.membership.job_memory import JobMemory
 from fastps.system.processes import start_module
+from fastps.tracing.recorder import folder_of_next
 
 WORKER_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
 _POLL_NS = 1_000_000
@@ -65,6 +66,7 @@ class Order:
         rule: a user rule, pickled by value; empty for a built-in rule.
         devices: the plan of the devices that the server owns, for a job whose shards lie on devices.
         agent: what a node's agent is told besides; None for a plain server.
+        trace: the folder in which the job is recorded, or "".
     """
 
     job: str
@@ -74,6 +76,7 @@ class Order:
     rule: bytes
     devices: DevicePlan | None
     agent: Any = None
+    trace: str = ""
 
 
 class ServerProcess:
@@ -87,7 +90,8 @@ class ServerProcess:
         self._parent = os.getpid()
         self._is_agent = agent is not None
         layout, rule = picklable(store.layout)
-        order = Order(store.job, layout, store.timeout_s, store.descriptor, rule, devices, agent and agent.order)
+        trace = folder_of_next(store.job) if agent is None else ""
+        order = Order(store.job, layout, store.timeout_s, store.descriptor, rule, devices, agent and agent.order, trace)
         self._start_s = _START_S + (store.timeout_s if agent is not None else 0.0)
         self._process = start_module(
             agent.module if agent is not None else "fastps.processes.server",

@@ -76,17 +76,18 @@ class Worker(AttachedLane):
         self._presence = Presence(store.layout.parameters)
         self.recorder: Recorder | None = None
         self._membership = Membership(self, generation)
+        self.driver = DriverLink.of(store, lane, self.buffers)
         if generation:
+            self.recorder = recorder_for(self)  # this lane commits while it joins
             self._membership.join()
         lane.steps = self.begun_at = lane.begin_steps()
         if lane.steps < 0:
             raise damaged(f"worker {rank}'s grant ({lane.steps + 1} steps)")
         lane.earlier_steps = self._steps_before - self.begun_at
         _live.add(self)
-        self.driver = DriverLink.of(store, lane, self.buffers)
         self.fold_apart(False)
         self.pull()
-        self.recorder = recorder_for(self)
+        self.recorder = self.recorder or recorder_for(self)
 
     # -- one step ----------------------------------------------------------------------------------
 

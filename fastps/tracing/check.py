@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fastps.tracing.file import DROPPED, FOLDED, MESSAGES, UNDECIDED, Lines, Trace
+from fastps.tracing.file import DROPPED, FOLDED, MESSAGES, OUTCOMES, REJECTED, UNDECIDED, Lines, Trace
 from fastps.tracing.merging import before_it_was_sent, nodes_of
 from fastps.tracing.summary import folded_rows
 
@@ -52,17 +52,29 @@ def is_complete(trace: Trace) -> bool:
 def push_log_row(trace: Trace) -> Row:
     """Return the push log's totals: pushes by outcome, versions, and whether it must be complete."""
     outcomes = trace.pushes["fate"]
-    folded = trace.pushes[outcomes == FOLDED]
+    made = _of_versions(trace.pushes)
     return {
         "pushes": len(trace.pushes),
         "folded": int((outcomes == FOLDED).sum()),
         "dropped": int((outcomes == DROPPED).sum()),
         "undecided": int((outcomes == UNDECIDED).sum()),
+        "rejected": int((outcomes == REJECTED).sum()),
         "versions": [
-            int(folded["version"][folded["shard"] == shard].max(initial=0)) for shard in range(int(trace.header["shards"]))
+            int(made["version"][made["shard"] == shard].max(initial=0)) for shard in range(int(trace.header["shards"]))
         ],
         "complete": is_complete(trace),
     }
+
+
+def _of_versions(pushes: Lines) -> Lines:
+    """The pushes that made a version: folded ones, and rejected ones, which count as steps without a gradient."""
+    found: Lines = pushes[(pushes["fate"] == FOLDED) | (pushes["fate"] == REJECTED)]
+    return found
+
+
+def _begins(trace: Trace, worker: int) -> list[int]:
+    """The positions of the first descriptors of a worker's replacements."""
+    return [position for rank, _, position in trace.header.get("owners") or () if rank == worker]
 
 
 def _is_one_push_a_version(trace: Trace) -> bool:
@@ -79,7 +91,10 @@ def _steps(trace: Trace) -> Iterator[Violation]:
     """Check that a worker's steps are consecutive, and that its times and the versions it reads never decrease."""
     for worker in np.unique(trace.steps["worker"]):
         records = trace.steps_of(int(worker))
-        for at in _first(np.diff(records["step"]) != 1):
+        pushes = trace.pushes[(trace.pushes["worker"] == worker) & (trace.pushes["shard"] == 0)]
+        begins = [pushes["step"][pushes["position"] >= first][:1] for first in _begins(trace, int(worker))]
+        is_first = np.isin(records["step"][1:], np.concatenate([[-1], *begins]))
+        for at in _first((np.diff(records["step"]) != 1) & ~is_first):
             first, then = records["step"][at], records["step"][at + 1]
             yield Violation("steps", f"worker {worker}: step {first} is followed by step {then}", int(worker))
         for at in _first((records["computed_ns"] < records["begin_ns"]) | (records["pushed_ns"] < records["computed_ns"])):
@@ -105,11 +120,12 @@ def _pushes_of(trace: Trace, records: Lines, worker: int, shard: int) -> Iterato
     for at in _first(np.diff(records["position"]) == 0):
         same = f"into versions {records['version'][at]} and {records['version'][at + 1]}"
         yield violation("once", at + 1, f"is in the push log twice, {same}")
-    for at in _first(np.diff(records["position"]) > 1):
+    at_begins = np.isin(records["position"][1:], _begins(trace, worker))  # what a lost worker saw undecided has no record
+    for at in _first((np.diff(records["position"]) > 1) & ~at_begins):
         yield violation("lost", at, "is followed by one that is missing")
-    for at in _first(records["fate"] > UNDECIDED):
+    for at in _first(records["fate"] >= len(OUTCOMES)):
         yield violation("fate", at, f"has an unknown outcome: {records['fate'][at]}")
-    records = records[records["fate"] == FOLDED]
+    records = _of_versions(records)
     for at in _first(np.diff(records["version"]) < (1 if _is_one_push_a_version(trace) else 0)):
         yield violation(
             "order", at + 1, f"is folded into version {records['version'][at + 1]}, after one in {records['version'][at]}"
@@ -124,7 +140,7 @@ def _pushes_of(trace: Trace, records: Lines, worker: int, shard: int) -> Iterato
         yield violation("staleness", at, says)
     steps = trace.steps_of(worker)
     places = np.searchsorted(steps["step"], records["step"])
-    known = places < len(steps)
+    known = (places < len(steps)) & (not _begins(trace, worker))  # step numbers of two owners may be the same
     posted_ns = np.where(known, steps["posted_ns"][np.minimum(places, max(0, len(steps) - 1))] if len(steps) else 0, 0)
     for at in _first(records["decided_ns"] < posted_ns):
         yield violation("times", at, "is folded before it is posted")
@@ -132,7 +148,7 @@ def _pushes_of(trace: Trace, records: Lines, worker: int, shard: int) -> Iterato
 
 def _versions_of(trace: Trace, shard: int) -> Iterator[Violation]:
     """Check that a shard's versions are ordered by time, and that their numbers of pushes fit the policy."""
-    records = trace.pushes[(trace.pushes["shard"] == shard) & (trace.pushes["fate"] == FOLDED)]
+    records = _of_versions(trace.pushes[trace.pushes["shard"] == shard])
     records = records[np.argsort(records["version"], kind="stable")]
     for at in _first(np.diff(records["decided_ns"]) < 0):
         early, late = records["version"][at], records["version"][at + 1]
@@ -150,7 +166,7 @@ def _missing(trace: Trace) -> Iterator[Violation]:
     if not is_complete(trace):
         return
     for shard, most in enumerate(push_log_row(trace)["versions"]):
-        records = trace.pushes[(trace.pushes["shard"] == shard) & (trace.pushes["fate"] == FOLDED)]
+        records = _of_versions(trace.pushes[trace.pushes["shard"] == shard])
         present = np.zeros(most + 1, bool)
         present[records["version"]] = True
         for at in _first(~present[1:]):
@@ -174,9 +190,9 @@ def _counts(trace: Trace) -> Iterator[Violation]:
     committed = trace.header.get("committed")
     if not committed or not is_complete(trace) or (trace.pushes["fate"] == UNDECIDED).any():
         return
-    for name, outcome in (("folded", FOLDED), ("dropped", DROPPED)):
+    for name, outcomes in (("folded", (FOLDED,)), ("dropped", (DROPPED, REJECTED))):
         for worker, count in enumerate(committed[name]):
-            logged = int(((trace.pushes["worker"] == worker) & (trace.pushes["fate"] == outcome)).sum())
+            logged = int(((trace.pushes["worker"] == worker) & np.isin(trace.pushes["fate"], outcomes)).sum())
             if logged != count:
                 sentence = f"worker {worker}: {logged} pushes are {name} in the push log, {count} by the combiners' count"
                 yield Violation("counts", sentence, worker)

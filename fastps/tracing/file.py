@@ -53,17 +53,17 @@ PUSH_DTYPE = np.dtype(
         ("position", "<i8"),  # of the worker's descriptors, from 0
         ("step", "<i8"),
         ("read_version", "<i8"),  # newest version of any shard that the gradient was computed with
-        ("version", "<i8"),  # folded: the version it is part of; dropped: the version it was too late for; undecided: -1
+        ("version", "<i8"),  # folded, rejected: the version it is part of; dropped: that it was too late for; undecided: -1
         ("decided_ns", "<i8"),  # time of the event that decided; undecided: -1
-        ("staleness", "<i4"),  # folded: versions of this shard between read and fold
+        ("staleness", "<i4"),  # folded, rejected: versions of this shard between read and fold
         ("worker", "<i2"),
         ("shard", "<i2"),
         ("fate", "u1"),
         ("written", "u1"),  # 1, and written last
     ]
 )
-FOLDED, DROPPED, UNDECIDED = 0, 1, 2
-OUTCOMES = ("folded", "dropped", "undecided")
+FOLDED, DROPPED, UNDECIDED, REJECTED = range(4)  # the last: it was not finite, and its version has nothing of it
+OUTCOMES = ("folded", "dropped", "undecided", "rejected")
 
 # A record of one message between two nodes, as one of their agents saw it.
 MESSAGE_DTYPE = np.dtype(
@@ -110,16 +110,17 @@ EVENT_DTYPE = np.dtype(
     [
         ("at_ns", "<i8"),  # the scheduler's time: that of the event, or of an earlier one that came later
         ("commit", "<i8"),  # of the shard, from 2; each has a number more than the one before
-        ("position", "<i8"),  # of the worker's descriptor, from 0; -1: no descriptor
+        ("position", "<i8"),  # of the worker's descriptor, from 0; of a change: that of its next descriptor; -1: none
         ("version", "<i8"),  # of the shard, once this commit is published
-        ("worker", "<i2"),  # that posted it, or -1
+        ("worker", "<i2"),  # that posted it or that changed, or -1
         ("shard", "<i2"),
         ("order", "<u2"),  # within the commit, from 0
         ("kind", "u1"),
         ("written", "u1"),  # 1, and written last
     ]
 )
-EVENT_PUSH, EVENT_NULL, EVENT_LEAVE, EVENT_TIMER, EVENT_CHANGE = range(5)  # the last: a worker died, was expelled or joined
+EVENT_PUSH, EVENT_NULL, EVENT_LEAVE, EVENT_TIMER = range(4)
+EVENT_DEATH, EVENT_EXPULSION, EVENT_JOIN = range(4, 7)  # older traces have 4 for each, without its worker
 
 # A record of what one push was computed with in one shard, and what it was.
 INPUT_DTYPE = np.dtype(

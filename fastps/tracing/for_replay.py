@@ -1,10 +1,12 @@
 """What a replay of a recorded job needs beside its steps and pushes: inputs, events, checksums, and what must be the same.
 
-Events are those that this worker's lane gave the schedulers, in its commits. Together all workers have every commit of the job.
+Events are those that this worker's lane gave the schedulers, in its commits. Together all workers, and the server process if
+there is one, have every commit of the job.
 """
 
 import hashlib
 import json
+import logging
 import os
 import sys
 import zlib
@@ -17,14 +19,17 @@ import numpy.typing as npt
 
 from fastps.job import environment
 from fastps.job.layout import Layout
+from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.membership.job_memory import JobMemory
+from fastps.tracing.file import TraceError
 from fastps.tracing.parts import Part
+
+logger = logging.getLogger("fastps.trace")
 
 CHECKSUM_EVERY = 256
 """Versions between two checksums: those of worker 0's reads, at 1 ms for 4 MB of weights."""
 _SAMPLE_WORDS = 1024
-_COLLECT_EVERY = 16  # steps: a worker that is killed loses the records of so many commits
 
 
 class Sampled(Protocol):
@@ -37,27 +42,24 @@ class Sampled(Protocol):
     generation: int
 
 
-def reason_against(worker: Sampled) -> str:
+def reason_against(layout: Layout) -> str:
     """What of this job cannot be replayed, as the end of a sentence; "" if all can."""
-    layout = worker.store.layout
     found = {
         "in virtual time already": environment.is_virtual(),
         "of several nodes": layout.is_leaf,
         "whose weights or gradients lie on devices": bool(layout.owner_lanes or layout.slot_owners),
         "with tables (sparse=True)": bool(layout.tables),
-        "with a server process": layout.has_server,
         "whose pulls overlap with computing": layout.policy.overlap,
         'under sync="auto"': bool(layout.policy.warm_up),
-        "with workers that joined later": worker.generation > 0,
     }
     return next((reason for reason, holds in found.items() if holds), "")
 
 
 def described(worker: Sampled) -> dict[str, Any]:
     """What a trace's header says for a replay."""
-    if reason := reason_against(worker):
-        return {"against": reason}
     layout, file = worker.store.layout, Path(sys.argv[0])
+    if reason := reason_against(layout):
+        return {"against": reason}
     script = {"name": file.name, "digest": digest_of(file), "arguments": sys.argv[1:]}
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     return {
@@ -66,6 +68,8 @@ def described(worker: Sampled) -> dict[str, Any]:
         "nonfinite": layout.faults.nonfinite,
         "script": script,
         "threads": threads,
+        "workers": layout.workers,
+        "lanes": layout.lanes,
     }
 
 
@@ -110,6 +114,31 @@ def final_checksums(store: JobMemory) -> list[int]:
     return [weights_checksum(store, buffers, shard) for shard in range(store.arena.shards)]
 
 
+def log_events(lane: Lane, folder: Path, writer: str) -> None:
+    """Log what a lane commits from now on, into a file for each shard. Raises OSError."""
+    files = [folder / f"{writer}.{shard}.events" for shard in range(lane.arena.shards)]
+    descriptors: list[int] = []
+    try:
+        for file in files:
+            descriptors.append(os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+    except OSError:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    lane.log_events(descriptors)
+
+
+def log_server(lane: Lane, layout: Layout, folder: str) -> None:
+    """Log what a server commits beside the parts of a job's workers; "": the job is not recorded."""
+    if not folder or reason_against(layout):
+        return
+    try:
+        Path(folder).mkdir(mode=0o700, exist_ok=True)
+        log_events(lane, Path(folder), "server")
+    except OSError as error:
+        logger.warning("the server's commits cannot be recorded: %s; the run cannot be replayed, and training goes on", error)
+
+
 class ReplayRecords:
     """One worker's records for a replay. Methods raise TraceError if they cannot be written."""
 
@@ -117,8 +146,12 @@ class ReplayRecords:
         self._worker, self._tables = worker, part.more
         self._words = [sampled_words(worker.store, worker.rank, slot) for slot in range(worker.store.layout.slots)]
         self._next = [0] * worker.store.arena.shards  # worker 0's next checksum, by shard
-        worker.lane.log_events()
-        self.collect()
+        try:
+            log_events(worker.lane, part.folder, part.name)
+        except OSError as error:
+            raise TraceError(f"the trace's records cannot be written: {error}; choose another file") from None
+        if not worker.generation:  # a worker that joins has read nothing yet
+            self.collect()
 
     def computed(self, position: int, slot: int) -> None:
         """Record what a push was computed with; `slot`: -1 for one without a gradient."""
@@ -126,13 +159,16 @@ class ReplayRecords:
         sample = gradient_sample(self._words[slot]) if slot >= 0 else 0
         for shard in range(worker.store.arena.shards):
             self._tables["inputs"].append((position, lane.shard_version(shard), sample, worker.rank, shard, 1))
-        if position % _COLLECT_EVERY == 0:
-            self.collect()
+        self.collect()
+
+    def end(self) -> None:
+        """Write what is due, and record no more."""
+        self._worker.lane.log_events([])
+        self.collect()
 
     def collect(self) -> None:
-        """Write what this worker's lane has committed, and checksums that are due."""
+        """Write the checksums that are due, as worker 0."""
         worker, lane = self._worker, self._worker.lane
-        self._tables["events"].extend(lane.take_events())
         if worker.rank:
             return
         for shard, due in enumerate(self._next):

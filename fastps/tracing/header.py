@@ -20,6 +20,7 @@ _NOTE = {  # about a worker
     "load?": {"now_ns": float, "machine_ns": float, "thread_ns": float},
 }
 _NODE = {"node": int, "host": str}
+_SIZES = {"workers?": int, "lanes?": int}  # workers at the beginning
 _SCRIPT = {"name": str, "digest": str, "arguments": [str]}
 _SHAPE = {
     "workers": int,
@@ -38,10 +39,11 @@ _SHAPE = {
     "versions?": _COUNTS,
     "committed?": {"folded": _COUNTS, "dropped": _COUNTS, "rows?": _COUNTS},
     "of_worker": {"*": _NOTE},
+    "owners?": [_COUNTS],
     "node?": _NODE,
     "of_nodes?": [_NODE],
     "weights?": _COUNTS,
-    "replay?": {"against": str, "model?": str, "nonfinite?": str, "threads?": str, "script?": _SCRIPT},
+    "replay?": {"against": str, "model?": str, "nonfinite?": str, "threads?": str, "script?": _SCRIPT, **_SIZES},
 }
 
 

@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from fastps.job import limits
-from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE, OUTCOME_DROPPED, Arena
+from fastps.kernels.shm.arena import LANE_DEAD, LANE_JOINING, LANE_LEAVING, LANE_LIVE, OUTCOME_DROPPED, OUTCOME_REJECTED, Arena
 from fastps.system.file_locks import lock
-from fastps.tracing.file import DROPPED, DTYPES, FOLDED, UNDECIDED, Lines, Trace, TraceError, read, write
+from fastps.tracing.file import DROPPED, DTYPES, FOLDED, REJECTED, UNDECIDED, Lines, Trace, TraceError, read, write
 
 logger = logging.getLogger("fastps.trace")
 
@@ -31,7 +32,9 @@ AGENT = "agent"  # the name of the files of a node's agent, where those of worke
 CHUNK_LINES = 4096  # a chunk of either kind is a whole number of pages
 _SUFFIX = ".parts"
 _CODES = {"<i8": "q", "<i4": "i", "<u4": "I", "<i2": "h", "<u2": "H", "|u1": "B"}
-FOR_REPLAY = ("events", "inputs", "checksums")
+FOR_REPLAY = ("inputs", "checksums")
+PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
+_FATES = {OUTCOME_DROPPED: DROPPED, OUTCOME_REJECTED: REJECTED}
 _CLOCKS = ("process_id", "unix_offset_ns", "unix_offset_end_ns")  # which place the times of other recordings
 _OF_WORKER = ("began_ns", "transfer_ns", "posted", "failure", "load", "loss", *_CLOCKS)
 
@@ -127,9 +130,12 @@ def merge_if_over(folder: Path, file: Path, arena: Arena, more: Callable[[], Map
     """
 
     def is_over(notes: list[dict[str, Any]]) -> bool:
-        others_run = any(state in (LANE_LIVE, LANE_LEAVING) for state in arena.lane_states())
-        are_finished = bool(notes) and all(note["finished"] for note in notes)
-        return are_finished and (len(notes) == arena.lanes or not others_run) and not agent_runs(folder)
+        members = arena.members()
+        others_run = any(state in PRESENT for _, state in members)
+        unfinished = [note for note in notes if not note["finished"]]
+        if not notes or any(_is_present(note, *members[note["rank"]]) for note in unfinished) or agent_runs(folder):
+            return False
+        return not others_run or (len(notes) == arena.lanes and not unfinished)
 
     def complete(found: Trace) -> Trace:
         settle(arena, found.pushes)
@@ -160,7 +166,7 @@ def outcome_of(arena: Arena, worker: int, shard: int, position: int) -> tuple[in
     if not found or found[0] is None:
         return -1, -1, 0, UNDECIDED
     kind, version, decided_ns, staleness = found[0]
-    return version, decided_ns, staleness, DROPPED if kind == OUTCOME_DROPPED else FOLDED
+    return version, decided_ns, staleness, _FATES.get(kind, FOLDED)
 
 
 def settle(arena: Arena, pushes: Lines) -> None:
@@ -199,16 +205,6 @@ class PartTable:
         self._form.pack_into(self._memory, self._used * self._form.size, *record)
         self._used += 1
 
-    def extend(self, records: bytes) -> None:
-        """Write records that are packed already."""
-        size = self._form.size
-        while records:
-            if self._used == CHUNK_LINES or self._memory is None:
-                self._memory = self._grow()
-            part, records = records[: (CHUNK_LINES - self._used) * size], records[(CHUNK_LINES - self._used) * size :]
-            self._memory[self._used * size : self._used * size + len(part)] = part
-            self._used += len(part) // size
-
     def _grow(self) -> mmap.mmap:
         size = CHUNK_LINES * self._form.size
         try:
@@ -230,14 +226,18 @@ class PartTable:
 
 
 class Part:
-    """One worker's part: its steps, its pushes, further tables by name, and a note about itself."""
+    """One worker's part: its steps, its pushes, further tables by name, and a note about itself.
 
-    def __init__(self, folder: Path, rank: int, note: dict[str, Any], more: Sequence[str] = ()) -> None:
+    A lane's later owners, of a higher generation, have parts of their own.
+    """
+
+    def __init__(self, folder: Path, rank: int, note: dict[str, Any], more: Sequence[str] = (), generation: int = 0) -> None:
+        self.folder, self.name = folder, f"{rank}-{generation}" if generation else f"{rank}"
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            self.steps, self.pushes = (PartTable(folder / f"{rank}.{name}", DTYPES[name]) for name in ("steps", "pushes"))
-            self.more = {name: PartTable(folder / f"{rank}.{name}", DTYPES[name]) for name in more}
-            self._folder, self._rank, self._note = folder, rank, note
+            self.steps, self.pushes = (PartTable(folder / f"{self.name}.{name}", DTYPES[name]) for name in ("steps", "pushes"))
+            self.more = {name: PartTable(folder / f"{self.name}.{name}", DTYPES[name]) for name in more}
+            self._note = {**note, "rank": rank, "generation": generation}
             self._write_note(finished=False)
         except OSError as error:
             raise TraceError(f"the trace's records cannot be written to {folder}: {error}; choose another file") from None
@@ -255,16 +255,31 @@ class Part:
             table.close()
 
     def _write_note(self, *, finished: bool) -> None:
-        file = self._folder / f"{self._rank}.json"
+        file = self.folder / f"{self.name}.json"
         unfinished = file.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps({**self._note, "rank": self._rank, "finished": finished}))
+        unfinished.write_text(json.dumps({**self._note, "finished": finished}))
         unfinished.replace(file)
 
 
 def _notes_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the workers' notes by rank. The caller must hold the folder's lock, because a merge removes them."""
-    found = [json.loads(file.read_text()) for file in folder.glob("*.json")]
-    return sorted(found, key=lambda note: int(note["rank"]))
+    """Return the workers' notes by rank, then generation. The caller must hold the folder's lock: a merge removes them."""
+    return [json.loads(file.read_text()) for file in _files_of(folder, "json")]
+
+
+def _files_of(folder: Path, name: str) -> list[Path]:
+    """The files of one kind, by worker and generation, then those of others."""
+    return sorted(folder.glob(f"*.{name}"), key=_writer_of)
+
+
+def _writer_of(file: Path) -> tuple[int, int, str]:
+    """A worker's rank and generation; behind them all others."""
+    rank, _, generation = file.name.partition(".")[0].partition("-")
+    return (int(rank), int(generation or 0), file.name) if rank.isdecimal() else (sys.maxsize, 0, file.name)
+
+
+def _is_present(note: Mapping[str, Any], generation: int, state: int) -> bool:
+    """Whether a note's worker is still in the job, whose lane has an owner of that generation and state."""
+    return bool(note.get("generation", 0) == generation and state != LANE_DEAD)
 
 
 def merge(
@@ -294,21 +309,31 @@ def _gathered(folder: Path, notes: list[dict[str, Any]]) -> Trace:
     """Build a trace of the folder's parts, also of a running or crashed job. Raises TraceError."""
     if not notes:
         raise TraceError(f"expected parts of a trace in {folder}, found none")
-    writers, tables = [*(note["rank"] for note in notes), AGENT], {}
+    owners = [(note["rank"], note.get("generation", 0), note.get("position", 0)) for note in notes]
+    tables = {}
     for name, dtype in DTYPES.items():
-        files = [folder / f"{writer}.{name}" for writer in writers]
-        if parts := [_complete(file, dtype) for file in files if file.exists()]:
-            tables[name] = np.concatenate(parts)
+        if parts := {_writer_of(file): _complete(file, dtype) for file in _files_of(folder, name)}:
+            kept = (_posted(part, writer, owners) if name == "inputs" else part for writer, part in parts.items())
+            tables[name] = np.concatenate(list(kept))
+    ranks = sorted({note["rank"] for note in notes})
     header = {
         **notes[0]["job"],  # the same in all workers' notes
-        "recorded": [note["rank"] for note in notes],
-        "unfinished": [note["rank"] for note in notes if not note["finished"]],
-        "of_worker": {str(note["rank"]): {key: note.get(key) for key in _OF_WORKER} for note in notes},
+        "workers": max(notes[0]["job"]["workers"], *(rank + 1 for rank in ranks)),  # and those that joined
+        "recorded": ranks,
+        "unfinished": sorted({note["rank"] for note in notes if not note["finished"]}),
+        "of_worker": {str(note["rank"]): {key: note.get(key) for key in _OF_WORKER} for note in notes},  # the last owner's
+        "owners": [owner for owner in owners if owner[1]],  # the later ones
     }
     agent = folder / f"{AGENT}.note"
     if agent.exists():
         header["node"] = json.loads(agent.read_text())
     return Trace(header, **tables)
+
+
+def _posted(inputs: Lines, writer: tuple[int, int, str], owners: Sequence[tuple[int, int, int]]) -> Lines:
+    """Leave out what a lane's owner computed and did not post, because it died: the next owner posted in its place."""
+    ends = (position for rank, generation, position in owners if rank == writer[0] and generation > writer[1])
+    return inputs[inputs["position"] < min(ends, default=sys.maxsize)]
 
 
 def _complete(file: Path, dtype: "np.dtype[np.void]") -> Lines:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fastps.tracing.file import DROPPED, FOLDED, MESSAGES, OUTCOMES, Trace, TraceError
+from fastps.tracing.file import DROPPED, FOLDED, MESSAGES, OUTCOMES, UNDECIDED, Trace, TraceError
 from fastps.tracing.merging import NodeOfTrace, flows, nodes_of
 from fastps.tracing.torch_profile import Profile
 
@@ -170,7 +170,7 @@ def _span(name: str, place: Place, begin_ns: Any, end_ns: Any, origin_ns: int, *
 
 
 def _shard_events(trace: Trace, shard: int, origin_ns: int, places: _Places) -> Iterator[Event]:
-    records = trace.pushes[(trace.pushes["shard"] == shard) & (trace.pushes["fate"] <= DROPPED)]
+    records = trace.pushes[(trace.pushes["shard"] == shard) & (trace.pushes["fate"] != UNDECIDED)]
     last_version, track, rows = -1, places.shard(shard), _rows_of_versions(trace, shard)
     steps_of = [trace.steps_of(worker) for worker in range(trace.workers)]
     for record in records[np.argsort(records["decided_ns"], kind="stable")]:
@@ -179,7 +179,8 @@ def _shard_events(trace: Trace, shard: int, origin_ns: int, places: _Places) -> 
         here = {"cat": "shard", **track, "ts": decided_us}
         if record["fate"] != FOLDED:
             arguments = {"worker": worker, "step": step, "fate": OUTCOMES[int(record["fate"])]}
-            yield {"ph": "i", "s": "t", "name": f"drop of worker {worker}", **here, "args": arguments}
+            what = "drop" if record["fate"] == DROPPED else "rejection"
+            yield {"ph": "i", "s": "t", "name": f"{what} of worker {worker}", **here, "args": arguments}
             continue
         if version != last_version:
             more = {"rows": rows[version]} if version in rows else {}

@@ -23,12 +23,13 @@ from fastps.system.machine import machine
 from fastps.tracing.file import STEP_DTYPE, TraceError
 from fastps.tracing.for_replay import ReplayRecords, Sampled, described, final_checksums
 from fastps.tracing.node_part import node_of
-from fastps.tracing.parts import FOR_REPLAY, Part, folder_of, merge_if_over, numbered, of_node, outcome_of
+from fastps.tracing.parts import FOR_REPLAY, PRESENT, Part, folder_of, merge_if_over, numbered, of_node, outcome_of
 from fastps.version import __version__
 
 logger = logging.getLogger("fastps.trace")
 
 _LOAD_EVERY_NS = 100_000_000  # reading the machine's load costs about 100 us
+_SERVER_NS = 2_000_000_000  # pushes that no version takes stay undecided
 
 
 class Spinning(Protocol):
@@ -128,10 +129,16 @@ def recorder_for(worker: Recorded) -> "Recorder | None":
     return None if recording is None else recording.recorder(worker)
 
 
-def file_of_next(node: int) -> Path | None:
+def file_of_next(node: int | None) -> Path | None:
     """Return the file that will have this node's trace of the next job, or None if this process does not record."""
     recording = _recording()
     return None if recording is None else recording.next_file(node)
+
+
+def folder_of_next(job: str) -> str:
+    """The folder of the parts of a job that this process makes, on one node; "" if this process does not record."""
+    file = file_of_next(None)
+    return str(folder_of(file, job)) if file is not None else ""
 
 
 def _recording() -> Recording | None:
@@ -168,8 +175,9 @@ class Recorder:
             replay = described(worker)
             note = {"job": job_note(worker) | {"replay": replay}, "began_ns": self._clock.now_ns(), "process_id": os.getpid()}
             note["unix_offset_ns"] = unix_offset_ns(self._clock)
+            note["position"] = worker.lane.posts
             more = [*(["rows"] if self._arena.n_tables else []), *(FOR_REPLAY if not replay["against"] else [])]
-            self._part = Part(self._folder, worker.rank, note, more)
+            self._part = Part(self._folder, worker.rank, note, more, worker.generation)
             self._replay = ReplayRecords(worker, self._part) if not replay["against"] else None
         self._ended = False
         # By step, in order. The push thread reads one while the worker adds and removes others.
@@ -286,7 +294,7 @@ class Recorder:
             self._write(entry)
         self._open.clear()
         if self._replay is not None:
-            self._guarded(self._replay.collect)
+            self._guarded(self._replay.end)
         if self._part is not None:
             transfer_ns = self._worker.injected_transfer_ns
             loss = self._worker.lane.loss if math.isfinite(self._worker.lane.loss) else None
@@ -311,7 +319,18 @@ class Recorder:
         """Write the trace, after `finish`, if all workers have finished or no other worker is left to finish."""
         if self._folder is None or self._file is None:
             return
+        if self._replay is not None and self._arena.is_served():
+            self._await_server()
         merge_if_over(self._folder, self._file, self._arena, self._weights)
+
+    def _await_server(self) -> None:
+        """If this is the last worker, wait until the server has decided all pushes, for as long as it takes to notice them."""
+        until_ns = self._clock.now_ns() + _SERVER_NS
+        while self._clock.now_ns() < until_ns and not any(state in PRESENT for state in self._arena.lane_states()):
+            counts = [self._arena.counters(lane) for lane in range(self._arena.lanes)]
+            if all(count["posted"] == count["done"] for count in counts):
+                return
+            self._clock.sleep_ns(1_000_000)
 
     def _weights(self) -> dict[str, list[int]]:
         return {} if self._replay is None else {"weights": final_checksums(self._worker.store)}

@@ -46,5 +46,6 @@ cdef class Batch:
     cdef void _write_outcome(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,
                              int64_t staleness) noexcept nogil
     cdef void _count_rejection(self, const fps_folded_push *push, int32_t parameter) noexcept nogil
+    cdef void _write_rejection(self, uint32_t lane, uint64_t consumed, const fps_folded_push *push) noexcept nogil
     cdef double _largest(self, uint32_t index, int32_t *parameter) noexcept nogil
     cdef double _rate_scale(self, const policy_t *policy) noexcept nogil

@@ -39,6 +39,8 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_NULL,
     FPS_OUTCOME_DROPPED,
     FPS_OUTCOME_FOLDED,
+    FPS_OUTCOME_REJECTED,
+    FPS_PUSH,
     FPS_STALENESS_BUCKETS,
     fps_descriptor,
     fps_folded_push,
@@ -208,6 +210,7 @@ cdef class Batch:
             size = self._largest(index, &parameter)
             if size == INFINITY or (most < INFINITY and index == largest):
                 self._count_rejection(&push, parameter)
+                self._write_rejection(push.lane, state_workers(state)[push.lane].consumed, &push)
                 state_workers(state)[push.lane].folded -= 1
                 state_workers(state)[push.lane].dropped += 1
                 self.samples -= push.samples
@@ -285,6 +288,20 @@ cdef class Batch:
         FPS_FAILPOINT()
         push_outcome.position, push_outcome.version, push_outcome.decided_ns = position + 1, version, state.now_ns
         push_outcome.staleness, push_outcome.kind = <int32_t> staleness, kind
+
+    cdef void _write_rejection(self, uint32_t lane, uint64_t consumed, const fps_folded_push *push) noexcept nogil:
+        """Make the outcome of a push, one of the lane's last descriptors before `consumed`, that of a rejected one."""
+        cdef uint64_t position, last = consumed - min(consumed, <uint64_t> self.arena.header.ring_size)
+        cdef fps_descriptor *descriptor
+        cdef fps_push_outcome *push_outcome
+        if not fps_counter_get(&self.shard_header.recorded) or not self.lock.is_mine():
+            return
+        for position in range(last, consumed):
+            descriptor = lane_descriptor(self.arena.lane(lane), self.arena.header.ring_size, position)
+            push_outcome = self.arena.push_outcome(lane, self.shard, position)
+            if descriptor.kind == FPS_PUSH and descriptor.step == push.step and push_outcome.position == position + 1:
+                FPS_FAILPOINT()
+                push_outcome.kind = FPS_OUTCOME_REJECTED
 
     cdef void _count_rejection(self, const fps_folded_push *push, int32_t parameter) noexcept nogil:
         cdef fps_lane_shard *lane_shard = self.arena.lane_shard(push.lane, self.shard)

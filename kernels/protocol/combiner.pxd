@@ -13,7 +13,7 @@ from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_descriptor, fps_shard_header
 
-# An event of virtual time: a lane's next descriptor, or of lane -1 the timer that is due.
+# An event of virtual time: a lane's next descriptor; of lane -1 the timer that is due; of lane -2 - w worker w's next change.
 cdef struct played_t:
     int64_t lane
     int64_t at_ns
@@ -64,7 +64,7 @@ cdef class Combiner:
     cdef int _next_event(self, scheduler_t *state) noexcept nogil
     cdef int _logged(self, int outcome) noexcept nogil
     cdef int _fire(self, scheduler_t *state) noexcept nogil
-    cdef int _change(self, scheduler_t *state) noexcept nogil
+    cdef int _change(self, scheduler_t *state, int64_t now_ns, uint32_t first, uint32_t end) noexcept nogil
     cdef int _next_played(self, scheduler_t *state) noexcept nogil
     cdef int _take(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil
     cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil

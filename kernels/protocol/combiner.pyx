@@ -31,7 +31,7 @@ from fastps.kernels.protocol.commit cimport (
     COMBINE_FENCED,
     Commit,
 )
-from fastps.kernels.protocol.event_log cimport EVENT_CHANGE, EVENT_TIMER, EventLog
+from fastps.kernels.protocol.event_log cimport EVENT_TIMER, EventLog
 from fastps.kernels.protocol.lane_reads cimport NOTHING, LaneReads
 from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.ring cimport lane_descriptor
@@ -146,7 +146,7 @@ cdef class Combiner:
         return True
 
     cdef int play(self, const played_t *events, int64_t count) noexcept nogil:
-        """Make one commit of these events at virtual times: of lanes' next descriptors, as if posted then, and of due timers.
+        """Make one commit of these events at virtual times: of lanes' next descriptors, as if posted then, due timers, changes.
 
         What else is posted stays. Returns COMBINE_DONE or COMBINE_BUSY, or a negative outcome.
         """
@@ -354,7 +354,7 @@ cdef class Combiner:
             if due_ns != NEVER_NS and due_ns <= (self.now_ns if earliest == NULL else earliest.post_ns):
                 return self._fire(state)
             if earliest == NULL:
-                return self._change(state)
+                return self._change(state, self.now_ns, 0, self.arena.header.n_lanes)
             posted = earliest[0]  # a copy: a word that is damaged after it was checked must not be followed
             if self.lanes.check(state, lane, &posted) == COMBINE_DONE:
                 return self._take(state, lane, &posted)
@@ -366,30 +366,30 @@ cdef class Combiner:
         self.log.add(EVENT_TIMER, -1, -1, state.now_ns)
         return action
 
-    cdef int _change(self, scheduler_t *state) noexcept nogil:
-        """Give the scheduler the next worker that died, was expelled or joins. Returns as `_next_event`."""
-        cdef int action = self.lanes.next_change(state, self.now_ns)
+    cdef int _change(self, scheduler_t *state, int64_t now_ns, uint32_t first, uint32_t end) noexcept nogil:
+        """Give the scheduler the next worker, of these lanes, that died, was expelled or joins. Returns as `_next_event`."""
+        cdef int action = self.lanes.next_change(state, now_ns, first, end)
         if action >= 0 and action != NOTHING:
-            self.log.add(EVENT_CHANGE, -1, -1, state.now_ns)
+            self.log.add(self.lanes.changed, self.lanes.changed_lane, self.lanes.changed_at, state.now_ns)
         return action
 
     cdef int _next_played(self, scheduler_t *state) noexcept nogil:
         """Give the scheduler the next event of `play`. Returns as `_next_event`."""
         cdef played_t event
-        cdef uint64_t position
         cdef int64_t due_ns = scheduler_due(state)
-        cdef fps_descriptor posted
         if self.n_played == 0:
             return NOTHING
         event = self.played[0]
         self.played += 1
         self.n_played -= 1
+        if event.lane < -1:
+            return self._change(state, event.at_ns, <uint32_t> (-2 - event.lane), <uint32_t> (-1 - event.lane))
         if event.lane < 0:
             return self._fire(state) if due_ns != NEVER_NS and due_ns <= event.at_ns else NOTHING
-        position = state_workers(state)[event.lane].consumed
+        cdef uint64_t position = state_workers(state)[event.lane].consumed
         if position >= self.lanes.tails[event.lane]:
             return self.lanes.bad(event.lane, FPS_DAMAGED_RING, self.lanes.tails[event.lane])
-        posted = lane_descriptor(self.arena.lane(event.lane), self.arena.header.ring_size, position)[0]
+        cdef fps_descriptor posted = lane_descriptor(self.arena.lane(event.lane), self.arena.header.ring_size, position)[0]
         posted.post_ns = event.at_ns
         if self.lanes.check(state, event.lane, &posted) != COMBINE_DONE:
             return COMBINE_BAD_DESCRIPTOR

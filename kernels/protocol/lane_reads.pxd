@@ -24,13 +24,17 @@ cdef class LaneReads:
     cdef uint32_t *members
     cdef int64_t *first_clocks  # where a worker joins: the clock at which the first shard admitted it, or -1
     cdef char *closed           # whether what an earlier owner posted is damaged, and not read in this commit
+    cdef int changed            # of the last change: its kind, an EVENT_, its lane, and the next descriptor's position there
+    cdef uint32_t changed_lane
+    cdef int64_t changed_at
 
     cdef void read(self) noexcept nogil
     cdef fps_descriptor *earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil
     cdef int bad(self, uint32_t lane, uint64_t what, uint64_t found) noexcept nogil
     cdef int check(self, const scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil
     cdef bint close(self, const scheduler_t *state, uint32_t lane) noexcept nogil
-    cdef int next_change(self, scheduler_t *state, int64_t now_ns) noexcept nogil
+    cdef int next_change(self, scheduler_t *state, int64_t now_ns, uint32_t first, uint32_t end) noexcept nogil
+    cdef int _note(self, scheduler_t *state, uint32_t lane, int kind, int action) noexcept nogil
     cdef bint _has_heir(self, const scheduler_t *state, uint32_t lane) noexcept nogil
     cdef bint _move_on(self, scheduler_t *state, uint32_t lane) noexcept nogil
     cdef int64_t _pushes_in(self, uint32_t lane, uint64_t first, uint64_t end) noexcept nogil

@@ -18,6 +18,7 @@ from fastps.kernels.base.atomics cimport (
 )
 from fastps.kernels.base.failpoints cimport FPS_MUTANT_FIRST_CLOCK, fps_mutant
 from fastps.kernels.protocol.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_DONE
+from fastps.kernels.protocol.event_log cimport EVENT_DEATH, EVENT_EXPULSION, EVENT_JOIN
 from fastps.kernels.protocol.ring cimport lane_descriptor
 from fastps.kernels.scheduling.decisions cimport ACTION_NONE, scheduler_join, scheduler_leave
 from fastps.kernels.scheduling.state cimport (
@@ -144,34 +145,40 @@ cdef class LaneReads:
 
     # -- lanes that leave and join -----------------------------------------------------------------
 
-    cdef int next_change(self, scheduler_t *state, int64_t now_ns) noexcept nogil:
+    cdef int next_change(self, scheduler_t *state, int64_t now_ns, uint32_t first, uint32_t end) noexcept nogil:
         """Retire workers that died or were expelled, then admit those that join, once everything posted is decided.
 
-        Returns the scheduler's action, NOTHING or a negative outcome.
+        Of the lanes from `first` to `end`. Returns the scheduler's action, NOTHING or a negative outcome.
         Both follow from the lane's state word and from what is committed, so each happens once, whichever lane combines.
         """
         cdef uint32_t lane, member
         cdef worker_t *worker
-        for lane in range(self.arena.header.n_lanes):
+        for lane in range(first, end):
             member = fps_member_state(self.members[lane])
             worker = &state_workers(state)[lane]
             if self.begins[lane] <= <uint64_t> worker.consumed and self.tails[lane] < <uint64_t> worker.consumed:
                 return self.bad(lane, FPS_DAMAGED_RING, self.tails[lane])
             if worker.live and (member == FPS_LANE_DEAD or member == FPS_LANE_EXPELLED or self._has_heir(state, lane)):
-                return scheduler_leave(state, lane, now_ns)
-        for lane in range(self.arena.header.n_lanes):
+                return self._note(state, lane, EVENT_EXPULSION if member == FPS_LANE_EXPELLED else EVENT_DEATH,
+                                  scheduler_leave(state, lane, now_ns))
+        for lane in range(first, end):
             worker = &state_workers(state)[lane]
             # The slots still hold what the lane's last owner pushed and what is kept for a fold.
             if worker.live or worker.cursor != worker.consumed:
                 continue
             if self._move_on(state, lane):
-                return ACTION_NONE
+                return self._note(state, lane, EVENT_EXPULSION, ACTION_NONE)
             if (fps_member_state(self.members[lane]) == FPS_LANE_JOINING and self._has_heir(state, lane)
                     and (self.shard == 0 or self.first_clocks[lane] >= 0)):
                 scheduler_join(state, lane, now_ns, self._clock_for(state, lane))
                 worker.generation = fps_member_generation(self.members[lane])
-                return ACTION_NONE
+                return self._note(state, lane, EVENT_JOIN, ACTION_NONE)
         return NOTHING
+
+    cdef int _note(self, scheduler_t *state, uint32_t lane, int kind, int action) noexcept nogil:
+        """Note which change this was. Returns the action."""
+        self.changed_lane, self.changed, self.changed_at = lane, kind, state_workers(state)[lane].consumed
+        return action
 
     cdef bint _move_on(self, scheduler_t *state, uint32_t lane) noexcept nogil:
         """Drop what is left of a lane's earlier owner, or of one that was expelled, and count it. False if there is nothing.

@@ -69,6 +69,7 @@ cdef class ShardLocks(Reader):
     def play(self, uint32_t shard, list events not None):
         """Make one commit of a shard: of each (lane, virtual time) the lane's next descriptor, or of lane -1 the due timer.
 
+        Lane -2 - w: worker w, which is marked dead or waits to join, is no longer counted, or is admitted.
         What else is posted stays, so the driver of a simulated or replayed job decides each order. Returns as `try_combine`.
         Raises IndexError.
         """
@@ -78,7 +79,7 @@ cdef class ShardLocks(Reader):
         self._check_shard(shard)
         for lane, _ in events:
             if lane != -1:
-                self.arena._check_lane(lane)
+                self.arena._check_lane(lane if lane >= 0 else -2 - lane)
         played = <played_t *> calloc(count + 1, sizeof(played_t))
         if played == NULL:
             raise MemoryError()
@@ -91,20 +92,18 @@ cdef class ShardLocks(Reader):
             free(played)
         return outcome
 
-    def log_events(self):
-        """Log from now on what this lane gives the schedulers: for a recorded job."""
-        cdef Combiner combiner
-        for combiner in self.combiners:
-            combiner.log.is_on = True
+    def log_events(self, list descriptors not None):
+        """Log from now on what this lane gives each shard's scheduler into an empty file, as records of EVENT_DTYPE.
 
-    def take_events(self):
-        """Take what was logged and is published, as the bytes of records of EVENT_DTYPE, shard by shard."""
+        The log has the descriptors from then on; without any, it ends. A record that is not published has 0 as its last byte.
+        """
         cdef Combiner combiner
-        found = b""
-        for combiner in self.combiners:
-            if combiner.log.published:
-                found += combiner.log.take()
-        return found
+        if not descriptors:
+            for combiner in self.combiners:
+                combiner.log.is_on = False  # and stays mapped: another thread may combine
+            return
+        for combiner, descriptor in zip(self.combiners, descriptors, strict=True):
+            combiner.log.begin_in(descriptor)
 
     def owner(self, uint32_t shard=0):
         """The lane that holds a shard's lock, or -1."""

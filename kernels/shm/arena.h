@@ -35,6 +35,7 @@ _Static_assert(FPS_MAX_SHARDS < 0x7f, "shard + 1 fits 7 bits of a lane's helping
 /* What became of a push in a shard. */
 #define FPS_OUTCOME_FOLDED 0
 #define FPS_OUTCOME_DROPPED 1 /* it came too late: counted, and left out */
+#define FPS_OUTCOME_REJECTED 2 /* not finite, or its result was not: its version has no more of it than of a null push */
 
 /* States of a lane. */
 #define FPS_LANE_FREE 0
@@ -147,9 +148,9 @@ _Static_assert(sizeof(fps_readers) == FPS_LINE && sizeof(fps_reader_shard) == FP
  * shard has passed. The lane's worker reads it then, and posts into the same place of its ring only afterwards. */
 typedef struct {
     uint64_t position; /* of the descriptor in its lane, from 1; any other number: this push was not recorded */
-    uint64_t version;  /* folded: the version that it is part of; dropped: the version that it came too late for */
+    uint64_t version;  /* folded, rejected: the version that it is part of; dropped: the version that it came too late for */
     int64_t decided_ns;
-    int32_t staleness; /* of a folded push */
+    int32_t staleness; /* of a folded or rejected push */
     uint32_t kind;     /* FPS_OUTCOME_* */
 } fps_push_outcome;
 _Static_assert(sizeof(fps_push_outcome) == FPS_LINE / 2, "two outcomes are a line");

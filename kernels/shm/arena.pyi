@@ -24,6 +24,7 @@ DAMAGED_TURN: int
 STATE_BUFFERS: int
 OUTCOME_FOLDED: int
 OUTCOME_DROPPED: int
+OUTCOME_REJECTED: int
 
 class Arena(ArenaCounters):
     @property

@@ -235,6 +235,7 @@ cdef extern from "shm/arena.h" nogil:
     enum:
         FPS_OUTCOME_FOLDED
         FPS_OUTCOME_DROPPED
+        FPS_OUTCOME_REJECTED
 
     uint64_t FPS_PENDING
     uint64_t FPS_LEFT

@@ -57,9 +57,9 @@ cdef class ArenaCounters(ArenaView):
     def push_outcomes(self, uint32_t lane, uint32_t shard, uint64_t first, uint64_t last):
         """The outcomes of the lane's descriptors [first, last) that the shard is done with; shorter if it is not with all.
 
-        A list of (OUTCOME_FOLDED, version that the push is part of, time, staleness), (OUTCOME_DROPPED, version that it was
-        late for, time, 0), or None for a descriptor without an outcome: LEAVE, or posted before `record`. Only the lane's last
-        `ring_size` descriptors are known, and only while the lane posts none.
+        A list of (OUTCOME_FOLDED or OUTCOME_REJECTED, version that the push is part of, time, staleness), (OUTCOME_DROPPED,
+        version that it was late for, time, 0), or None for a descriptor without an outcome: LEAVE, or posted before `record`.
+        Only the lane's last `ring_size` descriptors are known, and only while the lane posts none.
         """
         cdef uint64_t position
         cdef fps_push_outcome *push_outcome

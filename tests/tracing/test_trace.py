@@ -22,8 +22,8 @@ from fastps.system.clock import SYSTEM_CLOCK
 from fastps.tracing import parts
 from fastps.tracing import perfetto as trace_perfetto
 from fastps.tracing import summary as trace_summary
-from fastps.tracing.check import check, is_complete
-from fastps.tracing.file import DROPPED, FOLDED, UNDECIDED, Trace, TraceError, read, write
+from fastps.tracing.check import check, is_complete, push_log_row
+from fastps.tracing.file import DROPPED, FOLDED, REJECTED, UNDECIDED, Trace, TraceError, read, write
 from fastps.tracing.parts import CHUNK_LINES, Part, folder_of, folders_of, load, merge
 from tests.support import commands, processes
 
@@ -95,6 +95,25 @@ def test_times_of_a_step_follow_each_other_and_processor_time_is_apart_from_slee
     assert np.median(trace_summary.blocked_ns(slow)) > 14e6, "it slept 15 ms"
     assert np.median(slow["cpu_ns"]) < 5e6
     assert set(slow["samples"]) == {4}
+
+
+@pytest.mark.parametrize("sync", ["asp", "bsp", "asp,shards=2"])
+def test_a_rejected_push_is_rejected_in_the_push_log(sync: str, tmp_path: Path) -> None:
+    first = {name: np.ones(3, np.float32) for name in "ab"}
+    with fastps.trace(tmp_path / "run.trace"), fastps.Store.create(first, fastps.SGD(lr=0.1), sync=sync, workers=2) as store:
+        with store.attach(0) as good, store.attach(1) as bad:
+            for step in range(6):
+                good.push(store.hypers)
+                bad.gradients["a"][:] = np.nan if step == 3 else 1.0
+                bad.push(store.hypers)
+                for worker in (good, bad):
+                    worker.advance()
+                    worker.pull()
+    trace = read(tmp_path / "run.trace")
+    rejected = trace.pushes[trace.pushes["fate"] == REJECTED]
+    assert [(push["worker"], push["shard"], push["step"]) for push in rejected] == [(1, 0, 3)]
+    assert check(trace) == [] and push_log_row(trace)["rejected"] == 1
+    assert push_log_row(trace)["folded"] + 1 == len(trace.pushes)
 
 
 # -- doctored push logs ------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 BEGIN, COMPUTED, RECEIVE, FOLD, DROP, GRANT, TIMER, LEAVE, PULL = range(len(KINDS))
+DEATH, JOIN = CHANGES = range(len(KINDS), len(KINDS) + 2)  # of a worker; no simulation has them
 _COMMITS = (RECEIVE, TIMER, LEAVE)
 _ENDS_NS = 5_000_000  # between two looks whether the workers have ended
 _HELD_NS = 50_000  # between two tries for a shard lock that a worker holds to copy state
@@ -47,24 +48,28 @@ class WorkerLostError(Exception):
 
 
 class Driver:
-    """The driver of a store whose workers are all attached, at the other ends of `links`.
+    """The driver of a store whose first workers are all attached, at the other ends of `links`; others find it by `listener`.
 
     Attributes:
         store: the job's store.
     """
 
-    def __init__(self, store: Store, links: Sequence[socket.socket], clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, store: Store, links: Sequence[socket.socket], clock: Clock = SYSTEM_CLOCK, listener: "Listener | None" = None
+    ) -> None:
         self.store = store
-        self._links, self._clock = links, clock
+        self._links, self._clock, self._listener = dict(enumerate(links)), clock, listener
         self._combiner = Lane(store.arena, store.arena.server_lane)
         self._combiner.set_user_rule(store.layout.rule.address)
-        self._lanes = [Lane(store.arena, rank) for rank in range(len(links))]
+        self._lanes = [Lane(store.arena, rank) for rank in range(store.arena.lanes)]
         policy = store.layout.policy
         self._keeps_old = policy.pull < 1  # a step may begin without a shard's newest weights
         self._combines = policy.combine
         self._shards = range(store.arena.shards)
         self._granted: dict[tuple[int, int], tuple[int, int]] = {}
-        self._news = [{shard: self._pin(lane, shard) for shard in self._shards} for lane in self._lanes]
+        self._news = {
+            worker: {shard: self._pin(self._lanes[worker], shard) for shard in self._shards} for worker in self._links
+        }
 
     def play(self, events: Iterable[Event]) -> None:
         """Play events in their order."""
@@ -91,8 +96,8 @@ class Driver:
         return self._combines and (event.shard, event.time_ns) == (first.shard, first.time_ns)
 
     def commit(self, events: Sequence[Event]) -> None:
-        """Let a shard take the next push of each event's worker, or its LEAVE, and fire its timers, in one commit."""
-        played = [(-1 if event.kind == TIMER else event.worker, event.time_ns) for event in events]
+        """Let a shard take the next push of each event's worker, or its LEAVE, its changes, and its timers, in one commit."""
+        played = [(_lane_of(event), event.time_ns) for event in events]
         while (outcome := self._combiner.play(events[0].shard, played)) == BUSY:
             self._clock.sleep_ns(_HELD_NS)
         raise_for_outcome(outcome, self._combiner.bad_lane, self.store.arena.buffers)
@@ -125,12 +130,38 @@ class Driver:
             self._links[worker].send(BEGINS + b"".join(READ.pack(shard, *read) for shard, read in self._news[worker].items()))
         self._news[worker] = {}
 
-    def await_any(self, workers: Collection[int]) -> int:
-        """Wait until one of these workers has computed, and return which."""
+    def await_any(self, workers: Collection[int], *, joins: bool = False) -> int:
+        """Wait until one of these workers has computed, or if `joins` another one is here: -1. Returns which.
+
+        Raises TimeoutExceededError if a worker that joins does not come.
+        """
         poll, of_link = select.poll(), {self._links[worker].fileno(): worker for worker in workers}
+        if joins and self._listener is not None:
+            of_link[self._listener.fileno()] = -1
         for number in of_link:
             poll.register(number, select.POLLIN)
-        return min(of_link[number] for number, _ in poll.poll())
+        found = poll.poll(self.store.timeout_s * 1000 if joins else None)
+        if not found:
+            raise TimeoutExceededError(
+                f"expected every worker that joins within {self.store.timeout_s:g} s, found one missing; raise FASTPS_TIMEOUT"
+                " if it is only slow"
+            )
+        return min(of_link[number] for number, _ in found)
+
+    def meet(self) -> int:
+        """Take the link of the next worker that joins, which waits for its first step. Returns which."""
+        assert self._listener is not None
+        worker, link = self._listener.next_link()
+        self._links[worker], self._news[worker] = link, {}
+        return worker
+
+    def lose(self, worker: int, *, dies: bool) -> None:
+        """Let a worker's process end here, marked dead if it `dies`; else it has left."""
+        if not dies:
+            return self._say(worker)
+        self.store.arena.mark_dead(worker, self.store.arena.generation(worker))
+        with contextlib.suppress(ConnectionError):
+            self._links[worker].send(STOPS)
 
     def await_push(self, worker: int, time_ns: int, read_version: int = -1) -> Push:
         """Wait until the worker has computed, and post for it, with another version as the one read. Raises WorkerLostError."""
@@ -165,7 +196,7 @@ class Driver:
     def end(self) -> str:
         """Let all workers end, after each has left. Returns the digest of the final weights."""
         digest = self.digest()
-        for worker in range(len(self._links)):
+        for worker in self._links:
             self._say(worker)
         return digest
 
@@ -174,7 +205,7 @@ class Driver:
 
         Until then this is the server, so that nobody folds what is posted and not played.
         """
-        for worker, link in enumerate(self._links):
+        for worker, link in self._links.items():
             if worker in left:
                 self._say(worker)
             else:
@@ -183,6 +214,13 @@ class Driver:
         until_ns = self._clock.now_ns() + int(self.store.timeout_s * 1e9)
         while any(state in WORKER_PRESENT for state in self.store.arena.lane_states()) and self._clock.now_ns() < until_ns:
             self._clock.sleep_ns(_ENDS_NS)
+
+
+def _lane_of(event: Event) -> int:
+    """An event's lane, as the combiner's `play` names it."""
+    if event.kind in CHANGES:
+        return -2 - event.worker
+    return -1 if event.kind == TIMER else event.worker
 
 
 class Listener:
@@ -234,6 +272,15 @@ class Listener:
                 ) from None
             found[RANK.unpack(message)[0]] = connection
         return [found[rank] for rank in range(workers)]
+
+    def next_link(self) -> tuple[int, socket.socket]:
+        """Wait for a worker that joins. Returns its rank and a connection to it. Raises WorkerLostError."""
+        connection, message, _ = self._next()
+        return RANK.unpack(message)[0], connection
+
+    def fileno(self) -> int:
+        """The descriptor at which the next worker is noticed."""
+        return self._socket.fileno()
 
     def _next(self) -> tuple[socket.socket, bytes, list[int]]:
         """The next connection of this user, with its first message and its descriptors."""

@@ -3,6 +3,7 @@
 import os
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +21,10 @@ from fastps.training.runs import RunFailedError
 _LAST_ONLY = 1 << 50  # updates between two checkpoints, where only the last is wanted
 
 
-def job_options(checkpoint: Path | None, threads: str = "1", nonfinite: str = "") -> JobOptions:
+def job_options(checkpoint: Path | None, threads: str = "1", nonfinite: str = "", changes: bool = False) -> JobOptions:
     """The options of a job in virtual time, whose server saves its last version if a folder for checkpoints is given.
 
-    `threads`: of a worker's arithmetic, unless the environment says.
+    `threads`: of a worker's arithmetic, unless the environment says. `changes`: whether workers die or join.
     """
     variables = {
         "FASTPS_VIRTUAL": "1",
@@ -32,7 +33,15 @@ def job_options(checkpoint: Path | None, threads: str = "1", nonfinite: str = ""
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
     }
     every = _LAST_ONLY if checkpoint is not None else 0
-    return JobOptions(server="process", nonfinite=nonfinite, checkpoint=str(checkpoint or ""), every=every, variables=variables)
+    return JobOptions(
+        server="process",
+        on_worker_loss="continue" if changes else "",
+        joins=changes,
+        nonfinite=nonfinite,
+        checkpoint=str(checkpoint or ""),
+        every=every,
+        variables=variables,
+    )
 
 
 @dataclass
@@ -51,6 +60,7 @@ class Hosting:
     play: Callable[[Driver], None]
     clock: Clock = SYSTEM_CLOCK
     error: BaseException | None = field(default=None, init=False)
+    _joins: "deque[int]" = field(default_factory=deque, init=False)
     _has_played: bool = field(default=False, init=False)
 
     def run(self, tick: Callable[[], None], *, silent: bool = True) -> Outcome:
@@ -72,8 +82,14 @@ class Hosting:
         listener = Listener(job)
         thread = threading.Thread(target=self.drive, args=(listener,), name="fastps-driver", daemon=True)
         thread.start()
+
+        def on_tick() -> None:
+            while self._joins:
+                launcher.join(self._joins.popleft())
+            launcher.draw(tick)
+
         try:
-            outcome = launcher.run(lambda: launcher.draw(tick))
+            outcome = launcher.run(on_tick)
         finally:
             listener.close()
             thread.join()
@@ -91,12 +107,16 @@ class Hosting:
             )
         return outcome
 
+    def join(self, worker: int) -> None:
+        """Start a worker that joins the job, soon. From any thread."""
+        self._joins.append(worker)
+
     def drive(self, listener: Listener) -> None:
         """Serve the job until it has been played. An error is kept in `error`."""
         store = None
         try:
             store, compiled = listener.store(self.clock)
-            self.play(Driver(store, listener.links(store), self.clock))
+            self.play(Driver(store, listener.links(store), self.clock, listener))
             self._has_played = True
             del compiled  # keeps the rule's code alive until now
         except WorkerLostError:

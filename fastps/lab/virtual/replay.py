@@ -2,7 +2,8 @@
 
 The order of each shard's commits is that of the trace. Between them, what is played next follows from what is there: a worker
 reads a version while it is the newest, once it has handed its last push over; a commit waits for its pushes, and for all that
-read the version before it. So the replay needs no times, and workers compute at once on the cores that are there.
+read the version before it. So the replay needs no times, and workers compute at once on the cores that are there. A worker that
+died ends once it has handed over what it had posted, and one that joined is started when the first commit waits for it.
 """
 
 import contextlib
@@ -15,9 +16,9 @@ import numpy as np
 
 from fastps.errors import Error, UsageError
 from fastps.kernels.protocol.lane import KIND_LEAVE, KIND_NULL
-from fastps.lab.virtual.driver import BEGIN, GRANT, PULL, RECEIVE, Driver, Event, WorkerLostError
+from fastps.lab.virtual.driver import BEGIN, CHANGES, DEATH, GRANT, JOIN, LEAVE, PULL, RECEIVE, Driver, Event, WorkerLostError
 from fastps.lab.virtual.hosting import Hosting, job_options
-from fastps.lab.virtual.recorded import Recorded
+from fastps.lab.virtual.recorded import Owner, Recorded
 from fastps.membership.job_memory import JobMemory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.tracing.for_replay import gradient_sample, model_digest, sampled_words, weights_checksum
@@ -50,25 +51,35 @@ def replay(
     """
     hint = recorded.check_command(command)
     player = Player(recorded, hint, until, find_nonfinite)
-    options = job_options(checkpoint, str(recorded.about["threads"]), recorded.about["nonfinite"])
+    changes = bool(recorded.joined) or any(owner.died for each in recorded.steps for owner in each.owners)
+    options = job_options(checkpoint, str(recorded.about["threads"]), recorded.about["nonfinite"], changes=changes)
     began_ns = clock.now_ns()
-    hosting = Hosting(command, len(recorded.steps), recorded.sync, options, player.play, clock)
+    hosting = Hosting(command, recorded.workers, recorded.sync, options, player.play, clock)
+    player.start = hosting.join
     hosting.run(lambda: tick(player.played, player.of), silent=silent)
     return player.row | {"seconds": (clock.now_ns() - began_ns) / 1e9}
 
 
 @dataclass
 class _Worker:
-    """Where one worker is. Position p of its pushes is begun, then handed over."""
+    """Where one lane's present worker is; before it joins, where it will begin. Position p is begun, then handed over."""
 
+    owner: Owner
+    number: int  # of the lane's owners
+    reads: list[int]  # the version of each shard that its present step reads; -1: none yet
     begun: int = 0
     handed: int = 0
-    reads: list[int] = field(default_factory=list)  # the version of each shard that its present step reads
     pulled: set[int] = field(default_factory=set)  # shards whose weights for the next step are pinned
-    slots: list[int] = field(default_factory=list)  # of each push handed over, -1 without a gradient
     free_at: dict[int, int] = field(default_factory=dict)  # by slot: descriptors to be done with before it is written again
     gradients: int = 0  # of those pushes
+    admitted: set[int] = field(default_factory=set)  # shards that count it
+    is_started: bool = True
+    is_here: bool = True
     has_left: bool = False
+    is_lost: bool = False  # its process ends, or has
+
+    def __post_init__(self) -> None:
+        self.begun = self.handed = self.owner.first
 
     @property
     def computes(self) -> bool:
@@ -92,7 +103,19 @@ class Player:
         self.row: Row = {}
         self._next = [0] * recorded.shards  # the next commit of each shard
         self._versions = [0] * recorded.shards
-        self._workers = [_Worker(reads=[0] * recorded.shards) for _ in recorded.steps]
+        shards = range(recorded.shards)
+        self._workers = {
+            worker: self._next_owner(worker, 0)
+            if steps.joins
+            else _Worker(steps.owners[0], 0, [0 for _ in shards], admitted=set(shards))
+            for worker, steps in enumerate(recorded.steps)
+            if steps.owners
+        }
+        # The number of the owner that each shard counts, by lane; -1: none yet.
+        self._counted = [[-steps.joins] * recorded.shards for steps in recorded.steps]
+        self._pushes = 0
+        self._slots: dict[tuple[int, int], int] = {}  # of each push handed over, -1 without a gradient
+        self.start: Callable[[int], None] = lambda worker: None  # starts the process of a worker that joins
         self._nonfinite: str | None = None
         self._driver: Driver
 
@@ -105,18 +128,22 @@ class Player:
             with contextlib.suppress(WorkerLostError):
                 self._stop()
             raise
-        pushes = sum(len(at.slots) for at in self._workers)
-        self.row |= {"pushes": pushes, "updates": max(self._versions), "checksums": self._checksums}
-        self.row |= {"workers": len(self._workers), "sync": self._recorded.sync, "nonfinite": self._nonfinite}
+        self.row |= {"pushes": self._pushes, "updates": max(self._versions), "checksums": self._checksums}
+        self.row |= {"workers": self._recorded.workers, "sync": self._recorded.sync, "nonfinite": self._nonfinite}
+        self.row |= {"joined": self._recorded.joined}
 
     def _play(self) -> None:
         self._check_beginning(self._driver.store)
         while self._nonfinite is None:
             if not (self._begin_steps() or self._commit_all()):
-                computing = [worker for worker, at in enumerate(self._workers) if at.computes]
-                if not computing or self._is_at_the_end():
+                computing = [worker for worker, at in self._workers.items() if at.computes]
+                joins = any(at.is_started and not at.is_here for at in self._workers.values())
+                if not (computing or joins) or self._is_at_the_end():
                     break
-                self._take(self._driver.await_any(computing))
+                if (worker := self._driver.await_any(computing, joins=joins)) >= 0:
+                    self._take(worker)
+                else:
+                    self._workers[self._driver.meet()].is_here = True
         if self._stops_early or self._nonfinite is not None:
             self.row["weights"] = self._driver.digest()
             self._stop()
@@ -140,18 +167,22 @@ class Player:
 
     def _await_all(self, *, compares: bool = True) -> None:
         """Wait until no worker computes."""
-        for worker, at in enumerate(self._workers):
+        for worker, at in self._workers.items():
             if at.computes:
                 self._take(worker, compares=compares)
 
     def _stop(self) -> None:
         """End the workers where they are, once each waits in a step, or has left."""
-        for worker, at in enumerate(self._workers):
-            if not at.begun:  # a worker that could not join would be a failure to the others
+        shards = self._recorded.shards
+        while any(at.is_started and not at.is_here for at in self._workers.values()):
+            self._workers[self._driver.meet()].is_here = True
+        for worker, at in self._workers.items():
+            if at.begun == at.owner.first and len(at.admitted) == shards and not at.is_lost:
+                # A worker that could not begin would be a failure to the others.
                 self._driver.play([Event(0, 0, 0, worker, 0, BEGIN)])
-                at.begun = 1
+                at.begun += 1
         self._await_all(compares=False)
-        self._driver.stop({worker for worker, at in enumerate(self._workers) if at.has_left})
+        self._driver.stop({worker for worker, at in self._workers.items() if at.has_left})
 
     def _end(self) -> None:
         """Compare the last weights, and let the workers end."""
@@ -164,19 +195,21 @@ class Player:
 
     def _begin_steps(self) -> bool:
         """Let each worker's next step begin, if what it reads is there. Returns whether anything was done."""
-        return any([self._begin(worker) for worker, at in enumerate(self._workers) if not (at.computes or at.has_left)])
+        free = [worker for worker, at in self._workers.items() if not (at.computes or at.has_left or at.is_lost)]
+        return any([self._begin(worker) for worker in free if len(self._workers[worker].admitted) == self._recorded.shards])
 
     def _begin(self, worker: int) -> bool:
         at, steps = self._workers[worker], self._recorded.steps[worker]
-        is_last = at.begun >= len(steps.reads)  # in which it leaves: nobody recorded what it read
-        wanted = at.reads if is_last else steps.reads[at.begun].tolist()
-        if not is_last and not self._is_let_go(worker):
+        is_last = at.begun >= at.owner.end  # in which it leaves: nobody recorded what it read
+        if at.owner.died if is_last else not self._is_let_go(worker):
             return False
+        wanted = steps.reads[at.begun].tolist() if not is_last else at.reads if at.reads[0] >= 0 else list(self._versions)
         pinned = False
         for shard, version in enumerate(wanted):
             if shard not in at.pulled and version in (at.reads[shard], self._versions[shard]):
                 if version != at.reads[shard]:
-                    self._driver.play([Event(0, version, 0, worker, shard, kind) for kind in (GRANT, PULL)])
+                    newest = self._driver.store.arena.shard_version(shard)
+                    self._driver.play([Event(0, newest, 0, worker, shard, kind) for kind in (GRANT, PULL)])
                 at.pulled.add(shard)
                 pinned = True
         if len(at.pulled) < len(wanted):
@@ -189,13 +222,14 @@ class Player:
         """Whether a worker's next step may begin here: the slot of its push is free, and its batch is tuned."""
         at, layout = self._workers[worker], self._driver.store.layout
         slot = at.gradients % layout.slots
-        is_granted = layout.policy.grant != "round-robin" or self._driver.is_granted(worker, at.begun + 1)
+        number = int(self._recorded.steps[worker].numbers[at.begun])
+        is_granted = layout.policy.grant != "round-robin" or self._driver.is_granted(worker, number + 1)
         return is_granted and self._driver.is_free(worker, at.free_at.get(slot, 0))
 
     def _take(self, worker: int, *, compares: bool = True) -> None:
         """Take what a worker has computed, and compare it. Raises ReplayDiffersError."""
         at, steps = self._workers[worker], self._recorded.steps[worker]
-        position, count = at.handed, len(steps.reads)
+        position, count = at.handed, at.owner.end
         push = self._driver.await_push(worker, 0, int(steps.timestamps[position]) if position < count else -1)
         at.handed += 1
         at.has_left = push.kind == KIND_LEAVE
@@ -213,7 +247,8 @@ class Player:
         sample = gradient_sample(sampled_words(store, worker, push.slot)) if push.kind != KIND_NULL else 0
         if sample != steps.samples[position]:
             raise self._differs(worker, int(steps.numbers[position]), "it pushes another gradient than the recorded worker")
-        at.slots.append(-1 if push.kind == KIND_NULL else push.slot)
+        self._slots[worker, position] = -1 if push.kind == KIND_NULL else push.slot
+        self._pushes += 1
         if push.kind != KIND_NULL:
             at.gradients += 1
             at.free_at[push.slot] = at.handed
@@ -232,12 +267,42 @@ class Player:
     def _is_ready(self, commit: list[Event]) -> bool:
         shard, version = commit[0].shard, commit[0].version
         if version > self._until or any(
-            event.detail >= self._workers[event.worker].handed for event in commit if event.worker >= 0
+            event.detail >= self._workers[event.worker].handed for event in commit if event.kind in (RECEIVE, LEAVE)
         ):
             return False
-        return version == self._versions[shard] or not any(
-            self._reads_later(worker, shard) for worker in range(len(self._workers))
-        )
+        if version != self._versions[shard] and any(self._reads_later(worker, shard) for worker in self._workers):
+            return False
+        return all([self._is_changed(event) for event in commit if event.kind in CHANGES])
+
+    # -- workers that die and join -------------------------------------------------------------------
+
+    def _next_owner(self, worker: int, number: int) -> _Worker:
+        owner = self._recorded.steps[worker].owners[number]
+        return _Worker(owner, number, [-1] * self._recorded.shards, is_started=False, is_here=False)
+
+    def _is_changed(self, event: Event) -> bool:
+        """Whether a worker has died, or is here to join; if it is time, see to it."""
+        worker, shard = event.worker, event.shard
+        at, gone = self._workers[worker], self._counted[worker][shard]
+        if at.number == gone:
+            if not self._lose(worker):
+                return False
+            if gone + 1 < len(self._recorded.steps[worker].owners):
+                at = self._workers[worker] = self._next_owner(worker, gone + 1)
+        if event.kind == DEATH:
+            return True
+        if not at.is_started:
+            at.is_started = True
+            self.start(worker)
+        return at.is_here and (event.kind != JOIN or shard == 0 or 0 in at.admitted)
+
+    def _lose(self, worker: int) -> bool:
+        """End a worker that died or left once it has handed over all that it posted. Returns whether it ends."""
+        at = self._workers[worker]
+        if not at.is_lost and at.handed >= at.owner.end and (at.owner.died or at.has_left):
+            self._driver.lose(worker, dies=at.owner.died)
+            at.is_lost = True
+        return at.is_lost
 
     def _reads_later(self, worker: int, shard: int) -> bool:
         """Whether a worker has still to read the shard's present version."""
@@ -253,6 +318,10 @@ class Player:
         if self._finds:
             self._look_at_gradients(commit)
         self._driver.commit(commit)
+        for event in commit:
+            if event.kind == JOIN:
+                self._counted[event.worker][shard] += 1
+                self._workers[event.worker].admitted.add(shard)
         self.played += 1
         self._next[shard] += 1
         store, version = self._driver.store, commit[0].version
@@ -284,8 +353,7 @@ class Player:
     def _look_at_gradients(self, commit: list[Event]) -> None:
         store = self._driver.store
         for event in commit:
-            at = self._workers[event.worker]
-            if event.kind != RECEIVE or (slot := at.slots[event.detail]) < 0:
+            if event.kind != RECEIVE or (slot := self._slots[event.worker, event.detail]) < 0:
                 continue
             present = store.slot_words(event.worker, slot)[1]
             views = store.gradient_views(event.worker, slot)

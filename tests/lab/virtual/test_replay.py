@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ import pytest
 from fastps import SGD, Store
 from fastps.checkpoint.loading import load
 from fastps.errors import UsageError
+from fastps.kernels.shm.arena import LANE_DEAD, LANE_FREE
 from fastps.lab.virtual.driver import Listener
 from fastps.lab.virtual.hosting import Hosting
 from fastps.lab.virtual.recorded import Recorded, recorded_of
 from fastps.lab.virtual.replay import Player, ReplayDiffersError, Row
 from fastps.processes.options import JobOptions
 from fastps.store.worker import Worker
-from fastps.tracing.file import EVENT_CHANGE, Trace, TraceError, read
+from fastps.tracing.check import check
+from fastps.tracing.file import EVENT_DEATH, EVENT_EXPULSION, Trace, TraceError, read
 from fastps.tracing.recorder import trace as recording
 from tests.support.commands import fastps
 
@@ -35,49 +37,104 @@ def gradient(weights: np.ndarray, worker: int, step: int) -> np.ndarray:
     return weights - target.astype(np.float32)
 
 
-def work(worker: Worker, steps: int, made: Gradient) -> None:
+class DeathError(Exception):
+    """A worker dies."""
+
+
+def work(worker: Worker, steps: int, made: Gradient, joined: threading.Event, dies_at: tuple[int, bool] | None = None) -> None:
+    """Make a worker's steps; `dies_at`: in which one it dies, and whether its push is posted then. One outlives all joins."""
     with worker:
-        for step in range(steps):
+        for step in range(worker.steps, steps):
+            assert step < steps - 1 or worker.rank != 1 or joined.wait(60)
             time.sleep(0.0005 * ((worker.rank * 7 + step * 3) % 5))
             for name, view in worker.gradients.items():
                 view[...] = made(worker.weights[name], worker.rank, step)
+            if dies_at == (step, False):
+                die(worker)
             worker.push(worker.store.hypers, samples=worker.batch_size or SAMPLES)
+            if dies_at == (step, True):
+                die(worker)
             worker.advance()
             worker.pull()
 
 
-def job(spec: str, made: Gradient, **options: str) -> Arrays:
-    """The last weights of a job whose workers are threads here; each makes another number of steps."""
-    failures: list[BaseException] = []
+def die(worker: Worker) -> None:
+    """End a worker as another one does that sees its process end."""
+    worker.closed = True
+    worker.store.stop_answering(worker._listener)
+    worker.store.arena.mark_dead(worker.rank, worker.generation)
+    worker._membership.close()
+    raise DeathError
 
-    def run(store: Store, rank: int, attached: Worker | None) -> None:
+
+class Job:
+    """A job whose workers are threads here; each makes another number of steps. In a live one they die as `deaths` says.
+
+    Each of `joins`, ranks in order, joins once worker 0 has made 4 steps more; in a replay, once `join` is called.
+    """
+
+    def __init__(
+        self, spec: str, made: Gradient, deaths: dict[int, tuple[int, bool]], joins: Sequence[int], **options: Any
+    ) -> None:
+        self._made, self._deaths, self._joins, self._is_live = made, deaths, joins, "job" not in options
+        self._failures: list[BaseException] = []
+        self._threads: list[threading.Thread] = []
+        self._joined = threading.Event()
+        if deaths or joins:
+            options |= {"on_worker_loss": "continue", "max_workers": max([WORKERS, *(rank + 1 for rank in joins)])}
+        self.store = Store.create(FIRST, SGD(lr=0.1, momentum=0.5), sync=spec, workers=WORKERS, timeout_s=60, **options)
+
+    def join(self, rank: int, attached: Worker | None = None, dies_at: tuple[int, bool] | None = None) -> None:
+        """Let a worker begin."""
+        thread = threading.Thread(target=self._run, args=(rank, attached, dies_at), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self, rank: int, attached: Worker | None, dies_at: tuple[int, bool] | None) -> None:
         try:
-            work(attached or store.attach(rank), STEPS + rank, made)
-        except SystemExit:
-            pass  # the replay stopped
+            work(attached or self.store.attach(rank), STEPS + rank, self._made, self._joined, dies_at)
+        except (SystemExit, DeathError):
+            pass  # the replay stopped it
         except BaseException as error:
-            failures.append(error)
+            self._failures.append(error)
 
-    with Store.create(FIRST, SGD(lr=0.1, momentum=0.5), sync=spec, workers=WORKERS, timeout_s=60, **options) as store:
-        attached = [None if options else store.attach(rank) for rank in range(WORKERS)]  # a replay's wait for each other
-        threads = [threading.Thread(target=run, args=(store, rank, attached[rank]), daemon=True) for rank in range(WORKERS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
-        assert not failures, failures
-        return {name: view.copy() for name, view in zip(FIRST, store.weight_views(store.committed()[0]), strict=True)}
+    def weights(self) -> Arrays:
+        """The last weights."""
+        with self.store as store:
+            attached = [store.attach(rank) if self._is_live else None for rank in range(WORKERS)]  # else for each other
+            for rank in range(WORKERS):
+                self.join(rank, attached[rank], self._deaths.get(rank))
+            for number, rank in enumerate(self._joins if self._is_live else ()):
+                while store.arena.clock(1) < 3 * (number + 1) or store.arena.lane_state(rank) not in (LANE_FREE, LANE_DEAD):
+                    time.sleep(0.0002)
+                self.join(rank, store.attach(rank))
+            self._joined.set()
+            for thread in self._threads:
+                thread.join(60)
+                assert not thread.is_alive()
+            assert not self._failures, self._failures
+            return {name: view.copy() for name, view in zip(FIRST, store.weight_views(store.committed()[0]), strict=True)}
 
 
-def record(spec: str, file: Path, made: Gradient = gradient) -> tuple[Arrays, Trace]:
+def record(
+    spec: str,
+    file: Path,
+    made: Gradient = gradient,
+    deaths: dict[int, tuple[int, bool]] | None = None,
+    joins: Sequence[int] = (),
+    **options: str,
+) -> tuple[Arrays, Trace]:
     with recording(file):
-        weights = job(spec, made)
+        weights = Job(spec, made, deaths or {}, joins, **options).weights()
     return weights, read(file)
 
 
 def replayed(
-    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, made: Gradient = gradient, **options: Any
+    recorded: Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+    made: Gradient = gradient,
+    joins: Sequence[int] = (),
+    **options: Any,
 ) -> tuple[Arrays, Row]:
     """The last weights of a replay, and its row."""
     monkeypatch.setenv("FASTPS_VIRTUAL", "1")
@@ -87,7 +144,9 @@ def replayed(
     thread = threading.Thread(target=hosting.drive, args=(listener,), daemon=True)
     thread.start()
     try:
-        weights = job(recorded.sync, made, server="process", job=name)
+        job = Job(recorded.sync, made, {}, joins, server="process", job=name)
+        player.start = job.join
+        weights = job.weights()
     finally:
         listener.close()
         thread.join(60)
@@ -124,6 +183,42 @@ def test_the_weights_of_a_replay_are_those_of_the_recorded_run(
         np.testing.assert_array_equal(found[name], weights[name])
     assert row["pushes"] == sum(STEPS + rank for rank in range(WORKERS))
     assert row["checksums"] >= trace.header["shards"] and row["nonfinite"] is None
+
+
+CHANGES = [
+    ({2: (5, True)}, ()),
+    ({2: (5, False)}, (2,)),
+    ({0: (7, True), 2: (3, False)}, (2, 0)),
+    ({2: (4, True)}, (3, 2)),
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("deaths", "joins"), CHANGES)
+@pytest.mark.parametrize(
+    "spec", ["bsp", "asp", "ssp:1", "dssp:1,4,shards=2", "softsync:2", "backup:1", "psp:2,0.75,push_timeout=0.003", "r2sp:0.8"]
+)
+def test_deaths_and_joins_come_where_they_came(
+    spec: str, deaths: dict[int, tuple[int, bool]], joins: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, trace = record(spec, tmp_path / "run.trace", deaths=deaths, joins=joins)
+    assert not check(trace)
+    recorded = recorded_of(trace, tmp_path / "run.trace")
+    found, row = replayed(recorded, monkeypatch, joins=joins or (0,))
+    for name in FIRST:
+        np.testing.assert_array_equal(found[name], weights[name])
+    assert row["joined"] == len(joins) and (trace.events["kind"] == EVENT_DEATH).sum() >= len(deaths)
+
+
+@pytest.mark.parametrize(("spec", "deaths", "joins"), [("asp", {}, ()), ("ssp:1,shards=2", {}, ()), ("bsp", *CHANGES[2])])
+def test_a_run_with_a_server_process_is_replayed(
+    spec: str, deaths: dict[int, tuple[int, bool]], joins: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, trace = record(spec, tmp_path / "run.trace", deaths=deaths, joins=joins, server="process")
+    found, row = replayed(recorded_of(trace, tmp_path / "run.trace"), monkeypatch, joins=joins or (0,))
+    for name in FIRST:
+        np.testing.assert_array_equal(found[name], weights[name])
+    assert row["joined"] == len(joins)
 
 
 @pytest.fixture
@@ -170,19 +265,21 @@ def without(trace: Trace, *names: str) -> Trace:
 
 def test_what_cannot_be_replayed_is_refused(asp: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = read(tmp_path / "run.trace")
-    changed = trace.events.copy()
-    changed["kind"][0] = EVENT_CHANGE
+    old, expelled = trace.events.copy(), trace.events.copy()
+    old["kind"][0], old["worker"][0] = 4, -1
+    expelled["kind"][0] = EVENT_EXPULSION
     for found, message in (
         (without(trace, "replay"), "recorded by fastps .*, which did not record the order of commits: record the run again"),
         (without(trace, "weights"), "the trace has no checksum of the last weights"),
         (replace(trace, header={**trace.header, "replay": {"against": "of several nodes"}}), "a job of several nodes cannot"),
         (replace(trace, header={**trace.header, "sync": "unheard-of"}), "expected a discipline that this fastps knows"),
-        (replace(trace, events=changed), "a worker died or joined, which cannot be replayed yet"),
+        (replace(trace, events=old), "which did not record who died or joined: record the run again"),
+        (replace(trace, events=expelled), "a worker was expelled because its memory was damaged"),
     ):
         with pytest.raises(UsageError, match=message):
             recorded_of(found, tmp_path / "run.trace")
     with pytest.raises(TraceError, match=r"is damaged: commit \d+ of shard 0 is missing"):
-        recorded_of(replace(trace, events=trace.events[1:]), tmp_path / "run.trace")
+        recorded_of(replace(trace, events=trace.events[trace.events["commit"] != 3]), tmp_path / "run.trace")
     with pytest.raises(UsageError, match="the trace is of another script: expected its model"):
         replayed(replace(asp, about={**asp.about, "model": "another"}), monkeypatch)
     with pytest.raises(UsageError, match=r"expected the arguments that the run was recorded with .*, found --lr 2"):
@@ -192,7 +289,7 @@ def test_what_cannot_be_replayed_is_refused(asp: Recorded, tmp_path: Path, monke
 # -- real processes ------------------------------------------------------------------------------------
 
 SCRIPT = """
-import hashlib, random, sys, time
+import hashlib, os, random, signal, sys, time
 import fastps, torch
 
 torch.manual_seed(0)
@@ -203,6 +300,12 @@ torch.manual_seed(rank)
 for step in range(int(sys.argv[1])):
     if step == 5 and rank == 1 and sys.argv[2:] == ["unseeded"]:
         torch.seed()
+    if "KILLED" in os.environ and "FASTPS_JOINS" in os.environ:
+        open(sys.argv[0] + ".replaced", "w").close()
+    elif step == 9 and str(rank) == os.environ.get("KILLED"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    while step == 20 and "KILLED" in os.environ and not os.path.exists(sys.argv[0] + ".replaced"):
+        time.sleep(0.01)
     inputs = torch.randn(16, 8)
     time.sleep(random.random() * 0.002 * (1 + 2 * (rank == 0)))
     optimizer.zero_grad()
@@ -223,7 +326,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def recorded_live(spec: str, file: Path, *command: str) -> str:
-    """Record four processes. Returns the line about the last weights."""
+    """Record four processes; options of `fastps run` may come first. Returns the line about the last weights."""
     found = fastps("run", "-n", "4", "--sync", spec, "--trace", str(file), *command, timeout=300)
     assert found.returncode == 0, found.stderr
     return next(line for line in found.stdout.splitlines() if "weights" in line)
@@ -239,6 +342,27 @@ def test_live_processes_are_replayed_bit_by_bit(spec: str, script: str, tmp_path
     assert found.returncode == 0, found.stderr
     assert line in found.stdout.splitlines()
     assert "160 pushes of 4 workers" in " ".join(found.stdout.split())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("spec", "killed", "server"),
+    [("asp", 2, "workers"), ("ssp:3,shards=2", 0, "workers"), ("dssp:3,15", 2, "process"), ("bsp", 1, "workers")],
+)
+def test_a_kill_and_a_replacement_are_replayed_bit_by_bit(
+    spec: str, killed: int, server: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.trace"
+    monkeypatch.setenv("KILLED", str(killed))
+    monkeypatch.setenv("FASTPS_SERVER", server)
+    line = recorded_live(spec, file, "--restarts", "1", script, "40")
+    monkeypatch.delenv("KILLED")
+    monkeypatch.delenv("FASTPS_SERVER")
+    assert not check(read(file))
+    found = fastps("replay", str(file), script, "40", timeout=300)
+    assert found.returncode == 0, found.stderr
+    assert line in found.stdout.splitlines()
 
 
 @pytest.mark.slow
