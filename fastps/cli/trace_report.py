@@ -130,7 +130,10 @@ def bar(console: Console, shown: bool, what: str = "simulating") -> Iterator[Cal
 
 def replay_line(row: dict[str, Any], file: Path) -> str:
     """What a replay came to."""
-    compared = f"{row['checksums']} checksums of weights and {row['pushes']:,} of gradients are equal"
+    compared = f"{row['checksums']} checksums of weights and {row['gradients']:,} of gradients are equal"
+    if row["changed"]:
+        compared += f", up to what is changed ({'; '.join(row['changed'])})"
     found = "" if row["nonfinite"] is None else f"; {row['nonfinite']}"
-    played = f"{row['pushes']:,} pushes of {row['workers']} workers, {row['updates']:,} updates under {row['sync']}"
+    joined = f" and {row['joined']} that joined" if row["joined"] else ""
+    played = f"{row['pushes']:,} pushes of {row['workers']} workers{joined}, {row['updates']:,} updates under {row['sync']}"
     return f"{file}: {played}, played again in {row['seconds']:.1f} s; {compared}; weights {row['weights']}{found}"

@@ -187,6 +187,11 @@ def is_virtual() -> bool:
     return _number(("FASTPS_VIRTUAL",), 0) > 0
 
 
+def pauses(worker: int, step: int) -> bool:
+    """Whether this step of this worker runs under pdb (`fastps replay --pause`)."""
+    return os.environ.get("FASTPS_PAUSE") == f"{worker}:{step}"
+
+
 def sync_of(given: Any) -> Any:
     """The discipline of a job: the script's, else FASTPS_SYNC, else "bsp". In virtual time the script's own does not count."""
     return given if given is not None and not is_virtual() else os.environ.get("FASTPS_SYNC", "bsp")

@@ -16,7 +16,11 @@ from fastps.job.environment import TRACE_VARIABLE
 from fastps.processes.program import Program
 
 Style = Literal["fastps", "torchrun"]
-_OF_THIS_WORKER = ("FASTPS_JOINS", "FASTPS_VIRTUAL")  # say how this process began, if it is itself a launched worker
+_OF_THIS_WORKER = (
+    "FASTPS_JOINS",
+    "FASTPS_VIRTUAL",
+    "FASTPS_PAUSE",
+)  # say how this process began, if it is itself a launched worker
 _OF_NODES = ("FASTPS_NNODES", "FASTPS_NODE_RANK", "FASTPS_RENDEZVOUS", "FASTPS_LOCAL_RANK", "FASTPS_LOCAL_WORKERS")
 _ASKS = re.compile(rb"\bRANK\b|\bLOCAL_RANK\b|\bWORLD_SIZE\b|\bMASTER_PORT\b|\binit_process_group\b|\binit_device_mesh\b")
 

@@ -75,6 +75,14 @@ class DriverLink:
             self._lane.granted_ns = self._clock.now_ns()
             self._take_word()
             self._lane.advance_late(self._clock.now_ns())
+            self.pause_if_wanted()
+
+    def pause_if_wanted(self) -> None:
+        """Run the step that begins under pdb, if the command says so."""
+        if environment.pauses(self._lane.index, self._lane.steps):
+            from fastps.store.pausing import pause  # pdb takes 25 ms to import
+
+            pause(self._lane.index, self._lane.steps)
 
     def leave(self) -> None:
         """Leave, at the time at which the next push would count, and wait until all others have left. May be called twice."""

@@ -88,6 +88,8 @@ class Worker(AttachedLane):
         self.fold_apart(False)
         self.pull()
         self.recorder = self.recorder or recorder_for(self)
+        if self.driver is not None:
+            self.driver.pause_if_wanted()
 
     # -- one step ----------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The commands about recorded runs: trace, replay, advise, report."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -129,21 +130,37 @@ def replay(
     find_nonfinite: Annotated[
         bool, typer.Option("--find-nonfinite", help="Stop at the first push or update that is not finite, and name it.")
     ] = False,
+    without: Annotated[
+        list[str],
+        typer.Option(
+            metavar="W[:STEP]", help="Leave out a worker's push of a step, or all of its pushes. May be given several times."
+        ),
+    ] = [],  # noqa: B006
+    fresh: Annotated[
+        list[str],
+        typer.Option(metavar="W:STEP", help="Compute this push with the newest weights. May be given several times."),
+    ] = [],  # noqa: B006
+    pause: Annotated[
+        str, typer.Option(metavar="W:STEP", help="Run this step of a worker under pdb, from the end of the step before.")
+    ] = "",
     json_file: Json = None,
     progress: Bar = True,
 ) -> None:
     """Play a recorded run again: same reads, same order of updates, same weights; name the first step that differs."""
     from fastps.lab.virtual import replay as replaying
+    from fastps.lab.virtual.counterfactual import counterfactual_of
     from fastps.lab.virtual.recorded import recorded_of
     from fastps.lab.virtual.script import command_of
     from fastps.tracing.parts import load
 
     command = command_of(arguments)
-    recorded = recorded_of(load(file), file)
+    if pause and not sys.stdin.isatty():
+        raise UsageError("--pause: expected a terminal, at which pdb asks, found none")
+    run = counterfactual_of(recorded_of(load(file), file), without, fresh, pause)
     console = console_of(json_file)
-    with trace_report.bar(console, progress and console.is_terminal, "replaying") as tick:
+    with trace_report.bar(console, progress and console.is_terminal and not pause, "replaying") as tick:
         row = replaying.replay(
-            recorded,
+            run,
             command,
             tick,
             until=until,

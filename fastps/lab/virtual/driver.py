@@ -15,7 +15,7 @@ from collections.abc import Collection, Container, Iterable, Sequence
 from typing import NamedTuple
 
 from fastps.errors import ProtocolError, TimeoutExceededError, UsageError, raise_for_outcome
-from fastps.kernels.protocol.lane import BUSY, Lane
+from fastps.kernels.protocol.lane import BUSY, KIND_NULL, KIND_PUSH, Lane
 from fastps.kernels.simulation.simulator import KINDS
 from fastps.membership import rendezvous
 from fastps.store.server_loop import answer_as_server, with_rule
@@ -163,8 +163,11 @@ class Driver:
         with contextlib.suppress(ConnectionError):
             self._links[worker].send(STOPS)
 
-    def await_push(self, worker: int, time_ns: int, read_version: int = -1) -> Push:
-        """Wait until the worker has computed, and post for it, with another version as the one read. Raises WorkerLostError."""
+    def await_push(self, worker: int, time_ns: int, read_version: int = -1, *, null: bool = False) -> Push:
+        """Wait until the worker has computed, and post for it: with another version as the one read, or `null`, no gradient.
+
+        Returns what it handed over. Raises WorkerLostError.
+        """
         try:
             message = self._links[worker].recv(PUSH.size)
         except ConnectionError:
@@ -174,6 +177,7 @@ class Driver:
         push = Push._make(PUSH.unpack(message))
         kind, step, slot, version, scale, loss, samples = push
         version = read_version if read_version >= 0 else version
+        kind = KIND_NULL if null and kind == KIND_PUSH else kind
         if not self._lanes[worker].post(kind, step, slot, version, time_ns, scale, loss, samples):
             raise ProtocolError(f"the ring of worker {worker} is full: this is an error of fastps, please report it")
         return push

@@ -21,13 +21,17 @@ from fastps.training.runs import RunFailedError
 _LAST_ONLY = 1 << 50  # updates between two checkpoints, where only the last is wanted
 
 
-def job_options(checkpoint: Path | None, threads: str = "1", nonfinite: str = "", changes: bool = False) -> JobOptions:
+def job_options(
+    checkpoint: Path | None, threads: str = "1", nonfinite: str = "", changes: bool = False, pause: str = ""
+) -> JobOptions:
     """The options of a job in virtual time, whose server saves its last version if a folder for checkpoints is given.
 
     `threads`: of a worker's arithmetic, unless the environment says. `changes`: whether workers die or join.
+    `pause`: the worker and the step that runs under pdb.
     """
     variables = {
         "FASTPS_VIRTUAL": "1",
+        "FASTPS_PAUSE": pause,
         # Threads decide the order of sums, and the hash seed that of sets.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),

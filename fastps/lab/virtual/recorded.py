@@ -16,6 +16,7 @@ from fastps.errors import PolicyError, UsageError
 from fastps.job.specs import parse_policy
 from fastps.lab.virtual.driver import DEATH, JOIN, LEAVE, RECEIVE, TIMER, Event
 from fastps.tracing.file import (
+    DROPPED,
     EVENT_DEATH,
     EVENT_EXPULSION,
     EVENT_JOIN,
@@ -50,6 +51,7 @@ class Steps:
         timestamps: the version that its descriptor named; -1: the worker knows.
         numbers: the step that it was.
         samples: the CRC-32 of its gradient's sample.
+        dropped: whether a shard dropped it.
         owners: the lane's workers, in order.
         joins: whether the first of them joined a job that had begun without it.
     """
@@ -58,6 +60,7 @@ class Steps:
     timestamps: npt.NDArray[np.int64]
     numbers: npt.NDArray[np.int64]
     samples: npt.NDArray[np.uint32]
+    dropped: npt.NDArray[np.bool_]
     owners: list[Owner]
     joins: bool = False
 
@@ -182,13 +185,19 @@ def _steps_of(trace: Trace, worker: int) -> Steps:
         raise ValueError(f"worker {worker} reads older versions later")
     pushes = trace.pushes[(trace.pushes["worker"] == worker) & (trace.pushes["shard"] == 0)]
     pushes = pushes[(pushes["position"] >= 0) & (pushes["position"] < count)]
+    dropped = np.isin(np.arange(count), trace.pushes["position"][(trace.pushes["worker"] == worker) & _is_dropped(trace)])
     timestamps, numbers = np.full(count, -1), np.full(count, -1)
     timestamps[pushes["position"]], numbers[pushes["position"]] = pushes["read_version"], pushes["step"]
     for owner in owners:  # a lost worker has no record of its last steps
         for at in range(owner.first, owner.end):
             if numbers[at] < 0:
                 numbers[at] = numbers[at - 1] + 1 if at > owner.first else 0
-    return Steps(reads, timestamps, numbers, inputs["sample"][::shards][places], owners, joins)
+    return Steps(reads, timestamps, numbers, inputs["sample"][::shards][places], dropped, owners, joins)
+
+
+def _is_dropped(trace: Trace) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = trace.pushes["fate"] == DROPPED
+    return found
 
 
 def _owners_of(trace: Trace, worker: int) -> tuple[list[Owner], bool]:

@@ -16,9 +16,10 @@ import numpy as np
 
 from fastps.errors import Error, UsageError
 from fastps.kernels.protocol.lane import KIND_LEAVE, KIND_NULL
+from fastps.lab.virtual.counterfactual import Counterfactual
 from fastps.lab.virtual.driver import BEGIN, CHANGES, DEATH, GRANT, JOIN, LEAVE, PULL, RECEIVE, Driver, Event, WorkerLostError
 from fastps.lab.virtual.hosting import Hosting, job_options
-from fastps.lab.virtual.recorded import Owner, Recorded
+from fastps.lab.virtual.recorded import Owner
 from fastps.membership.job_memory import JobMemory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.tracing.for_replay import gradient_sample, model_digest, sampled_words, weights_checksum
@@ -31,7 +32,7 @@ class ReplayDiffersError(Error):
 
 
 def replay(
-    recorded: Recorded,
+    run: Counterfactual,
     command: Sequence[str],  # the script with its arguments, as for `Launcher`
     tick: Callable[[int, int], None] = lambda commits, of: None,
     *,
@@ -41,18 +42,26 @@ def replay(
     silent: bool = False,  # whether the script's output is left out
     clock: Clock = SYSTEM_CLOCK,
 ) -> Row:
-    """Play a recorded run again, up to version `until` of each shard; `tick(commits, of all)` is called from time to time.
+    """Play a recorded run again, with its changes, up to version `until` of each shard.
 
-    Returns a row: `pushes`, `updates`, `checksums` compared, `weights`, a digest of the last ones, `seconds`; and `nonfinite`,
-    a sentence about the first push or version that is not finite, with which the replay ends, or None.
+    `tick(commits, of all)` is called from time to time.
+
+    Returns a row: `pushes`, `updates`, `checksums` and `gradients` compared, `weights`, a digest of the last ones, `seconds`,
+    `joined` workers; `changed`, sentences on what was other than recorded, behind which nothing is compared; and `nonfinite`, a
+    sentence about the first push or version that is not finite, with which the replay ends, or None.
 
     Raises ReplayDiffersError at the first difference; UsageError for another script or model; RunFailedError, after it has
     shown the failure, if a worker fails; ProtocolError.
     """
+    recorded = run.recorded
     hint = recorded.check_command(command)
-    player = Player(recorded, hint, until, find_nonfinite)
+    if late := [worker for worker, steps in enumerate(recorded.steps) if steps.joins and steps.owners]:
+        raise UsageError(
+            f"worker {late[0]} joined beside the {recorded.workers} of the beginning, and no command starts such a one"
+        )
+    player = Player(run, hint, until, find_nonfinite)
     changes = bool(recorded.joined) or any(owner.died for each in recorded.steps for owner in each.owners)
-    options = job_options(checkpoint, str(recorded.about["threads"]), recorded.about["nonfinite"], changes=changes)
+    options = job_options(checkpoint, str(recorded.about["threads"]), recorded.about["nonfinite"], changes, run.pause)
     began_ns = clock.now_ns()
     hosting = Hosting(command, recorded.workers, recorded.sync, options, player.play, clock)
     player.start = hosting.join
@@ -94,8 +103,9 @@ class Player:
         row: the report's row, in the end.
     """
 
-    def __init__(self, recorded: Recorded, hint: str = "", until: int | None = None, find_nonfinite: bool = False) -> None:
-        self._recorded, self._hint, self._finds = recorded, hint, find_nonfinite
+    def __init__(self, run: Counterfactual, hint: str = "", until: int | None = None, find_nonfinite: bool = False) -> None:
+        self._recorded, self._change, self._hint, self._finds = run.recorded, run, hint, find_nonfinite
+        recorded, self._has_changed = run.recorded, False
         self._until = until if until is not None else max(recorded.versions)
         self._stops_early = until is not None
         self.played = self._checksums = 0
@@ -113,7 +123,7 @@ class Player:
         }
         # The number of the owner that each shard counts, by lane; -1: none yet.
         self._counted = [[-steps.joins] * recorded.shards for steps in recorded.steps]
-        self._pushes = 0
+        self._pushes = self._gradients = 0
         self._slots: dict[tuple[int, int], int] = {}  # of each push handed over, -1 without a gradient
         self.start: Callable[[int], None] = lambda worker: None  # starts the process of a worker that joins
         self._nonfinite: str | None = None
@@ -130,7 +140,7 @@ class Player:
             raise
         self.row |= {"pushes": self._pushes, "updates": max(self._versions), "checksums": self._checksums}
         self.row |= {"workers": self._recorded.workers, "sync": self._recorded.sync, "nonfinite": self._nonfinite}
-        self.row |= {"joined": self._recorded.joined}
+        self.row |= {"joined": self._recorded.joined, "gradients": self._gradients, "changed": list(self._change.sentences)}
 
     def _play(self) -> None:
         self._check_beginning(self._driver.store)
@@ -230,7 +240,9 @@ class Player:
         """Take what a worker has computed, and compare it. Raises ReplayDiffersError."""
         at, steps = self._workers[worker], self._recorded.steps[worker]
         position, count = at.handed, at.owner.end
-        push = self._driver.await_push(worker, 0, int(steps.timestamps[position]) if position < count else -1)
+        place = worker, position
+        timestamp, is_left_out = int(steps.timestamps[position]) if position < count else -1, place in self._change.left_out
+        push = self._driver.await_push(worker, 0, timestamp, null=is_left_out)
         at.handed += 1
         at.has_left = push.kind == KIND_LEAVE
         if not compares:
@@ -245,9 +257,11 @@ class Player:
             raise self._differs(worker, push.step, "it pushes, and the recorded worker left")
         store = self._driver.store
         sample = gradient_sample(sampled_words(store, worker, push.slot)) if push.kind != KIND_NULL else 0
-        if sample != steps.samples[position]:
+        is_compared = not (self._has_changed or place in self._change.fresh)
+        if is_compared and sample != steps.samples[position]:
             raise self._differs(worker, int(steps.numbers[position]), "it pushes another gradient than the recorded worker")
-        self._slots[worker, position] = -1 if push.kind == KIND_NULL else push.slot
+        self._gradients += is_compared
+        self._slots[place] = -1 if push.kind == KIND_NULL or is_left_out else push.slot
         self._pushes += 1
         if push.kind != KIND_NULL:
             at.gradients += 1
@@ -318,6 +332,9 @@ class Player:
         if self._finds:
             self._look_at_gradients(commit)
         self._driver.commit(commit)
+        self._has_changed |= any(
+            (event.worker, event.detail) in self._change.changed for event in commit if event.kind == RECEIVE
+        )
         for event in commit:
             if event.kind == JOIN:
                 self._counted[event.worker][shard] += 1
@@ -339,7 +356,7 @@ class Player:
     def _compare(self, shard: int, version: int, buffers: Sequence[int], what: str, expected: int | None = None) -> None:
         """Compare the weights of a version with the checksum that was recorded, if one was."""
         expected = self._recorded.checksums.get((shard, version), expected)
-        if expected is None:
+        if expected is None or self._has_changed:
             return
         self._checksums += 1
         if weights_checksum(self._driver.store, buffers, shard) != expected:
@@ -388,7 +405,8 @@ class Player:
         )
 
     def _stuck(self) -> str:
-        return f"the replay ends after {self.played} of {self.of} commits, for which no worker has the pushes{self._hint}"
+        why = ": with these changes the recorded order is not possible" if self._change.fresh else self._hint
+        return f"the replay ends after {self.played} of {self.of} commits, for which no worker has the pushes{why}"
 
 
 def _is_finite(view: np.ndarray) -> bool:

@@ -14,6 +14,7 @@ from fastps import SGD, Store
 from fastps.checkpoint.loading import load
 from fastps.errors import UsageError
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_FREE
+from fastps.lab.virtual.counterfactual import Counterfactual
 from fastps.lab.virtual.driver import Listener
 from fastps.lab.virtual.hosting import Hosting
 from fastps.lab.virtual.recorded import Recorded, recorded_of
@@ -130,16 +131,18 @@ def record(
 
 
 def replayed(
-    recorded: Recorded,
+    run: Recorded | Counterfactual,
     monkeypatch: pytest.MonkeyPatch,
     made: Gradient = gradient,
     joins: Sequence[int] = (),
     **options: Any,
 ) -> tuple[Arrays, Row]:
     """The last weights of a replay, and its row."""
+    run = Counterfactual(run) if isinstance(run, Recorded) else run
+    recorded = run.recorded
     monkeypatch.setenv("FASTPS_VIRTUAL", "1")
     name = f"replay-{threading.get_native_id()}-{time.monotonic_ns()}"
-    player, listener = Player(recorded, **options), Listener(name)
+    player, listener = Player(run, **options), Listener(name)
     hosting = Hosting([], WORKERS, recorded.sync, JobOptions(), player.play)
     thread = threading.Thread(target=hosting.drive, args=(listener,), daemon=True)
     thread.start()

@@ -1,0 +1,67 @@
+"""A step under pdb: the debugger asks at the terminal and stops in the script's own frame."""
+
+import fcntl
+import os
+import pty
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+from tests.support.commands import OF_A_JOB
+
+SCRIPT = """
+from fastps.store import pausing
+
+def train():
+    loss = 41
+    pausing.pause(2, 140)
+    loss += 1
+    print("loss", loss)
+
+train()
+"""
+
+
+def answers(command: list[str], said: bytes) -> tuple[str, int]:
+    """What a process in a session of its own shows at its terminal, where `said` is typed, and its exit code."""
+    controller, terminal = pty.openpty()
+
+    def own_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    environment = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}
+    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    process = subprocess.Popen(command, env=environment, preexec_fn=own_terminal, **streams)
+    os.close(terminal)
+    os.write(controller, said)
+    shown = b""
+    try:
+        while part := os.read(controller, 4096):
+            shown += part
+    except OSError:  # the terminal's last process has ended
+        pass
+    finally:
+        os.close(controller)
+    return shown.decode(), process.wait(60)
+
+
+def test_pdb_stops_in_the_script_and_reads_from_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    shown, code = answers([sys.executable, str(tmp_path / "script.py")], b"p 'found', loss\nn\np 'then', loss\nc\n")
+    assert code == 0, shown
+    assert "(worker 2, step 140)" in shown and "-> loss += 1" in shown
+    assert "('found', 41)" in shown and "('then', 42)" in shown and "loss 42" in shown
+
+
+def test_without_a_terminal_the_step_cannot_be_paused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    found = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 1
+    assert found.stderr.splitlines()[-1].endswith(
+        "worker 2, step 140: expected a terminal for pdb, found none (No such device or address)"
+    )
