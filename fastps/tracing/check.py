@@ -131,9 +131,7 @@ def _pushes_of(trace: Trace, records: Lines, worker: int, shard: int) -> Iterato
             "order", at + 1, f"is folded into version {records['version'][at + 1]}, after one in {records['version'][at]}"
         )
     read = records["version"] - 1 - records["staleness"]
-    wrong = (records["staleness"] < 0) | (read < 0) | (read > records["read_version"])
-    if int(trace.header["shards"]) == 1:
-        wrong |= read != records["read_version"]
+    wrong = (records["staleness"] < 0) | (read < 0) | (read != _read_of(trace, records, worker, shard, read))
     for at in _first(wrong):
         record = records[at]
         says = f"read version {record['read_version']}, and is folded into {record['version']} as {record['staleness']} stale"
@@ -144,6 +142,18 @@ def _pushes_of(trace: Trace, records: Lines, worker: int, shard: int) -> Iterato
     posted_ns = np.where(known, steps["posted_ns"][np.minimum(places, max(0, len(steps) - 1))] if len(steps) else 0, 0)
     for at in _first(records["decided_ns"] < posted_ns):
         yield violation("times", at, "is folded before it is posted")
+
+
+def _read_of(trace: Trace, records: Lines, worker: int, shard: int, otherwise: np.ndarray) -> np.ndarray:
+    """The versions that pushes were computed with, where the trace has them. Shards may be pulled at different versions."""
+    if int(trace.header["shards"]) == 1:
+        found: np.ndarray = records["read_version"]
+        return found
+    inputs = trace.inputs[(trace.inputs["worker"] == worker) & (trace.inputs["shard"] == shard)]
+    known = dict(zip(inputs["position"].tolist(), inputs["version"].tolist(), strict=True))
+    nulls = trace.steps_of(worker)["step"][trace.steps_of(worker)["null"] == 1]  # they name one version for all shards
+    given = np.array([known.get(position, -1) for position in records["position"].tolist()], np.int64)
+    return np.where((given < 0) | np.isin(records["step"], nulls), otherwise, given)
 
 
 def _versions_of(trace: Trace, shard: int) -> Iterator[Violation]:

@@ -38,7 +38,7 @@ STEP_DTYPE = np.dtype(
         ("store_cpu_ns", "<i8"),  # processor time of the worker's thread from computed_ns to end_ns
         ("push_transfer_ns", "<i8"),  # injected transfers, waiting for the link included
         ("pull_transfer_ns", "<i8"),
-        ("read_version", "<i8"),  # newest version of any shard that the gradient was computed with
+        ("read_version", "<i8"),  # oldest version of the shards that were pulled for the gradient
         ("step", "<i8"),  # of the worker, from 0
         ("samples", "<i4"),  # 0: never told
         ("worker", "<i2"),
@@ -52,7 +52,7 @@ PUSH_DTYPE = np.dtype(
     [
         ("position", "<i8"),  # of the worker's descriptors, from 0
         ("step", "<i8"),
-        ("read_version", "<i8"),  # newest version of any shard that the gradient was computed with
+        ("read_version", "<i8"),  # oldest version of the shards that were pulled for the gradient
         ("version", "<i8"),  # folded, rejected: the version it is part of; dropped: that it was too late for; undecided: -1
         ("decided_ns", "<i8"),  # time of the event that decided; undecided: -1
         ("staleness", "<i4"),  # folded, rejected: versions of this shard between read and fold

@@ -1,6 +1,7 @@
 """What a trace has for a replay: events, inputs and checksums; and what an older trace, or another job, has not."""
 
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import fastps
 from fastps import SGD, Store
+from fastps.tracing.check import check
 from fastps.tracing.file import EVENT_LEAVE, EVENT_NULL, EVENT_PUSH, Trace, read, write
 
 STEPS = 5
@@ -61,3 +63,13 @@ def test_a_trace_without_these_tables_is_read_as_before(tmp_path: Path) -> None:
     write(Trace(header, trace.steps, trace.pushes), tmp_path / "old.trace")
     old = read(tmp_path / "old.trace")
     assert not len(old.events) and old.pushes.tolist() == trace.pushes.tolist()
+
+
+def test_in_several_shards_the_check_takes_what_each_push_read_there(tmp_path: Path) -> None:
+    trace = recorded(tmp_path / "run.trace", "asp,shards=2")
+    pushes, inputs = trace.pushes.copy(), trace.inputs.copy()
+    pushes["read_version"] = np.maximum(pushes["read_version"] - 1, 0)  # another shard was pulled at an older version
+    assert check(replace(trace, pushes=pushes)) == []
+    inputs["version"][4] -= 1
+    [found] = check(replace(trace, inputs=inputs))
+    assert (found.rule, found.worker, found.shard) == ("staleness", 0, int(inputs["shard"][4]))
