@@ -127,6 +127,7 @@ INPUT_DTYPE = np.dtype(
     [
         ("position", "<i8"),  # of the push, as in its record
         ("version", "<i8"),  # of the shard that the gradient was computed with
+        ("timestamp", "<i8"),  # the version that its descriptor named
         ("sample", "<u4"),  # CRC-32 of at most 1024 words of the gradient in all shards, evenly spaced; 0 without a gradient
         ("worker", "<i2"),
         ("shard", "<i2"),
@@ -148,6 +149,7 @@ CHECKSUM_DTYPE = np.dtype(
 DTYPES = {"steps": STEP_DTYPE, "pushes": PUSH_DTYPE, "messages": MESSAGE_DTYPE, "clock": CLOCK_DTYPE, "rows": ROWS_DTYPE}
 DTYPES |= {"events": EVENT_DTYPE, "inputs": INPUT_DTYPE, "checksums": CHECKSUM_DTYPE}
 _NEEDED = ("steps", "pushes")  # an older trace, or one of another job, lacks some of the others
+_OF_A_REPLAY = ("events", "inputs", "checksums")  # the last ones
 _WRITTEN = (*_NEEDED, "messages", "clock")  # even without a record
 Lines = npt.NDArray[np.void]
 
@@ -252,6 +254,9 @@ def read(file: Path) -> Trace:
                 continue
             described = header["tables"][name]
             if described["dtype"] != _described(dtype):
+                if name in _OF_A_REPLAY:  # of another version: the run can be looked at, and not be played again
+                    header["replay"] = {"against": f"recorded by another fastps ({header.get('version', '?')})"}
+                    break
                 raise ValueError(f"records of another layout in {name!r}")
             if (count := int(described["lines"])) < 0:
                 raise ValueError(f"{count} records in {name!r}")

@@ -153,12 +153,12 @@ class ReplayRecords:
         if not worker.generation:  # a worker that joins has read nothing yet
             self.collect()
 
-    def computed(self, position: int, slot: int) -> None:
-        """Record what a push was computed with; `slot`: -1 for one without a gradient."""
+    def computed(self, position: int, slot: int, timestamp: int) -> None:
+        """Record what a push was computed with, and the version that it names; `slot`: -1 for one without a gradient."""
         worker, lane = self._worker, self._worker.lane
         sample = gradient_sample(self._words[slot]) if slot >= 0 else 0
         for shard in range(worker.store.arena.shards):
-            self._tables["inputs"].append((position, lane.shard_version(shard), sample, worker.rank, shard, 1))
+            self._tables["inputs"].append((position, lane.shard_version(shard), timestamp, sample, worker.rank, shard, 1))
         self.collect()
 
     def end(self) -> None:

@@ -210,7 +210,7 @@ class Recorder:
             load = _Load(now_ns, self._clock.machine_cpu_ns(), self._clock.process_cpu_ns(), cpu_ns)
             self._load = (self._load[0] if self._load is not None else load, load)
         if self._replay is not None:
-            self._guarded(partial(self._replay.computed, position, slot))
+            self._guarded(partial(self._replay.computed, position, slot, read_version))
 
     def posted(self, step: int, now_ns: int, transfer_ns: int) -> None:
         """Record that the step's descriptor is about to be posted, after an injected transfer."""

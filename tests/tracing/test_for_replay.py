@@ -10,7 +10,7 @@ import pytest
 import fastps
 from fastps import SGD, Store
 from fastps.tracing.check import check
-from fastps.tracing.file import EVENT_LEAVE, EVENT_NULL, EVENT_PUSH, Trace, read, write
+from fastps.tracing.file import DTYPES, EVENT_LEAVE, EVENT_NULL, EVENT_PUSH, INPUT_DTYPE, Trace, read, write
 
 STEPS = 5
 
@@ -73,3 +73,18 @@ def test_in_several_shards_the_check_takes_what_each_push_read_there(tmp_path: P
     inputs["version"][4] -= 1
     [found] = check(replace(trace, inputs=inputs))
     assert (found.rule, found.worker, found.shard) == ("staleness", 0, int(inputs["shard"][4]))
+
+
+def test_a_trace_whose_records_for_a_replay_have_another_layout_is_read_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = recorded(tmp_path / "run.trace")
+    fields = [(name, kind) for name, kind in INPUT_DTYPE.descr if name != "timestamp"]
+    with monkeypatch.context() as patched:
+        patched.setitem(DTYPES, "inputs", np.dtype(fields))
+        write(
+            replace(whole, inputs=whole.inputs[[name for name, _ in fields]].astype(np.dtype(fields))), tmp_path / "old.trace"
+        )
+    trace = read(tmp_path / "old.trace")
+    assert trace.header["replay"] == {"against": f"recorded by another fastps ({whole.header['version']})"}
+    assert len(trace.pushes) == len(whole.pushes) and not len(trace.inputs)

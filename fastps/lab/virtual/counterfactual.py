@@ -110,7 +110,7 @@ def _fresh(steps: Steps, position: int, versions: list[int]) -> tuple[Steps, lis
     reads[position] = versions
     reads[position:] = np.maximum.accumulate(reads[position:])
     places = np.flatnonzero((reads != steps.reads).any(axis=1))
-    timestamps[places] = -1
+    timestamps[places] = reads[places].min(axis=1)
     forced = [int(at) for at in places if position < at < owner.end]
     old, new = ("/".join(map(str, each)) for each in (steps.reads[position].tolist(), versions))
     sentence = f"computed with version {new} instead of {old}"

@@ -48,7 +48,7 @@ class Steps:
 
     Attributes:
         reads: the version of each shard that the push was computed with.
-        timestamps: the version that its descriptor named; -1: the worker knows.
+        timestamps: the version that its descriptor named.
         numbers: the step that it was.
         samples: the CRC-32 of its gradient's sample.
         dropped: whether a shard dropped it.
@@ -186,13 +186,14 @@ def _steps_of(trace: Trace, worker: int) -> Steps:
     pushes = trace.pushes[(trace.pushes["worker"] == worker) & (trace.pushes["shard"] == 0)]
     pushes = pushes[(pushes["position"] >= 0) & (pushes["position"] < count)]
     dropped = np.isin(np.arange(count), trace.pushes["position"][(trace.pushes["worker"] == worker) & _is_dropped(trace)])
-    timestamps, numbers = np.full(count, -1), np.full(count, -1)
-    timestamps[pushes["position"]], numbers[pushes["position"]] = pushes["read_version"], pushes["step"]
+    numbers = np.full(count, -1)
+    numbers[pushes["position"]] = pushes["step"]
     for owner in owners:  # a lost worker has no record of its last steps
         for at in range(owner.first, owner.end):
             if numbers[at] < 0:
                 numbers[at] = numbers[at - 1] + 1 if at > owner.first else 0
-    return Steps(reads, timestamps, numbers, inputs["sample"][::shards][places], dropped, owners, joins)
+    timestamps, samples = (inputs[name][::shards][places] for name in ("timestamp", "sample"))
+    return Steps(reads, timestamps, numbers, samples, dropped, owners, joins)
 
 
 def _is_dropped(trace: Trace) -> npt.NDArray[np.bool_]:
