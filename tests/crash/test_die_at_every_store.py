@@ -321,7 +321,7 @@ def test_every_rule_of_the_fold_has_a_case() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_death_at_some_stores_loses_nothing_and_doubles_nothing(case: Case) -> None:
-    _check_deaths(case, every=17)
+    _check_deaths(case, every=31)
 
 
 @pytest.mark.slow
@@ -357,6 +357,7 @@ def _read_and_die(job: Job, store: int) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, f"at store {store}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.name)
 def test_a_readers_death_at_every_store_changes_nothing_for_the_workers(case: Case) -> None:
     """Five buffers are as few as three workers need, and the dead reader's pins stay until another has its place."""
@@ -378,6 +379,7 @@ def test_a_readers_death_at_every_store_changes_nothing_for_the_workers(case: Ca
         _read(job)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.name)
 def test_whatever_store_a_combiner_dies_at_a_reader_that_sleeps_for_its_version_is_called(case: Case) -> None:
     """Its own commit moves the event of the readers, or the one that recovers its lock does."""

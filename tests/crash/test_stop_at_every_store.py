@@ -111,7 +111,7 @@ def _check_stops(case: Case, every: int) -> None:
 
 @pytest.mark.parametrize("case", STOPPED, ids=lambda case: case.name)
 def test_a_stop_at_some_stores_holds_nobody_up_and_loses_and_doubles_nothing(case: Case) -> None:
-    _check_stops(case, every=17)
+    _check_stops(case, every=31)
 
 
 @pytest.mark.slow

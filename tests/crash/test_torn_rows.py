@@ -14,6 +14,7 @@ hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the
 import numpy as np  # noqa: E402
 
 from tests.crash.test_die_at_every_store import CASES, ROWS, VICTIM, WIDTH, Job  # noqa: E402
+from tests.support.sizes import sample_and_full  # noqa: E402
 
 CASE = next(case for case in CASES if case.name == "rows-sgd-asp")
 
@@ -33,14 +34,15 @@ def _killed_at(store: int) -> Job:
     return job
 
 
-def test_a_step_that_does_not_wait_may_see_rows_of_an_unfinished_fold_and_recovery_takes_them_back() -> None:
+@sample_and_full(3, 1, "every")
+def test_a_step_that_does_not_wait_may_see_rows_of_an_unfinished_fold_and_recovery_takes_them_back(every: int) -> None:
     after = Job(CASE)
     after.live(pushes=1, leaves=False)
     new = _table(after, 0)
     touched = new.any(axis=1)
     assert touched.sum() > 3
     seen_mixed = 0
-    for store in range(1, 600):
+    for store in range(1, 600, every):
         job = _killed_at(store)
         seen = _table(job, 0)
         is_new, is_old = (seen == new).all(axis=1), ~seen.any(axis=1)
