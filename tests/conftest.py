@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from fastps.system import garbage
-from tests.support import guardian, skips, stacks
+from tests.support import guardian, huge_pages, skips, stacks
 from tests.support.commands import server_process_ids
 from tests.support.kinds import add_markers
 from tests.support.sizes import mark_unsampled
@@ -71,6 +71,7 @@ def pytest_collection_finish() -> None:
         importlib.import_module("torch._dynamo")
     gc.collect()
     garbage.freeze()
+    huge_pages.collapse()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fastps.system import garbage
-from tests.support import stacks
+from tests.support import huge_pages, stacks
 
 OF_A_JOB = ("RANK", "WORLD_SIZE", "FASTPS_JOB")  # variables that would make a command a worker of another job
 _MAIN = "import runpy; runpy.run_module('fastps.cli', run_name='__main__', alter_sys=True)"
@@ -80,6 +80,7 @@ def serve() -> None:
     torch.set_num_threads(1)  # no thread of this process may be lost in a fork
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     garbage.freeze()  # so that a fork's collections leave shared pages alone
+    huge_pages.collapse()
     for line in sys.stdin:
         order = json.loads(line)
         process_id = os.fork()
