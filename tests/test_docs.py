@@ -2,7 +2,6 @@
 
 import doctest
 import importlib
-import pkgutil
 import re
 import tomllib
 from pathlib import Path
@@ -10,28 +9,32 @@ from pathlib import Path
 import pytest
 
 import fastps
+from tests.support.scripts import modules_of
 
 ROOT = Path(__file__).parents[1]
-MODULES = sorted(
-    module.name
-    for module in pkgutil.walk_packages(fastps.__path__, "fastps.")
-    if not module.name.startswith("fastps.bench") and not module.name.endswith(".__main__")
-)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples_do_what_they_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+NAMES = list(modules_of(fastps))
+ROOMS = sorted({".".join(name.split(".")[:2]) for name in NAMES})
+
+
+SLOW = ("fastps.integrations", "fastps.processes")  # they import frameworks, and start workers
+
+
+@pytest.mark.parametrize("room", [pytest.param(room, marks=[pytest.mark.slow] * (room in SLOW)) for room in ROOMS])
+def test_docstring_examples_do_what_they_show(room: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "WORLD_SIZE", "FASTPS_JOB", "FASTPS_SYNC"):
         monkeypatch.delenv(variable, raising=False)
-    try:
-        module = importlib.import_module(name)
-    except ImportError as error:
-        if not name.startswith("fastps.integrations."):
-            raise
-        pytest.skip(str(error))  # the framework is not installed, or does not import beside this folder's `kernels`
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    for example in doctest.DocTestFinder(exclude_empty=True).find(module, name):
-        runner.run(example)
+    for name in [name for name in NAMES if f"{name}.".startswith(f"{room}.")]:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            if room != "fastps.integrations":
+                raise
+            continue  # the framework is not installed, or does not import beside this folder's `kernels`
+        for example in doctest.DocTestFinder(exclude_empty=True).find(module, name):
+            runner.run(example)
     assert runner.failures == 0, "see the captured output"
 
 

@@ -54,7 +54,7 @@ def run(update: Update, sync: str) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sign_sgd", "slowing"])
 def test_a_job_on_two_devices_has_the_bits_of_the_cpu(name: str) -> None:
-    update = twins.RULES[name]
+    update = twins.RULES[name]()
     assert_equal(run(update, "bsp,ema=0.9"), on_cpu(update, "bsp,ema=0.9", 2, 6))
 
 
@@ -76,16 +76,16 @@ def test_a_worker_compiles_what_it_needs_before_it_attaches() -> None:
 
 
 def test_a_text_that_computes_something_else_is_refused_with_an_example(device: HostDevice) -> None:
-    rule = twins.slowing
+    rule = twins.slowing()
     wrong = replace(rule, cuda=rule.cuda.replace("sqrtf(square)", "square"))
     with pytest.raises(fastps.UsageError, match=r"rule 'slowing': expected cuda= to .* found weight .* from weight"):
-        users_rule.prepare(device, layout_of(wrong), [twins.RULES["slowing"].hyper])
-    users_rule.prepare(device, layout_of(rule), [twins.RULES["slowing"].hyper])
+        users_rule.prepare(device, layout_of(wrong), [twins.RULES["slowing"]().hyper])
+    users_rule.prepare(device, layout_of(rule), [twins.RULES["slowing"]().hyper])
 
 
 def test_a_rule_without_a_text_or_with_sums_is_refused(device: HostDevice) -> None:
     with pytest.raises(fastps.UnsupportedError, match=r"expected rule 'plain' in C, too.*found no cuda="):
-        users_rule.prepare(device, layout_of(replace(twins.plain, cuda="")), [])
+        users_rule.prepare(device, layout_of(replace(twins.plain(), cuda="")), [])
 
     def squares(weight: Any, gradient: Any, learning_rate: Any) -> Any:
         return weight * weight
@@ -107,9 +107,9 @@ def test_workers_with_other_texts_have_other_rules_and_a_text_is_pickled() -> No
 
     made = [fastps.rule(cuda=text)(own) for text in ("", "weight -= learning_rate * gradient;", "weight -= gradient;")]
     assert len({each.digest for each in made}) == 3
-    again = pickle.loads(cloudpickle.dumps(twins.plain))
-    assert again.cuda == twins.plain.cuda and again.digest == twins.plain.digest
-    assert np.array_equal(again.reference(*_three())[0], twins.plain.reference(*_three())[0])
+    again = pickle.loads(cloudpickle.dumps(twins.plain()))
+    assert again.cuda == twins.plain().cuda and again.digest == twins.plain().digest
+    assert np.array_equal(again.reference(*_three())[0], twins.plain().reference(*_three())[0])
 
 
 def _three() -> Any:

@@ -1,5 +1,6 @@
 """Rules that read sums over a whole parameter: the bits of their Python text in every process; LAMB beside torch."""
 
+import functools
 import hashlib
 import math
 import pickle
@@ -22,6 +23,7 @@ from fastps.job.specs import parse_policy
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.update import fold, reference
 from tests.support import processes
+from tests.support.rules import lazy_rule
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -30,7 +32,7 @@ def squares(weight, gradient, learning_rate):  # type: ignore[no-untyped-def]
     return weight * weight, gradient * gradient
 
 
-@fastps.rule(sums=squares)
+@lazy_rule(sums=squares)
 def lars(weight, gradient, learning_rate, weights, gradients):  # type: ignore[no-untyped-def]
     return weight - learning_rate * math.sqrt(weights / (gradients + 1e-12)) * gradient
 
@@ -39,7 +41,7 @@ def one_term(weight, gradient, mean, learning_rate, beta, step):  # type: ignore
     return abs(beta * mean + (1 - beta) * gradient) * min(step, 3)
 
 
-@fastps.rule(state=("mean",), hyper=("learning_rate", "beta", "step"), initial=(0.5,), sums=one_term)
+@lazy_rule(state=("mean",), hyper=("learning_rate", "beta", "step"), initial=(0.5,), sums=one_term)
 def one_sum(weight, gradient, mean, learning_rate, beta, step, total):  # type: ignore[no-untyped-def]
     mean = beta * mean + (1 - beta) * gradient
     return weight - learning_rate * mean / (total + 1e-8), mean
@@ -49,17 +51,19 @@ def seven_terms(weight, gradient, learning_rate):  # type: ignore[no-untyped-def
     return 1.0, weight, gradient, weight * gradient, weight**2, gradient**2, max(weight, gradient)
 
 
-@fastps.rule(sums=seven_terms)
+@lazy_rule(sums=seven_terms)
 def seven(weight, gradient, learning_rate, a, b, c, d, e, f, g):  # type: ignore[no-untyped-def]
     return weight - learning_rate * (gradient + b / a + c / a + d / a + e / a + f / a + g / a)
 
 
-UPDATES = (lars(learning_rate=0.1), one_sum(learning_rate=0.1, beta=0.9), seven(learning_rate=0.1))
+@functools.cache
+def _updates() -> tuple[Any, ...]:
+    return lars()(learning_rate=0.1), one_sum()(learning_rate=0.1, beta=0.9), seven()(learning_rate=0.1)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    update=st.sampled_from(UPDATES),
+    update=st.deferred(lambda: st.sampled_from(_updates())),
     mode=st.sampled_from([fold.FOLD_SUM, fold.FOLD_EACH]),
     pushes=st.integers(1, 4),
     lengths=st.lists(st.sampled_from([1, 15, 16, 64, 65, 255, 1024, 1100, 2049]), min_size=1, max_size=3),
@@ -120,7 +124,7 @@ def test_sums_are_in_double_precision() -> None:
 
 
 def test_a_part_of_a_parameter_is_refused_before_anything_is_written() -> None:
-    update = UPDATES[0]
+    update = _updates()[0]
     pushes = [(np.ones(48, np.float32), [update.hyper], [True, True], 1.0)]
     weights, none, steps = np.ones(48, np.float32), np.zeros((0, 48), np.float32), np.zeros(2, np.int64)
     outputs = np.full(48, 7, np.float32), none.copy(), np.full(2, 7, np.int64)
@@ -149,7 +153,7 @@ def _gradient(rank: int, step: int, length: int) -> np.ndarray[Any, Any]:
 def test_a_job_has_the_bits_of_one_process_whoever_folds(server: str) -> None:
     """200,000 floats would be cut into chunks for a rule without sums, and two parameters would be one."""
     lengths, steps = {"a": 150_000, "b": 50_000, "c": 16}, 6
-    update = UPDATES[1]
+    update = _updates()[1]
     start = {name: np.linspace(-1, 1, length, dtype=np.float32) for name, length in lengths.items()}
 
     def work(store: fastps.Store, rank: int) -> list[str]:
@@ -196,7 +200,7 @@ def _two_nodes(policy: NodePolicy) -> Nodes:
 
 
 def test_a_job_of_several_nodes_refuses_a_rule_with_sums_unless_each_node_has_the_state() -> None:
-    layout = Layout(place([("w", (64,), (1,), 0)], 1), 1, UPDATES[0].rule, parse_policy("bsp"), 2)
+    layout = Layout(place([("w", (64,), (1,), 0)], 1), 1, lars(), parse_policy("bsp"), 2)
     with pytest.raises(fastps.UnsupportedError, match="rule 'lars' reads sums over whole parameters"):
         home_layout(layout, _two_nodes(NodePolicy()))
     assert home_layout(layout, _two_nodes(NodePolicy(local_steps=4))).rule.name == "sgd"
@@ -250,8 +254,9 @@ def test_sums_that_do_not_fit_are_refused_in_one_sentence(function: Any, sums: A
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("rule", [lars, one_sum])
-def test_a_pickled_rule_keeps_its_sums(rule: Any) -> None:
+@pytest.mark.parametrize("made", [lars, one_sum])
+def test_a_pickled_rule_keeps_its_sums(made: Any) -> None:
+    rule = made()
     again = pickle.loads(cloudpickle.dumps(rule))
     assert again == rule and again.digest == rule.digest and again.sums == rule.sums
     assert again.address != rule.address

@@ -1,5 +1,6 @@
 """Rules of the user's own: compiled as they are written, refused in one sentence, and agreed on by all workers."""
 
+import functools
 import math
 import pickle
 import runpy
@@ -17,16 +18,17 @@ from hypothesis import strategies as st
 
 import fastps
 from fastps.kernels.update import fold, reference
+from tests.support.rules import lazy_rule
 
 SCALE = 0.5
 
 
-@fastps.rule(hyper=("learning_rate", "decay"))
+@lazy_rule(hyper=("learning_rate", "decay"))
 def stateless(weight, gradient, learning_rate, decay):  # type: ignore[no-untyped-def]
     return weight * (1 - decay) - 2 * SCALE * learning_rate * gradient
 
 
-@fastps.rule(state=("momentum_buffer",), hyper=("learning_rate", "momentum"), initial=(0.25,))
+@lazy_rule(state=("momentum_buffer",), hyper=("learning_rate", "momentum"), initial=(0.25,))
 def sign_sgd(weight, gradient, momentum_buffer, learning_rate, momentum):  # type: ignore[no-untyped-def]
     momentum_buffer = momentum * momentum_buffer + (1 - momentum) * gradient
     if momentum_buffer == 0:
@@ -34,7 +36,7 @@ def sign_sgd(weight, gradient, momentum_buffer, learning_rate, momentum):  # typ
     return weight - learning_rate * math.copysign(1, momentum_buffer), momentum_buffer
 
 
-@fastps.rule(state=("mean", "square"), hyper=("learning_rate", "beta1", "beta2", "epsilon", "step"))
+@lazy_rule(state=("mean", "square"), hyper=("learning_rate", "beta1", "beta2", "epsilon", "step"))
 def root(weight, gradient, mean, square, learning_rate, beta1, beta2, epsilon, step):  # type: ignore[no-untyped-def]
     mean = beta1 * mean + (1 - beta1) * gradient
     square = beta2 * square + (1 - beta2) * gradient**2
@@ -42,22 +44,24 @@ def root(weight, gradient, mean, square, learning_rate, beta1, beta2, epsilon, s
     return weight - rate * mean / (math.sqrt(square) + epsilon), mean, square
 
 
-@fastps.rule(state=tuple("abcdefgh"))
+@lazy_rule(state=tuple("abcdefgh"))
 def eight(weight, gradient, a, b, c, d, e, f, g, h, learning_rate):  # type: ignore[no-untyped-def]
     return weight - learning_rate * h, gradient, a, b, c, d, e, f, g
 
 
-UPDATES = (
-    stateless(learning_rate=0.1, decay=0.01),
-    sign_sgd(learning_rate=0.1, momentum=0.9),
-    root(learning_rate=0.1, beta1=0.9, beta2=0.99, epsilon=1e-8),
-    eight(learning_rate=0.1),
-)
+@functools.cache
+def _updates() -> tuple[Any, ...]:
+    return (
+        stateless()(learning_rate=0.1, decay=0.01),
+        sign_sgd()(learning_rate=0.1, momentum=0.9),
+        root()(learning_rate=0.1, beta1=0.9, beta2=0.99, epsilon=1e-8),
+        eight()(learning_rate=0.1),
+    )
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    update=st.sampled_from(UPDATES),
+    update=st.deferred(lambda: st.sampled_from(_updates())),
     mode=st.sampled_from([fold.FOLD_SUM, fold.FOLD_EACH]),
     pushes=st.integers(1, 4),
     length=st.sampled_from([1, 15, 64, 65, 255, 1025, 1100]),
@@ -85,7 +89,7 @@ def test_a_compiled_rule_folds_to_the_bits_of_its_python_text(
 
 
 def test_a_rule_without_its_address_is_refused() -> None:
-    job = ([(0, 4, 0)], [(np.ones(4, np.float32), [UPDATES[0].hyper], [True], 1.0)], np.ones(4, np.float32))
+    job = ([(0, 4, 0)], [(np.ones(4, np.float32), [_updates()[0].hyper], [True], 1.0)], np.ones(4, np.float32))
     with pytest.raises(ValueError, match="status -2"):
         fold.fold(fold.RULE_USER, fold.FOLD_SUM, *job, np.zeros((0, 4), np.float32), np.zeros(1, np.int64))
 
@@ -93,7 +97,7 @@ def test_a_rule_without_its_address_is_refused() -> None:
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 def test_a_store_trains_with_a_rule_of_the_users_own(sync: str) -> None:
     start = np.linspace(-1, 1, 37, dtype=np.float32)
-    update = sign_sgd(learning_rate=0.01, momentum=0.9)
+    update = sign_sgd()(learning_rate=0.01, momentum=0.9)
     with fastps.Store.create({"w": start}, update, sync=sync) as store, store.attach(0) as worker:
         weights, state = start, [np.full(37, 0.25, np.float32)]
         for step in range(5):
@@ -177,12 +181,13 @@ def test_what_cannot_be_a_rule_is_refused_in_one_sentence(function: Any, options
 
 def test_hyper_parameters_of_other_names_are_refused() -> None:
     with pytest.raises(TypeError, match="expected the hyper-parameters learning_rate, momentum, found learning_rate"):
-        sign_sgd(learning_rate=0.1)
+        sign_sgd()(learning_rate=0.1)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("rule", [stateless, sign_sgd, root])
-def test_rule_that_was_pickled_is_the_same_rule_in_code_of_its_own(rule: Any) -> None:
+@pytest.mark.parametrize("made", [stateless, sign_sgd, root])
+def test_rule_that_was_pickled_is_the_same_rule_in_code_of_its_own(made: Any) -> None:
+    rule = made()
     again = pickle.loads(cloudpickle.dumps(rule))
     assert again == rule, "names, digest and initial values; the digest has the numbers that are compiled in"
     assert again.digest == rule.digest

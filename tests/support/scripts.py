@@ -1,7 +1,10 @@
-"""Files of the source tree that are in no package, as modules."""
+"""Files of the source tree as modules: those in no package, and the names of those in one."""
 
 import importlib.util
+import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -12,3 +15,16 @@ def loaded(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def modules_of(package: ModuleType) -> Iterator[str]:
+    """The names of the modules below a package. `pkgutil.walk_packages` would import them, and some import a framework."""
+    yield from _below(package.__path__[0], package.__name__)
+
+
+def _below(folder: str, name: str) -> Iterator[str]:
+    for module in pkgutil.iter_modules([folder], f"{name}."):
+        if module.name != "fastps.bench" and not module.name.endswith(".__main__"):
+            yield module.name
+            if module.ispkg:
+                yield from _below(f"{folder}/{module.name.rpartition('.')[2]}", module.name)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fastps
 from fastps.kernels.cuda import runtime
 from fastps.kernels.cuda.launch_args import DTYPES, Launch
+from tests.support.rules import lazy_rule
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 _LAUNCH = """
@@ -47,7 +47,7 @@ def compiled(source: str) -> Callable[[str, Launch], None]:
     return checked
 
 
-@fastps.rule(
+@lazy_rule(
     state=("momentum_buffer",),
     hyper=("learning_rate", "momentum"),
     cuda="""
@@ -63,7 +63,7 @@ def sign_sgd(weight: Any, gradient: Any, momentum_buffer: Any, learning_rate: An
     return weight - learning_rate * math.copysign(1, momentum_buffer), momentum_buffer
 
 
-@fastps.rule(
+@lazy_rule(
     state=("square",),
     hyper=("learning_rate", "decay", "epsilon", "step"),
     initial=(1.0,),
@@ -78,13 +78,13 @@ def slowing(weight: Any, gradient: Any, square: Any, learning_rate: Any, decay: 
     return weight - learning_rate / (1.5 + step) * gradient / (math.sqrt(square) + epsilon), square
 
 
-@fastps.rule(cuda="weight = weight - learning_rate * gradient;")
+@lazy_rule(cuda="weight = weight - learning_rate * gradient;")
 def plain(weight: Any, gradient: Any, learning_rate: Any) -> Any:
     """Plain SGD."""
     return weight - learning_rate * gradient
 
 
-@fastps.rule(
+@lazy_rule(
     state=("a", "b", "c", "d", "e", "f", "g", "h"),
     hyper=("learning_rate", "p", "q", "r", "s", "t", "u", "v", "step"),
     cuda="""
@@ -120,8 +120,8 @@ def eight(
 
 
 RULES = {
-    "sign_sgd": sign_sgd(learning_rate=0.01, momentum=0.9),
-    "slowing": slowing(learning_rate=0.1, decay=0.9, epsilon=1e-8),
-    "plain": plain(learning_rate=0.1),
-    "eight": eight(learning_rate=0.01, p=0.1, q=0.2, r=0.3, s=0.4, t=0.5, u=0.6, v=0.7),
+    "sign_sgd": lambda: sign_sgd()(learning_rate=0.01, momentum=0.9),
+    "slowing": lambda: slowing()(learning_rate=0.1, decay=0.9, epsilon=1e-8),
+    "plain": lambda: plain()(learning_rate=0.1),
+    "eight": lambda: eight()(learning_rate=0.01, p=0.1, q=0.2, r=0.3, s=0.4, t=0.5, u=0.6, v=0.7),
 }

@@ -16,6 +16,7 @@ from fastps.advice.auto_sync import move
 from fastps.job.specs import parse_policy
 from fastps.torch.placed import placed
 from tests.support import commands, processes
+from tests.support.rules import lazy_rule
 from tests.support.torch_optimizers import BATCH, OPTIMIZERS, STEPS, batches_of, new_model, relative_difference
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -268,7 +269,7 @@ def test_a_move_to_another_arena_takes_doubles_along() -> None:
 # -- what is refused -------------------------------------------------------------------------------
 
 
-@fastps.rule(hyper=("learning_rate",))
+@lazy_rule(hyper=("learning_rate",))
 def _descent(weight: float, gradient: float, learning_rate: float) -> float:
     return weight - learning_rate * gradient
 
@@ -283,7 +284,7 @@ _REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "expected float64 for all parameters or for none, found float32 and float64",
     ),
     "a user's rule": (
-        lambda: fastps.RuleOptimizer(_double().parameters(), _descent, learning_rate=0.1),
+        lambda: fastps.RuleOptimizer(_double().parameters(), _descent(), learning_rate=0.1),
         "is compiled for float32: expected float32 parameters, found float64",
     ),
 }

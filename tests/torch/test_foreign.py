@@ -6,7 +6,6 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import pkgutil
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from fastps.processes.launcher import Launcher
 from fastps.processes.worker_environment import environment_of, style_of
 from fastps.store import instances as job_instances
 from tests.support import processes
+from tests.support.scripts import modules_of
 
 
 def _model(seed: int = 0) -> torch.nn.Linear:
@@ -276,11 +276,9 @@ def test_worker_that_finds_nobody_says_what_it_looked_for_and_what_is_there() ->
 
 
 def _errors() -> list[type[fastps.Error]]:
-    for module in pkgutil.walk_packages(fastps.__path__, "fastps."):
-        # Those for frameworks, which take seconds to import, have no errors of their own.
-        is_left_out = module.name.startswith(("fastps.kernels", "fastps.bench", "fastps.integrations"))
-        if not (is_left_out or module.name.endswith(".__main__")):
-            importlib.import_module(module.name)
+    for name in modules_of(fastps):
+        if not name.startswith(("fastps.kernels", "fastps.integrations")):  # frameworks take seconds to import
+            importlib.import_module(name)
     found, new = {fastps.Error}, [fastps.Error]
     while new:
         new = [sub for kind in new for sub in kind.__subclasses__() if sub not in found]

@@ -20,6 +20,7 @@ from fastps.advice.auto_sync import move
 from fastps.job.layout import Layout, first_difference
 from fastps.job.specs import parse_policy
 from tests.support import processes
+from tests.support.rules import lazy_rule
 from tests.support.torch_optimizers import OPTIMIZERS, SAME_BITS, batches_of, new_model
 from tests.torch.test_staged import StagedOptimizer
 
@@ -207,7 +208,7 @@ def test_whoever_folds_and_whatever_is_pushed_the_masters_have_torchs_bits(dtype
     assert torch.equal(found, _vector(_reference(_half(dtype), OPTIMIZERS["momentum"], [[batch] for batch in batches])))
 
 
-@fastps.rule(hyper=("learning_rate",))
+@lazy_rule(hyper=("learning_rate",))
 def sign_rule(weight: float, gradient: float, learning_rate: float) -> float:
     return weight - learning_rate * (1 if gradient > 0 else -1)
 
@@ -215,7 +216,7 @@ def sign_rule(weight: float, gradient: float, learning_rate: float) -> float:
 def test_a_users_rule_updates_masters() -> None:
     model = _half(torch.float16)
     first = _vector(model.parameters()).float()
-    inner = fastps.RuleOptimizer(model.parameters(), sign_rule, learning_rate=2.0**-12)
+    inner = fastps.RuleOptimizer(model.parameters(), sign_rule(), learning_rate=2.0**-12)
     with fastps.DistributedOptimizer(inner, model=model) as optimizer:
         _train(model, optimizer, batches_of(1, 16))
         assert torch.equal((_vector(_masters(optimizer)) - first).abs(), torch.full_like(first, 2.0**-12))
@@ -226,7 +227,7 @@ def _norms(weight: float, gradient: float, learning_rate: float) -> tuple[float,
     return weight * weight, gradient * gradient
 
 
-@fastps.rule(hyper=("learning_rate",), sums=_norms)
+@lazy_rule(hyper=("learning_rate",), sums=_norms)
 def scaled_rule(weight: float, gradient: float, learning_rate: float, weights: float, gradients: float) -> float:
     return weight - learning_rate * math.sqrt(weights / (gradients + 1e-12)) * gradient
 
@@ -234,7 +235,7 @@ def scaled_rule(weight: float, gradient: float, learning_rate: float, weights: f
 @pytest.mark.parametrize("sync", ["bsp", "asp", "asp,ema=0.9"])
 def test_a_rule_with_sums_over_a_parameter_writes_halves(sync: str) -> None:
     model = _half(torch.bfloat16)
-    inner = fastps.RuleOptimizer(model.parameters(), scaled_rule, learning_rate=0.01)
+    inner = fastps.RuleOptimizer(model.parameters(), scaled_rule(), learning_rate=0.01)
     with fastps.DistributedOptimizer(inner, sync, model=model) as optimizer:
         for batch in batches_of(4, 16):
             before = _vector(_masters(optimizer))

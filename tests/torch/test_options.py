@@ -7,10 +7,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fastps
+from tests.support.rules import lazy_rule
 from tests.support.torch_optimizers import BATCH, batches_of, new_model, relative_difference, train_on
 
 
-@fastps.rule(state=("buffer",), hyper=("learning_rate", "momentum"))
+@lazy_rule(state=("buffer",), hyper=("learning_rate", "momentum"))
 def momentum_rule(weight: float, gradient: float, buffer: float, learning_rate: float, momentum: float) -> tuple[float, float]:
     buffer = momentum * buffer + gradient
     return weight - learning_rate * buffer, buffer
@@ -27,7 +28,7 @@ def test_a_users_rule_of_the_same_arithmetic_equals_torch_under_a_scheduler() ->
             scheduler.step()
 
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9))
-    inner = fastps.RuleOptimizer(model.parameters(), momentum_rule, learning_rate=0.05, momentum=0.9)
+    inner = fastps.RuleOptimizer(model.parameters(), momentum_rule(), learning_rate=0.05, momentum=0.9)
     with fastps.DistributedOptimizer(inner, sync="bsp", model=model) as optimizer:
         train(model, optimizer)
         assert list(optimizer.state_dict()["state"][0]) == ["step", "buffer"]
@@ -37,9 +38,9 @@ def test_a_users_rule_of_the_same_arithmetic_equals_torch_under_a_scheduler() ->
 def test_a_rule_optimizer_says_what_it_misses_and_does_not_step_by_itself() -> None:
     model = new_model()
     with pytest.raises(TypeError, match=r"expected the hyper-parameters lr, momentum, found lr"):
-        fastps.RuleOptimizer(model.parameters(), momentum_rule, learning_rate=0.05)
+        fastps.RuleOptimizer(model.parameters(), momentum_rule(), learning_rate=0.05)
     with pytest.raises(fastps.UsageError, match="wrap it in"):
-        fastps.RuleOptimizer(model.parameters(), momentum_rule, learning_rate=0.05, momentum=0.9).step()
+        fastps.RuleOptimizer(model.parameters(), momentum_rule(), learning_rate=0.05, momentum=0.9).step()
 
 
 def test_each_push_is_clipped_to_a_global_norm_as_torch_clips_it() -> None:

@@ -82,7 +82,7 @@ def differ(update: Any, launch: Any, mode: int, dtype: str, ema_decay: float, sh
     "name", ["eight", *(pytest.param(name, marks=pytest.mark.slow) for name in twins.RULES if name != "eight")]
 )
 def test_the_kernel_of_a_rule_has_the_bits_of_numbas_code(name: str) -> None:
-    update = twins.RULES[name]
+    update = twins.RULES[name]()
     launch = twins.compiled(runtime.source(update.rule.device_text()))  # type: ignore[attr-defined]
     for mode in (FOLD_SUM, FOLD_EACH):
         for dtype in launch_args.DTYPES:
@@ -93,7 +93,7 @@ def test_the_kernel_of_a_rule_has_the_bits_of_numbas_code(name: str) -> None:
 @pytest.mark.slow
 @NEEDS_CC
 def test_another_text_has_other_bits() -> None:
-    update = twins.RULES["slowing"]
+    update = twins.RULES["slowing"]()
     text = update.rule.device_text().replace("1.5f", "1.25f")  # type: ignore[attr-defined]
     launch = twins.compiled(runtime.source(text))
     assert "weights" in differ(update, launch, FOLD_SUM, "float32", 0.0, "float16")
@@ -105,7 +105,7 @@ def test_another_text_has_other_bits() -> None:
 @pytest.mark.parametrize("architecture", ["80", "90", "100"])
 @EACH_RULE
 def test_a_cuda_compiler_takes_a_rule_without_spills_and_moves_16_bytes_at_a_time(name: str, architecture: str) -> None:
-    text = twins.RULES[name].rule.device_text()  # type: ignore[attr-defined]
+    text = twins.RULES[name]().rule.device_text()  # type: ignore[attr-defined]
     found = machine_code.resources(f"sm_{architecture}", text)
     assert sorted(found) == sorted(runtime.users_kernel_names())
     assert {each: needs for each, needs in found.items() if needs.stack_bytes or needs.spilled_bytes} == {}
