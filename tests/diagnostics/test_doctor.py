@@ -23,6 +23,7 @@ from tests.support import commands, processes
 PARAMETERS = 100_000
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sync", ["bsp", "dssp:3,15", "psp:2,0.5", "adv*:1", "ssp:3,ema=0.9"])
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_parts_add_up_to_the_whole(optimizer: str, sync: str) -> None:

@@ -110,7 +110,7 @@ def assert_is_the_references(job: Job, mode: int, dtype: str, context: object = 
         assert_same_bits(found, fold_by_reference(job, mode, gradients), (dtype, context))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @DTYPES
 @MODES
 @ROWS
@@ -256,7 +256,7 @@ def test_any_float_is_shown_as_the_half_that_the_cpu_rounds_it_to(shown: str) ->
     assert np.array_equal(found[:length], expected[:length]) and not found[length:].any()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("shown", ["float16", "bfloat16"])
 @MODES
 @ROWS

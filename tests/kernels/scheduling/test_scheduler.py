@@ -196,8 +196,9 @@ def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(discipline: 
 
 
 @pytest.mark.parametrize("name", ["bsp", *(discipline.name for discipline in DISCIPLINES if discipline.combines)])
-def test_every_push_is_folded_once_whoever_leaves(name: str) -> None:
-    for number in range(200):
+@sample_and_full(50, 200, "trials")
+def test_every_push_is_folded_once_whoever_leaves(name: str, trials: int) -> None:
+    for number in range(trials):
         rng = random.Random(f"{name} leaves {number}")
         trial = Trial(play(name), rng.randint(1, 9), f"{name} leaves {number}")
         run_trial(trial, rng, anything, rng.randint(1, 60))
@@ -300,6 +301,7 @@ def two_workers(server: TakesEvents, jitter: float, seed: str) -> tuple[float, i
     return sum(clock) / UNITS, gap_max
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("discipline", "jitter", "rate_low", "rate_high", "gap_low", "gap_high"), [
     # The rates stand between ASP's, 1 + 1/3.1 = 1.323, and that of the slowest's pace, 2/3.1 = 0.645.
     (play("asp"), 0.0, 1.32, 1.33, 2_000, 2_200),

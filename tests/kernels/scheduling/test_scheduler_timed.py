@@ -198,9 +198,10 @@ def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(row: Play, s
     play_random_traffic(row, size, run)
 
 
+@sample_and_full(20, 60, "trials")
 @every_row
-def test_every_push_is_folded_or_dropped_once_whoever_leaves(row: Play) -> None:
-    for number in range(60):
+def test_every_push_is_folded_or_dropped_once_whoever_leaves(row: Play, trials: int) -> None:
+    for number in range(trials):
         seed = f"{row.name} leaves {number}"
         rng = random.Random(seed)
         trial = Trial(row, rng.randint(1, 9), seed)

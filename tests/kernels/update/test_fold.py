@@ -78,6 +78,7 @@ def test_adams_corrected_roots_have_the_bits_of_a_division(isa: str, beta2: floa
     assert np.array_equal(bits(found[0]), bits(expected)) and np.array_equal(bits(found[1]), bits(np.stack(state)))
 
 
+@pytest.mark.sampled(4)
 @ISAS
 @MODES
 @ROWS
@@ -92,6 +93,7 @@ def test_what_no_push_has_stays_as_it_is(row: Row, mode: int, isa: str) -> None:
         assert steps[parameter] - job.steps[parameter] == (0 if is_absent else 3 if mode == FOLD_EACH else 1)
 
 
+@pytest.mark.sampled(4)
 @ISAS
 @MODES
 @ROWS
@@ -102,6 +104,7 @@ def test_fold_leaves_its_inputs_alone(row: Row, mode: int, isa: str) -> None:
     assert all(np.array_equal(push[0], other[0]) for push, other in zip(job.pushes, same.pushes, strict=True))
 
 
+@pytest.mark.sampled(4)
 @ISAS
 @MODES
 @ROWS
@@ -152,6 +155,7 @@ def test_steps_are_written_with_the_first_float_of_their_parameter(mode: int) ->
     assert steps.tolist() == [0, job.fold_by_reference(mode)[2][1]]
 
 
+@pytest.mark.sampled(4)
 @ISAS
 @MODES
 @ROWS
@@ -161,6 +165,7 @@ def test_a_rate_scale_of_one_may_be_left_out_and_changes_no_bit(row: Row, mode: 
     assert_same_bits(without.fold(mode, isa), job.fold(mode, isa), isa)
 
 
+@pytest.mark.sampled(4)
 @ISAS
 @ROWS
 def test_a_rate_scale_is_a_factor_of_the_learning_rate(row: Row, isa: str) -> None:
@@ -178,6 +183,7 @@ def test_a_rate_scale_is_a_factor_of_the_learning_rate(row: Row, isa: str) -> No
     assert_same_bits(replace(job, rate_scale=0.5).fold(FOLD_EACH, isa), job.fold(FOLD_EACH, isa), isa)
 
 
+@pytest.mark.sampled(4)
 @ISAS
 @ROWS
 def test_each_is_as_many_sums_of_one_push(row: Row, isa: str) -> None:
@@ -211,6 +217,7 @@ def test_the_moving_average_is_the_references_bit_for_bit_and_disturbs_nothing(r
             assert_same_bits((weights, state[:-1], steps), plain.fold(mode, isa), (isa, situation))
 
 
+@pytest.mark.sampled(4)
 @ISAS
 @MODES
 @ROWS
@@ -245,6 +252,7 @@ def test_the_moving_average_of_weights_that_stand_still_is_those_weights(isa: st
         assert np.array_equal(bits(weights[weights != 0]), bits(job.weights[weights != 0]))
 
 
+@pytest.mark.sampled(4)
 @ISAS
 @ROWS
 def test_each_moves_the_average_as_often_as_sums_of_one_push_would(row: Row, isa: str) -> None:
@@ -281,6 +289,7 @@ def test_a_fold_of_no_pushes_changes_nothing(mode: int, isa: str) -> None:
     assert np.array_equal(bits(expected[1][:, offset : offset + length]), bits(job.state[:, offset : offset + length]))
 
 
+@pytest.mark.sampled(4)
 @ISAS
 @MODES
 @ROWS

@@ -79,7 +79,7 @@ def _differences_from_torch(row: Row, n: int) -> dict[str, float]:
     return most
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @ROWS
 def test_200_steps_in_double_are_torchs(row: Row) -> None:
     for n in (1, 7, 1023):

@@ -37,7 +37,7 @@ def halved(gradient: Floats, gradient_type: int) -> npt.NDArray[np.float16] | np
     return found.view(np.float16) if gradient_type == FLOAT16 else found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @ROWS
 @MODES
 @TYPES
@@ -119,6 +119,7 @@ def test_floats_are_rounded_to_halves_as_torch_rounds_them(isa: str, gradient_ty
     assert _same_halves(halves, torch.from_numpy(floats).to(TORCH_TYPES[gradient_type]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", [SGD_ROWS[0], SGD_ROWS[3], ADAM_ROWS[0], RMSPROP_ROWS[-1]], ids=lambda row: row.name)
 @MODES
 @TYPES

@@ -56,7 +56,7 @@ def steps_beside_torch(
             yield isa, ours[isa][0], parameter.detach().numpy()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @needs_fused_torch
 @ROWS
 def test_200_steps_give_the_bits_of_torch(row: Row) -> None:
@@ -67,7 +67,7 @@ def test_200_steps_give_the_bits_of_torch(row: Row) -> None:
             assert np.array_equal(bits(ours), bits(theirs)), (isa, n, step)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("row", ROOT_ROWS, ids=lambda row: row.name)
 def test_square_roots_stay_beside_torch_with_the_square_root_of_this_machine(row: Row) -> None:
     for _, ours, theirs in steps_beside_torch(row, 3001, PLAINLY):

@@ -80,6 +80,7 @@ class Table:
         self.steps += 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("width", [1, 3, 16, 64, 100])
 @pytest.mark.parametrize("rule", rows.RULES)
