@@ -83,8 +83,11 @@ def _work(make: Optimizers, workers: int, sync: str = "bsp") -> Callable[[int], 
     pytest.param((2, 1, 1), MOMENTUM, id="2+1+1, momentum", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_nodes_train_as_one_process_does_with_the_batches_of_all(counts: tuple[int, ...], make: Optimizers) -> None:
-    """Parameters without a gradient in some steps, too; nodes with different numbers of workers count as many gradients."""
-    outcomes = nodes.train(counts, _work(make, sum(counts)))
+    """Parameters without a gradient in some steps, too; nodes with different numbers of workers count as many gradients.
+
+    The nodes share a secret, which changes nothing.
+    """
+    outcomes = nodes.train(counts, _work(make, sum(counts)), FASTPS_SECRET="a secret of 22 letters")
     expected = _alone(make, sum(counts))
     for weights, version in outcomes:
         assert np.allclose(weights, expected, rtol=0, atol=1e-5)

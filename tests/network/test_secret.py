@@ -183,10 +183,6 @@ def _job(secrets: list[str | None]) -> list[Any]:
     return [child.outcome for child in children]
 
 
-def test_a_job_with_a_secret_trains() -> None:
-    assert _job(["a secret of 22 letters"] * 2) == [3, 3]
-
-
 @pytest.mark.parametrize(
     ("secrets", "message"),
     [

@@ -1,17 +1,18 @@
 """Waits for node 0: for its name and for its port."""
 
+import multiprocessing
+import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
 from fastps.errors import AttachError
-from fastps.network.tcp_store import await_answer, await_name, connect_store, is_refused
+from fastps.network.tcp_store import OpenPort, await_answer, await_name, connect_store, is_refused
 from fastps.system.ports import free_port
+from tests.support import processes
 
 
 def test_a_name_that_nobody_knows_is_an_error_after_the_timeout() -> None:
@@ -45,14 +46,19 @@ def test_a_port_that_stays_closed_gives_its_reason() -> None:
 def test_the_port_of_a_process_is_refused_once_it_has_ended() -> None:
     """A stopped process still has its port, and so is not taken for one that has ended."""
 
-    program = "from fastps.network.tcp_store import OpenPort; print(OpenPort('127.0.0.1').number, flush=True); input()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
-        for _ in range(300):  # more than wait to be taken
-            assert not is_refused("127.0.0.1", port, 1.0)
-        process.send_signal(signal.SIGSTOP)
+    told, telling = multiprocessing.Pipe()
+
+    def listen() -> None:
+        port = OpenPort("127.0.0.1")
+        telling.send(port.number)
+        time.sleep(300)
+
+    child = processes.start(listen)
+    port = told.recv()
+    for _ in range(300):  # more than wait to be taken
         assert not is_refused("127.0.0.1", port, 1.0)
-        process.kill()
+    processes.stop(child.process_id)
+    assert not is_refused("127.0.0.1", port, 1.0)
+    os.kill(child.process_id, signal.SIGKILL)
+    processes.finish([child], 10)
     assert is_refused("127.0.0.1", port, 1.0)

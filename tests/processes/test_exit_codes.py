@@ -25,6 +25,7 @@ def _said(log: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in log.records if "went on without it" in record.getMessage()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("end", "code"), [("sys.exit('cannot save')", 1), ("os.kill(os.getpid(), 9)", -9), ("os._exit(5)", 5)])
 @pytest.mark.parametrize("options", [CONTINUE, JobOptions(restarts=3)])
 def test_worker_that_fails_after_all_others_have_ended_fails_the_job(end: str, code: int, options: JobOptions) -> None:

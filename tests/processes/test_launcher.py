@@ -175,7 +175,8 @@ with store, store.attach(fastps.rank()) as worker:
 def test_survivors_of_a_real_job_end_by_themselves_naming_the_first(
     tmp_path: Path, sync: str, mishap: str, ending: int
 ) -> None:
-    outcome = Launcher(_script(tmp_path, TRAINING.replace("MISHAP", mishap)), 3, sync=sync).run()
+    script = _script(tmp_path, TRAINING.replace("MISHAP", mishap))
+    outcome = Launcher(script, 3, sync=sync, start_method="spawn").run()  # a fork server would import torch
     assert outcome.first_failure is not None
     assert (outcome.first_failure.rank, outcome.first_failure.exit_code) == (2, ending)
     failed_ns = outcome.first_failure.ended_ns

@@ -2,7 +2,6 @@
 
 import io
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from fastps.processes.output import JobOutput
 from fastps.processes.worker_output import Lines
 from fastps.system.clock import MonotonicClock
 from fastps.system.memory_limits import oom_reason
+from tests.support.commands import fastps
 
 
 class Terminal(io.StringIO):
@@ -203,37 +203,35 @@ def test_launcher_shows_a_bar_before_its_next_update_comes(tmp_path: Path, monke
 @pytest.mark.parametrize(
     "before", [["python"], ["python3"], [sys.executable], ["python", "-u"], ["python", "-m"], ["environment/bin/python"]]
 )
-def test_interpreter_before_the_script_is_this_one(before: list[str], tmp_path: Path) -> None:
+def test_interpreter_before_the_script_is_this_one(before: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "environment/bin").mkdir(parents=True)
     (tmp_path / "environment/bin/python").symlink_to(sys.executable)
     (tmp_path / "script.py").write_text("import sys\nprint(sys.argv[1:], sys.executable)\n")
+    monkeypatch.chdir(tmp_path)
     script = "script" if before[-1] == "-m" else "script.py"
-    command = [sys.executable, "-m", "fastps.cli", "run", "-n", "1", *before, script, "--flag"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    ended = fastps("run", "-n", "1", *before, script, "--flag")
     assert ended.stdout == f"[0] ['--flag'] {sys.executable}\n", ended.stderr
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["python", "./python", "folder/python"])
-def test_script_that_is_called_python_is_a_script(name: str, tmp_path: Path) -> None:
+def test_script_that_is_called_python_is_a_script(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / name).write_text("import sys\nprint(sys.argv[1:])\n")
-    command = [sys.executable, "-m", "fastps.cli", "run", "-n", "1", name, "x.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    monkeypatch.chdir(tmp_path)
+    ended = fastps("run", "-n", "1", name, "x.py")
     assert ended.stdout == "[0] ['x.py']\n", ended.stderr
 
 
-def test_interpreter_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fastps.cli", "run", "-n", "1", "/nowhere/bin/python", "x.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+def test_interpreter_that_is_not_there_is_wrong_usage() -> None:
+    ended = fastps("run", "-n", "1", "/nowhere/bin/python", "x.py")
     assert (ended.returncode, "found no file '/nowhere/bin/python'" in ended.stderr) == (2, True)
 
 
 def test_traceback_of_a_worker_is_printed_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("def fail():\n    raise ValueError('no luck')\nfail()\n")
-    command = [sys.executable, "-m", "fastps.cli", "run", "-n", "1", str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    ended = fastps("run", "-n", "1", str(script))
     assert ended.returncode == 1
     assert ended.stderr.count("in fail") == 1
     assert "its last line: ValueError: no luck" in ended.stderr

@@ -111,6 +111,7 @@ def test_a_sum_of_all_has_the_bits_of_the_workers_own_turns(sync: str, update: f
             assert np.array_equal(values, found[0][name]), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sync", EXACT)
 def test_every_push_is_folded_exactly_once_by_the_server(sync: str) -> None:
     workers, steps = 3, 40
@@ -241,6 +242,7 @@ def test_who_holds_the_turns_by_hand_gives_them_back_to_the_server() -> None:
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("sync", "loss"), [("bsp", "stop"), ("dssp:1,4", "continue"), ("r2sp:0.5", "stop")])
 def test_the_servers_death_loses_nothing_and_is_told_once(sync: str, loss: str) -> None:
     workers, steps = 3, 150

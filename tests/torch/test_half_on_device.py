@@ -28,6 +28,7 @@ def state_of(optimizer: fastps.DistributedOptimizer) -> list[Any]:
     return [(name, value.tolist()) for entry in entries for name, value in sorted(entry.items())]
 
 
+@pytest.mark.sampled(2)
 @DTYPES
 @pytest.mark.parametrize("name", ["half", "mixed"])
 def test_one_worker_has_the_bits_of_the_cpu_in_halves_masters_and_state(name: str, dtype: torch.dtype) -> None:
@@ -43,6 +44,7 @@ def test_one_worker_has_the_bits_of_the_cpu_in_halves_masters_and_state(name: st
     assert found[0][0] != found[0][1] and any(entry == "master" for entry, _ in found[0][2])
 
 
+@pytest.mark.sampled(2)
 @DTYPES
 def test_a_state_with_masters_is_loaded_and_the_run_goes_on_from_it(dtype: torch.dtype) -> None:
     found = []

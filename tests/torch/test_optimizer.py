@@ -53,6 +53,7 @@ def test_one_worker_equals_plain_torch_for_200_steps(name: str) -> None:
         assert difference == 0.0, "SGD is bit for bit"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "bound"), [("sgd", 1e-5), ("momentum", 1e-5), ("nesterov", 1e-5), ("adam", 1e-3)])
 def test_four_workers_equal_one_process_with_the_batches_of_all(name: str, bound: float) -> None:
     workers, steps = 4, 50

@@ -1,9 +1,6 @@
 """The loops over a model's tensors: both kinds do what the attributes do, for plain tensors and for subclasses."""
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +14,7 @@ from hypothesis import strategies as st
 from fastps.kernels.tensors import torch_tensors
 from fastps.torch import tensor_loops
 from fastps.torch.tensor_loops import PlainLoops, TensorLoops
+from tests.support.commands import fastps
 
 KINDS: list[Callable[[list[Any]], TensorLoops]] = [PlainLoops, torch_tensors.CompiledLoops]
 both = pytest.mark.parametrize("kind", KINDS, ids=["plain", "compiled"])
@@ -153,7 +151,7 @@ DISTURBANCES: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.sampled(2)
 @both
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.lists(
         st.one_of(
@@ -296,10 +294,7 @@ for _ in range(2):
     assert isinstance(tensor_loops.tensor_loops([torch.zeros(1)]), tensor_loops.PlainLoops)
 print(tensor_loops.why_not_compiled())
 """
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}  # without builds
-    ended = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = fastps(code=program, XDG_CACHE_HOME=str(tmp_path))  # without builds
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("INFO:fastps.torch:") == 1 and why in ended.stderr
     assert why in ended.stdout and "FASTPS_TENSOR_LOOPS=build fastps doctor" in ended.stdout

@@ -429,6 +429,7 @@ def _check_copy(copied: torch.nn.Module, model: torch.nn.Module, optimizer: fast
     assert not any(_is_in_arena(parameter.grad, optimizer) for parameter in copied.parameters())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loops", ["auto", "attributes"])
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -40,6 +40,7 @@ def _train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("sync", ["bsp", "asp,shards=2"])
 def test_the_state_of_an_optimizer_goes_on_when_it_is_wrapped(name: str, sync: str) -> None:
