@@ -73,6 +73,7 @@ def test_save_and_load_wait_for_a_hung_disk_as_long_as_the_timeout_and_say_so(
         assert not disk.is_set()
         worker.store.with_timeout(60)  # a disk that answers may still be slow
         disk.set()
+        worker.store.with_timeout(60.0)  # a disk that works may be slow, too
         folder = fastps.save(worker, tmp_path)  # once the late one is written
     assert f"waiting for at most 0.4 s until the checkpoint of version 0 is written to {tmp_path}" in caplog.text
     assert (fastps.load(folder).version, len(list(tmp_path.iterdir()))) == (0, 2)

@@ -72,7 +72,8 @@ def _train(counts: tuple[int, ...], work: Callable[[int], Any], reset_s: float, 
     until, found = threading.Event(), [0]
     BEGUN[:] = bytes(len(BEGUN))
     with nodes.rendezvous() as port:
-        children = nodes.start(counts, port, work, variables)
+        # A reset is seen at once. The usual timeout of 3 s would take a node for lost that gets no core for so long.
+        children = nodes.start(counts, port, work, {"FASTPS_NODE_TIMEOUT": "20", **variables})
         thread = threading.Thread(target=lambda: found.append(_reset_edges(7, until, reset_s, sum(counts))))
         if reset_s:
             thread.start()
