@@ -27,6 +27,7 @@ def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("arguments", "message"), [
     (["train", "--sync", "foo"], "unknown synchronization 'foo': expected one of bsp, asp"),
     (["train", "--sync", "ssp:-1"], "expected s of 0"),
@@ -88,6 +89,7 @@ def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in commands.fastps("--debug", "train", "--sync", "foo").stderr
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("command", list(COMMANDS))
 def test_every_commands_help_has_an_example(command: str) -> None:
     outcome = commands.fastps(command, "--help")

@@ -204,7 +204,7 @@ def test_lines_of_a_killed_worker_are_there_and_say_the_truth(tmp_path: Path) ->
 
 
 def test_workers_that_end_at_the_same_time_write_one_trace(tmp_path: Path, honest: dict[str, Trace]) -> None:
-    workers, rounds, file = 4, 100, tmp_path / "run.trace"
+    workers, rounds, file = 4, 25, tmp_path / "run.trace"
     begun = multiprocessing.get_context("fork").Barrier(workers)
 
     def end(rank: int) -> int:
@@ -402,7 +402,7 @@ def _rows(outcome: "subprocess.CompletedProcess[str]", kind: str) -> list[Any]:
 def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:
     script, file = tmp_path / "script.py", tmp_path / "run.trace"
     script.write_text(SCRIPT)
-    outcome = commands.fastps("run", "-n", "2", "--trace", str(file), str(script))
+    outcome = commands.fastps("run", "-n", "2", "--start-method", "spawn", "--trace", str(file), str(script))
     assert outcome.returncode == 0, outcome.stderr
     checked = commands.fastps(
         "trace", str(file), "--check", "--summary", "--perfetto", str(tmp_path / "out.json"), "--json", "-"
@@ -433,7 +433,9 @@ def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:
 def test_a_run_whose_worker_is_killed_leaves_a_trace(tmp_path: Path) -> None:
     script, file = tmp_path / "script.py", tmp_path / "run.trace"
     script.write_text(SCRIPT)
-    assert commands.fastps("run", "-n", "2", "--trace", str(file), str(script), "die").returncode == 1
+    assert (
+        commands.fastps("run", "-n", "2", "--start-method", "spawn", "--trace", str(file), str(script), "die").returncode == 1
+    )
     trace = read(file)
     assert trace.header["unfinished"] == [1]
     assert check(trace) == []
