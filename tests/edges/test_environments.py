@@ -19,7 +19,7 @@ import pytest
 from fastps.processes.launcher import Launcher
 from tests.support import stacks
 
-_FEW = 3
+_FEW = 2
 _MANY = int(os.environ.get("FASTPS_ENVIRONMENTS", "20"))
 _SEED = int(os.environ.get("FASTPS_FUZZ_SEED", "0"))
 _JOB = Path(__file__).with_name("job.py")

@@ -59,7 +59,7 @@ def _updates() -> tuple[Any, ...]:
     )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     update=st.deferred(lambda: st.sampled_from(_updates())),
     mode=st.sampled_from([fold.FOLD_SUM, fold.FOLD_EACH]),

@@ -118,7 +118,7 @@ def _kill_one(sync: str, seed: int, after_s: float) -> None:
         assert store.arena.committed()[0] == store.version
 
 
-@sample_and_full(16, 180, "kills")
+@sample_and_full(8, 180, "kills")
 def test_kills_at_random_moments_never_hang_and_leave_nothing(kills: int) -> None:
     for seed in range(kills):
         _kill_one(["bsp", "asp", "ssp:1", "dssp:1,4"][seed % 4], 1000 + seed, after_s=0.05)

@@ -150,7 +150,7 @@ CASES = {
 }
 
 
-SAMPLE = ("raising hook", "os._exit", "atexit that uses the model")
+SAMPLE = ("raising hook", "os._exit")
 
 
 def _exit_codes(loops: str, repeats: int, names: Iterable[str] = tuple(CASES)) -> dict[str, list[int]]:

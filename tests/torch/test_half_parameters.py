@@ -100,7 +100,7 @@ def _shows_its_masters(model: torch.nn.Module, optimizer: fastps.DistributedOpti
 # -- training --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @DTYPES
 @pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop", "nadam", "adadelta"])
 def test_one_worker_equals_torch_on_float32_masters(name: str, dtype: torch.dtype) -> None:
@@ -163,6 +163,7 @@ def test_two_workers_equal_one_process_with_the_gradients_of_both(make: Callable
     assert torch.equal(_vector(torch.tensor(values) for values in children[0].outcome), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "sync", ["asp", "asp,shards=2", "ssp:2", "asp,ema=0.9", "softsync:1", "asp,combine=true", "psp:1,0.75,shards=3"]
 )
@@ -190,6 +191,7 @@ def test_a_move_to_another_arena_takes_masters_and_halves_along() -> None:
         moved.store.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "kind", "options"), [
     (torch.bfloat16, fastps.DistributedOptimizer, {"server": "process"}),
     (torch.bfloat16, fastps.DistributedOptimizer, {"push_dtype": torch.float32}),
@@ -232,6 +234,7 @@ def scaled_rule(weight: float, gradient: float, learning_rate: float, weights: f
     return weight - learning_rate * math.sqrt(weights / (gradients + 1e-12)) * gradient
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sync", ["bsp", "asp", "asp,ema=0.9"])
 def test_a_rule_with_sums_over_a_parameter_writes_halves(sync: str) -> None:
     model = _half(torch.bfloat16)
@@ -379,6 +382,7 @@ def test_a_checkpoint_of_a_float32_job_resumes_in_half_precision(tmp_path: Path)
         assert _shows_its_masters(half, optimizer)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["adam", "momentum", "sgd"])
 def test_state_dicts_of_model_and_optimizer_continue_with_the_same_bits(name: str) -> None:
     batches = batches_of(20, 16)

@@ -123,7 +123,7 @@ def _run(script: Callable[..., None], zero: Zero, sync: str | None) -> tuple[lis
     return [each.tolist() for each in model.parameters()], kept
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("zero", list(ZEROS))
 @pytest.mark.parametrize("script", [_surgery, _last_step, _variance, _kept_in_place, _pointed_elsewhere])
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
@@ -131,6 +131,7 @@ def test_scripts_that_keep_gradients_compute_what_they_do_in_torch(script: Calla
     assert _run(script, ZEROS[zero], sync) == _run(script, ZEROS[zero], None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("script", [_surgery, _last_step, _variance])
 def test_gradients_that_are_zeroed_in_place_are_the_tensors_that_were_kept(script: Callable[..., None]) -> None:
     def zero(optimizer: Optimizer, model: Model) -> None:
@@ -143,6 +144,7 @@ def _backward(model: Model, factor: float) -> None:
     (model(torch.ones(1, 3)) * factor).sum().backward()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 def test_arrays_and_tensors_that_are_kept_outlive_the_job(sync: str) -> None:
     model = torch.nn.Linear(3, 1)

@@ -37,7 +37,7 @@ def test_every_optimizer_of_the_table_of_update_rules_is_compared_with_torch() -
     assert {kind for row in UPDATE_RULES.values() if not row.only_rows for kind in row.optimizers} == compared
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_worker_equals_plain_torch_for_200_steps(name: str) -> None:
     plain, model = new_model(), new_model()
@@ -111,6 +111,7 @@ def _kill_a_torch_worker(sync: str, generator: random.Random) -> None:
 # -- no copies -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:1", "dssp:1,3"])
 def test_no_step_copies_weights_or_gradients_after_backward(sync: str) -> None:
     model = new_model()

@@ -35,7 +35,7 @@ def test_state_dict_loads_into_plain_torch_and_back(name: str) -> None:
     assert relative_difference(resumed, plain) < 1e-6
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "sgd"])
 def test_state_dict_has_the_keys_of_plain_torch(name: str) -> None:
     plain, model = new_model(), new_model()

@@ -47,6 +47,7 @@ def _within(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
     return bool(outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:3", "dssp:3,15"])
 def test_every_step_has_its_ranges_in_their_order(tmp_path: Path, sync: str) -> None:
     with _wrapped(sync) as (model, optimizer):

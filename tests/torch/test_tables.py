@@ -55,6 +55,7 @@ def test_three_workers_under_bsp_equal_one_process_with_the_batches_of_all(name:
     assert float((torch.tensor(children[0].outcome) - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse-adam", "row-wise-adagrad"])
 def test_optimizer_state_loads_into_torchs_optimizer_which_continues_the_same(name: str) -> None:
     batches = batches_of(20, 16)

@@ -62,6 +62,7 @@ def _train_in_phases(wrap: Wrap) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", SYNCS)
 def test_parameters_that_are_frozen_and_unfrozen_train_as_in_torch(sync: str) -> None:
     found = _train_in_phases(lambda inner: fastps.DistributedOptimizer(inner, sync=sync))
@@ -295,6 +296,7 @@ def _train_and_go_back(wrap: Wrap, model: torch.nn.Module, load: Callable[[Any, 
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", SYNCS)
 def test_state_dicts_are_loaded_between_any_steps_as_in_torch(sync: str) -> None:
     model, plain = new_model(), new_model()

@@ -76,14 +76,15 @@ def test_a_runs_row_spans_all_workers() -> None:
     assert (replaced["seconds"], replaced["steps_per_s"]) == (5.0, 8.0), "a replacement counts the steps before it, too"
 
 
-def _accuracy(sync: str, seed: int, epochs: int = 10) -> float:
-    options = TrainingOptions(sync=sync, workers=4, epochs=epochs, seed=seed)
+def _accuracy(sync: str, seed: int, epochs: int = 10, workers: int = 4) -> float:
+    options = TrainingOptions(sync=sync, workers=workers, epochs=epochs, seed=seed)
     row = compare.train(options, load("mnist5k"), Console(quiet=True), progress=False)
     return float(row["test_accuracy"])
 
 
-def test_real_images_are_learnt_by_four_workers() -> None:
-    assert _accuracy("bsp", seed=0, epochs=3) >= 0.88, "the slow tests train to the end"
+def test_real_images_are_learnt_by_two_workers() -> None:
+    """Each worker imports what has the images, so that two take half the time of four."""
+    assert _accuracy("bsp", seed=0, epochs=3, workers=2) >= 0.88, "the slow tests train to the end, with four"
 
 
 @pytest.mark.slow
