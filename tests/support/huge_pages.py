@@ -5,6 +5,7 @@ from pathlib import Path
 
 _HUGE = 1 << 21
 _MADV_COLLAPSE = 25
+_LARGEST = 1 << 30  # a sanitizer reserves terabytes, of which it uses little
 
 
 def collapse() -> None:
@@ -15,5 +16,5 @@ def collapse() -> None:
         span, access, _, _, _, *name = line.split()
         first, last = (int(address, 16) for address in span.split("-"))
         first, last = -(-first // _HUGE) * _HUGE, last // _HUGE * _HUGE
-        if access == "rw-p" and name in ([], ["[heap]"]) and first < last:
+        if access == "rw-p" and name in ([], ["[heap]"]) and 0 < last - first < _LARGEST:
             madvise(first, last - first, _MADV_COLLAPSE)
