@@ -25,7 +25,9 @@ static inline c10::TensorImpl *fps_plain(PyObject *object) {
 
 /* Where the first element of a tensor with a storage lies. */
 static inline const void *fps_begin(const c10::TensorImpl *impl) {
-    return static_cast<const char *>(impl->unsafe_storage().data()) + impl->storage_offset() * impl->itemsize();
+    const char *data = static_cast<const char *>(impl->unsafe_storage().data());
+    const int64_t offset = impl->storage_offset();
+    return offset ? data + offset * impl->itemsize() : data;  /* itemsize() is slow, and most have no offset */
 }
 
 /* The same; null: not plain. */
@@ -129,10 +131,10 @@ static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_owned_stor
     return true;
 }
 
-/* Count a write in tensor._version, for a tensor with a version counter. */
-static inline bool fps_count_write(PyObject *tensor) {
+/* Count a write in tensor._version, for a tensor with a version counter, or with one `of its own`, which no other tensor shares. */
+static inline bool fps_count_write(PyObject *tensor, bool of_its_own) {
     c10::TensorImpl *impl = fps_impl(tensor);
-    if (!impl || !impl->version_counter().enabled()) return false;
+    if (!impl || !impl->version_counter().enabled() || (of_its_own && !impl->unique_version())) return false;
     impl->bump_version();
     return true;
 }

@@ -23,7 +23,7 @@ cdef extern from "tensors/torch_tensors.hpp":
     bint fps_point(object tensor, fps_owned_storage &owned, const fps_value &value) except +
     bint fps_settle(object tensor, object values, fps_owned_storage &owned, const fps_value &value) except +
     const void *fps_place(object tensor) except +
-    bint fps_count_write(object tensor) except +
+    bint fps_count_write(object tensor, bint of_its_own) except +
     bint fps_move_along(object tensor, fps_owned_storage &owned) except +
     bint fps_version(object tensor, int64_t *version) except +
     bint fps_grad_is(object tensor, const fps_value &value, bint *same) except +
@@ -113,10 +113,19 @@ cdef class CompiledLoops:
     def count_writes(self, list written=None):
         """Let autograd know that these tensors have new values, as a write would; default: all. `changed` does not see it."""
         cdef Py_ssize_t i
+        cdef list late = [] if written is None else written
+        if written is None:
+            for i in range(len(self.tensors)):
+                if fps_count_write(self.tensors[i], True):
+                    self.remembered[i] += 1
+                else:
+                    late.append(self.tensors[i])
+            if not late:
+                return
         for i in range(len(self.tensors)):
             self.remembered[i] -= self._version(i)
-        for each in self.tensors if written is None else written:
-            if not fps_count_write(each):
+        for each in late:
+            if not fps_count_write(each, False):
                 increment_version(each)
         for i in range(len(self.tensors)):  # all, because views of one tensor have one counter
             self.remembered[i] += self._version(i)
