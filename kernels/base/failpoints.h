@@ -45,7 +45,6 @@
     MUTANT(READ_EXPELLED, "read-expelled", "pushes of an expelled worker that wait for their sum are folded")              \
     MUTANT(FORGET_CALL, "forget-call", "a worker whose job has a server posts, and does not call the server")             \
     MUTANT(CALL_LATE, "call-late", "a server reads the event after it has combined, and not before")                      \
-    MUTANT(FORGET_RETURN, "forget-return", "a served worker that was passed by does not take the lock again")             \
     MUTANT(FORGET_TAKING_OVER, "forget-taking-over", "the workers do not combine when their server has died")             \
     MUTANT(SERVE_ON, "serve-on", "a server does not look for workers that have died")
 

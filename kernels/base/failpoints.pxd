@@ -41,7 +41,6 @@ cdef extern from "base/failpoints.h" nogil:
         FPS_MUTANT_READ_EXPELLED
         FPS_MUTANT_FORGET_CALL
         FPS_MUTANT_CALL_LATE
-        FPS_MUTANT_FORGET_RETURN
         FPS_MUTANT_FORGET_TAKING_OVER
         FPS_MUTANT_SERVE_ON
         FPS_N_MUTANTS

@@ -27,7 +27,6 @@ from fastps.kernels.base.atomics cimport (
 from fastps.kernels.base.failpoints cimport (
     FPS_FAILPOINT,
     FPS_MUTANT_FORGET_CALL,
-    FPS_MUTANT_FORGET_RETURN,
     FPS_MUTANT_ONE_COUNT,
     fps_mutant,
 )
@@ -210,20 +209,15 @@ cdef class Lane(ShardLocks):
     cdef int _try_combine(self, int64_t now_ns) noexcept nogil:
         """Combine; where the server does that, call it. LANE_UNSERVED if it has ended.
 
-        A lane that is served ends what it holds: a lock that it recovered from a dead worker and could not release yet. If the
-        server passed it by, it takes that lock once, because the server passes by no second lane before.
+        A lane that is served ends what it holds: a lock that it recovered from a dead worker and could not release yet.
         """
-        cdef int outcome
         if not self.served:
             return ShardLocks._try_combine(self, now_ns)
         if not self.arena._is_served():
             return LANE_UNSERVED
         if not fps_mutant(FPS_MUTANT_FORGET_CALL):
             self._call(self.arena.header.n_lanes)
-        self._hand_over(fps_mutant(FPS_MUTANT_FORGET_RETURN) or not self._was_passed_by())
-        outcome = ShardLocks._try_combine(self, now_ns)
-        self._hand_over(True)
-        return outcome
+        return ShardLocks._try_combine(self, now_ns)
 
     cdef void _call(self, uint32_t lane) noexcept nogil:
         """Move a lane's event, and wake the lane if it sleeps."""
@@ -289,7 +283,7 @@ cdef class Lane(ShardLocks):
         """Whether no other worker will push, and every push is folded, dropped or rejected.
 
         One of the `started` initial workers that has not attached may still push: without waits it may come late. A lane that
-        was passed by is not done: it has to write its late counters again under the lock.
+        has left a workspace behind is not done: it has to write its late counters again under the lock.
         """
         cdef uint32_t index, state
         if self._was_passed_by():

@@ -3,7 +3,8 @@
 A shard has two workspaces: in each are two records, two copies of the scheduler's state and a work item. Combiners use the one
 that the commit word names. An owner that stops (SIGSTOP, a debugger, a frozen container) may wake at any time and write on, so
 the lane that takes its lock over moves to the other workspace. The lock word then says which lane left which workspace behind.
-Nobody uses that one, nor the buffers that its work item names, until the lane takes the lock again, or is dead.
+Nobody uses that one, nor the buffers that its work item names, until the lane takes the lock again, or is dead. Where a helper
+has stopped, its combiner leaves its own workspace, until the helper has ended its chunk.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
@@ -146,8 +147,9 @@ cdef class LockWord:
     cdef bint take_over(self, uint32_t stopped) noexcept nogil:
         """Take the lock that lane `stopped` holds, or this lane's own while `stopped` helps with its fold, with the next epoch.
 
-        The word says from then on that `stopped` left the workspace behind that it may still write in. False if the spare
-        workspace is not free, if the owner writes by hand, or if someone else was faster.
+        The word says from then on that the owner left the workspace behind: `stopped`, which may still write in all of it, or
+        this lane, where `stopped` may still write its chunk. False if the spare workspace is not free, if the owner writes by
+        hand, or if someone else was faster.
         """
         cdef uint64_t *word = &self.shard_header.lock
         cdef uint64_t seen = fps_lock_load(word), owner = fps_lock_owner(seen)
@@ -157,7 +159,7 @@ cdef class LockWord:
             return False
         if seen & FPS_BY_HAND or not self._is_spare_free(seen, workspace):
             return False
-        taken |= fps_left_pack(stopped, workspace)
+        taken |= fps_left_pack(<uint32_t> owner - 1, workspace)
         if not fps_lock_take(word, seen, taken):
             return False
         self._hold(taken, workspace)
@@ -166,7 +168,7 @@ cdef class LockWord:
     cdef bint _is_spare_free(self, uint64_t seen, uint64_t workspace) noexcept nogil:
         """Whether nobody may still write in the workspace beside this one."""
         cdef uint64_t left = fps_lock_left(seen)
-        if left and (fps_lock_left_workspace(seen) == workspace or not self._has_ended(left)):
+        if left and (fps_lock_left_workspace(seen) == workspace or not (left == self.lane + 1 or self._has_ended(left))):
             return False  # of the present one: the owner has not moved on yet, and may be about to
         return not self.is_helped_in(1 - workspace)
 

@@ -174,9 +174,9 @@ cdef class ShardLocks(Reader):
         return found
 
     def was_passed_by(self):
-        """Whether this lane was passed by, and has not taken that lock again since. It may not leave before that.
+        """Whether this lane has left a workspace behind, and has not taken that lock again since. It may not leave before that.
 
-        What it wrote late, a few counters, is written again when it takes the lock.
+        It was passed by, or passed a helper by. What it wrote late, a few counters, is written again when it takes the lock.
         """
         return self._was_passed_by()
 

@@ -27,7 +27,6 @@ FOUND_WITHIN = {
     "state-in-place": 10,
     "row-first": 1_000,
     "one-count": 2_000,
-    "forget-return": 600,
     "forget-undo": 300,
     "keep-undo": 50,
     "rows-late": 20,
@@ -47,7 +46,7 @@ FOUND_WITHIN = {
 FOUND_BY_READERS = {
     "forget-readers": (50, "torn read: reader"),
     "forget-wanted": (50, "missed wake: reader"),
-    "look-first": (1_000, "missed wake: reader"),
+    "look-first": (6_000, "missed wake: reader"),
     "event-late": (8_000, "missed wake: reader"),
 }
 RARELY_FOUND_BY_READERS = ("look-first", "event-late")  # a commit between two words that a reader touches one after the other
@@ -55,8 +54,8 @@ RARELY_FOUND_BY_READERS = ("look-first", "event-late")  # a commit between two w
 FOUND_ELSEWHERE = ("back-early",)
 # Seeds among which the others are found: the first is far from 0.
 RARELY_FOUND_IN = {
-    "break-at-once": range(8_400, 8_450),  # needs a dead combiner, a stopped helper, and a push in between
-    "first-clock": range(3_450, 3_500),  # needs a fold in another shard between the first's admission of a joiner and its own
+    "break-at-once": range(27_600, 27_650),  # needs a dead combiner, a stopped helper, and a push in between
+    "first-clock": range(4_150, 4_200),  # needs a fold in another shard between the first's admission of a joiner and its own
 }
 
 
