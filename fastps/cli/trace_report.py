@@ -104,20 +104,22 @@ _ADVICE = (
 
 def advice_table(rows: Sequence[Row], title: str) -> Rows:
     """Make a table with one row per discipline, the fastest first; the recommended one is marked."""
-    return Rows.of(title, _ADVICE, rows, [number for number, row in enumerate(rows) if row["recommended"]])
+    columns = (*_ADVICE, Column(f"loss at {rows[0]['loss_at_s']:.4g} s", "loss", ".4g")) if "loss" in rows[0] else _ADVICE
+    return Rows.of(title, columns, rows, [number for number, row in enumerate(rows) if row["recommended"]])
 
 
 def advice_lines(rows: Sequence[Row], test: Row | None) -> list[str]:
     """Return the recommendation with its reason, and the replay's error on the recorded run, if there is one."""
     chosen = next(row for row in rows if row["recommended"])
-    recommended = f"recommended: --sync {chosen['sync']}: {chosen['reason']}"
-    if test is None:
-        return [recommended, "what staleness does to the loss is not predicted"]
-    return [
-        recommended,
-        f"the recorded run under {test['sync']}: {test['measured']:,.1f} steps/s measured, {test['predicted']:,.1f} predicted"
-        f" ({test['error']:+.1%}); what staleness does to the loss is not predicted",
-    ]
+    lines = [f"recommended: --sync {chosen['sync']}: {chosen['reason']}"]
+    if test is not None:
+        found = f"{test['measured']:,.1f} steps/s measured, {test['predicted']:,.1f} predicted ({test['error']:+.1%})"
+        lines.append(f"the recorded run under {test['sync']}: {found}")
+    learned = [row for row in rows if row.get("loss") is not None]
+    if not learned:
+        return [*lines, "what staleness does to the loss is not predicted: --train SCRIPT tries it"]
+    best = min(learned, key=lambda row: row["loss"])
+    return [*lines, f"the least loss at {best['loss_at_s']:.4g} virtual seconds: --sync {best['sync']}, {best['loss']:.4g}"]
 
 
 @contextlib.contextmanager

@@ -187,7 +187,7 @@ def _save_perfetto(found: "Trace", perfetto: Path, profiles: list[Path], console
     rich_help_panel=CHOOSE,
     epilog="Examples:  fastps train --sync bsp --straggler 0:3 --trace run.trace && fastps advise run.trace   |   fastps advise"
     " run.trace --sync ssp:3,dssp:3,15 --cores 8 --json -   |   fastps advise run.node0.trace run.node1.trace"
-    " --links links.json --nodes 64",
+    " --links links.json --nodes 64   |   fastps advise run.trace --train train.py",
 )
 @with_options(ON_LINKS)
 def advise(
@@ -205,6 +205,14 @@ def advise(
             metavar="C", help="Cores that the workers share; 0: those that the recorded run had, others' use left out."
         ),
     ] = 0.0,
+    train: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCRIPT",
+            help="Run the recorded script in virtual time, too, and add what it learns in equal time under the fastest of each"
+            " discipline, or under each of --sync.",
+        ),
+    ] = None,
     links: Links = None,
     nodes: Annotated[int, typer.Option(metavar="N", help="With --links: predict so many nodes.")] = 2,
     wide: Wide = False,
@@ -218,12 +226,20 @@ def advise(
     """
     if links is None and len(files) != 1:
         raise UsageError(f"expected one trace, or --links with one trace for each node, found {len(files)} traces")
+    if links is not None and train is not None:
+        raise UsageError("--train: expected the trace of one node, found --links beside it")
 
     specs = [policy.spec for policy in parse_policies(sync)] if sync is not None else None
     console = console_of(json_file)
     predict, self_test, title = _of_run(files[0], cores) if links is None else _of_nodes(context)
     with trace_report.bar(console, progress and console.is_terminal) as tick:
         rows = predict(specs, tick=tick)
+    if train is not None:
+        from fastps.lab.virtual.learning import add_losses
+        from fastps.tracing.parts import load
+
+        with trace_report.bar(console, progress and console.is_terminal, "training") as tick:
+            rows = add_losses(rows, load(files[0]), train, cores=cores, all_rows=specs is not None, tick=tick)
     test = self_test()
     show(console, trace_report.advice_table(rows, title), wide=wide)
     say(console, *trace_report.advice_lines(rows, test))

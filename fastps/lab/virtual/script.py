@@ -29,16 +29,16 @@ _POINTS = 200  # of a loss over virtual time
 _MOST_IN_A_COMMIT = 64  # pushes that are folded together; the simulator knows no such limit
 
 
-def check_workers(workers: int) -> None:
-    """Raise UsageError if so many processes do not fit into memory, or so many workers into an arena."""
+def check_workers(workers: int, option: str = "--script") -> None:
+    """Raise UsageError, naming the option, if so many processes do not fit into memory, or so many workers into an arena."""
     free, limit = available_bytes()
     if workers * WORKER_BYTES > free:
         raise UsageError(
-            f"--script: {workers} workers take {workers * WORKER_BYTES / 2**30:.1f} GiB at {WORKER_BYTES >> 20} MiB each beside"
+            f"{option}: {workers} workers take {workers * WORKER_BYTES / 2**30:.1f} GiB at {WORKER_BYTES >> 20} MiB each beside"
             f" the model, and {free / 2**30:.1f} GiB are free ({limit}): use at most {free // WORKER_BYTES} workers"
         )
     if workers > MAX_BUFFERS - 3:
-        raise UsageError(f"--script: expected at most {MAX_BUFFERS - 3} workers, as many as a job has, found {workers}")
+        raise UsageError(f"{option}: expected at most {MAX_BUFFERS - 3} workers, as many as a job has, found {workers}")
 
 
 def play(
@@ -138,8 +138,8 @@ def _events(simulator: Simulator) -> list[Event]:
     return [Event._make(values) for values in np.frombuffer(simulator.trace(forget=True), TRACE_DTYPE).tolist()]
 
 
-def command_of(arguments: Sequence[str]) -> list[str]:
-    """The command of a script with its arguments. Raises UsageError if there is no such file."""
+def command_of(arguments: Sequence[str], option: str = "--script") -> list[str]:
+    """The command of a script with its arguments. Raises UsageError, naming the option, if there is no such file."""
     if not Path(arguments[0]).is_file():
-        raise UsageError(f"--script: expected a script's file, found no {arguments[0]}")
+        raise UsageError(f"{option}: expected a script's file, found no {arguments[0]}")
     return [sys.executable, *arguments]
