@@ -75,6 +75,7 @@ MODULES = {
     "fastps/membership/discovery": "tests/cli/test_top.py",
     "fastps/membership/peers": "tests/membership/test_membership.py",
     "fastps/lab/live_faults": "tests/faults/test_restarts.py",
+    "fastps/network/place": "tests/network/test_meeting.py",
     "fastps/processes/on_host": "tests/processes/test_hosts.py",
     "fastps/processes/options": "tests/processes/test_launcher.py",
     "fastps/processes/progress_lines": "tests/processes/test_output.py",

@@ -14,16 +14,14 @@ import numpy as np
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from fastps.errors import AttachError, Error
-from fastps.job import limits
 from fastps.job.layout import aligned
-from fastps.job.nodes import address
 from fastps.job.update_rules import SGD
 from fastps.job.wire import part_count, wire_bytes
 from fastps.network.addresses import own_address
 from fastps.network.edge import Edge
 from fastps.network.link import GlooLink, LinkLostError, reason_of
 from fastps.network.measuring import SMALL_BYTES, LinkRates, measure, respond
-from fastps.network.meeting import Introduction, Meeting, Met, await_keys, meet
+from fastps.network.meeting import Introduction, Met, await_keys, meet
 from fastps.processes.nodes import NodeOptions
 from fastps.simulation.links import MeasuredHome
 from fastps.store.store import Store as Arena
@@ -111,11 +109,9 @@ def examine_links(options: NodeOptions, sizes: Sequence[int] = (), clock: Clock 
 
     `sizes` are numbers of parameters. Raises AttachError, UsageError.
     """
-    host, port = address(options.rendezvous)
-    timeout_s = limits.timeout_s(None)
-    meeting = Meeting(host, port, options.count, 1, options.number, timeout_s, options.interface, options.trusts_network)
-    met = meet(meeting)
-    own = own_address(host, port, options.interface, options.trusts_network)
+    given = options.meeting(1)
+    met, timeout_s = meet(given), given.timeout_s
+    own = own_address(given.host, given.port, options.interface, options.trusts_network)
     store = PrefixStore("doctor", met.store)
     count = len(met.nodes)
     try:

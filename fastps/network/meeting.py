@@ -33,11 +33,11 @@ from fastps.job.nodes import Nodes
 from fastps.network.addresses import is_here, is_loopback, own_address
 from fastps.network.link import reason_of
 from fastps.network.messages import WIRE_VERSION
+from fastps.network.place import Meeting, Place
 from fastps.network.tcp_store import await_name, connect_store, host_store, limit_name_lookups
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.descriptors import reserve_all
 from fastps.system.ports import free_port
-from fastps.system.processes import start_module
 from fastps.version import __version__
 
 _REACH_S = 5.0  # a machine that answers does so within milliseconds, and others read why the job cannot begin
@@ -63,12 +63,7 @@ class Introduction:
 def introduce(
     store: Store, number: int, count: int, address: str, timeout_s: float, reader: tuple[int, int] | None = None
 ) -> list[Introduction]:
-    """Exchange introductions with all nodes, and check them. Returns those of all nodes, by number.
-
-    `reader` is as in `introductions`; by default the nodes themselves read.
-
-    Raises AttachError, on every node the same: another version, an address that others cannot reach, or a firewall.
-    """
+    """Exchange introductions with all nodes, and check them, as `introductions` does; by default the nodes themselves read."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=count + 8) as listener:
         own = Introduction(number, f"{__version__} ({WIRE_VERSION})", platform.node(), address, listener.getsockname()[1])
@@ -81,10 +76,12 @@ def introduce(
 
 
 def introductions(store: Store, number: int, count: int, timeout_s: float, reader: tuple[int, int]) -> list[Introduction]:
-    """Wait until all nodes have introduced themselves. Raises AttachError as `introduce` does.
+    """Wait until all nodes have introduced themselves. Returns their introductions, by number.
 
     `reader` is the caller's number among those that read the result, and how many they are. The store may end with reader 0,
     so that one leaves last if there is an error.
+
+    Raises AttachError, on every node the same: another version, an address that others cannot reach, or a firewall.
     """
     await_keys(store, [f"introduced/{node}" for node in range(count)], timeout_s, number)
     reason = next((text for node in range(count) if (text := store.get(f"introduced/{node}").decode())), "")
@@ -94,12 +91,13 @@ def introductions(store: Store, number: int, count: int, timeout_s: float, reade
 
 
 def _agree(store: Store, key: str, reader: tuple[int, int], reason: str) -> None:
-    """Raise AttachError for a reason that all readers have. The store may end with reader 0, which waits for the others."""
-    store.set(f"{key}/{reader[0]}", "")
-    if reason and reader[0] == 0:
-        with contextlib.suppress(RuntimeError):
-            store.wait([f"{key}/{each}" for each in range(reader[1])], timedelta(seconds=_REACH_S))
+    """Raise AttachError for a reason that all readers have."""
+    number, count = reader
+    store.set(f"{key}/{number}", "")
     if reason:
+        if number == 0:  # the store may end with this process
+            with contextlib.suppress(RuntimeError):
+                store.wait([f"{key}/{each}" for each in range(count)], timedelta(seconds=_REACH_S))
         raise AttachError(reason)
 
 
@@ -112,22 +110,18 @@ def await_keys(store: Store, keys: list[str], timeout_s: float, number: int) -> 
             return
         except RuntimeError:
             left_s -= _PROGRESS_S
-            missing = _missing(store, keys, number)
-            if left_s <= 0:
-                raise AttachError(
-                    f"node {number} waited {timeout_s:g} s for {missing} of {len(keys)} nodes: start them, or give a smaller"
-                    " --nnodes; raise FASTPS_TIMEOUT if they are only slow"
-                ) from None
-            print(f"fastps: node {number} waits for {missing} of {len(keys)} nodes", file=sys.stderr, flush=True)
-
-
-def _missing(store: Store, keys: list[str], number: int) -> int:
-    try:
-        return sum(not store.check([key]) for key in keys)
-    except RuntimeError as error:
-        raise AttachError(
-            f"node {number} lost the rendezvous while it waited for the other nodes: see the output of node 0"
-        ) from error
+        try:
+            missing = sum(not store.check([key]) for key in keys)
+        except RuntimeError as error:
+            raise AttachError(
+                f"node {number} lost the rendezvous while it waited for the other nodes: see the output of node 0"
+            ) from error
+        if left_s <= 0:
+            raise AttachError(
+                f"node {number} waited {timeout_s:g} s for {missing} of {len(keys)} nodes: start them, or give a smaller"
+                " --nnodes; raise FASTPS_TIMEOUT if they are only slow"
+            )
+        print(f"fastps: node {number} waits for {missing} of {len(keys)} nodes", file=sys.stderr, flush=True)
 
 
 def _of(store: Store, node: int) -> Introduction:
@@ -166,39 +160,6 @@ _hosts: dict[int, "subprocess.Popen[bytes]"] = {}
 
 
 # -- of launchers ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Place:
-    """A node's place: its number, its first worker's rank, the workers of all nodes, the job's name, a free port of node 0."""
-
-    number: int
-    first_rank: int
-    world: int
-    job: str
-    port: int
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """What a launcher says of its node.
-
-    Attributes:
-        host, port: the rendezvous.
-        nodes, workers: how many nodes the job has, and how many workers this one has.
-        number: this node's number; -1: the rendezvous' own host becomes node 0, and the others are numbered as they come.
-        timeout_s: how long to wait for the other nodes.
-        interface, trusts_network: see own_address.
-    """
-
-    host: str
-    port: int
-    nodes: int
-    workers: int
-    number: int
-    timeout_s: float
-    interface: str = ""
-    trusts_network: bool = False
 
 
 @dataclass(frozen=True)
@@ -352,9 +313,9 @@ def join_meeting(nodes: Nodes, timeout_s: float) -> Nodes:
 
     Raises AttachError, UsageError.
     """
-    key = os.getpid(), nodes
     if nodes.launched is None:
         return nodes
+    key = os.getpid(), nodes
     if key not in _known:
         _known[key] = _meet(nodes, nodes.launched, timeout_s)
     return _known[key]
@@ -401,15 +362,14 @@ def _start_store(nodes: Nodes, timeout_s: float) -> None:
             " of worker 0 in FASTPS_RENDEZVOUS=HOST:PORT"
         )
     given = Meeting(nodes.host, nodes.port, 1, 1, 0, timeout_s, nodes.interface, nodes.trusts_network)
-    how = {"stdout": subprocess.PIPE, "start_new_session": True}  # Ctrl-C must reach only the workers
-    process = start_module("fastps.network.meeting", json.dumps(asdict(given)), **how)
+    process = given.start(start_new_session=True)  # Ctrl-C must reach only the workers
     assert process.stdout is not None
-    with process.stdout as stdout:
-        line = stdout.readline()
-    found = json.loads(line) if line else {"error": "the process that keeps the rendezvous has ended: see its own output"}
-    if "error" in found:
-        process.wait()
-        raise (UsageError if found.get("kind") == "UsageError" else AttachError)(found["error"])
+    with process.stdout:
+        try:
+            Place.told_by(process)
+        except Error:
+            process.wait()
+            raise
     _hosts[os.getpid()] = process
     atexit.register(_end_store, os.getpid())
 

@@ -162,13 +162,13 @@ class Launcher:
             self._rendezvous.close()
         self._selector.close()
         if self._trace is not None:
-            own = self._trace if self._rendezvous is None else trace_parts.of_node(self._trace, self._rendezvous.number)
+            own = self._trace if self._rendezvous is None else trace_parts.of_node(self._trace, self._rendezvous.place.number)
             trace_parts.end(own, self.arena, self._endings())
 
     @property
     def arena(self) -> str:
         """The name of the first arena of this launcher's workers: the job's, and of several nodes also the node's number."""
-        return self.job if self._rendezvous is None else f"{self.job}.node{self._rendezvous.number}"
+        return self.job if self._rendezvous is None else f"{self.job}.node{self._rendezvous.place.number}"
 
     def _endings(self) -> dict[int, dict[str, Any]]:
         """What a trace cannot know by itself: how each failed worker's process ended, and when injected stops took place."""
@@ -212,7 +212,7 @@ class Launcher:
         if self._forks:
             self._start_forkserver()
         if self._rendezvous is not None and self._rendezvous.wait(self._is_interrupted):
-            self.job = self._rendezvous.job
+            self.job = self._rendezvous.place.job
         for rank in range(self._count):
             if self._ending.interrupts:
                 return
@@ -374,7 +374,7 @@ class Launcher:
             self._selector.unregister(key.fileobj)
             cast("IO[bytes]", key.fileobj).close()
             self._open_pipes -= 1
-        first_rank = self._rendezvous.first_rank if self._rendezvous is not None else 0
+        first_rank = self._rendezvous.place.first_rank if self._rendezvous is not None else 0
         rank = first_rank + worker.rank  # among the workers of all nodes
         texts = [line.decode("utf-8", "surrogateescape") for line in [*lines, *([cut.bar + b"\r"] if cut.bar else [])]]
         if texts:

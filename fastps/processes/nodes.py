@@ -1,21 +1,20 @@
 """A launcher in a job of several nodes: it finds the other launchers and gives its workers their ranks."""
 
-import json
 import os
 import selectors
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from fastps.errors import AttachError, UsageError
+from fastps.errors import UsageError
 from fastps.job import limits
 from fastps.job.nodes import address, check_secret
 from fastps.job.options import NodePolicy
 from fastps.job.secret import VARIABLE as SECRET
 from fastps.job.secret import Secret, secret_of_environment
+from fastps.network.place import Meeting, Place
 from fastps.processes.options import JobOptions
 from fastps.processes.worker_environment import torchrun_variables
-from fastps.system.processes import die_with_parent, start_module
+from fastps.system.processes import die_with_parent
 
 _TICK_S = 0.1
 
@@ -71,32 +70,22 @@ class NodeOptions:
         """The number that was asked for, or -1."""
         return -1 if self.rank == "auto" else int(self.rank)
 
+    def meeting(self, workers: int) -> Meeting:
+        """What a launcher of so many workers says to the others."""
+        host, port = address(self.rendezvous)
+        limit_s = limits.timeout_s(None)
+        return Meeting(host, port, self.count, workers, self.number, limit_s, self.interface, self.trusts_network)
+
 
 class LaunchRendezvous:
     """The process that finds the other launchers. On node 0 it keeps the rendezvous until `close`."""
 
     def __init__(self, options: NodeOptions, workers: int) -> None:
         self._options, self._workers = options, workers
-        host, port = address(options.rendezvous)
-        meeting = {
-            "host": host,
-            "port": port,
-            "nodes": options.count,
-            "workers": workers,
-            "number": options.number,
-            "timeout_s": limits.timeout_s(None),
-            "interface": options.interface,
-            "trusts_network": options.trusts_network,
-        }
-        self._process = start_module(
-            "fastps.network.meeting",
-            json.dumps(meeting),
-            stdout=subprocess.PIPE,
-            process_group=0,  # Ctrl-C reaches only the launcher
-            preexec_fn=die_with_parent(os.getpid()),
-        )
+        # Ctrl-C reaches only the launcher.
+        self._process = options.meeting(workers).start(process_group=0, preexec_fn=die_with_parent(os.getpid()))
         self.process_id = self._process.pid
-        self.number, self.first_rank, self.world, self.port, self.job = 0, 0, workers, 0, ""
+        self.place = Place(0, 0, workers, "", 0)
 
     def wait(self, is_over: Callable[[], bool]) -> bool:
         """Wait until all nodes are there. Returns False if `is_over` becomes true first.
@@ -109,27 +98,22 @@ class LaunchRendezvous:
             while not selector.select(_TICK_S):
                 if is_over():
                     return False
-        line = self._process.stdout.readline()
         if is_over():
             return False
-        found = json.loads(line) if line else {"error": "the process that finds the other nodes has ended: see its own output"}
-        if "error" in found:
-            raise (UsageError if found.get("kind") == "UsageError" else AttachError)(found["error"])
-        self.number, self.first_rank, self.world = int(found["number"]), int(found["first_rank"]), int(found["world"])
-        self.port, self.job = int(found["port"]), str(found["job"])
+        self.place = Place.told_by(self._process)
         return True
 
     def variables(self, local_rank: int, style: str) -> Mapping[str, str]:
         """The variables of one worker of this node, besides those that a worker of one node has."""
-        options = self._options
-        rank, host = self.first_rank + local_rank, address(options.rendezvous)[0]
+        options, place = self._options, self.place
+        rank, host = place.first_rank + local_rank, address(options.rendezvous)[0]
         values: dict[str, object] = {
             "FASTPS_RANK": rank,
-            "FASTPS_WORKERS": self.world,
+            "FASTPS_WORKERS": place.world,
             "FASTPS_LOCAL_RANK": local_rank,
             "FASTPS_LOCAL_WORKERS": self._workers,
             "FASTPS_NNODES": options.count,
-            "FASTPS_NODE_RANK": self.number,
+            "FASTPS_NODE_RANK": place.number,
             "FASTPS_RENDEZVOUS": options.rendezvous,
             "FASTPS_INTERFACE": options.interface,
             "FASTPS_TRUSTED_NETWORK": int(options.trusts_network),
@@ -139,7 +123,7 @@ class LaunchRendezvous:
             values[SECRET] = options.secret.key.decode()
         if style == "torchrun":
             local = local_rank, self._workers
-            values |= torchrun_variables(rank, self.world, *local, self.number, options.count, host, self.port)
+            values |= torchrun_variables(rank, place.world, *local, place.number, options.count, host, place.port)
             del values["LOCAL_RANK"]  # which goes by the worker's GPU
         return {name: str(value) for name, value in values.items()}
 
