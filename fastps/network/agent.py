@@ -89,10 +89,10 @@ class AgentServer(Server):
 
     def _is_done(self) -> bool:
         """Whether every worker of this node has left, and everything that it pushed is folded."""
-        states = self._arena.lane_states()[: self.store.layout.lanes]
-        if any(state in (LANE_FREE, LANE_JOINING, LANE_LIVE) for state in states[: self.store.layout.workers]):
+        states = self._arena.lane_states()[: self.store.layout.workers]
+        if any(state in (LANE_FREE, LANE_JOINING, LANE_LIVE) for state in states):
             return False
-        counted = [self._arena.counters(lane) for lane in range(len(states))]
+        counted = [self._arena.counters(lane) for lane in range(self.store.layout.lanes)]
         return all(each["done"] >= each["posted"] for each in counted)
 
     def _finish(self) -> None:
@@ -110,21 +110,13 @@ class AgentServer(Server):
         """Check the workers, as a server does, and the home."""
         super().check_peers(now_ns)
         self._leaf.check()
-        lost = -1 if self.store.layout.faults.continues else self._lost_worker()
-        if lost >= 0:
-            nodes = self._leaf.nodes
-            reason = self._arena.failure(lost) or "its process is gone"
-            raise NodeLostError(f"node {nodes.number}: worker {lost} of {nodes.local_workers} failed: {reason}", nodes.number)
-
-    def _lost_worker(self) -> int:
-        """The first worker that failed or died; -1 if there is none."""
-        owners = enumerate(self._arena.members()[: self.store.layout.lanes])
-        gone = (
-            lane
-            for lane, (generation, state) in owners
-            if state in (LANE_FAILED, LANE_DEAD, LANE_EXPELLED) or self._peers.is_dismissed((lane, generation))
-        )
-        return next(gone, -1)
+        if self.store.layout.faults.continues:
+            return
+        for lane, (generation, state) in enumerate(self._arena.members()[: self.store.layout.lanes]):
+            if state in (LANE_FAILED, LANE_DEAD, LANE_EXPELLED) or self._peers.is_dismissed((lane, generation)):
+                node, workers = self._leaf.nodes.number, self._leaf.nodes.local_workers
+                reason = self._arena.failure(lane) or "its process is gone"
+                raise NodeLostError(f"node {node}: worker {lane} of {workers} failed: {reason}", node)
 
 
 def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory, report: Report) -> Upstream:

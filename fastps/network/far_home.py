@@ -281,9 +281,6 @@ class FarHome:
         self._session.check_weights(answer, step)
         return answer.version
 
-    def abort(self, failure: str) -> None:
-        self.leave(failure)
-
     def leave(self, failure: str | None) -> None:
         if self._has_left:
             return
@@ -295,6 +292,8 @@ class FarHome:
             self._edge.close()
         if self._receiver is not None:
             self._receiver.shutdown()
+
+    abort = leave
 
 
 def _ring(floats: int) -> list[torch.Tensor]:

@@ -77,8 +77,8 @@ class LocalLeaf(Leaf):
             self._losses = self._sums.mean_loss(call.pushes)
         weights = self._sums.weights(call.weights_out)
         age = self._done.versions - self._begun.versions
-        if self._under_way and age == self._overlap:
-            self._take(self._under_way.pop().result(), weights)
+        if age == self._overlap:
+            self._take_arrived(weights)
         if age == self._period:
             self._begin_exchange(weights)
         self._store.write_halves(call.weights_out)
@@ -143,6 +143,11 @@ class LocalLeaf(Leaf):
         self._taken[first:last] = home
         torch.lerp(own, home, self.nodes.policy.local_mix, out=own)
 
+    def _take_arrived(self, weights: torch.Tensor) -> None:
+        """Take the weights of the exchange under way, if there is one."""
+        if self._under_way:
+            self._take(self._under_way.pop().result(), weights)
+
     def _last_exchange(self, first: int) -> "_Done":
         """What was done at the start of the last exchange of a fragment."""
         return self._exchanged.get(first, self._fetched)
@@ -166,11 +171,9 @@ class LocalLeaf(Leaf):
         """Push what has moved since the last exchange, and write the job's final weights and this node's state into buffers."""
         committed, states = self._store.committed()
         own = self._sums.weights(committed[0]).clone()
-        if self._under_way:
-            self._take(self._under_way.pop().result(), own)
+        self._take_arrived(own)
         while self._last_exchange(self._upstream.coming()[0]).versions < self._done.versions:
             self._begin_exchange(own)
-            if self._under_way:
-                self._take(self._under_way.pop().result(), own)
+            self._take_arrived(own)
         self._planes(state)[:] = self._planes(states[0])
         super().finish(weights, state)

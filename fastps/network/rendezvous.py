@@ -107,13 +107,12 @@ class Rendezvous:
         for group, hyper in enumerate(hypers):
             there = theirs.get(str(group))
             for name, own in hyper._asdict().items():
-                if not isinstance(there, dict) or there.get(name) == own:
-                    continue
-                logger.warning(
-                    "node %d begins with %s %s in parameter group %d, and node 0 with %s: each push is folded with its own;"
-                    " give all nodes the same optimizer, unless this node joins a job whose schedule is further",
-                    *(self.nodes.number, name, own, group, there.get(name)),
-                )
+                if isinstance(there, dict) and there.get(name) != own:
+                    logger.warning(
+                        "node %d begins with %s %s in parameter group %d, and node 0 with %s: each push is folded with its own;"
+                        " give all nodes the same optimizer, unless this node joins a job whose schedule is further",
+                        *(self.nodes.number, name, own, group, there.get(name)),
+                    )
 
     def _publish_port(self, store: Store) -> None:
         store.set(_port_key(self.nodes.number), json.dumps([self._address, self._port.number]))
@@ -211,7 +210,13 @@ class Requests:
 
         Raises LinkLostError after the timeout, if `is_over` becomes true, or if the edge cannot be opened.
         """
-        epoch, store = self._await_request(timeout_s, is_over)
+        clock = self._rendezvous.clock
+        deadline = Deadline(clock.now_ns(), int(timeout_s * 1e9))
+        while (found := self._ask()) is None:
+            if is_over() or deadline.is_over(clock.now_ns()):
+                raise LinkLostError(f"it did not come within {timeout_s:g} s: start it, or give a smaller --nnodes")
+            clock.sleep_ns(_POLL_NS)
+        epoch, store = found
         self.epoch = epoch
         # Shorter than the node waits: an edge that the node has given up must not keep this side from its next request.
         limit_s = open_s(self._rendezvous.nodes, epoch) / 2
@@ -229,19 +234,19 @@ class Requests:
             raise
         return edge, hello
 
-    def _await_request(self, timeout_s: float, is_over: Callable[[], bool]) -> tuple[int, Store]:
-        clock = self._rendezvous.clock
-        deadline = Deadline(clock.now_ns(), int(timeout_s * 1e9))
-        while (found := self._ask()) is None:
-            if is_over() or deadline.is_over(clock.now_ns()):
-                raise LinkLostError(f"it did not come within {timeout_s:g} s: start it, or give a smaller --nnodes")
-            clock.sleep_ns(_POLL_NS)
-        return found
-
     def _ask(self) -> tuple[int, Store] | None:
-        """The epoch of a new request, if there is one, and the store. Raises LinkLostError if the node refuses to come."""
+        """The epoch of a new request, if there is one, and the store.
+
+        Raises LinkLostError if the node refuses to come, or the rendezvous has ended.
+        """
+        if self._store is None:
+            try:
+                self._store = self._rendezvous.store()
+            except (AttachError, RuntimeError) as error:
+                self.have_ended = True
+                raise LinkLostError(f"the rendezvous has ended: {reason_of(error)}") from error
+        store = self._store
         try:
-            store = self._connection()
             if self.epoch == 0 and store.check([_refused_key(self._node)]):
                 raise LinkLostError(store.get(_refused_key(self._node)).decode("utf-8", "replace"))
             epoch = int(store.add(self._rendezvous.epoch_key(self._node), 0))
@@ -249,16 +254,6 @@ class Requests:
             self._store = None
             return None
         return (epoch, store) if epoch > self.epoch else None
-
-    def _connection(self) -> Store:
-        """The connection to the rendezvous. Raises LinkLostError if it has ended."""
-        if self._store is None:
-            try:
-                self._store = self._rendezvous.store()
-            except (AttachError, RuntimeError) as error:
-                self.have_ended = True
-                raise LinkLostError(f"the rendezvous has ended: {reason_of(error)}") from error
-        return self._store
 
 
 def _table_of(data: bytes) -> dict[str, object]:

@@ -73,11 +73,7 @@ def await_name(host: str, timeout_s: float) -> None:
 
     >>> await_name("127.0.0.1", 1.0)
     """
-
-    def look_up() -> None:
-        socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-
-    if reason := _why_not(look_up, f"an address of {host}", timeout_s, _NAME_POLL_NS):
+    if reason := _why_not(lambda: socket.getaddrinfo(host, 0), f"an address of {host}", timeout_s, _NAME_POLL_NS):
         raise AttachError(
             f"no address was known for {host} within {timeout_s:g} s ({reason}): expected the name of node 0; check it, and"
             " in Kubernetes the headless service of the job and its subdomain"
@@ -86,18 +82,14 @@ def await_name(host: str, timeout_s: float) -> None:
 
 def await_answer(host: str, port: int, timeout_s: float) -> str:
     """Wait until something accepts connections at a port. Returns "", or the reason of the last try after the timeout."""
+    return _why_not(
+        lambda: socket.create_connection((host, port), _CONNECT_S).close(),
+        f"the rendezvous at {host}:{port}", timeout_s, _ANSWER_POLL_NS,
+    )  # fmt: skip
 
-    def connect() -> None:
-        socket.create_connection((host, port), _CONNECT_S).close()
 
-    return _why_not(connect, f"the rendezvous at {host}:{port}", timeout_s, _ANSWER_POLL_NS)
-
-
-def _why_not(call: Callable[[], None], what: str, timeout_s: float, poll_ns: int) -> str:
-    """Call until that raises no OSError, and print now and then what this waits for.
-
-    Returns "", or the reason of the last try after the timeout.
-    """
+def _why_not(call: Callable[[], object], what: str, timeout_s: float, poll_ns: int) -> str:
+    """Call until that raises no OSError. Returns "", or the reason of the last try after the timeout."""
     clock = SYSTEM_CLOCK
     told_ns = clock.now_ns()
     deadline = Deadline(told_ns, int(timeout_s * 1e9))

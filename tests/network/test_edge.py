@@ -116,14 +116,14 @@ def test_both_sides_learn_the_offset_of_their_clocks_and_count_bytes(pair: Pair)
     """Both are on this machine, so the true offset is 0."""
     leaf, home = pair.edges
     deadline = time.monotonic() + 10
-    while not all(edge.watch.offset(time.monotonic_ns()) and edge.watch.headers_received >= 2 * 512 for edge in pair.edges):
+    while not all(edge.watch.clock.best(time.monotonic_ns()) and edge.watch.headers_received >= 2 * 512 for edge in pair.edges):
         assert time.monotonic() < deadline, "no beat was answered"
         time.sleep(0.05)
     sent = np.zeros(CHUNK_BYTES + 12, np.uint8)
     both(lambda side: leaf.send(chunks_of(sent)) if side == 0 else home.receive(chunks_of(sent.copy())))
     for edge in pair.edges:
         now_ns = time.monotonic_ns()
-        found = edge.watch.offset(now_ns)
+        found = edge.watch.clock.best(now_ns)
         assert found is not None and abs(found.offset_ns) <= found.error_at(now_ns) < 1e9
         assert edge.watch.headers_sent >= 2 * 512
     assert (leaf.watch.floats_sent, home.watch.floats_received) == (len(sent), len(sent))

@@ -78,24 +78,17 @@ class Report(threading.Thread):
             offset_ns, error_ns, trip_ns = _clock_of(self._homes[0], now_ns)
             offset_ns = -offset_ns
         row = NodeStatistics(
-            node, told.host, "live", told.workers, told.steps, told.wait_ns, told.sent_bytes, told.received_bytes,
-            heard_ns=told_ns, round_trip_ns=trip_ns, clock_offset_ns=offset_ns, clock_error_ns=error_ns,
+            node, state="live", **vars(told), heard_ns=told_ns,
+            round_trip_ns=trip_ns, clock_offset_ns=offset_ns, clock_error_ns=error_ns,
         )  # fmt: skip
-        return row if self.home is None else self._with_home(row, self.home)
-
-    def _with_home(self, row: NodeStatistics, home: Arena) -> NodeStatistics:
-        """The row with what the home has of the node's lane."""
-        counted, clocks = home.counters(row.node), [home.clock(lane) for lane in range(self._nodes.count)]
+        if (home := self.home) is None:
+            return row
+        counted, clocks = home.counters(node), [home.clock(lane) for lane in range(self._nodes.count)]
         return replace(
-            row,
-            state=_STATES.get(home.lane_state(row.node), "live"),
-            pushes=counted["steps"],
-            lag=max(clocks) - clocks[row.node],
-            folded=counted["folded"],
-            dropped=counted["dropped"],
-            staleness_sum=counted["staleness_sum"],
-            staleness_max=counted["staleness_max"],
-        )
+            row, state=_STATES.get(home.lane_state(node), "live"), pushes=counted["steps"], lag=max(clocks) - clocks[node],
+            folded=counted["folded"], dropped=counted["dropped"],
+            staleness_sum=counted["staleness_sum"], staleness_max=counted["staleness_max"],
+        )  # fmt: skip
 
     def run(self) -> None:
         """See threading.Thread."""
@@ -105,7 +98,7 @@ class Report(threading.Thread):
     def _write(self) -> None:
         now_ns = self._leaf.clock.now_ns()
         self._board.write(self.rows(now_ns))
-        if self._trace is not None and not self._nodes.is_first and (found := self._homes[0].offset(now_ns)) is not None:
+        if self._trace is not None and not self._nodes.is_first and (found := self._homes[0].clock.best(now_ns)) is not None:
             self._trace.offset(found)
 
     def close(self) -> None:
@@ -121,6 +114,6 @@ class Report(threading.Thread):
 
 def _clock_of(watch: EdgeWatch, now_ns: int) -> tuple[int, int, int]:
     """The offset of the other node's clock, the bound of its error, and the least round trip, in ns."""
-    found = watch.offset(now_ns)
+    found = watch.clock.best(now_ns)
     offset = (found.offset_ns, found.error_at(now_ns)) if found is not None else (0, -1)
     return *offset, watch.clock.round_trip_ns

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from fastps.membership.node_board import NodeFigures
-from fastps.system.clock_offset import Offset, OffsetEstimator
+from fastps.system.clock_offset import OffsetEstimator
 
 _ECHO = struct.Struct("<qq")
 _STAMPS = 64  # of the last beats; an echo names one of them
@@ -75,10 +75,6 @@ class EdgeWatch:
             self.clock.add(echo_ns, heard_ns, stamp_ns, now_ns)
         if (told := NodeFigures.unpack(contents[_ECHO.size :])) is not None:
             self.told, self.told_ns = told, now_ns
-
-    def offset(self, now_ns: int) -> Offset | None:
-        """The offset of the other node's clock to this one, as it is known best now."""
-        return self.clock.best(now_ns)
 
     def begin(self) -> None:
         """Forget the other agent: a new one speaks for the node, perhaps on another machine."""

@@ -24,7 +24,7 @@ def test_both_sides_learn_the_offset(offset_ns: int, drift_ppm: int, trips: list
         there.sends(times[2])
         here.hears(there.beat(), times[2], times[3])
         now_ns = times[3] + 1
-    found, back = here.offset(now_ns), there.offset(clocks.other(now_ns))
+    found, back = here.clock.best(now_ns), there.clock.best(clocks.other(now_ns))
     assert found is not None and back is not None
     assert abs(found.offset_ns - clocks.offset(now_ns)) <= found.error_at(now_ns)
     assert abs(back.offset_ns + clocks.offset(now_ns)) <= back.error_at(clocks.other(now_ns)) + 2
@@ -39,7 +39,7 @@ def test_beats_of_any_origin_are_survived(beats: list[tuple[bytes, int, int]], o
     for contents, stamp, now_ns in beats:
         watch.hears(contents, stamp, now_ns)
         assert len(watch.beat()) == 120
-        found = watch.offset(now_ns)
+        found = watch.clock.best(now_ns)
         assert found is None or abs(found.offset_ns) < 2**62
 
 
@@ -47,11 +47,11 @@ def test_an_echo_of_a_stamp_that_was_never_sent_is_ignored() -> None:
     watch = EdgeWatch()
     watch.sends(100)
     watch.hears(struct.pack("<qq", 101, 500), 510, 120)
-    assert watch.offset(200) is None
+    assert watch.clock.best(200) is None
     watch.hears(struct.pack("<qq", 100, 500), 510, 120)
-    assert watch.offset(200) is not None
+    assert watch.clock.best(200) is not None
     watch.begin()
-    assert watch.offset(200) is None and watch.told is None
+    assert watch.clock.best(200) is None and watch.told is None
 
 
 def test_messages_are_recorded_for_a_trace_only() -> None:
