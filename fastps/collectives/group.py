@@ -7,7 +7,7 @@ agree on where they are; the error says which rank was the cause.
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastps.collectives.group_memory import DEPTH, KeyStore, Met, meet
 from fastps.collectives.stores import StoreChoice
@@ -23,8 +23,7 @@ _TIMED_BYTES = 1 << 20  # all-reduces of at least this size choose the kind of s
 _ALL_REDUCE = exchange.KINDS["all_reduce"]
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """What `Exchange.start` takes; `bytes_each` is its `bytes`. The caller keeps the memory until `Group.run` has returned."""
 
     kind: int
@@ -76,15 +75,7 @@ class Group:
             if times:
                 mine.set_streams(self._stores.following())
             try:
-                mine.start(
-                    collective.kind,
-                    collective.element,
-                    collective.reduction,
-                    collective.root,
-                    collective.bytes_each,
-                    collective.inputs,
-                    collective.outputs,
-                )
+                mine.start(*collective)
                 timeout_ns = self.timeout_ns if timeout_ns is None else timeout_ns
                 if times:
                     self._wait(mine, timeout_ns, first=True)  # from here on all ranks take part

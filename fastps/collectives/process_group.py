@@ -47,15 +47,12 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     # -- what torch asks about a group
 
     def size(self) -> int:
-        """The number of ranks."""
         return self._group.size
 
     def rank(self) -> int:
-        """This process's rank in this group."""
         return self._group.rank
 
     def name(self) -> str:
-        """The backend's name."""
         return "fastps"
 
     getBackendName = _get_backend_name = name  # noqa: N815  (torch's name)
@@ -70,12 +67,10 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
 
     @property
     def group_name(self) -> Any:
-        """The name under which torch knows the group."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """What torch says about the group."""
         return self._desc
 
     @property
@@ -83,7 +78,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         return [torch.device("cpu")]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The timeout of later collectives."""
         self._group.timeout_ns = _nanoseconds(timeout)
 
     _set_default_timeout = set_timeout
@@ -102,19 +96,15 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     # -- collectives
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        """Reduce a tensor over all ranks, in place."""
-        return self.allreduce_coalesced(tensors, AllreduceOptions() if opts is None else opts)
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        """Reduce several tensors."""
         opts = AllreduceOptions() if opts is None else opts
         memory = of.Memory("all_reduce")
         here = [memory.written(tensor) for tensor in tensors]
         steps = [memory.collective(each, [each], [each], op=opts.reduceOp) for each in here]
         return self._begin(steps, memory, opts, list(tensors))
 
+    allreduce_coalesced = allreduce
+
     def reduce(self, tensors: Tensors, opts: Any) -> GroupWork:
-        """Reduce a tensor to one rank."""
         memory = of.Memory("reduce")
         (tensor,) = tensors
         is_root = self.rank() == opts.rootRank
@@ -123,7 +113,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         return self._begin([step], memory, opts, tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        """Copy a tensor from one rank to all."""
         opts = BroadcastOptions() if opts is None else opts
         memory = of.Memory("broadcast")
         (tensor,) = tensors
@@ -132,7 +121,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         return self._begin([step], memory, opts, tensors)
 
     def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None) -> GroupWork:
-        """Copy each rank's tensor to all ranks, a tensor for each rank."""
         memory = of.Memory("all_gather")
         steps = [self._all_gather(memory, outs, each) for outs, each in zip(output_tensors, input_tensors, strict=True)]
         return self._begin(steps, memory, opts, output_tensors)
@@ -164,7 +152,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> GroupWork:
-        """Copy each rank's tensor to one rank."""
         memory = of.Memory("gather")
         (tensor,) = input_tensors
         here = memory.read(tensor)
@@ -173,7 +160,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         return self._begin([step], memory, opts, output_tensors)
 
     def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> GroupWork:
-        """Copy a tensor of one rank to each rank."""
         memory = of.Memory("scatter")
         (tensor,) = output_tensors
         here = memory.written(tensor)
@@ -182,7 +168,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         return self._begin([step], memory, opts, output_tensors)
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> GroupWork:
-        """Reduce a tensor for each rank, and give it to this rank."""
         memory = of.Memory("reduce_scatter")
         steps = [self._reduce_scatter(memory, out, ins, opts) for out, ins in zip(output_tensors, input_tensors, strict=True)]
         return self._begin(steps, memory, opts, output_tensors)
@@ -205,7 +190,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> GroupWork:
-        """Give each rank a tensor; all have one size."""
         memory = of.Memory("all_to_all")
         inputs = memory.read_all(input_tensors, input_tensors[0])
         step = memory.collective(inputs[0], inputs, memory.written_all(output_tensors, inputs[0]))
@@ -236,9 +220,8 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> GroupWork:
-        """Wait until all ranks are here."""
         step = Collective(KINDS["barrier"], 255, NO_REDUCTION, 0, 0, [], [])
-        return self._begin([step], of.Memory("barrier"), BarrierOptions() if opts is None else opts, [])
+        return self._begin([step], of.Memory("barrier"), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """`barrier`; its errors name the rank that is missing."""
@@ -249,7 +232,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         self.barrier(opts).wait()
 
     def send(self, *_: Any) -> NoReturn:
-        """Not there."""
         raise UnsupportedError(
             "the backend fastps has no send and recv: use a group of gloo for them (new_group(backend='gloo'))"
         )

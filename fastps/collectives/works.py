@@ -70,19 +70,15 @@ class GroupWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is done, with or without an error."""
         return self._is_done.is_set()
 
     def is_success(self) -> bool:
-        """Whether it is done without an error."""
         return self._is_done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Its error."""
         return self._error
 
     def result(self) -> list[Any]:
-        """The tensors, once it is done."""
         self.wait()
         return self._result
 

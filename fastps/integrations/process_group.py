@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Scatt
 
 from fastps.errors import Error, UnsupportedError, UsageError, WorkerDiedError
 from fastps.integrations import attendance
-from fastps.integrations.group_store import GroupStore
+from fastps.integrations.group_store import meet
 from fastps.job import environment, limits
 from fastps.job.nodes import nodes_of_environment
 from fastps.network.link import reason_of
@@ -144,7 +144,7 @@ def begin(
         limit_s = limits.timeout_s() if limit_s is None else limit_s
         if BACKEND.upper() not in vars(torch.distributed.Backend):
             torch.distributed.Backend.register_backend(BACKEND, JobGroup, devices=["cpu", "cuda"])
-        store = GroupStore(environment.job_name(0), number, size, limit_s, look).meet()
+        store = meet(environment.job_name(0), number, size, limit_s, look)
         timeout = timedelta(seconds=limit_s + _MORE_S)
         torch.distributed.init_process_group(BACKEND, store=store, rank=number, world_size=size, timeout=timeout)
         group: Any = torch.distributed.group.WORLD

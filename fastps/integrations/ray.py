@@ -154,7 +154,6 @@ class FastpsConfig(TorchConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> type:
-        """See ray.train.BackendConfig."""
         return FastpsBackend
 
     @property
@@ -163,7 +162,6 @@ class FastpsConfig(TorchConfig):  # type: ignore[misc]
         return partial(_closes_optimizers, super().train_func_context)
 
     def to_dict(self) -> dict[str, Any]:
-        """See ray.train.BackendConfig."""
         return {"sync": self.sync}
 
 
@@ -337,7 +335,6 @@ def prepare_data_loader(
 
 
 def _shared_loader(loader: "DataLoader[Any]", rank: int, workers: int) -> "DataLoader[Any]":
-    """The same loader over this worker's share of the samples."""
     if loader.batch_size is None or type(loader.sampler) not in (RandomSampler, SequentialSampler):
         raise UnsupportedError(
             "prepare_data_loader: expected a DataLoader with a batch size and shuffle=True or False, found one with"

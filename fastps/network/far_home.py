@@ -222,7 +222,6 @@ class FarHome:
         self._watch.message(PUSH_SENT, self._session.step, began_ns, self._leaf.clock.now_ns())
 
     def _give_first(self, weights: torch.Tensor) -> None:
-        """Give the home the weights that the job begins with."""
         self._open_edge.send_header(Header(Kind.FIRST))
         memory = _memory(weights)
         self._open_edge.send(memory[4 * first : 4 * last] for first, last in self._chunks(range(len(self._cut.parts))))
@@ -235,7 +234,6 @@ class FarHome:
             sent.begin(torch.zeros(last - first))
 
     def _begin_to_take(self, after: torch.Tensor) -> Iterator[None]:
-        """Begin to receive the weights that the pending step is granted."""
         chunks = self._chunks(self._cut.numbers(self._session.step))
         if self._received is not None:
             return self._open_edge.receiving(self._received.memory(last - first for first, last in chunks))

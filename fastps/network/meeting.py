@@ -228,7 +228,6 @@ class _Beats(threading.Thread):
         self._ends = threading.Event()
 
     def run(self) -> None:
-        """See threading.Thread."""
         store: Store | None = None
         while True:
             has_ended = self._ends.wait(_BEAT_S)

@@ -61,7 +61,6 @@ class Serving(threading.Thread):
         self._continues = home.nodes.policy.on_node_loss == "continue"
 
     def run(self) -> None:
-        """See threading.Thread."""
         try:
             edge, hello = self._requests.next(self._timeout_s, self._home.is_closing.is_set)
         except LinkLostError as error:

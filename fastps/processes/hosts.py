@@ -106,7 +106,6 @@ class _Host:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
         return f"host {self.host}"
 
     def send(self, number: signal.Signals) -> None:

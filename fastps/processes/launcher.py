@@ -246,7 +246,6 @@ class Launcher:
         return variables if self._rendezvous is None else {**variables, **self._rendezvous.variables(rank, self._style)}
 
     def _listen(self, rank: int, restart: int, process: "subprocess.Popen[bytes] | AdoptedProcess") -> LaunchedWorker:
-        """Watch a process's output and its end."""
         worker = LaunchedWorker(rank, process, restart, errors=ErrorLines(whole=self._tracebacks))
         self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None, None))
         for stream, sink in ((process.stdout, self._streams.out), (process.stderr, self._streams.err)):
@@ -285,7 +284,6 @@ class Launcher:
         self._workers.append(self._new_worker(rank, max(1, earlier)))
 
     def _replace(self, lost: LaunchedWorker) -> None:
-        """Start a replacement for a lost worker."""
         self._restarts_left -= 1
         lost.lost_steps = self._beginning.replaced(lost.rank)
         self._workers.append(self._new_worker(lost.rank, lost.restart + 1))

@@ -40,7 +40,6 @@ class _Lost:
         self.reason = ""  # why the first of them was not
 
     def add(self, lines: int, reason: Exception | str) -> None:
-        """Count lines."""
         text = reason if isinstance(reason, str) else getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
         self.lines += lines
         self.reason = self.reason or (text if lines else "")

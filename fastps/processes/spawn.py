@@ -121,7 +121,6 @@ def spawn(
 
 
 def _check(fn: Any, args: Any, workers: Any, start_method: str) -> None:
-    """Raise UsageError for a call that cannot work."""
     check_main_guard()
     if not isinstance(workers, int) or not 1 <= workers <= MAX_LANES:
         raise UsageError(f"workers: expected 1 to {MAX_LANES}, found {workers!r}")

@@ -16,7 +16,7 @@ import pytest
 
 import fastps
 from fastps.errors import AttachError, WorkerDiedError
-from fastps.integrations.group_store import GroupStore
+from fastps.integrations.group_store import meet
 from fastps.membership import discovery, rendezvous
 from fastps.system import unix_sockets
 from tests.support import processes
@@ -170,9 +170,7 @@ def test_a_stranger_that_takes_a_dead_workers_name_does_not_hide_its_death(job: 
 def test_a_group_begins_although_a_stranger_has_its_name(job: str) -> None:
     found: list[Any] = []
     with _stranger(rendezvous.place_name(job, "group")):
-        threads = [
-            threading.Thread(target=lambda rank=rank: found.append(GroupStore(job, rank, 2, 60.0).meet())) for rank in (0, 1)
-        ]
+        threads = [threading.Thread(target=lambda rank=rank: found.append(meet(job, rank, 2, 60.0))) for rank in (0, 1)]
         for thread in threads:
             thread.start()
         for thread in threads:

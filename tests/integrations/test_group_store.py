@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fastps.errors import TimeoutExceededError, WorkerDiedError
-from fastps.integrations.group_store import GroupStore
+from fastps.integrations.group_store import meet
 
 
 def test_workers_of_a_job_meet_whoever_comes_first() -> None:
     with ThreadPoolExecutor(3) as threads:
         for job, order in (("meets-0", (0, 1, 2)), ("meets-2", (2, 1, 0))):
-            coming = {rank: threads.submit(GroupStore(job, rank, 3, 30.0).meet) for rank in order}
+            coming = {rank: threads.submit(meet, job, rank, 3, 30.0) for rank in order}
             stores = {rank: each.result(30) for rank, each in coming.items()}
             stores[2].set("key", "of 2")
             assert [stores[rank].get("key") for rank in range(3)] == [b"of 2"] * 3
@@ -21,7 +21,7 @@ def test_workers_of_a_job_meet_whoever_comes_first() -> None:
 
 def test_strangers_that_say_nothing_are_not_counted() -> None:
     with ThreadPoolExecutor(1) as threads:
-        own = threads.submit(GroupStore("meets-strangers", 0, 2, 0.3).meet)
+        own = threads.submit(meet, "meets-strangers", 0, 2, 0.3)
         connected = threading.Event()
         while not connected.is_set() and not own.done():
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
@@ -33,12 +33,12 @@ def test_strangers_that_say_nothing_are_not_counted() -> None:
 
 def test_worker_0_names_those_that_do_not_come() -> None:
     with pytest.raises(TimeoutExceededError, match=r"worker 0 waited 0.01 s for worker 1, worker 2 to reach the place"):
-        GroupStore("meets-nobody", 0, 3, 0.01).meet()
+        meet("meets-nobody", 0, 3, 0.01)
 
 
 def test_others_say_that_worker_0_does_not_come() -> None:
     with pytest.raises(TimeoutExceededError, match=r"worker 2 waited 0.01 s for worker 0 to begin the process group: see the"):
-        GroupStore("meets-without-0", 2, 3, 0.01).meet()
+        meet("meets-without-0", 2, 3, 0.01)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -47,4 +47,4 @@ def test_wait_ends_with_the_error_that_says_why_nobody_comes(rank: int) -> None:
         raise WorkerDiedError("worker 1 has ended", 1)
 
     with pytest.raises(WorkerDiedError, match="worker 1 has ended"):
-        GroupStore("meets-dead", rank, 2, 30.0, look).meet()
+        meet("meets-dead", rank, 2, 30.0, look)

@@ -24,12 +24,10 @@ class FastpsEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether the workers run already."""
         return is_launched()
 
     @property
     def main_address(self) -> str:
-        """This machine: all workers run on it."""
         return "127.0.0.1"
 
     @property
@@ -43,24 +41,19 @@ class FastpsEnvironment(ClusterEnvironment):
         return False
 
     def world_size(self) -> int:
-        """The number of workers."""
         return environment.world_size() if is_launched() else self._workers
 
     def set_world_size(self, size: int) -> None:
-        """Note the number of workers that the Trainer is going to start."""
         self._workers = size
 
     def global_rank(self) -> int:
-        """This worker's number, from 0."""
         return environment.rank() if is_launched() else 0
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing: the launcher gives the rank."""
 
     def local_rank(self) -> int:
-        """The same as the rank: all workers run on one machine."""
         return self.global_rank()
 
     def node_rank(self) -> int:
-        """0: there is one machine."""
         return 0

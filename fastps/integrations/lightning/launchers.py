@@ -105,7 +105,6 @@ def _variables(given: dict[str, str]) -> Iterator[None]:
 
 
 def _share_cores(workers: int) -> None:
-    """Give each worker its share of the cores, as Lightning's launchers do."""
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
     _set_num_threads_if_needed(num_processes=workers)

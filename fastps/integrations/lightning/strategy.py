@@ -92,7 +92,6 @@ class FastpsStrategy(ParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names that `Trainer(strategy=...)` takes."""
         for name, method in (("fastps", None), ("fastps_spawn", "spawn"), ("fastps_fork", "fork"), ("fastps_notebook", "fork")):
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description="fastps, the embedded parameter server", start_method=method)
@@ -101,26 +100,21 @@ class FastpsStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """True: the Trainer gives each worker its share of the data."""
         return True
 
     @property
     def root_device(self) -> torch.device:
-        """The CPU."""
         return torch.device("cpu")
 
     @property
     def num_processes(self) -> int:
-        """The number of workers."""
         return len(self.parallel_devices or [])
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """This worker's share of the data."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        """Tell Lightning which worker this is."""
         self.cluster_environment.set_world_size(self.num_processes)
         rank_zero_only.rank = shared_rank_zero_only.rank = self.global_rank
 
@@ -139,7 +133,6 @@ class FastpsStrategy(ParallelStrategy):
             self._launcher = ProcessLauncher(self, start_method=self._start_method)
 
     def setup_environment(self) -> None:
-        """Meet the other workers."""
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -150,7 +143,6 @@ class FastpsStrategy(ParallelStrategy):
 
     @property
     def optimizers(self) -> list[Any]:
-        """The module's optimizers; while it trains, those that fastps has wrapped."""
         return self._optimizers  # type: ignore[no-any-return]
 
     @optimizers.setter
@@ -158,7 +150,6 @@ class FastpsStrategy(ParallelStrategy):
         ParallelStrategy.optimizers.fset(self, self._jobs.usable(optimizers))
 
     def setup(self, trainer: Any) -> None:
-        """Prepare the module; for training, wrap its optimizers."""
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -176,7 +167,6 @@ class FastpsStrategy(ParallelStrategy):
             self._begin()
 
     def _begin(self) -> None:
-        """Wrap the optimizers, unless they are."""
         if not self._jobs.optimizers:
             self.optimizers = self._jobs.begin(self.optimizers, self.lightning_module)
 
@@ -212,7 +202,6 @@ class FastpsStrategy(ParallelStrategy):
         self._jobs.close(f"{type(exception).__name__}: {exception}")
 
     def model_to_device(self) -> None:
-        """Move the module to the CPU."""
         self.model.to(self.root_device)
 
     # -- steps -------------------------------------------------------------------------------------------
@@ -273,7 +262,6 @@ class FastpsStrategy(ParallelStrategy):
     # -- evaluation and checkpoints --------------------------------------------------------------------------
 
     def _show_newest(self) -> None:
-        """Let all workers see the same, newest weights."""
         if self._jobs.optimizers and self._meets():
             self.barrier()
             self._jobs.show_newest()
@@ -284,7 +272,6 @@ class FastpsStrategy(ParallelStrategy):
         self._jobs.show_private()
 
     def on_validation_end(self) -> None:
-        """Show the job's weights again."""
         self._jobs.show_shared()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
