@@ -29,19 +29,9 @@ JSON_FILE = "checkpoint.json"
 PREFIX = "checkpoint-"
 AVERAGE = "average/"
 _FIELDS: dict[str, type] = {
-    "format": int,
-    "version": int,
-    "versions": list,
-    "clocks": list,
-    "drawn": int,
-    "workers": int,
-    "sync": str,
-    "rule": dict,
-    "parameters": list,
-    "param_groups": list,
-    "checksums": dict,
-    "extra": dict,
-}
+    "format": int, "version": int, "versions": list, "clocks": list, "drawn": int, "workers": int, "sync": str,
+    "rule": dict, "parameters": list, "param_groups": list, "checksums": dict, "extra": dict,
+}  # fmt: skip
 _SINCE_FORMAT_2: dict[str, type] = {"header": int, "digest": str, "run": str, "earlier_runs": list}
 _DIGEST = re.compile(rb',\n "digest": "([0-9a-f]{64})"\n}')
 _DIGEST_BYTES = 81

@@ -139,11 +139,8 @@ class Checkpointing:
         self._failed.add(self._next)
         logger.warning(
             "no checkpoint of version %d: the one of version %d is still being written to %s; training goes on, and the next"
-            " one comes when that is done",
-            self._next,
-            self._began,
-            self._directory,
-        )
+            " one comes when that is done", self._next, self._began, self._directory,
+        )  # fmt: skip
         self._next = version // self._every * self._every
 
     def _write(self, pinned: Pinned, buffers: Mapping[str, Array]) -> None:
@@ -211,8 +208,6 @@ class Checkpointing:
         self._failed.add(self._began)
         logger.warning(
             "the checkpoint of version %d was not written to %s within %g s, and is missed: the disk hangs, or is slow",
-            self._began,
-            self._directory,
-            store.timeout_s,
-        )
+            self._began, self._directory, store.timeout_s,
+        )  # fmt: skip
         return False

@@ -175,9 +175,8 @@ class PinnedVersion:
         if 2 * needed > free:
             logger.warning(
                 "the other workers wait while a checkpoint is written: a copy of its tables needs %d MB, found %d MB free",
-                needed >> 20,
-                free >> 20,
-            )
+                needed >> 20, free >> 20,
+            )  # fmt: skip
             return
         self._tables = {name: array.copy() for name, array in tables.items()}
         self._unlock()

@@ -18,19 +18,9 @@ import safetensors
 Array = npt.NDArray[Any]
 
 _NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "float16": "F16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
-}
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "float16": "F16",
+    "uint32": "U32", "int32": "I32", "float32": "F32", "uint64": "U64", "int64": "I64", "float64": "F64",
+}  # fmt: skip
 _TYPES = {name: np.dtype(kind) for kind, name in _NAMES.items()}
 _ALIGNED = 8  # the header is padded to a multiple, so that tensors of eight bytes can be mapped
 

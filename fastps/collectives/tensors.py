@@ -25,15 +25,9 @@ _MOVED = (
     *(getattr(torch, name) for name in ("uint16", "uint32", "uint64") if hasattr(torch, name)),
 )
 _REDUCTION_NAMES = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.AVG: "average",
-    ReduceOp.PRODUCT: "product",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-    ReduceOp.BAND: "and",
-    ReduceOp.BOR: "or",
-    ReduceOp.BXOR: "xor",
-}
+    ReduceOp.SUM: "sum", ReduceOp.AVG: "average", ReduceOp.PRODUCT: "product", ReduceOp.MIN: "min", ReduceOp.MAX: "max",
+    ReduceOp.BAND: "and", ReduceOp.BOR: "or", ReduceOp.BXOR: "xor",
+}  # fmt: skip
 _OF_BOOLS = {"sum": "max", "max": "max", "or": "max", "product": "min", "min": "min", "and": "min", "xor": "xor"}
 
 

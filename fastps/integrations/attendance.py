@@ -40,9 +40,10 @@ class Board:
         self._has_come = False
 
     def come(self) -> None:
-        """Say that this worker has come."""
-        self._has_come = True
-        self._store.set(self._key(self.rank), "1")
+        """Say that this worker has come, once."""
+        if not self._has_come:
+            self._has_come = True
+            self._store.set(self._key(self.rank), "1")
 
     def have_come(self, ranks: Collection[int]) -> bool:
         """Whether all of these workers have said so."""
@@ -121,7 +122,6 @@ class Attendance:
         self._jobs = [_Job(worker) for worker in workers]
         self._board, self._clock = board, clock
         self._next_ns = clock.now_ns() + _NOTICE_NS
-        self._has_come = False
 
     def look(self) -> None:
         """If it is time: say that this worker has come, and push without a gradient where nobody computes any more."""
@@ -129,9 +129,7 @@ class Attendance:
         if now_ns < self._next_ns:
             return
         self._next_ns = now_ns + _NOTICE_NS
-        if not self._has_come:
-            self._has_come = True
-            self._board.come()
+        self._board.come()
         for job in self._jobs:
             stuck = job.still_stuck()
             if stuck and self._board.have_come([lane for lane in job.others() if lane not in stuck]):

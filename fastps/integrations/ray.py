@@ -104,15 +104,10 @@ class FastpsTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no types tha
         if getattr(scaling_config, "use_tpu", False):
             raise UnsupportedError("FastpsTrainer: expected workers on CPUs or GPUs, found ScalingConfig(use_tpu=True)")
         super().__init__(
-            train_loop_per_worker,
-            train_loop_config=train_loop_config,
-            torch_config=FastpsConfig(sync),
-            scaling_config=scaling_config,
-            run_config=run_config,
-            datasets=datasets,
-            dataset_config=dataset_config,
-            validation_config=validation_config,
-        )
+            train_loop_per_worker, train_loop_config=train_loop_config, torch_config=FastpsConfig(sync),
+            scaling_config=scaling_config, run_config=run_config,
+            datasets=datasets, dataset_config=dataset_config, validation_config=validation_config,
+        )  # fmt: skip
 
     def fit(self) -> Any:
         """Train, and return Ray's Result.

@@ -120,10 +120,8 @@ class JobMemory(WeightsMemory):
 
     def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Listener:
         """Start a listener at a place ("host" or a lane). Joiners get the memory from it, and peers this process's pidfd."""
-        name, place = (
-            rendezvous.place_name(self.job, place_of),
-            place_of if isinstance(place_of, int) else rendezvous.HOST_PLACE,
-        )
+        name = rendezvous.place_name(self.job, place_of)
+        place = place_of if isinstance(place_of, int) else rendezvous.HOST_PLACE
         listener = rendezvous.Listener(name, self._descriptor, self._pidfd, self.layout.text().encode(), place)
         self._listeners.append(listener)
         return listener

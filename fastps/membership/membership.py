@@ -91,8 +91,7 @@ class Membership:
         self._faults = worker.store.layout.faults
         self._looking = threading.RLock()
         self._peers = Peers(worker.store.arena, worker.store.descriptor, worker.store.job, worker.rank)
-        self._told_foreign = False
-        self._refused = ""
+        self._refused = ""  # what the log said of a joiner that was refused
         self._told_expelled: set[Owner] = set()
         self._rejections = worker.store.arena.rejections
         self._own_rejections = worker.store.arena.rejected(worker.rank)[0]
@@ -190,9 +189,8 @@ class Membership:
 
     def _check_layouts(self) -> None:
         theirs = self._store.foreign_layout()
-        if theirs is None or self._told_foreign:
+        if theirs is None or self._refused:
             return
-        self._told_foreign = True
         self._refused = f"a process whose model differs was refused: {first_difference(self._store.layout.text(), theirs)}"
         logger.warning(
             "%s; all workers must build the same model, optimizer and discipline, and nothing else may give the name %r",

@@ -8,7 +8,7 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -50,16 +50,16 @@ class NodeFigures:
 
     def pack(self) -> bytes:
         """FIGURES_BYTES bytes."""
-        numbers = self.workers, self.steps, self.wait_ns, self.sent_bytes, self.received_bytes
-        return _FIGURES.pack(*numbers, self.host.encode()[:68])
+        *numbers, host = astuple(self)
+        return _FIGURES.pack(*numbers, host.encode()[:68])
 
     @staticmethod
     def unpack(data: bytes) -> "NodeFigures | None":
         """The figures in bytes of any origin; None if they have another length."""
         if len(data) != FIGURES_BYTES:
             return None
-        workers, steps, wait_ns, sent_bytes, received_bytes, host = _FIGURES.unpack(data)
-        return NodeFigures(workers, steps, wait_ns, sent_bytes, received_bytes, _printable(host))
+        *numbers, host = _FIGURES.unpack(data)
+        return NodeFigures(*numbers, _printable(host))
 
 
 @dataclass(frozen=True)

@@ -82,10 +82,8 @@ class Stalls:
         logger.warning(
             "%s (process %d) has stood still for %.1f s in the middle of a fold: the others go on without it, and it can go on"
             " when it wakes; look whether it is stopped, or has a core",
-            name,
-            self._arena.process_id(peer),
-            (stood_ns + limits.SLICE_NS) / 1e9,
-        )
+            name, self._arena.process_id(peer), (stood_ns + limits.SLICE_NS) / 1e9,
+        )  # fmt: skip
         settle(outcome)
 
     def _processor_time(self, peer: int) -> str:

@@ -164,8 +164,7 @@ class Edge:
 
     def receive(self, chunks: Iterable[Memory]) -> None:
         """Receive into memory in this order; sizes are those of the peer's `send`."""
-        for _ in self.receiving(chunks):
-            pass
+        deque(self.receiving(chunks), maxlen=0)
 
     def receiving(self, chunks: Iterable[Memory]) -> Iterator[None]:
         """Begin to receive as `receive` does. The result yields whenever the next chunk has arrived."""

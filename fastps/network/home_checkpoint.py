@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fastps.checkpoint.format import Array, Checkpoint, described, shaped
+from fastps.checkpoint.format import Array, Checkpoint, described, planes_of, shaped
 from fastps.checkpoint.loading import share_folder
 from fastps.checkpoint.snapshot import PinnedVersion, VersionInUseError
 from fastps.errors import TimeoutExceededError
@@ -146,11 +146,10 @@ class PinnedParts:
         pieces: dict[str, list[Array]] = {}
         for pinned in self.versions:
             for name, array in pinned.arrays():
-                pieces.setdefault(name, []).append(array)
-        by_name = {parameter.name: parameter for parameter in self._layout.parameters}
-        for name, found in pieces.items():  # flat, and in memory order
-            whole = np.concatenate([np.asarray(piece).reshape(-1) for piece in found])
-            yield name, shaped(whole, by_name[_parameter_name(name)])
+                pieces.setdefault(name, []).append(np.asarray(array).reshape(-1))
+        for prefix, _ in planes_of(self._layout):
+            for parameter in self._layout.parameters:  # flat, and in memory order
+                yield prefix + parameter.name, shaped(np.concatenate(pieces[prefix + parameter.name]), parameter)
 
     def close(self) -> None:
         """Unpin the buffers. May be called twice."""
@@ -158,31 +157,15 @@ class PinnedParts:
             each.close()
 
 
-def _parameter_name(tensor: str) -> str:
-    """The parameter's name in a tensor's.
-
-    >>> _parameter_name("state/exp_avg/layers/0.weight"), _parameter_name("weights/layers/0.weight")
-    ('layers/0.weight', 'layers/0.weight')
-    """
-    kind, _, rest = tensor.partition("/")
-    return rest.partition("/")[2] if kind == "state" else rest
-
-
 class PartStart:
     """What a checkpoint has of one part, as the state from which the part's arena resumes."""
 
     def __init__(self, checkpoint: Checkpoint, layout: Layout, part: Part) -> None:
         self._checkpoint, self._layout, self._part = checkpoint, layout, part
-
-    @property
-    def has_average(self) -> bool:
-        return self._checkpoint.has_average
+        self.has_average, self.beginning = checkpoint.has_average, checkpoint.beginning
 
     def check_layout(self, layout: Layout) -> None:
         """See StartState: the workers have compared the whole model."""
-
-    def beginning(self, layout: Layout) -> dict[str, Any]:
-        return self._checkpoint.beginning(layout)
 
     def write_into(self, store: JobMemory) -> None:
         write_range(self._checkpoint, self._layout, self._part, "weights/", store.weight_views(0))

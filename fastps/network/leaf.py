@@ -5,14 +5,13 @@ that the home grants. It holds the lock of its shard meanwhile, so later pushes 
 because the home has the weights; they end when their agent is lost.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 
 from fastps.job.nodes import Nodes
-from fastps.kernels.protocol.fold_call import FoldCall, FoldedPush
+from fastps.kernels.protocol.fold_call import FoldCall
 from fastps.membership.job_memory import JobMemory
 from fastps.network.messages import Header, Kind
 from fastps.network.monitoring.report import Report
@@ -62,9 +61,13 @@ class Leaf:
 
     def fold(self, call: FoldCall) -> None:
         """Take one version from the home; the function given to Lane.fold_with. Raises NodeLostError."""
-        sent = partial(self._sums.begin, call.pushes) if call.pushes else None
+        pushes = call.pushes
+        sent, header = partial(self._sums.begin, pushes) if pushes else None, Header(Kind.NULL)
+        if pushes:
+            samples = sum(push.samples for push in pushes)
+            header = Header(Kind.PUSH, weight=len(pushes), samples=samples, loss=self._sums.mean_loss(pushes))
         before, after = self._sums.weights(call.weights_in), self._sums.weights(call.weights_out)
-        self._exchange(self._header(call.pushes), sent, before, after)
+        self._exchange(header, sent, before, after)
         self._store.write_halves(call.weights_out)
         self._store.all_steps(call.state_out)[:] = self._store.all_steps(call.state_in) + 1
 
@@ -89,9 +92,3 @@ class Leaf:
         self._store.write_halves(weights)
         _, states = self._store.committed()
         self._store.all_steps(state)[:] = self._store.all_steps(states[0])
-
-    def _header(self, pushes: Sequence[FoldedPush]) -> Header:
-        if not pushes:
-            return Header(Kind.NULL)
-        samples = sum(push.samples for push in pushes)
-        return Header(Kind.PUSH, weight=len(pushes), samples=samples, loss=self._sums.mean_loss(pushes))

@@ -95,13 +95,14 @@ class Serving(threading.Thread):
             while self._serve(edge):
                 pass
         except LinkLostError as error:
-            failure, loss = self._named(edge.failure), str(error)
+            failure, loss = edge.failure, str(error)
+            if failure and f"node {self._node}" not in failure:
+                failure = f"node {self._node} failed: {failure}"
         except WorkerDiedError as error:  # another node is lost, and the job ends with it
             failure = str(self._home.loss_of(error))
-        except Error as error:
-            failure = f"node {self._node}: {type(error).__name__}: {error}"
-        except Exception as error:  # a mistake in this program must not leave the other nodes waiting
-            logger.exception("node %d", self._node)
+        except Exception as error:  # also a mistake in this program must not leave the other nodes waiting
+            if not isinstance(error, Error):
+                logger.exception("node %d", self._node)
             failure = f"node {self._node}: {type(error).__name__}: {error}"
         self._await_answer()
         if loss and not failure:
@@ -114,10 +115,6 @@ class Serving(threading.Thread):
             return True, None, hello
         self._lose(edge, failure or f"node {self._node} was lost: {loss}")
         return False, None, hello
-
-    def _named(self, reason: str) -> str:
-        """The reason that a node gave when it failed, with the node's name; empty if it gave none."""
-        return reason if not reason or f"node {self._node}" in reason else f"node {self._node} failed: {reason}"
 
     def _next_edge(self, edge: Edge) -> tuple[Edge, Header]:
         """Wait a short time for the node to open the edge again. Raises LinkLostError."""
@@ -228,10 +225,6 @@ class Serving(threading.Thread):
             raise LinkLostError(f"node {self._node} sent {header.kind.name}, which no leaf sends now")
         return True
 
-    def _look(self, edge: Edge) -> None:
-        edge.check()
-        self._home.check()
-
     def _take_first(self, edge: Edge) -> None:
         """Receive the weights that the job begins with. Those that come again are thrown away."""
         home, thrown_away = self._home, np.zeros(CHUNK_BYTES, np.uint8)
@@ -241,7 +234,12 @@ class Serving(threading.Thread):
 
     def _send_first(self, edge: Edge, lanes: NodeLanes) -> None:
         """Send the weights with which a new lane begins, never rounded."""
-        self._home.await_first(lambda: self._look(edge))
+
+        def look() -> None:
+            edge.check()
+            self._home.check()
+
+        self._home.await_first(look)
         if self._sent:
             held = np.concatenate([memory.view(np.float32) for _, memories in lanes.pulled() for memory in memories])
             for sent, (first, last) in zip(self._sent, lanes.cut.spans, strict=True):

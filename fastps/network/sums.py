@@ -125,32 +125,17 @@ class Sums:
         terms = Terms(words[0][0], present)
         slots = [self.slot(push.lane, push.slot) for push in pushes]
         scales = [push.scale for push in pushes]
-        if not all(bits.all() for _, bits in words):
+        if not all(bits.all() for _, bits in words):  # a slot holds old values of a parameter that its push lacks
             total = torch.zeros(last - first)  # between parameters, too: int8 has one scale for a block
-            self._sum_by_parameter(slots, scales, [bits for _, bits in words], total, first)
+            for index, span in enumerate(self._spans):
+                begin, end = max(span[0], first), min(span[1], last)
+                for slot, scale, (_, bits) in zip(slots, scales, words, strict=True):
+                    if begin < end and bits[index]:
+                        total[begin - first : end - first].add_(slot[begin:end], alpha=scale)
             return terms, _chunks(total)
         if len(slots) == 1 and scales[0] == 1.0:
             return terms, _chunks(slots[0][first:last])
         return terms, _summed(slots, scales, outs, first)
-
-    def _sum_by_parameter(
-        self,
-        slots: list[torch.Tensor],
-        scales: list[float],
-        present: list[npt.NDArray[np.bool_]],
-        out: torch.Tensor,
-        begin: int,
-    ) -> None:
-        """Add to `out` the floats from `begin` on, where some push lacks a parameter: its slot then holds old values."""
-        end = begin + len(out)
-        for index, span in enumerate(self._spans):
-            first, last = max(span[0], begin), min(span[1], end)
-            if first >= last:
-                continue
-            total = out[first - begin : last - begin]
-            for slot, scale, bits in zip(slots, scales, present, strict=True):
-                if bits[index]:
-                    total.add_(slot[first:last], alpha=scale)
 
 
 def _chunks(whole: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -167,11 +152,10 @@ def _summed(slots: list[torch.Tensor], scales: list[float], outs: Sequence[torch
 
 
 def _sum(terms: list[torch.Tensor], scales: list[float], total: torch.Tensor) -> None:
-    if len(terms) > 1 and scales[0] == scales[1] == 1.0:
+    first = 1 + (len(terms) > 1 and scales[0] == scales[1] == 1.0)  # how many terms the first pass takes
+    if first == 2:
         torch.add(terms[0], terms[1], out=total)
-        rest = 2
     else:
         torch.mul(terms[0], scales[0], out=total)
-        rest = 1
-    for term, scale in zip(terms[rest:], scales[rest:], strict=True):
+    for term, scale in zip(terms[first:], scales[first:], strict=True):
         total.add_(term, alpha=scale)

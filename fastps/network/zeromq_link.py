@@ -15,7 +15,6 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -82,7 +81,7 @@ class ZeromqLink:
         self._is_open = threading.Event()
         self._context = zmq.Context()
         try:
-            self._socket, self._monitor, self._zap = self._sockets(address, largest, timeout_s)
+            self._open_sockets(address, largest, timeout_s)
             self._meet(store, side, address, timeout_s, secret)
         except BaseException as error:
             self._context.destroy(linger=0)
@@ -98,18 +97,18 @@ class ZeromqLink:
             self.close()
             raise LinkLostError(f"link {name}: {self._loss}")
 
-    def _sockets(self, address: str, largest: int, timeout_s: float) -> tuple[Any, Any, Any]:
-        socket = self._context.socket(zmq.PAIR)
+    def _open_sockets(self, address: str, largest: int, timeout_s: float) -> None:
+        self._socket: Any = self._context.socket(zmq.PAIR)
         for option, value in {
             zmq.SNDHWM: QUEUED, zmq.RCVHWM: QUEUED, zmq.LINGER: 0, zmq.IPV6: ":" in address, zmq.RECONNECT_IVL: _NEVER_MS,
             zmq.MAXMSGSIZE: largest + _CURVE_BYTES, zmq.HANDSHAKE_IVL: int(1000 * min(timeout_s, 10.0)),
         }.items():  # fmt: skip
-            socket.setsockopt(option, value)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED)
-        zap = self._context.socket(zmq.REP)
-        zap.linger = 0
-        zap.bind(_ZAP)
-        return socket, monitor, zap
+            self._socket.setsockopt(option, value)
+        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED
+        self._monitor = self._socket.get_monitor_socket(events)
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.linger = 0
+        self._zap.bind(_ZAP)
 
     def _meet(self, store: Store, side: int, address: str, timeout_s: float, secret: Secret) -> None:
         """Exchange keys and the endpoint with the other side, and listen or connect."""
@@ -291,32 +290,24 @@ class ZeromqLink:
         self._zap.send_multipart([version, request, *status, b"", b""])
 
     def _send_queued(self) -> None:
-        for transfer in _heads(self._sends):
-            try:
+        with contextlib.suppress(zmq.Again):
+            while self._sends:
+                transfer = self._sends[0]
                 transfer.tracker = self._socket.send(transfer.memory, zmq.NOBLOCK, copy=False, track=True)
-            except zmq.Again:
-                return
-            self._sends.popleft()
-            transfer.ended.set()
+                self._sends.popleft()
+                transfer.ended.set()
 
     def _receive_queued(self) -> None:
-        for transfer in _heads(self._receives):
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            expected = len(transfer.memory)
-            if frame.more or len(frame) != expected:
-                more = " and more" if frame.more else ""
-                raise LinkLostError(f"expected a message of {expected} bytes, found {len(frame)}{more}: the nodes disagree")
-            transfer.memory[:] = np.frombuffer(frame.buffer, np.uint8)
-            self._receives.popleft()
-            transfer.ended.set()
-
-
-def _heads(queue: deque[Transfer]) -> Iterator[Transfer]:
-    while queue:
-        yield queue[0]
+        with contextlib.suppress(zmq.Again):
+            while self._receives:
+                transfer, frame = self._receives[0], self._socket.recv(zmq.NOBLOCK, copy=False)
+                expected = len(transfer.memory)
+                if frame.more or len(frame) != expected:
+                    more = " and more" if frame.more else ""
+                    raise LinkLostError(f"expected a message of {expected} bytes, found {len(frame)}{more}: the nodes disagree")
+                transfer.memory[:] = np.frombuffer(frame.buffer, np.uint8)
+                self._receives.popleft()
+                transfer.ended.set()
 
 
 def _authentic(record: bytes, name: str, secret: Secret) -> tuple[bytes, str]:

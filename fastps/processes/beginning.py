@@ -41,12 +41,16 @@ class Beginning:
         self.look()
         if self._missing and self._clock.now_ns() - self._told_ns >= _LOOK_NS:
             self._told_ns = self._clock.now_ns()
-            self._tell_all()
+            for name in discovery.arenas_of(self._job):
+                missing = self._missing - self._told.get(name, set())
+                if missing and self._tell(name, missing):
+                    self._told[name] = set(self._missing)
 
     def look(self) -> None:
         """Find the arena, and forget its memory once two workers have attached."""
         if self._arena is None and not self._is_shared and (names := discovery.arenas_of(self._job)):
-            self._arena = self._found(names[0])
+            with contextlib.suppress(AttachError, ArenaError):  # it has ended, or its workers say what is wrong
+                self._arena = discovery.arena_of(names[0], _ASK_S, self._clock)
         if self._arena is not None and sum(state != LANE_FREE for state in self._arena.lane_states()) > 1:
             self._arena, self._is_shared = None, True
         self.is_watched = self._arena is None and not self._is_shared
@@ -68,21 +72,9 @@ class Beginning:
         self._arena, self._is_shared = None, False
         return steps
 
-    def _found(self, name: str) -> Arena | None:
-        with contextlib.suppress(AttachError, ArenaError):  # it has ended, or its workers say what is wrong
-            return discovery.arena_of(name, _ASK_S, self._clock)
-        return None
-
     def lose(self, rank: int) -> None:
         """Record that a worker failed and has no replacement."""
         self._missing.add(rank)
-
-    def _tell_all(self) -> None:
-        """Tell every existing arena of the job that does not know yet."""
-        for name in discovery.arenas_of(self._job):
-            missing = self._missing - self._told.get(name, set())
-            if missing and self._tell(name, missing):
-                self._told[name] = set(self._missing)
 
     def _tell(self, name: str, ranks: set[int]) -> bool:
         """Mark these ranks as failed in one arena. Returns False if the arena did not answer."""

@@ -216,8 +216,9 @@ class HostsLauncher:
     def _look(self) -> int:
         """Notice hosts that have ended, and end the others after a failure. Returns the code of the first failure, or 0."""
         code = 0
+        still_read = [key.data[0] for key in self._selector.get_map().values()]
         for host in self._hosts:
-            if host.exit_code is None and host.process.poll() is not None and not self._is_open(host):
+            if host.exit_code is None and host.process.poll() is not None and host not in still_read:
                 host.exit_code = host.process.wait()
                 if host.exit_code and not self.failure:
                     self.failure = self._described(host)
@@ -225,10 +226,6 @@ class HostsLauncher:
                     self._ending.begin()
         self._ending.obey()
         return code
-
-    def _is_open(self, host: _Host) -> bool:
-        """Whether output of the host is still to be read."""
-        return any(key.data[0] is host for key in self._selector.get_map().values())
 
     def _described(self, host: _Host) -> str:
         code = host.exit_code or 0
@@ -247,6 +244,5 @@ class HostsLauncher:
             if host.exit_code is None:
                 host.process.kill()
                 host.exit_code = host.process.wait()
-        for key in list(self._selector.get_map().values()):
-            self._selector.unregister(key.fileobj)
+        for key in self._selector.get_map().values():
             cast("IO[bytes]", key.fileobj).close()

@@ -232,17 +232,9 @@ class Launcher:
         if restart and self.job in discovery.listening():
             base["FASTPS_JOINS"] = "1"  # the worker joins the running job instead of creating it again
         variables = environment_of(
-            rank,
-            self._count,
-            self._port,
-            self.job,
-            self._sync,
-            base,
-            style=self._style,
-            restart=restart,
-            restarts=self._options.restarts,
-            trace=self._trace,
-        )
+            rank, self._count, self._port, self.job, self._sync, base,
+            style=self._style, restart=restart, restarts=self._options.restarts, trace=self._trace,
+        )  # fmt: skip
         return variables if self._rendezvous is None else {**variables, **self._rendezvous.variables(rank, self._style)}
 
     def _listen(self, rank: int, restart: int, process: "subprocess.Popen[bytes] | AdoptedProcess") -> LaunchedWorker:
@@ -394,8 +386,7 @@ class Launcher:
             if worker.exit_code is None:
                 worker.send(signal.SIGKILL)
                 worker.exit_code = self._wait(worker)
-        for key in list(self._selector.get_map().values()):
-            self._selector.unregister(key.fileobj)
+        for key in self._selector.get_map().values():
             if isinstance(key.fileobj, int):
                 os.close(key.fileobj)
             else:

@@ -18,6 +18,11 @@ from fastps.system.memory_limits import OUT_OF_MEMORY, oom_reason
 _CONSEQUENCES = tuple(f"{kind.__module__}.{kind.__qualname__}:" for kind in (WorkerDiedError, NodeLostError))
 
 
+def how_it_ended(code: int) -> str:
+    """A process's exit code in words; -N if signal N ended it."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
 class Child(Protocol):
     """A child process of this one."""
 

@@ -20,6 +20,7 @@ from fastps.job.environment import check_main_guard, rank, world_size
 from fastps.job.specs import parse_policy
 from fastps.kernels.shm.arena import MAX_LANES
 from fastps.processes import handover
+from fastps.processes.outcome import how_it_ended
 from fastps.processes.spawned_processes import Crew, SpawnedWorker
 from fastps.processes.worker_environment import environment_of, inherited
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -172,14 +173,15 @@ def _check_signature(fn: Callable[..., Any], args: Sequence[Any]) -> None:
 
 def _error_of(worker: SpawnedWorker, killed_before: int) -> BaseException | None:
     """The reason of a worker's failure; None if it has not failed. `killed_before`: oom_kills() when the workers began."""
-    if worker.exit_code is None or (worker.outcome is not None and worker.outcome.error is None):
-        return None
-    if worker.outcome is not None and worker.outcome.error is not None:
-        error = worker.outcome.error
-        error.__cause__ = RemoteTraceback(worker.outcome.traceback)
-        return error
     code = worker.exit_code
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code is None:
+        return None
+    if worker.outcome is not None:
+        error = worker.outcome.error
+        if error is not None:
+            error.__cause__ = RemoteTraceback(worker.outcome.traceback)
+        return error
+    how = how_it_ended(code)
     was_out_of_memory = code == -signal.SIGKILL and oom_kills() > killed_before
     why = f"{oom_reason()}; {OUT_OF_MEMORY}" if was_out_of_memory else "; see its own output for the reason"
     who = f"{worker.name} (process {worker.process.pid})"

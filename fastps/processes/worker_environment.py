@@ -16,11 +16,8 @@ from fastps.job.environment import TRACE_VARIABLE
 from fastps.processes.program import Program
 
 Style = Literal["fastps", "torchrun"]
-_OF_THIS_WORKER = (
-    "FASTPS_JOINS",
-    "FASTPS_VIRTUAL",
-    "FASTPS_PAUSE",
-)  # say how this process began, if it is itself a launched worker
+# Of this process, if it is itself a launched worker: how it began.
+_OF_THIS_WORKER = ("FASTPS_JOINS", "FASTPS_VIRTUAL", "FASTPS_PAUSE")
 _OF_NODES = ("FASTPS_NNODES", "FASTPS_NODE_RANK", "FASTPS_RENDEZVOUS", "FASTPS_LOCAL_RANK", "FASTPS_LOCAL_WORKERS")
 _ASKS = re.compile(rb"\bRANK\b|\bLOCAL_RANK\b|\bWORLD_SIZE\b|\bMASTER_PORT\b|\binit_process_group\b|\binit_device_mesh\b")
 
@@ -50,17 +47,10 @@ def torchrun_variables(
 ) -> dict[str, object]:
     """The variables by which torchrun tells a worker its place, and where worker 0 listens."""
     return {
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": local_world,
-        "GROUP_RANK": node,
-        "GROUP_WORLD_SIZE": nodes,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world,
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-    }
+        "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world,
+        "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world, "GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes,
+        "MASTER_ADDR": host, "MASTER_PORT": port,
+    }  # fmt: skip
 
 
 _TORCHRUN = ("ROLE_NAME", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID")

@@ -7,9 +7,8 @@ _MAX_LINE_BYTES = 1 << 16
 _TRACEBACK = b"Traceback (most recent call last):"
 _OWN_ERROR = b"fastps."
 _INTERRUPT = b"KeyboardInterrupt"
-_CURSOR_MOVES = re.compile(
-    rb"\x1b\[[0-9;?]*[A-HJKSTfsu]"
-)  # with erasures: they refer to the worker's own lines, not to the shared terminal
+# With erasures: they refer to the worker's own lines, not to the shared terminal.
+_CURSOR_MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfsu]")
 _CURSOR_UP = re.compile(rb"\x1b\[[0-9]*[AF]")
 TAIL_LINES = 20
 

@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import os
 import secrets
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from fastps.errors import WorkerDiedError
 from fastps.integrations.lightning.environment import JOB, WORKERS, is_launched
 from fastps.job.limits import timeout_s
+from fastps.processes.outcome import how_it_ended
 from fastps.system.processes import ask_to_die_with_parent
 
 _STARTER = "FASTPS_STARTED_BY"  # the process id of the process that has started this worker
@@ -52,10 +52,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         """Raise WorkerDiedError if a worker has ended before it met the others."""
         for rank, process in enumerate(self.procs, 1):
             if (code := process.poll()) is not None:
-                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 raise WorkerDiedError(
-                    f"worker {rank} (process {process.pid}) {how} before it met the others: expected the script to reach"
-                    " trainer.fit (or validate, test, predict) in every worker; see its own output for the reason",
+                    f"worker {rank} (process {process.pid}) {how_it_ended(code)} before it met the others: expected the script"
+                    " to reach trainer.fit (or validate, test, predict) in every worker; see its own output for the reason",
                     rank,
                 )
 
