@@ -260,17 +260,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # its package 
                 "expected a torch optimizer, which prepare wraps, found a DistributedOptimizer: leave it unwrapped, and give"
                 " its arguments as sync= and fastps_options="
             )
-        optimizer = self._wrapped(optimizer)
-        attendance.keep_going(optimizer)
-        return super().prepare_optimizer(optimizer, device_placement=False)
-
-    def _wrapped(self, optimizer: torch.optim.Optimizer) -> JobOptimizer:
         own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         model = next((each for each in self._given if own <= {id(tensor) for tensor in each.parameters()}), None)
         options = {"model": model, "batch_size": self._batch_size, **self._fastps_options}
         job = JobOptimizer(optimizer, self._sync, **options)
         self._jobs.append(job)
-        return job
+        attendance.keep_going(job)
+        return super().prepare_optimizer(job, device_placement=False)
 
     # -- together ----------------------------------------------------------------------------------
 

@@ -181,24 +181,16 @@ class FastpsBackend(Backend):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one worker, as Ray and its machine see it.
+    """The place of one worker, as Ray and its machine see it."""
 
-    Attributes:
-        host, address: the machine's name, and its address in Ray's cluster.
-        node, local_rank, local_workers: the node's number, the worker's number on it, and the workers of it.
-        namespaces: the network and the process ids that this process can see: processes that see others cannot share an arena.
-        version: that of fastps.
-        has_gpu: whether torch finds a GPU.
-    """
-
-    host: str
-    address: str
-    node: int
-    local_rank: int
-    local_workers: int
-    namespaces: tuple[str, str]
-    version: str
-    has_gpu: bool
+    host: str  # the machine's name
+    address: str  # in Ray's cluster
+    node: int  # its number
+    local_rank: int  # the worker's number on its node
+    local_workers: int  # of the node
+    namespaces: tuple[str, str]  # of the network and of process ids: processes that see others cannot share an arena
+    version: str  # of fastps
+    has_gpu: bool  # whether torch finds one
 
 
 def check_places(places: Sequence[Place], *, uses_gpus: bool) -> None:
@@ -280,11 +272,9 @@ def _keep_rendezvous(address: str) -> int:
 
 def _set_variables(variables: Mapping[str, str | None]) -> None:
     limit_name_lookups()
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    for name in variables:
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in variables.items() if value is not None})
 
 
 @contextmanager

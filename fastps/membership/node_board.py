@@ -58,8 +58,8 @@ class NodeFigures:
         """The figures in bytes of any origin; None if they have another length."""
         if len(data) != FIGURES_BYTES:
             return None
-        *numbers, host = _FIGURES.unpack(data)
-        return NodeFigures(*numbers, _printable(host))
+        workers, steps, wait_ns, sent_bytes, received_bytes, host = _FIGURES.unpack(data)
+        return NodeFigures(workers, steps, wait_ns, sent_bytes, received_bytes, _printable(host))
 
 
 @dataclass(frozen=True)

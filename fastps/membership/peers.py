@@ -1,9 +1,8 @@
 """The peers of a process: pidfds tell which workers of the job have died, and whether its server has.
 
-Each process opens its own pidfd, and its listener offers it to every process that connects. No process id is looked up, so a
-reused id cannot mislead. If a lane is live in the arena and no process listens at its name, its owner died before this process
-connected to it. A lane may have one owner after another; the generation tells them apart. This module reports a death and does
-not act on it.
+Each process opens its own pidfd, and its listener offers it to every process that connects. If a lane is live in the arena and
+no process listens at its name, its owner died before this process connected to it. A lane may have one owner after another; the
+generation tells them apart. This module reports a death and does not act on it.
 """
 
 import os

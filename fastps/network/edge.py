@@ -36,23 +36,17 @@ class Edge:
     Args:
         timeout_s: a peer that sends nothing for this long is lost.
         clock: gives the stamps of headers.
-
-    Attributes:
-        is_over: says whether the peer's process has ended; None where that cannot be told.
-        watch: observes what travels. Its owner may put the watch over an earlier edge to the same peer here.
-        is_silent: whether nothing can come any more: the peer has closed the edge, has ended, or was silent for the timeout.
-        failure: the reason that the peer gave when it failed, or an empty text.
     """
 
-    is_over: Callable[[], bool] | None = None
-    is_silent = False
-    failure = ""
+    is_over: Callable[[], bool] | None = None  # says whether the peer's process has ended; None where that cannot be told
+    is_silent = False  # nothing can come any more: the peer has closed the edge, has ended, or was silent for the timeout
+    failure = ""  # the reason that the peer gave when it failed
 
     def __init__(self, control: Link, data: Link, timeout_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
         self._control, self._data = control, data
         self._timeout_s = timeout_s
         self._clock = clock
-        self.watch = EdgeWatch()
+        self.watch = EdgeWatch()  # its owner may put the watch over an earlier edge to the same peer here
         self._inbox: queue.SimpleQueue[Header | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._ends = threading.Event()

@@ -32,23 +32,16 @@ _LOOK_S = 0.1
 
 
 class NodeLanes:
-    """The lanes of one node, one in each arena. One thread may write and push while another waits and reads.
-
-    Attributes:
-        session: what is posted. A push that is sent again over another edge is counted once.
-        has_left: whether the node has said that it makes no more steps.
-    """
+    """The lanes of one node, one in each arena. One thread may write and push while another waits and reads."""
 
     def __init__(self, cut: Cut, workers: list[Worker], within: str, session: HomeSession) -> None:
-        self.cut = cut
-        self.parts = cut.parts
-        self.session = session
-        self._workers = workers
-        self._within = within
+        self.cut, self.parts = cut, cut.parts
+        self.session = session  # what is posted: a push that is sent again over another edge is counted once
+        self._workers, self._within = workers, within
         self._pulled = [0] * len(cut.parts)  # the step whose weights each part has pulled
         self._changed = threading.Condition()
         self._is_aborted = False
-        self.has_left = False
+        self.has_left = False  # whether the node has said that it makes no more steps
 
     def check_with(self, check: Callable[[], None]) -> None:
         """Call this in every wait from now on."""
@@ -166,20 +159,14 @@ class NodeLanes:
 
 @dataclass
 class Home:
-    """The home arenas of one node: of the whole model on node 0, or with homes="spread" of the node's share.
-
-    Attributes:
-        has_first: set once the arenas have the weights that the job begins with, which are those of node 0.
-        is_closing: set once node 0 has left: no lost node can join again.
-        failure: why a job that ends with a lost node ends; empty until then.
-    """
+    """The home arenas of one node: of the whole model on node 0, or with homes="spread" of the node's share."""
 
     cut: Cut
     stores: list[Store]
     nodes: Nodes
-    is_closing: threading.Event = field(default_factory=threading.Event)
-    has_first: threading.Event = field(default_factory=threading.Event)
-    failure: str = ""
+    is_closing: threading.Event = field(default_factory=threading.Event)  # node 0 has left: no lost node can join again
+    has_first: threading.Event = field(default_factory=threading.Event)  # the arenas have node 0's weights to begin with
+    failure: str = ""  # why a job that ends with a lost node ends
 
     def check(self) -> None:
         """Raise NodeLostError if the job ends. A node that never joined has no lane that others would look at."""

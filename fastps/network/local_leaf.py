@@ -12,7 +12,7 @@ Algorithm 2). Both then mix the home's weights with those of the node.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +39,7 @@ def _difference(before: torch.Tensor, now: torch.Tensor, outs: Sequence[torch.Te
         begin += len(out)
 
 
-@dataclass(frozen=True)
-class _Done:
+class _Done(NamedTuple):
     """The versions that the node has made, and the samples in them."""
 
     versions: int = 0

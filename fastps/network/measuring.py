@@ -31,23 +31,15 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class LinkRates:
-    """What one edge can do, as node 0 sees it.
+    """What one edge can do, as node 0 sees it."""
 
-    Attributes:
-        up_bytes_s, down_bytes_s: rates to and from node 0, one at a time.
-        both_bytes_s: the rate in each direction while both are used.
-        together_bytes_s: the same while all other nodes use their edges, too.
-        round_trip_ns, round_trip_p95_ns: a header and its answer; median and 95th percentile.
-        small_round_trip_ns: 100 kB and as much in answer, each after a header; median.
-    """
-
-    up_bytes_s: float
+    up_bytes_s: float  # the rate to node 0, and from there, one at a time
     down_bytes_s: float
-    both_bytes_s: float
-    together_bytes_s: float
-    round_trip_ns: int
+    both_bytes_s: float  # the rate in each direction while both are used
+    together_bytes_s: float  # the same while all other nodes use their edges, too
+    round_trip_ns: int  # of a header and its answer: median, and 95th percentile
     round_trip_p95_ns: int
-    small_round_trip_ns: int
+    small_round_trip_ns: int  # of 100 kB and as much in answer, each after a header; median
 
 
 def measure(edges: Sequence[Edge], clock: Clock = SYSTEM_CLOCK) -> list[LinkRates]:

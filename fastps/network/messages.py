@@ -53,38 +53,25 @@ class Kind(enum.IntEnum):
 class Header:
     """One message.
 
-    Attributes:
-        weight: PUSH: the number of gradients in the sum. HELLO: the number of the node's workers.
-        samples: PUSH: the number of samples of the sum.
-        loss: PUSH: the mean loss of the gradients, or NaN.
-        layout: HELLO, CHALLENGE, PROOF: the digest of the job's layout.
-        incarnation: HELLO: a random number of the sending agent.
-        step: PUSH, NULL: the step's number, from 1. WEIGHTS: the step that it answers, 0 for FETCH. RESUME, WELCOME: the last
-            step that the home has of this incarnation.
-        part: PUSH: the first part that follows. RESUME: the number of parts that the home has of the step after `step`.
-        version: WEIGHTS: the home's version of the weights.
-        lane: WELCOME, RESUME: how many lanes the node has had. HELLO: the last such number that it was told, 0 if none.
-        sent_ns: when it left, by the sender's monotonic clock; 0 before it leaves. A peer may say anything.
-        text: REFUSED, FAILED: the reason, cut to fit. CHALLENGE: a nonce. PROOF: an authentication code.
-        beat: BEAT: its contents, which follow the fields in place of a text.
-
     >>> Header.unpack(Header(Kind.PUSH, weight=2).pack()).weight
     2
     """
 
     kind: Kind
-    weight: int = 0
-    samples: int = 0
-    loss: float = float("nan")
-    layout: bytes = bytes(32)
-    incarnation: int = 0
+    weight: int = 0  # PUSH: the number of gradients in the sum. HELLO: the number of the node's workers
+    samples: int = 0  # PUSH: of the sum
+    loss: float = float("nan")  # PUSH: the mean of the gradients', or NaN
+    layout: bytes = bytes(32)  # HELLO, CHALLENGE, PROOF: the digest of the job's layout
+    incarnation: int = 0  # HELLO: a random number of the sending agent
+    # PUSH, NULL: the step's number, from 1. WEIGHTS: the step that it answers, 0 for FETCH. RESUME, WELCOME: the last step that
+    # the home has of this incarnation.
     step: int = 0
-    part: int = 0
-    version: int = 0
-    lane: int = 0
-    sent_ns: int = 0
-    text: str = ""
-    beat: bytes = b""
+    part: int = 0  # PUSH: the first that follows. RESUME: how many parts the home has of the step after `step`
+    version: int = 0  # WEIGHTS: the home's version of the weights
+    lane: int = 0  # WELCOME, RESUME: how many lanes the node has had. HELLO: the last such number that it was told, 0 if none
+    sent_ns: int = 0  # when it left, by the sender's monotonic clock; 0 before it leaves. A peer may say anything
+    text: str = ""  # REFUSED, FAILED: the reason, cut to fit. CHALLENGE: a nonce. PROOF: an authentication code
+    beat: bytes = b""  # BEAT: its contents, which follow the fields in place of a text
 
     @property
     def reason(self) -> str:

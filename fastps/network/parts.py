@@ -27,17 +27,12 @@ _ALIGNED_FLOATS = 16  # parameters begin at multiples of this
 
 @dataclass(frozen=True)
 class Part:
-    """The floats [first, last) of the whole model.
-
-    Attributes:
-        layout: the layout of the part's own arena, with offsets from the part's first float.
-        parameters: the range of the numbers of the parameters that the part has, some of them not whole.
-    """
+    """The floats [first, last) of the whole model."""
 
     first: int
     last: int
-    layout: Layout
-    parameters: range
+    layout: Layout  # of the part's own arena, with offsets from the part's first float
+    parameters: range  # the numbers of the parameters that the part has, some of them not whole
 
     def within(self, share: "Part") -> "Part":
         """This part of a share as a part of the whole model."""
@@ -47,14 +42,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a home's floats are cut into parts, and which of them a step carries: all of them, or one in turn.
-
-    Attributes:
-        turns: after so many steps every part has been carried: 1, or with `local_fragments` the number of parts.
-    """
+    """How a home's floats are cut into parts, and which of them a step carries: all of them, or one in turn."""
 
     parts: list[Part]
-    turns: int = 1
+    turns: int = 1  # after so many steps every part has been carried: with `local_fragments` the number of parts
 
     @property
     def in_step(self) -> int:

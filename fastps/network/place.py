@@ -11,23 +11,15 @@ from fastps.system.processes import start_module
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a launcher says of its node.
+    """What a launcher says of its node."""
 
-    Attributes:
-        host, port: the rendezvous.
-        nodes, workers: how many nodes the job has, and how many workers this one has.
-        number: this node's number; -1: the rendezvous' own host becomes node 0, and the others are numbered as they come.
-        timeout_s: how long to wait for the other nodes.
-        interface, trusts_network: see own_address.
-    """
-
-    host: str
+    host: str  # of the rendezvous
     port: int
-    nodes: int
-    workers: int
-    number: int
-    timeout_s: float
-    interface: str = ""
+    nodes: int  # of the job
+    workers: int  # of this node
+    number: int  # this node's; -1: the rendezvous' own host becomes node 0, and the others are numbered as they come
+    timeout_s: float  # of the wait for the other nodes
+    interface: str = ""  # see own_address
     trusts_network: bool = False
 
     def start(self, **how: Any) -> "subprocess.Popen[bytes]":
@@ -37,13 +29,13 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Place:
-    """A node's place: its number, its first worker's rank, the workers of all nodes, the job's name, a free port of node 0."""
+    """A node's place."""
 
     number: int
-    first_rank: int
-    world: int
-    job: str
-    port: int
+    first_rank: int  # of this node's workers
+    world: int  # the workers of all nodes
+    job: str  # its name
+    port: int  # a free one of node 0
 
     @staticmethod
     def told_by(process: "subprocess.Popen[bytes]") -> "Place":

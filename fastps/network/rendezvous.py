@@ -38,16 +38,12 @@ LARGEST_MESSAGE = 16 << 20  # a chunk, or the terms of a sum, which are longer o
 class Rendezvous:
     """One agent's side of the rendezvous of one job. `name` is the same on all nodes, and no other job of the launch has it.
 
-    Attributes:
-        home: the node of the home that edges lead to.
-        layout: what that home holds.
-
     Raises AttachError if no interface leads there, and UsageError for a public address that the user does not trust.
     """
 
     def __init__(self, nodes: Nodes, name: str, layout: Layout, timeout_s: float, clock: Clock) -> None:
         self.nodes, self.clock = nodes, clock
-        self.layout, self.home = layout, 0
+        self.layout, self.home = layout, 0  # what a home holds, and its node: edges lead there
         self._name = name
         self._timeout_s = timeout_s
         self._address = own_address(nodes.host, nodes.port, nodes.interface, nodes.trusts_network)
@@ -191,19 +187,13 @@ class Rendezvous:
 
 
 class Requests:
-    """The requests of one node for an edge. Every request has an epoch: the number of edges that the node has asked for.
-
-    Attributes:
-        epoch: that of the last request; 0 before the first.
-        have_ended: whether no request can come any more, because the rendezvous has ended.
-    """
-
-    have_ended = False
+    """The requests of one node for an edge. Every request has an epoch: the number of edges that the node has asked for."""
 
     def __init__(self, rendezvous: Rendezvous, node: int) -> None:
         self._rendezvous, self._node = rendezvous, node
         self._store: Store | None = None
-        self.epoch = 0
+        self.epoch = 0  # of the last request
+        self.have_ended = False  # whether no request can come any more, because the rendezvous has ended
 
     def next(self, timeout_s: float, is_over: Callable[[], bool]) -> tuple[Edge, Header]:
         """Wait for a request, and open the edge. Returns the node's HELLO.

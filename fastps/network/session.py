@@ -12,25 +12,18 @@ from fastps.network.messages import Header, Kind
 
 
 class LeafSession:
-    """The leaf's side.
-
-    Attributes:
-        incarnation: a random number of the agent, by which the home knows it again.
-        parts: the number of the model's parts.
-        step: the last step that was begun in the present lane.
-        answered: the last step whose weights have come.
-        part: the first part of the pending step that the home does not have.
-        must_fetch: whether the home has given this node a new lane. The weights must be fetched before the next step.
-        lane: how many lanes the home has given this node, as far as this side knows.
-        version: the home's version of the weights that came last.
-        dropped: the steps that were begun and never came to the home, because the node was lost meanwhile.
-    """
+    """The leaf's side."""
 
     def __init__(self, incarnation: int, parts: int) -> None:
-        self.incarnation = incarnation
-        self.parts = parts
-        self.step = self.answered = self.part = self.lane = self.version = self.dropped = 0
-        self.must_fetch = True
+        self.incarnation = incarnation  # a random number of the agent, by which the home knows it again
+        self.parts = parts  # of the model
+        self.step = 0  # the last that was begun in the present lane
+        self.answered = 0  # the last step whose weights have come
+        self.part = 0  # the first of the pending step that the home does not have
+        self.lane = 0  # how many lanes the home has given this node, as far as this side knows
+        self.version = 0  # the home's, of the weights that came last
+        self.dropped = 0  # the steps that were begun and never came to the home, because the node was lost meanwhile
+        self.must_fetch = True  # whether the home has given a new lane, whose weights come before the next step
 
     @property
     def is_pending(self) -> bool:
@@ -76,19 +69,13 @@ class LeafSession:
 
 
 class HomeSession:
-    """The home's side: what it has of one lane of a node.
-
-    Attributes:
-        incarnation: the agent that owns the lane.
-        lane: how many lanes the node has had, with this one.
-        parts: the number of the model's parts.
-        posted: the number of parts posted, over all steps.
-    """
+    """The home's side: what it has of one lane of a node."""
 
     def __init__(self, incarnation: int, parts: int) -> None:
-        self.incarnation = incarnation
-        self.parts = parts
-        self.posted = self.lane = 0
+        self.incarnation = incarnation  # of the agent that owns the lane
+        self.parts = parts  # of the model
+        self.posted = 0  # parts, over all steps
+        self.lane = 0  # how many lanes the node has had, with this one
 
     @property
     def step(self) -> int:
@@ -120,14 +107,10 @@ class HomeSession:
 
 
 class NodeRecord:
-    """What the home remembers of one node, whichever agent speaks for it.
-
-    Attributes:
-        session: the session of the node's lanes; None before it has joined and once it is lost.
-    """
+    """What the home remembers of one node, whichever agent speaks for it."""
 
     def __init__(self) -> None:
-        self.session: HomeSession | None = None
+        self.session: HomeSession | None = None  # of the node's lanes; None before it has joined and once it is lost
         self._lost: dict[int, HomeSession] = {}  # by lane: those that the node has had since it last heard of one
         self._lanes = 0
 

@@ -200,7 +200,7 @@ class HostsLauncher:
 
     def _pass_on(self, key: selectors.SelectorKey) -> None:
         host, sink, cut = key.data
-        if self._streams.is_slow(sink) and not self._ending.interrupts:
+        if self._streams.thread_of(sink).is_slow and not self._ending.interrupts:
             self._clock.sleep_ns(_PAUSE_NS)
             return
         data = os.read(key.fd, 65536)
@@ -208,7 +208,7 @@ class HostsLauncher:
             text = line.decode("utf-8", "surrogateescape").rstrip("\r\n")
             if text.strip():
                 host.last = line.decode("utf-8", "replace").strip() if sink is self._streams.err else host.last
-                self._streams.put(sink, partial(sink.write, f"{host.host} {text}\n"), len(line))
+                self._streams.thread_of(sink).put(partial(sink.write, f"{host.host} {text}\n"), sink, len(line))
         if not data:
             self._selector.unregister(key.fileobj)
             cast("IO[bytes]", key.fileobj).close()

@@ -71,9 +71,7 @@ class Launcher:
         options: JobOptions = NO_OPTIONS,  # workers find them in their environment
         env: str = "auto",  # a worker's variables: of "fastps", also of "torchrun", or these if the script's text names them
         start_method: str = "fork",
-        imports: Sequence[str]
-        | None = None,  # the fork server's; None: torch, unless the script has the standard library's alone
-        prefix: bool = True,  # whether each line of output begins with its worker's number
+        imports: Sequence[str] | None = None,  # the fork server's; default: torch, unless the script needs none
         silent: bool = False,  # whether the standard output is left out: each worker's last line is in the outcome
         nodes: NodeOptions | None = None,  # of several nodes this launcher starts one
         trace: Path | None = None,  # where all workers record the run; it is written when the run has ended
@@ -104,7 +102,7 @@ class Launcher:
         self._forkserver: ForkServer | None = None
         self._forkserver_worker: LaunchedWorker | None = None  # its process
         self._injector = options.injector(self.job, workers, clock) if options.injector is not None else None
-        self._output, self._silent = JobOutput(clock, prefix), silent
+        self._output, self._silent = JobOutput(clock), silent
         self._trace = trace.resolve() if trace is not None else None
         self._clock = clock
         self._workers: list[LaunchedWorker] = []
@@ -301,7 +299,7 @@ class Launcher:
                 continue
             worker, sink, cut = key.data
             if sink is not None:
-                if self._streams.is_slow(sink) and not (self._is_draining or self._ending.interrupts):
+                if self._streams.thread_of(sink).is_slow and not (self._is_draining or self._ending.interrupts):
                     self._clock.sleep_ns(_PAUSE_NS)
                 else:
                     self._pass_on(key, worker, sink, cut)
@@ -369,9 +367,10 @@ class Launcher:
         texts = [line.decode("utf-8", "surrogateescape") for line in [*lines, *([cut.bar + b"\r"] if cut.bar else [])]]
         if texts:
             write = partial(self._output.write_all, rank, texts, sink)
-            self._streams.put(sink, write, sum(map(len, texts)), lines=sum(not text.endswith("\r") for text in texts))
+            lines_written = sum(not text.endswith("\r") for text in texts)
+            self._streams.thread_of(sink).put(write, sink, sum(map(len, texts)), lines_written)
         if not data and worker is not self._forkserver_worker:  # the fork server shares the number of a worker that goes on
-            self._streams.put(sink, partial(self._output.end, rank, sink), lines=0)
+            self._streams.thread_of(sink).put(partial(self._output.end, rank, sink), sink, lines=0)
 
     def _drain(self) -> None:
         """Read the rest of the pipes, for a limited time: a worker's own child may keep one open."""

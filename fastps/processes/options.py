@@ -15,13 +15,9 @@ _LONGEST_GRACE_S = 86_400
 
 
 class Injector(Protocol):
-    """What disturbs the workers of one job on purpose, and measures what that costs.
+    """What disturbs the workers of one job on purpose, and measures what that costs."""
 
-    Attributes:
-        stops_ns: the rank, the beginning and the end of each stop.
-    """
-
-    stops_ns: list[tuple[int, int, int]]
+    stops_ns: list[tuple[int, int, int]]  # the rank, the beginning and the end of each stop
 
     def tick(self, workers: Sequence[LaunchedWorker]) -> None:
         """Disturb some of the workers that run, if it is time."""

@@ -15,7 +15,7 @@ _Stream = tuple[int, int]  # a worker's rank, and the number of the sink
 
 
 class JobOutput:
-    """The two streams of a job's workers; `prefix`: whether each line begins with its worker's number.
+    """The two streams of a job's workers. Each line begins with its worker's number.
 
     >>> import sys
     >>> from fastps.system.clock import SYSTEM_CLOCK
@@ -24,9 +24,8 @@ class JobOutput:
     [3] loss 0.5
     """
 
-    def __init__(self, clock: Clock, prefix: bool = True) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._prefix = prefix
         self._on_terminal = ProgressLines()
         self._sinks: list[Sink] = []  # in the order of their first use
         # Without a terminal, by stream: the time and text of the last written update, and a later one not yet written.
@@ -45,7 +44,7 @@ class JobOutput:
         is_update = line.endswith("\r")
         if is_update and not text:
             return  # the carriage return before a bar
-        shown = "" if is_update and not text.strip() else f"[{rank}] {text}" if self._prefix else text
+        shown = "" if is_update and not text.strip() else f"[{rank}] {text}"
         stream = self._stream(rank, sink)
         if not _is_terminal(sink):
             self._write_to_file(stream, shown, is_update, sink)

@@ -163,7 +163,7 @@ class OutputThread:
 
     @property
     def is_slow(self) -> bool:
-        """Whether much waits for a reader that still takes some."""
+        """Whether what comes should wait: much is held for a reader that still takes some."""
         since_ns = max(self._busy_since_ns, *(stream.progressed_ns for stream in self._streams))
         return self._held_bytes > MANY_BYTES and SYSTEM_CLOCK.now_ns() - since_ns < _STUCK_NS
 
@@ -241,20 +241,13 @@ class StandardStreams:
         else:
             self._threads = [OutputThread("standard output", self.out), OutputThread("standard error", self.err)]
 
-    def put(self, stream: Stream, call: Callable[[], object], nbytes: int = 0, lines: int = 1) -> bool:
-        """Run a call that writes to a stream, after those before it. It returns at once: False if the call is left out."""
-        return self._thread_of(stream).put(call, stream, nbytes, lines)
-
-    def is_slow(self, stream: Stream) -> bool:
-        """Whether what comes for a stream should wait, because its reader still takes what came before."""
-        return self._thread_of(stream).is_slow
-
-    def _thread_of(self, stream: Stream) -> OutputThread:
+    def thread_of(self, stream: Stream) -> OutputThread:
+        """The thread that writes to one of the two."""
         return self._threads[0 if stream is self.out else -1]
 
     def on_terminal(self, call: Callable[[], object]) -> bool:
         """Run a call that changes what a terminal shows, if one of the streams is a terminal."""
-        return self._thread_of(self.out if self.out.isatty() else self.err).put(call, lines=0)
+        return self.thread_of(self.out if self.out.isatty() else self.err).put(call, lines=0)
 
     def draw(self, call: Callable[[], object]) -> None:
         """Run a call that draws on a terminal. It is left out while an earlier one waits, since nobody reads the terminal."""

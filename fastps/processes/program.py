@@ -5,6 +5,7 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import dropwhile
 from pathlib import Path
 
 TORCH_IMPORTS = ("torch", "fastps.torch.optimizer")
@@ -20,9 +21,7 @@ class Program:
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
         self.arguments = self.command[1:]
-        self._after_flags = list(self.arguments)
-        while self._after_flags and self._after_flags[0].startswith("-") and self._after_flags[0] != "-m":
-            self._after_flags.pop(0)
+        self._after_flags = list(dropwhile(lambda each: each.startswith("-") and each != "-m", self.arguments))
         self.is_module = self._after_flags[:1] == ["-m"]
 
     @property

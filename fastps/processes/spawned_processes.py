@@ -101,7 +101,8 @@ class Crew:
                     self._add(_new_process(_WORKER, arguments, self._environments[rank], [file.fileno(), *reports]))
 
     def _add(self, child: Child) -> None:
-        self.workers.append(SpawnedWorker(len(self.workers), child, self._reports[len(self.workers)]))
+        rank = len(self.workers)
+        self.workers.append(SpawnedWorker(rank, child, self._reports[rank]))
 
     def _fork(self, work: handover.Work) -> None:
         for rank, environment in enumerate(self._environments):

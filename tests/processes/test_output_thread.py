@@ -45,7 +45,7 @@ def test_a_stream_that_nobody_reads_holds_nobody_up_and_its_lost_lines_are_told(
         streams = StandardStreams()
         with caplog.at_level(logging.WARNING, "fastps"), streams.carrying_logs(lambda: True):
             for _ in range(count):
-                streams.put(streams.out, lambda: streams.out.write(line), len(line))
+                streams.thread_of(streams.out).put(lambda: streams.out.write(line), streams.out, len(line))
     os.close(reader)
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.endswith("lines to standard output were lost: nobody has taken them")
@@ -155,7 +155,7 @@ def test_what_draws_is_left_out_while_the_terminal_takes_nothing() -> None:
         for number in range(1000):
             streams.draw(lambda number=number: drawn.append(number))  # type: ignore[misc]
         goes_on.set()
-        streams.put(streams.err, lambda: None)
+        streams.thread_of(streams.err).put(lambda: None)
     assert drawn == []
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 from fastps.errors import WorkerDiedError
@@ -41,7 +42,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             os.environ[_STARTER] = str(os.getpid())
             self._call_children_scripts()
             atexit.register(self._reap)
-        _share_cores(self.num_processes)
+        _set_num_threads_if_needed(num_processes=self.num_processes)  # this worker's share of the cores
         try:
             return function(*args, **kwargs)
         except BaseException:
@@ -101,9 +102,3 @@ def _variables(given: dict[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-def _share_cores(workers: int) -> None:
-    from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-
-    _set_num_threads_if_needed(num_processes=workers)

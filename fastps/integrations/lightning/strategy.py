@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as shared_rank_zero_only
@@ -164,24 +165,20 @@ class FastpsStrategy(ParallelStrategy):
             _keep_from_waiting(trainer)
             self._meeting = _Meeting(self)
             trainer.callbacks.insert(0, self._meeting)
-            self._begin()
+            self.on_train_start()
 
-    def _begin(self) -> None:
+    def on_train_start(self) -> None:
+        """Wrap the optimizers, also again if a tuner (LearningRateFinder) has trained before, and has ended that training."""
         if not self._jobs.optimizers:
             self.optimizers = self._jobs.begin(self.optimizers, self.lightning_module)
 
-    def on_train_start(self) -> None:
-        """Wrap the optimizers again if a tuner (LearningRateFinder) has trained before, and has ended that training."""
-        self._begin()
+    def on_train_end(self) -> None:
+        """End the jobs: the module has the final weights, and the optimizers are torch's own with the final state.
 
-    def end_training(self) -> None:
-        """End the jobs: the module has the final weights, and the optimizers are torch's own with the final state."""
+        A callback of the Trainer calls it first, and Lightning where a tuner has taken the callbacks away.
+        """
         if self._jobs.optimizers:
             self.optimizers = self._jobs.end(self.optimizers)
-
-    def on_train_end(self) -> None:
-        """End the jobs, also where a tuner has taken the callbacks away."""
-        self.end_training()
 
     def teardown(self) -> None:
         """Leave what is still open."""
@@ -210,7 +207,7 @@ class FastpsStrategy(ParallelStrategy):
         """Tell disciplines that count samples the size of the batch."""
         for optimizer in self._jobs.optimizers:
             if optimizer.policy.needs_samples and not self._options.get("batch_size"):
-                optimizer.report_loss(optimizer.worker.loss, _size_of(batch))
+                optimizer.report_loss(optimizer.worker.loss, int(extract_batch_size(batch)))
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Make a step, and report its loss to observers (`fastps top`)."""
@@ -305,7 +302,7 @@ class _Meeting(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the jobs, before callbacks write averages into the weights or save the last checkpoint."""
-        self._strategy.end_training()
+        self._strategy.on_train_end()
 
 
 def _keep_from_waiting(trainer: Any) -> None:
@@ -327,12 +324,6 @@ def _note_sigterm(trainer: Any, number: int, frame: Any) -> None:
     if not trainer._signal_connector.received_sigterm and trainer.strategy.launcher is not None:
         trainer.strategy.launcher.kill(number)
     trainer._signal_connector.received_sigterm = True
-
-
-def _size_of(batch: Any) -> int:
-    from lightning.pytorch.utilities.data import extract_batch_size
-
-    return int(extract_batch_size(batch))
 
 
 FastpsStrategy.register_strategies(StrategyRegistry)

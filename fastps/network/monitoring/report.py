@@ -20,14 +20,9 @@ _STATES |= dict.fromkeys((LANE_FAILED, LANE_DEAD, LANE_EXPELLED), "lost")
 
 
 class Report(threading.Thread):
-    """The report of one agent. Raises ArenaError if there is no memory for the board, and OSError if its name is taken.
+    """The report of one agent. Raises ArenaError if there is no memory for the board, and OSError if its name is taken."""
 
-    Attributes:
-        home: the arena of the home on node 0, on node 0; else None.
-        wait_ns: the time that the agent spent in exchanges.
-    """
-
-    home: Arena | None = None
+    home: Arena | None = None  # on node 0 its home's
 
     def __init__(self, leaf: JobMemory, nodes: Nodes, trace: NodePart | None = None) -> None:
         super().__init__(name="fastps-report", daemon=True)
@@ -37,7 +32,7 @@ class Report(threading.Thread):
         self._leaves: dict[int, EdgeWatch] = {}
         self._ends = threading.Event()
         self._board = NodeBoard(leaf.job, nodes.count if nodes.is_first else 1)
-        self.wait_ns = 0
+        self.wait_ns = 0  # in exchanges
         self._write()  # workers find the node's number here when they join
 
     def of_home(self, home: int) -> EdgeWatch:

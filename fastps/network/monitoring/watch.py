@@ -24,11 +24,6 @@ class EdgeWatch:
         peer: the other node's number.
         message: records a message of a trace: kind, peer, step, and its beginning and end in ns; None without a trace.
 
-    Attributes:
-        told: the other node's figures in its last beat, or None; `told_ns` is when they came.
-        clock: the offset of the other node's clock to this one.
-        headers_sent, headers_received, floats_sent, floats_received: bytes. Each has one writing thread.
-
     >>> here, there = EdgeWatch(), EdgeWatch(lambda: NodeFigures(workers=2))
     >>> here.sends(1_000)
     >>> there.hears(here.beat(), 1_000, 6_010)  # the other clock is 5,000 ns ahead, and the way takes 10 ns
@@ -40,9 +35,10 @@ class EdgeWatch:
 
     def __init__(self, figures: Callable[[], NodeFigures] = NodeFigures, peer: int = 0, message: Message | None = None) -> None:
         self._figures, self._peer, self._message = figures, peer, message
-        self.told: NodeFigures | None = None
-        self.told_ns = 0
-        self.clock = OffsetEstimator()
+        self.told: NodeFigures | None = None  # the other node's figures in its last beat
+        self.told_ns = 0  # when they came
+        self.clock = OffsetEstimator()  # of the other node's clock to this one
+        # Bytes. Each has one writing thread.
         self.headers_sent = self.headers_received = self.floats_sent = self.floats_received = 0
         self._stamps: deque[int] = deque(maxlen=_STAMPS)
         self._heard = (0, 0)  # the other side's last stamp, and when it came
