@@ -128,19 +128,16 @@ class RoundedSender:
             out = self._ring[self._messages % len(self._ring)][: wire_bytes(self._codec.link_dtype, len(values))]
             self._messages += 1
             span = slice(first, first + len(values))
-            self._encode(self._kept[span], values, self._next[span], out)
+            kept, then, decoded = self._kept[span], self._next[span], self._decoded[: len(values)]
+            wanted = torch.add(kept, values, out=then) if self._is_sum else values - kept
+            self._codec.encode(wanted, out)
+            self._codec.decode(out, decoded)
+            if self._is_sum:
+                then.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)  # a rejected push leaves no error behind
+            else:
+                torch.add(kept, decoded, out=then)
             first += len(values)
             yield out
-
-    def _encode(self, kept: torch.Tensor, values: torch.Tensor, then: torch.Tensor, out: Memory) -> None:
-        decoded = self._decoded[: len(values)]
-        wanted = torch.add(kept, values, out=then) if self._is_sum else values - kept
-        self._codec.encode(wanted, out)
-        self._codec.decode(out, decoded)
-        if self._is_sum:
-            then.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)  # a rejected push leaves no error behind
-        else:
-            torch.add(kept, decoded, out=then)
 
 
 class RoundedReceiver:

@@ -61,11 +61,12 @@ class Leaf:
 
     def fold(self, call: FoldCall) -> None:
         """Take one version from the home; the function given to Lane.fold_with. Raises NodeLostError."""
-        pushes = call.pushes
-        sent, header = partial(self._sums.begin, pushes) if pushes else None, Header(Kind.NULL)
-        if pushes:
+        header = Header(Kind.NULL)
+        sent: Outgoing | None = None
+        if pushes := call.pushes:
             samples = sum(push.samples for push in pushes)
             header = Header(Kind.PUSH, weight=len(pushes), samples=samples, loss=self._sums.mean_loss(pushes))
+            sent = partial(self._sums.begin, pushes)
         before, after = self._sums.weights(call.weights_in), self._sums.weights(call.weights_out)
         self._exchange(header, sent, before, after)
         self._store.write_halves(call.weights_out)

@@ -100,8 +100,8 @@ class Serving(threading.Thread):
                 failure = f"node {self._node} failed: {failure}"
         except WorkerDiedError as error:  # another node is lost, and the job ends with it
             failure = str(self._home.loss_of(error))
-        except Exception as error:  # also a mistake in this program must not leave the other nodes waiting
-            if not isinstance(error, Error):
+        except Exception as error:
+            if not isinstance(error, Error):  # a mistake in this program must not leave the other nodes waiting
                 logger.exception("node %d", self._node)
             failure = f"node {self._node}: {type(error).__name__}: {error}"
         self._await_answer()

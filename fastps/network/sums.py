@@ -152,10 +152,10 @@ def _summed(slots: list[torch.Tensor], scales: list[float], outs: Sequence[torch
 
 
 def _sum(terms: list[torch.Tensor], scales: list[float], total: torch.Tensor) -> None:
-    first = 1 + (len(terms) > 1 and scales[0] == scales[1] == 1.0)  # how many terms the first pass takes
-    if first == 2:
-        torch.add(terms[0], terms[1], out=total)
+    first, *rest = zip(terms, scales, strict=True)
+    if rest and first[1] == rest[0][1] == 1.0:
+        torch.add(first[0], rest.pop(0)[0], out=total)
     else:
-        torch.mul(terms[0], scales[0], out=total)
-    for term, scale in zip(terms[first:], scales[first:], strict=True):
+        torch.mul(*first, out=total)
+    for term, scale in rest:
         total.add_(term, alpha=scale)

@@ -5,7 +5,7 @@ import selectors
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from fastps.errors import UsageError
+from fastps.errors import Error, UsageError
 from fastps.job import limits
 from fastps.job.nodes import address, check_secret
 from fastps.job.options import NodePolicy
@@ -98,10 +98,13 @@ class LaunchRendezvous:
             while not selector.select(_TICK_S):
                 if is_over():
                     return False
-        if is_over():
-            return False
-        self.place = Place.told_by(self._process)
-        return True
+        try:
+            self.place = Place.told_by(self._process)
+        except Error:
+            if is_over():
+                return False
+            raise
+        return not is_over()
 
     def variables(self, local_rank: int, style: str) -> Mapping[str, str]:
         """The variables of one worker of this node, besides those that a worker of one node has."""
