@@ -168,8 +168,7 @@ def _state_of(worker: Worker) -> Callable[[Store], None]:
     """Return the function that copies the rule's state into a new store: its tensors, and each parameter's step count."""
 
     def write(store: Store) -> None:
-        worker.lock_shards()
-        try:
+        with worker.locked():
             _, buffers = worker.store.committed()
             for plane in range(store.layout.planes):  # the moving average of the weights is the last
                 pairs = zip(store.plane_views(0, plane), worker.store.plane_views(buffers, plane), strict=True)
@@ -177,7 +176,5 @@ def _state_of(worker: Worker) -> Callable[[Store], None]:
                     view[:] = source
             for count, steps in zip(store.rule_steps(0), worker.store.rule_steps(buffers), strict=True):
                 count[0] = steps[0]
-        finally:
-            worker.unlock_shards(False)
 
     return write

@@ -1,8 +1,9 @@
 """One attached lane: what its process reads, and its waits. A waiting worker combines: it takes free shard locks and folds."""
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
@@ -32,23 +33,17 @@ class AttachedLane:
     """Lane `rank` of a store: it waits, and combines while it waits, or calls the server. `Worker` adds what changes it.
 
     Only one thread may use it; with overlap, the push thread combines too.
-
-    Attributes:
-        rank: this worker's lane.
-        forked: whether this process is a forked child of the process that attached, and so may only read.
-        combine_lock, stalls: see Driven.
-        check: is called with each check of the peers, and raises what else ends a wait: None but for a lane of a node.
     """
 
     begun_at: int
     _membership: Membership
-    check: Callable[[], None] | None = None
+    check: Callable[[], None] | None = None  # called with each check of the peers: raises what else ends a wait in a node
 
     def __init__(self, store: JobMemory, rank: int) -> None:
         self.store = store
         self.rank = rank
         self.lane = self._make_lane()
-        self.forked = False
+        self.forked = False  # whether this process is a forked child of the one that attached, and so may only read
         self.step_wait = Wait(self.lane)
         self.cores = Cores(store.arena, self.step_wait, store.layout, store.layout.workers + self.lane.served)
         self._policy = store.layout.policy
@@ -231,6 +226,15 @@ class AttachedLane:
             except BaseException:
                 self._release(range(shard), False)
                 raise
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold every shard lock inside the block, which publishes nothing."""
+        self.lock_shards()
+        try:
+            yield
+        finally:
+            self.unlock_shards(False)
 
     def unlock_shards(self, publish: bool) -> None:
         """Release every shard lock. With `publish`, publish the spare buffers of all shards first."""

@@ -15,9 +15,7 @@ from fastps.kernels.shm.arena import Arena
 class Cores:
     """The cores of one attached lane: records the process's own cores in the arena, and configures the lane for those of all.
 
-    Attributes:
-        takers: the number of processes that combine or wait.
-        spins: the polls of a wait before it sleeps.
+    `takers`: the number of processes that combine or wait.
     """
 
     def __init__(self, arena: Arena, wait: Wait, layout: Layout, takers: int) -> None:

@@ -11,16 +11,7 @@ from typing import Protocol, TypeVar, cast
 
 from fastps.errors import TimeoutExceededError, raise_for_outcome
 from fastps.kernels.protocol.lane import BAD_DESCRIPTOR, Lane
-from fastps.kernels.protocol.wait import (
-    CHECK_PEERS,
-    EXPEL,
-    EXPELLED,
-    NOTHING,
-    PAUSE,
-    REST,
-    TAKE_OVER,
-    Wait,
-)
+from fastps.kernels.protocol.wait import CHECK_PEERS, EXPEL, EXPELLED, NOTHING, PAUSE, REST, TAKE_OVER, Wait
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import expel
 from fastps.membership.stalls import Stalls
@@ -30,15 +21,10 @@ _Found = TypeVar("_Found")
 
 
 class Driven(Protocol):
-    """The owner of a lane, as its driver needs it: a worker or a server.
+    """The owner of a lane, as its driver needs it: a worker or a server."""
 
-    Attributes:
-        combine_lock: guards the lane, which several threads of a process may drive.
-        stalls: passes by a peer that has stopped.
-    """
-
-    combine_lock: threading.RLock
-    stalls: Stalls
+    combine_lock: threading.RLock  # guards the lane, which several threads of a process may drive
+    stalls: Stalls  # passes by a peer that has stopped
 
     @property
     def store(self) -> JobMemory:
@@ -62,10 +48,7 @@ class Driven(Protocol):
 
 
 def drive(
-    owner: Driven,
-    wait: Wait,
-    overdue: Callable[[], str] | None,
-    reached: Callable[[], _Found | None] = lambda: None,
+    owner: Driven, wait: Wait, overdue: Callable[[], str] | None, reached: Callable[[], _Found | None] = lambda: None
 ) -> _Found | None:
     """Do what `wait` wants, until it is over or `reached` returns what is true. Returns that.
 

@@ -17,15 +17,12 @@ _STEPS = 8  # compared at the start: enough for one of a few workers to be the l
 
 
 class EqualGradients:
-    """Compares one worker's first gradients with those of the others. `reads_slots`: whether the CPU can read the slots.
-
-    Attributes:
-        is_on: whether the next push is compared.
-    """
+    """Compares one worker's first gradients with those of the others. `reads_slots`: whether the CPU can read the slots."""
 
     def __init__(self, worker: Worker, *, reads_slots: bool) -> None:
         self._worker = worker
         store = worker.store
+        # Whether the next push is compared.
         self.is_on = reads_slots and store.layout.workers > 1 and not store.tables and not worker.generation
         self._found = 0
         # Under other disciplines the weights differ after the first fold, and so do the gradients.

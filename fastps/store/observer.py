@@ -6,17 +6,8 @@ An observer maps the arena read-only, never pins a buffer and never takes a shar
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
-from fastps.kernels.shm.arena import (
-    LANE_DEAD,
-    LANE_EXPELLED,
-    LANE_FAILED,
-    LANE_FREE,
-    LANE_JOINING,
-    LANE_LEAVING,
-    LANE_LEFT,
-    LANE_LIVE,
-    Arena,
-)
+from fastps.kernels.shm import arena as lanes
+from fastps.kernels.shm.arena import Arena
 from fastps.membership import discovery
 from fastps.membership.node_board import BoardView, NodeStatistics
 from fastps.membership.rendezvous import Place
@@ -24,14 +15,14 @@ from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 _TRIES = 4  # copies of the counters before one is accepted during which a shard published
 _STATES = {
-    LANE_FREE: "not attached",
-    LANE_JOINING: "joining",
-    LANE_LIVE: "live",
-    LANE_LEAVING: "leaving",
-    LANE_LEFT: "left",
-    LANE_FAILED: "failed",
-    LANE_DEAD: "died",
-    LANE_EXPELLED: "expelled",
+    lanes.LANE_FREE: "not attached",
+    lanes.LANE_JOINING: "joining",
+    lanes.LANE_LIVE: "live",
+    lanes.LANE_LEAVING: "leaving",
+    lanes.LANE_LEFT: "left",
+    lanes.LANE_FAILED: "failed",
+    lanes.LANE_DEAD: "died",
+    lanes.LANE_EXPELLED: "expelled",
 }
 
 
@@ -116,31 +107,22 @@ class Look:
 def statistics_of(arena: Arena) -> list[WorkerStatistics]:
     """One row for each worker's lane of the arena."""
     names = {each.name for each in fields(WorkerStatistics)}
-    return [
-        WorkerStatistics(
-            rank=lane,
-            state=_STATES.get(arena.lane_state(lane), "unknown"),
-            version=arena.version,
-            generation=arena.generation(lane),
-            **{name: count for name, count in cast(dict[str, Any], arena.counters(lane)).items() if name in names},
-        )
-        for lane in range(arena.lanes)
-    ]
+    rows = []
+    for lane in range(arena.lanes):
+        state, version, generation = _STATES.get(arena.lane_state(lane), "unknown"), arena.version, arena.generation(lane)
+        counters = {name: count for name, count in cast(dict[str, Any], arena.counters(lane)).items() if name in names}
+        rows.append(WorkerStatistics(lane, state, version=version, generation=generation, **counters))
+    return rows
 
 
 def shard_statistics_of(arena: Arena) -> list[ShardStatistics]:
     """One row for each shard of the arena."""
-    return [
-        ShardStatistics(
-            shard=shard,
-            version=arena.shard_version(shard),
-            updates=found["updates"],
-            sigma_mean=found["average_staleness"],
-            staleness=found["staleness"],
-            rows_written=found["rows_written"],
-        )
-        for shard, found in ((shard, arena.histograms(shard)) for shard in range(arena.shards))
-    ]
+    rows = []
+    for shard in range(arena.shards):
+        version, found = arena.shard_version(shard), arena.histograms(shard)
+        counted = found["updates"], found["average_staleness"], found["staleness"], found["rows_written"]
+        rows.append(ShardStatistics(shard, version, *counted))
+    return rows
 
 
 class Observer:
@@ -187,12 +169,10 @@ class Observer:
 
         Even a settled copy may include part of the next update's counts, because the combiner counts before it publishes.
         """
-        settled = False
         for _ in range(_TRIES):
             before = self._versions()
             workers, shards = statistics_of(self._arena), shard_statistics_of(self._arena)
-            settled = before == self._versions()
-            if settled:
+            if settled := before == self._versions():
                 break
         places = discovery.listening().get(self._job, set())
         workers = [self._with_death(row, places) for row in workers]
@@ -221,9 +201,8 @@ class Observer:
         The worker has died if the lane was and is present, but no process listens at its name: a worker starts its listener
         before the lane is live, and closes it after the lane has left.
         """
-        present = (_STATES[LANE_LIVE], _STATES[LANE_LEAVING])
         now = _STATES.get(self._arena.lane_state(row.rank), "unknown")
-        gone = row.state in present and now in present and row.rank not in places
+        gone = {row.state, now} <= {"live", "leaving"} and row.rank not in places
         return replace(row, state="died" if gone else now)
 
 

@@ -1,9 +1,11 @@
 """Which parameters have a gradient in a push: the presence bitmap, and the tables that got rows for the next one."""
 
+from collections.abc import Iterable
+
 from fastps.job.layout import Parameter
 
 
-def presence_of(present: range | list[int], parameters: int) -> bytes:
+def presence_of(present: Iterable[int], parameters: int) -> bytes:
     """The bitmap of the parameters that have a gradient, as little-endian uint64 words.
 
     >>> presence_of([0, 2], 3)[0]

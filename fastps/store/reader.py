@@ -32,12 +32,7 @@ _live: "set[WeightsReader]" = set()
 
 
 class WeightsReader:
-    """The weights of a running job, of one version for each shard. Only one thread may use it.
-
-    Attributes:
-        job: the job's name.
-        buffers: the weights buffer of each shard that this reader has pinned.
-    """
+    """The weights of a running job, of one version for each shard. Only one thread may use it."""
 
     def __init__(self, job: str, timeout_s: float, clock: Clock) -> None:
         offer, text = discovery.find_described(job, timeout_s, clock)
@@ -56,7 +51,7 @@ class WeightsReader:
             shared_memory.allocate(offer.memfd, *control.reader_weights_range(reader + 1), what)
             self._pins = ReaderPins(control, reader)
             self._pins.begin()
-            self.buffers = [0] * control.shards
+            self.buffers = [0] * control.shards  # the weights buffer of each shard that this reader has pinned
             self.pull()
         except ValueError as error:
             self._free_name()

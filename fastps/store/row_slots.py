@@ -1,6 +1,6 @@
 """The rows that a worker pushes of a job's tables: checks, memory, and the collection of equal rows."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -102,60 +102,47 @@ def check_tables(
     if isinstance(tables, str) or not set(tables) <= set(arrays):
         raise UsageError(f"tables: expected names of parameters ({', '.join(arrays)}), found {tables!r}")
     names = list(arrays)
-    for name in tables:
-        check_table(name, arrays[name].shape)
-    check_row_rule(rule, bool(tables), len(tables) == len(arrays))
-    if tables:
-        check_row_policy(policy)
-        check_row_hyper(rule, hyper)
+    check_rows(rule, policy, [(name, arrays[name].shape, hyper) for name in tables], len(arrays))
     return {names.index(name) for name in tables}
 
 
-def check_table(name: str, shape: tuple[int, ...]) -> None:
-    """Raise UnsupportedError for a parameter that cannot be a table."""
-    if len(shape) != 2 or not 1 <= shape[0] <= rows.MAX_ROWS or shape[1] < 1:
-        is_dense = "it is no table: give dense parameters an optimizer of their own (Adam beside SparseAdam)"
-        cure = "build the layer with sparse=False" if len(shape) == 2 else is_dense
-        raise UnsupportedError(
-            f"table {name!r}: expected a matrix of 1 to {rows.MAX_ROWS:,} rows, found shape {tuple(shape)}; {cure}"
-        )
+def check_rows(rule: Rule, policy: Policy, tables: Sequence[tuple[str, tuple[int, ...], Hyper]], parameters: int) -> None:
+    """Raise UnsupportedError for tables that a job's rule or policy cannot have, and for a rule that needs tables only.
 
-
-def check_row_rule(rule: Rule, has_tables: bool, has_only_tables: bool) -> None:
-    """Raise UnsupportedError for a rule that cannot update the rows of tables, or that can update nothing else."""
+    `tables`: the name, the shape and the hyper-parameters of each; `parameters`: how many the job has, tables included.
+    """
     row = UPDATE_RULES.get(rule.name)
-    if has_tables and (row is None or not row.row_rule):
+    if tables and (row is None or not row.row_rule):
         known = ", ".join(name for name, each in UPDATE_RULES.items() if each.row_rule)
         raise UnsupportedError(
             f"expected a rule for rows of tables ({known}), found {rule.name}: give the tables an optimizer of their own (SGD,"
             " Adagrad, SparseAdam, RowWiseAdagrad), or build the layers with sparse=False"
         )
-    if row is not None and row.only_rows and not has_only_tables:
+    if row is not None and row.only_rows and len(tables) < parameters:
         raise UnsupportedError(
             f"{rule.name}: expected tables only (layers with sparse=True), found a dense parameter: give the dense parameters"
             " an optimizer of their own"
         )
-
-
-def check_row_policy(policy: Policy) -> None:
-    """Raise UnsupportedError for options that need a second copy of a table."""
-    if policy.ema:
+    if tables and policy.ema:
         raise UnsupportedError(
             f"sync {policy.spec!r}: expected no moving average of the weights beside tables, because it changes every row at"
             " every update; leave ema= out"
         )
-    if policy.warm_up:
+    if tables and policy.warm_up:
         raise UnsupportedError(
             'sync="auto" moves the job to another arena after its warm-up: expected no tables, which lie in memory once; choose'
             " a discipline"
         )
-
-
-def check_row_hyper(rule: Rule, hyper: Hyper) -> None:
-    """Raise UnsupportedError for hyper-parameters that would change rows without a gradient, which torch refuses, too."""
-    if hyper.momentum or hyper.weight_decay:
-        raise UnsupportedError(
-            f"{rule.name}: expected momentum 0 and weight_decay 0 for tables, found momentum={hyper.momentum:g} and"
-            f" weight_decay={hyper.weight_decay:g}, which would change rows without a gradient; give the tables a"
-            " param_group or an optimizer of their own"
-        )
+    for name, shape, hyper in tables:
+        if len(shape) != 2 or not 1 <= shape[0] <= rows.MAX_ROWS or shape[1] < 1:
+            is_dense = "it is no table: give dense parameters an optimizer of their own (Adam beside SparseAdam)"
+            cure = "build the layer with sparse=False" if len(shape) == 2 else is_dense
+            raise UnsupportedError(
+                f"table {name!r}: expected a matrix of 1 to {rows.MAX_ROWS:,} rows, found shape {tuple(shape)}; {cure}"
+            )
+        if hyper.momentum or hyper.weight_decay:  # torch refuses these, too
+            raise UnsupportedError(
+                f"{rule.name}: expected momentum 0 and weight_decay 0 for tables, found momentum={hyper.momentum:g} and"
+                f" weight_decay={hyper.weight_decay:g}, which would change rows without a gradient; give the tables a"
+                " param_group or an optimizer of their own"
+            )

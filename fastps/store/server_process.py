@@ -30,53 +30,34 @@ _START_S = 60.0  # importing numpy takes long on a busy machine; the timeout of 
 
 @dataclass(frozen=True)
 class AgentPlan:
-    """A server that is more than one: the agent of a node. Its module runs instead of the plain server's.
-
-    Attributes:
-        module: the module to run; `Order.agent` is then its own part of the order, which must pickle.
-        inherited: descriptors that stay open for as long as the agent lives.
-    """
+    """A server that is more than one: the agent of a node. Its module runs instead of the plain server's."""
 
     module: str
-    order: Any
-    inherited: tuple[int, ...] = ()
+    order: Any  # its own part of the order, which must pickle
+    inherited: tuple[int, ...] = ()  # descriptors that stay open for as long as the agent lives
 
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """What a server that owns memory on devices is told besides.
+    """What a server that owns memory on devices is told besides."""
 
-    Attributes:
-        make: makes its devices, one for each GPU of the job; must pickle.
-        first: the descriptor of the first version, which the server inherits.
-        is_resumed: whether that comes from a checkpoint.
-    """
-
-    make: Callable[[], list[Any]]
-    first: int
-    is_resumed: bool
+    make: Callable[[], list[Any]]  # makes its devices, one for each GPU of the job; must pickle
+    first: int  # the descriptor of the first version, which the server inherits
+    is_resumed: bool  # whether that comes from a checkpoint
 
 
 @dataclass(frozen=True)
 class Order:
-    """The message that starts a server.
-
-    Attributes:
-        memfd: the arena, under the same descriptor number in the server.
-        rule: a user rule, pickled by value; empty for a built-in rule.
-        devices: the plan of the devices that the server owns, for a job whose shards lie on devices.
-        agent: what a node's agent is told besides; None for a plain server.
-        trace: the folder in which the job is recorded, or "".
-    """
+    """The message that starts a server."""
 
     job: str
     layout: Layout
     timeout_s: float
-    memfd: int
-    rule: bytes
-    devices: DevicePlan | None
-    agent: Any = None
-    trace: str = ""
+    memfd: int  # the arena, under the same descriptor number in the server
+    rule: bytes  # a user rule, pickled by value; empty for a built-in rule
+    devices: DevicePlan | None  # for a job whose shards lie on devices that the server owns
+    agent: Any = None  # what a node's agent is told besides; None for a plain server
+    trace: str = ""  # the folder in which the job is recorded, or ""
 
 
 class ServerProcess:
@@ -90,33 +71,29 @@ class ServerProcess:
         self._parent = os.getpid()
         self._is_agent = agent is not None
         layout, rule = picklable(store.layout)
+        module, inherited, start_s = "fastps.processes.server", [store.descriptor], _START_S
+        if agent is not None:
+            module, inherited, start_s = agent.module, [*inherited, *agent.inherited], _START_S + store.timeout_s
+        if devices is not None:
+            inherited.append(devices.first)
         trace = folder_of_next(store.job) if agent is None else ""
         order = Order(store.job, layout, store.timeout_s, store.descriptor, rule, devices, agent and agent.order, trace)
-        self._start_s = _START_S + (store.timeout_s if agent is not None else 0.0)
-        self._process = start_module(
-            agent.module if agent is not None else "fastps.processes.server",
-            stdout=subprocess.DEVNULL,
-            pass_fds=[
-                store.descriptor,
-                *(agent.inherited if agent is not None else ()),
-                *((devices.first,) if devices is not None else ()),
-            ],
-            start_new_session=True,  # Ctrl-C and SIGHUP must reach only the workers
-        )
+        # In a session of its own: Ctrl-C and SIGHUP must reach only the workers.
+        self._process = start_module(module, stdout=subprocess.DEVNULL, pass_fds=inherited, start_new_session=True)
         try:
             assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # the server has exited; the wait below reports that
                 pickle.dump(order, self._process.stdin)
                 self._process.stdin.flush()
-            self._await_serving(store)
+            self._await_serving(store, start_s)
         except BaseException:
             self._process.kill()
             self.begin()
             self._process.wait()
             raise
 
-    def _await_serving(self, store: JobMemory) -> None:
-        deadline_ns = store.clock.now_ns() + int(self._start_s * 1e9)
+    def _await_serving(self, store: JobMemory, start_s: float) -> None:
+        deadline_ns = store.clock.now_ns() + int(start_s * 1e9)
         while not store.arena.is_served():
             ended = self._process.poll()
             if ended is not None or store.clock.now_ns() >= deadline_ns:
@@ -124,8 +101,8 @@ class ServerProcess:
                     raise AttachError(f"job {store.job}: {reason}")
                 found = "none" if ended is None else f"that it ended with exit code {ended}"
                 raise AttachError(
-                    f"job {store.job}: expected a server process within {self._start_s:g} s, found {found}: see its own"
-                    " output, or use server='workers'"
+                    f"job {store.job}: expected a server process within {start_s:g} s, found {found}: see its own output, or"
+                    " use server='workers'"
                 )
             store.clock.sleep_ns(_POLL_NS)
 

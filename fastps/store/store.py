@@ -232,13 +232,7 @@ class Store(JobMemory):
 
     @classmethod
     def connect(
-        cls,
-        job: str,
-        layout: Layout,
-        hypers: list[Hyper],
-        *,
-        timeout_s: float | None = None,
-        clock: Clock = SYSTEM_CLOCK,
+        cls, job: str, layout: Layout, hypers: list[Hyper], *, timeout_s: float | None = None, clock: Clock = SYSTEM_CLOCK
     ) -> Self:
         """Find the arena of `job`: connect to its creator and its workers until one answers or the timeout has passed.
 

@@ -45,29 +45,25 @@ class Push(NamedTuple):
 
 
 class DriverLink:
-    """The connection of a worker to its job's driver. `lane` is the worker's, and `buffers` names the weights that it reads.
+    """The connection of a worker to its job's driver, made once all workers are there; it takes the first version.
 
-    Attributes:
-        is_over: whether this worker has left, and all others have.
+    `lane` is the worker's, and `buffers` names the weights that it reads.
     """
 
     def __init__(self, store: JobMemory, lane: WorkerLane, buffers: list[int]) -> None:
         self._lane, self._buffers, self._clock = lane, buffers, store.clock
         self._socket = _connected(store.job)
         self._socket.send(RANK.pack(lane.index))
-        self._has_said_leave = self.is_over = False
+        self._has_said_leave = False
+        self.is_over = False  # whether this worker has left, and all others have
         self._take_word()
-
-    @classmethod
-    def of(cls, store: JobMemory, lane: WorkerLane, buffers: list[int]) -> "DriverLink | None":
-        """Connect, in a job that runs in virtual time, and take the first version. Returns once all workers have."""
-        return cls(store, lane, buffers) if environment.is_virtual() else None
 
     def hand_over(self, push: Push) -> None:
         """Hand over what the worker would post. Raises ProtocolError if the driver has ended."""
-        if push.kind == KIND_LEAVE:
-            return self.leave()
-        return self._send(push)
+        try:
+            self._socket.send(PUSH.pack(*push))
+        except OSError:
+            raise _ended() from None
 
     def advance(self) -> None:
         """Wait until the worker's next step begins in virtual time, and take the weights that it reads."""
@@ -88,16 +84,10 @@ class DriverLink:
         """Leave, at the time at which the next push would count, and wait until all others have left. May be called twice."""
         if not self._has_said_leave:
             self._has_said_leave = True
-            self._send(Push(KIND_LEAVE, self._lane.steps, 0, self._lane.version, 1.0, math.nan, 0))
+            self.hand_over(Push(KIND_LEAVE, self._lane.steps, 0, self._lane.version, 1.0, math.nan, 0))
         if not self.is_over:
             self._take_word()
             self.is_over = True
-
-    def _send(self, push: Push) -> None:
-        try:
-            self._socket.send(PUSH.pack(*push))
-        except OSError:
-            raise _ended() from None
 
     def _take_word(self) -> None:
         """Wait for the driver's word, and read the buffers that it names, which the driver has pinned."""

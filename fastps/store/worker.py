@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import Error, UsageError, damaged
-from fastps.job import limits
+from fastps.job import environment, limits
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE, KIND_NULL, KIND_PUSH
 from fastps.kernels.protocol.wait import Wait
@@ -76,7 +76,7 @@ class Worker(AttachedLane):
         self._presence = Presence(store.layout.parameters)
         self.recorder: Recorder | None = None
         self._membership = Membership(self, generation)
-        self.driver = DriverLink.of(store, lane, self.buffers)
+        self.driver = DriverLink(store, lane, self.buffers) if environment.is_virtual() else None
         if generation:
             self.recorder = recorder_for(self)  # this lane commits while it joins
             self._membership.join()
@@ -129,13 +129,7 @@ class Worker(AttachedLane):
         self._presence.add(index)
 
     def push(
-        self,
-        hypers: list[Hyper],
-        *,
-        presence: bytes | None = None,
-        scale: float = 1.0,
-        null: bool = False,
-        samples: int = 0,
+        self, hypers: list[Hyper], *, presence: bytes | None = None, scale: float = 1.0, null: bool = False, samples: int = 0
     ) -> None:
         """Post the slot as this worker's next push, and combine if the shard locks are free. Do not wait for other workers.
 
@@ -275,7 +269,13 @@ class Worker(AttachedLane):
             if newest is not None:
                 self.buffers[0] = newest
         elif self._is_partial:
-            self._pull_fresh()
+            for shard in range(self._shards):
+                if not self._is_fresh(shard, self.lane.steps + 1):
+                    self.lane.stale_blocks += 1
+                elif (buffer := self.lane.pull(shard)) >= 0:
+                    self.buffers[shard] = buffer
+                else:
+                    raise damaged(f"the commit word of shard {shard}")
         elif (shard := self.lane.pull_all(self.buffers)) >= 0:
             raise damaged(f"the commit word of shard {shard}")
         if self.recorder is not None:
@@ -292,15 +292,6 @@ class Worker(AttachedLane):
                 " others wait for every attached worker, so expected a push after each pull; a process that only looks at the"
                 " weights has to stay out of the job (fastps.observe for counters, fastps.reader for weights)"
             )
-
-    def _pull_fresh(self) -> None:
-        for shard in range(self._shards):
-            if not self._is_fresh(shard, self.lane.steps + 1):
-                self.lane.stale_blocks += 1
-            elif (buffer := self.lane.pull(shard)) >= 0:
-                self.buffers[shard] = buffer
-            else:
-                raise damaged(f"the commit word of shard {shard}")
 
     def fold_apart(self, apart: bool) -> None:
         """Post and fold by two calls, if `apart`, so that a profiler can tell them apart; else by one, which is faster."""
@@ -363,20 +354,18 @@ class Worker(AttachedLane):
         Under disciplines without waits a worker may finish before another has attached, which would then find no job. After the
         timeout, or if a worker has died, stop waiting.
         """
+
+        def are_served() -> bool:
+            self.try_combine()
+            # This worker has changed its own state: of two workers that leave at once, one sees that the other leaves.
+            states = self.store.arena.lane_states()
+            return LANE_FREE not in states[: self.store.layout.workers] or LANE_LIVE in states or LANE_JOINING in states
+
         text = f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for initial workers that never attached"
         try:
-            self.wait_until(self._latecomers_are_served, 5_000_000, lambda: text)
+            self.wait_until(are_served, 5_000_000, lambda: text)
         except Error as error:
             logger.warning("%s", str(error))  # not its traceback, which holds the arena
-
-    def _latecomers_are_served(self) -> bool:
-        """Whether all initial workers attached, or another live worker can answer latecomers.
-
-        A worker changes its state before it calls this, so of two workers that leave at once, one sees that the other leaves.
-        """
-        self.try_combine()
-        states = self.store.arena.lane_states()
-        return LANE_FREE not in states[: self.store.layout.workers] or LANE_LIVE in states or LANE_JOINING in states
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -416,16 +405,13 @@ class Worker(AttachedLane):
                 if recorder is not None:
                     recorder.finish(failure)
             finally:
-                self._give_lane_back(failure)
+                self.lane.unpin()  # before `finish`: after it the lane may have another owner
+                self.store.arena.finish(self.rank, failure, self.generation)
+                self.store.stop_answering(self._listener)
+                self._membership.close()
+                _live.discard(self)
             if recorder is not None:
                 recorder.merge_if_last()
-
-    def _give_lane_back(self, failure: str | None) -> None:
-        self.lane.unpin()  # before `finish`: after it the lane may have another owner
-        self.store.arena.finish(self.rank, failure, self.generation)
-        self.store.stop_answering(self._listener)
-        self._membership.close()
-        _live.discard(self)
 
     def leave(self) -> None:
         """Make no more pushes, so that no worker waits for this one. Do not wait for the others. May be called twice."""
@@ -435,7 +421,10 @@ class Worker(AttachedLane):
             self._background.wait_until_delivered()
         self._end_background()
         self._left = True
-        self._post(Push(KIND_LEAVE, self.lane.steps, 0, self.lane.version, 1.0, math.nan, 0))
+        if self.driver is not None:
+            self.driver.leave()
+        else:
+            self._post(Push(KIND_LEAVE, self.lane.steps, 0, self.lane.version, 1.0, math.nan, 0))
         self.store.arena.leave(self.rank, self.generation)
         self._combine_last()
 

@@ -11,7 +11,7 @@ import torch
 from fastps.errors import UnsupportedError
 from fastps.job.policy import Policy
 from fastps.job.update_rules import UPDATE_RULES, Rule
-from fastps.store.row_slots import check_row_hyper, check_row_policy, check_row_rule, check_table
+from fastps.store.row_slots import check_rows
 from fastps.store.worker import Worker
 from fastps.torch import foreign
 from fastps.torch.gradients import Gradients
@@ -55,23 +55,13 @@ def check(
             f"parameter {names[min(tables)]!r} belongs to a layer with sparse=True: expected a model on the CPU of one node,"
             f" found {where}; build the layer with sparse=False"
         )
-    check_row_rule(rule, True, len(tables) == len(names))
-    check_row_policy(policy)
-    index = 0
-    for group in groups:
-        for tensor in group["params"]:
-            if index in tables:
-                check_table(names[index], tuple(tensor.shape))
-                check_row_hyper(rule, hyper_of(dict(group), rule))
-            index += 1
+    of_each = [(tensor, group) for group in groups for tensor in group["params"]]
+    chosen = [(name, *of_each[index]) for index, name in enumerate(names) if index in tables]
+    described = [(name, tuple(tensor.shape), hyper_of(dict(group), rule)) for name, tensor, group in chosen]
+    check_rows(rule, policy, described, len(names))
 
 
-def gradients_of(
-    placement: HostPlacement,
-    worker: Worker,
-    tensors: list[torch.Tensor],
-    keeps: bool,
-) -> Gradients:
+def gradients_of(placement: HostPlacement, worker: Worker, tensors: list[torch.Tensor], keeps: bool) -> Gradients:
     """The gradients of a worker's parameters in its slots."""
     store = worker.store
     parameters, tables = store.layout.parameters, store.tables
@@ -85,10 +75,6 @@ def gradients_of(
         return [made[index] for index in dense]
 
     found = placement.gradients_kind(worker)(
-        [tensors[index] for index in dense],
-        views,
-        store.arena.slots,
-        keeps=keeps,
-        name=lambda place: name(dense[place]),
+        [tensors[index] for index in dense], views, store.arena.slots, keeps=keeps, name=lambda place: name(dense[place])
     )
     return TableGradients(found, tensors, tables, worker.rows, name) if tables else found
