@@ -20,8 +20,9 @@ counts only when its gradients are there, and a fold waits for nothing but other
 may never come.
 """
 
+import functools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,9 +37,7 @@ from fastps.kernels.cuda import launch_args
 from fastps.kernels.protocol.fold_call import FoldCall
 from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE, LANE_SERVING
 from fastps.kernels.update import fold
-
-if TYPE_CHECKING:
-    from fastps.membership.job_memory import JobMemory
+from fastps.membership.job_memory import JobMemory
 
 VECTOR_BYTES = 16  # of which a copy consists
 PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_SERVING)
@@ -47,56 +46,50 @@ _Key = tuple[tuple[int, int], ...]
 
 
 class DeviceArena(DeviceMemory):
-    """One lane's side of the arena on devices. Its worker makes it on attaching, and is its only user.
+    """One lane's side of the arena on devices. Its worker makes it on attaching, and is its only user."""
 
-    Attributes:
-        marked: the shards whose gradients for the next push are marked.
-        folds: folds that this lane has queued.
-    """
-
-    def __init__(self, store: "JobMemory", rank: int, device: CudaDevice) -> None:
+    def __init__(self, store: JobMemory, rank: int, device: CudaDevice) -> None:
         super().__init__(store, rank, device)
         self._shown: dict[int, int] = {}  # by shard: the buffer of which the replica is
         self._finished, self._copied = device.make_event(), device.make_event()
         for event in (*self._computed, *self._folded):
             device.record(event, device.compute_stream())  # so that no stream waits for an event without a record
-        self.marked: set[int] = set()
+        self.marked: set[int] = set()  # the shards whose gradients for the next push are marked
         self._opened: dict[tuple[int, str, int], Event] = {}
         self._with_events: set[int] = set()  # the lanes that have shown their handles
         self._shapes = [self._shape_of(shard) for shard in range(len(self._regions))]
         shards = [shard for shard, indices in enumerate(self._parameters) if indices]
         self._members = [{shard for shard in shards if self._waves[shard] == wave} for wave in range(WAVES)]
         self._tiles: dict[int, int] = {}  # by shard: the address of its table of tiles
-        self._queues: dict[int, Stream] = {}  # of folds, by wave
+        self._queues: dict[int, Stream] = defaultdict(device.make_stream)  # of folds, by wave
         self._awaited: dict[int, _Key] = {}  # by wave: the pushes that its folds have waited for
-        self._copies: Stream | None = None  # of weights into the replica
-        checks = self._layout.faults.nonfinite != "allow"
-        self._finite = FiniteCheck(device, self._layout) if checks and rank < self._layout.lanes else None
+        checks = self.layout.faults.nonfinite != "allow"
+        self._finite = FiniteCheck(device, self.layout) if checks and rank < self.layout.lanes else None
         self._results = ResultsCheck(device, len(self._regions)) if checks else None
-        self.folds = 0
+        self.folds = 0  # queued by this lane
 
     def _shape_of(self, shard: int) -> launch_args.Shape:
-        if (most := self._layout.lanes * self._layout.slots) > launch_args.MOST_SUMMED:
+        if (most := self.layout.lanes * self.layout.slots) > launch_args.MOST_SUMMED:
             raise UnsupportedError(
                 f"expected at most {launch_args.MOST_SUMMED} pushes in a fold on a device, found up to {most}: start fewer"
                 " workers, or use FASTPS_PLACEMENT=host"
             )
-        parameters = [self._layout.parameters[index] for index in self._parameters[shard]]
-        first = self._regions[shard].first
+        layout, first = self.layout, self._regions[shard].first
+        parameters = [layout.parameters[index] for index in self._parameters[shard]]
         segments = tuple((parameter.offset - first, parameter.length, parameter.group) for parameter in parameters)
         try:
-            layout, shown = self._layout, self._layout.shown_type if self._halves_type else "float16"
+            shown = layout.shown_type if self._halves_type else "float16"
             return launch_args.Shape(layout.rule.number, layout.planes, layout.policy.ema, segments, shown)
         except ValueError as error:
             raise UnsupportedError(f"this optimizer cannot fold on a device: {error}") from error
 
     def parts(self) -> dict[str, Event | Stream]:
         """This lane's events and streams by name, for checks that leave one out. Makes the streams of folds and copies."""
-        named: dict[str, Event | Stream] = {"finished": self._finished, "copied": self._copied, "copies": self._copies_stream()}
+        named: dict[str, Event | Stream] = {"finished": self._finished, "copied": self._copied, "copies": self._copies}
         named["compute"] = self.compute_stream()
         for wave in sorted(set(self._waves)):
             named |= {f"computed {wave}": self._computed[wave], f"folded {wave}": self._folded[wave]}
-            named[f"fold {wave}"] = self._queue_of(wave)
+            named[f"fold {wave}"] = self._queues[wave]
         return named
 
     def compute_stream(self) -> Stream:
@@ -129,9 +122,7 @@ class DeviceArena(DeviceMemory):
         if self.waits:
             stream = self._device.compute_stream()
             if slot is not None and self._finite is not None:
-                self._finite.queue(
-                    self._open_slots(self._rank) + self._slots_at(self._rank).offset(self._rank, slot, 0), stream
-                )
+                self._finite.queue(self._slot_address(self._rank, slot), stream)
             self._device.record(self._finished, stream)
 
     def is_finished(self) -> bool:
@@ -145,7 +136,8 @@ class DeviceArena(DeviceMemory):
         its work, after that is finished: it then tells in the slot which gradients are non-finite.
         """
         if slot is not None and self._finite is not None:
-            self._tell_nonfinite(slot, self._finite)
+            bits = np.packbits(self._finite.found(), bitorder="little")
+            self._store.nonfinite_words(self._rank, slot)[: len(bits)] = bits  # its post orders this before a combiner's look
         self._record_computed(self.marked if slot is not None else set())
         self.marked.clear()
 
@@ -161,12 +153,6 @@ class DeviceArena(DeviceMemory):
         for wave in sorted(set(self._waves)):
             if not self.waits and not (marked and self._members[wave] <= marked):
                 self._device.record(self._computed[wave], self._device.compute_stream())
-
-    def _tell_nonfinite(self, slot: int, check: FiniteCheck) -> None:
-        """Write into the slot which parameters are non-finite. Its post orders this before a combiner's look."""
-        words = self._store.nonfinite_words(self._rank, slot)
-        bits = np.packbits(check.found(), bitorder="little")
-        words[: len(bits)] = bits
 
     def await_folds(self, stream: Stream | None = None) -> None:
         """Order the work queued from now on after all earlier folds: on a stream, by default that of computations."""
@@ -191,7 +177,7 @@ class DeviceArena(DeviceMemory):
         changed = [shard for shard in range(len(buffers)) if shard not in near and self._shown.get(shard) != buffers[shard]]
         if self._replica is None or not changed:
             return
-        stream = self._copies_stream()
+        stream = self._copies
         for wave in range(WAVES):
             shards = [shard for shard in changed if self._waves[shard] == wave]
             self._await_folds(shards, stream)
@@ -213,11 +199,10 @@ class DeviceArena(DeviceMemory):
         if self._halves_type and region.floats:
             yield base + region.halves(buffer), side + self._replica_halves + 2 * region.first, 2 * region.floats
 
-    def _copies_stream(self) -> Stream:
+    @functools.cached_property
+    def _copies(self) -> Stream:
         """The stream of copies into the replica, made for the first one."""
-        if self._copies is None:
-            self._copies = self._device.make_stream()
-        return self._copies
+        return self._device.make_stream()
 
     def synchronize_all(self) -> None:
         """Block the host until this lane's folds and computations are done.
@@ -240,9 +225,9 @@ class DeviceArena(DeviceMemory):
         for lane, (_, state) in enumerate(self._store.arena.members()):
             if lane == self._lane or state not in PRESENT:
                 continue
-            if self._layout.faults.continues and lane < self._layout.lanes:
+            if self.layout.faults.continues and lane < self.layout.lanes:
                 continue  # a worker, which does not fold, and whose events may never come
-            for owner in owners_at(self._layout, lane):
+            for owner in owners_at(self.layout, lane):
                 if owner not in self._with_events and self.handle_table(owner)["ready"] >= SHOWN:
                     self._with_events.add(owner)
                 if owner in self._with_events:  # else the lane has posted no push yet
@@ -259,7 +244,7 @@ class DeviceArena(DeviceMemory):
 
     def _folds(self, owner: int, home: int) -> bool:
         """Whether an owner folds the shards of a home: the server's device there, or each worker on the home's device."""
-        return owner == home if self._layout.has_server else self._identity(owner) == self._identity(home)
+        return owner == home if self.layout.has_server else self._identity(owner) == self._identity(home)
 
     # -- the fold ------------------------------------------------------------------------------------
 
@@ -290,16 +275,16 @@ class DeviceArena(DeviceMemory):
         made = []
         for push in call.pushes:
             hypers, present = self._store.slot_words(push.lane, push.slot)
-            gradient = self._open_slots(push.lane) + self._slots_at(push.lane).offset(push.lane, push.slot, region.first)
+            gradient = self._slot_address(push.lane, push.slot, region.first)
             made.append(launch_args.DevicePush(gradient, hypers, present[span], push.scale, push.rate_scale))
         wave, factors, tiles = self._waves[shard], (call.scale, call.rate_scale), self._tiles_of(shard)
-        stream = self._queue_of(wave)
+        stream = self._queues[wave]
         launches, counted = launch_args.make_launches(
             shape, call.mode, made, steps_in, buffers, tiles, factors=factors, nonfinite=flag
         )
         self._await_lanes(shard, stream)
         for launch in launches:
-            self._device.launch(launch_args.fold_kernel(shape.rule, self._layout.gradient_type), launch, stream)
+            self._device.launch(launch_args.fold_kernel(shape.rule, self.layout.gradient_type), launch, stream)
         if self._results is not None:
             self._results.tell(shard, stream)
         self._device.record(self._folded[wave], stream)
@@ -320,7 +305,7 @@ class DeviceArena(DeviceMemory):
         """
         if not self._halves_type:
             return
-        stream, kernel = self._device.compute_stream(), launch_args.fold_kernel(fold.RULE_SGD, self._layout.gradient_type)
+        stream, kernel = self._device.compute_stream(), launch_args.fold_kernel(fold.RULE_SGD, self.layout.gradient_type)
         for shard, buffer in enumerate(buffers):
             region, shape, base = self._regions[shard], self._shapes[shard], self._bases[shard]
             if not base or not region.floats:
@@ -330,7 +315,7 @@ class DeviceArena(DeviceMemory):
             at = launch_args.Buffers(weights, weights, 0, 0, region.floats, halves)
             steps = np.zeros(len(shape.segments), np.int64)
             launches, _ = launch_args.make_launches(plain, fold.FOLD_SUM, [], steps, at, self._tiles_of(shard))
-            self._device.synchronize(self._queue_of(self._waves[shard]))  # which may just have written the tiles
+            self._device.synchronize(self._queues[self._waves[shard]])  # which may just have written the tiles
             for launch in launches:
                 self._device.launch(kernel, launch, stream)
             self._device.synchronize(stream)
@@ -356,18 +341,12 @@ class DeviceArena(DeviceMemory):
                 self._device.wait(self._event(lane, "folded", wave), stream)
         if self.waits:
             return
-        states, lanes = self._store.arena.lane_states(), (*peers, *((self._rank,) if self._rank < self._layout.lanes else ()))
+        states, lanes = self._store.arena.lane_states(), (*peers, *((self._rank,) if self._rank < self.layout.lanes else ()))
         posted = tuple((lane, self._store.arena.counters(lane)["posted"]) for lane in lanes)
         is_new, self._awaited[wave] = self._awaited.get(wave) != posted, posted
         for lane in lanes:
             if is_new or states[lane] == LANE_LEAVING:
                 self._device.wait(self._event(lane, "computed", wave), stream)
-
-    def _queue_of(self, wave: int) -> Stream:
-        """The stream of a wave's folds, made for the first one."""
-        if wave not in self._queues:
-            self._queues[wave] = self._device.make_stream()
-        return self._queues[wave]
 
     def _tiles_of(self, shard: int) -> int:
         """The address of the shard's tile table on this device; the shard's first fold writes it."""
@@ -377,6 +356,6 @@ class DeviceArena(DeviceMemory):
             if tiles.nbytes:
                 staging = self._device.host_memory(tiles.nbytes)
                 staging[:] = tiles
-                self._device.copy(address, staging.ctypes.data, tiles.nbytes, self._queue_of(self._waves[shard]))
+                self._device.copy(address, staging.ctypes.data, tiles.nbytes, self._queues[self._waves[shard]])
             self._tiles[shard] = address
         return self._tiles[shard]

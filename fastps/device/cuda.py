@@ -8,9 +8,10 @@ Written against CuPy 14. All calls go through a `CupyCuda`, or what simulates CU
 docs/how-to/gpu.md lists the parts that have run on a GPU.
 """
 
+import contextlib
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,9 +41,6 @@ class CupyCuda:
     """What a CudaDevice calls: CUDA through CuPy, and torch's streams. A simulated CUDA has the same methods.
 
     Raises DeviceError without CuPy or a GPU.
-
-    Attributes:
-        runtime: the functions of the CUDA runtime, named and called as in cupy.cuda.runtime.
     """
 
     def __init__(self) -> None:
@@ -50,7 +48,7 @@ class CupyCuda:
             self._cupy = cuda.load_cupy()
         except cuda.CudaUnavailableError as error:
             raise DeviceError(str(error)) from error
-        self.runtime = self._cupy.cuda.runtime
+        self.runtime = self._cupy.cuda.runtime  # CUDA's functions, named and called as there
         self._users = ""
 
     def identity(self, device: int) -> str:
@@ -101,6 +99,17 @@ def compiled(architecture: str, text: str) -> bytes:
     return kept(f"kernels/{cuda.key_of(architecture, text)}.cubin", partial(cuda.compile_with_nvrtc, architecture, text))
 
 
+@contextlib.contextmanager
+def _refusal(kind: type[DeviceError], expected: str, cure: str = "") -> Iterator[None]:
+    """Raise an error of this kind for what CUDA refuses inside. A device that is lost stays that."""
+    try:
+        yield
+    except DeviceFailedError:
+        raise
+    except DeviceError as error:
+        raise kind(f"expected {expected}, found that CUDA refuses ({error}){cure}") from error
+
+
 class CudaDevice:
     """One GPU as one process uses it. Sizes are in bytes, and addresses count bytes. Not thread-safe.
 
@@ -110,9 +119,6 @@ class CudaDevice:
 
     `index` counts the GPUs that CUDA_VISIBLE_DEVICES shows to this process. `api`: what to call; by default CUDA through CuPy.
     Raises DeviceError if there is no such GPU, or no CuPy.
-
-    Attributes:
-        identity: a name of the device, the same in every process.
     """
 
     granularity = SHARED_BYTES  # every allocation is a multiple of it
@@ -126,14 +132,13 @@ class CudaDevice:
                 f"expected a GPU of 0 to {self._runtime.getDeviceCount() - 1}, found {index}: check CUDA_VISIBLE_DEVICES"
             )
         self._runtime.setDevice(index)
-        self.identity = self._cuda.identity(index)
+        self.identity = self._cuda.identity(index)  # the same in every process
         self._runtime = NamedRuntime(self._cuda.runtime, f"GPU {index} ({self._runtime.deviceGetPCIBusId(index)})")
         self._launch = self._runtime.checked(self._cuda.launch, "launch")
         self._owned: dict[int, int] = {}  # address to size
         self._streams: list[int] = []
         self._opened: set[int] = set()
         self._pinned: set[int] = set()
-        self._peers: set[int] = set()  # to which peer access is enabled
 
     def _use(self) -> Any:
         """The runtime, with this device set as the calling thread's current device."""
@@ -173,32 +178,19 @@ class CudaDevice:
 
         Raises DeviceLostError for a stale handle, in the process that exported it, and between GPUs without peer access.
         """
-        try:
+        cure = ": it has ended, or the GPUs have no peer access; FASTPS_PLACEMENT=host needs none"
+        with _refusal(DeviceLostError, f"another process's memory to open on GPU {self.index}", cure):
             address = int(self._use().ipcOpenMemHandle(handle[:HANDLE_BYTES], IPC_LAZY_PEER_ACCESS))
-        except DeviceError as error:
-            if isinstance(error, DeviceFailedError):
-                raise
-            raise DeviceLostError(
-                f"expected another process's memory to open on GPU {self.index}, found that CUDA refuses ({error}): it"
-                " has ended, or the GPUs have no peer access; FASTPS_PLACEMENT=host needs none"
-            ) from error
         self._opened.add(address)
         return address
 
     def borrow(self, other: "CudaDevice") -> None:
         """Let this device's work use the memory of another device of this process, to which it has peer access."""
-        if other.index == self.index or other.index in self._peers:
+        if other.index == self.index:
             return
-        try:
+        access = f"peer access from GPU {self.index} to GPU {other.index}"
+        with _refusal(DeviceError, access, ": FASTPS_PLACEMENT=host needs none"):
             self._use().deviceEnablePeerAccess(other.index)
-        except DeviceError as error:
-            if isinstance(error, DeviceFailedError):
-                raise
-            raise DeviceError(
-                f"expected peer access from GPU {self.index} to GPU {other.index}, found that CUDA refuses ({error}):"
-                " FASTPS_PLACEMENT=host needs none"
-            ) from error
-        self._peers.add(other.index)
 
     def close(self, address: int) -> None:
         """Free an allocation or host memory, or unmap an opened one. Other processes must close it before it is freed."""
@@ -238,8 +230,7 @@ class CudaDevice:
 
     def make_event(self) -> int:
         """Make an event, which only this process may record and other processes may open."""
-        event = int(self._use().eventCreateWithFlags(EVENT_DISABLE_TIMING | EVENT_INTERPROCESS))
-        return event
+        return int(self._use().eventCreateWithFlags(EVENT_DISABLE_TIMING | EVENT_INTERPROCESS))
 
     def export_event(self, event: int) -> bytes:
         """The handle of an event, HANDLE_BYTES long."""
@@ -247,17 +238,8 @@ class CudaDevice:
 
     def open_event(self, handle: bytes) -> int:
         """Open another process's event, to wait for it. Raises DeviceLostError for a stale handle."""
-        try:
-            event = int(self._use().ipcOpenEventHandle(handle[:HANDLE_BYTES]))
-        except DeviceError as error:
-            if isinstance(error, DeviceFailedError):
-                raise
-            raise DeviceLostError(f"expected another process's event to open, found that CUDA refuses ({error})") from error
-        return event
-
-    def close_event(self, event: int) -> None:
-        """Release an event that this process made or opened."""
-        self._use().eventDestroy(event)
+        with _refusal(DeviceLostError, "another process's event to open"):
+            return int(self._use().ipcOpenEventHandle(handle[:HANDLE_BYTES]))
 
     def record(self, event: int, stream: int) -> None:
         """Record the event behind all work that the stream has been given."""

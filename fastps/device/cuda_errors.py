@@ -4,10 +4,11 @@ A sticky error leaves a process no use of the device: every later call fails wit
 cudaError_t and CUresult, which agree where both have one; CuPy's errors have them as `status`.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
-from fastps.device.interface import DeviceError, gone, no_room
+from fastps.device.interface import DeviceError, DeviceFailedError, DeviceMemoryError
 
 MEMORY_ALLOCATION = 2
 NOT_READY = 600
@@ -54,7 +55,11 @@ def of_status(status: int, gpu: str, call: str, more: str = "") -> DeviceError:
     streamQuery on GPU 0 failed: code 1
     """
     if status in LOST:
-        return gone(gpu, f"{call}: {LOST[status]}, code {status}{more}")
+        return DeviceFailedError(
+            f"expected {gpu} to do its work, found it lost to process {os.getpid()} ({call}: {LOST[status]}, code"
+            f" {status}{more}): look for an Xid in the kernel's log (dmesg), start the job again from a checkpoint, and leave"
+            " this GPU out if it happens again"
+        )
     return DeviceError(f"{call} on {gpu} failed: code {status}{more}")
 
 
@@ -92,7 +97,11 @@ class NamedRuntime:
             if getattr(error, "status", None) != MEMORY_ALLOCATION:
                 raise named(error, self.gpu, "malloc") from error
             free, total = self._runtime.memGetInfo()
-            raise no_room(size, self.gpu, free, total, error) from error
+            raise DeviceMemoryError(
+                f"expected {size:,} bytes of memory on {self.gpu}, found {free:,} free of {total:,}: spread the job over more"
+                " GPUs, use an update rule with less state, or let the fold run on the CPU with FASTPS_PLACEMENT=host"
+                f" ({error})"
+            ) from error
 
     def deviceEnablePeerAccess(self, peer: int) -> None:
         """Enable the thread's device to use a peer's memory. Does nothing where that is enabled."""

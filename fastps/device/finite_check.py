@@ -58,10 +58,7 @@ class FiniteCheck:
 
     def found(self) -> npt.NDArray[np.bool_]:
         """Whether each parameter of the slot is non-finite (bool[parameters]). The caller has waited for the stream."""
-        if self._is_empty:
-            return np.zeros(len(self._segments), np.bool_)
-        found: npt.NDArray[np.bool_] = self._marks == self._number
-        return found
+        return np.zeros(len(self._segments), np.bool_) if self._is_empty else np.equal(self._marks, self._number)
 
 
 class ResultsCheck:

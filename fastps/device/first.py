@@ -6,34 +6,23 @@ memfd that it inherits.
 
 import mmap
 import os
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import ArenaError
-
-if TYPE_CHECKING:
-    from fastps.job.layout import Layout
+from fastps.job.layout import Layout
 
 Views = list[npt.NDArray[np.float32]]
 
 
 class FirstVersion:
-    """The first weights and optimizer-state tensors of a layout, as flat views of float32, one for each parameter.
+    """The first weights and optimizer-state tensors of a layout, as flat views of float32, one for each parameter."""
 
-    Attributes:
-        weights: the weights.
-        planes: each optimizer-state tensor; the last is the weights' average, if there is one.
-        written: the numbers of those planes that are not all zeros.
-        is_resumed: whether they come from a checkpoint.
-        descriptor: the memfd, until `close`.
-    """
-
-    def __init__(self, layout: "Layout", *, is_resumed: bool, descriptor: int = -1) -> None:
+    def __init__(self, layout: Layout, *, is_resumed: bool, descriptor: int = -1) -> None:
         """Make the memory; with a `descriptor`, map what another process wrote. Raises ArenaError if there is too little."""
         size = max(mmap.PAGESIZE, 4 * layout.buffer_floats * (1 + layout.planes))
-        self.descriptor = descriptor
+        self.descriptor = descriptor  # the memfd, until `close`
         try:
             if descriptor < 0:
                 self.descriptor = os.memfd_create("fastps-first", os.MFD_CLOEXEC)
@@ -49,11 +38,12 @@ class FirstVersion:
             [floats[layout.buffer_floats * number + each.offset :][: each.length] for each in layout.parameters]
             for number in range(1 + layout.planes)
         ]
-        self.weights, self.planes = first[0], first[1:]
-        self.is_resumed = is_resumed
-        initial = [bool(layout.rule.initial_value(plane)) for plane in range(len(layout.rule.planes))]
-        begun = [*initial, *([True] if layout.policy.ema else [])]
-        self.written = [plane for plane, is_begun in enumerate(begun) if is_begun or is_resumed]
+        self.weights, self.planes = first[0], first[1:]  # the last plane is the weights' average, if there is one
+        self.is_resumed = is_resumed  # from a checkpoint
+        initial = [layout.rule.initial_value(plane) for plane in range(len(layout.rule.planes))]
+        begun = [*initial, *([1.0] if layout.policy.ema else [])]
+        # The planes that are not all zeros.
+        self.written = [plane for plane, value in enumerate(begun) if value or is_resumed]
 
     def close(self) -> None:
         """Close the descriptor. The views stay as long as they are used. May be called twice."""

@@ -13,102 +13,64 @@ on without lost workers has a server.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fastps.device import plan
 from fastps.device.cuda import CudaDevice
 from fastps.device.first import FirstVersion
-from fastps.device.plan import (
-    FILLED,
-    LEAST_BYTES,
-    SHOWN,
-    WAVES,
-    Region,
-    Slots,
-    handle_table_dtype,
-    regions_of,
-    shown_floats,
-    slot_owners,
-    slots_of,
-    waits_before_posting,
-    waves_of,
-)
+from fastps.device.plan import FILLED, LEAST_BYTES, SHOWN, WAVES, Region, handle_table_dtype
 from fastps.errors import UnsupportedError
 from fastps.kernels.cuda import launch_args
-
-if TYPE_CHECKING:
-    from fastps.job.layout import Layout
-    from fastps.membership.job_memory import JobMemory
+from fastps.membership.job_memory import JobMemory
 
 
 class DeviceMemory:
-    """The memory of one owner's side of the arena on devices, its own and what it has mapped of other owners.
+    """The memory of one owner's side of the arena on devices, its own and what it has mapped of other owners."""
 
-    Attributes:
-        waits: whether this lane waits for its own work before it posts a push or releases weights.
-        sides: how many sides a replica has: two where copies into one may run while backward still reads the other.
-    """
-
-    def __init__(self, store: "JobMemory", rank: int, device: CudaDevice) -> None:
+    def __init__(self, store: JobMemory, rank: int, device: CudaDevice) -> None:
         """`rank`: the owner's number: a lane, or that of a device of the server."""
         self._store = store
-        self._layout = store.layout
+        self.layout = layout = store.layout
+        self.owner_lanes = layout.owner_lanes  # by shard
         self._rank = rank
-        self._lane = min(rank, self._layout.lanes)
+        self._lane = min(rank, layout.lanes)
         self._device = device
-        self._regions = regions_of(self._layout)
-        self._slot_owners = slot_owners(self._layout)
-        self._slots = {owner: slots_of(self._layout, owner) for owner in self._slot_owners}
-        self._halves_type = 0 if self._layout.shown_type == "float32" else launch_args.DTYPES[self._layout.shown_type]
-        self._float_runs = [shown_floats(self._layout, shard) for shard in range(len(self._regions))]
+        self._regions = plan.regions_of(layout)
+        self._slot_owners = plan.slot_owners(layout)
+        self._slots = {owner: plan.slots_of(layout, owner) for owner in self._slot_owners}
+        self._halves_type = 0 if layout.shown_type == "float32" else launch_args.DTYPES[layout.shown_type]
+        self._float_runs = [plan.shown_floats(layout, shard) for shard in range(len(self._regions))]
         # In a replica halves come behind the floats, which a model in half precision alone does not have.
-        self._replica_halves = 4 * self._layout.buffer_floats * any(self._float_runs)
-        self._side_bytes = self._replica_halves + 2 * self._layout.buffer_floats * (self._halves_type > 0)
+        self._replica_halves = 4 * layout.buffer_floats * any(self._float_runs)
+        self._side_bytes = self._replica_halves + 2 * layout.buffer_floats * (self._halves_type > 0)
         self._parameters = [
-            [index for index, parameter in enumerate(self._layout.parameters) if parameter.shard == shard]
+            [index for index, parameter in enumerate(layout.parameters) if parameter.shard == shard]
             for shard in range(len(self._regions))
         ]
         self._bases = [0] * len(self._regions)  # 0: of another device of the server
         self._lane_slots: dict[int, int] = {}  # by their owner
-        self._own: set[int] = set()  # of those, the allocations of this process
+        self.own: set[int] = set()  # of those, the allocations of this process, which other lanes map
         self._siblings: Mapping[int, DeviceMemory] = {}
-        self.waits = waits_before_posting(self._layout)
-        self.sides = 1 if self.waits else 2
+        self.waits = plan.waits_before_posting(layout)  # for its own work before it posts a push or releases weights
+        self.sides = 1 if self.waits else 2  # of a replica: copies into one may run while backward still reads the other
         self._replica: int | None = None
         self._sides = [0] * len(self._regions)  # by shard: which of the replica's sides shows it
-        self._waves = waves_of(self._layout)  # by shard
+        self._waves = plan.waves_of(layout)  # by shard
         self._computed = [device.make_event() for _ in range(WAVES)]
         self._folded = [device.make_event() for _ in range(WAVES)]
         self._identities: dict[int, bytes] = {}
+        self._staging: npt.NDArray[np.uint8] | None = None
 
     # -- setup: memory and handle tables -------------------------------------------------------------
-
-    @property
-    def layout(self) -> "Layout":
-        """The job's layout."""
-        return self._layout
-
-    @property
-    def owner_lanes(self) -> tuple[int, ...]:
-        """The owner lane of each shard."""
-        return self._layout.owner_lanes
-
-    @property
-    def owns_memory(self) -> bool:
-        """Whether other lanes map memory of this lane."""
-        return bool(self._own)
 
     def know(self, siblings: "Mapping[int, DeviceMemory]") -> None:
         """Use the memory of the other devices of this process, by their owners' numbers. Raises DeviceError."""
         self._siblings = siblings
         for sibling in siblings.values():
             self._device.borrow(sibling._device)
-
-    def _slots_at(self, lane: int) -> Slots:
-        """The layout of the allocation that has a lane's slots."""
-        return self._slots[self._slot_owners[lane]]
 
     def show(self, *, is_first: bool = True) -> None:
         """Allocate the shards and slots that this lane owns, and write its handle table. The caller holds the shard locks.
@@ -133,13 +95,13 @@ class DeviceMemory:
 
     def _allocated(self, size: int) -> int:
         address = self._device.allocate(size)
-        self._own.add(address)
+        self.own.add(address)
         return address
 
     def handle_table(self, owner: int) -> Any:
         """An owner's handle table. It may change unless the caller holds the shard locks."""
-        dtype, lane = handle_table_dtype(len(self._regions)), min(owner, self._layout.lanes)
-        begin = self._layout.extra_bytes - (owner - lane + 1) * dtype.itemsize
+        dtype, lane = handle_table_dtype(len(self._regions)), min(owner, self.layout.lanes)
+        begin = self.layout.extra_bytes - (owner - lane + 1) * dtype.itemsize
         return self._store.extra_view(lane)[begin : begin + dtype.itemsize].view(dtype).reshape(())
 
     def is_shown(self) -> bool:
@@ -149,7 +111,7 @@ class DeviceMemory:
 
     def is_filled(self) -> bool:
         """Whether the server, or lane 0, wrote the first weights. The caller holds the shard locks."""
-        return bool(self.handle_table(self._layout.lanes if self._layout.has_server else 0)["ready"] >= FILLED)
+        return bool(self.handle_table(self.layout.lanes if self.layout.has_server else 0)["ready"] >= FILLED)
 
     def open(self) -> None:
         """Map the homes and slots that this lane uses, and make its replica. The caller holds the shard locks.
@@ -165,7 +127,7 @@ class DeviceMemory:
                     " found none: use FASTPS_PLACEMENT=host (`fastps doctor` shows the pairs)"
                 )
             self._bases[shard] = self._device.open(bytes(self.handle_table(owner)["memory"][shard]))
-        if self._rank < self._layout.lanes:
+        if self._rank < self.layout.lanes:
             self._open_slots(self._rank)
             if self._identity(self._slot_owners[self._rank]) != self._device.identity.encode():
                 raise UnsupportedError(
@@ -188,14 +150,14 @@ class DeviceMemory:
     def unmap(self) -> None:
         """Unmap the memory of other lanes. No views of it may exist any more, and no work on it may be queued."""
         for address in [*self._bases, *self._lane_slots.values()]:
-            if address and address not in self._own:
+            if address and address not in self.own:
                 self._device.close(address)
         self._bases = [0] * len(self._regions)
         self._lane_slots.clear()
 
     def own_shards(self) -> list[int]:
         """The shards that this owner folds: those on its own device. With a server, only the server's devices fold."""
-        if self._layout.has_server:
+        if self.layout.has_server:
             return [shard for shard, owner in enumerate(self.owner_lanes) if owner == self._rank]
         return self.near_shards()
 
@@ -215,7 +177,7 @@ class DeviceMemory:
     def write_first(self, first: FirstVersion) -> None:
         """Write the first weights, state and average, those of this device of a server; return when the copies are done."""
         for shard, owner in enumerate(self.owner_lanes):
-            if self._layout.has_server and owner != self._rank:
+            if self.layout.has_server and owner != self._rank:
                 continue
             for index in self._parameters[shard]:
                 self._write(self.weights_address(0, index), first.weights[index])
@@ -225,14 +187,12 @@ class DeviceMemory:
     def _write(self, address: int, values: npt.NDArray[np.float32]) -> None:
         """Copy values of the host to an address, and wait, because the staging memory is used again."""
         if self._staging is None:
-            longest = max(parameter.length for parameter in self._layout.parameters)
+            longest = max(parameter.length for parameter in self.layout.parameters)
             self._staging = self._device.host_memory(4 * longest)
         if size := values.nbytes:
             self._staging[:size].view(np.float32)[:] = values
             self._device.copy(address, int(self._staging.ctypes.data), size, self._device.compute_stream())
             self._device.synchronize(self._device.compute_stream())
-
-    _staging: npt.NDArray[np.uint8] | None = None
 
     # -- addresses -----------------------------------------------------------------------------------
 
@@ -250,21 +210,17 @@ class DeviceMemory:
 
         A parameter in half precision is seen in that.
         """
-        parameter, is_half = self._layout.parameters[index], self.shows_half(index)
+        parameter, is_half = self.layout.parameters[index], self.shows_half(index)
         if self._is_near(parameter.shard):
-            return self.half_address(number, index) if is_half else self.weights_address(number, index)
+            base, region, offset = self._place(index)
+            return base + region.halves(number) + 2 * offset if is_half else self.weights_address(number, index)
         assert self._replica is not None
         side = self._replica + number % self.sides * self._side_bytes
         return side + (self._replica_halves + 2 * parameter.offset if is_half else 4 * parameter.offset)
 
     def shows_half(self, index: int) -> bool:
         """Whether the model shows a parameter in half precision."""
-        return self._layout.parameters[index].type != "float32"
-
-    def half_address(self, buffer: int, index: int) -> int:
-        """This process's address of a parameter's halves in a weights buffer at its home."""
-        base, region, offset = self._place(index)
-        return base + region.halves(buffer) + 2 * offset
+        return self.layout.parameters[index].type != "float32"
 
     def plane_address(self, buffer: int, plane: int, index: int) -> int:
         """This process's address of a parameter in an optimizer-state tensor of a state buffer."""
@@ -273,15 +229,19 @@ class DeviceMemory:
 
     def gradient_address(self, lane: int, slot: int, index: int) -> int:
         """This process's address of a parameter's gradient in a lane's slot on that lane's device."""
-        return self._open_slots(lane) + self._slots_at(lane).offset(lane, slot, self._layout.parameters[index].offset)
+        return self._slot_address(lane, slot, self.layout.parameters[index].offset)
+
+    def _slot_address(self, lane: int, slot: int, first: int = 0) -> int:
+        """The address of float `first` of a lane's slot."""
+        return self._open_slots(lane) + self._slots[self._slot_owners[lane]].offset(lane, slot, first)
 
     def _place(self, index: int) -> tuple[int, Region, int]:
         """The address of a parameter's shard, the shard's layout, and the parameter's offset in each part, in floats."""
-        parameter = self._layout.parameters[index]
+        parameter = self.layout.parameters[index]
         region, base = self._regions[parameter.shard], self._bases[parameter.shard]
         assert base, "a device of the server asks for its own shards alone"
         return base, region, parameter.offset - region.first
 
     def view(self, address: int, index: int, dtype: str = "float32") -> Any:
         """The flat values of a parameter at an address, as the device's type of array."""
-        return self._device.view(address, self._layout.parameters[index].length, dtype)
+        return self._device.view(address, self.layout.parameters[index].length, dtype)

@@ -6,17 +6,15 @@ device k has number `lanes` + k.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastps.device.interface import HANDLE_BYTES
+from fastps.job.layout import Layout
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.shm.arena import STATE_BUFFERS
 from fastps.kernels.shm.counts import MAX_SHARDS
-
-if TYPE_CHECKING:
-    from fastps.job.layout import Layout
 
 SHOWN, FILLED = 1, 2  # a handle table's `ready`: the handles are written; this lane's part of the first weights is, too
 WAVES = 2
@@ -78,7 +76,7 @@ def shards_of(size: int, devices: int, bucket: int | None) -> int:
     return devices * max(1, min(wanted, MAX_SHARDS // devices))
 
 
-def waits_before_posting(layout: "Layout") -> bool:
+def waits_before_posting(layout: Layout) -> bool:
     """Whether each worker waits, on the host, until its gradients are computed before it posts them.
 
     A fold of all workers' pushes of a version waits for each of them anyway, so there a push may be posted while its gradients
@@ -89,7 +87,7 @@ def waits_before_posting(layout: "Layout") -> bool:
     return layout.policy.fold != "all" or layout.faults.continues or layout.faults.nonfinite != "allow"
 
 
-def waves_of(layout: "Layout") -> tuple[int, ...]:
+def waves_of(layout: Layout) -> tuple[int, ...]:
     """The wave of each shard. Shards of a wave share events and the streams of their folds and copies.
 
     Backward reaches the first bucket last, which has a shard on each home: it is wave 1, and all others are wave 0, whose folds
@@ -150,13 +148,13 @@ class Slots:
         return max(LEAST_BYTES, self.bytes * self.floats * self.slots * len(self.lanes))
 
 
-def regions_of(layout: "Layout") -> list[Region]:
+def regions_of(layout: Layout) -> list[Region]:
     """The region of each shard."""
     has_halves = layout.shown_type != "float32"
     return [Region(first, last - first, layout.buffers, layout.planes, has_halves) for first, last in layout.shards]
 
 
-def shown_floats(layout: "Layout", shard: int) -> list[tuple[int, int]]:
+def shown_floats(layout: Layout, shard: int) -> list[tuple[int, int]]:
     """(offset in the shard, length) of the floats that models show, as whole runs: all, or those of no half precision.
 
     >>> from fastps.job.layout import Layout, place
@@ -181,27 +179,27 @@ def shown_floats(layout: "Layout", shard: int) -> list[tuple[int, int]]:
     return runs
 
 
-def slot_owners(layout: "Layout") -> tuple[int, ...]:
+def slot_owners(layout: Layout) -> tuple[int, ...]:
     """The owner of each lane's slots: the lane itself, or a device of the server."""
     if layout.slot_owners:
         return layout.slot_owners
     return (layout.lanes,) * layout.lanes if layout.has_server else tuple(range(layout.lanes))
 
 
-def slots_of(layout: "Layout", owner: int) -> Slots:
+def slots_of(layout: Layout, owner: int) -> Slots:
     """The slots that an owner has."""
     lanes = tuple(lane for lane, found in enumerate(slot_owners(layout)) if found == owner)
     return Slots(layout.buffer_floats, layout.slots, lanes, launch_args.DTYPE_BYTES[layout.gradient_type])
 
 
-def owners_at(layout: "Layout", lane: int) -> range:
+def owners_at(layout: Layout, lane: int) -> range:
     """The owners that a lane's process is: the lane itself, or the devices of the server."""
     if lane < layout.lanes:
         return range(lane, lane + 1)
     return range(lane, 1 + max(*layout.owner_lanes, *slot_owners(layout)))
 
 
-def placed_on(layout: "Layout", gpus: Sequence[str], bucket: int | None = None) -> "Layout":
+def placed_on(layout: Layout, gpus: Sequence[str], bucket: int | None = None) -> Layout:
     """This layout with its shards and slots on the GPUs of the workers: `gpus` has each worker's, and [] means one for all.
 
     Each shard gets a home, and each lane room for handles. A layout of one shard is cut into as many shards as GPUs, unless the

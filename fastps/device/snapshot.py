@@ -15,30 +15,27 @@ from fastps.device.cuda import CudaDevice
 from fastps.membership.job_memory import VersionCopy, Views
 
 
-class Snapshots:
-    """The stream and the memory of one lane's copies. One copy at a time: the arena lets one worker at a time pin a version.
+class Snapshots(VersionCopy):
+    """One lane's copies, with their stream and memory. One at a time: the arena lets one worker at a time pin a version.
 
-    Attributes:
-        stream: the stream on which the copies run.
-        copied: the event behind the copies.
+    Another thread than the worker's may wait for it.
     """
 
     def __init__(self, arena: DeviceArena, device: CudaDevice) -> None:
         self._arena = arena
         self.device = device
         self.stream: Any = device.make_stream()
-        self.copied: Any = device.make_event()
-        self._memory: npt.NDArray[np.float32] | None = None
+        self.copied: Any = device.make_event()  # behind the copies
+        floats = arena.layout.buffer_floats * (1 + arena.layout.planes)
+        self._is_done = True
+        self._floats = device.host_memory(4 * max(1, floats)).view(np.float32)
 
-    def begin(self, weights: Sequence[int], state: Sequence[int]) -> "Snapshot":
+    def begin(self, weights: Sequence[int], state: Sequence[int]) -> VersionCopy:
         """Queue the copies of these buffers, one of weights and of state for each shard.
 
         Raises UnsupportedError without peer access to all homes.
         """
         arena, layout = self._arena, self._arena.layout
-        if self._memory is None:
-            count = layout.buffer_floats * (1 + layout.planes)
-            self._memory = self.device.host_memory(4 * max(1, count)).view(np.float32)
         pieces = []
         for index, parameter in enumerate(layout.parameters):
             shard = parameter.shard
@@ -50,32 +47,19 @@ class Snapshots:
             target = self._view(number, index)
             self.device.copy(target.ctypes.data, source, target.nbytes, self.stream)
         self.device.record(self.copied, self.stream)
-        return Snapshot(self)
+        self._is_done = False
+        return self
 
     def views(self, number: int) -> Views:
-        """Views of the copied weights (0), or of optimizer-state tensor `number` - 1, one for each parameter."""
+        """Wait for the copies. Raises DeviceError if one has failed."""
+        self.end()
         return [self._view(number, index) for index in range(len(self._arena.layout.parameters))]
 
-    def _view(self, number: int, index: int) -> npt.NDArray[np.float32]:
-        assert self._memory is not None
-        layout, parameter = self._arena.layout, self._arena.layout.parameters[index]
-        return self._memory[layout.buffer_floats * number + parameter.offset :][: parameter.length]
-
-
-class Snapshot(VersionCopy):
-    """A copy that is under way. Another thread than the worker's may wait for it."""
-
-    def __init__(self, snapshots: Snapshots) -> None:
-        self._snapshots = snapshots
-        self._is_done = False
-
-    def views(self, number: int) -> Views:
-        """See VersionCopy. Waits for the copies. Raises DeviceError if one has failed."""
-        self.end()
-        return self._snapshots.views(number)
-
     def end(self) -> None:
-        """See VersionCopy. Waits for the copies, once."""
         if not self._is_done:
             self._is_done = True
-            self._snapshots.device.synchronize_event(self._snapshots.copied)
+            self.device.synchronize_event(self.copied)
+
+    def _view(self, number: int, index: int) -> npt.NDArray[np.float32]:
+        layout, parameter = self._arena.layout, self._arena.layout.parameters[index]
+        return self._floats[layout.buffer_floats * number + parameter.offset :][: parameter.length]

@@ -56,12 +56,15 @@ class DeviceWorker(Worker):
     def _begin(self, arena: DeviceArena) -> None:
         """Publish this lane's handles, wait until the memory that it needs exists, and map it."""
         self.lane.fold_with(arena.fold, ())  # fold no shard until the memory exists
-        self._with_locks(lambda: arena.show(is_first=self.generation == 0))
+        with self.locked():
+            arena.show(is_first=self.generation == 0)
         self._await_devices(arena, arena.is_shown)
-        self._with_locks(arena.open)
+        with self.locked():
+            arena.open()
         if self.rank == 0 and self.generation == 0 and not self.store.layout.has_server:
             first = self.store.take_first()
-            self._with_locks(lambda: arena.fill(first))
+            with self.locked():
+                arena.fill(first)
             first.close()
         self._await_devices(arena, arena.is_filled)
         arena.show_pulled(self.buffers)
@@ -71,17 +74,14 @@ class DeviceWorker(Worker):
 
     def _await_devices(self, arena: DeviceArena, is_reached: Callable[[], bool]) -> None:
         """Wait until others have come as far in their setup as `is_reached` says."""
-        self.wait_until(
-            lambda: self._with_locks(is_reached),
-            _PAUSE_NS,
-            lambda: (
-                f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for the devices of workers"
-                f" {sorted(set(arena.owner_lanes))} and the first weights: start all workers, or raise FASTPS_TIMEOUT"
-            ),
+        text = (
+            f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for the devices of workers"
+            f" {sorted(set(arena.owner_lanes))} and the first weights: start all workers, or raise FASTPS_TIMEOUT"
         )
+        self.wait_until(self.locked()(is_reached), _PAUSE_NS, lambda: text)
 
     def lock_shards(self) -> None:
-        """See Worker.lock_shards. Orders what is queued from now on after all folds of what is published."""
+        """Order what is queued from now on after all folds of what is published."""
         super().lock_shards()
         try:
             if self._devices is not None:
@@ -91,7 +91,7 @@ class DeviceWorker(Worker):
             raise
 
     def unlock_shards(self, publish: bool) -> None:
-        """See Worker.unlock_shards. Waits for writes made under the locks, and for reads where folds do not wait for those."""
+        """Wait for writes made under the locks, and for reads where folds do not wait for those."""
         try:
             if publish and self._devices is not None:
                 self._devices.synchronize_all()
@@ -102,14 +102,6 @@ class DeviceWorker(Worker):
             raise
         super().unlock_shards(publish)
 
-    def _with_locks(self, call: Callable[[], Any]) -> Any:
-        """Call it under the locks of all shards."""
-        self.lock_shards()
-        try:
-            return call()
-        finally:
-            self.unlock_shards(False)
-
     @property
     def devices(self) -> DeviceArena:
         """This lane's side of the arena on devices."""
@@ -118,7 +110,7 @@ class DeviceWorker(Worker):
         return self._devices
 
     def push(self, hypers: list[Hyper], *, null: bool = False, **others: Any) -> None:
-        """See Worker.push. Pushes the gradients that work queued on the compute stream up to now will have written.
+        """Push the gradients that work queued on the compute stream up to now will have written.
 
         Where folds and grants go by what has arrived, waits until that work is done, and the push has the time after the wait.
         """
@@ -131,18 +123,18 @@ class DeviceWorker(Worker):
             self.lane.wake_all()  # the lanes that fold the other shards may be asleep
 
     def advance(self) -> None:
-        """See Worker.advance. Raises the device's error, or who died, if a fold that it makes meanwhile could not be queued."""
+        """Raises the device's error, or who died, if a fold that it makes meanwhile could not be queued."""
         with self._deaths_first():
             super().advance()
 
     def leave(self) -> None:
-        """See Worker.leave. No push follows, whose record would say that the weights were read."""
+        """No push follows, whose record would say that the weights were read."""
         if self._devices is not None and not self._left:
             self._devices.mark_left()
         super().leave()
 
     def pull(self) -> list[int]:
-        """See Worker.pull. Work queued from now on reads the new weights; work queued before does not."""
+        """Work queued from now on reads the new weights; work queued before does not."""
         if self._devices is None:
             return super().pull()
         with self._deaths_first():
@@ -169,7 +161,7 @@ class DeviceWorker(Worker):
         )
 
     def try_combine(self) -> None:
-        """See Worker.try_combine. Raises the device's error if a fold could not be queued."""
+        """Raises the device's error if a fold could not be queued."""
         with self._deaths_first():
             super().try_combine()
 
@@ -205,15 +197,15 @@ class DeviceWorker(Worker):
         return self._named(self.store.pulled_views(self.devices.shown_numbers(self.buffers)))
 
     def close(self, failure: str | None = None, *, stays: bool = False) -> None:
-        """See Worker.close. Waits until the others have left, because they read this worker's memory; not after a failure."""
-        arena, self._devices = self._devices, None
-        if self.closed or self.forked or failure is not None or arena is None:
+        """Wait until the others have left, because they read this worker's memory; not after a failure."""
+        arena = self._devices
+        if failure is not None or arena is None or self.closed or self.forked:
+            self._devices = None
             if failure is not None and not self.closed:
                 self.store.waits_for_work = False
             super().close(failure, stays=stays)
             return
         try:
-            self._devices = arena
             self.wait_for_others()
             arena.synchronize_all()
         except Exception as error:
@@ -224,7 +216,7 @@ class DeviceWorker(Worker):
             self._devices = None
         arena.unmap()
         super().close()
-        if arena.owns_memory:
+        if arena.own:
             self._wait_until_closed()
 
     def _wait_until_closed(self) -> None:
@@ -292,12 +284,12 @@ class DeviceStore(Store):
         lane.fold_with(lambda call: by_shard[call.shard].fold(call), by_shard)
 
     def check_devices(self) -> None:
-        """See Store. Folds run behind the host, which would else find a failure only with the next fold."""
+        """Folds run behind the host, which would else find a failure only with the next fold."""
         for arena in self._arenas:
             arena.check()
 
     def attach(self, rank: int | None = None) -> Worker:
-        """See Store. Waits until all workers whose devices hold shards have attached. Raises UnsupportedError."""
+        """Wait until all workers whose devices hold shards have attached. Raises UnsupportedError."""
         policy, faults = self.layout.policy, self.layout.faults
         if faults.continues and not self.layout.has_server:
             raise UnsupportedError(
@@ -323,12 +315,11 @@ class DeviceStore(Store):
         super()._write_beginning(write_weights, resume)
 
     def _device_plan(self, make: Callable[[], list[Any]]) -> DevicePlan:
-        first = self._first
-        assert first is not None
-        return DevicePlan(make, first.descriptor, first.is_resumed)
+        assert self._first is not None
+        return DevicePlan(make, self._first.descriptor, self._first.is_resumed)
 
     def _answer_joiners(self, server_devices: Callable[[], list[Any]] | None, agent: AgentPlan | None) -> None:
-        """See Store. A server has the first version by then."""
+        """A server has the first version by then."""
         super()._answer_joiners(server_devices, agent)
         if self.layout.has_server:
             self.take_first().close()
@@ -347,14 +338,14 @@ class DeviceStore(Store):
         return self.devices
 
     def weight_views(self, buffers: int | Sequence[int]) -> Views:
-        """See Store. Arrays of the device's type; before the memory on devices exists, of the first version in host memory."""
+        """Arrays of the device's type; before the memory on devices exists, of the first version in host memory."""
         if self._first is not None and self.devices is None:
             return self._first.weights
         arena = self.arena_on_devices()
         return [arena.view(arena.weights_address(buffer, index), index) for index, buffer in self._buffers_of(buffers)]
 
     def pulled_views(self, buffers: int | Sequence[int]) -> Views:
-        """See Store. Arrays on this process's own device: of the home's weights, or of the replica that a pull has copied.
+        """Arrays on this process's own device: of the home's weights, or of the replica that a pull has copied.
 
         A parameter in half precision is shown in that, as bits (uint16); only its home has the master weights. `buffers` are
         numbers of `DeviceArena.shown_numbers`.
@@ -366,29 +357,29 @@ class DeviceStore(Store):
         ]
 
     def half_views(self, buffers: int | Sequence[int]) -> list[Any]:
-        """See Store. Arrays of the device's type, as in `pulled_views`; of float32 parameters their floats."""
+        """Arrays of the device's type, as in `pulled_views`; of float32 parameters their floats."""
         return self.pulled_views(buffers)
 
     def write_halves(self, buffers: int | Sequence[int]) -> None:
-        """See Store. Does nothing before a worker has attached: the first weights bring their halves."""
+        """Does nothing before a worker has attached: the first weights bring their halves."""
         if self.devices is not None:
             self.devices.write_halves([buffers] * len(self.layout.shards) if isinstance(buffers, int) else buffers)
 
     def gradient_views(self, lane: int, slot: int) -> list[Any]:
-        """See Store. Arrays of the device's type, uint16 for either 16-bit type."""
+        """Arrays of the device's type, uint16 for either 16-bit type."""
         arena, dtype = self.arena_on_devices(), "float32" if self.layout.gradient_type == "float32" else "uint16"
         count = len(self.layout.parameters)
         return [arena.view(arena.gradient_address(lane, slot, index), index, dtype) for index in range(count)]
 
     def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
-        """See Store. Arrays as of `weight_views`. Read them while this process's worker holds the shard locks."""
+        """Arrays as of `weight_views`. Read them while this process's worker holds the shard locks."""
         if self._first is not None and self.devices is None:
             return self._first.planes[plane]
         arena = self.arena_on_devices()
         return [arena.view(arena.plane_address(buffer, plane, index), index) for index, buffer in self._buffers_of(buffers)]
 
     def copy_version(self, weights: Sequence[int], state: Sequence[int]) -> VersionCopy:
-        """See JobMemory. Queues copies to page-locked host memory on a stream of their own."""
+        """Queue copies to page-locked host memory on a stream of their own."""
         if self._snapshots is None:
             self._snapshots = Snapshots(self.arena_on_devices(), self.device)
         return self._snapshots.begin(weights, state)
@@ -398,7 +389,7 @@ class DeviceStore(Store):
         return [(index, buffers if isinstance(buffers, int) else buffers[each.shard]) for index, each in parameters]
 
     def close(self) -> None:
-        """See Store. Also releases the devices' remaining memory."""
+        """Also release the devices' remaining memory."""
         super().close()
         if self._first is not None:
             self._first.close()

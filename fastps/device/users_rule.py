@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.device.cuda import CudaDevice
-from fastps.device.plan import LEAST_BYTES
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.layout import Layout
 from fastps.job.update_rules import Hyper
@@ -85,22 +84,19 @@ def _folded(
     """The new weights, then the new state, by the device's kernel: float32[1 + planes, values]."""
     planes, size = len(rule.planes), 4 * _VALUES
     shape = launch_args.Shape(rule.number, planes, 0.0, ((0, _VALUES, 0),))
-    tiles, stream = launch_args.tiles_of(shape), device.make_stream()
-    outputs = (1 + planes) * size
+    stream, outputs = device.make_stream(), (1 + planes) * size
     inputs = np.concatenate([weights, state.reshape(-1), gradient]).view(np.uint8)
-    base = device.allocate(max(LEAST_BYTES, outputs + inputs.nbytes))
+    staged = np.concatenate([np.zeros(outputs, np.uint8), inputs, launch_args.tiles_of(shape)])
+    host, base = device.host_memory(staged.nbytes), device.allocate(staged.nbytes)
+    host[:] = staged
     buffers = launch_args.Buffers(base + outputs, base, base + outputs + size, base + size, _VALUES)
     push = launch_args.DevicePush(base + 2 * outputs, [tuple(hyper)], np.ones(1, np.bool_))
-    table = device.allocate(max(LEAST_BYTES, tiles.nbytes))
-    launches, _ = launch_args.make_launches(shape, fold.FOLD_SUM, [push], counts, buffers, table)
-    staged = device.host_memory(outputs + inputs.nbytes + tiles.nbytes)
-    staged[outputs:] = np.concatenate([inputs, tiles])
-    device.copy(base + outputs, staged[outputs:].ctypes.data, inputs.nbytes, stream)
-    device.copy(table, staged[outputs + inputs.nbytes :].ctypes.data, tiles.nbytes, stream)
+    tiles = base + outputs + inputs.nbytes
+    launches, _ = launch_args.make_launches(shape, fold.FOLD_SUM, [push], counts, buffers, tiles)
+    device.copy(base, host.ctypes.data, host.nbytes, stream)
     for launch in launches:
         device.launch(launch_args.fold_kernel(rule.number, "float32"), launch, stream)
-    device.copy(staged.ctypes.data, base, outputs, stream)
+    device.copy(host.ctypes.data, base, outputs, stream)
     device.synchronize(stream)
     device.close(base)
-    device.close(table)
-    return staged[:outputs].view(np.float32).reshape(1 + planes, _VALUES).copy()
+    return host[:outputs].view(np.float32).reshape(1 + planes, _VALUES).copy()
