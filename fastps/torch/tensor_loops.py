@@ -11,7 +11,7 @@ import importlib
 import logging
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -33,77 +33,13 @@ logger = logging.getLogger("fastps.torch")
 TORCH = torch.__version__.partition("+")[0]
 
 
-class TensorLoops(Protocol):
-    """Loops over a fixed list of tensors. Their arguments are prepared once, by `prepare`."""
+class TensorLoops:
+    """Loops over a fixed list of tensors, here over Python attributes, for any version of torch; the compiled ones do the same.
 
-    can_own: bool
-
-    def prepare(self, values: list[torch.Tensor], memory: object = None) -> Any:
-        """Convert these values, one per tensor, to the form that the other loops take. The values must not change afterwards.
-
-        memory: the one object that all values are views of, if any. Values of the same memory are shown faster: a tensor then
-        keeps one storage whose pointer moves, so every alias of that storage (`detach()`) shows the new values, too.
-        Raises ValueError unless there are as many values as tensors.
-        """
-        ...
-
-    def show(self, values: Any) -> None:
-        """Point `data` of each tensor at its value: no copy, and no write that version counters count."""
-        ...
-
-    def show_copies(self) -> None:
-        """Give each tensor a private copy of its values. What follows it by its storage goes along."""
-        ...
-
-    def count_writes(self, written: list[torch.Tensor] | None = None) -> None:
-        """Let autograd know that these tensors have new values, as a write would; default: all. `changed` does not see it."""
-        ...
-
-    def remember(self) -> None:
-        """Accept all writes to the tensors, and their addresses, so that `changed` does not report them."""
-        ...
-
-    def changed(self) -> int:
-        """The index of the first tensor written to or pointed elsewhere since `remember`, or -1. `show` is no change."""
-        ...
-
-    def has_moved(self, index: int) -> bool:
-        """Whether a tensor was pointed at other memory since `remember`, other than by `show`."""
-        ...
-
-    def set_gradients(self, gradients: Any) -> None:
-        """Set `grad` of each tensor to its element of `gradients`."""
-        ...
-
-    def drop_gradients(self) -> None:
-        """Set `grad` of each tensor to None."""
-        ...
-
-    def other_gradient(self, gradients: Any) -> int:
-        """The index of the first tensor whose `grad` is not the same object as its element of `gradients`, or -1."""
-        ...
-
-    def has_new_gradient(self, index: int) -> bool:
-        """Whether a tensor has a `grad` that nobody else holds, nor its memory. False for loops that cannot own."""
-        ...
-
-    def own(self, values: Any, index: int) -> torch.Tensor:
-        """Part a value from all others that hold it or its memory: they keep its numbers in a copy. Return the value."""
-        ...
-
-    def own_all(self, values: Any) -> None:
-        """Part all values from others that hold them, each `grad` of a tensor included."""
-        ...
-
-
-class PlainLoops:
-    """Loops over Python attributes, for any version of torch; see TensorLoops.
-
-    Attributes:
-        can_own: whether `own` parts a value from all others. Here only `own_all` parts, and only each `grad`.
+    Their arguments are prepared once, by `prepare`.
     """
 
-    can_own = False
+    can_own = False  # whether `own` parts a value from all others, and `own_all` all values; here only each `grad` is parted
     _remembered: list[int]
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -113,67 +49,72 @@ class PlainLoops:
         self._counters = Attribute("_version", tensors)
         self.remember()
 
-    def prepare(self, values: list[torch.Tensor], memory: object = None) -> list[torch.Tensor]:
-        """See TensorLoops."""
+    def prepare(self, values: list[torch.Tensor], memory: object = None) -> Any:
+        """Convert these values, one per tensor, to the form that the other loops take. The values must not change afterwards.
+
+        memory: the one object that all values are views of, if any. Compiled loops show such values faster: a tensor
+        then keeps one storage whose pointer moves, so every alias of that storage (`detach()`) shows the new values, too.
+        Raises ValueError unless there are as many values as tensors.
+        """
         if len(values) != len(self._tensors):
             raise ValueError(f"expected {len(self._tensors)} tensors, found {len(values)}")
         return list(values)
 
     def show(self, values: list[torch.Tensor]) -> None:
-        """See TensorLoops."""
+        """Point `data` of each tensor at its value: no copy, and no write that version counters count."""
         self._data.set(self._tensors, values)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
     def show_copies(self) -> None:
-        """See TensorLoops."""
+        """Give each tensor a private copy of its values. What follows it by its storage goes along."""
         for tensor in self._tensors:
             tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
 
     def count_writes(self, written: list[torch.Tensor] | None = None) -> None:
-        """See TensorLoops."""
+        """Let autograd know that these tensors have new values, as a write would; default: all. `changed` does not see it."""
         before = self._counters.get(self._tensors)
         increment_version(self._tensors if written is None else written)
         counted = zip(self._remembered, before, self._counters.get(self._tensors), strict=True)
         self._remembered = [count - old + new for count, old, new in counted]
 
     def remember(self) -> None:
-        """See TensorLoops."""
+        """Accept all writes to the tensors, and their addresses, so that `changed` does not report them."""
         self._remembered = self._counters.get(self._tensors)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
     def changed(self) -> int:
-        """See TensorLoops."""
+        """The index of the first tensor written to or pointed elsewhere since `remember`, or -1. `show` is no change."""
         written = self._counters.are(self._tensors, self._remembered)
         if written >= 0:
             return written
         return next((index for index in range(len(self._tensors)) if self.has_moved(index)), -1)
 
     def has_moved(self, index: int) -> bool:
-        """See TensorLoops."""
+        """Whether a tensor was pointed at other memory since `remember`, other than by `show`."""
         return self._tensors[index].data_ptr() != self._addresses[index]
 
     def set_gradients(self, gradients: list[torch.Tensor]) -> None:
-        """See TensorLoops."""
+        """Set `grad` of each tensor to its element of `gradients`."""
         self._grad.set(self._tensors, gradients)
 
     def drop_gradients(self) -> None:
-        """See TensorLoops."""
+        """Set `grad` of each tensor to None."""
         self._grad.set_all(self._tensors, None)
 
     def other_gradient(self, gradients: list[torch.Tensor]) -> int:
-        """See TensorLoops."""
+        """The index of the first tensor whose `grad` is not the same object as its element of `gradients`, or -1."""
         return self._grad.are(self._tensors, gradients)
 
     def has_new_gradient(self, index: int) -> bool:
-        """See TensorLoops."""
+        """Whether a tensor has a `grad` that nobody else holds, nor its memory. False for loops that cannot own."""
         return False
 
     def own(self, values: list[torch.Tensor], index: int) -> torch.Tensor:
-        """The value: nobody else is parted from it."""
+        """Part a value from all others that hold it or its memory: they keep its numbers in a copy. Return the value."""
         return values[index]
 
     def own_all(self, values: list[torch.Tensor]) -> None:
-        """See TensorLoops: each `grad` becomes a copy."""
+        """Part all values from others that hold them, each `grad` of a tensor included."""
         for tensor, value in zip(self._tensors, values, strict=True):
             if tensor.grad is value:
                 tensor.grad = value.clone(memory_format=torch.preserve_format)
@@ -188,7 +129,7 @@ def why_not_compiled() -> str | None:
 
 
 def _chosen() -> tuple[ModuleType | None, str | None]:
-    """The module with the compiled loops, or None and the reason. Raises UsageError, as `why_not_compiled` does."""
+    """The module with the compiled loops, or None and the reason."""
     wanted = value_of("FASTPS_TENSOR_LOOPS")
     if wanted == "attributes":
         return None, "loops over Python's attributes, because FASTPS_TENSOR_LOOPS says so"
@@ -225,6 +166,6 @@ def tensor_loops(tensors: Sequence[Any]) -> TensorLoops:
     module, why = _chosen()
     if module is None:
         _say_once(str(why))
-        return PlainLoops(list(tensors))
+        return TensorLoops(list(tensors))
     loops: TensorLoops = module.CompiledLoops(list(tensors))
     return loops

@@ -127,7 +127,7 @@ def test_the_loops_are_built_for_this_torch_and_used(cache: Path, tmp_path: Path
             capture_output=True, text=True, timeout=280, check=True,
         )  # fmt: skip
 
-    assert run("auto").stdout.startswith("PlainLoops [1.0, 1.0] loops over Python's attributes")
+    assert run("auto").stdout.startswith("TensorLoops [1.0, 1.0] loops over Python's attributes")
     built = run("build")
     assert built.stdout == "CompiledLoops [1.0, 1.0] None\n" and built.stderr.count("building the loops") == 1
     again = run("auto")

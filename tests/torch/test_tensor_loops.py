@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from fastps.kernels.tensors import torch_tensors
 from fastps.torch import tensor_loops
-from fastps.torch.tensor_loops import PlainLoops, TensorLoops
+from fastps.torch.tensor_loops import TensorLoops
 from tests.support.commands import fastps
 
-KINDS: list[Callable[[list[Any]], TensorLoops]] = [PlainLoops, torch_tensors.CompiledLoops]
+KINDS: list[Callable[[list[Any]], TensorLoops]] = [TensorLoops, torch_tensors.CompiledLoops]
 both = pytest.mark.parametrize("kind", KINDS, ids=["plain", "compiled"])
 
 
@@ -275,7 +275,7 @@ def test_what_is_no_tensor_is_refused(kind: Callable[[list[Any]], TensorLoops]) 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTPS_TENSOR_LOOPS", "attributes")
-    assert isinstance(tensor_loops.tensor_loops(_parameters()), PlainLoops)
+    assert isinstance(tensor_loops.tensor_loops(_parameters()), TensorLoops)
 
 
 @pytest.mark.sampled(2)
@@ -291,7 +291,7 @@ logging.basicConfig(level=logging.INFO)
 from fastps.torch import tensor_loops
 from fastps.errors import UsageError
 for _ in range(2):
-    assert isinstance(tensor_loops.tensor_loops([torch.zeros(1)]), tensor_loops.PlainLoops)
+    assert isinstance(tensor_loops.tensor_loops([torch.zeros(1)]), tensor_loops.TensorLoops)
 print(tensor_loops.why_not_compiled())
 """
     ended = fastps(code=program, XDG_CACHE_HOME=str(tmp_path))  # without builds
