@@ -26,18 +26,16 @@ from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
 from fastps.membership import discovery
 from fastps.store import earlier_jobs, instances
-from fastps.store.server_process import AgentPlan
 from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
 from fastps.system.memory_limits import available_bytes
+from fastps.torch import foreign
 from fastps.torch.checkpoint import restore_buffers, restore_group
 from fastps.torch.update_rules import PARAMETER_TYPES, left_out, without
 
 logger = logging.getLogger("fastps.torch")
-
-Groups = Sequence[dict[str, Any]]
 
 _JOIN_S = 10.0  # how long a lost worker's replacement looks for the remaining workers
 
@@ -62,14 +60,17 @@ def gradient_type(push_dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> G
 
 
 def check_parameters(tensors: list[torch.Tensor], layout: Layout) -> None:
-    """Raise UnsupportedError for parameters that share memory (the arena gives each its own), and as check_double does."""
+    """Raise UnsupportedError for a model that would train wrongly: shared memory, or gradients averaged elsewhere."""
+    names = [parameter.name for parameter in layout.parameters]
+    foreign.check_memory(tensors, names)
+    foreign.check_not_averaged(tensors)
     check_double(layout)
     places = sorted((tensor.data_ptr(), index) for index, tensor in enumerate(tensors) if tensor.numel())
     for (begin, one), (following, other) in itertools.pairwise(places):
         if begin + tensors[one].nbytes > following:
-            names = " and ".join(repr(layout.parameters[index].name) for index in sorted((one, other)))
+            both = " and ".join(repr(names[index]) for index in sorted((one, other)))
             raise UnsupportedError(
-                f"parameters {names} share memory: expected tied weights to be one Parameter (a.weight = b.weight), given once"
+                f"parameters {both} share memory: expected tied weights to be one Parameter (a.weight = b.weight), given once"
             )
 
 
@@ -93,7 +94,7 @@ def check_checkpoints(
 
 
 def resumed_from(
-    path: str | os.PathLike[str] | None, layout: Layout, model: torch.nn.Module | None, groups: Groups
+    path: str | os.PathLike[str] | None, layout: Layout, model: torch.nn.Module | None, groups: Sequence[dict[str, Any]]
 ) -> Checkpoint | None:
     """Load the checkpoint to resume from, if any, and restore the options of the param_groups and the model's buffers.
 
@@ -164,11 +165,11 @@ def join(
     tensors: list[torch.Tensor],
     hypers: list[Hyper],
     to: Joining,
-    finish: Callable[[Store], None] | None = None,
-    agent: AgentPlan | None = None,
+    kind: type[Store] = Store,
+    attach: Callable[[Any, int], Worker] = Store.attach,
+    **created: Any,
 ) -> Worker:
-    """Attach this process's worker to the job's arena. Worker 0 creates the arena, and calls `finish` before others join.
-    `agent` is the plan of the node's agent, in a job of several nodes.
+    """Attach this process's worker to the job's store, of this `kind`. Worker 0 creates it, with the options `created`.
 
     Raises ArenaError, AttachError, LayoutError.
     """
@@ -176,24 +177,15 @@ def join(
     job, rank = to.identity.name, to.identity.rank
     if to.finds_others:
         limit_s = min(_JOIN_S, limits.timeout_s(to.timeout_s))  # the other workers run already, or have ended
-        store = Store.connect(job, layout, hypers, timeout_s=limit_s, clock=to.clock).with_timeout(to.timeout_s)
+        store = kind.connect(job, layout, hypers, timeout_s=limit_s, clock=to.clock).with_timeout(to.timeout_s)
     elif rank == 0:
-        store = Store.create_for(
-            layout,
-            writer_of(tensors),
-            hypers,
-            resume=to.resumed,
-            job=job,
-            timeout_s=to.timeout_s,
-            clock=to.clock,
-            finish=finish if to.resumed is None else None,
-            agent=agent,
-        )
+        write, options = writer_of(tensors), {"timeout_s": to.timeout_s, "clock": to.clock, **created}
+        store = kind.create_for(layout, write, hypers, resume=to.resumed, job=job, **options)
         warn_of_gradients(tensors, layout.workers)
     else:
-        store = Store.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
+        store = kind.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
     try:
-        return store.attach(rank)
+        return attach(store, rank)
     except BaseException:
         store.close()
         raise

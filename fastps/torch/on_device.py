@@ -20,8 +20,9 @@ from fastps.job.layout import Layout
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.store.worker import Worker
+from fastps.torch import join
 from fastps.torch.gradients import Gradients
-from fastps.torch.join import Joining, writer_of
+from fastps.torch.join import Joining
 from fastps.torch.placements import HostPlacement
 from fastps.torch.shard_marks import MarkedCountedGradients, MarkedGradients
 from fastps.torch.tensor_loops import why_not_compiled
@@ -40,7 +41,7 @@ class DevicePlacement(HostPlacement):
 
     def server_devices(self) -> Callable[[], list[CudaDevice]]:
         """A function that makes a device of each of the job's GPUs in the server process, which sees them as worker 0 does."""
-        count = max(1, len(set(self.gpus_of_workers())))
+        count = max(1, len(set(gpus_of_workers())))
         return partial(_gpus, range(count) if count > 1 else [self._tensors[0].device.index or 0])
 
     def layout(self, layout: Layout) -> Layout:
@@ -48,55 +49,19 @@ class DevicePlacement(HostPlacement):
 
         A layout of one shard is cut: see FASTPS_BUCKET_MB.
         """
-        return placed_on(layout, self.gpus_of_workers(), bucket_bytes())
-
-    def gpus_of_workers(self) -> list[str]:
-        """The GPU of each worker; [] if the launcher gave none, and all use one."""
-        return gpus_of_workers()
+        return placed_on(layout, gpus_of_workers(), bucket_bytes())
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
-        """See HostPlacement.join. Ignores `write_state`: earlier state is published after joining.
-
-        Raises UnsupportedError if a worker's GPU is not the one that the launcher gave it.
-        """
-        to = to.at_its_place()
-        job, rank = to.identity.name, to.identity.rank
-        device = self.make_device()
-        if rank == 0:
-            served_by = self.server_devices() if layout.has_server else None
-            first = writer_of(self._tensors)
-            store = DeviceStore.create_for(
-                layout,
-                first,
-                hypers,
-                resume=to.resumed,
-                job=job,
-                server_devices=served_by,
-                timeout_s=to.timeout_s,
-                clock=to.clock,
-            )
-        else:
-            store = DeviceStore.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
-        try:
-            worker = store.use(device).attach(rank)
-            if not self.gpus_of_workers() and store.arena_on_devices().near_shards() == []:
-                worker.close(f"worker {rank} is on {device.identity}, and the shards are on another GPU")
-                raise UnsupportedError(
-                    f"expected all workers on the GPU of worker 0, found worker {rank} on {device.identity}: start them with"
-                    " `fastps run --gpus`, or use FASTPS_PLACEMENT=host"
-                )
-            return worker
-        except BaseException:
-            store.close()
-            raise
+        """Ignores `write_state`: earlier state is published after joining."""
+        attach, served_by = partial(_attach, self.make_device()), self.server_devices() if layout.has_server else None
+        return join.join(layout, self._tensors, hypers, to, DeviceStore, attach, server_devices=served_by)
 
     def pull(self, weights: Weights, worker: Worker) -> None:
-        """See HostPlacement."""
         assert isinstance(worker, DeviceWorker)
         weights.show(worker.devices.shown_numbers(worker.pull()))
 
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
-        """See HostPlacement. Marks shards while backward goes on, unless the worker waits for its push, or is told not to."""
+        """Marks shards while backward goes on, unless the worker waits for its push, or is told not to."""
         assert isinstance(worker, DeviceWorker)
         if worker.devices.waits or bucket_bytes() is None:
             return Gradients
@@ -112,16 +77,28 @@ class DevicePlacement(HostPlacement):
         ]
 
     def shown_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """See HostPlacement.shown_views. 16-bit floats pass through DLPack as int16."""
+        """16-bit floats pass through DLPack as int16."""
         types = [getattr(torch, parameter.type) for parameter in store.layout.parameters]
         raw = [view if each == torch.float32 else view.view("int16") for view, each in zip(views, types, strict=True)]
         return [tensor.view(each) for tensor, each in zip(self.tensor_views(store, raw), types, strict=True)]
 
     def slot_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """See HostPlacement.slot_views. 16-bit floats pass through DLPack as int16."""
+        """16-bit floats pass through DLPack as int16."""
         if self._push_dtype == torch.float32:
             return self.tensor_views(store, views)
         return [tensor.view(self._push_dtype) for tensor in self.tensor_views(store, [view.view("int16") for view in views])]
+
+
+def _attach(device: CudaDevice, store: DeviceStore, rank: int) -> Worker:
+    """Attach with this device. Raises UnsupportedError if it is not the one that the launcher gave the worker."""
+    worker = store.use(device).attach(rank)
+    if not gpus_of_workers() and store.arena_on_devices().near_shards() == []:
+        worker.close(f"worker {rank} is on {device.identity}, and the shards are on another GPU")
+        raise UnsupportedError(
+            f"expected all workers on the GPU of worker 0, found worker {rank} on {device.identity}: start them with"
+            " `fastps run --gpus`, or use FASTPS_PLACEMENT=host"
+        )
+    return worker
 
 
 def _gpus(indices: Sequence[int]) -> list[CudaDevice]:

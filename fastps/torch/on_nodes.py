@@ -44,36 +44,27 @@ class NodePlacement(HostPlacement):
         self._run = ""  # with homes on all nodes: a name of this run of the job, which all nodes know
 
     def layout(self, layout: Layout) -> Layout:
-        """See HostPlacement. Keeps the layout of the home."""
+        """The leaf's layout. Node 0 alone has the state, or each node a share; a small model has fewer homes than nodes."""
         self._home = home_layout(layout, self._nodes)
+        is_spread = self._nodes.policy.homes == "spread"
+        self.saves_share = is_spread and self._nodes.number < len(shares_of(self._home, self._nodes))
+        self.saves = self._nodes.is_home or self.saves_share
         return leaf_layout(layout, self._nodes)
 
     def stated_layout(self, layout: Layout) -> Layout:
-        """See HostPlacement: the home's layout."""
         return self._home
 
     def start(self, resumed: Checkpoint) -> StartState:
-        """See HostPlacement. The leaf begins with the weights and the steps; node 0's agent reads the rest from the folder."""
+        """The leaf begins with the weights and the steps; node 0's agent reads the rest from the folder."""
         self._refuse_scattered_state()
         self._resumed = str(resumed.folder)
         return LeafStart(resumed, self._home, self._nodes.number)
 
-    @property
-    def saves(self) -> bool:
-        """See HostPlacement. Only node 0 has the state, or each node has a share."""
-        return self._nodes.is_home or self.saves_share
-
-    @property
-    def saves_share(self) -> bool:
-        """See HostPlacement. A small model has fewer homes than nodes."""
-        return self._nodes.policy.homes == "spread" and self._nodes.number < len(shares_of(self._home, self._nodes))
-
     def saved_version(self, worker: Worker) -> int:
-        """See HostPlacement."""
         return self._view(worker).version if self.saves else worker.version
 
     def pin(self, worker: Worker, groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> Pinned:
-        """See HostPlacement. Raises UnsupportedError on other nodes than node 0, unless each node has a share."""
+        """Raises UnsupportedError on other nodes than node 0, unless each node has a share."""
         self._refuse_scattered_state()
         if not self.saves:
             raise UnsupportedError(
@@ -103,14 +94,12 @@ class NodePlacement(HostPlacement):
         return self._home_view
 
     def end(self) -> None:
-        """See HostPlacement."""
-        super().end()
         if self._home_view is not None:
             self._home_view.close()
             self._home_view = None
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
-        """See HostPlacement. The first worker of a node makes its leaf arena and starts its agent."""
+        """The first worker of a node makes its leaf arena and starts its agent."""
         if write_state is not None:
             raise UnsupportedError(
                 "a job of several nodes begins with a new optimizer: expected one without state, found state that was loaded"

@@ -29,11 +29,13 @@ class HostPlacement:
         name: "host", "staged" or "device", for reports.
         shows_arena: whether the parameters are views of the arena's memory, which other workers read.
         state_follows: whether an optimizer's earlier state is published after joining, instead of written before others join.
+        saves: whether a worker of this node writes the periodic checkpoints.
+        saves_share: whether each node saves a share, and all must save the same versions.
     """
 
     name = "host"
-    shows_arena = True
-    state_follows = False
+    shows_arena = saves = True
+    state_follows = saves_share = False
 
     def __init__(self, tensors: list[torch.Tensor], push_dtype: torch.dtype = torch.float32) -> None:
         self._tensors = tensors
@@ -52,16 +54,6 @@ class HostPlacement:
         """The state from which this process's arena resumes."""
         return resumed
 
-    @property
-    def saves(self) -> bool:
-        """Whether a worker of this node writes the periodic checkpoints."""
-        return True
-
-    @property
-    def saves_share(self) -> bool:
-        """Whether each node saves a share, and all must save the same versions."""
-        return False
-
     def saved_version(self, worker: Worker) -> int:
         """The version that the next checkpoint would have."""
         return worker.version
@@ -72,7 +64,8 @@ class HostPlacement:
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """Create the job's store or connect to it, and attach."""
-        return join.join(layout, self._tensors, hypers, to, write_state)
+        finish = write_state if to.resumed is None else None
+        return join.join(layout, self._tensors, hypers, to, finish=finish)
 
     def begin(self) -> None:
         """Release the previous arena, if any, before a new one takes its place."""

@@ -30,7 +30,7 @@ class StagedGradients(CountedGradients):
     """Gradients whose copies into slots in host memory are queued during backward; p.grad keeps memory of its own."""
 
     def collect(self, slot: int) -> bytes | None:
-        """Queue copies of gradients that were changed or set since the hook; then wait for all copies, before the push."""
+        """Wait for all copies, before the push."""
         presence = super().collect(slot)
         synchronize(self.tensors)
         return presence
@@ -51,9 +51,7 @@ class StagedPlacement(HostPlacement):
         self._locked: npt.NDArray[np.uint8] | None = None  # the arena while it is page-locked
 
     def begin(self) -> None:
-        """Wait for queued copies, and unlock the previous arena."""
-        synchronize(self._tensors)
-        self._unlock()
+        self.end()
         self._taken.clear()
 
     def use(self, worker: Worker) -> None:
@@ -70,13 +68,7 @@ class StagedPlacement(HostPlacement):
             )
         self._locked = memory
 
-    def _unlock(self) -> None:
-        if self._locked is not None:
-            _runtime().cudaHostUnregister(self._locked.ctypes.data)
-            self._locked = None
-
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
-        """The class that queues copies of gradients into the slots."""
         return StagedGradients
 
     def pull(self, weights: Weights, worker: Worker) -> None:
@@ -93,7 +85,9 @@ class StagedPlacement(HostPlacement):
     def end(self) -> None:
         """Wait for queued copies, and unlock the arena."""
         synchronize(self._tensors)
-        self._unlock()
+        if self._locked is not None:
+            _runtime().cudaHostUnregister(self._locked.ctypes.data)
+            self._locked = None
 
 
 def _runtime() -> Any:
