@@ -9,7 +9,6 @@ import torch
 
 from fastps.checkpoint.periodic import Checkpointing
 from fastps.errors import ArenaError
-from fastps.job.layout import Parameter
 from fastps.membership.job_memory import JobMemory
 from fastps.store import earlier_jobs
 from fastps.store.equal_gradients import EqualGradients
@@ -30,13 +29,6 @@ class Attachment:
     Args:
         close: leaves the job as the optimizer does; called before another job begins with any of the tensors.
         versions: those of the shards at the job's beginning; [] for zeros.
-
-    Attributes:
-        worker, store: the attached worker, and its job's memory.
-        clip: see Policy.
-        weights, gradients: the weights that the tensors show, and the gradients that they get.
-        is_late: whether the others began without this worker.
-        has_begun: whether the first step has been made, before which a script may write weights.
     """
 
     worker: Worker
@@ -56,7 +48,8 @@ class Attachment:
     ) -> None:
         self.placement, self.tensors = placement, tensors
         self._buffers, self._close, self._first_versions = buffers, close, versions
-        self.is_late = self.has_begun = False
+        self.is_late = False  # whether the others began without this worker
+        self.has_begun = False  # whether the first step has been made, before which a script may write weights
         self.checkpointing: Checkpointing | None = None
         self._hooks: list[Any] = []
 
@@ -87,8 +80,8 @@ class Attachment:
 
     def hook(self, others: Sequence[Any]) -> None:
         """Copy gradients during backward, and take the job's weights. `others`: handles of hooks to remove at the end."""
-        dense = [index for index in range(len(self.tensors)) if index not in self.store.tables]
-        self._hooks = [*(hooked(self.tensors[index], self._put(index)) for index in dense), *others]
+        dense = [(index, tensor) for index, tensor in enumerate(self.tensors) if index not in self.store.tables]
+        self._hooks = [*(hooked(tensor, self._put(index)) for index, tensor in dense), *others]
         self.take_weights()
         if not self.placement.shows_arena:
             self.weights.remember()
@@ -120,31 +113,20 @@ class Attachment:
         """Tensors over flat views of the arena, one per parameter."""
         return self.placement.tensor_views(self.store, views)
 
-    def finish_step(self, written: Collection[int], scale: float) -> None:
-        """Take the newest weights. Leave parameters and p.grad as torch does: the parameters `written` count as written to,
-        and the gradients have been multiplied by `scale`, which undoes a GradScaler's.
-        """
-        self.take_weights(written)
-        if scale != 1.0:
-            self.gradients.multiply(scale)
-
     def take_weights(self, written: Collection[int] = ()) -> None:
-        """Update every parameter to the newest version. `written`: those that an own push updates."""
+        """Update every parameter to the newest version. `written`: those that an own push updates count as written to."""
         self.placement.pull(self.weights, self.worker)
         if written:
             self.weights.count_writes(written)
         if self.has_begun or not self.placement.shows_arena:
             return
-        if self.total_steps == 0 and self._is_running():
+        pulled = [self.worker.lane.shard_version(shard) for shard in range(self.store.arena.shards)]
+        # It replaces a lost worker, or its discipline does not wait for it.
+        if self.total_steps == 0 and (self.is_late or pulled != (self._first_versions or [0] * len(pulled))):
             self.is_late = True
             self.weights.show_copies()  # so that a script that loads weights now does not write into the job's
         self.weights.remember()  # writes before the first step are allowed
         self.has_begun = self.total_steps > 0
-
-    def _is_running(self) -> bool:
-        """Whether the others began without this worker: it replaces a lost one, or its discipline does not wait for it."""
-        pulled = [self.worker.lane.shard_version(shard) for shard in range(self.store.arena.shards)]
-        return self.is_late or pulled != (self._first_versions or [0] * len(pulled))
 
     def refuse_writes(self) -> None:
         """Raise ParameterChangedError for a write outside of step().
@@ -159,7 +141,7 @@ class Attachment:
         moved = not undone and self.weights.has_moved(changed)
         is_first = self.total_steps == 0 and (self.is_late or self.store.layout.shown_type == "float32")
         if undone or moved or not is_first:
-            raise foreign.write_error(self._name(changed), is_undone=undone, has_moved=moved)
+            raise foreign.write_error(self.store.parameters[changed].name, is_undone=undone, has_moved=moved)
 
     def begins_void(self) -> bool:
         """Whether this worker joined a running job and its script then loaded other weights.
@@ -198,7 +180,7 @@ class Attachment:
         if self.has_begun and (changed := self.weights.changed()) >= 0:
             logger.warning(
                 "parameter %r was written to after the last step(): other workers read the same memory; close() first",
-                self._name(changed),
+                self.store.parameters[changed].name,
             )
         for hook in self._hooks:
             hook.remove()
@@ -212,7 +194,3 @@ class Attachment:
         finally:
             exit_handlers.forget(self.worker)
             self.store.close()
-
-    def _name(self, index: int) -> str:
-        parameter: Parameter = self.store.layout.parameters[index]
-        return parameter.name

@@ -5,7 +5,6 @@ compiles it once, into $XDG_CACHE_HOME/fastps (~/.cache/fastps), and `load` find
 user asks (FASTPS_TENSOR_LOOPS=build).
 """
 
-import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -16,7 +15,6 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -38,12 +36,11 @@ COMPILERS = ("c++", "g++", "clang++")
 
 def path_of_build() -> Path | None:
     """Where the build for this torch, this Python and this source lies or would lie; None if the package has no C++ source."""
-    texts = [(KERNELS / "tensors" / name) for name in SOURCES]
-    if not all(path.is_file() for path in texts):
+    try:
+        digest = hashlib.sha256(b"\0".join([(KERNELS / "tensors" / name).read_bytes() for name in SOURCES])).hexdigest()[:16]
+    except FileNotFoundError:
         return None
-    digest = hashlib.sha256(b"\0".join([path.read_bytes() for path in texts])).hexdigest()[:16]
-    name = f"torch_tensors-{digest}.{sysconfig.get_config_var('SOABI')}.so"
-    return cache_folder() / f"torch-{torch.__version__}" / name
+    return cache_folder() / f"torch-{torch.__version__}" / f"torch_tensors-{digest}.{sysconfig.get_config_var('SOABI')}.so"
 
 
 def load() -> ModuleType | None:
@@ -72,7 +69,8 @@ def build() -> ModuleType:
         _refuse(f"the C++ source of the loops in {KERNELS / 'tensors'}", "none", "install fastps again")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _one_at_a_time(path.with_suffix(".lock")):
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # which ends with the process
             if not path.is_file():
                 _compile(path)
     except OSError as error:
@@ -83,18 +81,11 @@ def build() -> ModuleType:
     return module
 
 
-@contextlib.contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold a lock that ends with the process."""
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def _compile(path: Path) -> None:
     """Compile into a new file and rename it, so that no process ever sees a part of it. Raises UsageError."""
-    # Libraries follow the source: a linker that keeps needed ones only asks what precedes them.
-    command = [*_compiler(), *FLAGS, *_headers(), str(KERNELS / "tensors" / SOURCES[0]), *_libraries()]
+    # Libraries follow the source: a linker that keeps needed ones only asks what precedes them. torch has loaded them by then.
+    libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+    command = [*_compiler(), *FLAGS, *_headers(), str(KERNELS / "tensors" / SOURCES[0]), *libraries]
     logger.warning("building the loops over tensors for torch %s, once, in about 15 seconds: %s", torch.__version__, path)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
@@ -132,11 +123,6 @@ def _headers() -> list[str]:
             _refuse(f"the header {path}", "none", f"install it ({advice}), or use FASTPS_TENSOR_LOOPS=auto")
     folders = dict.fromkeys([KERNELS, torchs, *python])
     return [*(f"-I{path}" for path in folders), f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-
-
-def _libraries() -> list[str]:
-    """torch's libraries, which torch has loaded by the time that the module is."""
-    return [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
 
 
 def _refuse(expected: str, found: str, advice: str) -> NoReturn:

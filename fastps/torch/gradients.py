@@ -6,6 +6,7 @@ Where that cannot be done (the slot's type is not the parameter's, or the loops 
 own, and `step()` copies it into the slot.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from fastps.errors import UnsupportedError, UsageError
 from fastps.store.presence import presence_of
 from fastps.torch.tensor_loops import tensor_loops
+
+_bitmap = functools.lru_cache(presence_of)  # the steps of a script often have the same parameters
 
 
 class Gradients:
@@ -26,14 +29,9 @@ class Gradients:
         slots: the number of slots.
         keeps: whether p.grad may stay a view of the slot after a push, because the worker waits for the fold.
         name: gives a parameter's name for errors.
-
-    Attributes:
-        present: the parameters that had a gradient at the last `collect`.
-        is_apart: whether an error ended the last step before its push was folded; see `detach`.
-        accumulates: whether the script has said that more backwards follow before the push.
     """
 
-    accumulates = False
+    accumulates = False  # whether the script has said that more backwards follow before the push
 
     def __init__(
         self,
@@ -48,12 +46,12 @@ class Gradients:
         self.slots = [views(slot) for slot in range(slots)]
         self._views = views
         self._addresses = [[view.data_ptr() for view in each] for each in self.slots]
-        self.present: set[int] = set()  # never shrunk in place: it may be `_everything` itself
+        # The parameters that had a gradient at the last `collect`; never shrunk in place: it may be `_everything` itself.
+        self.present: set[int] = set()
         self._keeps = keeps
-        self.is_apart = False
+        self.is_apart = False  # whether an error ended the last step before its push was folded; see `detach`
         self._name = name
         self._everything = set(range(len(tensors)))
-        self._presences: dict[frozenset[int], bytes] = {}
         self._loops = tensor_loops(tensors)
         self._prepared = [self._loops.prepare(each) for each in self.slots]
         self._is_of_one_type = all(
@@ -143,13 +141,8 @@ class Gradients:
         return self._presence()
 
     def _presence(self) -> bytes | None:
-        if len(self.present) == len(self.tensors):
-            return None
-        present = frozenset(self.present)
-        bits = self._presences.get(present)
-        if bits is None:
-            bits = self._presences[present] = presence_of(sorted(present), len(self.tensors))
-        return bits
+        count = len(self.tensors)
+        return None if len(self.present) == count else _bitmap(frozenset(self.present), count)
 
     def release(self, slot: int) -> None:
         """Give up the slot after its push; p.grad stays a view of it only if the step waits for the fold."""
@@ -196,29 +189,20 @@ class CountedGradients(Gradients):
     gradient is copied again. A write through `.data`, which torch does not count, is not noticed.
     """
 
-    def __init__(
-        self,
-        tensors: list[torch.Tensor],
-        views: Callable[[int], list[torch.Tensor]],
-        slots: int,
-        *,
-        keeps: bool,
-        name: Callable[[int], str],
-    ) -> None:
-        super().__init__(tensors, views, slots, keeps=keeps, name=name)
+    def __init__(self, tensors: list[torch.Tensor], *arguments: Any, **named: Any) -> None:
+        super().__init__(tensors, *arguments, **named)
         # The gradient in the slot, its version and its address.
         self._put: list[tuple[torch.Tensor, int, int] | None] = [None] * len(tensors)
 
     def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
         """Queue a copy of `p.grad`, into which autograd has just accumulated, into the slot. Returns whether it did."""
-        gradient = tensor.grad
-        if gradient is None or self.is_apart:
+        if tensor.grad is None or self.is_apart:
             return False
-        self.check(index, gradient)
-        self._put_into(slot, index, gradient)
+        self._queue_copy(index, slot, tensor.grad)
         return True
 
-    def _put_into(self, slot: int, index: int, gradient: torch.Tensor) -> None:
+    def _queue_copy(self, index: int, slot: int, gradient: torch.Tensor) -> None:
+        self.check(index, gradient)
         self.slots[slot][index].copy_(gradient, non_blocking=True)
         self._put[index] = gradient, gradient._version, gradient.data_ptr()
 
@@ -228,14 +212,14 @@ class CountedGradients(Gradients):
 
     def collect(self, slot: int) -> bytes | None:
         """Copy gradients that were changed or set since the hook; parameters whose p.grad is None are not pushed."""
-        self.is_apart = False
-        self.present = {index for index, tensor in enumerate(self.tensors) if tensor.grad is not None}
-        for index in self.present:
-            gradient, put = self.tensors[index].grad, self._put[index]
-            assert gradient is not None
+        self.is_apart, self.present = False, set()
+        for index, tensor in enumerate(self.tensors):
+            gradient, put = tensor.grad, self._put[index]
+            if gradient is None:
+                continue
+            self.present.add(index)
             if put is None or put[0] is not gradient or put[1:] != (gradient._version, gradient.data_ptr()):
-                self.check(index, gradient)
-                self._put_into(slot, index, gradient)
+                self._queue_copy(index, slot, gradient)
         return self._presence()
 
     def release(self, slot: int) -> None:

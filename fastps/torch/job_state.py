@@ -21,15 +21,11 @@ _WRITES = ["__setitem__", "__delitem__", "__ior__", "pop", "popitem", "setdefaul
 
 
 class JobState(defaultdict[Any, Any]):
-    """Each parameter's entry in torch's state. An ordinary defaultdict until `attach`, and after `detach`.
-
-    Attributes:
-        is_lent: whether a script may have written to it, or to tensors that it took from it.
-    """
+    """Each parameter's entry in torch's state. An ordinary defaultdict until `attach`, and after `detach`."""
 
     def __init__(self, entries: Mapping[Any, Entry] | None = None) -> None:
         super().__init__(dict, entries or {})
-        self.is_lent = False
+        self.is_lent = False  # whether a script may have written to it, or to tensors that it took from it
         self._read: Callable[[], Iterable[tuple[Any, Entry]]] | None = None
         self._keys: frozenset[Any] = frozenset()
         self._names: frozenset[str] = frozenset()

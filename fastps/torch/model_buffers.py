@@ -26,6 +26,7 @@ _HEADER_BYTES = 64  # a slot's first cache line: int64 words
 _VALID, _PUBLISHED, _READ, _LENGTH = 0, 1, 2, 3
 _ROOM_BYTES = 1 << 20  # the least room for a model that has buffers: they may grow
 _PAUSE_NS = 200_000
+_GONE = (LANE_DEAD, LANE_FAILED, LANE_EXPELLED)
 _SUMMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)  # types in which averages are made as they are
 Slot = npt.NDArray[np.uint8]
 Named = dict[str, torch.Tensor]
@@ -35,7 +36,7 @@ class ModelBuffers:
     """The buffers of a module; none without a module. Quantized and sparse ones stay each worker's own."""
 
     def __init__(self, model: torch.nn.Module | None) -> None:
-        self._model = model
+        self._model, self.has_model = model, model is not None
         self._said: set[str] = set()
         named = self._now()
         total = sum(_aligned(buffer.nbytes) for buffer in named.values())
@@ -45,11 +46,6 @@ class ModelBuffers:
     def _now(self) -> Named:
         named = self._model.named_buffers() if self._model is not None else ()
         return {name: each.detach() for name, each in named if each.layout is torch.strided and not each.is_quantized}
-
-    def check_given(self) -> None:
-        """Raise UsageError if no module was given."""
-        if self._model is None:
-            raise UsageError("average_buffers() needs the model: pass model= when wrapping the optimizer")
 
     def publish(self, slot: Slot, number: int) -> None:
         """Write all buffers into this worker's slot, for round `number`; none if they have outgrown it."""
@@ -139,7 +135,8 @@ class BufferRounds:
 
     def average(self) -> None:
         """Take part in the next round: publish, wait for every live worker, average. Raises what waiting raises."""
-        self._buffers.check_given()
+        if not self._buffers.has_model:
+            raise UsageError("average_buffers() needs the model: pass model= when wrapping the optimizer")
         driver = self._worker.driver
         if driver is not None and not (driver.is_over or self._worker.store.layout.policy.is_level):
             raise UsageError(
@@ -149,18 +146,25 @@ class BufferRounds:
         if not self._buffers.nbytes:
             return
         number = self._last() + 1
-        self._wait_until_read(number - 1)
-        self._with_locks(lambda: self._buffers.publish(self._slots[self._worker.rank], number))
+        self._publish(number, number - 1)
         self._wait(lambda lane: self._word(lane, _PUBLISHED) >= number, number)
-        self._with_locks(lambda: self._read(number))
+        with self._worker.locked():
+            states = self._arena.lane_states()
+            # Those of live workers, and of workers that left in good order.
+            self._buffers.average([slot for lane, slot in enumerate(self._slots) if states[lane] not in _GONE])
+            _header(self._slots[self._worker.rank])[_READ] = number
         self._number = number
 
     def leave(self) -> None:
         """Publish for rounds after this worker has left; the others do not wait for it then."""
         if self._buffers.nbytes:
-            number = self._last()
-            self._wait_until_read(number)
-            self._with_locks(lambda: self._buffers.publish(self._slots[self._worker.rank], number))
+            self._publish(self._last(), self._last())
+
+    def _publish(self, number: int, read: int) -> None:
+        """Publish for a round, once the others have read round `read`; those that published in it still need this slot."""
+        self._wait(lambda lane: self._word(lane, _READ) >= min(self._word(lane, _PUBLISHED), read), read)
+        with self._worker.locked():
+            self._buffers.publish(self._slots[self._worker.rank], number)
 
     def _last(self) -> int:
         """This worker's last round; for a worker that has just attached, the last round that the others have finished."""
@@ -179,10 +183,6 @@ class BufferRounds:
     def _word(self, lane: int, word: int) -> int:
         return int(_header(self._slots[lane])[word])
 
-    def _wait_until_read(self, number: int) -> None:
-        """Wait until the others have read the slots of that round; a worker that published in it still needs this slot."""
-        self._wait(lambda lane: self._word(lane, _READ) >= min(self._word(lane, _PUBLISHED), number), number)
-
     def _wait(self, is_there: Callable[[int], bool], number: int) -> None:
         def has_come() -> bool:
             self._worker.try_combine()
@@ -197,20 +197,6 @@ class BufferRounds:
             )
 
         self._worker.wait_until(has_come, _PAUSE_NS, text)
-
-    def _with_locks(self, act: Callable[[], None]) -> None:
-        self._worker.lock_shards()
-        try:
-            act()
-        finally:
-            self._worker.unlock_shards(False)
-
-    def _read(self, number: int) -> None:
-        """Average the buffers that live workers, and workers that left in good order, have published."""
-        gone = (LANE_DEAD, LANE_FAILED, LANE_EXPELLED)
-        states = self._arena.lane_states()
-        self._buffers.average([slot for lane, slot in enumerate(self._slots) if states[lane] not in gone])
-        _header(self._slots[self._worker.rank])[_READ] = number
 
 
 def _header(slot: Slot) -> npt.NDArray[np.int64]:

@@ -28,6 +28,7 @@ from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import GradientType, Layout, place
 from fastps.job.options import value_of
 from fastps.job.policy import Policy
+from fastps.job.precision import check_types
 from fastps.job.specs import parse_policy
 from fastps.membership.job_memory import JobMemory
 from fastps.store import earlier_jobs, instances
@@ -45,7 +46,7 @@ from fastps.torch.model_buffers import ModelBuffers
 from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_calls
 from fastps.torch.placed import placed
 from fastps.torch.placements import HostPlacement
-from fastps.torch.update_rules import Hypers, pushed_type, rows_of, rule_of, types_of, without
+from fastps.torch.update_rules import PARAMETER_TYPES, Hypers, pushed_type, rows_of, rule_of, without
 from fastps.torch.weights import shaped_tensors, shown
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class DistributedOptimizer(OptimizerState):
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         self._server, self._max_readers = value_of("FASTPS_SERVER", server), value_of("FASTPS_MAX_READERS", max_readers)
         layout = self._layout(model, policy, faults, pushed)
-        self._check_model(layout)
+        join.check_parameters(self._tensors, layout)
         wanted = Checkpointing.wanted(checkpoint, every)
         resumed = join.resumed_from(resume, stated := self._placement.stated_layout(layout), model, self.param_groups)
         join.check_checkpoints(wanted, resumed, self._identity.rank, stated, timeout_s)
@@ -168,13 +169,6 @@ class DistributedOptimizer(OptimizerState):
         join.limit_threads(layout.workers)
         keep_freed_memory(4 * layout.buffer_floats)
         self._follow_state(self._placement.state_follows)
-
-    def _check_model(self, layout: Layout) -> None:
-        """Reject models that would train wrongly: shared or overlapping parameters, gradients averaged elsewhere."""
-        names = [parameter.name for parameter in layout.parameters]
-        foreign.check_memory(self._tensors, names)
-        foreign.check_not_averaged(self._tensors)
-        join.check_parameters(self._tensors, layout)
 
     def _begin(self, worker: Worker, batch_size: int, checkpointing: tuple[Path, int] | None) -> None:
         """Take the job's weights and hook into backward."""
@@ -210,13 +204,13 @@ class DistributedOptimizer(OptimizerState):
         rows, numbers = rows_of(self.param_groups, model, self._left_out), tables.tables_of(self._tensors, self._rule)
         groups = without(self.param_groups, self._left_out)
         tables.check(numbers, [row[0] for row in rows], groups, self._rule, policy, self._placement)
-        parameters = place(rows, policy.shards, numbers, types_of(self._tensors))
+        check_types(types := [PARAMETER_TYPES[tensor.dtype] for tensor in self._tensors])
+        parameters = place(rows, policy.shards, numbers, types)
         workers, extra_bytes = self._identity.workers, self._buffers.nbytes + room_bytes(policy)
         layout = Layout(parameters, len(groups), self._rule, policy, workers, extra_bytes, faults, pushed)
         return self._placement.layout(replace(layout, server=self._server, max_readers=self._max_readers))
 
     def _place(self, push_dtype: torch.dtype) -> HostPlacement:
-        """The placement of this model's memory."""
         return placed(self._tensors, push_dtype, is_told=self._is_told)
 
     def _join(self, layout: Layout, to: Joining) -> Worker:
@@ -310,7 +304,9 @@ class DistributedOptimizer(OptimizerState):
             if worker.lane.awaits:
                 gradients.detach(slot)
             raise
-        job.finish_step(() if skipped else gradients.present, scale)
+        job.take_weights(() if skipped else gradients.present)
+        if scale != 1.0:
+            gradients.multiply(scale)  # undo a GradScaler's scale, as torch does
         if warm_up is not None and worker.steps == warm_up.steps:
             self._take_advice(warm_up)
         if job.checkpointing is not None:

@@ -7,11 +7,10 @@ import torch
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.update_rules import Rule
-from fastps.torch import state
+from fastps.torch import named_weights, state
 from fastps.torch.attachment import Attachment
 from fastps.torch.job_state import Entry, JobState
-from fastps.torch.named_weights import NamedWeights
-from fastps.torch.update_rules import WRAP_ANEW, Hypers, check_saved, names_of, without
+from fastps.torch.update_rules import WRAP_ANEW, Hypers, check_scalars, names_of
 
 _HOOKS = [f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
 
@@ -92,9 +91,11 @@ class OptimizerState(torch.optim.Optimizer):
         self._job.worker.check_open()
         if self._job.worker.store.layout.is_leaf:
             return []
-        groups = [group for group in without(self.param_groups, self._left_out) for _ in group["params"]]
-        found = state.entries(self._job.worker, self._job.tensor_views, self._rule, groups)
+        found = state.entries(self._job.worker, self._job.tensor_views, self._rule, self._group_of_each())
         return [(tensor, entry) for tensor, entry in zip(self._tensors, found, strict=True) if entry is not None]
+
+    def _group_of_each(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups for each in group["params"] if id(each) not in self._left_out]
 
     def _share_state(self) -> None:
         """Have one state, one list of param_groups and the same hooks as the wrapped optimizer."""
@@ -117,23 +118,17 @@ class OptimizerState(torch.optim.Optimizer):
 
     def _take_writes(self) -> None:
         """Check gradients of what was left out, and make what the script has changed in `state` the job's."""
-        if self._left_out:
-            self._check_left_out()
+        for tensor in [each for group in self.param_groups for each in group["params"] if id(each) in self._left_out]:
+            if tensor.grad is not None:
+                raise UnsupportedError(
+                    f"a parameter of shape {tuple(tensor.shape)} has a gradient, but was frozen when the optimizer was wrapped,"
+                    f" and was left out: {self._left_out[id(tensor)]}; give it an optimizer of its own"
+                )
         if self._inner.param_groups is not self.param_groups:
             given = self.param_groups if self.param_groups is not self._groups else self._inner.param_groups
             self.param_groups = self._inner.param_groups = self._groups = given
         if self._state.is_lent or self._inner.state is not self._state:
             self._write_state()
-
-    def _check_left_out(self) -> None:
-        """Raise UnsupportedError if a parameter has a gradient now that was left out because it was frozen."""
-        for group in self.param_groups:
-            for tensor in group["params"]:
-                if id(tensor) in self._left_out and tensor.grad is not None:
-                    raise UnsupportedError(
-                        f"a parameter of shape {tuple(tensor.shape)} has a gradient, but was frozen when the optimizer was"
-                        f" wrapped, and was left out: {self._left_out[id(tensor)]}; give it an optimizer of its own"
-                    )
 
     def _write_state(self) -> None:
         """Make what the script has changed in `state` since the last step the job's. Raises ValueError, UnsupportedError."""
@@ -142,11 +137,7 @@ class OptimizerState(torch.optim.Optimizer):
         changes = self._state.take_changes(self._tensors)
         if all(entry is None for entry in changes):
             return
-        places = {index: entry for index, entry in enumerate(changes) if entry is not None}
-        numbers = iter(range(len(changes)))
-        trained = without(self.param_groups, self._left_out)
-        groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in trained]
-        check_saved(self._rule, {"state": places, "param_groups": groups})
+        check_scalars(self._rule, [(group, entry or {}) for group, entry in zip(self._group_of_each(), changes, strict=False)])
         self._publish_state(changes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -195,7 +186,8 @@ class OptimizerState(torch.optim.Optimizer):
 
         def check(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
             """Runs last of the hooks, each of which may put another state dict in the place of the one that was given."""
-            check_saved(self._rule, given)
+            entries = [(group, given["state"].get(index, {})) for group in given["param_groups"] for index in group["params"]]
+            check_scalars(self._rule, entries)
             taken[0] = given
 
         with self.register_load_state_dict_pre_hook(check):
@@ -234,12 +226,15 @@ class OptimizerState(torch.optim.Optimizer):
         for the shard locks; nothing changes then.
         """
         self._job.worker.check_usable()
-        named = NamedWeights(self._model, self._tensors, values) if isinstance(values, Mapping) else None
-        given: Any = values if named is None else named.in_order()
+        given: Any = values
+        others: list[named_weights.Pair] = []
+        if isinstance(values, Mapping):
+            given, others = named_weights.in_order(self._model, self._tensors, values)
         make = given if callable(given) else lambda _: given
         state.publish_weights(self._job.worker, self._job.tensor_views, lambda newest: list(make(newest)))
-        if named is not None:
-            named.load_others()
+        with torch.no_grad():
+            for tensor, value in others:
+                tensor.copy_(value)
         self._job.take_weights()
         self._job.weights.remember()
 
@@ -268,18 +263,19 @@ def refuse_calls(inner: torch.optim.Optimizer) -> list[Any]:
     The DistributedOptimizer has the same hooks.
     """
 
-    def refuse_step(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
-        if optimizer is inner:
-            raise UsageError(
-                "step() of an optimizer that is wrapped pushes nothing, and would write into memory that other workers read:"
-                " call step() of the DistributedOptimizer"
-            )
+    def refusal(text: str) -> Callable[..., None]:
+        def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if optimizer is inner:
+                raise UsageError(text)
 
-    def refuse_load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        if optimizer is inner:
-            raise UsageError(
-                "load_state_dict() of an optimizer that is wrapped changes nothing in the job: load before wrapping it, or into"
-                " the DistributedOptimizer"
-            )
+        return refuse
 
+    refuse_step = refusal(
+        "step() of an optimizer that is wrapped pushes nothing, and would write into memory that other workers read: call"
+        " step() of the DistributedOptimizer"
+    )
+    refuse_load = refusal(
+        "load_state_dict() of an optimizer that is wrapped changes nothing in the job: load before wrapping it, or into the"
+        " DistributedOptimizer"
+    )
     return [inner.register_step_pre_hook(refuse_step), inner.register_load_state_dict_pre_hook(refuse_load)]

@@ -15,22 +15,22 @@ from fastps.torch.gradients import CountedGradients, Gradients
 
 
 class _Shard:
-    """What hooks have seen of one shard: the gradients that this backward has not reached, and its stream.
+    """What hooks have seen of one shard: the gradients that this backward has not reached, and the streams of the others.
 
     `versions`: of the tensors over the slot when the shard was marked; None: it is not marked.
     """
 
+    versions: list[int] | None
+
     def __init__(self, members: list[int]) -> None:
         self.members = members
-        self.missing = set(members)
-        self.stream: Any = None
-        self.is_on_one_stream = True
-        self.versions: list[int] | None = None
+        self.begin()
 
     def begin(self) -> None:
         """Begin another backward, or another step."""
         self.missing = set(self.members)
-        self.stream, self.is_on_one_stream, self.versions = None, True, None
+        self.streams: set[int] = set()
+        self.versions = None
 
 
 class ShardMarks:
@@ -39,9 +39,8 @@ class ShardMarks:
     def __init__(self, arena: DeviceArena, shards: Sequence[int]) -> None:
         self._arena = arena
         self._shard_of = shards
-        self._shards = [
-            _Shard([index for index, shard in enumerate(shards) if shard == number]) for number in range(max(shards) + 1)
-        ]
+        members = ([index for index, shard in enumerate(shards) if shard == number] for number in range(max(shards) + 1))
+        self._shards = list(map(_Shard, members))
 
     def put(self, index: int, views: Sequence[torch.Tensor]) -> None:
         """A gradient is in the slot of which `views` are tensors, or work is queued on this thread's stream that puts it."""
@@ -51,10 +50,8 @@ class ShardMarks:
             self._arena.forget(number)
             shard.begin()
         shard.missing.discard(index)
-        stream = self._arena.compute_stream()
-        shard.is_on_one_stream &= shard.stream is None or shard.stream == stream
-        shard.stream = stream
-        if not shard.missing and shard.is_on_one_stream:
+        shard.streams.add(self._arena.compute_stream())
+        if not shard.missing and len(shard.streams) == 1:
             shard.versions = [views[member]._version for member in shard.members]
             self._arena.mark_computed(number)
 
@@ -71,8 +68,8 @@ class ShardMarks:
             shard.begin()
 
 
-class _Marked(Gradients):
-    """Gradients that mark their shards. Ahead of Gradients or CountedGradients among the bases."""
+class MarkedGradients(Gradients):
+    """Gradients that mark their shards, and are views of the slot."""
 
     def __init__(self, arena: DeviceArena, shards: Sequence[int], *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -88,25 +85,18 @@ class _Marked(Gradients):
         return is_there
 
     def zero(self, set_to_none: bool) -> None:
-        """Clear the gradients."""
         self._marks.clear()
         super().zero(set_to_none)
 
     def collect(self, slot: int) -> bytes | None:
-        """Copy gradients that did not come through the hook into the slot; the push marks the shards of those."""
         presence = super().collect(slot)
         self._marks.check(self.slots[slot])
         return presence
 
     def release(self, slot: int) -> None:
-        """Give up the slot after its push."""
         self._marks.clear()
         super().release(slot)
 
 
-class MarkedGradients(_Marked, Gradients):
-    """Gradients that are views of the slot."""
-
-
-class MarkedCountedGradients(_Marked, CountedGradients):
-    """Gradients in slots that p.grad cannot be a view of."""
+class MarkedCountedGradients(MarkedGradients, CountedGradients):
+    """Gradients that mark their shards, in slots that p.grad cannot be a view of."""

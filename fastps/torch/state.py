@@ -6,7 +6,6 @@ Every copy is of one version, and is made under the locks of all shards.
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +24,10 @@ MakeTensors = Callable[[list[Any]], Tensors]
 
 def averages(worker: Worker, tensors_of: MakeTensors) -> Tensors:
     """Copies of the moving average of the weights."""
-    worker.lock_shards()
-    try:
+    with worker.locked():
         _, buffers = worker.store.committed()
         views = worker.store.plane_views(buffers, worker.store.layout.planes - 1)
         return [average.clone() for average in tensors_of(views)]
-    finally:
-        worker.unlock_shards(False)
 
 
 @torch.inference_mode(mode=False)
@@ -43,17 +39,17 @@ def entries(
     The entry of a parameter in half precision has its float32 weights, too, as "master".
     """
     worker.store.layout.check_has_state("the optimizer's state")
-    worker.lock_shards()
-    try:
+    with worker.locked():
         weights, buffers = worker.store.committed()
-        masters = _masters(worker.store, tensors_of, weights)
+        masters = {}
+        if worker.store.layout.shown_type != "float32":
+            tensors = zip(worker.store.parameters, tensors_of(worker.store.weight_views(weights)), strict=True)
+            masters = {index: each.clone() for index, (parameter, each) in enumerate(tensors) if parameter.type != "float32"}
         steps = [int(count[0]) for count in worker.store.rule_steps(buffers)]
         planes = {
             name: [view.clone() for view in tensors_of(worker.store.plane_views(buffers, plane))]
             for plane, name in enumerate(rule.planes)
         }
-    finally:
-        worker.unlock_shards(False)
     of_each = [{name: tensors[index] for name, tensors in planes.items()} for index in range(len(groups))]
     found = [entry_of(group, rule, steps[index], of_each[index].__getitem__) for index, group in enumerate(groups)]
     for index, master in masters.items():
@@ -63,37 +59,29 @@ def entries(
     return found
 
 
-def _masters(store: JobMemory, tensors_of: MakeTensors, buffers: Sequence[int]) -> dict[int, torch.Tensor]:
-    """Copies of the float32 weights of the parameters in half precision, by index."""
-    if store.layout.shown_type == "float32":
-        return {}
-    return {
-        index: tensor.clone()
-        for index, tensor in enumerate(tensors_of(store.weight_views(buffers)))
-        if store.parameters[index].type != "float32"
-    }
-
-
-@dataclass(frozen=True)
-class _Buffers:
-    """For each shard, the published and the free buffers of weights and of optimizer state."""
-
-    weights: list[int]
-    state: list[int]
-    new_weights: list[int]
-    new_state: list[int]
-
-
 @contextlib.contextmanager
-def _republished(worker: Worker) -> Iterator[_Buffers]:
-    """Hold all shard locks inside the block, which writes the free buffers; publish them at its end unless it raised."""
-    worker.store.layout.check_has_state("replacing weights or the optimizer's state")
+def _republished(worker: Worker, tensors_of: MakeTensors) -> Iterator[tuple[Tensors, list[int]]]:
+    """Hold all shard locks inside the block, which changes a copy of the published weights and state; then publish it.
+
+    The copy is in the free buffers: tensors of the weights, and the state's buffer of each shard. Nothing changes if the block
+    raises.
+    """
+    store = worker.store
+    store.layout.check_has_state("replacing weights or the optimizer's state")
     worker.lock_shards()
     published = False
     try:
-        spares = [worker.lane.spare(shard) for shard in range(worker.store.arena.shards)]
-        yield _Buffers(*worker.store.committed(), [pair[0] for pair in spares], [pair[1] for pair in spares])
-        worker.store.write_halves([pair[0] for pair in spares])
+        weights, state = store.committed()
+        spares = [worker.lane.spare(shard) for shard in range(store.arena.shards)]
+        new_weights, new_state = [pair[0] for pair in spares], [pair[1] for pair in spares]
+        copied = tensors_of(store.weight_views(new_weights))
+        _copy(tensors_of(store.weight_views(weights)), copied)
+        for plane in range(store.layout.planes):
+            _copy(tensors_of(store.plane_views(state, plane)), tensors_of(store.plane_views(new_state, plane)))
+        for source, target in zip(store.rule_steps(state), store.rule_steps(new_state), strict=True):
+            target[:] = source
+        yield copied, new_state
+        store.write_halves(new_weights)
         published = True
     finally:
         worker.unlock_shards(published)
@@ -104,13 +92,9 @@ def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence
 
     Where an entry is None, the job's stays. Only the digits that halves do not show come from an entry's "master".
     """
-    store = worker.store
-    with _republished(worker) as of:
-        _copy(tensors_of(store.weight_views(of.weights)), tensors_of(store.weight_views(of.new_weights)))
-        _copy_state(store, tensors_of, of)
-        write(store, of.new_state, tensors_of, rule, given)
-        if store.layout.shown_type != "float32":
-            _refine(store, tensors_of(store.weight_views(of.new_weights)), given)
+    with _republished(worker, tensors_of) as (weights, state):
+        write(worker.store, state, tensors_of, rule, given)
+        _refine(worker.store, weights, given)
 
 
 def _refine(store: JobMemory, weights: Tensors, given: Sequence[Mapping[str, Any] | None]) -> None:
@@ -118,7 +102,7 @@ def _refine(store: JobMemory, weights: Tensors, given: Sequence[Mapping[str, Any
     others = []
     for parameter, tensor, entry in zip(store.parameters, weights, given, strict=True):
         master = entry.get(MASTER) if entry is not None else None
-        if master is None or parameter.type == "float32":
+        if master is None or parameter.type not in ("float16", "bfloat16"):
             continue
         half = getattr(torch, parameter.type)
         if torch.equal(master.to(half), tensor.to(half)):
@@ -138,25 +122,21 @@ def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Ten
 
     Raises ValueError for tensors of another number or shape, and the errors of `make`; nothing changes then.
     """
-    store = worker.store
-    with _republished(worker) as of, torch.no_grad():
-        newest = tensors_of(store.weight_views(of.weights))
-        values = list(make([tensor.clone() for tensor in newest]))
-        if [value.shape for value in values] != [tensor.shape for tensor in newest]:
+    with _republished(worker, tensors_of) as (weights, _), torch.no_grad():
+        values = list(make([tensor.clone() for tensor in weights]))
+        if [value.shape for value in values] != [tensor.shape for tensor in weights]:
             raise ValueError(
-                f"expected a tensor for each of {len(newest)} parameters, in their order and shapes, found"
+                f"expected a tensor for each of {len(weights)} parameters, in their order and shapes, found"
                 f" {[tuple(value.shape) for value in values]}"
             )
-        for target, value in zip(tensors_of(store.weight_views(of.new_weights)), values, strict=True):
+        for target, value in zip(weights, values, strict=True):
             target.copy_(value)
-        _copy_state(store, tensors_of, of)
 
 
 def write_first(store: JobMemory, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:
     """Write these entries of torch's state into the first buffers, and the masters among them over the first weights."""
     write(store, [0] * store.arena.shards, tensors_of, rule, given)
-    if store.layout.shown_type != "float32":
-        _refine(store, tensors_of(store.weight_views(0)), given)
+    _refine(store, tensors_of(store.weight_views(0)), given)
 
 
 def write(
@@ -194,11 +174,3 @@ def _copy(sources: Tensors, targets: Tensors) -> None:
     for source, target in zip(sources, targets, strict=True):
         if source.data_ptr() != target.data_ptr():  # a table lies in memory once
             target.copy_(source)
-
-
-def _copy_state(store: JobMemory, tensors_of: MakeTensors, of: _Buffers) -> None:
-    """Copy the published optimizer state, with the rule's steps, into the free buffers."""
-    for plane in range(store.layout.planes):
-        _copy(tensors_of(store.plane_views(of.state, plane)), tensors_of(store.plane_views(of.new_state, plane)))
-    for source, target in zip(store.rule_steps(of.state), store.rule_steps(of.new_state), strict=True):
-        target[:] = source

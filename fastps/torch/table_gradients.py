@@ -15,23 +15,13 @@ from fastps.torch.gradients import Gradients, norm_of
 
 
 class TableGradients(Gradients):
-    """Gradients of `tensors`, of which those with the numbers `tables` are tables.
+    """Gradients of `tensors`, of which those with the numbers `tables` are tables; `dense` has the others', in their order.
 
-    Args:
-        dense: the gradients of the other tensors, in their order.
-        tensors: all parameters.
-        tables: the numbers of the tables among them.
-        rows: the rows in this worker's slots.
-        name: gives a parameter's name for errors.
+    `rows`: those in this worker's slots. `name` gives a parameter's name for errors.
     """
 
     def __init__(
-        self,
-        dense: Gradients,
-        tensors: list[torch.Tensor],
-        tables: Sequence[int],
-        rows: RowSlots,
-        name: Callable[[int], str],
+        self, dense: Gradients, tensors: list[torch.Tensor], tables: Sequence[int], rows: RowSlots, name: Callable[[int], str]
     ) -> None:
         self.tensors = tensors
         self._dense = dense
@@ -40,21 +30,17 @@ class TableGradients(Gradients):
         self._numbers = {number: place for place, number in enumerate(self._places)}
         self._rows = rows
         self._name = name
-        self._presences = {}
         self._slot = 0  # of the last `collect`
 
     @property
     def is_apart(self) -> bool:  # type: ignore[override]
-        """Whether an error ended the last step before its push was folded; see `detach`."""
         return self._dense.is_apart
 
     def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
-        """Copy a dense gradient, into which autograd has just accumulated; leave a sparse one, which `collect` reads."""
-        place = self._numbers.get(index)
-        return place is not None and self._dense.put(place, slot, tensor)
+        """Copy a dense gradient, into which autograd has just accumulated; no hook gives a sparse one."""
+        return self._dense.put(self._numbers[index], slot, tensor)
 
     def zero(self, set_to_none: bool) -> None:
-        """Clear the gradients, as torch does; without `set_to_none` existing gradients become zeros."""
         self._dense.zero(set_to_none)
         for index in self._tables:
             gradient = self.tensors[index].grad
@@ -64,7 +50,6 @@ class TableGradients(Gradients):
                 gradient.zero_()
 
     def expose(self, slot: int) -> None:
-        """Point every dense p.grad at the slot, which keeps its old values."""
         self._dense.expose(slot)
 
     def collect(self, slot: int) -> bytes | None:
@@ -78,12 +63,13 @@ class TableGradients(Gradients):
         for index in self._tables:
             gradient = self.tensors[index].grad
             if gradient is not None:
-                self._check_sparse(index, gradient)
+                self.check(index, gradient)
                 self._rows.put(slot, index, gradient._indices()[0].numpy(), gradient._values().numpy())
                 self.present.add(index)
         return self._presence() or presence_of(range(len(self.tensors)), len(self.tensors))
 
-    def _check_sparse(self, index: int, gradient: torch.Tensor) -> None:
+    def check(self, index: int, gradient: torch.Tensor) -> None:
+        """Raise UnsupportedError for a table's gradient that cannot be pushed."""
         if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
             raise UnsupportedError(
                 f"parameter {self._name(index)!r}: expected a sparse gradient of rows, because it is a table, found"
@@ -93,7 +79,6 @@ class TableGradients(Gradients):
         self._check_no_graph(index, gradient)
 
     def release(self, slot: int) -> None:
-        """Give up the slot after its push."""
         self._dense.release(slot)
 
     def norm(self) -> float:
@@ -102,9 +87,7 @@ class TableGradients(Gradients):
         return math.hypot(self._dense.norm(), norm_of([torch.from_numpy(values) for values in rows]))
 
     def detach(self, slot: int) -> None:
-        """Separate p.grad from the slot until the next `collect`: a fold may still read the slot while the worker goes on."""
         self._dense.detach(slot)
 
     def clone(self) -> None:
-        """See Gradients.clone."""
         self._dense.clone()

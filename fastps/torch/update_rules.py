@@ -7,15 +7,14 @@ maps the fold's optimizer-state tensors to torch's names.
 import logging
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.layout import GradientType
-from fastps.job.precision import check_types
-from fastps.job.update_rules import DOUBLE_PRODUCT, UPDATE_RULES, Hyper, Rule, rule_for
+from fastps.job.update_rules import DOUBLE_PRODUCT, UPDATE_RULES, Hyper, Rule, UpdateRule, rule_for
 from fastps.job.user_rules import UserRule
 from fastps.torch.row_wise_adagrad import RowWiseAdagradOptimizer
 from fastps.torch.rule_optimizer import RuleOptimizer
@@ -73,18 +72,27 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
                 level, "%s(%s=True) has no effect: the fold updates the weights, and no gradient flows through it", name, option
             )
     rule = rule_for(_KNOWN[kind], optimizer.param_groups, optimizer.defaults)
-    of_each = [(group, tensor) for group in optimizer.param_groups for tensor in group["params"]]
-    _check_scalars(rule, [(group, optimizer.state.get(tensor, {})) for group, tensor in of_each])
+    groups, state = optimizer.param_groups, optimizer.state
+    check_scalars(rule, [(group, state.get(each, {})) for group in groups for each in group["params"]])
     return rule
+
+
+def _row_of(rule: Rule) -> UpdateRule:
+    """The rule's row of the table. A user's rule has none, and gets one here."""
+    if not isinstance(rule, UserRule):
+        return UPDATE_RULES[rule.name]
+
+    def hyper(group: Mapping[str, Any]) -> Hyper:
+        # The fold's hyper-parameter fields, in the order of the rule's names.
+        values = [float(group["lr" if name == "learning_rate" else name]) for name in rule.hyper_names]
+        return Hyper(*values)  # type: ignore[arg-type]
+
+    return UpdateRule(hyper, rule.planes, (), dict)
 
 
 def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
     """A param_group's current hyper-parameters; a learning rate that is a tensor is read."""
-    if isinstance(rule, UserRule):
-        # A user's rule gets the fold's hyper-parameter fields in the order of its names.
-        values = [float(group["lr" if name == "learning_rate" else name]) for name in rule.hyper_names]
-        return Hyper(*values)  # type: ignore[arg-type]
-    row = UPDATE_RULES[rule.name]
+    row = _row_of(rule)
     for plane, option in row.only_with.items():
         if group.get(option) and plane not in rule.planes:
             raise UnsupportedError(f"{option} was off when the optimizer was wrapped and is not now: set it before wrapping")
@@ -116,14 +124,12 @@ class Hypers:
         self._rule = rule
         self._groups: list[dict[str, Any]] | None = None  # the last groups; None if they cannot be compared
         self._made: list[Hyper] = []
-        self._fixed: list[dict[str, Any]] | None = None  # the options that must stay, of each group
-        self._tensors: list[list[torch.Tensor]] | None = None  # the parameters of each group
+        self._first: list[tuple[list[torch.Tensor], dict[str, Any]]] = []  # each group's parameters, and options that must stay
 
     def of(self, groups: list[dict[str, Any]]) -> list[Hyper]:
         """The current hyper-parameters, one per group. The caller must not change the list."""
         if self._groups is None or _differ(self._groups, groups):
-            self._check_fixed(groups)
-            self._check_tensors(groups)
+            self._check_same(groups)
             self._made = [hyper_of(group, self._rule) for group in groups]
             options = [value for group in groups for key, value in group.items() if key not in _OF_PARAMETERS]
             # A comparison of lists looks into no tensor that is the same object in both.
@@ -131,28 +137,25 @@ class Hypers:
             self._groups = kept if all(map(_cannot_change, options)) else None
         return self._made
 
-    def _check_tensors(self, groups: list[dict[str, Any]]) -> None:
-        """Raise UsageError if a group has other parameters than at the first call: the arena has no place for them."""
-        now = [list(group["params"]) for group in groups]
-        before = self._tensors = self._tensors if self._tensors is not None else now
-        for index, (old, new) in enumerate(zip(before, now, strict=False)):
+    def _check_same(self, groups: list[dict[str, Any]]) -> None:
+        """Raise UsageError if a group has other parameters than at the first call, for which the arena has no place.
+
+        Raises UnsupportedError for another value of an option that must stay. The push refuses another number of groups.
+        """
+        names = _row_of(self._rule).fixed_options
+        now = [(list(group["params"]), {name: group[name] for name in names}) for group in groups]
+        self._first = self._first or now
+        for index, ((old, fixed), (new, options)) in enumerate(zip(self._first, now, strict=False)):
+            if changed := [name for name in names if fixed[name] != options[name]]:
+                raise UnsupportedError(
+                    f"{changed[0]} changed after the first step, and {self._rule.name} computes state from it and the number of"
+                    " steps: keep it as it is (OneCycleLR and CyclicLR: cycle_momentum=False)"
+                )
             if len(old) != len(new) or any(map(operator.is_not, old, new)):
                 raise UsageError(
                     f"param_groups[{index}]: expected the {len(old)} parameters that it had when it was wrapped, found"
                     f" {len(new)}, or others in their place; {WRAP_ANEW}"
                 )
-
-    def _check_fixed(self, groups: list[dict[str, Any]]) -> None:
-        names = () if isinstance(self._rule, UserRule) else UPDATE_RULES[self._rule.name].fixed_options
-        now = [{name: group[name] for name in names} for group in groups]
-        before = self._fixed = self._fixed if self._fixed is not None else now
-        # The push refuses another number of groups.
-        changed = [name for old, new in zip(before, now, strict=False) for name in names if old[name] != new[name]]
-        if changed:
-            raise UnsupportedError(
-                f"{changed[0]} changed after the first step, and {self._rule.name} computes state from it and the number of"
-                " steps: keep it as it is (OneCycleLR and CyclicLR: cycle_momentum=False)"
-            )
 
 
 def _differ(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
@@ -173,41 +176,30 @@ def _cannot_change(value: object) -> bool:
 
 def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[str], torch.Tensor]) -> dict[str, Any] | None:
     """A parameter's entry in torch's state after `steps` steps; `plane` maps a name to its tensor. None if torch keeps none."""
-    if isinstance(rule, UserRule):
-        names, has_steps = list(rule.planes), True
-    else:
-        # Those that torch keeps for a parameter of this group; the fold may keep more, for other groups.
-        names, has_steps = UPDATE_RULES[rule.name].used_state(group), UPDATE_RULES[rule.name].has_steps
+    row = _row_of(rule)
+    names = row.used_state(group)  # what torch keeps for a parameter of this group; the fold may keep more, for other groups
     if not names or (not steps and rule.name != "adagrad"):  # torch's Adagrad alone has state before its first step
         return None
-    entry: dict[str, Any] = {"step": torch.tensor(float(steps))} if has_steps else {}
+    entry: dict[str, Any] = {"step": torch.tensor(float(steps))} if row.has_steps else {}
     planes = {name: plane(name) for name in names}
-    if not isinstance(rule, UserRule):
-        precise = _with_precision(group, [tensor.dtype for tensor in planes.values()])
-        dtype = torch.float64 if DOUBLE_PRODUCT in precise else torch.float32
-        scalars = UPDATE_RULES[rule.name].scalars(precise, steps)
-        entry |= {name: torch.tensor(value, dtype=dtype) for name, value in scalars.items()}
-    return entry | planes
+    precise = _with_precision(group, [tensor.dtype for tensor in planes.values()])
+    dtype = torch.float64 if DOUBLE_PRODUCT in precise else torch.float32
+    scalars = {name: torch.tensor(value, dtype=dtype) for name, value in row.scalars(precise, steps).items()}
+    return entry | scalars | planes
 
 
 def names_of(rule: Rule, group: Mapping[str, Any]) -> list[str]:
     """The names that entries of torch's state have for this rule, and `MASTER`; `group`: any param_group."""
-    if isinstance(rule, UserRule):
-        return ["step", MASTER, *rule.planes]
-    return ["step", MASTER, *UPDATE_RULES[rule.name].state, *UPDATE_RULES[rule.name].scalars(group, 0)]
+    row = _row_of(rule)
+    return ["step", MASTER, *row.state, *row.scalars(group, 0)]
 
 
-def check_saved(rule: Rule, saved: Mapping[str, Any]) -> None:
-    """Check a state dict before it is loaded. Raises UnsupportedError for state that the fold would compute differently."""
-    entries = saved["state"]
-    _check_scalars(rule, [(group, entries.get(index, {})) for group in saved["param_groups"] for index in group["params"]])
+def check_scalars(rule: Rule, entries: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    """Check the scalars in parameters' entries of torch's state, each after its param_group: the fold computes them itself.
 
-
-def _check_scalars(rule: Rule, entries: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
-    """Check the scalars in parameters' entries of torch's state, each with its param_group: the fold computes them itself."""
-    if isinstance(rule, UserRule):
-        return
-    row = UPDATE_RULES[rule.name]
+    Raises UnsupportedError for one that the fold would compute differently.
+    """
+    row = _row_of(rule)
     for group, entry in entries:
         if "step" not in entry:
             continue
@@ -219,10 +211,6 @@ def _check_scalars(rule: Rule, entries: Sequence[tuple[Mapping[str, Any], Mappin
                 )
 
 
-Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
-"""A parameter's name, shape, stride and param_group."""
-
-
 PARAMETER_TYPES: dict[torch.dtype, GradientType] = {
     torch.float32: "float32",
     torch.float16: "float16",
@@ -230,17 +218,6 @@ PARAMETER_TYPES: dict[torch.dtype, GradientType] = {
     torch.float64: "float64",
 }
 """The types of parameters, and of pushed gradients, by the names that a layout has for them."""
-
-
-def types_of(tensors: Sequence[torch.Tensor]) -> list[GradientType]:
-    """The type of each parameter. Raises UnsupportedError for a model whose types no arena holds together.
-
-    >>> types_of([torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)])
-    ['float32', 'bfloat16']
-    """
-    found = [PARAMETER_TYPES[tensor.dtype] for tensor in tensors]
-    check_types(found)
-    return found
 
 
 def pushed_type(tensors: Sequence[torch.Tensor]) -> torch.dtype:
@@ -283,10 +260,12 @@ def without(groups: list[dict[str, Any]], ids: Collection[int]) -> list[dict[str
     return [{**group, "params": [each for each in group["params"] if id(each) not in ids]} for group in groups]
 
 
-def rows_of(groups: list[dict[str, Any]], model: torch.nn.Module | None, ids: Collection[int] = ()) -> list[Row]:
-    """The parameters of all param_groups but those with these `ids`, in order, with the names that `model` gives them.
+def rows_of(
+    groups: list[dict[str, Any]], model: torch.nn.Module | None, ids: Collection[int] = ()
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int]]:
+    """The name, shape, stride and param_group of each parameter of all param_groups but those with these `ids`, in order.
 
-    Raises UsageError if there are none, UnsupportedError for a parameter that cannot be in the arena.
+    `model` gives the names. Raises UsageError if there are none, UnsupportedError for a parameter that cannot be in the arena.
 
     >>> rows_of([{"params": [torch.zeros(2, 3)]}], None)
     [('param_groups[0][0]', (2, 3), (3, 1), 0)]

@@ -30,11 +30,9 @@ class Weights:
         self._tensors_of = tensors_of
         self._made: dict[tuple[int, int], list[torch.Tensor]] = {}  # by shard and buffer
         self._prepared: dict[tuple[int, int], Any] = {}  # the same tensors in the form that the loops take
-        parameters = store.parameters
-        self._of_shard = [
-            [index for index, parameter in enumerate(parameters) if parameter.shard == shard]
-            for shard in range(store.arena.shards)
-        ]
+        self._of_shard: list[list[int]] = [[] for _ in range(store.arena.shards)]
+        for index, parameter in enumerate(store.parameters):
+            self._of_shard[parameter.shard].append(index)
         self.by_shard = [[tensors[index] for index in indices] for indices in self._of_shard]
         self._shard_loops = [tensor_loops(of_shard) for of_shard in self.by_shard]
         if len(self._shard_loops) == 1:  # the usual case: saves a call
@@ -63,26 +61,21 @@ class Weights:
 
     def has_moved(self, index: int) -> bool:
         """Whether that parameter was pointed at other memory since `remember`."""
-        for loops, indices in zip(self._shard_loops, self._of_shard, strict=True):
-            if index in indices:
-                return loops.has_moved(indices.index(index))
-        return False
+        shard = self._store.parameters[index].shard
+        return self._shard_loops[shard].has_moved(self._of_shard[shard].index(index))
 
     @torch.inference_mode(mode=False)
     def of(self, shard: int, buffer: int) -> list[torch.Tensor]:
         """Tensors over the parameters of one shard in a weights buffer."""
         found = self._made.get((shard, buffer))
         if found is None:
-            made = self._tensors_of(self._views(buffer))
+            views: list[Any] = list(self._store.pulled_views(buffer))
+            if any(self._are_halves):
+                pairs = zip(views, self._store.half_views(buffer), self._are_halves, strict=True)
+                views = [half if is_half else each for each, half, is_half in pairs]
+            made = self._tensors_of(views)
             found = self._made[shard, buffer] = [made[index] for index in self._of_shard[shard]]
         return found
-
-    def _views(self, buffer: int) -> list[Any]:
-        floats: list[Any] = list(self._store.pulled_views(buffer))
-        if not any(self._are_halves):
-            return floats
-        halves = self._store.half_views(buffer)
-        return [half if is_half else each for each, half, is_half in zip(floats, halves, self._are_halves, strict=True)]
 
     @torch.inference_mode(mode=False)
     def show_copies(self) -> None:
@@ -92,12 +85,9 @@ class Weights:
 
     def count_writes(self, written: Collection[int]) -> None:
         """Let autograd refuse a backward through a graph of these parameters' earlier values, as after a step of torch's."""
-        if len(written) == len(self.tensors):
-            for loops in self._shard_loops:
-                loops.count_writes()
-            return
+        are_all = len(written) == len(self.tensors)
         for loops, indices in zip(self._shard_loops, self._of_shard, strict=True):
-            loops.count_writes([self.tensors[index] for index in indices if index in written])
+            loops.count_writes(None if are_all else [self.tensors[index] for index in indices if index in written])
 
     def leave(self) -> None:
         """Drop all tensors over the store's memory, because it is about to be unmapped."""
@@ -116,9 +106,8 @@ def shaped_tensors(
     (state of row-wise rules), and is then a column.
     """
     begin = np.frombuffer(store.memory, np.uint8).ctypes.data
-    if dtypes is None:
-        dtypes = [view.dtype.name for view in views]
-    names = [dtypes] * len(views) if isinstance(dtypes, str) else dtypes
+    names = [view.dtype.name for view in views] if dtypes is None else dtypes
+    names = [names] * len(views) if isinstance(names, str) else names
     made = []
     for view, parameter, dtype in zip(views, store.parameters, names, strict=True):
         shape, stride = parameter.shape, parameter.stride
