@@ -111,7 +111,7 @@ def check_rows(rule: Rule, policy: Policy, tables: Sequence[tuple[str, tuple[int
 
     `tables`: the name, the shape and the hyper-parameters of each; `parameters`: how many the job has, tables included.
     """
-    row = UPDATE_RULES.get(rule.name)
+    row = None if rule.address else UPDATE_RULES.get(rule.name)  # a user's rule may have the name of another
     if tables and (row is None or not row.row_rule):
         known = ", ".join(name for name, each in UPDATE_RULES.items() if each.row_rule)
         raise UnsupportedError(

@@ -25,7 +25,7 @@ def tables_of(tensors: Sequence[torch.Tensor], rule: Rule) -> frozenset[int]:
 
     Raises UnsupportedError for a table that is not float32.
     """
-    row = UPDATE_RULES.get(rule.name)
+    row = None if rule.address else UPDATE_RULES.get(rule.name)  # a user's rule may have the name of another
     only_rows = row is not None and row.only_rows
     found = frozenset(range(len(tensors)) if only_rows else foreign.sparse_parameters(tensors))
     for index in sorted(found):

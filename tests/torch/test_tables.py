@@ -210,3 +210,15 @@ def test_what_tables_cannot_have_is_refused_at_wrapping(
     with pytest.raises(fastps.UnsupportedError, match=message):
         fastps.DistributedOptimizer(make(model), sync, model=model)
     assert model.bag.weight.shape == (ROWS, 16)
+
+
+def test_a_users_rule_of_the_name_of_another_has_no_tables() -> None:
+    """The rows would be updated by the other rule's arithmetic."""
+
+    @fastps.rule(hyper=("learning_rate",))
+    def sgd(weight: float, gradient: float, learning_rate: float) -> float:
+        return weight - 10 * learning_rate * gradient
+
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    with pytest.raises(fastps.UnsupportedError, match="expected a rule for rows of tables"):
+        fastps.DistributedOptimizer(fastps.RuleOptimizer(table.parameters(), sgd, learning_rate=1.0))
