@@ -83,15 +83,6 @@ class DeviceArena(DeviceMemory):
         except ValueError as error:
             raise UnsupportedError(f"this optimizer cannot fold on a device: {error}") from error
 
-    def parts(self) -> dict[str, Event | Stream]:
-        """This lane's events and streams by name, for checks that leave one out. Makes the streams of folds and copies."""
-        named: dict[str, Event | Stream] = {"finished": self._finished, "copied": self._copied, "copies": self._copies}
-        named["compute"] = self.compute_stream()
-        for wave in sorted(set(self._waves)):
-            named |= {f"computed {wave}": self._computed[wave], f"folded {wave}": self._folded[wave]}
-            named[f"fold {wave}"] = self._queues[wave]
-        return named
-
     def compute_stream(self) -> Stream:
         """The stream on which the calling thread computes."""
         return self._device.compute_stream()

@@ -33,6 +33,7 @@ from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.shm.format import format_memory
 from fastps.lab.gpus.fake_cuda import Work
 from fastps.lab.gpus.stepped import SteppedCuda, SteppedDevice, SteppedNode, SteppedStream
+from fastps.lab.worlds.device_workers import parts_of
 from fastps.membership.job_memory import JobMemory
 from fastps.store.presence import presence_of
 from fastps.system import shared_memory
@@ -245,11 +246,11 @@ class Job:
 
     def _await_hosts(self) -> None:
         """What is queued from now on follows the work that each host has waited for."""
-        finished = [arena.parts()["finished"] for arena in self.arenas]
+        finished = [parts_of(arena)["finished"] for arena in self.arenas]
         for arena, device in zip(self.arenas, self.devices, strict=True):
             api = device.api
             assert isinstance(api, _RecordingCuda)
-            for stream in (part for name, part in arena.parts().items() if name.startswith("fold ")):
+            for stream in (part for name, part in parts_of(arena).items() if name.startswith("fold ")):
                 for event in finished:
                     api.streamWaitEvent(stream, event)
 

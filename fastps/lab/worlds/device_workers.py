@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.device.arena import DeviceArena
+from fastps.device.interface import Event, Stream
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE
 from fastps.kernels.protocol.worker_lane import WorkerLane
@@ -34,6 +35,16 @@ def _narrowed(weights: Floats, half: str) -> npt.NDArray[np.uint16]:
     bits = np.zeros(len(weights), np.uint16)
     fold.narrow(np.ascontiguousarray(weights), bits, launch_args.DTYPES[half])
     return bits
+
+
+def parts_of(arena: DeviceArena) -> dict[str, Event | Stream]:
+    """A lane's events and streams by name, for checks that leave one out. Makes the streams of folds and copies."""
+    named: dict[str, Event | Stream] = {"finished": arena._finished, "copied": arena._copied, "copies": arena._copies}
+    named["compute"] = arena.compute_stream()
+    for wave in sorted(set(arena._waves)):
+        named |= {f"computed {wave}": arena._computed[wave], f"folded {wave}": arena._folded[wave]}
+        named[f"fold {wave}"] = arena._queues[wave]
+    return named
 
 
 class ViolationError(Exception):

@@ -34,7 +34,7 @@ from fastps.kernels.shm.format import format_memory
 from fastps.kernels.update import fold
 from fastps.lab.gpus.hazards import Clock, HazardError, merge
 from fastps.lab.gpus.stepped import SteppedNode
-from fastps.lab.worlds.device_workers import Floats, ViolationError, WatchedDevice, Worker
+from fastps.lab.worlds.device_workers import Floats, ViolationError, WatchedDevice, Worker, parts_of
 from fastps.membership.job_memory import JobMemory
 from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK
@@ -258,7 +258,7 @@ class World:
         first.close()
         self.node.meet()  # as through the shard locks, under which each step of the setup is taken
         for worker in self.workers:
-            parts = worker.arena.parts()
+            parts = parts_of(worker.arena)
             self._roles |= {part: name.split()[0] for name, part in parts.items()}
             worker.begin()
             worker.lane.fold_with(partial(self.fold, worker.arena), worker.arena.own_shards())

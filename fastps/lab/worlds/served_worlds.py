@@ -24,7 +24,7 @@ from fastps.kernels.protocol.lane import BUSY, DONE, Lane
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.lab.gpus.hazards import merge
 from fastps.lab.gpus.stepped import SteppedNode
-from fastps.lab.worlds.device_workers import GENERATION, ViolationError, WatchedDevice, Worker
+from fastps.lab.worlds.device_workers import GENERATION, ViolationError, WatchedDevice, Worker, parts_of
 from fastps.lab.worlds.device_worlds import MOST_TURNS, World
 
 _SERVER = 1000  # its process number
@@ -162,7 +162,7 @@ class ServedWorld(World):
         if event not in self._roles or (stream is not None and stream not in self._roles):
             return False  # a part of an arena that is being set up
         further = list(self._server.arenas.values())[1:] if self._is_running else []
-        is_further = any(event in each.parts().values() for each in further)
+        is_further = any(event in parts_of(each).values() for each in further)
         if verb != "wait" or stream is None or self.is_own(event, stream) or not is_further:
             return super().leaves_out(verb, event, stream)
         key = f"{self._roles[stream]} stream waits for {self._roles[event]} of a further device"
@@ -174,14 +174,14 @@ class ServedWorld(World):
     def _begin(self) -> None:
         self._server = _Server(self, list(dict.fromkeys(self._gpus)))
         for each in self._server.arenas.values():
-            self._roles |= {part: name.split()[0] for name, part in each.parts().items()}
+            self._roles |= {part: name.split()[0] for name, part in parts_of(each).items()}
         self.publish(_SERVER)
         self._is_running = True
 
     def _attach(self, rank: int, generation: int = 0) -> Worker:
         """A worker's setup, up to its first pull. Raises _Dies."""
         worker = Worker(self, rank, self._gpus[rank], generation)
-        self._roles |= {part: name.split()[0] for name, part in worker.arena.parts().items()}
+        self._roles |= {part: name.split()[0] for name, part in parts_of(worker.arena).items()}
         worker.lane.fold_with(worker.arena.fold, ())
         assert isinstance(worker.device, _MortalDevice)
         if generation == 0:
