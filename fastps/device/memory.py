@@ -38,7 +38,8 @@ class DeviceMemory:
         self._rank = rank
         self._lane = min(rank, layout.lanes)
         self._device = device
-        self._regions = plan.regions_of(layout)
+        parts = layout.buffers, layout.planes, layout.shown_type != "float32"
+        self._regions = [Region(first, last - first, *parts) for first, last in layout.shards]
         self._slot_owners = plan.slot_owners(layout)
         self._slots = {owner: plan.slots_of(layout, owner) for owner in self._slot_owners}
         self._halves_type = 0 if layout.shown_type == "float32" else launch_args.DTYPES[layout.shown_type]

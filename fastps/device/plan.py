@@ -148,12 +148,6 @@ class Slots:
         return max(LEAST_BYTES, self.bytes * self.floats * self.slots * len(self.lanes))
 
 
-def regions_of(layout: Layout) -> list[Region]:
-    """The region of each shard."""
-    has_halves = layout.shown_type != "float32"
-    return [Region(first, last - first, layout.buffers, layout.planes, has_halves) for first, last in layout.shards]
-
-
 def shown_floats(layout: Layout, shard: int) -> list[tuple[int, int]]:
     """(offset in the shard, length) of the floats that models show, as whole runs: all, or those of no half precision.
 

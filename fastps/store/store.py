@@ -40,6 +40,7 @@ from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.descriptors import reserve
 
 _DESCRIPTORS = 24  # of a worker, beside a pidfd of each other one
+_GONE = (arena.LANE_LEFT, arena.LANE_DEAD, arena.LANE_FAILED, arena.LANE_EXPELLED)
 _DYING_S = 2.0  # the longest time that a killed process takes to exit
 
 
@@ -297,8 +298,7 @@ class Store(JobMemory):
             try:
                 return self.answer_at(rank)
             except OSError as error:
-                gone = self.arena.lane_state(rank) in (arena.LANE_LEFT, arena.LANE_DEAD, arena.LANE_FAILED, arena.LANE_EXPELLED)
-                limit_s = self.timeout_s if gone else min(self.timeout_s, _DYING_S)
+                limit_s = self.timeout_s if self.arena.lane_state(rank) in _GONE else min(self.timeout_s, _DYING_S)
                 if not self.layout.faults.continues or self.clock.now_ns() - began_ns >= limit_s * 1e9:
                     raise AttachError(
                         f"worker {rank} cannot attach: another process answers in its place ({error}); choose another rank"
@@ -310,8 +310,7 @@ class Store(JobMemory):
         late = range(self.layout.workers, self.layout.lanes)
         empty = [lane for lane in late if self.arena.lane_state(lane) == arena.LANE_FREE]
         if self.layout.faults.continues:
-            gone = (arena.LANE_DEAD, arena.LANE_LEFT, arena.LANE_FAILED, arena.LANE_EXPELLED)
-            empty += [lane for lane, state in enumerate(self.arena.lane_states()) if state in gone]
+            empty += [lane for lane, state in enumerate(self.arena.lane_states()) if state in _GONE]
         for lane in empty:
             with contextlib.suppress(AttachError):  # another process was faster
                 return self.attach(lane)

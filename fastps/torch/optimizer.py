@@ -146,9 +146,7 @@ class DistributedOptimizer(OptimizerState):
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else its lr schedulers warn that step() was not called
         self._rule = rule_of(optimizer)
         self._hypers_read = Hypers(self._rule)
-        self._wrapped = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._wrapped = True
         self._share_state()
         self._buffers = ModelBuffers(model)
         self._placement = self._place(push_dtype)
@@ -174,7 +172,6 @@ class DistributedOptimizer(OptimizerState):
         """Take the job's weights and hook into backward."""
         self._job.use(worker)
         self._warm_up = WarmUp(worker.store, worker) if self.policy.warm_up else None
-        self._in_no_sync = False
         self._batch_size = batch_size
         self._samples = batch_size
         self._job.hook(refuse_calls(self._inner))
@@ -244,11 +241,11 @@ class DistributedOptimizer(OptimizerState):
 
         Several backwards before one `step()` accumulate without this, too; it exists for loops written for DDP.
         """
-        self._in_no_sync = self._job.gradients.accumulates = True
+        self._job.gradients.accumulates = True
         try:
             yield
         finally:
-            self._in_no_sync = self._job.gradients.accumulates = False
+            self._job.gradients.accumulates = False
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -271,17 +268,18 @@ class DistributedOptimizer(OptimizerState):
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
-        if self._in_no_sync:
-            raise UsageError("step() was called inside no_sync(): leave the block before the step that pushes")
         job, warm_up = self._job, self._warm_up
         worker, gradients = job.worker, job.gradients
+        if gradients.accumulates:
+            raise UsageError("step() was called inside no_sync(): leave the block before the step that pushes")
         worker.check_usable()
         if not job.has_begun:
             foreign.check_not_averaged(self._tensors)
         if gradients.is_apart:
             worker.advance()  # finishes the previous step, whose wait an error ended
         job.refuse_writes()
-        if self._left_out or self._state.is_lent or not self._is_shared:
+        inner, state = self._inner, self._state
+        if self._left_out or state.is_lent or inner.state is not state or inner.param_groups is not self.param_groups:
             self._take_writes()
         presence = gradients.collect(slot := worker.lane.slot)
         if job.equal_gradients.is_on:
@@ -403,15 +401,13 @@ class DistributedOptimizer(OptimizerState):
         finally:
             self._job.weights.remember()
 
-    @contextlib.contextmanager
-    def shown_weights(self, values: Iterable[torch.Tensor]) -> Iterator[None]:
+    def shown_weights(self, values: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         """Show these tensors as the parameters inside the block, one each in the order of the param_groups.
 
         Use it to evaluate other weights, such as the best so far or an average: writing them into the parameters would change
         the memory that other workers read. To change the job's weights, use `DistributedOptimizer.replace_weights`.
         """
-        with shown(self._tensors, list(values)):
-            yield
+        return shown(self._tensors, list(values))
 
     def report_loss(self, loss: float, samples: int = 0) -> None:
         """Report this worker's loss and batch size to observers; the next push carries them."""

@@ -20,7 +20,6 @@ class OptimizerState(torch.optim.Optimizer):
 
     _job: Attachment
     _model: torch.nn.Module | None
-    _wrapped: bool
     _tensors: list[Any]
     _rule: Rule
     _hypers_read: Hypers
@@ -105,11 +104,6 @@ class OptimizerState(torch.optim.Optimizer):
         for name in _HOOKS:
             setattr(self, name, getattr(self._inner, name))
 
-    @property
-    def _is_shared(self) -> bool:
-        """Whether no script has given either optimizer another state or list of param_groups."""
-        return self._inner.state is self._state and self._inner.param_groups is self.param_groups
-
     def _follow_state(self, is_late: bool) -> None:
         """Read the state from the job from now on. `is_late`: the entries up to now become the job's first."""
         if is_late and any(self._entries()):
@@ -142,7 +136,7 @@ class OptimizerState(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise UsageError, because the arena has its size: end this job and begin one with the new parameters."""
-        if self._wrapped:
+        if "_job" in self.__dict__:  # else torch's constructor calls
             raise UsageError(
                 "add_param_group() after wrapping is not supported, because the arena exists already: add the group to the"
                 f" torch optimizer first, then wrap it; {WRAP_ANEW}"

@@ -243,15 +243,11 @@ def left_out(groups: list[dict[str, Any]]) -> dict[int, str]:
     for tensor in tensors:
         if tensor.requires_grad or not trained:
             continue
-        try:
-            check_parameter("", tensor)
-        except UnsupportedError as error:
-            found[id(tensor)] = str(error).removeprefix("parameter '': ")
-            continue
-        if tensor.dtype not in trained:
-            found[id(tensor)] = (
-                f"expected a type of those that trained, {' and '.join(map(str, trained))}, found {tensor.dtype}"
-            )
+        if why := _why_not(tensor):
+            found[id(tensor)] = why
+        elif tensor.dtype not in trained:
+            types = " and ".join(map(str, trained))
+            found[id(tensor)] = f"expected a type of those that trained, {types}, found {tensor.dtype}"
     return found
 
 
@@ -286,26 +282,27 @@ def rows_of(
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
-    """Raise UnsupportedError for a parameter that cannot be in the arena: another dtype, layout or device, or with gaps."""
+    """Raise UnsupportedError for a parameter that cannot be in the arena."""
+    if why := _why_not(parameter):
+        raise UnsupportedError(f"parameter {name!r}: {why}")
+
+
+def _why_not(parameter: torch.Tensor) -> str:
+    """Why a parameter cannot be in the arena: its dtype, its layout, its device, or gaps; "" if it can."""
     if parameter.layout is not torch.strided:
-        raise UnsupportedError(
-            f"parameter {name!r}: expected a dense tensor, found {parameter.layout}; sparse is not supported"
-        )
+        return f"expected a dense tensor, found {parameter.layout}; sparse is not supported"
     if parameter.dtype not in PARAMETER_TYPES:
-        raise UnsupportedError(
-            f"parameter {name!r}: expected float32, float64, bfloat16 or float16, found"
-            f" {str(parameter.dtype).removeprefix('torch.')}, which the fold does not compute in"
-            + (": train its torch.view_as_real, and use torch.view_as_complex of that" if parameter.is_complex() else "")
-        )
+        found = str(parameter.dtype).removeprefix("torch.")
+        cure = ": train its torch.view_as_real, and use torch.view_as_complex of that" if parameter.is_complex() else ""
+        return f"expected float32, float64, bfloat16 or float16, found {found}, which the fold does not compute in{cure}"
     if parameter.device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(
-            f"parameter {name!r}: expected a tensor on the CPU or a CUDA GPU, found one on {parameter.device}"
-        )
+        return f"expected a tensor on the CPU or a CUDA GPU, found one on {parameter.device}"
     if parameter.numel() and not _is_dense(parameter):
-        raise UnsupportedError(
-            f"parameter {name!r}: expected a tensor without gaps or overlaps, found shape {tuple(parameter.shape)} with stride"
+        return (
+            f"expected a tensor without gaps or overlaps, found shape {tuple(parameter.shape)} with stride"
             f" {tuple(parameter.stride())}; set p.data = p.data.contiguous() before wrapping"
         )
+    return ""
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -311,6 +311,16 @@ def test_the_server_sees_the_gpus_as_worker_0_does(monkeypatch: pytest.MonkeyPat
         assert made == expected
 
 
+@EACH
+def test_a_replacement_of_worker_0_looks_for_the_job_that_runs(
+    kind: type[fastps.DistributedOptimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never begins a second job of that name."""
+    monkeypatch.setenv("FASTPS_JOINS", "1")
+    with pytest.raises(fastps.AttachError, match="no-such-job"):
+        kind(torch.optim.SGD(make_model().parameters(), lr=0.1), job="no-such-job", rank=0, workers=2, timeout_s=0.1)
+
+
 @pytest.mark.slow
 def test_staged_and_plain_workers_train_together() -> None:
     """A mixed group: some workers on a GPU, some on the CPU."""
