@@ -37,7 +37,6 @@ MODULES = {
     "fastps/torch/optimizer_state": "tests/torch/test_optimizer_options.py",
     "fastps/torch/placed": "tests/bench/test_gpu_check.py",
     "fastps/torch/placements": "tests/torch/test_staged.py",
-    "fastps/training/progress": "tests/training/test_training.py",
     "kernels/protocol/shard_locks": "tests/kernels/protocol/test_lane.py",
     "kernels/protocol/fold_call": "tests/device/test_device.py",
     "fastps/system/ports": "tests/processes/test_nodes.py",

@@ -9,6 +9,8 @@ from pathlib import Path
 from sys import executable
 
 from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
 from fastps.errors import Error
 from fastps.job.metrics import Row, staleness_row, zero_gap_share
@@ -16,12 +18,11 @@ from fastps.job.policy import Policy
 from fastps.processes.launcher import NO_OPTIONS, Launcher
 from fastps.processes.options import JobOptions
 from fastps.processes.outcome import Outcome, failure_panel
-from fastps.store.observer import Observer, observe
-from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.store.observer import Observer, WorkerStatistics, observe
+from fastps.system.clock import SYSTEM_CLOCK
 from fastps.telemetry.tensorboard import TICK_S, written
 from fastps.training.data import Dataset
 from fastps.training.options import TrainingOptions
-from fastps.training.progress import LiveWorkers
 
 
 class RunFailedError(Error):
@@ -41,13 +42,12 @@ def train(
     progress: bool = True,
     trace: Path | None = None,
     tensorboard: Path | None = None,
-    clock: Clock = SYSTEM_CLOCK,
 ) -> Row:
     """Run one training job on `data`, recorded into `trace` if given, with its figures in the folder `tensorboard` if given.
 
     Returns its row, with the cost of injected faults. Raises RunFailedError.
     """
-    results, outcome = _run(options, data, console, job, progress, trace, tensorboard, clock)
+    results, outcome = _run(options, data, console, job, progress, trace, tensorboard)
     replaced = sum(worker.restart > 0 for worker in outcome.workers)
     row = merged(options, results, outcome.began_ns if replaced else None)
     if job.restarts:
@@ -57,17 +57,9 @@ def train(
     return row
 
 
-def results_of(
-    options: TrainingOptions,
-    data: Dataset,
-    console: Console,
-    *,
-    progress: bool = True,
-    trace: Path | None = None,
-    clock: Clock = SYSTEM_CLOCK,
-) -> list[Row]:
+def results_of(options: TrainingOptions, data: Dataset, console: Console, *, progress: bool = True) -> list[Row]:
     """Run one training job on `data` and return each worker's measurements. Raises RunFailedError."""
-    return _run(options, data, console, NO_OPTIONS, progress, trace, None, clock)[0]
+    return _run(options, data, console, NO_OPTIONS, progress)[0]
 
 
 def _run(
@@ -76,9 +68,8 @@ def _run(
     console: Console,
     job: JobOptions,
     progress: bool,
-    trace: Path | None,
-    tensorboard: Path | None,
-    clock: Clock,
+    trace: Path | None = None,
+    tensorboard: Path | None = None,
 ) -> tuple[list[Row], Outcome]:
     """Return the measurements of each worker that finished, worker 0 first, and the job's outcome."""
     with tempfile.TemporaryDirectory(prefix="fastps-") as folder:
@@ -87,9 +78,12 @@ def _run(
         data.save(file.parent)  # read once, here; the workers map it
         command = [executable, "-m", "fastps.training.worker_main", str(file)]
         imports = ["fastps.torch.optimizer", "fastps.training.data", "fastps.training.models", "fastps.training.prefetch"]
-        launcher = Launcher(command, options.workers, options=job, imports=imports, trace=trace, clock=clock)
-        with written(tensorboard, lambda: launcher.arena, clock) as tick:
-            outcome = _run_watched(launcher, options, data, console, progress, tick, clock)
+        launcher = Launcher(command, options.workers, options=job, imports=imports, trace=trace)
+        with written(tensorboard, lambda: launcher.arena) as tick:
+            if progress:
+                outcome = _run_watched(launcher, options, len(data.train_labels), console, tick)
+            else:
+                outcome = launcher.run() if tick is None else launcher.run(tick, TICK_S)
         if outcome.exit_code:
             if outcome.first_failure is not None:
                 console.print(failure_panel(outcome))
@@ -99,16 +93,10 @@ def _run(
 
 
 def _run_watched(
-    launcher: Launcher,
-    options: TrainingOptions,
-    data: Dataset,
-    console: Console,
-    progress: bool,
-    on_tick: Callable[[], None] | None,
-    clock: Clock,
+    launcher: Launcher, options: TrainingOptions, samples: int, console: Console, on_tick: Callable[[], None] | None
 ) -> Outcome:
-    if not progress:
-        return launcher.run() if on_tick is None else launcher.run(on_tick, TICK_S)
+    """Run the job, and show its workers, from the job's own counters, until it ends."""
+    title = f"{options.sync}, {options.workers} workers, job {launcher.job}"
     observer: Observer | None = None
     began_ns = 0
 
@@ -118,20 +106,33 @@ def _run_watched(
             on_tick()
         if observer is None:
             try:
-                observer = observe(launcher.job, timeout_s=1e-9, clock=clock)
+                observer = observe(launcher.job, timeout_s=1e-9)
             except Error:
                 return  # no arena yet
         rows = observer.statistics()
         if not began_ns and any(row.steps for row in rows):
-            began_ns = clock.now_ns()
-        launcher.draw(partial(view.show, rows, (clock.now_ns() - began_ns) / 1e9 if began_ns else 0.0))
+            began_ns = SYSTEM_CLOCK.now_ns()
+        seconds = (SYSTEM_CLOCK.now_ns() - began_ns) / 1e9 if began_ns else 0.0
+        drawn = min(1.0, sum(row.samples for row in rows) / (options.epochs * samples))
+        launcher.draw(partial(live.update, _workers_table(f"{title}: {drawn:.0%} of the samples", rows, seconds), refresh=True))
 
-    title = f"{options.sync}, {options.workers} workers, job {launcher.job}"
-    with LiveWorkers(console, title, options.epochs * len(data.train_labels)) as view:
+    with Live(console=console, auto_refresh=False, transient=True) as live:
         outcome = launcher.run(tick)
     if observer is not None:
         observer.close()
     return outcome
+
+
+def _workers_table(title: str, rows: Sequence[WorkerStatistics], seconds: float) -> Table:
+    """A line for each worker; `seconds` is the time since the first step."""
+    table = Table(title=title)
+    for heading in ("worker", "steps", "steps/s", "loss", "staleness", "waiting", "state"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        speed = f"{row.steps / seconds:.1f}" if seconds > 0 else "-"
+        cells = f"{row.loss:.3f}", f"{row.staleness_mean:.2f}", f"{row.wait_share:.0%}", row.state
+        table.add_row(str(row.rank), str(row.steps), speed, *cells)
+    return table
 
 
 def merged(options: TrainingOptions, results: Sequence[Row], began_ns: int | None = None) -> Row:
@@ -170,16 +171,7 @@ def merged(options: TrainingOptions, results: Sequence[Row], began_ns: int | Non
 
 
 def compare(
-    policies: Sequence[Policy],
-    options: TrainingOptions,
-    data: Dataset,
-    console: Console,
-    *,
-    progress: bool = True,
-    clock: Clock = SYSTEM_CLOCK,
+    policies: Sequence[Policy], options: TrainingOptions, data: Dataset, console: Console, *, progress: bool = True
 ) -> list[Row]:
     """Run the same training under each policy in sequence, with the same seed and data."""
-    rows = []
-    for policy in policies:
-        rows.append(train(replace(options, sync=policy.spec), data, console, progress=progress, clock=clock))
-    return rows
+    return [train(replace(options, sync=policy.spec), data, console, progress=progress) for policy in policies]

@@ -10,9 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,10 +18,11 @@ import torch
 from fastps.checkpoint.loading import load
 from fastps.errors import Error, UsageError
 from fastps.job.environment import rank
+from fastps.job.metrics import Row
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.store.worker import Worker
-from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.clock import SYSTEM_CLOCK
 from fastps.torch.optimizer import DistributedOptimizer
 from fastps.training.data import Dataset, open_saved
 from fastps.training.delays import Delays, delay
@@ -31,30 +30,7 @@ from fastps.training.models import accuracy, inputs_of, model_for
 from fastps.training.options import TrainingOptions, extra_wait_ns
 from fastps.training.prefetch import prefetch
 
-if TYPE_CHECKING:
-    from fastps.kernels.shm.arena import Histograms
-
-
-@dataclass(frozen=True)
-class WorkerResult:
-    """The measurements of one worker; times in ns of the machine's monotonic clock."""
-
-    rank: int
-    steps: int
-    samples: int
-    began_ns: int
-    ended_ns: int
-    wait_ns: int
-    compute_ns: int
-    folded: int
-    dropped: int
-    staleness_sum: int
-    staleness_max: int
-    stale_blocks: int
-    accuracy_over_time: list[tuple[float, float]]
-    final_accuracy: float
-    histograms: "list[Histograms]"
-    sync: str  # the discipline at the end
+_FIGURES = ("rank", "steps", "samples", "wait_ns", "compute_ns", "folded", "dropped", "staleness_sum", "staleness_max")
 
 
 class Batches:
@@ -107,10 +83,10 @@ class Batches:
 class TrainingRun:
     """One worker's run: steps until all workers together have drawn the budget of samples."""
 
-    def __init__(self, options: TrainingOptions, data: Dataset, rank: int, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, options: TrainingOptions, data: Dataset, rank: int) -> None:
         self._options = options
         self._rank = rank
-        self._clock = clock
+        self._clock = SYSTEM_CLOCK
         self._policy: Policy = parse_policy(options.sync)
         self._data = data
         self._budget = options.epochs * len(data.train_labels)
@@ -121,8 +97,11 @@ class TrainingRun:
         # Weights at the end of each epoch; worker 0 keeps them and evaluates them after the timed part.
         self._snapshots: list[tuple[float, dict[str, torch.Tensor]]] = []
 
-    def run(self) -> WorkerResult:
-        """Train and return the measurements; worker 0 also evaluates the weights of each epoch and the final ones."""
+    def run(self) -> Row:
+        """Train and return the measurements; worker 0 also evaluates the weights of each epoch and the final ones.
+
+        Times are in ns of the machine's monotonic clock; "sync" is the discipline at the end.
+        """
         options = self._options
         if options.straggler:
             torch.set_num_threads(1)  # so that a step's processor time is this thread's
@@ -150,29 +129,20 @@ class TrainingRun:
             row = optimizer.statistics()[self._rank]
             histograms, sync = optimizer.histograms(), optimizer.policy.spec
         curve = [(seconds, self._judge(weights)) for seconds, weights in self._snapshots]
-        return WorkerResult(
-            rank=self._rank,
-            steps=row.steps,
-            samples=row.samples,
-            began_ns=began_ns,
-            ended_ns=ended_ns,
-            wait_ns=row.wait_ns,
-            compute_ns=row.compute_ns,
-            folded=row.folded,
-            dropped=row.dropped,
-            staleness_sum=row.staleness_sum,
-            staleness_max=row.staleness_max,
-            stale_blocks=row.stale_blocks,
-            accuracy_over_time=curve,
-            final_accuracy=final,
-            histograms=histograms,
-            sync=sync,
-        )
+        return {
+            **{name: getattr(row, name) for name in (*_FIGURES, "stale_blocks")},
+            "began_ns": began_ns,
+            "ended_ns": ended_ns,
+            "accuracy_over_time": curve,
+            "final_accuracy": final,
+            "histograms": histograms,
+            "sync": sync,
+        }
 
-    def _steps(self, optimizer: DistributedOptimizer, batches: "Batches", began_ns: int) -> None:
+    def _steps(self, optimizer: DistributedOptimizer, batches: Batches, began_ns: int) -> None:
         """Step until the budget is drawn. Read batches ahead, unless grants decide their size."""
         with prefetch(() if self._policy.tune else batches) as ahead:
-            while not self._finished(optimizer):
+            while self._drawn(optimizer) < self._budget:
                 tuned = optimizer.worker.batch_size
                 self._step(optimizer, *(batches.next(tuned) if self._policy.tune else next(ahead)))
                 if self._rank == 0:
@@ -200,9 +170,6 @@ class TrainingRun:
             steps = optimizer.worker.earlier_steps + optimizer.worker.steps
             return steps * self._options.batch_size * self._options.workers
         return self._drawn_before + sum(row.samples for row in optimizer.statistics())
-
-    def _finished(self, optimizer: DistributedOptimizer) -> bool:
-        return self._drawn(optimizer) >= self._budget
 
     def _keep_snapshot(self, optimizer: DistributedOptimizer, began_ns: int) -> None:
         epochs = self._drawn(optimizer) * self._options.epochs // self._budget
@@ -236,7 +203,7 @@ def main(options_file: str) -> None:
     path = Path(options_file)
     worker = rank()
     result = TrainingRun(TrainingOptions.read(path), open_saved(path.parent), worker).run()
-    path.with_name(f"worker-{worker}.json").write_text(json.dumps(asdict(result)))
+    path.with_name(f"worker-{worker}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
