@@ -138,26 +138,18 @@ def merge_if_over(folder: Path, file: Path, arena: Arena, more: Callable[[], Map
         return not others_run or (len(notes) == arena.lanes and not unfinished)
 
     def complete(found: Trace) -> Trace:
+        """Add the combiners' own counts of commits, for comparison with the records."""
         settle(arena, found.pushes)
-        return replace(found, header={**found.header, **_counts_of(arena), **more()})
+        counters = [arena.counters(lane) for lane in range(arena.lanes)]
+        names = ("folded", "dropped", *(["rows"] if arena.n_tables else []))
+        committed = {name: [count[name] for count in counters] for name in names}  # type: ignore[literal-required]
+        versions = [arena.shard_version(shard) for shard in range(arena.shards)]
+        return replace(found, header={**found.header, "committed": committed, "versions": versions, **more()})
 
     try:
         merge(folder, file, is_over, complete)
     except (TraceError, OSError) as error:
         logger.warning("%s; its records stay in %s", error, folder)
-
-
-def _counts_of(arena: Arena) -> dict[str, Any]:
-    """Return the combiners' own counts of commits, for comparison with the records."""
-    counters = [arena.counters(lane) for lane in range(arena.lanes)]
-    return {
-        "committed": {
-            "folded": [count["folded"] for count in counters],
-            "dropped": [count["dropped"] for count in counters],
-            **({"rows": [count["rows"] for count in counters]} if arena.n_tables else {}),
-        },
-        "versions": [arena.shard_version(shard) for shard in range(arena.shards)],
-    }
 
 
 def outcome_of(arena: Arena, worker: int, shard: int, position: int) -> tuple[int, int, int, int]:

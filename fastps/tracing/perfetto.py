@@ -6,13 +6,14 @@ step's beginning. In a job of several nodes each node is a process of its own, w
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fastps.tracing.file import DROPPED, FOLDED, MESSAGES, OUTCOMES, UNDECIDED, Trace, TraceError
+from fastps.tracing.file import DROPPED, FOLDED, MESSAGES, OUTCOMES, UNDECIDED, Lines, Trace, TraceError
 from fastps.tracing.merging import NodeOfTrace, flows, nodes_of
 from fastps.tracing.torch_profile import Profile
 
@@ -119,7 +120,8 @@ def _message_events(trace: Trace, origin_ns: int, places: _Places) -> Iterator[E
 
 
 def _worker_events(trace: Trace, worker: int, origin_ns: int, places: _Places) -> Iterator[Event]:
-    place, rows = places.worker(worker), _rows_of_steps(trace, worker)
+    of_worker, pushes = trace.rows[trace.rows["worker"] == worker], trace.pushes[trace.pushes["worker"] == worker]
+    place, rows = places.worker(worker), _rows_by("step", of_worker, pushes)
     for record in trace.steps_of(worker):
         step, read = int(record["step"]), int(record["read_version"])
         cpu = {"cpu_ms": int(record["cpu_ns"]) / 1e6, "queue_ms": int(record["queue_ns"]) / 1e6}
@@ -131,47 +133,26 @@ def _worker_events(trace: Trace, worker: int, origin_ns: int, places: _Places) -
             yield _span("pull", place, record["granted_ns"], record["end_ns"], origin_ns, step=step)
 
 
-def _rows_of_steps(trace: Trace, worker: int) -> dict[int, int]:
-    """Return how many rows of tables each step of a worker has pushed, over all shards; empty without tables."""
-    of_worker, pushes = trace.rows[trace.rows["worker"] == worker], trace.pushes[trace.pushes["worker"] == worker]
-    step_of = dict(zip(pushes["position"].tolist(), pushes["step"].tolist(), strict=True))
-    found: dict[int, int] = {}
-    for position, count in zip(of_worker["position"].tolist(), of_worker["rows"].tolist(), strict=True):
-        if position in step_of:
-            found[step_of[position]] = found.get(step_of[position], 0) + count
-    return found
-
-
-def _rows_of_versions(trace: Trace, shard: int) -> dict[int, int]:
-    """Return how many rows the pushes of each version of a shard had together; empty without tables."""
-    pushes = trace.pushes[(trace.pushes["shard"] == shard) & (trace.pushes["fate"] == FOLDED)]
-    of_push = zip(pushes["worker"].tolist(), pushes["position"].tolist(), strict=True)
-    version_of = dict(zip(of_push, pushes["version"].tolist(), strict=True))
-    found: dict[int, int] = {}
-    for line in trace.rows[trace.rows["shard"] == shard].tolist():
-        position, count, worker = line[:3]
-        if (worker, position) in version_of:
-            version = version_of[worker, position]
-            found[version] = found.get(version, 0) + count
+def _rows_by(name: str, rows: Lines, pushes: Lines) -> Mapping[int, int]:
+    """How many of these rows of tables the pushes of each step or version (`name`) had together; empty without tables."""
+    number_of = {(worker, position): number for worker, position, number in pushes[["worker", "position", name]].tolist()}
+    found: Counter[int] = Counter()
+    for worker, position, count in rows[["worker", "position", "rows"]].tolist():
+        if (worker, position) in number_of:
+            found[number_of[worker, position]] += count
     return found
 
 
 def _span(name: str, place: Place, begin_ns: Any, end_ns: Any, origin_ns: int, **arguments: Any) -> Event:
     begin_us, end_us = (int(begin_ns) - origin_ns) / 1e3, (int(end_ns) - origin_ns) / 1e3
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": "worker",
-        **place,
-        "ts": begin_us,
-        "dur": max(0.0, end_us - begin_us),
-        "args": arguments,
-    }
+    length_us = max(0.0, end_us - begin_us)
+    return {"ph": "X", "name": name, "cat": "worker", **place, "ts": begin_us, "dur": length_us, "args": arguments}
 
 
 def _shard_events(trace: Trace, shard: int, origin_ns: int, places: _Places) -> Iterator[Event]:
     records = trace.pushes[(trace.pushes["shard"] == shard) & (trace.pushes["fate"] != UNDECIDED)]
-    last_version, track, rows = -1, places.shard(shard), _rows_of_versions(trace, shard)
+    of_shard, folded = trace.rows[trace.rows["shard"] == shard], records[records["fate"] == FOLDED]
+    last_version, track, rows = -1, places.shard(shard), _rows_by("version", of_shard, folded)
     steps_of = [trace.steps_of(worker) for worker in range(trace.workers)]
     for record in records[np.argsort(records["decided_ns"], kind="stable")]:
         worker, step, version = int(record["worker"]), int(record["step"]), int(record["version"])
@@ -195,10 +176,4 @@ def _shard_events(trace: Trace, shard: int, origin_ns: int, places: _Places) -> 
             yield {"ph": "s", **places.worker(worker), "ts": begin_us, **flow}
             yield {"ph": "f", "bp": "e", **track, "ts": decided_us, **flow}
         staleness = {"staleness": int(record["staleness"])}
-        yield {
-            "ph": "C",
-            "name": f"staleness of shard {shard}",
-            **track,
-            "ts": decided_us,
-            "args": staleness,
-        }
+        yield {"ph": "C", "name": f"staleness of shard {shard}", **track, "ts": decided_us, "args": staleness}

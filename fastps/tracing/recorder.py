@@ -10,11 +10,10 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from fastps.job.environment import TRACE_VARIABLE
@@ -29,13 +28,15 @@ from fastps.version import __version__
 logger = logging.getLogger("fastps.trace")
 
 _LOAD_EVERY_NS = 100_000_000  # reading the machine's load costs about 100 us
+_LOAD = ("now_ns", "machine_ns", "process_ns", "thread_ns")
 _SERVER_NS = 2_000_000_000  # pushes that no version takes stay undecided
 
 
-class Spinning(Protocol):
-    """The sharing of cores."""
-
-    spins: int
+Step = dict[str, Any]
+"""An unfinished step: the fields of its record, and what the records of its pushes need."""
+_NO_STEP: Step = {**dict.fromkeys(STEP_DTYPE.names or (), 0), "written": 1}
+"""Times that an interrupted step has not reached stay 0, which the clock never returns."""
+_record_of = itemgetter(*(STEP_DTYPE.names or ()))
 
 
 class Recorded(Sampled, Protocol):
@@ -43,14 +44,11 @@ class Recorded(Sampled, Protocol):
 
     recorder: "Recorder | None"
     injected_transfer_ns: int
+    cores: Any  # its `spins` tells whether waiting workers spin
 
     @property
     def posts(self) -> int:
         """Number of pushes so far."""
-
-    @property
-    def cores(self) -> Spinning:
-        """Tells whether waiting workers spin."""
 
 
 class Recording:
@@ -92,7 +90,7 @@ class Recording:
     def __enter__(self) -> "Recording":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -181,9 +179,9 @@ class Recorder:
             self._replay = ReplayRecords(worker, self._part) if not replay["against"] else None
         self._ended = False
         # By step, in order. The push thread reads one while the worker adds and removes others.
-        self._open: dict[int, _Step] = {}
-        self._step: _Step | None = None
-        self._load: tuple[_Load, _Load] | None = None
+        self._open: dict[int, Step] = {}
+        self._step: Step | None = None
+        self._loads: tuple[dict[str, int], dict[str, int]] | None = None  # the first and the last, as `load` describes them
         self._arena.record()
         self._begin(self._clock.now_ns())
 
@@ -199,16 +197,25 @@ class Recorder:
         `rows`: those of its tables in each shard, if it has any.
         """
         cpu_ns, queue_ns = self._clock.thread_cpu_ns(), self._clock.thread_queue_ns()
-        entry = self._step = _Step(worker=self._worker.rank)
-        entry.begin_ns, entry.computed_ns, entry.pushed_ns = self._begin_ns, now_ns, now_ns
-        entry.cpu_ns, entry.computed_cpu_ns = cpu_ns - self._begin_cpu_ns, cpu_ns
-        entry.queue_ns = queue_ns - self._begin_queue_ns if queue_ns >= 0 else -1
-        entry.position, entry.step, entry.read_version = position, step, read_version
-        entry.samples, entry.null, entry.rows = samples, slot < 0, rows
-        self._open[step] = entry
-        if self._load is None or now_ns - self._load[1].now_ns > _LOAD_EVERY_NS:
-            load = _Load(now_ns, self._clock.machine_cpu_ns(), self._clock.process_cpu_ns(), cpu_ns)
-            self._load = (self._load[0] if self._load is not None else load, load)
+        self._step = self._open[step] = _NO_STEP | {
+            "begin_ns": self._begin_ns,
+            "computed_ns": now_ns,
+            "pushed_ns": now_ns,
+            "cpu_ns": cpu_ns - self._begin_cpu_ns,
+            "queue_ns": queue_ns - self._begin_queue_ns if queue_ns >= 0 else -1,
+            "read_version": read_version,
+            "step": step,
+            "samples": samples,
+            "worker": self._worker.rank,
+            "null": slot < 0,
+            "position": position,
+            "computed_cpu_ns": cpu_ns,
+            "rows": rows,
+        }
+        if self._loads is None or now_ns - self._loads[1]["now_ns"] > _LOAD_EVERY_NS:
+            machine_ns, process_ns = self._clock.machine_cpu_ns(), self._clock.process_cpu_ns()
+            load = dict(zip(_LOAD, (now_ns, machine_ns, process_ns, cpu_ns), strict=True))
+            self._loads = (self._loads[0] if self._loads is not None else load, load)
         if self._replay is not None:
             self._guarded(partial(self._replay.computed, position, slot, read_version))
 
@@ -216,17 +223,17 @@ class Recorder:
         """Record that the step's descriptor is about to be posted, after an injected transfer."""
         entry = self._open.get(step)
         if entry is not None:
-            entry.posted_ns, entry.push_transfer_ns = now_ns, transfer_ns
+            entry["posted_ns"], entry["push_transfer_ns"] = now_ns, transfer_ns
 
     def pushed(self, now_ns: int) -> None:
         """Record that the push has returned."""
         if self._step is not None:
-            self._step.pushed_ns = now_ns
+            self._step["pushed_ns"] = now_ns
 
     def granted(self, now_ns: int) -> None:
         """Record the grant of the next step."""
         if self._step is not None:
-            self._step.granted_ns = now_ns
+            self._step["granted_ns"] = now_ns
 
     def pulled(self, transfer_ns: int) -> None:
         """Record the arrival of weights, after an injected transfer: the next step begins."""
@@ -235,8 +242,8 @@ class Recorder:
         entry = self._step
         if entry is None:
             return
-        entry.end_ns, entry.pull_transfer_ns = now_ns, transfer_ns
-        entry.store_cpu_ns = self._begin_cpu_ns - entry.computed_cpu_ns
+        entry["end_ns"], entry["pull_transfer_ns"] = now_ns, transfer_ns
+        entry["store_cpu_ns"] = self._begin_cpu_ns - entry["computed_cpu_ns"]
         self._step = None
         self._collect()
 
@@ -246,17 +253,15 @@ class Recorder:
             return
         done = self._worker.lane.done()
         for entry in list(self._open.values()):
-            if entry.position >= done:
+            if entry["position"] >= done:
                 break
-            self._write(self._open.pop(entry.step))
+            self._write(self._open.pop(entry["step"]))
 
-    def _write(self, entry: "_Step") -> None:
-        record = _record_of(entry)
+    def _write(self, entry: Step) -> None:
         if self.kept is not None:
-            self.kept.append(record)
-        if self._part is None:
-            return
-        self._guarded(partial(self._append, self._part, entry, record))
+            self.kept.append(_record_of(entry))
+        if self._part is not None:
+            self._guarded(partial(self._append, self._part, entry))
 
     def _guarded(self, write: Callable[[], None]) -> None:
         try:
@@ -264,14 +269,15 @@ class Recorder:
         except TraceError as error:
             self._give_up(error)
 
-    def _append(self, part: Part, entry: "_Step", record: tuple[Any, ...]) -> None:
-        rank, position = self._worker.rank, entry.position
-        part.steps.append(record)
+    def _append(self, part: Part, entry: Step) -> None:
+        rank, position, rows = self._worker.rank, entry["position"], entry["rows"]
+        part.steps.append(_record_of(entry))
         for shard in range(self._arena.shards):
             version, decided_ns, staleness, fate = outcome_of(self._arena, rank, shard, position)
-            part.pushes.append((position, entry.step, entry.read_version, version, decided_ns, staleness, rank, shard, fate, 1))
+            pushed = position, entry["step"], entry["read_version"]
+            part.pushes.append((*pushed, version, decided_ns, staleness, rank, shard, fate, 1))
             if "rows" in part.more:
-                part.more["rows"].append((position, entry.rows[shard] if entry.rows else 0, rank, shard, 1))
+                part.more["rows"].append((position, rows[shard] if rows else 0, rank, shard, 1))
 
     def _give_up(self, error: Exception) -> None:
         """End this worker's part, which cannot be written any more."""
@@ -305,9 +311,12 @@ class Recorder:
                 self._give_up(error)
 
     def load(self) -> dict[str, int]:
-        """Return the processor time spent while this worker was at work: the difference of the last and the first `_Load`."""
-        before, after = self._load or (_Load(0, 0, 0, 0), _Load(0, 0, 0, 0))
-        return {name: getattr(after, name) - getattr(before, name) for name in _Load.__slots__}
+        """Return the time that passed while this worker was at work, and the processor time spent meanwhile.
+
+        It is that of the whole machine, of this process, and of the worker's thread, in ns.
+        """
+        first, last = self._loads or (dict.fromkeys(_LOAD, 0),) * 2
+        return {name: last[name] - first[name] for name in _LOAD}
 
     def end_keeping(self) -> None:
         """Stop keeping records in memory; a recorder without a trace ends."""
@@ -334,48 +343,6 @@ class Recorder:
 
     def _weights(self) -> dict[str, list[int]]:
         return {} if self._replay is None else {"weights": final_checksums(self._worker.store)}
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """Processor time spent up to a moment, in ns: by the whole machine, this process, and the worker's thread."""
-
-    now_ns: int
-    machine_ns: int
-    process_ns: int
-    thread_ns: int
-
-
-@dataclass(slots=True)
-class _Step:
-    """An unfinished step: the fields of its record, by the names of STEP_DTYPE, and what the records of its pushes need.
-
-    Times that an interrupted step has not reached stay 0, which the clock never returns.
-    """
-
-    begin_ns: int = 0
-    computed_ns: int = 0
-    posted_ns: int = 0
-    pushed_ns: int = 0
-    granted_ns: int = 0
-    end_ns: int = 0
-    cpu_ns: int = 0
-    queue_ns: int = 0
-    store_cpu_ns: int = 0
-    push_transfer_ns: int = 0
-    pull_transfer_ns: int = 0
-    read_version: int = 0
-    step: int = 0
-    samples: int = 0
-    worker: int = 0
-    null: bool = False
-    written: int = 1
-    position: int = 0
-    computed_cpu_ns: int = 0
-    rows: Sequence[int] = ()
-
-
-_record_of = attrgetter(*(STEP_DTYPE.names or ()))
 
 
 def job_note(worker: Recorded) -> dict[str, Any]:

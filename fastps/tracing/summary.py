@@ -53,10 +53,7 @@ def summary_row(trace: Trace) -> Row:
     seconds = span_ns(trace) / 1e9
     steps = len(trace.steps)
     folded = trace.pushes[trace.pushes["fate"] == FOLDED]
-    waited, total = 0, 0
-    for worker in range(trace.workers):
-        of_worker = _waiting(trace.steps_of(worker))
-        waited, total = waited + of_worker[0], total + of_worker[1]
+    waited, total = _waiting(trace.steps)
     return {
         "sync": trace.header["sync"],
         "workers": trace.workers,
@@ -162,10 +159,8 @@ def _time_row(steps: Lines) -> Row:
 
 
 def _waiting(steps: Lines) -> tuple[int, int]:
-    """Return the time in which a worker neither computed nor pushed nor pulled, and its total time, in ns."""
+    """Return the time of steps in which their workers neither computed nor pushed nor pulled, and their total time, in ns."""
     whole = steps[steps["end_ns"] > 0]
-    if not len(whole):
-        return 0, 0
     return int((whole["granted_ns"] - whole["pushed_ns"]).sum()), int((whole["end_ns"] - whole["begin_ns"]).sum())
 
 

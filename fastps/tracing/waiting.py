@@ -5,8 +5,6 @@ lead is bounded, it is the slowest worker when the wait began. Elsewhere, and ov
 posted before the grant. The time after the cause's post is nobody's: a fold, a message, a wake-up.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
@@ -17,14 +15,8 @@ from fastps.tracing.merging import nodes_of
 Times = npt.NDArray[np.int64]
 _NEVER = np.iinfo(np.int64).max
 _NOBODY = -1
-
-
-@dataclass(frozen=True)
-class _Causes:
-    """For each wait, the worker that caused it (-1: none) and the time of its post."""
-
-    workers: npt.NDArray[np.int64]
-    posted_ns: Times
+_Causes = tuple[npt.NDArray[np.int64], Times]
+"""For each wait, the worker that caused it (-1: none) and the time of its post."""
 
 
 def waiting_matrix(trace: Trace) -> Times:
@@ -33,7 +25,7 @@ def waiting_matrix(trace: Trace) -> Times:
     posts = [trace.steps_of(worker)["posted_ns"] for worker in range(trace.workers)]
     posts = [np.sort(times[times > 0]) for times in posts]
     ends_ns = [ending.at_ns if ending.at_ns >= 0 else 0 for ending in endings(trace)]
-    policy = trace.header["policy"]
+    policy, has_nodes = trace.header["policy"], len(nodes_of(trace)) > 1
     is_bounded, is_version = policy.get("grant") == "bounded", policy.get("fold") in ("all", "quorum", "count")
     completed = _completions(trace) if is_version else None
     for worker in range(trace.workers):
@@ -41,31 +33,25 @@ def waiting_matrix(trace: Trace) -> Times:
         steps = steps[(steps["granted_ns"] > 0) & (steps["granted_ns"] > steps["pushed_ns"])]
         if not len(steps):
             continue
-        if len(nodes_of(trace)) > 1:
-            causes = _last_posts(posts, worker, steps)
-        elif is_bounded:
-            causes = _slowest(posts, ends_ns, worker, steps)
-        elif completed is not None:
-            causes = _last_of_version(trace, completed, worker, steps)
+        if is_bounded and not has_nodes:
+            workers, posted_ns = _slowest(posts, ends_ns, worker, steps)
+        elif completed is not None and not has_nodes:
+            workers, posted_ns = _last_of_version(trace, completed, worker, steps)
         else:
-            causes = _last_posts(posts, worker, steps)
-        _add(found, worker, steps, causes)
+            workers, posted_ns = _last_posts(posts, worker, steps)
+        begin_ns, end_ns = steps["pushed_ns"], steps["granted_ns"]
+        has_cause = (workers != _NOBODY) & (workers != worker)
+        until_ns = np.where(has_cause, np.clip(posted_ns, begin_ns, end_ns), begin_ns)
+        np.add.at(found[worker], workers[has_cause], (until_ns - begin_ns)[has_cause])
+        found[worker, -1] += int((end_ns - until_ns).sum())
     return found
-
-
-def _add(found: Times, worker: int, steps: Lines, causes: _Causes) -> None:
-    begin_ns, end_ns = steps["pushed_ns"], steps["granted_ns"]
-    has_cause = (causes.workers != _NOBODY) & (causes.workers != worker)
-    until_ns = np.where(has_cause, np.clip(causes.posted_ns, begin_ns, end_ns), begin_ns)
-    np.add.at(found[worker], causes.workers[has_cause], (until_ns - begin_ns)[has_cause])
-    found[worker, -1] += int((end_ns - until_ns).sum())
 
 
 def _last_posts(posts: list[Times], worker: int, steps: Lines) -> _Causes:
     """The last post of another worker within the wait."""
     others = [(other, times) for other, times in enumerate(posts) if other != worker and len(times)]
     if not others:
-        return _Causes(np.full(len(steps), _NOBODY), np.zeros(len(steps), np.int64))
+        return np.full(len(steps), _NOBODY), np.zeros(len(steps), np.int64)
     times = np.concatenate([times for _, times in others])
     workers = np.concatenate([np.full(len(times), other) for other, times in others])
     order = np.argsort(times, kind="stable")
@@ -73,7 +59,7 @@ def _last_posts(posts: list[Times], worker: int, steps: Lines) -> _Causes:
     place = np.searchsorted(times, steps["granted_ns"], "right") - 1
     posted_ns = times[np.maximum(place, 0)]
     is_within = (place >= 0) & (posted_ns > steps["pushed_ns"])
-    return _Causes(np.where(is_within, workers[np.maximum(place, 0)], _NOBODY), posted_ns)
+    return np.where(is_within, workers[np.maximum(place, 0)], _NOBODY), posted_ns
 
 
 def _slowest(posts: list[Times], ends_ns: list[int], worker: int, steps: Lines) -> _Causes:
@@ -91,7 +77,7 @@ def _slowest(posts: list[Times], ends_ns: list[int], worker: int, steps: Lines) 
         is_worse = is_live & ((count < fewest) | is_tied)
         fewest, cause = np.where(is_worse, count, fewest), np.where(is_worse, other, cause)
         next_ns = np.where(is_worse, after_ns, next_ns)
-    return _Causes(cause, next_ns)
+    return cause, next_ns
 
 
 def _completions(trace: Trace) -> Lines:
@@ -115,9 +101,9 @@ def _last_of_version(trace: Trace, completed: Lines, worker: int, steps: Lines) 
     version = _at(pushes, steps["step"], "version", -1)
     place = np.minimum(np.searchsorted(completed["version"], version), max(0, len(completed) - 1))
     if not len(completed):
-        return _Causes(np.full(len(steps), _NOBODY), np.zeros(len(steps), np.int64))
+        return np.full(len(steps), _NOBODY), np.zeros(len(steps), np.int64)
     is_known = completed["version"][place] == version
-    return _Causes(np.where(is_known, completed["worker"][place], _NOBODY), completed["posted_ns"][place])
+    return np.where(is_known, completed["worker"][place], _NOBODY), completed["posted_ns"][place]
 
 
 def _at(lines: Lines, steps: Times, name: str, missing: int) -> Times:
