@@ -17,12 +17,12 @@ from typing import Any
 
 from fastps.advice.nodes import simulation_of_nodes
 from fastps.job.specs import parse_policies, parse_policy
+from fastps.lab.measuring.namespaces import Cluster, cluster, missing_reason
 from fastps.lab.papers.live_nodes import LiveJob, LiveRunError, run_live
 from fastps.simulation.compute_models import ComputeModel
 from fastps.simulation.links import MeasuredLinks, ModelOnNodes, on_links, read_links
 from fastps.simulation.simulate import Simulation, simulate
 from fastps.system.json_report import write_json
-from fastps.system.namespaces import Cluster, cluster, missing_reason
 from fastps.system.ports import free_port
 from fastps.tracing.file import Trace
 from fastps.tracing.parts import load

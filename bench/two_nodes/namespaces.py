@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fastps.system.namespaces import missing_reason
+from fastps.lab.measuring.namespaces import missing_reason
 
 __all__ = ["ADDRESSES", "Nodes", "missing_reason", "two_nodes"]
 ADDRESSES = ("10.213.7.1", "10.213.7.2")

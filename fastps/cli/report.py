@@ -10,8 +10,8 @@ from fastps.cli.tables import Column, Rows
 
 if TYPE_CHECKING:
     from fastps.diagnostics.finding import Finding
-    from fastps.diagnostics.links import MeasuredLink
-    from fastps.diagnostics.trial import Trial
+    from fastps.lab.measuring.links import MeasuredLink
+    from fastps.lab.measuring.trial import Trial
 
 Row = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""fastps.diagnostics: checks of this machine, its GPUs and its links, for `fastps doctor`.
+"""fastps.diagnostics: checks of this machine and its GPUs, for `fastps doctor`.
 
-Border: it reports and repairs nothing. Arrows: it imports fastps.network, fastps.device and fastps.torch.
+Border: it reports and repairs nothing. Arrows: it imports fastps.store, fastps.device and fastps.torch.
 """

@@ -3,8 +3,8 @@
 import pytest
 
 from fastps.bench.nodes_predicted import compare
+from fastps.lab.measuring.namespaces import missing_reason
 from fastps.lab.papers.live_nodes import LiveJob
-from fastps.system.namespaces import missing_reason
 
 
 @pytest.mark.slow

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from fastps.diagnostics.links import LinksReport, bound_of
-from fastps.diagnostics.links import MeasuredLink as Link
 from fastps.errors import PolicyError, UsageError
 from fastps.job.specs import parse_policy
-from fastps.network.measuring import LinkRates
+from fastps.lab.measuring.links import LinksReport, bound_of
+from fastps.lab.measuring.links import MeasuredLink as Link
+from fastps.lab.measuring.rates import LinkRates
 from fastps.simulation.compute_models import ComputeModel
 from fastps.simulation.links import MeasuredEdge, MeasuredHome, MeasuredLinks, ModelOnNodes, on_links, read_links
 from fastps.simulation.simulate import Simulation, simulate

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from fastps.system.namespaces import Cluster, cluster
+from fastps.lab.measuring.namespaces import Cluster, cluster
 
 
 @dataclass(frozen=True)

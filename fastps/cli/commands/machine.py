@@ -374,7 +374,7 @@ def _try_script(script: bool, arguments: list[str], json_file: str | None) -> No
     """Run a script's first steps with some numbers of workers, and say what more workers would bring."""
     if not script or not arguments:
         raise UsageError("expected --script SCRIPT ARGUMENTS, or neither --script nor a script")
-    from fastps.diagnostics.trial import try_script, verdict
+    from fastps.lab.measuring.trial import try_script, verdict
 
     console, progress = console_of(json_file), Console(stderr=True)
     command = _command_of(arguments, False)
@@ -387,7 +387,7 @@ def _try_script(script: bool, arguments: list[str], json_file: str | None) -> No
 def _doctor_links(context: typer.Context) -> None:
     """Meet the other nodes, measure the links, and print the same report on every node."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of every address that has no name
-    from fastps.diagnostics.links import examine_links
+    from fastps.lab.measuring.links import examine_links
 
     given = context.params
     policy = NodePolicy(link_dtype=given["link_dtype"])

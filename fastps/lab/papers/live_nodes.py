@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import fmean
 
 from fastps.errors import Error
+from fastps.lab.measuring.namespaces import Cluster
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.deadline import Deadline
-from fastps.system.namespaces import Cluster
 from fastps.system.ports import free_port
 
 _MOST_S = 240.0

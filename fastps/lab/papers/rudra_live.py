@@ -1,6 +1,7 @@
 """Rudra's Table 1, live: nodes are network namespaces, joined by links of 100 Mbit/s, and learners compute by sleeping."""
 
 from fastps.job.specs import parse_policy
+from fastps.lab.measuring.namespaces import cluster, missing_reason
 from fastps.lab.papers.expectations import InOrder
 from fastps.lab.papers.live_nodes import LiveJob, run_live
 from fastps.lab.papers.row import Effort, Row
@@ -8,7 +9,6 @@ from fastps.lab.papers.rudra_cluster import SPREAD
 from fastps.lab.papers.runs import MS, lognormal
 from fastps.simulation.links import MeasuredEdge, MeasuredLinks, ModelOnNodes, on_links
 from fastps.simulation.simulate import Simulation, simulate
-from fastps.system.namespaces import cluster, missing_reason
 
 _LEARNERS, _LEAVES = 6, 3
 _RATE_MBIT = 100

@@ -11,9 +11,9 @@ import pytest
 import fastps
 from fastps.cli.options import parameters_of
 from fastps.cli.report import links_table
-from fastps.diagnostics.links import MeasuredLink, bound_of, fold_seconds
 from fastps.errors import UsageError
-from fastps.network.measuring import LinkRates
+from fastps.lab.measuring.links import MeasuredLink, bound_of, fold_seconds
+from fastps.lab.measuring.rates import LinkRates
 from fastps.simulation.links import read_links
 from fastps.system.ports import free_port
 

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from fastps.system.namespaces import cluster, missing_reason
+from fastps.lab.measuring.namespaces import cluster, missing_reason
 
 
 @pytest.fixture(autouse=True)

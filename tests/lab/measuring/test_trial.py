@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastps.diagnostics.trial import Trial, verdict
+from fastps.lab.measuring.trial import Trial, verdict
 from tests.support import commands
 
 ALONE = Trial(1, 100.0, 200.0, 10.0, 0.0, 0.0, 400_000_000)

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from fastps.network import measuring
+from fastps.lab.measuring import rates
+from fastps.lab.measuring.rates import LinkRates, measure, respond
 from fastps.network.edge import Edge
 from fastps.network.link import GlooLink, LinkLostError, Memory
-from fastps.network.measuring import LinkRates, measure, respond
 from fastps.network.tcp_store import connect_store
 from tests.support import nodes
 
@@ -58,15 +58,15 @@ def _edges(count: int, slow: int = -1) -> Iterator[list[Edge]]:
 
 
 def test_every_figure_is_there_and_a_slow_direction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_ENOUGH_NS", 20_000_000)
-    monkeypatch.setattr(measuring, "_ROUND_TRIPS", 20)
+    monkeypatch.setattr(rates, "_ENOUGH_NS", 20_000_000)
+    monkeypatch.setattr(rates, "_ROUND_TRIPS", 20)
     with _edges(2, slow=1) as edges:
         fast, slow = measure(edges)
     assert isinstance(fast, LinkRates)
-    for rates in (fast, slow):
-        assert 0 < rates.round_trip_ns <= rates.round_trip_p95_ns
-        assert rates.small_round_trip_ns > 0
-        assert min(rates.down_bytes_s, rates.both_bytes_s, rates.together_bytes_s) > 0
+    for each in (fast, slow):
+        assert 0 < each.round_trip_ns <= each.round_trip_p95_ns
+        assert each.small_round_trip_ns > 0
+        assert min(each.down_bytes_s, each.both_bytes_s, each.together_bytes_s) > 0
     assert slow.up_bytes_s < SLOW_BYTES_S
     assert slow.both_bytes_s < SLOW_BYTES_S
     assert slow.together_bytes_s < SLOW_BYTES_S
