@@ -8,8 +8,8 @@ from fastps.errors import UsageError
 from fastps.system.extras import how_to_install
 
 if TYPE_CHECKING:
-    from fastps.advice.stragglers import Arrival
     from fastps.cli.report import Row
+    from fastps.lab.stragglers import Arrival
 
 Line = tuple[str, Sequence[tuple[float, float]]]
 """A line's name and its points."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fastps.advice.stragglers import Arrival, Split
 from fastps.cli.tables import Column, Rows
+from fastps.lab.stragglers import Arrival, Split
 
 if TYPE_CHECKING:
     from fastps.diagnostics.finding import Finding

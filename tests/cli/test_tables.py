@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from fastps.advice.stragglers import Arrival, Split
 from fastps.cli import bench_report, top
 from fastps.cli.report import arrivals_table, splits_table, training_table
 from fastps.cli.reproduce_report import list_table, verdict_table
@@ -16,6 +15,7 @@ from fastps.cli.tables import Column, Rows, show
 from fastps.cli.trace_report import advice_table, worker_table
 from fastps.lab.papers import Effort, choose
 from fastps.lab.papers.row import Verdict
+from fastps.lab.stragglers import Arrival, Split
 from fastps.store.observer import Look, ShardStatistics, WorkerStatistics
 
 TIMES = ("compute_ms_mean", "compute_ms_median", "compute_ms_p95", "cpu_ms_mean", "queue_ms_mean", "blocked_ms_mean")

@@ -11,7 +11,6 @@ import numpy as np
 from hypothesis import strategies as st
 
 import fastps
-from fastps.advice.stragglers import parse_points
 from fastps.checkpoint.periodic import Checkpointing
 from fastps.device.placement import bucket_bytes, gpu_variables, gpus_of_workers, parse_gpus, placement
 from fastps.errors import Error
@@ -23,6 +22,7 @@ from fastps.job.nodes import address, nodes_of_environment
 from fastps.job.options import OPTIONS, value_of
 from fastps.job.specs import MODIFIERS, parse_policies, parse_policy
 from fastps.lab.live_faults import FaultPlan
+from fastps.lab.stragglers import parse_points
 from fastps.processes.hosts import HostsOptions
 from fastps.simulation.compute_models import parse_compute
 from fastps.telemetry.prometheus import parse_address

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from fastps.advice import stragglers as estimate
 from fastps.cli.commands import TRAIN, WATCH
 from fastps.cli.options import (
     JOB,
@@ -29,6 +28,7 @@ from fastps.cli.report import arrivals_table, faults_text, splits_table, straggl
 from fastps.cli.tables import say, show
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policies, parse_policy
+from fastps.lab import stragglers as estimate
 
 EXPONENT_HELP = (
     "Iterations to converge are taken in proportion to N^-EXPONENT for N gradients a step. The default is of Chen et al.,"

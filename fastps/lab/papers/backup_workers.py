@@ -10,10 +10,10 @@ from statistics import fmean, median
 import numpy as np
 import numpy.typing as npt
 
-from fastps.advice import stragglers
 from fastps.job.disciplines import ASP
 from fastps.job.specs import parse_policy
 from fastps.kernels.scheduling.scheduler import Scheduler
+from fastps.lab import stragglers
 from fastps.lab.papers.backup_learning import LEARNING
 from fastps.lab.papers.expectations import Between, InOrder, Near
 from fastps.lab.papers.items import Item

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.advice import stragglers
-from fastps.advice.stragglers import Arrival, arrivals, cdf, interpolated, mean_s, power_law, quantile_s, splits, width_ns
 from fastps.cli.plots import shown_of
+from fastps.lab import stragglers
+from fastps.lab.stragglers import Arrival, arrivals, cdf, interpolated, mean_s, power_law, quantile_s, splits, width_ns
 from tests.support import commands, processes
 
 MEASURED = [(50, 137.5e3), (100, 76.2e3)]  # Figure 5's two numbers in the text
