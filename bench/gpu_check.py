@@ -33,9 +33,9 @@ from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD, UPDATE_RULES, examples
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.update import fold
+from fastps.lab.demo.data import load
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
-from fastps.training.data import load
 
 SIZES = (1, 3, 15, 17, 1023, 4095, 4096, 4097, 100_003)
 TOLERANCE = 2e-5  # of a weight after one fold in single precision, relative to the greatest

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 import fastps
+from fastps.lab.demo.data import load
+from fastps.lab.demo.models import accuracy, inputs_of, model_for
 from fastps.system.clock import SYSTEM_CLOCK
-from fastps.training.data import load
-from fastps.training.models import accuracy, inputs_of, model_for
 
 GRADIENT, LEARNING_RATE = 1 / 1024, 0.05
 SHAPES = ((513, 300), (300,), (64, 3, 7, 7), (1,), (100_001,))

@@ -25,11 +25,11 @@ from fastps.bench.crew import ForkedCrew
 from fastps.bench.measure import BenchOptions, Floats, Row, Spread, aligned, check, interleaved, whole_lines
 from fastps.bench.member import load_torch
 from fastps.errors import UsageError
+from fastps.lab.demo.data import CLASSES, Dataset, load, open_saved
+from fastps.lab.demo.models import inputs_of, model_for
+from fastps.lab.demo.options import TrainingOptions
+from fastps.lab.demo.worker_main import Batches
 from fastps.torch.optimizer import DistributedOptimizer
-from fastps.training.data import CLASSES, Dataset, load, open_saved
-from fastps.training.models import inputs_of, model_for
-from fastps.training.options import TrainingOptions
-from fastps.training.worker_main import Batches
 
 BATCH_SIZE, LEARNING_RATE, MOMENTUM = 16, 0.02, 0.5
 CHECKED_STEPS, JUDGED_IMAGES = 8, 500

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fastps.training.data import Dataset, load
-from fastps.training.models import inputs_of
+from fastps.lab.demo.data import Dataset, load
+from fastps.lab.demo.models import inputs_of
 
 Images = tuple[torch.Tensor, torch.Tensor]
 

@@ -13,7 +13,7 @@ from fastps.errors import UsageError
 from fastps.job.launchers import launcher_place
 from fastps.job.options import NodePolicy
 from fastps.job.secret import secret_of_file
-from fastps.training.options import LEARNING_RATE, TrainingOptions
+from fastps.lab.demo.options import LEARNING_RATE, TrainingOptions
 
 if TYPE_CHECKING:
     from fastps.processes.nodes import NodeOptions

@@ -10,8 +10,8 @@ import torch
 import fastps
 from fastps.job.disciplines import DISCIPLINES
 from fastps.job.specs import parse_policy
-from fastps.training.data import load
-from fastps.training.models import accuracy, inputs_of, model_for
+from fastps.lab.demo.data import load
+from fastps.lab.demo.models import accuracy, inputs_of, model_for
 from tests.support import nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

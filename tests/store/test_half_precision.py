@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fastps
-from fastps.training.data import load
-from fastps.training.options import TrainingOptions
-from fastps.training.worker_main import TrainingRun
+from fastps.lab.demo.data import load
+from fastps.lab.demo.options import TrainingOptions
+from fastps.lab.demo.worker_main import TrainingRun
 from tests.support import processes
 from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 

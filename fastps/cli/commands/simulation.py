@@ -28,8 +28,8 @@ from fastps.cli.options import (
 from fastps.cli.plots import plot_staleness
 from fastps.cli.tables import say, show
 from fastps.errors import UsageError
+from fastps.lab.demo.options import LEARNING_RATE
 from fastps.simulation.options import SimulationTexts, read_policies, read_simulation
-from fastps.training.options import LEARNING_RATE
 
 if TYPE_CHECKING:
     from fastps.cli.simulation_report import Player
@@ -134,8 +134,8 @@ def _player(context: typer.Context) -> "Player":
         found = given["arguments"][0] if given["arguments"] else "--checkpoint"
         raise UsageError(f"expected --script before a script or its checkpoint, found {found} without")
     if given["train"]:
+        from fastps.lab.demo.data import load
         from fastps.lab.virtual.training import VirtualTraining, train_virtually
-        from fastps.training.data import load
 
         training = VirtualTraining(data=load(given["data"]), learning_rate=given["lr"], momentum=given["momentum"])
         return lambda policy, simulation, tick: train_virtually(policy, simulation, training, tick=tick)

@@ -64,8 +64,8 @@ def train(
     **given: Any,
 ) -> None:
     """Train a small network on real images with several workers, and print a summary."""
-    from fastps.training import runs
-    from fastps.training.data import load
+    from fastps.lab.demo import runs
+    from fastps.lab.demo.data import load
 
     policy = parse_policy(sync)
     options = options_of(
@@ -107,8 +107,8 @@ def compare(
     **given: Any,
 ) -> None:
     """Train the same network under several synchronization schemes, on the same seed and data, and print one table."""
-    from fastps.training import runs
-    from fastps.training.data import load
+    from fastps.lab.demo import runs
+    from fastps.lab.demo.data import load
 
     if report is not None:
         from fastps.report.page import check_installed
@@ -147,8 +147,8 @@ def stragglers(
     **given: Any,
 ) -> None:
     """Train, show how long each step waited for its k-th gradient, and estimate the best number of backup workers."""
-    from fastps.training import runs
-    from fastps.training.data import load
+    from fastps.lab.demo import runs
+    from fastps.lab.demo.data import load
 
     policy = parse_policy(sync)
     if policy.fold != "all" or policy.warm_up:

@@ -3,7 +3,7 @@
 A row has the paper's claim, its measurement here with the parameters of the paper's text, and the assumptions where the text
 gives none. An item is a table, figure or claim of a paper; it holds if all its rows do. Border: a result that differs is shown
 as not ok, with a note that says why; other settings that were tried are listed with their outcome. Arrows: it imports
-fastps.job, fastps.simulation, fastps.advice and fastps.training.
+fastps.job, fastps.simulation, fastps.advice and fastps.lab.demo.
 """
 
 from fastps.lab.papers.items import Item, Outcome, outcomes

@@ -5,7 +5,7 @@ Rows that use it train on SEEDS, which no trial used; docs/papers/harder-task.md
 
 import numpy as np
 
-from fastps.training.data import Bytes, Dataset, Labels, dataset_of, load
+from fastps.lab.demo.data import Bytes, Dataset, Labels, dataset_of, load
 
 SEEDS = (11, 12, 13)
 TRAINING_IMAGES, TEST_IMAGES = 17_000, 3_600

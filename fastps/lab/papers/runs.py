@@ -15,7 +15,7 @@ from fastps.simulation.compute_models import ComputeModel
 from fastps.simulation.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
-    from fastps.training.data import Dataset
+    from fastps.lab.demo.data import Dataset
 
 Found = dict[str, Any]
 
@@ -36,8 +36,8 @@ def play(sync: str | Policy, simulation: Simulation) -> Found:
 @cache
 def images(name: str) -> "Dataset":
     """Load a data set once: one of fastps train's, or the "harder" task."""
+    from fastps.lab.demo.data import load
     from fastps.lab.papers.harder import harder
-    from fastps.training.data import load
 
     return harder() if name == "harder" else load(name)
 

@@ -2,5 +2,5 @@
 
 Border: times come from the simulation. The weights of a built-in model come from its replay, in the caller's process. Those of
 a script come from its own worker processes, for which a driver plays the simulation's events, or a trace's. Arrows: it imports
-fastps.simulation, fastps.store, fastps.processes, fastps.tracing and fastps.training.
+fastps.simulation, fastps.store, fastps.processes, fastps.tracing and fastps.lab.demo.
 """

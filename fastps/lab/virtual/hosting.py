@@ -11,12 +11,12 @@ from pathlib import Path
 from rich.console import Console
 
 from fastps.errors import UsageError
+from fastps.lab.demo.runs import RunFailedError
 from fastps.lab.virtual.driver import Driver, Listener, WorkerLostError
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
 from fastps.processes.outcome import Outcome, failure_panel
 from fastps.system.clock import SYSTEM_CLOCK, Clock
-from fastps.training.runs import RunFailedError
 
 _LAST_ONLY = 1 << 50  # updates between two checkpoints, where only the last is wanted
 

@@ -23,11 +23,11 @@ from fastps.errors import UsageError
 from fastps.job.policy import Policy
 from fastps.job.update_rules import Hyper
 from fastps.kernels.update import fold as folding
+from fastps.lab.demo.data import Dataset
+from fastps.lab.demo.models import accuracy, model_for
+from fastps.lab.demo.options import LEARNING_RATE, TrainingOptions
+from fastps.lab.demo.worker_main import Batches
 from fastps.simulation.simulate import TRACE_KINDS, Outcome, Row, Simulation, simulate
-from fastps.training.data import Dataset
-from fastps.training.models import accuracy, model_for
-from fastps.training.options import LEARNING_RATE, TrainingOptions
-from fastps.training.worker_main import Batches
 
 Floats = npt.NDArray[np.float32]
 
@@ -40,7 +40,7 @@ class VirtualTraining:
     """The training that accompanies a simulation; batch, workers and seed are the simulation's.
 
     Attributes:
-        data: the images; the model is fastps.training.models.model_for's.
+        data: the images; the model is fastps.lab.demo.models.model_for's.
         learning_rate, momentum, weight_decay: of SGD.
         falls_at: shares of the run's pushes after which the learning rate is multiplied by falls_by.
         goal: a loss, reached once a worker's batches stay below it in 10 consecutive iterations (convergence in R2SP, section
@@ -82,7 +82,7 @@ def train_virtually(
     Raises UsageError, and what fastps.simulation.simulate.simulate raises.
 
     >>> from fastps import SSP
-    >>> from fastps.training.data import load
+    >>> from fastps.lab.demo.data import load
     >>> training = VirtualTraining(data=load("digits"), learning_rate=0.02)
     >>> row = train_virtually(SSP(3), Simulation(workers=8, steps=40, batch=16), training).row
     >>> row["test_accuracy"] > 0.8, len(row["accuracy_over_time"])

@@ -13,19 +13,19 @@ import torch
 
 from fastps import parse_policy
 from fastps.checkpoint.loading import load
+from fastps.lab.demo import data
 from fastps.lab.virtual.training import VirtualTraining, _Replay
 from fastps.simulation.compute_models import parse_compute
 from fastps.simulation.simulate import Simulation, simulate
-from fastps.training import data
 from tests.support.commands import fastps
 
 BUILT_IN = """
 import sys
 import fastps, torch
-from fastps.training.data import load
-from fastps.training.models import model_for
-from fastps.training.options import TrainingOptions
-from fastps.training.worker_main import Batches
+from fastps.lab.demo.data import load
+from fastps.lab.demo.models import model_for
+from fastps.lab.demo.options import TrainingOptions
+from fastps.lab.demo.worker_main import Batches
 
 workers, steps = int(sys.argv[1]), int(sys.argv[2])
 data = load("digits")

@@ -11,13 +11,13 @@ import torch
 
 from fastps import parse_policy
 from fastps.errors import UsageError
+from fastps.lab.demo.data import Dataset, load
+from fastps.lab.demo.models import accuracy, model_for
+from fastps.lab.demo.options import TrainingOptions
+from fastps.lab.demo.worker_main import Batches
 from fastps.lab.virtual.training import VirtualTraining, _Pushed, _Replay, _Shard, train_virtually
 from fastps.simulation.compute_models import ComputeModel, parse_compute
 from fastps.simulation.simulate import Outcome, Simulation, simulate
-from fastps.training.data import Dataset, load
-from fastps.training.models import accuracy, model_for
-from fastps.training.options import TrainingOptions
-from fastps.training.worker_main import Batches
 from tests.support import commands
 
 VARIED = parse_compute("lognormal:10ms,0.4")

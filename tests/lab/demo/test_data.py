@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fastps.errors import UsageError
-from fastps.training.data import CLASSES, DataError, Dataset, load, open_saved
+from fastps.lab.demo.data import CLASSES, DataError, Dataset, load, open_saved
 
 
 @pytest.mark.parametrize(("name", "train", "test", "size"), [("mnist5k", 4000, 1000, 28), ("digits", 1437, 360, 8)])

@@ -1,6 +1,6 @@
 """The main job: one worker's training loop on real images.
 
-The launcher runs it as `python -m fastps.training.worker_main OPTIONS.json`. The worker writes its measurements to a file
+The launcher runs it as `python -m fastps.lab.demo.worker_main OPTIONS.json`. The worker writes its measurements to a file
 beside the options.
 """
 
@@ -21,14 +21,14 @@ from fastps.job.environment import rank
 from fastps.job.metrics import Row
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
+from fastps.lab.demo.data import Dataset, open_saved
+from fastps.lab.demo.delays import Delays, delay
+from fastps.lab.demo.models import accuracy, inputs_of, model_for
+from fastps.lab.demo.options import TrainingOptions, extra_wait_ns
+from fastps.lab.demo.prefetch import prefetch
 from fastps.store.worker import Worker
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.torch.optimizer import DistributedOptimizer
-from fastps.training.data import Dataset, open_saved
-from fastps.training.delays import Delays, delay
-from fastps.training.models import accuracy, inputs_of, model_for
-from fastps.training.options import TrainingOptions, extra_wait_ns
-from fastps.training.prefetch import prefetch
 
 _FIGURES = ("rank", "steps", "samples", "wait_ns", "compute_ns", "folded", "dropped", "staleness_sum", "staleness_max")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 import fastps
+from fastps.lab.demo.delays import DelayedWorker, Delays, delay
 from fastps.tracing.file import read
-from fastps.training.delays import DelayedWorker, Delays, delay
 
 MS = 1_000_000
 

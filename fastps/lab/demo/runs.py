@@ -15,14 +15,14 @@ from rich.table import Table
 from fastps.errors import Error
 from fastps.job.metrics import Row, staleness_row, zero_gap_share
 from fastps.job.policy import Policy
+from fastps.lab.demo.data import Dataset
+from fastps.lab.demo.options import TrainingOptions
 from fastps.processes.launcher import NO_OPTIONS, Launcher
 from fastps.processes.options import JobOptions
 from fastps.processes.outcome import Outcome, failure_panel
 from fastps.store.observer import Observer, WorkerStatistics, observe
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.telemetry.tensorboard import TICK_S, written
-from fastps.training.data import Dataset
-from fastps.training.options import TrainingOptions
 
 
 class RunFailedError(Error):
@@ -76,8 +76,8 @@ def _run(
         file = Path(folder) / "options.json"
         options.save(file)
         data.save(file.parent)  # read once, here; the workers map it
-        command = [executable, "-m", "fastps.training.worker_main", str(file)]
-        imports = ["fastps.torch.optimizer", "fastps.training.data", "fastps.training.models", "fastps.training.prefetch"]
+        command = [executable, "-m", "fastps.lab.demo.worker_main", str(file)]
+        imports = ["fastps.torch.optimizer", "fastps.lab.demo.data", "fastps.lab.demo.models", "fastps.lab.demo.prefetch"]
         launcher = Launcher(command, options.workers, options=job, imports=imports, trace=trace)
         with written(tensorboard, lambda: launcher.arena) as tick:
             if progress:

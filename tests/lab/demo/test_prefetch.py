@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fastps.training.prefetch import prefetch
+from fastps.lab.demo.prefetch import prefetch
 
 
 def _await(condition: Callable[[], bool]) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fastps.training.data import CLASSES, Bytes, Dataset
+from fastps.lab.demo.data import CLASSES, Bytes, Dataset
 
 
 def model_for(data: Dataset) -> nn.Module:

@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 
 from fastps.errors import UsageError
-from fastps.training import runs as compare
-from fastps.training.data import load
-from fastps.training.models import accuracy, model_for
-from fastps.training.options import TrainingOptions, extra_wait_ns
-from fastps.training.worker_main import Batches, load_weights, save_weights
+from fastps.lab.demo import runs as compare
+from fastps.lab.demo.data import load
+from fastps.lab.demo.models import accuracy, model_for
+from fastps.lab.demo.options import TrainingOptions, extra_wait_ns
+from fastps.lab.demo.worker_main import Batches, load_weights, save_weights
 
 # 1,000 test images at 95 % have a standard error of 0.7 %; the bar of 94 % is widened by two of them.
 BAR = 0.94 - 2 * math.sqrt(0.95 * 0.05 / 1000)
