@@ -1,62 +1,40 @@
-"""The clock of a job. All code below the command line takes a Clock, or a time that was read from one.
-
-The clock is monotonic: a job measures durations, and a step of the wall clock must not disturb it.
-"""
+"""The clock of a job. All code below the command line takes a Clock, or a time that was read from one."""
 
 import os
 import threading
 import time
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
 
-class Clock(Protocol):
-    """The interface through which a store, a worker or a launcher reads the time."""
+class Clock:
+    """What a store, a worker or a launcher reads the time from, in ns. A test gives a subclass.
 
-    def now_ns(self) -> int:
-        """Nanoseconds on a monotonic clock that all processes of this machine share."""
+    `now_ns` is monotonic, because a job measures durations, which a step of the wall clock must not disturb. All processes of
+    the machine share it, so times in descriptors can be compared. `unix_ns`, since 1970, may jump: it labels what others
+    read. `thread_cpu_ns` is the CPU time of the calling thread, `process_cpu_ns` that of all threads of this process.
 
-    def unix_ns(self) -> int:
-        """Nanoseconds since 1970. It may jump: use it to label what other programs read, and never for durations."""
-
-    def sleep_ns(self, duration_ns: int) -> None:
-        """Sleep for `duration_ns` nanoseconds."""
-
-    def thread_cpu_ns(self) -> int:
-        """CPU time of the calling thread, in nanoseconds."""
-
-    def thread_queue_ns(self) -> int:
-        """Nanoseconds that the calling thread was runnable but had no core; -1 if the machine does not report it."""
-
-    def process_cpu_ns(self) -> int:
-        """CPU time of all threads of this process, in nanoseconds."""
-
-    def machine_cpu_ns(self) -> int:
-        """CPU time of all processes of this machine, in nanoseconds, with a resolution of some ms."""
-
-
-class MonotonicClock:
-    """CLOCK_MONOTONIC. All processes of the machine share it, so times in descriptors can be compared.
-
-    >>> clock = MonotonicClock()
+    >>> clock = Clock()
     >>> clock.now_ns() <= clock.now_ns()
     True
     """
 
-    now_ns = staticmethod(time.monotonic_ns)  # since an arbitrary moment of this boot; a step reads it several times
+    now_ns = staticmethod(time.monotonic_ns)
     unix_ns = staticmethod(time.time_ns)
     thread_cpu_ns = staticmethod(time.thread_time_ns)
     process_cpu_ns = staticmethod(time.process_time_ns)
 
     def sleep_ns(self, duration_ns: int) -> None:
-        """Sleep. Return at once if the duration is zero or less."""
+        """Sleep for `duration_ns` nanoseconds. Return at once if the duration is zero or less."""
         if duration_ns > 0:
             time.sleep(duration_ns / 1e9)
 
     def thread_queue_ns(self) -> int:
-        """The run-queue wait that Linux counts for each task: the second number of schedstat; see proc_pid_schedstat(5)."""
+        """Nanoseconds that the calling thread was runnable but had no core; -1 if the machine does not report it.
+
+        It is the second number of schedstat, the run-queue wait of a task; see proc_pid_schedstat(5).
+        """
         file = getattr(_local, "schedstat", None)
         if file is None:
             try:
@@ -69,7 +47,7 @@ class MonotonicClock:
             return -1
 
     def machine_cpu_ns(self) -> int:
-        """The time of all cores except idle time. Time that a hypervisor stole counts as spent."""
+        """The time of all cores except idle time, with a resolution of some ms. What a hypervisor stole counts as spent."""
         times = psutil.cpu_times()._asdict()
         # The user and nice times already include the guest times.
         return int(1e9 * sum(value for name, value in times.items() if name not in ("idle", "iowait", "guest", "guest_nice")))
@@ -88,13 +66,8 @@ def unix_offset_ns(clock: Clock) -> int:
     return min(found)[1]
 
 
-def _forget_schedstat() -> None:
-    """Drop the inherited file in a forked child: it belongs to the parent's thread."""
-    _local.__dict__.pop("schedstat", None)
-
-
 _PAIRS = 5
 _local = threading.local()
-os.register_at_fork(after_in_child=_forget_schedstat)
+os.register_at_fork(after_in_child=lambda: _local.__dict__.clear())  # the file belongs to the parent's thread
 
-SYSTEM_CLOCK: Clock = MonotonicClock()
+SYSTEM_CLOCK = Clock()

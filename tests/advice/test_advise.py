@@ -14,7 +14,7 @@ from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
 from fastps.simulation.compute_models import ComputeModel, parse_compute
 from fastps.simulation.simulate import TRACE_KINDS, Outcome, Simulation, simulate
-from fastps.system.clock import MonotonicClock
+from fastps.system.clock import Clock
 from fastps.tracing import summary as trace_summary
 from fastps.tracing.check import check
 from fastps.tracing.file import DROPPED, FOLDED, PUSH_DTYPE, STEP_DTYPE, Trace, read
@@ -105,7 +105,7 @@ def test_the_same_seed_gives_the_same_bytes_on_shared_cores(spec: str) -> None:
 # -- the same decisions live -----------------------------------------------------------------------
 
 
-class Scripted(MonotonicClock):
+class Scripted(Clock):
     """A clock that stands until it is moved."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from fastps.cli import top
 from fastps.membership import discovery, rendezvous
 from fastps.store.observer import Look, Observer
 from fastps.system import unix_sockets
-from fastps.system.clock import MonotonicClock
+from fastps.system.clock import Clock
 from tests.support import commands, processes
 
 
@@ -88,7 +88,7 @@ def _name(request: pytest.FixtureRequest) -> str:
     return f"top-{os.getpid()}-{request.node.name}"[:80]
 
 
-class Scripted(MonotonicClock):
+class Scripted(Clock):
     """A clock that does something while others would sleep, once per entry."""
 
     def __init__(self, *events: Callable[[], None]) -> None:
@@ -421,8 +421,8 @@ def test_ctrl_c_at_the_command_is_a_clean_end(request: pytest.FixtureRequest, tm
     with _job(_name(request)) as job:
         # The first pause says that it has begun, so that the signal comes in the middle of it.
         program = (
-            "from fastps.cli.main import main\nfrom fastps.system import clock\nwait = clock.MonotonicClock.sleep_ns\n"
-            "clock.MonotonicClock.sleep_ns = lambda self, ns: (print('pause', flush=True), wait(self, ns))\n"
+            "from fastps.cli.main import main\nfrom fastps.system import clock\nwait = clock.Clock.sleep_ns\n"
+            "clock.Clock.sleep_ns = lambda self, ns: (print('pause', flush=True), wait(self, ns))\n"
             "main()"
         )
         command = [sys.executable, "-c", program, "top", job.store.job, "--interval", "50", "--json", str(file)]

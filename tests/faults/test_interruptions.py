@@ -22,14 +22,14 @@ from fastps.checkpoint import snapshot
 from fastps.checkpoint.periodic import Checkpointing
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_LEFT, Arena
 from fastps.kernels.shm.offsets import OFFSETS
-from fastps.system.clock import MonotonicClock
+from fastps.system.clock import Clock
 from tests.fuzz.places import header_of
 from tests.support import processes
 
 ONES = {"w": np.ones(8, np.float32)}
 
 
-class Interrupting(MonotonicClock):
+class Interrupting(Clock):
     """A clock at which Ctrl-C comes, once, in the n-th call that is made after `arm(n)`."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from fastps.processes.launcher import Launcher
 from fastps.processes.outcome import Outcome, failure_panel
 from fastps.processes.output import JobOutput
 from fastps.processes.worker_output import Lines
-from fastps.system.clock import MonotonicClock
+from fastps.system.clock import Clock
 from fastps.system.memory_limits import oom_reason
 from tests.support.commands import fastps
 
@@ -36,7 +36,7 @@ class Terminal(io.StringIO):
         return lines[:-1]
 
 
-class Steps(MonotonicClock):
+class Steps(Clock):
     """A clock that shows what it is told to."""
 
     time_ns = 0

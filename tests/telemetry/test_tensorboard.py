@@ -13,7 +13,7 @@ import pytest
 import fastps
 from fastps.errors import UsageError
 from fastps.membership.node_board import NodeBoard
-from fastps.system.clock import MonotonicClock
+from fastps.system.clock import Clock
 from fastps.telemetry import tensorboard
 from fastps.telemetry.scalars import SCALARS, STALENESS, values_of
 from fastps.telemetry.tensorboard import JobWriter, written
@@ -23,7 +23,7 @@ from tests.telemetry.jobs import needs, step, stepping
 needs("tensorboard", "tensorboard")
 
 
-class Hours(MonotonicClock):
+class Hours(Clock):
     """A clock on which an hour passes with each point, so that each tick writes one."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ def test_help_texts_reach_tensorboard(tmp_path: Path) -> None:
 
 
 def test_a_long_run_has_points_for_each_thousandth_of_its_time(tmp_path: Path) -> None:
-    class Minutes(MonotonicClock):
+    class Minutes(Clock):
         seconds = 0
 
         def now_ns(self) -> int:  # type: ignore[override]
@@ -181,7 +181,7 @@ def test_what_cannot_be_written_is_said_and_ends_nothing(
 ) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--tensorboard .*: expected a folder, or a place for one, found: "):
-        JobWriter(tmp_path / "file" / "below", lambda: "none", MonotonicClock())
+        JobWriter(tmp_path / "file" / "below", lambda: "none", Clock())
 
     def full(self: tensorboard.EventFile) -> None:
         raise OSError(28, "No space left on device")
