@@ -264,10 +264,6 @@ def _divisors(workers: int) -> list[int]:
     return [n for n in (1, 2, 4, 8, 16, 32) if n < workers]
 
 
-def _backups(workers: int, batch: int) -> list[str]:
-    return [f"backup:{backups}" for backups in sorted({1, workers // 4, workers // 2} - {0, workers})]
-
-
 DISCIPLINES: dict[str, Discipline] = {
     "bsp": Discipline(
         "bsp",
@@ -336,7 +332,7 @@ DISCIPLINES: dict[str, Discipline] = {
         use="A few workers are slow at random, and the work of b workers may be lost.",
         examples=("backup:1",),
         numbers={"backups": "b"},
-        advised=_backups,
+        advised=lambda workers, batch: [f"backup:{b}" for b in sorted({1, workers // 4, workers // 2} - {0, workers})],
         chaos=("backup:1",),
     ),
     "psp": Discipline(

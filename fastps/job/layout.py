@@ -306,5 +306,4 @@ def _parameter_shown(parameter: dict[str, object] | None) -> str:
 
 def aligned(length: int) -> int:
     """Round a length up to whole cache lines. An empty parameter gets a line too, so no two parameters share an offset."""
-    lines = max(1, -(-length // arena.LINE_FLOATS))
-    return lines * arena.LINE_FLOATS
+    return max(1, -(-length // arena.LINE_FLOATS)) * arena.LINE_FLOATS

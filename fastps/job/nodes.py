@@ -81,13 +81,14 @@ def nodes_of_environment() -> Nodes | None:
         host, port = address(os.environ.get("FASTPS_RENDEZVOUS", ""))
     else:
         host, port = os.environ.get("MASTER_ADDR", ""), launchers.number(("MASTER_PORT",))
-    return Nodes(count, number, local_rank, local_workers, host, port, _policy(), *_network())
+    return Nodes(count, number, local_rank, local_workers, host, port, *_settings())
 
 
-def _policy() -> NodePolicy:
+def _settings() -> tuple[NodePolicy, str, bool]:
+    """The policy, the interface to the other nodes, and whether its network is trusted. Raises UsageError."""
     policy = NodePolicy.of_environment()
     check_secret(policy, secret_of_environment())
-    return policy
+    return policy, os.environ.get("FASTPS_INTERFACE", ""), value_of("FASTPS_TRUSTED_NETWORK") == "1"
 
 
 def check_secret(policy: NodePolicy, secret: Secret | None) -> None:
@@ -110,13 +111,9 @@ def _nodes_without_store() -> Nodes | None:
             f"{found.launcher} started {found.workers} processes on several nodes, and does not say where they can meet: set"
             " FASTPS_RENDEZVOUS=HOST:PORT for all of them, where HOST is the machine of process 0 and PORT is free there"
         )
-    place = found.local_rank, found.local_workers
-    return Nodes(found.nodes, found.node, *place, *address(rendezvous), _policy(), *_network(), found)
-
-
-def _network() -> tuple[str, bool]:
-    """The interface to the other nodes, and whether its network is trusted. Raises UsageError."""
-    return os.environ.get("FASTPS_INTERFACE", ""), value_of("FASTPS_TRUSTED_NETWORK") == "1"
+    host, port = address(rendezvous)
+    place = found.nodes, found.node, found.local_rank, found.local_workers
+    return Nodes(*place, host, port, *_settings(), launched=found)
 
 
 def address(text: str) -> tuple[str, int]:
@@ -152,11 +149,10 @@ def home_layout(layout: Layout, nodes: Nodes) -> Layout:
         )
     faults = FaultPolicy(nodes.policy.on_node_loss, layout.faults.nonfinite)
     masters = tuple(replace(parameter, type="float32") for parameter in layout.parameters)  # no model reads a home's weights
-    home = replace(layout, parameters=masters, workers=nodes.count, extra_bytes=0, faults=faults, server="workers")
-    home = replace(home, lanes_are="nodes")
-    if not nodes.policy.local_steps:
-        return home
-    return replace(home, rule=_outer(nodes.policy).rule)
+    home = replace(
+        layout, parameters=masters, workers=nodes.count, extra_bytes=0, faults=faults, server="workers", lanes_are="nodes"
+    )
+    return replace(home, rule=_outer(nodes.policy).rule) if nodes.policy.local_steps else home
 
 
 def leaf_layout(layout: Layout, nodes: Nodes) -> Layout:
