@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fastps.report import comparison, page, run
-from tests.report.test_comparison import ROWS
+from fastps.lab.demo import comparison
+from fastps.report import page, run
+from tests.lab.demo.test_comparison import ROWS
 from tests.report.traces import BEGIN, MS, asp, bsp, with_end
 from tests.support.browser import browser, executable
 

@@ -126,7 +126,8 @@ def compare(
     if plot is not None:
         plot_accuracy(rows, plot)
     if report is not None:
-        from fastps.report import comparison, page
+        from fastps.lab.demo import comparison
+        from fastps.report import page
 
         page.write(comparison.page_of(rows, title), report)
         say(console, f"{report}: open it in a browser")

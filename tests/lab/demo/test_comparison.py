@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from fastps.report.comparison import page_of
+from fastps.lab.demo.comparison import page_of
 
 
 def _row(sync: str, speed: float, accuracy: float, **more: Any) -> dict[str, Any]:
