@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastps.advice.nodes import simulation_of_nodes
 from fastps.job.specs import parse_policies, parse_policy
+from fastps.lab.measuring.advised_nodes import simulation_of_nodes
 from fastps.lab.measuring.namespaces import Cluster, cluster, missing_reason
+from fastps.lab.measuring.simulated_links import MeasuredLinks, ModelOnNodes, on_links, read_links
 from fastps.lab.papers.live_nodes import LiveJob, LiveRunError, run_live
 from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.links import MeasuredLinks, ModelOnNodes, on_links, read_links
 from fastps.simulation.simulate import Simulation, simulate
 from fastps.system.json_report import write_json
 from fastps.system.ports import free_port

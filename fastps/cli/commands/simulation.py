@@ -97,7 +97,7 @@ def simulate(
 ) -> None:
     """Play synchronization schemes in virtual time, with as many workers as you like, by the scheduler that the store runs."""
     from fastps.cli import simulation_report as report
-    from fastps.simulation.links import ModelOnNodes, on_links, read_links
+    from fastps.lab.measuring.simulated_links import ModelOnNodes, on_links, read_links
 
     texts = SimulationTexts(**{name: given[name] for name in TEXTS})
     policies = read_policies(sync, shards)

@@ -264,8 +264,8 @@ def _of_run(file: Path, cores: float) -> Advice:
 
 def _of_nodes(context: typer.Context) -> Advice:
     """Every discipline on many nodes, from the traces of a few and measured links."""
-    from fastps.advice.nodes import advise_nodes, model_of, self_test
-    from fastps.simulation.links import read_links
+    from fastps.lab.measuring.advised_nodes import advise_nodes, model_of, self_test
+    from fastps.lab.measuring.simulated_links import read_links
     from fastps.tracing.parts import load
 
     given = context.params

@@ -1,4 +1,6 @@
-"""fastps.lab.measuring: what a machine and its links can do, as `fastps doctor --nodes` and `--script` measure it.
+"""fastps.lab.measuring: what a machine and its links can do, and what many nodes would do on such links.
+
+It is behind `fastps doctor --nodes` and `--script`, and behind `--links` of `simulate` and `advise`.
 
 Border: figures and sentences about them; it changes no job. Arrows: it imports fastps.network, fastps.advice and
 fastps.processes, and no other folder of fastps.lab.

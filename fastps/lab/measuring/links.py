@@ -18,12 +18,12 @@ from fastps.job.layout import aligned
 from fastps.job.update_rules import SGD
 from fastps.job.wire import part_count, wire_bytes
 from fastps.lab.measuring.rates import SMALL_BYTES, LinkRates, measure, respond
+from fastps.lab.measuring.simulated_links import MeasuredHome
 from fastps.network.addresses import own_address
 from fastps.network.edge import Edge
 from fastps.network.link import GlooLink, LinkLostError, reason_of
 from fastps.network.meeting import Introduction, Met, await_keys, meet
 from fastps.processes.nodes import NodeOptions
-from fastps.simulation.links import MeasuredHome
 from fastps.store.store import Store as Arena
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 

@@ -2,12 +2,12 @@
 
 from fastps.job.specs import parse_policy
 from fastps.lab.measuring.namespaces import cluster, missing_reason
+from fastps.lab.measuring.simulated_links import MeasuredEdge, MeasuredLinks, ModelOnNodes, on_links
 from fastps.lab.papers.expectations import InOrder
 from fastps.lab.papers.live_nodes import LiveJob, run_live
 from fastps.lab.papers.row import Effort, Row
 from fastps.lab.papers.rudra_cluster import SPREAD
 from fastps.lab.papers.runs import MS, lognormal
-from fastps.simulation.links import MeasuredEdge, MeasuredLinks, ModelOnNodes, on_links
 from fastps.simulation.simulate import Simulation, simulate
 
 _LEARNERS, _LEAVES = 6, 3

@@ -14,7 +14,7 @@ from fastps.cli.report import links_table
 from fastps.errors import UsageError
 from fastps.lab.measuring.links import MeasuredLink, bound_of, fold_seconds
 from fastps.lab.measuring.rates import LinkRates
-from fastps.simulation.links import read_links
+from fastps.lab.measuring.simulated_links import read_links
 from fastps.system.ports import free_port
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastps.advice.nodes import advise_nodes, model_of, node_step_ns, self_test, simulation_of_nodes
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
-from fastps.simulation.links import MeasuredEdge, MeasuredHome, MeasuredLinks
+from fastps.lab.measuring.advised_nodes import advise_nodes, model_of, node_step_ns, self_test, simulation_of_nodes
+from fastps.lab.measuring.simulated_links import MeasuredEdge, MeasuredHome, MeasuredLinks
 from fastps.system.json_report import write_json
 from fastps.tracing.file import PUSH_DTYPE, STEP_DTYPE, Trace, write
 from tests.support import commands
