@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -39,28 +40,17 @@ def call_within(
     >>> call_within(1.0, lambda: 3)
     3
     """
-    results: list[Result] = []
-    errors: list[BaseException] = []
-    lock, is_late = threading.Lock(), threading.Event()
+    answer: Future[Result] = Future()
 
     def run() -> None:
         try:
-            result = call()
+            answer.set_result(call())
         except BaseException as error:
-            errors.append(error)
-            return
-        with lock:
-            results.append(result)
-        if is_late.is_set():
-            discard(result)
+            answer.set_exception(error)
 
     thread = threading.Thread(target=run, name="fastps-time-limit", daemon=True)
     thread.start()
-    has_ended = ends_within(thread, limit_s, what)
-    with lock:
-        if not (has_ended or results or errors):
-            is_late.set()
-            raise TimeoutError(f"expected an answer within {limit_s:g} s")
-    if errors:
-        raise errors[0]
-    return results[0]
+    if not (ends_within(thread, limit_s, what) or answer.done()):
+        answer.add_done_callback(lambda late: late.exception() or discard(late.result()))
+        raise TimeoutError(f"expected an answer within {limit_s:g} s")
+    return answer.result()
