@@ -33,11 +33,7 @@ def candidates(workers: int, batch: int = 1) -> list[str]:
 
 
 def advise(
-    trace: Trace,
-    specs: Sequence[str] | None = None,
-    *,
-    cores: float = 0.0,
-    tick: Callable[[int, int], None] | None = None,
+    trace: Trace, specs: Sequence[str] | None = None, *, cores: float = 0.0, tick: Callable[[int, int], None] | None = None
 ) -> list[Row]:
     """Return a row for each discipline, the fastest first, one of them recommended. `tick(done, of)` is called after each.
 

@@ -9,8 +9,8 @@ changes. A job switches once, and only its discipline.
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -123,9 +123,8 @@ def move(worker: Worker, policy: Policy, job: str, hypers: list[Hyper]) -> Worke
     extra = old.layout.extra_bytes - room_bytes(old.layout.policy)
     layout = replace(old.layout, parameters=place(rows, policy.shards, types=types), policy=policy, extra_bytes=extra)
     if worker.rank == 0:
-        store = Store.create_for(
-            layout, _weights_of(worker), hypers, job=job, timeout_s=old.timeout_s, clock=old.clock, finish=_state_of(worker)
-        )
+        write, finish = partial(_write_weights, worker), partial(_write_state, worker)
+        store = Store.create_for(layout, write, hypers, job=job, timeout_s=old.timeout_s, clock=old.clock, finish=finish)
     else:
         store = _connect(worker, layout, hypers, job)
     try:
@@ -154,27 +153,18 @@ def _connect(worker: Worker, layout: Layout, hypers: list[Hyper], job: str) -> S
                 ) from error
 
 
-def _weights_of(worker: Worker) -> Callable[[list[Any]], None]:
-    """Return the function that writes the worker's last pulled weights into a new arena."""
-
-    def write(views: list[Any]) -> None:
-        for view, source in zip(views, worker.store.weight_views(worker.buffers), strict=True):
-            view[:] = source
-
-    return write
+def _write_weights(worker: Worker, views: list[Any]) -> None:
+    """Write the worker's last pulled weights into a new arena."""
+    for view, source in zip(views, worker.store.weight_views(worker.buffers), strict=True):
+        view[:] = source
 
 
-def _state_of(worker: Worker) -> Callable[[Store], None]:
-    """Return the function that copies the rule's state into a new store: its tensors, and each parameter's step count."""
-
-    def write(store: Store) -> None:
-        with worker.locked():
-            _, buffers = worker.store.committed()
-            for plane in range(store.layout.planes):  # the moving average of the weights is the last
-                pairs = zip(store.plane_views(0, plane), worker.store.plane_views(buffers, plane), strict=True)
-                for view, source in pairs:
-                    view[:] = source
-            for count, steps in zip(store.rule_steps(0), worker.store.rule_steps(buffers), strict=True):
-                count[0] = steps[0]
-
-    return write
+def _write_state(worker: Worker, store: Store) -> None:
+    """Copy the rule's state into a new store: its tensors, and each parameter's step count."""
+    with worker.locked():
+        _, buffers = worker.store.committed()
+        for plane in range(store.layout.planes):  # the moving average of the weights is the last
+            for view, source in zip(store.plane_views(0, plane), worker.store.plane_views(buffers, plane), strict=True):
+                view[:] = source
+        for count, steps in zip(store.rule_steps(0), worker.store.rule_steps(buffers), strict=True):
+            count[0] = steps[0]

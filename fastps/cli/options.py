@@ -220,7 +220,7 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingO
     Its options are read from typer's own record of them, since all such commands have the same.
     """
     given = context.params
-    workers, epochs, batch_size, lr = given["workers"], given["epochs"], given["batch_size"], given["lr"]
+    workers = given["workers"]
     delay_share, delay_s = _pull_delay(given["pull_delay"])
     factors: dict[str, float] = {}
     for text in given["straggler"]:
@@ -231,27 +231,23 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingO
             raise UsageError(f"--straggler: expected WORKER:FACTOR such as 0:3, found {text!r}") from None
         if not 0 <= int(worker) < workers or not float(factor) >= 1:
             raise UsageError(f"--straggler: expected a worker of 0 to {workers - 1} and a factor of at least 1, found {text!r}")
-    smallest = {"workers": workers, "epochs": epochs, "batch-size": batch_size}
-    for name, value in smallest.items():
-        if value < 1:
-            raise UsageError(f"--{name}: expected at least 1, found {value}")
-    if not lr > 0:
-        raise UsageError(f"--lr: expected more than 0, found {lr}")
+    for name in ("workers", "epochs", "batch_size"):
+        if given[name] < 1:
+            raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, found {given[name]}")
+    if not given["lr"] > 0:
+        raise UsageError(f"--lr: expected more than 0, found {given['lr']}")
     push_dtype = given.get("push_dtype", PUSH_DTYPES[0])
     if push_dtype not in PUSH_DTYPES:
         raise UsageError(f"--push-dtype: expected one of {', '.join(PUSH_DTYPES)}, found {push_dtype!r}")
+    same = ("workers", "data", "epochs", "batch_size", "momentum", "seed", "transfer_ms", "compute_ms")
     return TrainingOptions(
         sync=sync,
-        workers=workers,
-        data=given["data"],
-        epochs=epochs,
-        batch_size=batch_size,
-        learning_rate=lr,
+        learning_rate=given["lr"],
         straggler=factors,
         pull_delay_share=delay_share,
         pull_delay_s=delay_s,
         push_dtype=push_dtype,
-        **{name: given[name] for name in ("momentum", "seed", "transfer_ms", "compute_ms")},
+        **{name: given[name] for name in same},
         **others,
     )
 
@@ -269,7 +265,7 @@ def placed_nodes(context: typer.Context, policy: NodePolicy) -> "NodeOptions | N
     given = context.params
     count, rendezvous, rank = given["nnodes"], given["rendezvous"], given["node_rank"]
     if count == 1 and not rendezvous:
-        return None
+        return None  # whatever launched this command
     place = launcher_place()
     count = count if count is not None else place.nodes or 1
     if count == 1 and not rendezvous:
@@ -296,18 +292,13 @@ def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
     resumed = load(resume) if resume is not None else None
     if checkpoint is not None and not given["overwrite"]:
         check_folder(checkpoint, resumed, overwrite=False)
+    same = ("restarts", "on_worker_loss", "nonfinite", "max_workers", "every", "overwrite", "server")
     return JobOptions(
-        restarts=given["restarts"],
-        on_worker_loss=given["on_worker_loss"],
-        nonfinite=given["nonfinite"],
-        max_workers=given["max_workers"],
         checkpoint=str(checkpoint.resolve()) if checkpoint is not None else "",
-        every=given["every"],
-        overwrite=given["overwrite"],
         resume=str(resumed.folder.resolve()) if resumed is not None else "",  # one folder for all workers
         injector=FaultPlan.parse(faults, seed).injector if faults is not None else None,
-        server=given["server"],
         grace_s=given.get("grace", GRACE_S),
+        **{name: given[name] for name in same},
     )
 
 

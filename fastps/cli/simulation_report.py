@@ -1,7 +1,6 @@
 """The output of `fastps simulate`: a progress bar, and a table of the rows."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,13 @@ def simulate_all(
     with Progress(*columns, console=console, transient=True, disable=not progress) as bar:
         for policy, simulation in runs:
             task = bar.add_task(policy.spec.replace("[", "\\["), total=None)
-            outcomes.append(play(policy, simulation, partial(_show, bar, task)))
+
+            def tick(pushes: int, of: int, task: TaskID = task) -> None:
+                bar.update(task, completed=pushes, total=of or None)
+
+            outcomes.append(play(policy, simulation, tick))
             bar.remove_task(task)
     return outcomes
-
-
-def _show(bar: Progress, task: TaskID, pushes: int, of: int) -> None:
-    bar.update(task, completed=pushes, total=of or None)
 
 
 def simulation_table(rows: Sequence[Row], title: str) -> Rows:

@@ -110,14 +110,10 @@ class Rows:
         lines = [self.title]
         for row in self.cells:
             lines.append(f"{self.columns[first].heading}: {row[first]}")
-            lines += [f"  {self.columns[index].heading}: {_indented(row[index])}" for index in others]
-        lines += [] if caption is None else [caption]
-        return Text("\n".join(lines), overflow="fold")
-
-
-def _indented(cell: str) -> str:
-    """A cell of several lines below its heading."""
-    return cell if "\n" not in cell else "".join(f"\n    {line}" for line in cell.split("\n"))
+            for index in others:  # a cell of several lines goes below its heading
+                cell = row[index] if "\n" not in row[index] else "".join(f"\n    {line}" for line in row[index].split("\n"))
+                lines.append(f"  {self.columns[index].heading}: {cell}")
+        return Text("\n".join([*lines, *filter(None, [caption])]), overflow="fold")
 
 
 def show(console: Console, rows: Rows, *, wide: bool = False) -> None:

@@ -131,7 +131,8 @@ def rows_of(before: Look | None, now: Look) -> list[Row]:
         }
         for old, shard in zip(old_shards, now.shards, strict=True)
     ]
-    return [*node_rows(before, now), *workers, *shards]
+    old_nodes = {row.node: row for row in before.nodes} if before else {}
+    return [*(_node_row(old_nodes.get(row.node), row, now.seen_ns) for row in now.nodes), *workers, *shards]
 
 
 def _picked(figures: object, *names: str) -> Row:
@@ -139,13 +140,8 @@ def _picked(figures: object, *names: str) -> Row:
     return {name: getattr(figures, name) for name in names}
 
 
-def node_rows(before: Look | None, now: Look) -> list[Row]:
-    """One row a node, in a job of several. Its rates are of the time between its figures, which come twice a second."""
-    old = {row.node: row for row in before.nodes} if before else {}
-    return [_node_row(old.get(row.node), row, now.seen_ns) for row in now.nodes]
-
-
 def _node_row(old: NodeStatistics | None, row: NodeStatistics, now_ns: int) -> Row:
+    """A node in a job of several. Its rates are of the time between its figures, which come twice a second."""
     seconds = (row.heard_ns - old.heard_ns) / 1e9 if old is not None and old.heard_ns else 0.0
 
     def rate(count: int, count_before: int) -> float | None:

@@ -248,11 +248,7 @@ def Adamax(  # noqa: N802
 
 
 def Adadelta(  # noqa: N802
-    lr: float = 1.0,
-    rho: float = 0.9,
-    eps: float = 1e-6,
-    weight_decay: float = 0.0,
-    maximize: bool = False,
+    lr: float = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0, maximize: bool = False
 ) -> Update:
     """Adadelta as torch.optim.Adadelta defines it; `rho` is sent as beta2.
 

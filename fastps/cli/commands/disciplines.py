@@ -12,10 +12,7 @@ commands = typer.Typer()
 ORDER = 50
 
 
-@commands.command(
-    rich_help_panel=CHOOSE,
-    epilog="Examples:  fastps disciplines   |   fastps disciplines --json -",
-)
+@commands.command(rich_help_panel=CHOOSE, epilog="Examples:  fastps disciplines   |   fastps disciplines --json -")
 def disciplines(wide: Wide = False, json_file: Json = None) -> None:
     """Show every synchronization discipline: its spec for --sync, its paper, what it does, and when to use it."""
     rows = [

@@ -404,9 +404,7 @@ def _doctor_links(context: typer.Context) -> None:
 
 
 @commands.command(
-    "gpu-check",
-    rich_help_panel=MACHINE,
-    epilog="Examples:  fastps gpu-check   |   fastps gpu-check --quick -o report.html",
+    "gpu-check", rich_help_panel=MACHINE, epilog="Examples:  fastps gpu-check   |   fastps gpu-check --quick -o report.html"
 )
 def gpu_check(
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, and neither training nor compute-sanitizer.")] = False,

@@ -137,8 +137,7 @@ def replay(
         ),
     ] = [],  # noqa: B006
     fresh: Annotated[
-        list[str],
-        typer.Option(metavar="W:STEP", help="Compute this push with the newest weights. May be given several times."),
+        list[str], typer.Option(metavar="W:STEP", help="Compute this push with the newest weights. May be given several times.")
     ] = [],  # noqa: B006
     pause: Annotated[
         str, typer.Option(metavar="W:STEP", help="Run this step of a worker under pdb, from the end of the step before.")
@@ -160,13 +159,7 @@ def replay(
     console = console_of(json_file)
     with trace_report.bar(console, progress and console.is_terminal and not pause, "replaying") as tick:
         row = replaying.replay(
-            run,
-            command,
-            tick,
-            until=until,
-            checkpoint=checkpoint,
-            find_nonfinite=find_nonfinite,
-            silent=json_file is not None,
+            run, command, tick, until=until, checkpoint=checkpoint, find_nonfinite=find_nonfinite, silent=json_file is not None
         )
     say(console, trace_report.replay_line(row, file))
     save_rows("replay", [row], json_file)

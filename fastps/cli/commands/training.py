@@ -135,8 +135,7 @@ def compare(
 
 
 @commands.command(
-    rich_help_panel=WATCH,
-    epilog="Example:  fastps stragglers -n 8 --straggler 0:2 --epochs 3 --plot arrivals.png",
+    rich_help_panel=WATCH, epilog="Example:  fastps stragglers -n 8 --straggler 0:2 --epochs 3 --plot arrivals.png"
 )
 @with_options(TRAINING, OUTPUT)
 def stragglers(

@@ -37,7 +37,7 @@ def _look(folder: Path, rank: int, interval_s: float) -> tuple[fastps.Look, list
     time.sleep(interval_s)
     now = observer.look()
     observer.close()
-    return now, top.node_rows(before, now)
+    return now, [row for row in top.rows_of(before, now) if row["kind"] == "node"]
 
 
 @pytest.mark.slow
