@@ -10,7 +10,6 @@ import os
 import pkgutil
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -68,13 +67,8 @@ def common(
     logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[handler])
 
 
-def _groups() -> list[ModuleType]:
-    """The files of commands in the order that they declare."""
-    names = [module.name for module in pkgutil.iter_modules(commands.__path__)]
-    return sorted((importlib.import_module(f"{commands.__name__}.{name}") for name in names), key=lambda group: group.ORDER)
-
-
-for group in _groups():
+groups = [importlib.import_module(f"{commands.__name__}.{module.name}") for module in pkgutil.iter_modules(commands.__path__)]
+for group in sorted(groups, key=lambda each: each.ORDER):  # the order that they declare
     app.add_typer(group.commands)
 
 

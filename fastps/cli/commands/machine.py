@@ -12,27 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from fastps.cli import options
 from fastps.cli.commands import MACHINE, TRAIN, WATCH
-from fastps.cli.options import (
-    JOB,
-    NODES,
-    PLACE,
-    SYNC_HELP,
-    Json,
-    Seed,
-    TensorBoard,
-    TraceFile,
-    Wide,
-    Workers,
-    checked,
-    console_of,
-    job_options_of,
-    nodes_of,
-    parameters_of,
-    placed_nodes,
-    save_rows,
-    with_options,
-)
 from fastps.cli.report import doctor_table, faults_text, links_table, trials_table
 from fastps.cli.tables import say, show
 from fastps.errors import UsageError
@@ -117,7 +98,7 @@ def _report(outcome: "Outcome", json_file: str | None) -> int:
     if outcome.first_failure is not None:
         Console(stderr=True).print(failure_panel(outcome))
     keys = {"worker": "rank", "restart": "restart", "exit_code": "exit_code", "lost_steps": "lost_steps"}
-    save_rows("run", [{key: getattr(each, name) for key, name in keys.items()} for each in outcome.workers], json_file)
+    options.save_rows("run", [{key: getattr(each, name) for key, name in keys.items()} for each in outcome.workers], json_file)
     return outcome.exit_code
 
 
@@ -160,12 +141,14 @@ def _without(options: list[str], names: tuple[str, ...]) -> list[str]:
     "   |   fastps run -n 4 --restarts 8 --checkpoint runs/a --every 500 train.py"
     "   |   fastps run --gpus 0,1,2,3 -n 4 train.py   |   fastps run --nnodes 2 --rendezvous node0:29400 -n 4 train.py",
 )
-@with_options(PLACE, NODES, JOB)
+@options.with_options(options.PLACE, options.NODES, options.JOB)
 def run(
     context: typer.Context,
     arguments: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A script and its arguments.")],
-    workers: Workers = 1,
-    sync: Annotated[str | None, typer.Option(help=SYNC_HELP + " For scripts that do not choose one. Default: bsp.")] = None,
+    workers: options.Workers = 1,
+    sync: Annotated[
+        str | None, typer.Option(help=options.SYNC_HELP + " For scripts that do not choose one. Default: bsp.")
+    ] = None,
     gpus: Annotated[str | None, typer.Option(metavar="N,...", help=GPUS_HELP)] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
     env: Annotated[str, typer.Option(metavar="auto|fastps|torchrun", help=ENV_HELP)] = "auto",
@@ -174,10 +157,10 @@ def run(
     ssh_command: Annotated[str, typer.Option(metavar="COMMAND", envvar="FASTPS_SSH", help=SSH_HELP, show_default=False)] = "",
     secret_file: Annotated[Path | None, typer.Option(metavar="FILE", help=SECRET_HELP)] = None,
     grace: Annotated[float, typer.Option(metavar="SECONDS", help=GRACE_HELP)] = 30.0,
-    trace: TraceFile = None,
-    tensorboard: TensorBoard = None,
-    seed: Seed = 0,
-    json_file: Json = None,
+    trace: options.TraceFile = None,
+    tensorboard: options.TensorBoard = None,
+    seed: options.Seed = 0,
+    json_file: options.Json = None,
     **given: Any,
 ) -> None:
     """Run a training script in several workers.
@@ -190,7 +173,7 @@ def run(
     policy = parse_policy(sync) if sync is not None else None
     if hosts:
         raise typer.Exit(_run_on_hosts(context))
-    nodes, job = nodes_of(context), job_options_of(context, seed)
+    nodes, job = options.nodes_of(context), options.job_options_of(context, seed)
     if policy is not None and workers > 0:
         policy.values(workers if nodes is None else nodes.count)  # raises PolicyError for more than there are
     if gpus is not None:
@@ -214,8 +197,8 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one look and exit.")] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks; rates are of this time.")] = 1.0,
     prometheus: Annotated[str, typer.Option(metavar="[HOST]:PORT", help=PROMETHEUS_HELP)] = "",
-    wide: Wide = False,
-    json_file: Json = None,
+    wide: options.Wide = False,
+    json_file: options.Json = None,
 ) -> None:
     """Look at a running job: its workers and shards, live. Ctrl-C ends the look, not the job."""
     from fastps.cli import top as looking
@@ -228,10 +211,10 @@ def top(
                 raise UsageError("--prometheus serves until Ctrl-C: expected neither --once nor --json beside it")
             _serve(prometheus, job)
         show = looking.look_once if once else looking.watch
-        rows = show(looking.choose_job(job), console_of(json_file), interval_s=interval, wide=wide)
+        rows = show(looking.choose_job(job), options.console_of(json_file), interval_s=interval, wide=wide)
     except KeyboardInterrupt:
         raise typer.Exit from None
-    save_rows("top", rows, json_file)
+    options.save_rows("top", rows, json_file)
 
 
 def _serve(address: str, job: str | None) -> NoReturn:
@@ -276,8 +259,8 @@ def bench(
     against: Annotated[str | None, typer.Option(help=AGAINST_HELP)] = None,
     backend: Annotated[str, typer.Option(help="Of kernels: cpu, or cuda on a GPU.")] = "cpu",
     device: Annotated[str, typer.Option(help="Of a step: cpu, or cuda with workers on the GPUs in turn.")] = "cpu",
-    wide: Wide = False,
-    json_file: Json = None,
+    wide: options.Wide = False,
+    json_file: options.Json = None,
 ) -> None:
     """Measure fastps beside its limits and its peers on this machine; sides take turns, and each result is checked."""
     from fastps.bench.measure import SMOKE, BenchOptions
@@ -286,21 +269,13 @@ def bench(
 
     default = "limit,gloo,ddp,hogwild,handmade" if device == "cpu" else "limit,nccl,ddp"
     peers = tuple((against or default).split(","))
-    options = BenchOptions(
+    settings = BenchOptions(
         repeats=repeats, workers=_numbers("workers", workers), parameters=_numbers("parameters", parameters), against=peers
     )
-    options = replace(options if not smoke else replace(SMOKE, against=peers), backend=backend, device=device)
-    rows = run_bench(what, options)
-    show_benchmarks(rows, console_of(json_file), wide=wide)
-    save_rows(f"bench {what}", rows, json_file)
-
-
-def _whole(name: str, text: str) -> int:
-    """One whole number, such as 25000000 or 25e6."""
-    numbers = _numbers(name, text)
-    if len(numbers) != 1:
-        raise UsageError(f"--{name}: expected one whole number, found {text!r}")
-    return numbers[0]
+    settings = replace(settings if not smoke else replace(SMOKE, against=peers), backend=backend, device=device)
+    rows = run_bench(what, settings)
+    show_benchmarks(rows, options.console_of(json_file), wide=wide)
+    options.save_rows(f"bench {what}", rows, json_file)
 
 
 @commands.command(
@@ -309,7 +284,7 @@ def _whole(name: str, text: str) -> int:
     "   |   fastps doctor --nnodes 2 --rendezvous node0:29400 --parameters 25e6   |   fastps doctor --script train.py --lr 0.1",
     context_settings={"allow_interspersed_args": False},
 )
-@with_options(PLACE, {"link_dtype": NODES["link_dtype"]})
+@options.with_options(options.PLACE, {"link_dtype": options.NODES["link_dtype"]})
 def doctor(
     context: typer.Context,
     arguments: Annotated[list[str], typer.Argument(metavar="[SCRIPT ARGUMENTS...]", help="With --script.")] = [],  # noqa: B006
@@ -320,7 +295,7 @@ def doctor(
         str | None,
         typer.Option(metavar="PARAMETERS", help="Also show what an arena for so many parameters takes, such as 25e6."),
     ] = None,
-    workers: Workers = 4,
+    workers: options.Workers = 4,
     optimizer: Annotated[
         str, typer.Option(help="With --model-size: sgd, momentum, adam, amsgrad, ...; a wrong name lists all.")
     ] = "sgd",
@@ -338,8 +313,8 @@ def doctor(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --nodes: also write the links as JSON, on node 0 and all others.")
     ] = None,
-    wide: Wide = False,
-    json_file: Json = None,
+    wide: options.Wide = False,
+    json_file: options.Json = None,
     **given: Any,
 ) -> None:
     """Show what this machine offers, check that an arena works, and what a model needs; exit code 1 if something does not.
@@ -353,9 +328,11 @@ def doctor(
         return _doctor_links(context)
     from fastps.diagnostics import doctor as examination
 
-    size = None if model_size is None else _whole("model-size", model_size)
-    need = None if size is None else examination.need_of(size, workers, optimizer, sync, dtype)
-    console = console_of(json_file)
+    sizes = () if model_size is None else _numbers("model-size", model_size)
+    if len(sizes) > 1:
+        raise UsageError(f"--model-size: expected one whole number, found {model_size!r}")
+    need = examination.need_of(sizes[0], workers, optimizer, sync, dtype) if sizes else None
+    console = options.console_of(json_file)
     findings = examination.examine()
     show(console, doctor_table(findings, "this machine"))
     rows: list[dict[str, Any]] = [{"kind": "machine", **asdict(finding)} for finding in findings]
@@ -365,7 +342,7 @@ def doctor(
         show(console, doctor_table(lines, f"{title}: beyond torch's own"))
         findings += lines
         rows += [{"kind": "need", **asdict(need), "per_worker_bytes": need.per_worker_bytes, "ok": lines[-1].ok}]
-    save_rows("doctor", rows, json_file)
+    options.save_rows("doctor", rows, json_file)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
 
@@ -376,12 +353,12 @@ def _try_script(script: bool, arguments: list[str], json_file: str | None) -> No
         raise UsageError("expected --script SCRIPT ARGUMENTS, or neither --script nor a script")
     from fastps.lab.measuring.trial import try_script, verdict
 
-    console, progress = console_of(json_file), Console(stderr=True)
+    console, progress = options.console_of(json_file), Console(stderr=True)
     command = _command_of(arguments, False)
     trials = try_script(command, lambda workers: say(progress, f"workers: {workers} ..."))
     show(console, trials_table(trials))
     say(console, *verdict(trials))
-    save_rows("doctor", [{"kind": "trial", **asdict(trial)} for trial in trials], json_file)
+    options.save_rows("doctor", [{"kind": "trial", **asdict(trial)} for trial in trials], json_file)
 
 
 def _doctor_links(context: typer.Context) -> None:
@@ -391,16 +368,16 @@ def _doctor_links(context: typer.Context) -> None:
 
     given = context.params
     policy = NodePolicy(link_dtype=given["link_dtype"])
-    options = placed_nodes(context, policy)
-    if options is None:
+    nodes = options.placed_nodes(context, policy)
+    if nodes is None:
         raise UsageError("--nodes: expected --nnodes N and --rendezvous HOST:PORT beside it, the same on every node")
-    sizes = [parameters_of(text) for text in given["parameters"]]
-    console = console_of(given["json_file"])
-    report = examine_links(options, sizes)
+    sizes = [options.parameters_of(text) for text in given["parameters"]]
+    console = options.console_of(given["json_file"])
+    report = examine_links(nodes, sizes)
     show(console, links_table(report.links), wide=given["wide"])
     say(console, *(bound.shown for bound in report.bounds), soft_wrap=True)
     for target in (given["output"], given["json_file"]):
-        save_rows("doctor", report.rows(), target and str(target))
+        options.save_rows("doctor", report.rows(), target and str(target))
 
 
 @commands.command(
@@ -414,11 +391,11 @@ def gpu_check(
             "--output",
             "-o",
             metavar="FILE",
-            callback=checked,
+            callback=options.checked,
             help="The report: a page if the name ends with .html, else JSON. Default: gpu-NAME-DATE.json here.",
         ),
     ] = None,
-    json_file: Json = None,
+    json_file: options.Json = None,
 ) -> None:
     """Check everything that needs a GPU, and write a report that says what works and what to use.
 
@@ -432,8 +409,8 @@ def gpu_check(
     except DeviceError as error:
         say(Console(stderr=True), f"gpu-check: no device: {error}", soft_wrap=True)
         raise typer.Exit(3) from None
-    console = console_of(json_file)
+    console = options.console_of(json_file)
     code = run.check(report, settings, lambda line: say(console, line, soft_wrap=True))
     say(console, *report.says(), f"{report.file}: the report", soft_wrap=True)
-    save_rows("gpu-check", report.rows, json_file)
+    options.save_rows("gpu-check", report.rows, json_file)
     raise typer.Exit(code)

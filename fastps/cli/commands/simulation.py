@@ -6,25 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fastps.cli import options
 from fastps.cli.commands import CHOOSE, MACHINE
-from fastps.cli.options import (
-    DATA_HELP,
-    ON_LINKS,
-    SYNC_HELP,
-    Bar,
-    Json,
-    LearningRate,
-    Links,
-    Momentum,
-    Options,
-    Parameters,
-    Wide,
-    console_of,
-    option,
-    parameters_of,
-    save_rows,
-    with_options,
-)
 from fastps.cli.plots import plot_staleness
 from fastps.cli.tables import say, show
 from fastps.errors import UsageError
@@ -38,11 +21,11 @@ if TYPE_CHECKING:
 def _option(text: "Field[Any]") -> tuple[Any, Any]:
     """A field of SimulationTexts as an option: several texts, one, or none."""
     if text.default == ():
-        return option(list[str], [], **text.metadata)
-    return option(str if text.default is not None else str | None, text.default, **text.metadata)
+        return options.option(list[str], [], **text.metadata)
+    return options.option(str if text.default is not None else str | None, text.default, **text.metadata)
 
 
-TEXTS: Options = {text.name: _option(text) for text in fields(SimulationTexts)}
+TEXTS: options.Options = {text.name: _option(text) for text in fields(SimulationTexts)}
 commands = typer.Typer()
 ORDER = 40
 _NOT_WITH_SCRIPT = ("steps", "leave", "train", "data", "lr", "momentum", "trace")
@@ -58,14 +41,14 @@ _NOT_WITH_SCRIPT = ("steps", "leave", "train", "data", "lr", "momentum", "trace"
     " --compute constant:25ms --model-bytes 350kB --service-rate 4.8GB --update-time 1ms   |   fastps simulate -n 64"
     " --links links.json --parameters 25e6 --compute lognormal:300ms,0.1",
 )
-@with_options(TEXTS, ON_LINKS)
+@options.with_options(TEXTS, options.ON_LINKS)
 def simulate(
     context: typer.Context,
     arguments: Annotated[
         list[str], typer.Argument(metavar="[SCRIPT [ARGS]...]", help="With --script: a script and its arguments.")
     ] = [],  # noqa: B006
     sync: Annotated[
-        str, typer.Option(help="Specs, separated by commas, on the same computing times. " + SYNC_HELP)
+        str, typer.Option(help="Specs, separated by commas, on the same computing times. " + options.SYNC_HELP)
     ] = "bsp,asp,ssp:3,dssp:3,15",
     workers: Annotated[int, typer.Option("--workers", "-n", help="Number of workers; with --links, of nodes.")] = 4,
     steps: Annotated[
@@ -77,22 +60,22 @@ def simulate(
     cores: Annotated[
         float, typer.Option(metavar="C", help="Cores that computing workers share, in slices of 4 ms; 0: each has one.")
     ] = 0.0,
-    links: Links = None,
-    parameters: Parameters = None,
+    links: options.Links = None,
+    parameters: options.Parameters = None,
     seed: Annotated[int, typer.Option(help="Decides all draws: one seed, one trace, on any machine.")] = 0,
     train: Annotated[bool, typer.Option("--train", help="Compute each gradient, too: accuracy over virtual time.")] = False,
     script: Annotated[bool, typer.Option("--script", help="Run your own script, each worker a process.")] = False,
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="DIR", help="With --script: write the final weights into a folder per spec.")
     ] = None,
-    data: Annotated[str, typer.Option(help="What --train trains on: " + DATA_HELP)] = "digits",
-    lr: LearningRate = LEARNING_RATE,
-    momentum: Momentum = 0.5,
+    data: Annotated[str, typer.Option(help="What --train trains on: " + options.DATA_HELP)] = "digits",
+    lr: options.LearningRate = LEARNING_RATE,
+    momentum: options.Momentum = 0.5,
     trace: Annotated[Path | None, typer.Option(help="Write every event into this file (NumPy); for one spec.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the staleness into this picture.")] = None,
-    wide: Wide = False,
-    json_file: Json = None,
-    progress: Bar = True,
+    wide: options.Wide = False,
+    json_file: options.Json = None,
+    progress: options.Bar = True,
     **given: Any,
 ) -> None:
     """Play synchronization schemes in virtual time, with as many workers as you like, by the scheduler that the store runs."""
@@ -107,11 +90,11 @@ def simulate(
         if parameters is None:
             raise UsageError("--links: expected --parameters beside it, such as 25e6, or a checkpoint")
         found = read_links(links)
-        model = ModelOnNodes(parameters_of(parameters), workers, given["link_dtype"], given["homes"])
+        model = ModelOnNodes(options.parameters_of(parameters), workers, given["link_dtype"], given["homes"])
         runs = [on_links(simulation, policy, found, model) for policy in policies]
     if trace is not None and len(policies) > 1:
         raise UsageError(f"--trace records one run: expected one spec, found {len(policies)}")
-    console = console_of(json_file)
+    console = options.console_of(json_file)
     outcomes = report.simulate_all(runs, console, _player(context), progress=progress and console.is_terminal)
     rows = [outcome.row for outcome in outcomes]
     made = f"of {arguments[0]}" if script else f"x {steps:,} steps"
@@ -122,7 +105,7 @@ def simulate(
         report.save_trace(outcomes[0], trace)
     if plot is not None:
         plot_staleness(rows, plot)
-    save_rows("simulate", rows, json_file)
+    options.save_rows("simulate", rows, json_file)
 
 
 def _player(context: typer.Context) -> "Player":
@@ -172,8 +155,8 @@ def reproduce(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer steps and seeds, on the same expectations.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Show the rows and measure nothing.")] = False,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as a document.")] = None,
-    json_file: Json = None,
-    progress: Bar = True,
+    json_file: options.Json = None,
+    progress: options.Bar = True,
 ) -> None:
     """Measure the headline tables and figures of the five papers again, and say of each whether it is reproduced."""
     from fastps.cli.reproduce_report import list_table, verdict_table
@@ -181,11 +164,11 @@ def reproduce(
     from fastps.lab.papers import show as output
 
     rows = choose(ids)
-    console = console_of(json_file)
+    console = options.console_of(json_file)
     if list_only:
         show(console, list_table(rows))
         listed = [{"id": row.id, "source": row.source, "claim": row.claim} for row in rows]
-        return save_rows("reproduce --list", listed, json_file)
+        return options.save_rows("reproduce --list", listed, json_file)
     effort = Effort(quick)
     verdicts = output.reproduce_watched(rows, effort, console, progress=progress and console.is_terminal)
     show(console, verdict_table(verdicts, effort))
@@ -193,4 +176,4 @@ def reproduce(
     if markdown is not None:
         command = " ".join(["fastps reproduce", *ids, *(["--quick"] if quick else [])])
         output.write_markdown(verdicts, command, markdown)
-    save_rows("reproduce", [verdict.as_json() for verdict in verdicts], json_file)
+    options.save_rows("reproduce", [verdict.as_json() for verdict in verdicts], json_file)

@@ -6,23 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fastps.cli import options
 from fastps.cli.commands import TRAIN, WATCH
-from fastps.cli.options import (
-    JOB,
-    OUTPUT,
-    PUSH,
-    SYNC_HELP,
-    TRAINING,
-    Report,
-    TensorBoard,
-    TraceFile,
-    checked,
-    console_of,
-    job_options_of,
-    options_of,
-    save_rows,
-    with_options,
-)
 from fastps.cli.plots import plot_accuracy, plot_arrivals
 from fastps.cli.report import arrivals_table, faults_text, splits_table, straggler_rows, straggler_verdict, training_table
 from fastps.cli.tables import say, show
@@ -51,16 +36,18 @@ def _title(given: Mapping[str, Any]) -> str:
     "   |   fastps train --sync asp --compute-ms 20 --restarts 40 --inject-faults kill:40,stop:20,seconds:600"
     " --epochs 100",
 )
-@with_options(TRAINING, PUSH, JOB, OUTPUT, epochs=10)
+@options.with_options(options.TRAINING, options.PUSH, options.JOB, options.OUTPUT, epochs=10)
 def train(
     context: typer.Context,
-    sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "bsp",
+    sync: Annotated[str, typer.Option(help=options.SYNC_HELP)] = "bsp",
     warm_start: Annotated[
         Path | None, typer.Option(help="Begin with the weights that --save wrote (Rudra's warm start).")
     ] = None,
-    save: Annotated[Path | None, typer.Option(callback=checked, help="Write the final weights into this file (.npz).")] = None,
-    trace: TraceFile = None,
-    tensorboard: TensorBoard = None,
+    save: Annotated[
+        Path | None, typer.Option(callback=options.checked, help="Write the final weights into this file (.npz).")
+    ] = None,
+    trace: options.TraceFile = None,
+    tensorboard: options.TensorBoard = None,
     **given: Any,
 ) -> None:
     """Train a small network on real images with several workers, and print a summary."""
@@ -68,7 +55,7 @@ def train(
     from fastps.lab.demo.data import load
 
     policy = parse_policy(sync)
-    options = options_of(
+    training = options.options_of(
         context,
         sync=policy.spec,
         warm_start=str(warm_start.resolve()) if warm_start is not None else "",
@@ -77,33 +64,33 @@ def train(
     if warm_start is not None and not warm_start.is_file():
         raise UsageError(f"--warm-start {warm_start}: expected a file that --save wrote, found none")
     policy.check_workers(given["workers"])
-    console, job = console_of(given["json_file"]), job_options_of(context, given["seed"])
+    console, job = options.console_of(given["json_file"]), options.job_options_of(context, given["seed"])
     shown = given["progress"] and console.is_terminal
-    row = runs.train(options, load(given["data"]), console, job=job, progress=shown, trace=trace, tensorboard=tensorboard)
+    row = runs.train(training, load(given["data"]), console, job=job, progress=shown, trace=trace, tensorboard=tensorboard)
     show(console, training_table([row], _title(given)), wide=given["wide"])
     if "chaos" in row:
         console.print(faults_text(row["chaos"]))
     if trace is not None:
         say(console, f"recorded: see fastps trace {trace}, fastps advise {trace}")
-    save_rows("train", [row], given["json_file"])
+    options.save_rows("train", [row], given["json_file"])
 
 
 @commands.command(
     rich_help_panel=TRAIN,
     epilog="Example:  fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --straggler 0:3 --plot accuracy.png --report page.html",
 )
-@with_options(TRAINING, PUSH, OUTPUT)
+@options.with_options(options.TRAINING, options.PUSH, options.OUTPUT)
 def compare(
     context: typer.Context,
     sync: Annotated[
         str,
         typer.Option(
             help="Specs, separated by commas. A comma begins a new spec only where the name of a discipline follows it, so"
-            " bsp,dssp:3,15 are two specs. " + SYNC_HELP
+            " bsp,dssp:3,15 are two specs. " + options.SYNC_HELP
         ),
     ] = "bsp,asp,ssp:3,dssp:3,15",
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy over time into this picture.")] = None,
-    report: Report = None,
+    report: options.Report = None,
     **given: Any,
 ) -> None:
     """Train the same network under several synchronization schemes, on the same seed and data, and print one table."""
@@ -115,11 +102,11 @@ def compare(
 
         check_installed()  # before a long run
     policies = parse_policies(sync)
-    options = options_of(context, sync="")
+    training = options.options_of(context, sync="")
     for policy in policies:
         policy.check_workers(given["workers"])
-    console = console_of(given["json_file"])
-    rows = runs.compare(policies, options, load(given["data"]), console, progress=given["progress"] and console.is_terminal)
+    console = options.console_of(given["json_file"])
+    rows = runs.compare(policies, training, load(given["data"]), console, progress=given["progress"] and console.is_terminal)
     slow = " ".join(given["straggler"])
     title = _title(given) + (f", straggler {slow}" if slow else "")
     show(console, training_table(rows, title, rows[0]), wide=given["wide"])
@@ -131,13 +118,13 @@ def compare(
 
         page.write(comparison.page_of(rows, title), report)
         say(console, f"{report}: open it in a browser")
-    save_rows("compare", rows, given["json_file"])
+    options.save_rows("compare", rows, given["json_file"])
 
 
 @commands.command(
     rich_help_panel=WATCH, epilog="Example:  fastps stragglers -n 8 --straggler 0:2 --epochs 3 --plot arrivals.png"
 )
-@with_options(TRAINING, OUTPUT)
+@options.with_options(options.TRAINING, options.OUTPUT)
 def stragglers(
     context: typer.Context,
     sync: Annotated[str, typer.Option(help="A synchronization that waits for all workers: bsp or hardsync:B.")] = "bsp",
@@ -160,13 +147,13 @@ def stragglers(
         if iterations
         else estimate.power_law(given["workers"], exponent)
     )
-    options = options_of(context, sync=policy.spec)
+    training = options.options_of(context, sync=policy.spec)
     policy.check_workers(given["workers"])
-    console = console_of(given["json_file"])
-    results = runs.results_of(options, load(given["data"]), console, progress=given["progress"] and console.is_terminal)
+    console = options.console_of(given["json_file"])
+    results = runs.results_of(training, load(given["data"]), console, progress=given["progress"] and console.is_terminal)
     arrivals = estimate.arrivals(results[0]["histograms"][0]["arrivals_ns"])
     splits = estimate.splits(arrivals, law)
-    show(console, training_table([runs.merged(options, results)], _title(given)), wide=given["wide"])
+    show(console, training_table([runs.merged(training, results)], _title(given)), wide=given["wide"])
     known = f"iterations {iterations}" if iterations else f"iterations in proportion to N^-{exponent:g}"
     show(console, arrivals_table(arrivals), wide=given["wide"])
     if splits:
@@ -174,4 +161,4 @@ def stragglers(
     say(console, straggler_verdict(arrivals, splits, known))
     if plot is not None:
         plot_arrivals(arrivals, plot)
-    save_rows("stragglers", straggler_rows(runs.merged(options, results), arrivals, splits), given["json_file"])
+    options.save_rows("stragglers", straggler_rows(runs.merged(training, results), arrivals, splits), given["json_file"])
