@@ -56,11 +56,8 @@ def oom_reason() -> str:
 
 def _kills_of_group() -> int | None:
     """The processes of the nearest control group that the OOM killer has killed; None if no group counts them."""
-    return next((kills for folder in _own_groups() if (kills := _kills_in(folder)) is not None), None)
-
-
-def _kills_in(folder: Path) -> int | None:
-    return next((kills for name in _KILLS if (kills := _counts(folder / name).get("oom_kill")) is not None), None)
+    counts = (_counts(folder / name).get("oom_kill") for folder in _own_groups() for name in _KILLS)
+    return next((kills for kills in counts if kills is not None), None)
 
 
 def _counts(file: Path) -> dict[str, int]:

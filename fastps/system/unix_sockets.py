@@ -43,7 +43,11 @@ class Named(NamedTuple):
 
 def named(prefix: bytes) -> list[Named]:
     """The sockets whose abstract names begin with `prefix` and that are not known to be a stranger's. Raises OSError."""
-    return [each for each in _named(prefix) if each.user in (None, os.geteuid())]
+    try:
+        found = _diagnosed(prefix)
+    except OSError:
+        found = in_table(_TABLE.read_bytes(), prefix)
+    return [each for each in found if each.user in (None, os.geteuid())]
 
 
 def aliases(name: bytes) -> list[bytes]:
@@ -97,13 +101,6 @@ def _is_strangers(name: bytes) -> bool:
 
 def _is_alias(name: bytes, of: bytes) -> bool:
     return len(name) == len(of) + TAIL_BYTES and plain(name) == of
-
-
-def _named(prefix: bytes) -> list[Named]:
-    try:
-        return _diagnosed(prefix)
-    except OSError:
-        return in_table(_TABLE.read_bytes(), prefix)
 
 
 def in_table(table: bytes, prefix: bytes = b"") -> list[Named]:

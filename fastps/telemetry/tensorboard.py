@@ -162,9 +162,9 @@ def _points(before: Look | None, look: Look) -> dict[tuple[str, int], list[Any]]
     """The values of each owner at this look: those of the table, the growth of its counters, and histograms of staleness."""
     found: dict[tuple[str, int], list[Any]] = {}
     for scalar, number, value in values_of(look):
-        found.setdefault((scalar.owner, number), []).append(_scalar(scalar.tag, value, scalar.help))
+        found.setdefault((scalar.owner, number), []).append(_value(scalar.tag, "scalars", scalar.help, simple_value=value))
     for tag, owner, number, value in rates(before, look):
-        found.setdefault((owner, number), []).append(_scalar(tag, value, ""))
+        found.setdefault((owner, number), []).append(_value(tag, "scalars", "", simple_value=value))
     for shard in look.shards:
         if shard.staleness:
             found.setdefault((SHARD, shard.shard), []).append(_histogram(STALENESS.tag, shard.staleness, STALENESS.help))
@@ -230,17 +230,17 @@ class EventFile:
             self._records.close()
 
 
-def _scalar(tag: str, value: float, text: str) -> Any:
-    """A number at a step. TensorBoard keeps 32-bit floats, so counts are exact up to 16,777,216."""
+def _value(tag: str, plugin: str, text: str, **value: Any) -> Any:
+    """A value that a plugin of TensorBoard shows. It keeps 32-bit floats, so counts are exact up to 16,777,216."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
-    plugin = SummaryMetadata.PluginData(plugin_name="scalars")
-    return Summary.Value(tag=tag, simple_value=value, metadata=SummaryMetadata(summary_description=text, plugin_data=plugin))
+    data = SummaryMetadata.PluginData(plugin_name=plugin)
+    return Summary.Value(tag=tag, metadata=SummaryMetadata(summary_description=text, plugin_data=data), **value)
 
 
 def _histogram(tag: str, counts: Sequence[tuple[int, int]], text: str) -> Any:
     """A bucket for each whole number from the least to the greatest that occurred, and half a number to both sides."""
-    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto
 
     count_of = dict(counts)
     least, greatest = min(count_of), max(count_of)
@@ -254,8 +254,7 @@ def _histogram(tag: str, counts: Sequence[tuple[int, int]], text: str) -> Any:
         bucket_limit=[number + 0.5 for number in numbers],
         bucket=[count_of.get(number, 0) for number in numbers],
     )
-    plugin = SummaryMetadata.PluginData(plugin_name="histograms")
-    return Summary.Value(tag=tag, histo=histogram, metadata=SummaryMetadata(summary_description=text, plugin_data=plugin))
+    return _value(tag, "histograms", text, histo=histogram)
 
 
 def check_installed() -> None:
