@@ -8,7 +8,7 @@ under overlap), each direction separately. In a tree a leaf is on the root's nod
 it handles one message at a time.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import Error, UsageError
-from fastps.job.metrics import zero_gap_share
 from fastps.job.policy import Policy
 from fastps.kernels.simulation.network import Network
 from fastps.kernels.simulation.simulator import KINDS, Simulator
@@ -292,6 +291,13 @@ def row_of(policy: Policy, simulation: Simulation, simulator: Simulator, wall_ns
         "wall_seconds": wall_ns / 1e9,
         "events_per_s": simulator.events / max(1e-9, wall_ns / 1e9),
     }
+
+
+def zero_gap_share(shards: Sequence[Row], iteration_s: float) -> float:
+    """The fraction of gaps between consecutive updates that are under 1 % of the mean iteration time, 0 to 1 (R2SP, Fig. 8)."""
+    limit_ns = 0.01 * iteration_s * 1e9
+    gaps: list[tuple[int, int]] = [(least_ns, count) for shard in shards for least_ns, count in shard["gaps_ns"]]
+    return sum(count for least_ns, count in gaps if least_ns < limit_ns) / max(1, sum(count for _, count in gaps))
 
 
 def _link_use(simulator: Simulator) -> Row:

@@ -13,13 +13,14 @@ from rich.live import Live
 from rich.table import Table
 
 from fastps.errors import Error
-from fastps.job.metrics import Row, staleness_row, zero_gap_share
 from fastps.job.policy import Policy
 from fastps.lab.demo.data import Dataset
+from fastps.lab.demo.metrics import Row, staleness_row
 from fastps.lab.demo.options import TrainingOptions
 from fastps.processes.launcher import NO_OPTIONS, Launcher
 from fastps.processes.options import JobOptions
 from fastps.processes.outcome import Outcome, failure_panel
+from fastps.simulation.simulate import zero_gap_share
 from fastps.store.observer import Observer, WorkerStatistics, observe
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.telemetry.tensorboard import TICK_S, written

@@ -18,11 +18,11 @@ import torch
 from fastps.checkpoint.loading import load
 from fastps.errors import Error, UsageError
 from fastps.job.environment import rank
-from fastps.job.metrics import Row
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.lab.demo.data import Dataset, open_saved
 from fastps.lab.demo.delays import Delays, delay
+from fastps.lab.demo.metrics import Row
 from fastps.lab.demo.models import accuracy, inputs_of, model_for
 from fastps.lab.demo.options import TrainingOptions, extra_wait_ns
 from fastps.lab.demo.prefetch import prefetch

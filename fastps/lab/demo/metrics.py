@@ -1,4 +1,4 @@
-"""Metrics of a run, live or simulated: one row per run, with the same keys everywhere."""
+"""Staleness of a run as a row."""
 
 import statistics
 from collections.abc import Sequence
@@ -25,10 +25,3 @@ def staleness_row(histogram: Sequence[tuple[int, int]]) -> Row:
         "deviation": statistics.pstdev(values),
         "count": count,
     }
-
-
-def zero_gap_share(shards: Sequence[Row], iteration_s: float) -> float:
-    """The fraction of gaps between consecutive updates that are under 1 % of the mean iteration time, 0 to 1 (R2SP, Fig. 8)."""
-    limit_ns = 0.01 * iteration_s * 1e9
-    gaps: list[tuple[int, int]] = [(least_ns, count) for shard in shards for least_ns, count in shard["gaps_ns"]]
-    return sum(count for least_ns, count in gaps if least_ns < limit_ns) / max(1, sum(count for _, count in gaps))

@@ -1,6 +1,7 @@
 """Metrics of a run, against values computed by hand."""
 
-from fastps.job.metrics import staleness_row, zero_gap_share
+from fastps.lab.demo.metrics import staleness_row
+from fastps.simulation.simulate import zero_gap_share
 
 
 def test_staleness_of_no_push_is_a_row_of_zeros() -> None:
