@@ -12,7 +12,8 @@ from fastps.advice import advise as advice
 from fastps.advice import replay
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
-from fastps.simulation.compute_models import ComputeModel, parse_compute
+from fastps.lab.virtual.compute_texts import parse_compute
+from fastps.simulation.compute_models import ComputeModel
 from fastps.simulation.simulate import TRACE_KINDS, Outcome, Simulation, simulate
 from fastps.system.clock import Clock
 from fastps.tracing import summary as trace_summary

@@ -23,8 +23,8 @@ from fastps.job.options import OPTIONS, value_of
 from fastps.job.specs import MODIFIERS, parse_policies, parse_policy
 from fastps.lab.live_faults import FaultPlan
 from fastps.lab.stragglers import parse_points
+from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.processes.hosts import HostsOptions
-from fastps.simulation.compute_models import parse_compute
 from fastps.telemetry.prometheus import parse_address
 from tests.fuzz.amount import fuzz
 

@@ -12,7 +12,7 @@ from fastps.cli.plots import plot_staleness
 from fastps.cli.tables import say, show
 from fastps.errors import UsageError
 from fastps.lab.demo.options import LEARNING_RATE
-from fastps.simulation.options import SimulationTexts, read_policies, read_simulation
+from fastps.lab.virtual.options import SimulationTexts, read_policies, read_simulation
 
 if TYPE_CHECKING:
     from fastps.cli.simulation_report import Player

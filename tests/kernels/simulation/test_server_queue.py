@@ -9,8 +9,8 @@ from fastps import parse_policy
 from fastps.errors import UsageError
 from fastps.kernels.simulation.network import Network
 from fastps.kernels.simulation.server_queue import ServerQueue
+from fastps.lab.virtual.options import SimulationTexts, read_simulation
 from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.options import SimulationTexts, read_simulation
 from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
 from tests.oracles.asp import Asp
 from tests.oracles.bsp import Bsp

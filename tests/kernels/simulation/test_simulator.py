@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fastps import parse_policy
-from fastps.simulation.compute_models import parse_compute
+from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.simulation.simulate import Simulation, simulate
 
 BURSTS = (2e8, 3e7, 4.0)

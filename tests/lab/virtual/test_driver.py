@@ -18,12 +18,12 @@ from fastps import SGD, Policy, Store, parse_policy
 from fastps.kernels.protocol.lane import BAD_DESCRIPTOR, DONE, KIND_PUSH, Lane
 from fastps.kernels.update import fold as folding
 from fastps.kernels.update import reference
+from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.lab.virtual.driver import BEGIN, DROP, PULL, RECEIVE, Listener
 from fastps.lab.virtual.hosting import Hosting
 from fastps.lab.virtual.script import _Run
 from fastps.lab.virtual.training import _updates
 from fastps.processes.options import JobOptions
-from fastps.simulation.compute_models import parse_compute
 from fastps.simulation.simulate import Simulation, simulate
 from fastps.store.worker import Worker
 from fastps.system.clock import SYSTEM_CLOCK

@@ -14,8 +14,8 @@ import torch
 from fastps import parse_policy
 from fastps.checkpoint.loading import load
 from fastps.lab.demo import data
+from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.lab.virtual.training import VirtualTraining, _Replay
-from fastps.simulation.compute_models import parse_compute
 from fastps.simulation.simulate import Simulation, simulate
 from tests.support.commands import fastps
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastps.errors import UsageError
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policies
-from fastps.simulation.units import read_bytes, read_ns, read_rate
+from fastps.lab.virtual.units import read_bytes, read_ns, read_rate
 
 if TYPE_CHECKING:
     from fastps.simulation.simulate import Simulation
@@ -47,7 +47,7 @@ class SimulationTexts:
 
 def read_simulation(texts: SimulationTexts, **numbers: Any) -> "Simulation":
     """Build the simulation that the options describe; `numbers` are passed to Simulation unchanged. Raises UsageError."""
-    from fastps.simulation.compute_models import parse_compute
+    from fastps.lab.virtual.compute_texts import parse_compute
     from fastps.simulation.simulate import Simulation
 
     factors = {worker: 1 / factor for worker, factor in _factors("--speed", texts.speed).items()}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from fastps.errors import UsageError
-from fastps.simulation.units import read_bytes, read_ns, read_rate
+from fastps.lab.virtual.units import read_bytes, read_ns, read_rate
 
 
 @pytest.mark.parametrize(("read", "text", "expected"), [
