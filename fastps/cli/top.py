@@ -32,13 +32,13 @@ class NoJobError(Error):
     """There is no running job to look at."""
 
 
-def choose_job(job: str | None, clock: Clock = SYSTEM_CLOCK) -> str:
+def choose_job(job: str | None) -> str:
     """The job of this name, or without one the only job of this user.
 
     In a job of several nodes this is the arena of the first of its nodes on this machine.
     Raises NoJobError when there is none, UsageError when there are several.
     """
-    names = discovery.running_jobs(clock)
+    names = discovery.running_jobs()
     arenas = first_arenas(names)
     running = sorted(arenas.values())
     if job is not None:
@@ -67,13 +67,11 @@ def first_arenas(names: Sequence[str]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def look_once(
-    job: str, console: Console, *, interval_s: float = 1.0, wide: bool = False, clock: Clock = SYSTEM_CLOCK
-) -> list[Row]:
+def look_once(job: str, console: Console, *, interval_s: float = 1.0, wide: bool = False) -> list[Row]:
     """Print the job as it is, with the rates of `interval_s` seconds, and return its rows."""
-    with closing(_attach(job, clock)) as observer:
+    with closing(_attach(job, SYSTEM_CLOCK)) as observer:
         before = observer.look()
-        clock.sleep_ns(int(interval_s * 1e9))
+        SYSTEM_CLOCK.sleep_ns(int(interval_s * 1e9))
         now = observer.look()
     return _shown(job, before, now, console, wide)
 

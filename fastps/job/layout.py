@@ -138,11 +138,6 @@ class Layout:
         return self.lanes * (3 if self.policy.overlap else 1) + 3
 
     @property
-    def readers(self) -> int:
-        """Places of readers: `max_readers`, or fewer where an arena has no numbers left for a buffer each; 0 on devices."""
-        return 0 if self.owner_lanes else max(0, min(self.max_readers, arena.MAX_BUFFERS - self.buffers))
-
-    @property
     def shards(self) -> list[tuple[int, int]]:
         """The range of floats [first, last) of each shard in a buffer."""
         count = self.parameters[-1].shard + 1 if self.parameters else 1
@@ -175,11 +170,6 @@ class Layout:
     def shown_type(self) -> GradientType:
         """The half precision of the parameters that have one; else "float32". A model has at most one half type."""
         return next((parameter.type for parameter in self.parameters if parameter.type != parameter.stored), "float32")
-
-    @property
-    def host_floats(self) -> int:
-        """Floats of a weights buffer in the arena: 0 if the weights are on devices."""
-        return 0 if self.owner_lanes else self.buffer_floats
 
     @property
     def host_shards(self) -> list[tuple[int, int]]:

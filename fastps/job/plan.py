@@ -21,13 +21,15 @@ def plan(layout: Layout) -> tuple[bytes, int, int]:
     most = (MAX_BUFFERS - 3) // (3 if layout.policy.overlap else 1)  # each has one buffer or three, and three are for all
     if not 1 <= layout.lanes <= most:
         raise LayoutError(f"expected 1 to {most} workers (and max_workers=) in this job, found {layout.lanes}")
+    # A reader needs a number of a buffer. Weights on devices have neither buffers in the arena nor readers.
+    readers = 0 if layout.owner_lanes else max(0, min(layout.max_readers, MAX_BUFFERS - layout.buffers))
     header, size = arena_plan.plan(
         lanes=layout.lanes,
         slots=layout.slots,
         ring_size=limits.RING_SIZE,
         groups=layout.groups,
         parameters=len(layout.parameters),
-        buffer_floats=layout.host_floats,
+        buffer_floats=0 if layout.owner_lanes else layout.buffer_floats,
         rule=layout.rule.number,
         state_planes=layout.planes,
         extra_bytes=layout.extra_bytes,
@@ -38,7 +40,7 @@ def plan(layout: Layout) -> tuple[bytes, int, int]:
         gradient_type=GRADIENT_NUMBERS[layout.gradient_type],
         shown_type=GRADIENT_NUMBERS[layout.shown_type],
         servers=int(layout.has_server),
-        readers=layout.readers,
+        readers=readers,
         tables=layout.tables,
         row_rule=layout.row_rule,
     )

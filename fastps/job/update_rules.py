@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fastps.kernels.update import fold, rows
+from fastps.kernels.update import fold
 
 
 class Hyper(NamedTuple):
@@ -428,12 +428,6 @@ UPDATE_RULES = {
         only_rows=True,
     ),
 }
-_OF_FOLD = {name for name, row in UPDATE_RULES.items() if not row.only_rows}
-if fold.RULES.keys() != _OF_FOLD or not {row.row_rule for row in UPDATE_RULES.values()} - {""} == rows.RULES.keys():
-    raise ImportError(
-        "expected a row of UPDATE_RULES for each rule of kernels/update/rules.h, found a difference in"
-        f" {sorted(_OF_FOLD ^ fold.RULES.keys())} or in the rules of rows.h"
-    )
 
 
 def examples() -> dict[str, Update]:

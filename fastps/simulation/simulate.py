@@ -106,11 +106,10 @@ class Simulation:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, most in (("workers", self.workers, MOST_WORKERS), ("steps", self.steps, 10**12)):
-            if not 1 <= value <= most:
-                raise UsageError(f"--{name}: expected 1 to {most}, found {value}")
-        if not 1 <= self.batch <= 10**9:
-            raise UsageError(f"--batch-size: expected 1 to 1000000000, found {self.batch}")
+        most = {"workers": (self.workers, MOST_WORKERS), "steps": (self.steps, 10**12), "batch-size": (self.batch, 10**9)}
+        for name, (value, limit) in most.items():
+            if not 1 <= value <= limit:
+                raise UsageError(f"--{name}: expected 1 to {limit}, found {value}")
         if not 0 <= self.seed < 2**64:
             raise UsageError(f"--seed: expected 0 to 2^64 - 1, found {self.seed}")
         if not 0 <= self.cores <= 1e6:

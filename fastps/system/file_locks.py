@@ -2,23 +2,23 @@
 
 import fcntl
 
-from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.deadline import Deadline
 
 _POLL_NS = 10_000_000
 
 
-def lock(descriptor: int, limit_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
+def lock(descriptor: int, limit_s: float) -> None:
     """Lock an open file or folder for its descriptor alone. The kernel releases the lock when the descriptor is closed.
 
     Raises TimeoutError if another process keeps it for longer than the limit.
     """
-    deadline = Deadline(clock.now_ns(), int(limit_s * 1e9))
+    deadline = Deadline(SYSTEM_CLOCK.now_ns(), int(limit_s * 1e9))
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if deadline.is_over(clock.now_ns()):
+            if deadline.is_over(SYSTEM_CLOCK.now_ns()):
                 raise TimeoutError(f"another process has written there for more than {limit_s:g} s") from None
-        clock.sleep_ns(_POLL_NS)
+        SYSTEM_CLOCK.sleep_ns(_POLL_NS)

@@ -16,7 +16,6 @@ from fastps.errors import Error, UnsupportedError, UsageError
 from fastps.job.launchers import whole
 from fastps.membership import discovery
 from fastps.store.observer import Look, Observer, observe
-from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.extras import how_to_install
 from fastps.telemetry.scalars import COUNTER, JOB, SCALARS, SHARD, STALENESS, STALENESS_LIMITS, owners_of
 
@@ -41,7 +40,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 @contextmanager
-def served(address: str, job: str | None = None, clock: Clock = SYSTEM_CLOCK) -> Iterator[str]:
+def served(address: str, job: str | None = None) -> Iterator[str]:
     """Serve the figures of `job`, or of all jobs of this user, while the block runs; yields the URL.
 
     Raises UnsupportedError without the package, and UsageError for an address at which nothing can listen.
@@ -54,7 +53,7 @@ def served(address: str, job: str | None = None, clock: Clock = SYSTEM_CLOCK) ->
             f"--prometheus: expected the package prometheus_client, which is not installed: {how_to_install('prometheus')}"
         ) from None
     registry = CollectorRegistry()
-    collector = JobCollector(job, clock)
+    collector = JobCollector(job)
     registry.register(collector)
     try:
         server, thread = start_http_server(port, host, registry)
@@ -73,9 +72,8 @@ def served(address: str, job: str | None = None, clock: Clock = SYSTEM_CLOCK) ->
 class JobCollector:
     """A collector of prometheus_client: the metrics of all jobs at the moment of a scrape."""
 
-    def __init__(self, job: str | None, clock: Clock) -> None:
+    def __init__(self, job: str | None) -> None:
         self._job = job
-        self._clock = clock
         self._observers: dict[str, Observer] = {}
         self._refused: set[str] = set()
         self._lock = threading.Lock()  # scrapes come in threads of their own
@@ -110,7 +108,7 @@ class JobCollector:
 
     def _attach(self, job: str) -> None:
         try:
-            self._observers[job] = observe(job, timeout_s=0.0, clock=self._clock)
+            self._observers[job] = observe(job, timeout_s=0.0)
         except Error as error:  # it ended meanwhile, or is of another user or another version of fastps
             if job not in self._refused:
                 self._refused.add(job)

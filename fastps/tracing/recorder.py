@@ -54,8 +54,7 @@ class Recorded(Sampled, Protocol):
 class Recording:
     """A trace in progress, made by `fastps.trace`. It is also a context manager that ends the recording.
 
-    The first job that this process joins is recorded in `file`, later jobs in files with a number before the suffix. In a job
-    of several nodes each node has a file of its own, with the node's number before the suffix.
+    The first job that this process joins is recorded in `file`, later jobs in files with a number before the suffix.
     """
 
     def __init__(self, file: Path) -> None:

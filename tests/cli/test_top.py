@@ -300,7 +300,7 @@ def test_rates_of_nodes_are_of_the_time_between_their_figures() -> None:
 
 def test_a_job_of_several_nodes_is_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     arenas = ["b.node0", "b.node0.home0", "b.node0.home1", "b.node1"]
-    monkeypatch.setattr(discovery, "running_jobs", lambda clock: arenas)
+    monkeypatch.setattr(discovery, "running_jobs", lambda: arenas)
     assert top.choose_job(None) == top.choose_job("b") == "b.node0"
     assert top.choose_job("b.node1") == "b.node1" and top.choose_job("b.node0.home1") == "b.node0.home1"
     with pytest.raises(top.NoJobError, match="expected a running job c of this user, found b"):
@@ -409,7 +409,7 @@ def test_errors_are_one_sentence(arguments: list[str], code: int, message: str) 
 def test_without_a_name_none_and_several_jobs_have_exit_codes_of_their_own(found: list[str], code: int, message: str) -> None:
     program = (
         "from fastps.cli.main import main; from fastps.membership import discovery; "
-        f"discovery.running_jobs = lambda clock: {found!r}; main()"
+        f"discovery.running_jobs = lambda: {found!r}; main()"
     )
     outcome = commands.fastps("top", code=program)
     assert (outcome.returncode, outcome.stdout) == (code, "")

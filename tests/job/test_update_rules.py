@@ -7,7 +7,7 @@ import pytest
 import fastps
 from fastps.job import update_rules
 from fastps.job.update_rules import UPDATE_RULES, Update, rule_for
-from fastps.kernels.update import fold
+from fastps.kernels.update import fold, rows
 
 
 @pytest.mark.parametrize("name", [name for name, row in UPDATE_RULES.items() if not row.only_rows])
@@ -20,6 +20,11 @@ def test_a_rules_state_is_what_the_fold_writes(name: str) -> None:
     for update in made:
         assert update.rule.number == number
         assert len(update.rule.planes) == fold.planes_needed(number, update.hyper)
+
+
+def test_every_compiled_rule_has_a_row() -> None:
+    assert {name for name, row in UPDATE_RULES.items() if not row.only_rows} == fold.RULES.keys()
+    assert {row.row_rule for row in UPDATE_RULES.values()} - {""} == rows.RULES.keys()
 
 
 def test_every_function_that_makes_an_update_is_public() -> None:

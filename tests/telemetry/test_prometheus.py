@@ -83,7 +83,7 @@ def test_only_the_named_job_is_served() -> None:
 def test_nodes_have_samples_of_their_own() -> None:
     job = _job("nodes")
     with stepping(job):
-        collector = JobCollector(job, fastps.store.observer.SYSTEM_CLOCK)
+        collector = JobCollector(job)
         look = collector._looks()[job]
         collector.close()
     nodes = [fastps.NodeStatistics(node, state="live", sent_bytes=10 * node) for node in range(3)]
