@@ -77,6 +77,7 @@ class Simulation:
         update_ns: a server's time for each update.
         slow_servers: shard to the factor that divides its bandwidth and multiplies its latency and its server's times.
         late_pushes, late_pulls: (share of the messages, delay in ns).
+        changes: (time in ns, worker, whether one joins in its place; else the worker is killed), in order of time.
         cores: cores that all workers share while they compute; 0: each has its own.
         slice_ns: time slice of a worker on a core while others wait for one.
         routes: each worker's link, in place of the three bandwidths and latencies above. All shards share it evenly.
@@ -99,6 +100,7 @@ class Simulation:
     slow_servers: Mapping[int, float] = field(default_factory=dict)
     late_pushes: tuple[float, int] = (0.0, 0)
     late_pulls: tuple[float, int] = (0.0, 0)
+    changes: Sequence[tuple[int, int, bool]] = ()
     cores: float = 0.0
     slice_ns: int = CORE_SLICE_NS
     routes: Routes | None = None
@@ -120,6 +122,19 @@ class Simulation:
             raise UsageError("--bandwidth needs --model-bytes: a transfer of nothing takes no time")
         if self.service_rate and not self.model_bytes:
             raise UsageError("--service-rate needs --model-bytes: nothing is gone through at once")
+        self._check_changes()
+
+    def _check_changes(self) -> None:
+        """Raise UsageError for a worker that is not there, or that joins without having been killed."""
+        killed = set()
+        for _, worker, joins in self.changes:
+            name = "--join" if joins else "--kill"
+            if not 0 <= worker < self.workers:
+                raise UsageError(f"{name}: expected workers of 0 to {self.workers - 1}, found {worker}")
+            if joins != (worker in killed):
+                found = "a --join of one that was not killed" if joins else "two --kill"
+                raise UsageError(f"{name}: expected a --kill and then a --join of worker {worker}, in turn, found {found}")
+            (killed.discard if joins else killed.add)(worker)
 
 
 @dataclass(frozen=True)
@@ -169,6 +184,11 @@ def build(policy: Policy, simulation: Simulation, *, trace: bool = False, asks: 
         raise UsageError(
             f"{policy.spec}: what is chosen after a warm-up is not simulated: use fastps advise, and name a discipline"
         )
+    if simulation.changes and policy.overlap:
+        raise UsageError(f"--kill: expected pulls that a step waits for, found {policy.spec}, which pulls meanwhile")
+    if policy.shards > 1 and any(joins for _, _, joins in simulation.changes):
+        raise UsageError(f"--join: expected one shard, found {policy.shards}")
+    changes = [(at_ns, -1 - worker if joins else worker) for at_ns, worker, joins in simulation.changes]
     values = dict(policy.values(simulation.workers))
     links, link_of_worker = _links(policy, simulation)
     is_partial = policy.pull < 1
@@ -193,6 +213,7 @@ def build(policy: Policy, simulation: Simulation, *, trace: bool = False, asks: 
         cores=simulation.cores,
         slice_ns=simulation.slice_ns,
         hop_ns=_hop_ns(policy, simulation),
+        changes=np.array(changes, np.int64).reshape(-1, 2),
     )
 
 

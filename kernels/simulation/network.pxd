@@ -40,6 +40,7 @@ cdef enum:
     EVENT_CORES = 7     # index: a core, whose step or slice has ended
     EVENT_DRAIN = 8     # index: a shard; the pushes of this instant are decided together
     EVENT_RELAYED = 9   # index: a node of the broadcast tree; it has sent its children a version
+    EVENT_CHANGE = 10   # index: a worker that dies, or less than 0: worker -1 - index joins
 
 cdef struct message_t:
     int32_t worker

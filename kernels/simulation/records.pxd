@@ -42,6 +42,8 @@ cdef enum:
     RECORD_TIMER      # a shard's timer fires; its version before; 0
     RECORD_LEAVE      # a worker leaves a shard; its version before; 0
     RECORD_PULL       # weights arrive at a worker in time for its step; their version; the step
+    RECORD_DEATH      # a worker that was killed leaves a shard; its version before; 0
+    RECORD_JOIN       # a worker joins in the place of one that has ended; the shard's version; the clock at which it begins
 
 cdef struct server_t:
     scheduler_t *state

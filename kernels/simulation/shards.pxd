@@ -20,6 +20,7 @@ cdef class SimulatedShards:
     cdef fps_queue queue
     cdef Records records
     cdef double shard_bytes
+    cdef int32_t *links                  # of each worker the first; the shard is added
     cdef bint overlap
     cdef bint asks                       # stop at each gradient, until `tell` describes it
     cdef int32_t n_left                  # workers that make no more pushes
@@ -35,7 +36,12 @@ cdef class SimulatedShards:
                      int64_t samples) noexcept nogil
     cdef void _drain(self, int32_t shard) noexcept nogil
     cdef void _go_on(self, int32_t worker, bint is_new) noexcept nogil
-    cdef bint _leaves(self, int32_t worker, int64_t clock) noexcept nogil
+    cdef void _pushed(self, int32_t index) noexcept nogil
+    cdef void _served(self, int32_t station) noexcept nogil
+    cdef void _handled(self, int32_t index) noexcept nogil
+    cdef void _post(self, int32_t index) noexcept nogil
+    cdef void _look_for_drain(self, int32_t shard) noexcept nogil
+    cdef int _leaves(self, int32_t worker, int64_t clock) noexcept nogil
     cdef void _leave_all(self, int32_t worker) noexcept nogil
     cdef void _leave(self, int32_t worker, int32_t shard) noexcept nogil
     cdef void _fire_due(self, int32_t shard) noexcept nogil

@@ -7,8 +7,8 @@ and `_answer`, and when it leaves: `_leaves`.
 
 from libc.stdint cimport int32_t, int64_t
 
-from fastps.kernels.simulation.records cimport RECORD_LEAVE, RECORD_RECEIVE, RECORD_TIMER, server_t
-from fastps.kernels.simulation.network cimport EVENT_TIMER, fps_queue_push, message_t
+from fastps.kernels.simulation.records cimport RECORD_RECEIVE, RECORD_TIMER, server_t
+from fastps.kernels.simulation.network cimport EVENT_DRAIN, EVENT_PULLED, EVENT_TIMER, fps_queue_push, message_t
 from fastps.kernels.scheduling.state cimport NEVER_NS, state_begin, state_dirty, state_workers, scheduler_t, worker_t
 from fastps.kernels.scheduling.decisions cimport (
     ACTION_FOLD_ALL,
@@ -38,18 +38,69 @@ cdef class SimulatedShards:
     cdef void _answer(self, int32_t worker, int32_t shard) noexcept nogil:
         """Called when the shard grants the worker a step."""
 
-    cdef bint _leaves(self, int32_t worker, int64_t clock) noexcept nogil:
-        """Whether the worker has left, and `clock` pushes are all that it made."""
-        return False
+    cdef int _leaves(self, int32_t worker, int64_t clock) noexcept nogil:
+        """0, or if `clock` pushes are all that the worker made: RECORD_LEAVE or RECORD_DEATH, as it has ended."""
+        return 0
 
     cdef bint _is_over(self) noexcept nogil:
-        if self.leave or self.asks:
-            return self.n_left == self.n_workers and self.queue.length == 0
-        return self.received >= self.n_workers * self.steps * self.n_shards
+        if self.n_left == self.n_workers:
+            return self.queue.length == 0
+        return not (self.leave or self.asks) and self.received >= self.n_workers * self.steps * self.n_shards
 
     cdef void _check(self, int outcome) noexcept nogil:
         if outcome < 0:
             self.no_memory = True
+
+    # -- pushes that arrive --------------------------------------------------------------------------
+
+    cdef void _pushed(self, int32_t index) noexcept nogil:
+        if self.server_queue.takes_time:
+            self._check(self.server_queue.add(&self.queue, self.now_ns, index))
+        else:
+            self._handled(index)
+
+    cdef void _served(self, int32_t station) noexcept nogil:
+        cdef int32_t index = self.server_queue.take(station)
+        cdef message_t *message = &self.network.messages[index]
+        if message.kind == EVENT_PULLED:
+            self._check(self.network.send(&self.queue, self.now_ns, index, self.links[message.worker] + message.shard))
+        else:
+            self._handled(index)
+        if self.records.policy.combine:
+            self._look_for_drain(station)
+        self._check(self.server_queue.go_on(&self.queue, self.now_ns, station))
+
+    cdef void _handled(self, int32_t index) noexcept nogil:
+        """Give a push that the server has handled to the shard, or to its next drain."""
+        cdef message_t message = self.network.messages[index]
+        if self.records.policy.combine:
+            self._post(index)
+            return
+        self.network.release(index)
+        self._receive(message.worker, message.shard, message.version, message.read_version, message.samples)
+
+    cdef void _post(self, int32_t index) noexcept nogil:
+        """Add the push to its drain: all pushes of one instant, or those that waited while the server was busy."""
+        cdef int32_t shard = self.network.messages[index].shard
+        cdef server_t *server = &self.records.servers[shard]
+        self.network.messages[index].next = -1
+        if server.posted.first >= 0:
+            self.network.messages[server.posted.last].next = index
+            server.posted.last = index
+            return
+        server.posted.first = server.posted.last = index
+        if self.server_queue.takes_time:
+            server.n_ahead = 1 + self.server_queue.stations[shard].length  # this message and those in the queue behind it
+        else:
+            self._check(fps_queue_push(&self.queue, self.now_ns, EVENT_DRAIN, shard))
+
+    cdef void _look_for_drain(self, int32_t shard) noexcept nogil:
+        """Drain the shard if the message that its station has just handled is the last of a drain."""
+        cdef server_t *server = &self.records.servers[shard]
+        if server.posted.first >= 0:
+            server.n_ahead -= 1
+            if server.n_ahead == 0:
+                self._drain(shard)
 
     # -- events --------------------------------------------------------------------------------------
 
@@ -128,12 +179,15 @@ cdef class SimulatedShards:
         """Let the worker leave the shard, if it has left and the shard has received all its pushes."""
         cdef server_t *server = &self.records.servers[shard]
         cdef worker_t *w = &state_workers(server.state)[worker]
-        cdef int action
-        if not w.live or not self._leaves(worker, w.clock):
+        cdef int action, kind
+        if not w.live:
+            return
+        kind = self._leaves(worker, w.clock)
+        if not kind:
             return
         state_begin(server.state)
         if self.records.tracing:
-            self.records.record(RECORD_LEAVE, worker, shard, server.state.version, 0)
+            self.records.record(kind, worker, shard, server.state.version, 0)
         action = scheduler_leave(server.state, worker, self.now_ns)
         self.records.relay(shard, worker)
         self._follow(shard, action)

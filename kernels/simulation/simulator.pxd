@@ -27,6 +27,10 @@ cdef struct player_t:
     int32_t blocked         # it lacks only a slot
     int32_t holding         # overlap: it holds a gradient until the one before is delivered
     int32_t left            # it makes no more pushes
+    int32_t killed          # it has left by a death
+    int64_t consumed        # of its lane's pushes, those of workers before it
+    int64_t first_step      # the clock at which it joined
+    int64_t first_version   # what was answered to the one before it is older, or the same
 
 # One worker's view of one shard.
 cdef struct view_t:
@@ -42,13 +46,13 @@ cdef class Simulator(SimulatedShards):
     cdef policy_t policy
     cdef player_t *players
     cdef view_t *views
-    cdef int32_t *links
     cdef int32_t *idle                   # overlap: workers without a pull in progress
     cdef int32_t n_idle
     cdef int64_t *relaying               # version that each node of the broadcast tree sends its children, or -1
     cdef int64_t hop_ns                  # time of a hop of the broadcast tree; -1: none, each worker pulls for itself
     cdef int64_t pull_timeout_ns
     cdef int64_t slots
+    cdef int64_t[:, ::1] changes         # time in ns, and the index of EVENT_CHANGE
     cdef int64_t batch
     cdef int32_t needed
     cdef bint is_direct                  # messages take no time, so none is made
@@ -61,15 +65,12 @@ cdef class Simulator(SimulatedShards):
     cdef void _computed(self, int32_t worker) noexcept nogil
     cdef void _end_step(self, int32_t worker, bint leaves) noexcept nogil
     cdef void _push(self, int32_t worker) noexcept nogil
-    cdef void _pushed(self, int32_t index) noexcept nogil
-    cdef void _served(self, int32_t station) noexcept nogil
-    cdef void _handled(self, int32_t index) noexcept nogil
     cdef void _pulled(self, int32_t index) noexcept nogil
-    cdef void _post(self, int32_t index) noexcept nogil
-    cdef void _look_for_drain(self, int32_t shard) noexcept nogil
     cdef void _arrive(self, int32_t worker, int32_t shard, int64_t step, int64_t version) noexcept nogil
     cdef int64_t _newest(self, int32_t worker) noexcept nogil
     cdef void _fetch(self, int32_t worker) noexcept nogil
     cdef void _fetch_all(self) noexcept nogil
+    cdef void _kill(self, int32_t worker) noexcept nogil
+    cdef void _join(self, int32_t worker) noexcept nogil
     cdef void _relay(self, int32_t node) noexcept nogil
     cdef void _relayed(self, int32_t node) noexcept nogil

@@ -47,6 +47,7 @@ class Simulator:
         cores: float = 0.0,
         slice_ns: int = 1,
         hop_ns: int = -1,
+        changes: npt.NDArray[np.int64] = ...,
     ) -> None: ...
     def run(self, events: int) -> bool: ...
     @property

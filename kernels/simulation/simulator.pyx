@@ -17,38 +17,23 @@ import numpy as np
 from fastps.kernels.simulation.compute_time cimport ComputeTimes
 from fastps.kernels.simulation.cpu cimport Cores
 from fastps.kernels.simulation.records cimport (
-    RECORD_BEGIN,
-    RECORD_COMPUTED,
-    RECORD_GRANT,
-    RECORD_PULL,
-    begin_records,
-    server_t,
+    RECORD_BEGIN, RECORD_COMPUTED, RECORD_DEATH, RECORD_GRANT, RECORD_JOIN, RECORD_LEAVE, RECORD_PULL, begin_records, server_t,
 )
 from fastps.kernels.simulation.network cimport (
-    EVENT_COMPUTED,
-    EVENT_CORES,
-    EVENT_DRAIN,
-    EVENT_RELAYED,
-    EVENT_LINK,
-    EVENT_PULLED,
-    EVENT_PUSHED,
-    EVENT_RESUME,
-    EVENT_SERVED,
-    EVENT_TIMER,
-    Network,
-    fps_event,
-    fps_queue_free,
-    fps_queue_pop,
-    fps_queue_push,
-    message_t,
+    EVENT_CHANGE, EVENT_COMPUTED, EVENT_CORES, EVENT_DRAIN, EVENT_LINK, EVENT_PULLED, EVENT_PUSHED, EVENT_RELAYED, EVENT_RESUME,
+    EVENT_SERVED, EVENT_TIMER, Network, fps_event, fps_queue_free, fps_queue_pop, fps_queue_push, message_t,
 )
+from fastps.kernels.scheduling.decisions cimport ACTION_NONE, scheduler_join
 from fastps.kernels.scheduling.policy cimport policy_from_values
-from fastps.kernels.scheduling.state cimport GRANT_AT_ONCE, state_workers, worker_t
+from fastps.kernels.scheduling.state cimport GRANT_AT_ONCE, state_begin, state_workers, worker_t
 from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS
 from fastps.kernels.simulation.server_queue cimport ServerQueue
 from fastps.kernels.simulation.shards cimport SimulatedShards
 
-KINDS = ("begin", "computed", "receive", "fold", "drop", "grant", "timer", "leave", "pull")
+cdef enum:
+    _JOIN_AGAIN_NS = 1000000
+
+KINDS = ("begin", "computed", "receive", "fold", "drop", "grant", "timer", "leave", "pull", "death", "join")
 
 
 cdef class Simulator(SimulatedShards):
@@ -63,7 +48,8 @@ cdef class Simulator(SimulatedShards):
     says what; the run ends when all have left. service_ns: float64[shards, 3], ns that a server takes for a message, for each
     byte of it, and for an update; default: none. cores, slice_ns: cores that the workers share, and their time slice; 0 cores:
     each worker has its own. hop_ns: time in which a node of Rudra-adv*'s broadcast tree sends weights to its two children; -1:
-    no such tree. trace: keep a record of every event.
+    no such tree. changes: int64[n, 2], times in ns, and workers that are killed then, or for worker w that joins in the place of
+    one that has ended, -1 - w; joins need one shard. trace: keep a record of every event.
 
     Raises ValueError for inconsistent values.
     """
@@ -72,7 +58,7 @@ cdef class Simulator(SimulatedShards):
                   int32_t[::1] link_of not None, *, int shards=1, double shard_bytes=0.0, int needed=0,
                   int64_t pull_timeout_ns=-1, int64_t slots=2, bint overlap=False, int64_t batch=1, int64_t steps=1,
                   bint leave=False, bint asks=False, bint trace=False, service_ns=None, double cores=0.0, int64_t slice_ns=1,
-                  int64_t hop_ns=-1):
+                  int64_t hop_ns=-1, int64_t[:, ::1] changes=np.zeros((0, 2), np.int64)):
         cdef int64_t worker
         self.n_workers = <int32_t> compute.n_workers
         self.n_shards = shards
@@ -91,7 +77,7 @@ cdef class Simulator(SimulatedShards):
         self.pull_timeout_ns, self.slots, self.overlap = pull_timeout_ns, slots, overlap
         self.batch, self.steps, self.leave = batch, steps, leave
         self.asks, self.asked = asks, -1
-        self.hop_ns = hop_ns
+        self.hop_ns, self.changes = hop_ns, changes
         self.records = begin_records(&self.policy, self.n_workers, self.n_shards, trace)
         if service_ns is None:
             service_ns = np.zeros((shards, 3))
@@ -152,14 +138,19 @@ cdef class Simulator(SimulatedShards):
         """Whether all steps are done."""
         return self._is_over()
 
-    cdef bint _leaves(self, int32_t worker, int64_t clock) noexcept nogil:
-        return self.players[worker].left and clock == self.players[worker].steps
+    cdef int _leaves(self, int32_t worker, int64_t clock) noexcept nogil:
+        cdef player_t *player = &self.players[worker]
+        if not player.left or clock != player.steps:
+            return 0
+        return RECORD_DEATH if player.killed else RECORD_LEAVE
 
     cdef void _run(self, int64_t events) noexcept nogil:
         cdef int32_t worker
-        cdef int64_t last = self.events + events
+        cdef int64_t change, last = self.events + events
         if not self.begun:
             self.begun = True
+            for change in range(self.changes.shape[0]):
+                self._check(fps_queue_push(&self.queue, self.changes[change, 0], EVENT_CHANGE, <int32_t> self.changes[change, 1]))
             for worker in range(self.n_workers):
                 self.players[worker].fresh = self.n_shards
                 self._begin(worker)
@@ -194,6 +185,11 @@ cdef class Simulator(SimulatedShards):
             self._drain(event.index)
         elif event.kind == EVENT_RELAYED:
             self._relayed(event.index)
+        elif event.kind == EVENT_CHANGE:
+            if event.index >= 0:
+                self._kill(event.index)
+            elif self.n_left < self.n_workers:  # else the job is over
+                self._join(-1 - event.index)
         elif self.players[event.index].resume_ns == self.now_ns:
             self._begin(event.index)
 
@@ -203,6 +199,7 @@ cdef class Simulator(SimulatedShards):
         """Begin the next step if enough shards have answered and a slot is free for its gradient."""
         cdef player_t *player = &self.players[worker]
         cdef int32_t shard
+        cdef int64_t cursor
         if player.computing or player.holding or player.left:
             return
         if self.overlap:
@@ -212,7 +209,8 @@ cdef class Simulator(SimulatedShards):
             return
         player.blocked = 0
         for shard in range(self.n_shards):
-            if state_workers(self.records.servers[shard].state)[worker].cursor < player.steps + 1 - self.slots:
+            cursor = state_workers(self.records.servers[shard].state)[worker].cursor - player.consumed + player.first_step
+            if cursor < player.steps + 1 - self.slots:
                 player.blocked = 1
                 return
         if self.pull_timeout_ns >= 0 and player.fresh < self.n_shards:
@@ -261,6 +259,8 @@ cdef class Simulator(SimulatedShards):
     cdef void _computed(self, int32_t worker) noexcept nogil:
         cdef player_t *player = &self.players[worker]
         player.computing = 0
+        if player.left:
+            return  # killed meanwhile
         player.computed_ns = self.now_ns
         player.compute_ns += self.now_ns - player.began_ns
         if self.records.tracing:
@@ -315,55 +315,6 @@ cdef class Simulator(SimulatedShards):
         if self.overlap:
             self._try_begin(worker)
 
-    cdef void _pushed(self, int32_t index) noexcept nogil:
-        if self.server_queue.takes_time:
-            self._check(self.server_queue.add(&self.queue, self.now_ns, index))
-        else:
-            self._handled(index)
-
-    cdef void _served(self, int32_t station) noexcept nogil:
-        cdef int32_t index = self.server_queue.take(station)
-        cdef message_t *message = &self.network.messages[index]
-        if message.kind == EVENT_PULLED:
-            self._check(self.network.send(&self.queue, self.now_ns, index, self.links[message.worker] + message.shard))
-        else:
-            self._handled(index)
-        if self.policy.combine:
-            self._look_for_drain(station)
-        self._check(self.server_queue.go_on(&self.queue, self.now_ns, station))
-
-    cdef void _handled(self, int32_t index) noexcept nogil:
-        """Give a push that the server has handled to the shard, or to its next drain."""
-        cdef message_t message = self.network.messages[index]
-        if self.policy.combine:
-            self._post(index)
-            return
-        self.network.release(index)
-        self._receive(message.worker, message.shard, message.version, message.read_version, message.samples)
-
-    cdef void _post(self, int32_t index) noexcept nogil:
-        """Add the push to its drain: all pushes of one instant, or those that waited while the server was busy."""
-        cdef int32_t shard = self.network.messages[index].shard
-        cdef server_t *server = &self.records.servers[shard]
-        self.network.messages[index].next = -1
-        if server.posted.first >= 0:
-            self.network.messages[server.posted.last].next = index
-            server.posted.last = index
-            return
-        server.posted.first = server.posted.last = index
-        if self.server_queue.takes_time:
-            server.n_ahead = 1 + self.server_queue.stations[shard].length  # this message and those in the queue behind it
-        else:
-            self._check(fps_queue_push(&self.queue, self.now_ns, EVENT_DRAIN, shard))
-
-    cdef void _look_for_drain(self, int32_t shard) noexcept nogil:
-        """Drain the shard if the message that its station has just handled is the last of a drain."""
-        cdef server_t *server = &self.records.servers[shard]
-        if server.posted.first >= 0:
-            server.n_ahead -= 1
-            if server.n_ahead == 0:
-                self._drain(shard)
-
     cdef void _pulled(self, int32_t index) noexcept nogil:
         cdef message_t message = self.network.messages[index]
         self.network.release(index)
@@ -381,7 +332,7 @@ cdef class Simulator(SimulatedShards):
         """Take a shard's answer; ignore one to an older step (PSP-SGD, Algorithm 1, worker, line 4)."""
         cdef player_t *player = &self.players[worker]
         cdef view_t *view = &self.views[worker * self.n_shards + shard]
-        if player.computing or step <= player.steps or view.step >= step:
+        if player.computing or step != player.steps + 1 or view.step >= step or version < player.first_version:
             return
         view.version = version
         view.step = step
@@ -389,6 +340,42 @@ cdef class Simulator(SimulatedShards):
         if self.records.tracing:
             self.records.record(RECORD_PULL, worker, shard, version, step)
         self._try_begin(worker)
+
+    # -- deaths, and workers that join ---------------------------------------------------------------
+
+    cdef void _kill(self, int32_t worker) noexcept nogil:
+        """Let a worker end here, unless it has left. What it has sent counts; its core is free when its step would have ended."""
+        cdef player_t *player = &self.players[worker]
+        if player.left:
+            return
+        player.left = player.killed = 1
+        player.resume_ns = -1
+        if player.computing:
+            player.compute_ns += self.now_ns - player.began_ns
+        self._leave_all(worker)
+
+    cdef void _join(self, int32_t worker) noexcept nogil:
+        """Let a worker join in the place of one that has ended, once all that was sent there is folded: soon, if not now."""
+        cdef server_t *server = &self.records.servers[0]
+        cdef worker_t *w = &state_workers(server.state)[worker]
+        cdef player_t *player = &self.players[worker]
+        if player.computing or w.live or w.cursor != w.consumed:
+            self._check(fps_queue_push(&self.queue, self.now_ns + _JOIN_AGAIN_NS, EVENT_CHANGE, -1 - worker))
+            return
+        self._fire_due(0)
+        state_begin(server.state)
+        scheduler_join(server.state, worker, self.now_ns, -1)
+        player.steps = player.first_step = self.views[worker].step = w.clock
+        player.consumed, player.first_version, player.computed_ns = w.consumed, server.state.version, self.now_ns
+        player.grant_wait_ns -= self.now_ns  # its grant has no push before it
+        player.left = player.killed = player.fresh = 0
+        player.granted_batch = 0
+        self.views[worker].version = -1
+        self.n_left -= 1
+        if self.records.tracing:
+            self.records.record(RECORD_JOIN, worker, 0, server.state.version, w.clock)
+        self._follow(0, ACTION_NONE)
+        self._arm(0)
 
     # -- overlapped pulls (Rudra-adv*) ---------------------------------------------------------------
 

@@ -25,7 +25,7 @@ def totals(Simulator simulator not None):
         player = &simulator.players[worker]
         compute_ns += player.compute_ns
         wait_ns += player.wait_ns
-        if player.computing:
+        if player.computing and not player.left:
             compute_ns += max(0, simulator.ended_ns - player.began_ns)
         elif player.steps and not player.left:
             wait_ns += max(0, simulator.ended_ns - player.computed_ns)

@@ -101,6 +101,10 @@ class Dssp(Server):
             return self.r[p] > 0
         return False
 
+    def join(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
+        self.r[worker], self.A[worker] = 0, []
+        return super().join(worker, now_ns)
+
     def leave(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
         slowest_leaves = worker == self.slowest()
         self.remove(worker)

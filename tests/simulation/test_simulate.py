@@ -205,10 +205,48 @@ def test_workers_that_leave_have_done_their_own_steps() -> None:
     assert [times(outcome, "leave", worker) for worker in range(3)] == [[80], [160], [400]], "when the next push would come"
 
 
+def test_what_a_killed_worker_computes_is_lost_and_one_in_its_place_begins_at_the_clock_of_the_slowest() -> None:
+    changes = ((25, 1, False), (47, 1, True))
+    outcome = played("ssp:1", workers=2, steps=6, leave=True, compute=constant(20, 10), changes=changes)
+    assert [times(outcome, kind, 1) for kind in ("death", "join")] == [[25], [47]]
+    assert times(outcome, "receive", 1) == [10, 20, 57, 67, 77, 90], "the third was lost; it begins at clock 2, that of worker 0"
+    assert times(outcome, "receive", 0) == [20, 40, 60, 80, 100, 120], "a dead worker holds nobody up"
+    assert times(outcome, "leave", 1) == [110] and outcome.row["steps"] == 12
+
+
+def test_a_worker_joins_once_all_that_was_sent_from_its_place_is_folded() -> None:
+    changes = ((25 * MS, 1, False), (26 * MS, 1, True))
+    outcome = played("bsp", workers=2, steps=4, compute=constant(40 * MS, 20 * MS), changes=changes)
+    assert times(outcome, "death", 1) == [25 * MS]
+    assert times(outcome, "join", 1) == [40 * MS], "its push of 20 ms waits for worker 0's"
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes", "message"),
+    [
+        ("asp", [(1, 4, False)], "--kill: expected workers of 0 to 3, found 4"),
+        ("asp", [(1, 2, True)], "--join: expected a --kill and then a --join of worker 2, in turn, found a --join of one"),
+        ("asp", [(1, 2, False), (2, 2, False)], "in turn, found two --kill"),
+        ("adv*:1", [(1, 2, False)], "--kill: expected pulls that a step waits for"),
+        ("ssp:1,shards=2", [(1, 2, False), (2, 2, True)], "--join: expected one shard, found 2"),
+    ],
+)
+def test_changes_that_cannot_be_are_refused(spec: str, changes: list[tuple[int, int, bool]], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        played(spec, workers=4, steps=5, changes=changes)
+
+
 # -- the oracles -----------------------------------------------------------------------------------
 
 
-EVENTS = ("receive", "timer", "leave")
+EVENTS = ("receive", "timer", "leave", "death", "join")
+MS = 1_000_000
+KILLS = ((99 * MS, 2, False), (301 * MS, 5, False))
+ENDS: dict[str, dict[str, Any]] = {
+    "budget": {},
+    "leave": {"leave": True},
+    "killed": {"changes": (*KILLS, (307 * MS, 2, True), (308 * MS, 5, True), (350 * MS, 0, False))},
+}
 NETWORKS: dict[str, dict[str, Any]] = {
     "instant": {},
     "shared": {"model_bytes": 1e6, "bandwidth": 1e9, "latency_ns": 50_000, "late_pulls": (0.02, 60_000_000)},
@@ -234,12 +272,17 @@ def decisions(trace: Any, shard: int) -> Iterator[tuple[Any, list[int], list[int
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("leave", [False, True], ids=["budget", "leave"])
+@pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("judged", SIMULATED, ids=lambda judged: judged.name)
-def test_decisions_are_the_oracles_at_the_same_times(judged: Play, leave: bool, network: str) -> None:
+def test_decisions_are_the_oracles_at_the_same_times(judged: Play, end: str, network: str) -> None:
     workers, steps = 7, 40
     model = replace(VARIED, factors={0: 2.5})
-    outcome = played(judged.name, workers=workers, steps=steps, leave=leave, compute=model, seed=11, **NETWORKS[network])
+    policy, options = parse_policy(judged.name), ENDS[end]
+    if end == "killed" and policy.overlap:
+        pytest.skip("not simulated")
+    if end == "killed" and policy.shards > 1:
+        options = {"changes": KILLS}
+    outcome = played(judged.name, workers=workers, steps=steps, compute=model, seed=11, **options, **NETWORKS[network])
     assert outcome.trace is not None
     for shard in range(outcome.row["shards"]):
         oracle, seen = judged.oracle(workers), 0
@@ -249,8 +292,10 @@ def test_decisions_are_the_oracles_at_the_same_times(judged: Play, leave: bool, 
             if kind == "timer":
                 assert oracle.due_ns() == now_ns
                 expected = oracle.fire()
-            elif kind == "leave":
+            elif kind in ("leave", "death"):
                 expected = oracle.leave(worker, now_ns)
+            elif kind == "join":
+                expected = oracle.join(worker, now_ns)
             elif judged.plays.timed:
                 expected = oracle.push(worker, now_ns, int(event["version"]), int(event["detail"]))
             else:

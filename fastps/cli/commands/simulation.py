@@ -117,6 +117,8 @@ def _player(context: typer.Context) -> "Player":
         found = given["arguments"][0] if given["arguments"] else "--checkpoint"
         raise UsageError(f"expected --script before a script or its checkpoint, found {found} without")
     if given["train"]:
+        if given["kill"]:
+            raise UsageError("--kill beside --train: expected --script, which runs each worker as a process")
         from fastps.lab.demo.data import load
         from fastps.lab.virtual.training import VirtualTraining, train_virtually
 

@@ -11,7 +11,7 @@ import os
 import pickle
 import select
 import socket
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import NamedTuple
 
 from fastps.errors import ProtocolError, TimeoutExceededError, UsageError, raise_for_outcome
@@ -25,9 +25,9 @@ from fastps.store.virtual_time import BEGINS, PUSH, RANK, READ, SERVED, STOPS, S
 from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
-BEGIN, COMPUTED, RECEIVE, FOLD, DROP, GRANT, TIMER, LEAVE, PULL = range(len(KINDS))
-DEATH, JOIN = CHANGES = range(len(KINDS), len(KINDS) + 2)  # of a worker; no simulation has them
-_COMMITS = (RECEIVE, TIMER, LEAVE)
+BEGIN, COMPUTED, RECEIVE, FOLD, DROP, GRANT, TIMER, LEAVE, PULL, DEATH, JOIN = range(len(KINDS))
+CHANGES = (DEATH, JOIN)  # of a worker
+_COMMITS = (RECEIVE, TIMER, LEAVE, *CHANGES)
 _ENDS_NS = 5_000_000  # between two looks whether the workers have ended
 _HELD_NS = 50_000  # between two tries for a shard lock that a worker holds to copy state
 
@@ -52,12 +52,14 @@ class Driver:
 
     Attributes:
         store: the job's store.
+        start: starts the process of a worker that joins, for `play`.
     """
 
     def __init__(
         self, store: Store, links: Sequence[socket.socket], clock: Clock = SYSTEM_CLOCK, listener: "Listener | None" = None
     ) -> None:
         self.store = store
+        self.start: Callable[[int], None] = lambda worker: None
         self._links, self._clock, self._listener = dict(enumerate(links)), clock, listener
         self._combiner = Lane(store.arena, store.arena.server_lane)
         self._combiner.set_user_rule(store.layout.rule.address)
@@ -81,6 +83,7 @@ class Driver:
             if event.kind == RECEIVE:
                 drain.append(event)
             elif event.kind in _COMMITS:
+                self._prepare(event)
                 self.commit([event])
             elif event.kind == GRANT:
                 self._grant(event)
@@ -101,6 +104,15 @@ class Driver:
         while (outcome := self._combiner.play(events[0].shard, played)) == BUSY:
             self._clock.sleep_ns(_HELD_NS)
         raise_for_outcome(outcome, self._combiner.bad_lane, self.store.arena.buffers)
+
+    def _prepare(self, event: Event) -> None:
+        """End the process of a worker that dies; start that of one that joins, and wait until it is here."""
+        if event.kind == DEATH:
+            self.lose(event.worker, dies=True)
+        elif event.kind == JOIN:
+            self.start(event.worker)
+            self.await_any((), joins=True)
+            self.meet()
 
     def _grant(self, event: Event) -> None:
         """Pin the weights of the moment of the grant for the worker, which waits in `step()`."""

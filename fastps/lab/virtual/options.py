@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fastps.simulation.simulate import Simulation
 
 
+_CHANGE = "NUMBER@TIME, such as 3@12s"
 _FACTORS = "NUMBER:FACTOR or FIRST-LAST:FACTOR, such as 0:3 or 0-9:3"
 
 
@@ -43,6 +44,8 @@ class SimulationTexts:
     slow_server: Sequence[str] = _text((), f"Shards whose server is FACTOR times as slow: {_FACTORS}; may be repeated.")
     late_push: str | None = _text(None, "A share of the pushes comes so late, such as 0.01:0.5s.", "SHARE:TIME")
     late_pull: str | None = _text(None, "The same for answers to workers.", "SHARE:TIME")
+    kill: Sequence[str] = _text((), f"A worker that is killed, and when: {_CHANGE}; may be repeated.")
+    join: Sequence[str] = _text((), f"A worker that joins in the place of one that was killed, and when: {_CHANGE}.")
 
 
 def read_simulation(texts: SimulationTexts, **numbers: Any) -> "Simulation":
@@ -69,6 +72,7 @@ def read_simulation(texts: SimulationTexts, **numbers: Any) -> "Simulation":
         slow_servers=_factors("--slow-server", texts.slow_server),
         late_pushes=_late("--late-push", texts.late_push),
         late_pulls=_late("--late-pull", texts.late_pull),
+        changes=sorted([*_changes("--kill", texts.kill), *_changes("--join", texts.join)]),
         **numbers,
     )
 
@@ -115,6 +119,21 @@ def _factors(name: str, texts: Sequence[str]) -> dict[int, float]:
         if len(chosen) > 10_000_000:
             raise UsageError(f"{name}: expected at most 10000000 workers, found {text!r}")
         found.update(dict.fromkeys(chosen, _number(name, factor, 1e-6, 1e6)))
+    return found
+
+
+def _changes(name: str, texts: Sequence[str]) -> list[tuple[int, int, bool]]:
+    """Parse NUMBER@TIME, several separated by commas.
+
+    >>> _changes("--join", ["3@12s"])
+    [(12000000000, 3, True)]
+    """
+    found = []
+    for text in (part for written in texts for part in written.split(",")):
+        number, at, time = text.partition("@")
+        if not (number.isdecimal() and len(number) < 9 and at):
+            raise UsageError(f"{name}: expected {_CHANGE}, found {text!r}")
+        found.append((round(read_ns(name, time)), int(number), name == "--join"))
     return found
 
 

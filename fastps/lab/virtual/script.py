@@ -59,7 +59,9 @@ def play(
     fastps, or uses what virtual time does not have; DeadlockError if every worker waits forever; ProtocolError.
     """
     run = _Run(policy, simulation, clock)
-    hosting = Hosting(command, simulation.workers, policy.spec, job_options(checkpoint), run.play, clock)
+    options = job_options(checkpoint, changes=bool(simulation.changes))
+    hosting = Hosting(command, simulation.workers, policy.spec, options, run.play, clock)
+    run.start = hosting.join
     outcome = hosting.run(lambda: tick(run.received, 0))
     run.row["last_line"] = outcome.workers[0].last_line.decode(errors="replace").rstrip() if outcome.workers else ""
     return Outcome(run.row, None)
@@ -69,13 +71,14 @@ def play(
 class _Run:
     """One run of a script under one discipline.
 
-    row: the report's row, once it has been played.
+    row: the report's row, once it has been played. start: starts the process of a worker that joins.
     """
 
     policy: Policy
     simulation: Simulation
     clock: Clock
     row: Row = field(default_factory=dict, init=False)
+    start: Callable[[int], None] = field(init=False)
     _losses: list[tuple[int, float]] = field(default_factory=list, init=False)
     _simulator: Simulator = field(init=False)
 
@@ -101,6 +104,7 @@ class _Run:
         """Play until every worker has left."""
         policy = replace(self.policy, shards=driver.store.arena.shards)  # a model of few parameters has fewer
         simulator = self._simulator = self._build(policy)
+        driver.start = self.start
         began_ns = self.clock.now_ns()
         self._play(simulator, driver)
         digest = driver.end()

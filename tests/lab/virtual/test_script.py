@@ -184,3 +184,17 @@ def test_a_script_that_cannot_be_simulated_ends_with_a_sentence(text: str, messa
     found = fastps("simulate", "--script", "-n", "3", "--sync", "asp", written(text), "3", "5", timeout=200)
     assert found.returncode != 0
     assert message in " ".join(found.stderr.split())
+
+
+# -- deaths and joins --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("spec", ["bsp", "dssp:3,15", "r2sp:0.8"])
+def test_a_worker_that_is_killed_and_replaced_repeats_bit_by_bit(spec: str, written: Callable[[str], str]) -> None:
+    """The driver compares each version that a worker is granted with that of the arena."""
+    arguments = ("--sync", spec, *UNEVEN, "--kill", "2@55ms,1@200ms", "--join", "2@120ms", written(BUILT_IN), "4", "15")
+    first, second = (simulated(*arguments)[0] for _ in range(2))
+    assert first["weights"] == second["weights"] and first["staleness"] == second["staleness"]
+    assert 45 <= first["steps"] < 60 + 15, "two complete workers, a replaced one, and one that was killed late"
