@@ -48,8 +48,8 @@ cdef class Simulator(SimulatedShards):
     says what; the run ends when all have left. service_ns: float64[shards, 3], ns that a server takes for a message, for each
     byte of it, and for an update; default: none. cores, slice_ns: cores that the workers share, and their time slice; 0 cores:
     each worker has its own. hop_ns: time in which a node of Rudra-adv*'s broadcast tree sends weights to its two children; -1:
-    no such tree. changes: int64[n, 2], times in ns, and workers that are killed then, or for worker w that joins in the place of
-    one that has ended, -1 - w; joins need one shard. trace: keep a record of every event.
+    no such tree. changes: int64[n, 2], times in ns, and workers that are killed then, or for one that joins in the place of an
+    ended worker w, -1 - w; joins need one shard. trace: keep a record of every event.
 
     Raises ValueError for inconsistent values.
     """
@@ -150,7 +150,8 @@ cdef class Simulator(SimulatedShards):
         if not self.begun:
             self.begun = True
             for change in range(self.changes.shape[0]):
-                self._check(fps_queue_push(&self.queue, self.changes[change, 0], EVENT_CHANGE, <int32_t> self.changes[change, 1]))
+                worker = <int32_t> self.changes[change, 1]
+                self._check(fps_queue_push(&self.queue, self.changes[change, 0], EVENT_CHANGE, worker))
             for worker in range(self.n_workers):
                 self.players[worker].fresh = self.n_shards
                 self._begin(worker)
@@ -344,7 +345,7 @@ cdef class Simulator(SimulatedShards):
     # -- deaths, and workers that join ---------------------------------------------------------------
 
     cdef void _kill(self, int32_t worker) noexcept nogil:
-        """Let a worker end here, unless it has left. What it has sent counts; its core is free when its step would have ended."""
+        """End a worker here, unless it has left. What it has sent counts; its core is free when its step would have ended."""
         cdef player_t *player = &self.players[worker]
         if player.left:
             return

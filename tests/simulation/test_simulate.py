@@ -209,7 +209,7 @@ def test_what_a_killed_worker_computes_is_lost_and_one_in_its_place_begins_at_th
     changes = ((25, 1, False), (47, 1, True))
     outcome = played("ssp:1", workers=2, steps=6, leave=True, compute=constant(20, 10), changes=changes)
     assert [times(outcome, kind, 1) for kind in ("death", "join")] == [[25], [47]]
-    assert times(outcome, "receive", 1) == [10, 20, 57, 67, 77, 90], "the third was lost; it begins at clock 2, that of worker 0"
+    assert times(outcome, "receive", 1) == [10, 20, 57, 67, 77, 90], "the third was lost; it begins at clock 2, worker 0's"
     assert times(outcome, "receive", 0) == [20, 40, 60, 80, 100, 120], "a dead worker holds nobody up"
     assert times(outcome, "leave", 1) == [110] and outcome.row["steps"] == 12
 
