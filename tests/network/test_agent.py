@@ -1,5 +1,6 @@
 """Jobs of several nodes, all on this machine: they train as one process does, under every discipline, and name who is lost."""
 
+import hashlib
 import os
 import signal
 import time
@@ -20,18 +21,17 @@ from tests.support import nodes, processes
 STEPS, BATCH = 12, 8
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 MOMENTUM: Optimizers = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # noqa: E731
-ADAM: Optimizers = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
 
 
 class Branched(torch.nn.Module):
     """A model with a part that only some batches use."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 17) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.trunk = torch.nn.Linear(13, 17)
-        self.sometimes = torch.nn.Linear(17, 17)
-        self.top = torch.nn.Linear(17, 3)
+        self.trunk = torch.nn.Linear(13, width)
+        self.sometimes = torch.nn.Linear(width, width)
+        self.top = torch.nn.Linear(width, 3)
 
     def forward(self, inputs: torch.Tensor, uses_all: bool) -> torch.Tensor:
         below = torch.tanh(self.trunk(inputs))
@@ -58,16 +58,16 @@ def weights_of(model: torch.nn.Module) -> np.ndarray[Any, Any]:
     return torch.cat([value.detach().reshape(-1) for value in model.parameters()]).numpy().copy()
 
 
-def _alone(make: Optimizers, workers: int) -> np.ndarray[Any, Any]:
+def _alone(make: Optimizers, workers: int, width: int = 17) -> np.ndarray[Any, Any]:
     """One process of plain torch that trains on the batches of all workers."""
-    model = Branched()
+    model = Branched(width)
     train(model, make(model.parameters()), _batches(workers))
     return weights_of(model)
 
 
-def _work(make: Optimizers, workers: int, sync: str = "bsp") -> Callable[[int], Any]:
+def _work(make: Optimizers, workers: int, sync: str = "bsp", width: int = 17) -> Callable[[int], Any]:
     def work(rank: int) -> Any:
-        model = Branched()
+        model = Branched(width)
         with fastps.DistributedOptimizer(make(model.parameters()), sync=sync, batch_size=BATCH, timeout_s=30) as optimizer:
             assert (fastps.rank(), fastps.world_size()) == (rank, workers)
             train(model, optimizer, _batches(workers), slice(rank * BATCH, (rank + 1) * BATCH))
@@ -77,22 +77,24 @@ def _work(make: Optimizers, workers: int, sync: str = "bsp") -> Callable[[int], 
     return work
 
 
-@pytest.mark.parametrize(("counts", "make"), [
-    pytest.param((1, 2), MOMENTUM, id="1+2, momentum"),
-    pytest.param((1, 3), ADAM, id="1+3, adam", marks=pytest.mark.slow),
-    pytest.param((2, 1, 1), MOMENTUM, id="2+1+1, momentum", marks=pytest.mark.slow),
+@pytest.mark.parametrize(("counts", "width"), [
+    pytest.param((1, 2), 17, id="1+2, an agent as users have it"),
+    pytest.param((2, 1, 1), 2100, id="2+1+1, several parts", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_nodes_train_as_one_process_does_with_the_batches_of_all(counts: tuple[int, ...], make: Optimizers) -> None:
+def test_nodes_train_as_one_process_does_with_the_batches_of_all(counts: tuple[int, ...], width: int) -> None:
     """Parameters without a gradient in some steps, too; nodes with different numbers of workers count as many gradients.
 
     The nodes share a secret, which changes nothing.
     """
-    outcomes = nodes.train(counts, _work(make, sum(counts)), FASTPS_SECRET="a secret of 22 letters")
-    expected = _alone(make, sum(counts))
-    for weights, version in outcomes:
-        assert np.allclose(weights, expected, rtol=0, atol=1e-5)
-        assert version == STEPS
-    assert all(np.array_equal(weights, outcomes[0][0]) for weights, _ in outcomes)
+    work, expected = _work(MOMENTUM, sum(counts), width=width), _alone(MOMENTUM, sum(counts), width)
+
+    def found(rank: int) -> Any:
+        weights, version = work(rank)
+        return float(np.abs(weights - expected).max()), version, hashlib.sha256(weights.tobytes()).hexdigest()
+
+    outcomes = nodes.train(counts, found, forks_agents=width > 17, FASTPS_SECRET="a secret of 22 letters")
+    assert all(off < 1e-5 and version == STEPS for off, version, _ in outcomes)
+    assert len({digest for *_, digest in outcomes}) == 1
 
 
 @pytest.mark.slow
@@ -143,14 +145,11 @@ def _until_lost(rank: int, folder: Path | None = None) -> Any:
     return None
 
 
-@pytest.mark.parametrize(
-    ("victim", "homes"),
-    [(1, "first"), pytest.param(0, "first", marks=pytest.mark.slow), pytest.param(0, "spread", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("victim", "homes"), [(1, "first"), pytest.param(0, "spread", marks=pytest.mark.slow)])
 def test_a_killed_node_is_named_everywhere_at_once(victim: int, homes: str, tmp_path: Path) -> None:
     """Node 0 has all weights, or each node has a share."""
     with nodes.rendezvous() as port:
-        variables = {"FASTPS_NODE_TIMEOUT": "10" if homes == "first" else "3", "FASTPS_HOMES": homes}
+        variables = {"FASTPS_NODE_TIMEOUT": "10", "FASTPS_HOMES": homes}
         children = nodes.start((1, 1), port, lambda rank: _until_lost(rank, tmp_path), variables)
         nodes.await_files(tmp_path, 2)
         agents = nodes.agents()
@@ -163,7 +162,7 @@ def test_a_killed_node_is_named_everywhere_at_once(victim: int, homes: str, tmp_
     for rank, child in enumerate(children):
         ended, kind, text = child.outcome
         assert kind == "NodeLostError"
-        assert ended - killed < (5 if homes == "first" else 3.5), "with one home not after the node timeout, of 10 s"
+        assert ended - killed < 5, "not after the node timeout, of 10 s"
         if rank != victim:
             assert f"node {victim}" in text
 
@@ -210,51 +209,7 @@ def test_a_node_with_another_model_is_told_what_differs() -> None:
 
 
 @pytest.mark.slow
-def test_steps_that_a_scaler_skips_hold_up_no_other_node() -> None:
-    """A node whose workers all make null pushes still takes part in each version."""
-
-    def work(rank: int) -> Any:
-        model = torch.nn.Linear(4, 1, bias=False)
-        with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), timeout_s=20) as optimizer:
-            model.weight.data.fill_(1.0)
-            for step in range(6):
-                optimizer.zero_grad()
-                model(torch.ones(1, 4)).sum().backward()
-                optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(float(rank == 1 and step % 2))
-                optimizer.step()
-            return optimizer.version
-
-    assert nodes.train((1, 1), work) == [6, 6]
-
-
-@pytest.mark.slow
-def test_a_model_of_several_parts_trains_as_one_process_does() -> None:
-    def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: slice) -> None:
-        generator = torch.Generator().manual_seed(5)
-        for _ in range(4):
-            inputs, labels = torch.randn(24, 1500, generator=generator), torch.randint(0, 10, (24,), generator=generator)
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
-            optimizer.step()
-
-    def model() -> torch.nn.Module:
-        torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(1500, 2000), torch.nn.Tanh(), torch.nn.Linear(2000, 10))
-
-    def work(rank: int) -> Any:
-        own = model()
-        with fastps.DistributedOptimizer(MOMENTUM(own.parameters()), timeout_s=30) as optimizer:
-            loop(own, optimizer, slice(rank * 8, (rank + 1) * 8))
-            optimizer.wait_for_others()
-            return float(np.abs(weights_of(own) - weights_of(expected)).max())
-
-    expected = model()
-    loop(expected, MOMENTUM(expected.parameters()), slice(0, 24))
-    assert max(nodes.train((2, 1), work)) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("homes", "shorter"), [("first", 0), ("first", 1), ("spread", 0)])
+@pytest.mark.parametrize(("homes", "shorter"), [("first", 1), ("spread", 0)])
 def test_a_node_with_more_steps_does_not_wait_for_one_that_has_left(homes: str, shorter: int) -> None:
     """The model has several parts, and the node with fewer steps leaves all of them at once."""
 
@@ -272,41 +227,32 @@ def test_a_node_with_more_steps_does_not_wait_for_one_that_has_left(homes: str, 
 
 
 @pytest.mark.slow
-def test_what_needs_the_jobs_state_is_refused_by_name() -> None:
-    def refusals(rank: int) -> Any:
-        model = torch.nn.Linear(4, 1)
-        found = []
+def test_a_reader_shows_its_own_node_skipped_steps_hold_up_nobody_and_what_needs_the_jobs_state_is_refused() -> None:
+    """A node whose workers all make null pushes, as a gradient scaler does, still takes part in each version."""
+
+    def work(rank: int) -> Any:
+        model, other = torch.nn.Linear(4, 1, bias=False), torch.nn.Linear(4, 1, bias=False)
         with fastps.DistributedOptimizer(MOMENTUM(model.parameters()), model=model, timeout_s=20) as optimizer:
+            job = optimizer.worker.store.job
+            with fastps.reader(job) as reader:
+                for step in range(6):
+                    optimizer.zero_grad()
+                    model(torch.ones(1, 4)).sum().backward()
+                    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(float(rank == 1 and step % 2))
+                    optimizer.step()
+                found = job.rpartition(".")[2], reader.update(other), torch.equal(other.weight, model.weight)
             for call in (
                 optimizer.state_dict,
-                lambda: optimizer.replace_weights([torch.ones(1, 4), torch.ones(1)]),
-                lambda: optimizer.load_state_dict(MOMENTUM(torch.nn.Linear(4, 1).parameters()).state_dict()),
+                lambda: optimizer.replace_weights([torch.ones(1, 4)]),
+                lambda: optimizer.load_state_dict(MOMENTUM(other.parameters()).state_dict()),
             ):
-                with pytest.raises(fastps.UnsupportedError, match="not in a job of several nodes yet") as caught:
+                with pytest.raises(fastps.UnsupportedError, match="not in a job of several nodes yet"):
                     call()
-                found.append(type(caught.value).__name__)
             with torch.no_grad():
                 model.weight.fill_(1.0)
             model(torch.ones(1, 4)).sum().backward()
             with pytest.raises(fastps.ParameterChangedError, match="load weights before wrapping"):
                 optimizer.step()
-        return found
+            return found
 
-    assert nodes.train((1, 1), refusals) == [["UnsupportedError"] * 3] * 2
-
-
-@pytest.mark.slow
-def test_a_reader_shows_the_weights_of_its_own_node() -> None:
-    def work(rank: int) -> Any:
-        model, other = torch.nn.Linear(4, 1, bias=False), torch.nn.Linear(4, 1, bias=False)
-        inner = torch.optim.SGD(model.parameters(), lr=0.25)
-        with fastps.DistributedOptimizer(inner, model=model, timeout_s=20) as optimizer:
-            job = optimizer.worker.store.job
-            with fastps.reader(job) as reader:
-                for _ in range(3):
-                    optimizer.zero_grad()
-                    model(torch.ones(1, 4)).sum().backward()
-                    optimizer.step()
-                return job.rpartition(".")[2], reader.update(other), torch.equal(other.weight, model.weight)
-
-    assert nodes.train((1, 1), work) == [("node0", 3, True), ("node1", 3, True)]
+    assert nodes.train((1, 1), work) == [("node0", 6, True), ("node1", 6, True)]

@@ -47,12 +47,10 @@ def _write(model: torch.nn.Module, flat: torch.Tensor) -> None:
     torch.nn.utils.vector_to_parameters(flat, model.parameters())
 
 
-def diloco(
-    make: Optimizers, ranks: list[list[int]], local_steps: int, *, mix: float = 1.0, lr: float = 0.7, momentum: float = 0.9
-) -> np.ndarray[Any, Any]:
+def diloco(make: Optimizers, ranks: list[list[int]], local_steps: int, *, mix: float = 1.0) -> np.ndarray[Any, Any]:
     """Algorithm 1 for nodes with these workers; the steps that are left at the end make one more, shorter round."""
     home = torch.nn.Parameter(_flat(_model()))
-    outer = torch.optim.SGD([home], lr=lr, momentum=momentum, nesterov=momentum > 0)
+    outer = torch.optim.SGD([home], lr=0.7, momentum=0.9, nesterov=True)
     models = [_model() for _ in ranks]
     inner = [make(model.parameters()) for model in models]
     taken = home.detach().clone()
@@ -89,9 +87,7 @@ def _fragments(count: int) -> list[slice]:
     return [slice(first, min(first + length, floats)) for first in range(0, floats, length)]
 
 
-def streaming(
-    make: Optimizers, nodes: int, local_steps: int, fragments: int, overlap: int, mix: float, steps: int = STEPS
-) -> np.ndarray[Any, Any]:
+def streaming(make: Optimizers, nodes: int, local_steps: int, fragments: int, overlap: int, mix: float) -> np.ndarray[Any, Any]:
     """Algorithm 2 for nodes with a worker each; `mix` is 1 - alpha.
 
     A difference is taken from the home's weights of the fragment's last exchange, so that nothing counts twice. At the end
@@ -116,7 +112,7 @@ def streaming(
             memory[spans[turn]] = torch.lerp(memory[spans[turn]], homes[turn].detach(), mix)
             _write(model, _close_up(memory))
 
-    for step in range(1, steps + 1):
+    for step in range(1, STEPS + 1):
         for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
             optimizer.zero_grad()
             _backward(model, [rank], step - 1)
@@ -132,8 +128,8 @@ def streaming(
                 under_way = -1
     if under_way >= 0:
         receive(under_way)
-    while exchanged[turn] < steps:
-        send(steps)
+    while exchanged[turn] < STEPS:
+        send(STEPS)
         receive(turn)
         turn = (turn + 1) % len(spans)
     return _close_up(torch.cat([home.detach() for home in homes])).numpy()
@@ -153,84 +149,75 @@ def _work(make: Optimizers, sync: str = "bsp", steps: int = STEPS) -> Callable[[
     return work
 
 
-@pytest.mark.parametrize(("counts", "make", "local_steps", "mix"), [
-    pytest.param((1, 1, 1), ADAMW, 5, 1.0, id="1+1+1, adamw, 5"),
-    pytest.param((2, 1), ADAMW, 3, 0.5, id="2+1, adamw, 3, mixed"),
-    pytest.param((1, 1), MOMENTUM, 100, 1.0, id="1+1, one round"),
+def _train(counts: tuple[int, ...], work: Callable[[int], Any], **variables: object) -> np.ndarray[Any, Any]:
+    """The final weights, with which all workers end."""
+    outcomes = nodes.train(counts, work, **{f"FASTPS_{name.upper()}": str(value) for name, value in variables.items()})
+    assert all(np.array_equal(weights, outcomes[0]) for weights in outcomes)
+    weights: np.ndarray[Any, Any] = outcomes[0]
+    return weights
+
+
+def _is_near(weights: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> bool:
+    return np.allclose(weights, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("counts", "make", "local_steps", "mix", "homes"), [
+    pytest.param((2, 1, 1), ADAMW, 3, 0.5, "first", id="2+1+1, adamw, 3, mixed"),
+    pytest.param((1, 1), MOMENTUM, 4, 1.0, "spread", id="1+1, momentum, 4, spread"),
+    pytest.param((1, 1), MOMENTUM, 100, 1.0, "first", id="1+1, one round"),
 ])  # fmt: skip
-def test_nodes_train_as_the_paper_says(counts: tuple[int, ...], make: Optimizers, local_steps: int, mix: float) -> None:
+def test_nodes_train_as_the_paper_says(
+    counts: tuple[int, ...], make: Optimizers, local_steps: int, mix: float, homes: str
+) -> None:
     """Every node counts once, however many workers it has. The last round may be shorter."""
     firsts = np.cumsum([0, *counts])
     ranks = [list(range(first, first + count)) for first, count in zip(firsts[:-1].tolist(), counts, strict=True)]
-    outcomes = nodes.train(counts, _work(make), FASTPS_LOCAL_STEPS=str(local_steps), FASTPS_LOCAL_MIX=str(mix))
-    expected = diloco(make, ranks, local_steps, mix=mix)
-    for weights in outcomes:
-        assert np.allclose(weights, expected, rtol=0, atol=1e-5)
-        assert np.array_equal(weights, outcomes[0])
+    found = _train(counts, _work(make), local_steps=local_steps, local_mix=mix, homes=homes)
+    assert _is_near(found, diloco(make, ranks, local_steps, mix=mix))
 
 
-@pytest.mark.parametrize(("count", "make", "local_steps", "fragments", "overlap", "mix"), [
-    pytest.param(2, MOMENTUM, 6, 3, 1, 0.5, id="3 fragments, 1 version of overlap"),
-    pytest.param(3, ADAMW, 4, 2, 0, 1.0, id="2 fragments, no overlap"),
-    pytest.param(2, ADAMW, 4, 2, 2, 0.5, id="an overlap as long as the distance"),
-    pytest.param(2, MOMENTUM, 4, 1, 3, 0.7, id="one fragment with overlap"),
-    pytest.param(2, MOMENTUM, 16, 16, 1, 0.5, id="more fragments than are begun"),
+def _streams(local_steps: int, fragments: int, overlap: int, mix: float) -> dict[str, object]:
+    return {"local_steps": local_steps, "local_fragments": fragments, "local_overlap": overlap, "local_mix": mix}
+
+
+@pytest.mark.parametrize(("count", "make", "streams"), [
+    pytest.param(2, MOMENTUM, (6, 3, 1, 0.5), id="3 fragments, 1 version of overlap"),
+    pytest.param(3, ADAMW, (4, 2, 0, 1.0), id="2 fragments, no overlap"),
+    pytest.param(2, ADAMW, (4, 2, 2, 0.5), id="an overlap as long as the distance"),
+    pytest.param(2, MOMENTUM, (4, 1, 3, 0.7), id="one fragment with overlap"),
+    pytest.param(2, MOMENTUM, (16, 16, 1, 0.5), id="more fragments than are begun"),
 ])  # fmt: skip
-def test_fragments_travel_in_turn_as_the_paper_says(
-    count: int, make: Optimizers, local_steps: int, fragments: int, overlap: int, mix: float
-) -> None:
-    outcomes = nodes.train((1,) * count, _work(make), **_streams(local_steps, fragments, overlap, mix))
-    expected = streaming(make, count, local_steps, fragments, overlap, mix)
-    for weights in outcomes:
-        assert np.allclose(weights, expected, rtol=0, atol=1e-5)
-        assert np.array_equal(weights, outcomes[0])
-
-
-def _streams(local_steps: int, fragments: int, overlap: int, mix: float) -> dict[str, str]:
-    values = {
-        "FASTPS_LOCAL_STEPS": local_steps,
-        "FASTPS_LOCAL_FRAGMENTS": fragments,
-        "FASTPS_LOCAL_OVERLAP": overlap,
-        "FASTPS_LOCAL_MIX": mix,
-    }
-    return {name: str(value) for name, value in values.items()}
-
-
-@pytest.mark.parametrize("sync", ["dssp:1,3", "backup:1", "softsync:1"])
-def test_fragments_travel_under_other_disciplines(sync: str) -> None:
-    outcomes = nodes.train((1, 2), _work(MOMENTUM, sync, 30), FASTPS_LINK_DTYPE="bfloat16", **_streams(4, 2, 1, 0.5))
-    for weights in outcomes:
-        assert np.isfinite(weights).all()
-        assert np.array_equal(weights, outcomes[0])
-
-
-def test_rounded_fragments_train_nearly_the_same() -> None:
-    outcomes = nodes.train((1, 1), _work(MOMENTUM), FASTPS_LINK_DTYPE="int8", **_streams(4, 2, 1, 0.5))
-    expected = streaming(MOMENTUM, 2, 4, 2, 1, 0.5)
-    assert 0 < np.abs(outcomes[0] - expected).max() < 2e-2
-    assert np.array_equal(outcomes[0], outcomes[1])
+def test_fragments_travel_in_turn_as_the_paper_says(count: int, make: Optimizers, streams: tuple[int, int, int, float]) -> None:
+    assert _is_near(_train((1,) * count, _work(make), **_streams(*streams)), streaming(make, count, *streams))
 
 
 def test_one_local_step_with_a_plain_outer_rule_is_the_mean_of_the_nodes_weights() -> None:
     """With lr=1 and no momentum the home averages weights; SGD's mean gradient over equal nodes does the same."""
-    variables = {"FASTPS_LOCAL_STEPS": "1", "FASTPS_OUTER_LR": "1", "FASTPS_OUTER_MOMENTUM": "0"}
-    local = nodes.train((1, 1), _work(PLAIN), **variables)
-    every = nodes.train((1, 1), _work(PLAIN))
-    assert np.allclose(local[0], every[0], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(("sync", "within"), [("asp", "bsp"), ("ssp:2", "asp"), ("hardsync:2", "bsp")])
-def test_local_steps_work_under_other_disciplines(sync: str, within: str) -> None:
-    outcomes = nodes.train((1, 2), _work(MOMENTUM, sync, 30), FASTPS_LOCAL_STEPS="4", FASTPS_WITHIN=within)
-    first = _flat(_model()).numpy()
-    for weights in outcomes:
-        assert np.isfinite(weights).all()
-        assert not np.array_equal(weights, first)
-        assert np.array_equal(weights, outcomes[0])
+    model = _model()
+    optimizer = PLAIN(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _backward(model, [0, 1], step)
+        optimizer.step()
+    assert _is_near(_train((1, 1), _work(PLAIN), local_steps=1, outer_lr=1, outer_momentum=0), _flat(model).numpy())
 
 
 def test_rounded_differences_train_nearly_the_same() -> None:
-    outcomes = nodes.train((1, 1), _work(MOMENTUM), FASTPS_LOCAL_STEPS="4", FASTPS_LINK_DTYPE="int8")
-    expected = diloco(MOMENTUM, [[0], [1]], 4)
-    assert 0 < np.abs(outcomes[0] - expected).max() < 2e-2
-    assert np.array_equal(outcomes[0], outcomes[1])
+    for streams, expected in (
+        ({"local_steps": 4}, diloco(MOMENTUM, [[0], [1]], 4)),
+        (_streams(4, 2, 1, 0.5), streaming(MOMENTUM, 2, 4, 2, 1, 0.5)),
+    ):
+        found = _train((1, 1), _work(MOMENTUM), link_dtype="int8", **streams)
+        assert 0 < np.abs(found - expected).max() < 2e-2
+
+
+@pytest.mark.parametrize(("sync", "variables"), [
+    ("asp", {"local_steps": 4}),
+    ("ssp:2", {"local_steps": 4, "within": "asp"}),
+    ("backup:1", {**_streams(4, 2, 1, 0.5), "link_dtype": "bfloat16"}),
+    ("softsync:1", {**_streams(4, 2, 1, 0.5), "link_dtype": "bfloat16"}),
+])  # fmt: skip
+def test_local_steps_and_fragments_work_under_other_disciplines(sync: str, variables: dict[str, object]) -> None:
+    weights = _train((1, 2), _work(MOMENTUM, sync, 30), **variables)
+    assert np.isfinite(weights).all()
+    assert not np.array_equal(weights, _flat(_model()).numpy())

@@ -7,10 +7,12 @@ that get lost.
 
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from fastps.lab.measuring.namespaces import Cluster, cluster
 
@@ -25,6 +27,11 @@ class Bridge:
     def command(self, node: int, command: list[str]) -> list[str]:
         """The command that runs a program on a node."""
         return self.cluster.command(node, command)
+
+    def launch(self, node: int, *words: str, **how: Any) -> "subprocess.Popen[Any]":
+        """Start `fastps run` with these words on one of three nodes, for one worker; `how` has other arguments of Popen."""
+        command = [sys.executable, "-m", "fastps", "run", "--nnodes", "3", "--node-rank", str(node), "-n", "1"]
+        return subprocess.Popen(self.command(node, [*command, "--rendezvous", f"{self.address(0)}:29400", *words]), **how)
 
     def cut(self, node: int, is_cut: bool) -> None:
         """Cut a node off from the others, or join it again."""
