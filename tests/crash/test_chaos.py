@@ -10,38 +10,13 @@ from tests.support.sizes import sample_and_full  # noqa: E402
 
 # The number of seeds, from 0 on, that find each mutant, with a margin; docs/reliability.md lists the first seed for each.
 FOUND_WITHIN = {
-    "keep-turn": 5,
-    "take-without-comparing": 200,
-    "forget-pending": 200,
-    "flip-first": 5,
-    "forget-cursor": 5,
-    "forget-recheck": 2_000,
-    "forget-pins": 200,
-    "forget-ready": 300,
-    "acknowledge-first": 5,
-    "tail-first": 100,
-    "forget-helpers": 400,
-    "done-first": 2_500,
-    "forget-heads": 1_000,
-    "forget-generation": 100,
-    "state-in-place": 10,
-    "row-first": 1_000,
-    "one-count": 2_000,
-    "forget-undo": 300,
-    "keep-undo": 50,
-    "rows-late": 20,
-    "same-workspace": 200,
-    "follow-commit": 500,
-    "forget-confirm": 500,
-    "forget-left": 2_000,
-    "heads-back": 3_000,
-    "forget-ring": 400,
-    "read-expelled": 300,
-    "forget-call": 50,
-    "call-late": 200,
-    "forget-taking-over": 20,
-    "serve-on": 200,
-}
+    "keep-turn": 5, "take-without-comparing": 200, "forget-pending": 200, "flip-first": 5, "forget-cursor": 5,
+    "forget-recheck": 2_000, "forget-pins": 200, "forget-ready": 300, "acknowledge-first": 5, "tail-first": 100,
+    "forget-helpers": 400, "done-first": 2_500, "forget-heads": 1_000, "forget-generation": 100, "state-in-place": 10,
+    "row-first": 1_000, "one-count": 2_000, "forget-undo": 300, "keep-undo": 50, "rows-late": 20, "same-workspace": 200,
+    "follow-commit": 500, "forget-confirm": 500, "forget-left": 2_000, "heads-back": 3_000, "forget-ring": 400,
+    "read-expelled": 300, "forget-call": 50, "call-late": 200, "forget-taking-over": 20, "serve-on": 200,
+}  # fmt: skip
 # Seeds whose processes are readers, too, and what is found.
 FOUND_BY_READERS = {
     "forget-readers": (50, "torn read: reader"),
@@ -84,14 +59,19 @@ def test_pushes_that_are_folded_as_one_sum_are_folded_once_whatever_happens() ->
     assert played > 150 and flips > 1_000
 
 
-def _violations_with_readers(seeds: int) -> list[str]:
-    """Run seeds whose processes also read published weights as readers, each in the place of its lane's number."""
+def _violations_with_readers(seeds: int, until: str = "") -> list[str]:
+    """Run seeds whose processes also read published weights as readers, each in the place of its lane's number.
+
+    The first violation that has the text `until` is the last.
+    """
     world, found = World(), []
     for seed in range(seeds):
         plan = chaos_worlds.plan_of(seed)
         outcome = world.run(seed, **plan.measures, reads=True)
         if outcome["violation"] is not None:
             found.append(f"seed {seed}, {plan.spec}: {outcome['violation']}")
+            if until and until in found[-1]:
+                break
     return found
 
 
@@ -108,10 +88,10 @@ def test_a_mutant_that_only_readers_see_is_found(mutant: str) -> None:
     seeds, expected = FOUND_BY_READERS[mutant]
     hooks.switch_on(mutant)
     try:
-        found = _violations_with_readers(seeds)
+        found = _violations_with_readers(seeds, expected)
     finally:
         hooks.switch_on(None)
-    assert any(expected in violation for violation in found), found
+    assert found and expected in found[-1], found
     assert chaos.simulate(0, 20, mutant=mutant).violations == []
 
 
@@ -146,17 +126,19 @@ def test_a_mutant_is_found(mutant: str) -> None:
     assert replayed.violations == findings.violations
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_no_innocent_worker_pays_for_damaged_lanes_whatever_else_happens() -> None:
-    """Play seeds that all damage up to four lanes: while their workers push, join, leave and wait, and after their deaths."""
+@sample_and_full(50, 2_000, "seeds")
+def test_no_innocent_worker_pays_for_damaged_lanes_whatever_else_happens(seeds: int) -> None:
+    """Play seeds that all damage up to four lanes: while their workers push, join, leave and wait, and after their deaths.
+
+    A fault that one seed in 700 has is found with a probability of 0.94 in 2,000 of them.
+    """
     world, damaged = World(), 0
-    for seed in range(5_000):
+    for seed in range(seeds):
         plan = chaos_worlds.plan_of(seed)
         outcome = world.run(seed, **{**plan.measures, "wounds": 4})
         assert outcome["violation"] is None, f"seed {seed}, {plan.spec}: {outcome['violation']}"
         damaged += outcome["damaged_lanes"]
-    assert damaged > 2_500
+    assert damaged > seeds / 2
 
 
 @pytest.mark.parametrize("mutant", RARELY_FOUND_IN)

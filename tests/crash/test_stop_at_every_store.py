@@ -6,7 +6,6 @@ must be folded once, and no lock stay held.
 
 import os
 import signal
-import struct
 
 import pytest
 
@@ -16,10 +15,9 @@ import numpy as np  # noqa: E402
 
 from fastps.kernels.protocol.lane import AWAITING, BUSY, DONE  # noqa: E402
 from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
-from fastps.kernels.shm import offsets  # noqa: E402
-from tests.crash.test_die_at_every_store import CASES, CLIPPED, PUSHES, SHARDS, VICTIM, Case, Job  # noqa: E402
+from tests.crash.test_die_at_every_store import CASES, CLIPPED, EVERY_STORE, PUSHES, SHARDS, VICTIM, Case, Job  # noqa: E402
+from tests.support.plain_arena import set_helping  # noqa: E402
 
-STOPPED = [case for case in CASES if not case.tables]
 BITS = ("adamw-bsp", "radam-bsp", "summing-bsp")  # where the order of the pushes has no influence
 LINEAR = "sgd-asp"  # where it has nearly none
 OTHERS_PUSHES = 4
@@ -109,13 +107,13 @@ def _check_stops(case: Case, every: int) -> None:
     assert passed > stores / every / 3, "the victim was hardly ever passed by"
 
 
-@pytest.mark.parametrize("case", STOPPED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.tables], ids=lambda case: case.name)
 def test_a_stop_at_some_stores_holds_nobody_up_and_loses_and_doubles_nothing(case: Case) -> None:
     _check_stops(case, every=31)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", STOPPED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in EVERY_STORE if not case.tables], ids=lambda case: case.name)
 def test_a_stop_at_every_store_holds_nobody_up_and_loses_and_doubles_nothing(case: Case) -> None:
     _check_stops(case, every=1)
 
@@ -123,17 +121,10 @@ def test_a_stop_at_every_store_holds_nobody_up_and_loses_and_doubles_nothing(cas
 # -- a helper that stays away --------------------------------------------------------------------------------------------
 
 
-def _set_helping(job: Job, lane: int, word: int) -> None:
-    """Let a lane say that it helps with a fold, as one says that is stopped there; 0: that it does not."""
-    header = offsets.header_of(job.memory)
-    place = header["lanes_offset"] + lane * header["lane_bytes"] + offsets.OFFSETS["lane.helping"]
-    struct.pack_into("<I", job.memory, place, word)
-
-
 def _await_helper() -> Job:
     """A job in which lane 0 holds the lock of shard 0 and waits for a chunk of its fold that lane 2 has."""
     job = Job(next(case for case in CASES if case.name == LINEAR))
-    _set_helping(job, 2, 1)  # shard 0, workspace 0
+    set_helping(job.memory, 2, 1)  # shard 0, workspace 0
     job.push(0, 10)
     assert job.lanes[0].try_combine(10) == AWAITING
     return job
@@ -161,7 +152,7 @@ def test_a_workspace_is_used_again_only_when_its_helpers_have_gone(mutant: str |
     finally:
         hooks.switch_on(None)
     assert job.lanes[0].was_passed_by() == (mutant is None), "the helper may still write there"
-    _set_helping(job, 2, 0)
+    set_helping(job.memory, 2, 0)
     assert job.lanes[0].try_combine(40) == DONE
     assert not job.lanes[0].was_passed_by()
 

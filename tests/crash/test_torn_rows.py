@@ -4,16 +4,13 @@ A combiner is killed between two rows of a batch. Another process then sees some
 recovered the lock all rows as they were.
 """
 
-import os
-import signal
-
 import pytest
 
 hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the failpoint build: make test-hooks")
 
 import numpy as np  # noqa: E402
 
-from tests.crash.test_die_at_every_store import CASES, ROWS, VICTIM, WIDTH, Job  # noqa: E402
+from tests.crash.test_die_at_every_store import CASES, ROWS, VICTIM, WIDTH, Job, dies_at  # noqa: E402
 from tests.support.sizes import sample_and_full  # noqa: E402
 
 CASE = next(case for case in CASES if case.name == "rows-sgd-asp")
@@ -25,12 +22,7 @@ def _table(job: Job, table: int) -> np.ndarray:
 
 def _killed_at(store: int) -> Job:
     job = Job(CASE)
-    child = os.fork()
-    if child == 0:
-        hooks.die_at(store)
-        job.live(pushes=1, leaves=False)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, -signal.SIGKILL)
+    dies_at(store, lambda: job.live(pushes=1, leaves=False))
     return job
 
 

@@ -5,7 +5,6 @@ import itertools
 import mmap
 import os
 import signal
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -21,10 +20,9 @@ import fastps
 from fastps.checkpoint import snapshot
 from fastps.checkpoint.periodic import Checkpointing
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_LEFT, Arena
-from fastps.kernels.shm.offsets import OFFSETS
 from fastps.system.clock import Clock
-from tests.fuzz.places import header_of
 from tests.support import processes
+from tests.support.plain_arena import set_helping
 
 ONES = {"w": np.ones(8, np.float32)}
 
@@ -66,12 +64,6 @@ def _interrupted_worker(store: fastps.Store, rank: int, clock: Interrupting) -> 
     """A worker with a clock of its own, in a store of its own over the same memory."""
     with fastps.Store.connect(store.job, store.layout, store.hypers, timeout_s=store.timeout_s, clock=clock) as own:
         yield own.attach(rank)
-
-
-def _set_helping(store: fastps.Store, lane: int, word: int) -> None:
-    """Let a lane say that it helps with shard 0's fold, as one says that is stopped there; 0: that it does not."""
-    header = header_of(bytes(memoryview(store.memory)[:4096]))
-    struct.pack_into("<I", store.memory, header.lanes_offset + lane * header.lane_bytes + OFFSETS["lane.helping"], word)
 
 
 def _gradient(value: float) -> dict[str, np.ndarray[Any, Any]]:
@@ -192,8 +184,8 @@ def test_turns_that_are_let_go_of_are_free_although_a_helper_was_away() -> None:
         holder.lock_shards()
         other.gradients["w"][:] = 1.0
         other.push(store.hypers)
-        _set_helping(store, 1, 1)
-        back = threading.Timer(0.2, _set_helping, (store, 1, 0))
+        set_helping(store.memory, 1, 1)
+        back = threading.Timer(0.2, set_helping, (store.memory, 1, 0))
         back.start()
         holder.unlock_shards(False)
         back.join()
@@ -210,16 +202,13 @@ def test_a_served_worker_lets_go_of_a_turn_that_it_broke_while_a_helper_was_away
 
         child = processes.start(die_with_the_turn)
         processes.finish([child], 10)
-        _set_helping(store, 2, 1)
-        back = threading.Timer(0.2, _set_helping, (store, 2, 0))
+        set_helping(store.memory, 2, 1)
+        back = threading.Timer(0.2, set_helping, (store.memory, 2, 0))
         back.start()
         for _ in range(4):
             worker.step(ONES)
         back.join()
-        deadline = time.monotonic() + 20
-        while store.version < 4 and time.monotonic() < deadline:  # the last push is the server's to fold
-            time.sleep(0.001)
-        assert store.version == 4
+        processes.wait_until(lambda: store.version == 4)  # the last push is the server's to fold
 
 
 def test_a_checkpoint_is_left_out_while_another_worker_copies_a_version(tmp_path: Path) -> None:

@@ -10,12 +10,19 @@ import numpy as np
 from fastps.kernels.protocol.lane import KIND_PUSH, Lane
 from fastps.kernels.shm.arena import Arena
 from fastps.kernels.shm.format import format_memory
+from fastps.kernels.shm.offsets import OFFSETS
 from fastps.kernels.shm.plan import plan
 from tests.fuzz.places import header_of
 
 FLOATS = 32
 ASP: dict[str, Any] = {"fold": "each", "grant": "at-once"}
 BSP: dict[str, Any] = {"fold": "all", "grant": "next-version"}
+
+
+def set_helping(memory: Any, lane: int, word: int) -> None:
+    """Let a lane say that it helps with a fold, as one says that is stopped there; 0: that it does not, 1: with shard 0's."""
+    header = header_of(memory)
+    struct.pack_into("<I", memory, header.lanes_offset + lane * header.lane_bytes + OFFSETS["lane.helping"], word)
 
 
 def planned(**measures: Any) -> tuple[bytes, int]:
