@@ -1,7 +1,7 @@
 """Pairs of edges over real links, both sides in this process."""
 
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +16,10 @@ from fastps.network.zeromq_link import ZeromqLink
 SECRET = Secret(b"a secret of the tests")
 
 
-def both(make: Callable[[int], Any]) -> list[Any]:
-    """What two threads make, one for each side."""
-    made: list[Any] = [None, None]
-
-    def run(side: int) -> None:
-        made[side] = make(side)
-
-    threads = [threading.Thread(target=run, args=(side,)) for side in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return made
+def both(make: Callable[[int], Any], sides: int = 2) -> list[Any]:
+    """What threads make, one for each side."""
+    with ThreadPoolExecutor(sides) as pool:
+        return [each.result(60) for each in [pool.submit(make, side) for side in range(sides)]]
 
 
 @dataclass

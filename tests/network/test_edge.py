@@ -21,6 +21,7 @@ from fastps.network.link import LinkLostError
 from fastps.network.messages import Header, Kind
 from tests.network.conftest import SECRET, Pair, both, make_link
 from tests.support import descriptors, nodes, processes
+from tests.support.processes import wait_until
 
 LEFT = 40  # descriptors that may come and go beside strangers
 
@@ -115,10 +116,8 @@ def test_more_headers_than_a_side_reads_end_the_edge(pair: Pair) -> None:
 def test_both_sides_learn_the_offset_of_their_clocks_and_count_bytes(pair: Pair) -> None:
     """Both are on this machine, so the true offset is 0."""
     leaf, home = pair.edges
-    deadline = time.monotonic() + 10
-    while not all(edge.watch.clock.best(time.monotonic_ns()) and edge.watch.headers_received >= 2 * 512 for edge in pair.edges):
-        assert time.monotonic() < deadline, "no beat was answered"
-        time.sleep(0.05)
+    for each in pair.edges:
+        wait_until(lambda watch=each.watch: watch.clock.best(time.monotonic_ns()) and watch.headers_received >= 2 * 512)
     sent = np.zeros(CHUNK_BYTES + 12, np.uint8)
     both(lambda side: leaf.send(chunks_of(sent)) if side == 0 else home.receive(chunks_of(sent.copy())))
     for edge in pair.edges:
@@ -152,10 +151,7 @@ def test_short_connections_leave_no_descriptor_of_an_open_edge(pair: Pair) -> No
     assert len(ports) >= 2, "the links listen"
     before = descriptors.opened()
     _visit(ports, 200)
-    deadline = time.monotonic() + 20
-    while len(descriptors.opened()) > len(before) + 5 and time.monotonic() < deadline:
-        time.sleep(0.01)  # ZeroMQ notices the ends soon
-    assert len(descriptors.opened()) <= len(before) + 5
+    wait_until(lambda: len(descriptors.opened()) <= len(before) + 5)  # ZeroMQ notices the ends soon
     pair.edges[0].check()
     pair.edges[1].check()
 
@@ -219,24 +215,14 @@ def test_two_thousand_short_connections_leave_few_descriptors_and_the_job_trains
         children = nodes.start((1, 1), port, lambda rank: _train(tmp_path), variables)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         try:
-            _await_steps(tmp_path, [1, 1])
+            wait_until(lambda: len(_steps(tmp_path)) == 2, 90)
             agent = psutil.Process(nodes.agents()[0])
             assert resource.prlimit(agent.pid, resource.RLIMIT_NOFILE) == (hard, hard), "as many as it may have"
             before = agent.num_fds()
             _visit(_ports(agent.pid), 2000)
-            _await_steps(tmp_path, [steps + 20 for steps in _steps(tmp_path)])
-            deadline = time.monotonic() + 30
-            while agent.num_fds() > before + LEFT and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert agent.num_fds() <= before + LEFT
+            made = _steps(tmp_path)
+            wait_until(lambda: all(now >= then + 20 for now, then in zip(_steps(tmp_path), made, strict=True)), 90)
+            wait_until(lambda: agent.num_fds() <= before + LEFT, 30)
         finally:
             (tmp_path / "end").touch()
-            processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0, 0]
-
-
-def _await_steps(folder: Path, wanted: list[int]) -> None:
-    deadline = time.monotonic() + 90
-    while len(found := _steps(folder)) < len(wanted) or any(have < want for have, want in zip(found, wanted, strict=True)):
-        assert time.monotonic() < deadline, f"the nodes have made {found} steps"
-        time.sleep(0.05)
+            processes.results(children, 60)

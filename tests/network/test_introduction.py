@@ -2,7 +2,6 @@
 
 import json
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from fastps.errors import AttachError
 from fastps.network.meeting import await_keys, introduce
 from fastps.network.tcp_store import connect_store
+from tests.network.conftest import both
 from tests.support import nodes
 
 Connect = Callable[[], Store]
@@ -24,26 +24,16 @@ def connect() -> Iterator[Connect]:
         yield lambda: PrefixStore("a", connect_store("127.0.0.1", port, 20.0))
 
 
-def _all(work: Callable[[int], Any], count: int) -> list[Any]:
-    """Call `work` for each node at once; what each returned or raised."""
-    found: list[Any] = [None] * count
-
-    def run(node: int) -> None:
-        try:
-            found[node] = work(node)
-        except AttachError as error:
-            found[node] = error
-
-    threads = [threading.Thread(target=run, args=(node,)) for node in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+def _introduce(store: Store, node: int, address: str) -> Any:
+    """What a node of three learns of the others, or its error."""
+    try:
+        return introduce(store, node, 3, address, 20.0)
+    except AttachError as error:
+        return error
 
 
 def test_nodes_learn_of_each_other(connect: Connect) -> None:
-    found = _all(lambda node: introduce(connect(), node, 3, f"127.0.0.{1 + node}", 20.0), 3)
+    found = both(lambda node: _introduce(connect(), node, f"127.0.0.{1 + node}"), 3)
     assert [[each.address for each in met] for met in found] == [["127.0.0.1", "127.0.0.2", "127.0.0.3"]] * 3
     assert [[each.number for each in met] for met in found] == [[0, 1, 2]] * 3
 
@@ -65,7 +55,7 @@ def test_what_is_between_two_nodes_is_named_on_all(connect: Connect, changes: di
     def play(node: int) -> Any:
         store = connect()
         if node != 1:
-            return introduce(store, node, 3, "127.0.0.1", 20.0)
+            return _introduce(store, node, "127.0.0.1")
         said = {"number": 1, "version": "", "machine": "played", "address": "127.0.0.1", "port": _closed_port()}
         store.wait(["introduction/0"])
         said["version"] = json.loads(store.get("introduction/0"))["version"]
@@ -75,7 +65,7 @@ def test_what_is_between_two_nodes_is_named_on_all(connect: Connect, changes: di
         store.set("has read/1", "")
         return None
 
-    found = _all(play, 3)
+    found = both(play, 3)
     assert isinstance(found[0], AttachError) and isinstance(found[2], AttachError)
     assert str(found[0]) == str(found[2])
     assert message in str(found[0])

@@ -49,8 +49,8 @@ def _work(sync: str, steps: int, lr: float, slow: float = 0.0, seconds: float = 
     return work
 
 
-# One of each kind: all wait, none waits, some wait, a count closes a version, and weights that are some versions old.
-@pytest.mark.parametrize("name", ["bsp", "asp", "dssp", "psp", "softsync", "adv*"])
+# One of each kind that the papers' equations do not tie to bsp: none waits, a count closes a version, and weights are some old.
+@pytest.mark.parametrize("name", ["asp", "softsync", "adv*"])
 def test_disciplines_learn_over_three_nodes(name: str) -> None:
     policies = [parse_policy(spec) for spec in DISCIPLINES[name].examples]
     policy = next(each for each in policies if not (each.tune or each.ema or each.warm_up) and each.shards <= 20)
@@ -64,16 +64,13 @@ def test_disciplines_learn_over_three_nodes(name: str) -> None:
 
 
 def test_a_fast_node_does_not_wait_for_a_slow_one_under_dssp() -> None:
-    """Node 2 takes three times as long for a step. All nodes together make twice the steps of bsp; 1.3 times must do.
+    """Node 2 takes three times as long for a step. Under bsp all would make as many as it makes; 1.3 times that must do.
 
     The sleeps are long beside a step on busy cores.
     """
-    steps = {
-        sync: sum(made for _, made in nodes.train((1, 1, 1), _work(sync, 0, 0.01, slow=0.2, seconds=8)))
-        for sync in ("bsp", "dssp:3,15")
-    }
+    steps = [made for _, made in nodes.train((1, 1, 1), _work("dssp:3,15", 0, 0.01, slow=0.2, seconds=8))]
     print(steps)
-    assert steps["dssp:3,15"] >= 1.3 * steps["bsp"]
+    assert sum(steps) >= 1.3 * 3 * steps[2]
 
 
 def test_exchanges_every_32_steps_end_within_a_point_of_bsp() -> None:
@@ -84,14 +81,12 @@ def test_exchanges_every_32_steps_end_within_a_point_of_bsp() -> None:
     a point.
     """
     work = _work("bsp", 256, 0.005)
-    every = nodes.train((2, 2), work, 200)
-    rare = nodes.train((2, 2), work, 200, FASTPS_LOCAL_STEPS="32")
-    streamed = nodes.train(
-        (2, 2), work, 200,
-        FASTPS_LOCAL_STEPS="32", FASTPS_LOCAL_FRAGMENTS="4", FASTPS_LOCAL_OVERLAP="2", FASTPS_LOCAL_MIX="0.5",
-    )  # fmt: skip
+    streams = {"FASTPS_LOCAL_FRAGMENTS": "4", "FASTPS_LOCAL_OVERLAP": "2", "FASTPS_LOCAL_MIX": "0.5"}
+    every, rare, streamed = (
+        nodes.train((2, 2), work, 200, FASTPS_LOCAL_STEPS=local_steps, **others)
+        for local_steps, others in (("0", {}), ("32", {}), ("32", streams))
+    )
     print(every, rare, streamed)
     for outcomes in (every, rare, streamed):
         assert len({found for found, _ in outcomes}) == 1, "all nodes end with the same weights"
-    assert rare[0][0] >= every[0][0] - 0.01
-    assert streamed[0][0] >= every[0][0] - 0.01
+        assert outcomes[0][0] >= every[0][0] - 0.01

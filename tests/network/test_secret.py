@@ -1,10 +1,9 @@
 """The proof of a job's secret: equal secrets pass, everything else is refused with a sentence, and no secret is ever shown."""
 
+import os
 import queue
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 import torch
@@ -48,20 +47,16 @@ def _pipes() -> tuple[Pipe, Pipe]:
 
 def _run(leaf: Callable[[Pipe], None], home: Callable[[Pipe], None]) -> tuple[list[str], tuple[Pipe, Pipe]]:
     """The reason with which each side ends, or an empty text."""
-    ends, reasons = _pipes(), ["", ""]
+    ends = _pipes()
 
-    def run(side: int, call: Callable[[Pipe], None]) -> None:
+    def reason(side: int) -> str:
         try:
-            call(ends[side])
+            (leaf, home)[side](ends[side])
         except LinkLostError as error:
-            reasons[side] = str(error)
+            return str(error)
+        return ""
 
-    threads = [threading.Thread(target=run, args=each) for each in ((0, leaf), (1, home))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    return reasons, ends
+    return both(reason), ends
 
 
 def _side(secret: Secret | None, name: EdgeName = NAME, *, is_home: bool = False) -> Callable[[Pipe], None]:
@@ -80,23 +75,20 @@ def test_without_a_secret_nothing_is_sent() -> None:
     assert [end.sent for end in ends] == [[], []]
 
 
-@pytest.mark.parametrize(
-    ("leaf", "message"),
-    [
-        pytest.param(_side(OTHER), "different secrets: give all nodes the same", id="another secret"),
-        pytest.param(_side(FIRST, replace(NAME, epoch=4)), "different secrets", id="another epoch"),
-        pytest.param(_side(FIRST, replace(NAME, job="other")), "different secrets", id="another job"),
-        pytest.param(_side(FIRST, replace(NAME, node=2)), "different secrets", id="another node"),
-        pytest.param(_side(FIRST, replace(NAME, layout=bytes(32))), "different layouts: build the same", id="another layout"),
-        pytest.param(lambda end: end.send_header(Header(Kind.HELLO)), "has a secret, and a node did not", id="no secret"),
-        pytest.param(lambda end: end.send_header(Header(Kind.FETCH)), "expected CHALLENGE, found FETCH", id="no proof"),
-        pytest.param(lambda end: None, "did not prove within 0.5 s", id="silence"),
-        pytest.param(
-            lambda end: end.send_header(Header(Kind.CHALLENGE, layout=NAME.layout, text="x" * 99)), "a nonce of 32 bytes",
-            id="a nonce that is none",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("leaf", "message"), [
+    pytest.param(_side(OTHER), "different secrets: give all nodes the same", id="another secret"),
+    pytest.param(_side(FIRST, replace(NAME, epoch=4)), "different secrets", id="another epoch"),
+    pytest.param(_side(FIRST, replace(NAME, job="other")), "different secrets", id="another job"),
+    pytest.param(_side(FIRST, replace(NAME, node=2)), "different secrets", id="another node"),
+    pytest.param(_side(FIRST, replace(NAME, layout=bytes(32))), "different layouts: build the same", id="another layout"),
+    pytest.param(lambda end: end.send_header(Header(Kind.HELLO)), "has a secret, and a node did not", id="no secret"),
+    pytest.param(lambda end: end.send_header(Header(Kind.FETCH)), "expected CHALLENGE, found FETCH", id="no proof"),
+    pytest.param(lambda end: None, "did not prove within 0.5 s", id="silence"),
+    pytest.param(
+        lambda end: end.send_header(Header(Kind.CHALLENGE, layout=NAME.layout, text="x" * 99)), "a nonce of 32 bytes",
+        id="a nonce that is none",
+    ),
+])  # fmt: skip
 def test_the_home_refuses_everything_else(leaf: Callable[[Pipe], None], message: str) -> None:
     reasons, (_, home) = _run(leaf, _side(FIRST, is_home=True))
     assert message in reasons[1]
@@ -154,47 +146,23 @@ def test_both_sides_of_a_real_edge_hear_why(pair: Pair) -> None:
 # -- jobs ------------------------------------------------------------------------------------------
 
 
-def _work(rank: int) -> Any:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 3)
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync="bsp", timeout_s=60) as optimizer:
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-        optimizer.wait_for_others()
-        return optimizer.version
-
-
-def _job(secrets: list[str | None]) -> list[Any]:
-    """What each of two nodes ends with, where each has a secret of its own."""
-
-    def work(rank: int) -> Any:
-        import os
-
-        given = secrets[rank]
-        if given is not None:
-            os.environ["FASTPS_SECRET"] = given
-        return _work(rank)
+@pytest.mark.slow
+@pytest.mark.parametrize(("secrets", "message"), [
+    pytest.param(("a secret of 22 letters", "another of 22 letters!"), "different secrets", id="different"),
+    pytest.param(("a secret of 22 letters", ""), "did not prove that it knows it", id="only the home"),
+    pytest.param(("", "a secret of 22 letters"), "node 0 was given no secret", id="only the leaf"),
+])  # fmt: skip
+def test_a_job_whose_nodes_have_different_secrets_ends_by_name(secrets: tuple[str, str], message: str) -> None:
+    def work(rank: int) -> None:
+        if secrets[rank]:
+            os.environ["FASTPS_SECRET"] = secrets[rank]
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(12))], lr=0.1)
+        with fastps.DistributedOptimizer(optimizer, sync="bsp", timeout_s=60) as wrapped:
+            wrapped.step()
 
     with nodes.rendezvous() as port:
         children = nodes.start((1, 1), port, work)
         processes.finish(children, 90)
-    return [child.outcome for child in children]
-
-
-@pytest.mark.parametrize(
-    ("secrets", "message"),
-    [
-        pytest.param(["a secret of 22 letters", "another of 22 letters!"], "different secrets", id="different",
-                     marks=pytest.mark.slow),
-        pytest.param(["a secret of 22 letters", None], "did not prove that it knows it", id="only the home",
-                     marks=pytest.mark.slow),
-        pytest.param([None, "a secret of 22 letters"], "node 0 was given no secret", id="only the leaf",
-                     marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_a_job_whose_nodes_have_different_secrets_ends_by_name(secrets: list[str | None], message: str) -> None:
-    outcomes = [str(outcome) for outcome in _job(secrets)]
+    outcomes = [str(child.outcome) for child in children]
     assert all(message in outcome for outcome in outcomes), outcomes
     assert not any(secret and secret in outcome for secret in secrets for outcome in outcomes)

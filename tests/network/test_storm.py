@@ -2,7 +2,7 @@
 
 Workers, agents and nodes are killed and nodes started again; nodes are stopped, cut off and slowed; connections are reset; and
 one packet in a hundred is lost, where the command nft is installed.
-FASTPS_STORM_SECONDS sets how long it takes (30), and FASTPS_STORM_SEED what is drawn. Node 0 is only reset and slowed.
+FASTPS_STORM_SECONDS sets how long it takes (20), and FASTPS_STORM_SEED what is drawn. Node 0 is only reset and slowed.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,9 +24,10 @@ from fastps.bench.two_nodes.namespaces import missing_reason
 from tests.support.bridge import Bridge, bridge
 from tests.support.nodes import await_files
 
-pytestmark = pytest.mark.slow
+REASON = missing_reason()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
-SECONDS = float(os.environ.get("FASTPS_STORM_SECONDS", "30"))
+SECONDS = float(os.environ.get("FASTPS_STORM_SECONDS", "20"))
 SEED = int(os.environ.get("FASTPS_STORM_SEED", "1"))
 QUIET_S = 5.0  # at the end, all nodes train for so long without a pause
 MARK = "STORM_OF_TESTS"
@@ -83,22 +83,12 @@ class Storm:
         self.launchers = {node: self._launch(node) for node in range(3)}
 
     def _launch(self, node: int) -> "subprocess.Popen[bytes]":
-        rendezvous = f"{Bridge.address(0)}:29400"
-        command = [sys.executable, "-m", "fastps", "run", "--nnodes", "3", "--node-rank", str(node)]
-        command += ["--rendezvous", rendezvous, "--on-node-loss", "continue", "--sync", self._sync, "-n", "1"]
-        command += [str(self._folder / "train.py")]
-        variables = {
-            **os.environ,
-            MARK: self._mark,
-            "TMPDIR": str(self._folder / "temporary"),
-            "STORM_END": str(self._folder / "end"),
-            "OMP_NUM_THREADS": "1",
-        }
-        self._starts += 1
-        with (self._folder / f"out-{node}-{self._starts}").open("wb") as out:
-            return subprocess.Popen(
-                self._nodes.command(node, command), stdout=out, stderr=subprocess.STDOUT, env=variables, start_new_session=True
-            )
+        folder, self._starts = self._folder, self._starts + 1
+        words = "--on-node-loss", "continue", "--sync", self._sync, str(folder / "train.py")
+        own = {MARK: self._mark, "TMPDIR": f"{folder}/temporary", "STORM_END": f"{folder}/end", "OMP_NUM_THREADS": "1"}
+        with (folder / f"out-{node}-{self._starts}").open("wb") as out:
+            how = {"stdout": out, "stderr": subprocess.STDOUT, "env": {**os.environ, **own}, "start_new_session": True}
+            return self._nodes.launch(node, *words, **how)
 
     def calm(self) -> None:
         """Wait, without faults, until all nodes have come back and train."""
@@ -124,7 +114,7 @@ class Storm:
 
     def held(self) -> dict[str, int]:
         """What node 0's agent holds: threads, descriptors, and those of them that are memory or sockets."""
-        (agent,) = (each for each in self.processes(0) if "fastps.network.agent" in _words(each))
+        (agent,) = filter(_is_agent, self.processes(0))
         links = [str(each.readlink()) for each in Path(f"/proc/{agent.pid}/fd").iterdir() if os.path.lexists(each)]
         kinds = {kind: sum(kind in link for link in links) for kind in ("memfd", "socket")}
         return {"threads": agent.num_threads(), "descriptors": len(links), **kinds}
@@ -165,7 +155,7 @@ class Storm:
     def _kill(self, what: str, node: int) -> None:
         for process in self.processes(node):
             with contextlib.suppress(psutil.Error):
-                is_agent = "fastps.network.agent" in process.cmdline()
+                is_agent = _is_agent(process)
                 is_worker = not is_agent and "FASTPS_LOCAL_RANK" in process.environ()
                 if what == "node" or (is_agent if what == "agent" else is_worker):
                     process.kill()
@@ -173,13 +163,12 @@ class Storm:
             self.launchers[node].wait(10)
 
     def _stop(self, node: int, seconds: float) -> None:
-        agents = [process for process in self.processes(node) if "fastps.network.agent" in _words(process)]
-        for number in (signal.SIGSTOP, signal.SIGCONT):
+        agents = list(filter(_is_agent, self.processes(node)))
+        for number, after_s in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0)):
             for process in agents:
                 with contextlib.suppress(psutil.Error):
                     process.send_signal(number)
-            if number == signal.SIGSTOP:
-                time.sleep(seconds)
+            time.sleep(after_s)
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -187,6 +176,10 @@ def _words(process: psutil.Process) -> list[str]:
         return list(process.cmdline())
     except psutil.Error:
         return []
+
+
+def _is_agent(process: psutil.Process) -> bool:
+    return "fastps.network.agent" in _words(process)
 
 
 def _is_launcher(process: psutil.Process, node: int) -> bool:
@@ -202,9 +195,6 @@ def _found(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.parametrize("sync", ["asp", "bsp"])
 def test_training_goes_on_through_all_faults_and_every_push_is_counted(sync: str, tmp_path: Path) -> None:
-    reason = missing_reason()
-    if reason:
-        pytest.skip(reason)
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "temporary").mkdir()
     with bridge(3) as nodes:
