@@ -108,7 +108,7 @@ def test_shares_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     _, second = _write(tmp_path, 2, memory, run="two")
     for folder in (first, second):
         folder.rename(tmp_path / f"elsewhere-{folder.parent.name}")
-    with pytest.raises(fastps.CheckpointError, match="expected a version that every node has written, found none"):
+    with pytest.raises(fastps.CheckpointError, match=r"found none \(share-0-of-2 has 1; share-1-of-2 has 1\)"):
         fastps.load(tmp_path)
 
 
@@ -132,17 +132,14 @@ def test_damaged_share_of_the_newest_version_is_named_and_the_version_before_tak
     assert "share-1-of-2/checkpoint-000002: tensor" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("change", "refusal"),
-    [
-        (lambda share: share.pop("whole"), "a share's parameter: expected its name, group, shape and stride, found None"),
-        (lambda share: share.update(whole=[7]), "a share's parameter: .* found 7"),
-        (lambda share: share["whole"][0].update(stride=[1 << 40, 1]), r"tensor 'weights/a': expected \[3, 5\] in all shares"),
-        (lambda share: share["whole"][0].update(stride=[1]), "a share's parameter: .* found {'name': 'a'"),
-        (lambda share: share["whole"][0].update(shape=[-3, -5]), "a share's parameter: .* found {'name': 'a'"),
-        (lambda share: share["whole"].append(share["whole"][3] | {"name": "e", "shape": [0]}), "a share's parameter"),
-    ],
-)
+@pytest.mark.parametrize(("change", "refusal"), [
+    (lambda share: share.pop("whole"), "a share's parameter: expected its name, group, shape and stride, found None"),
+    (lambda share: share.update(whole=[7]), "a share's parameter: .* found 7"),
+    (lambda share: share["whole"][0].update(stride=[1 << 40, 1]), r"tensor 'weights/a': expected \[3, 5\] in all shares"),
+    (lambda share: share["whole"][0].update(stride=[1]), "a share's parameter: .* found {'name': 'a'"),
+    (lambda share: share["whole"][0].update(shape=[-3, -5]), "a share's parameter: .* found {'name': 'a'"),
+    (lambda share: share["whole"].append(share["whole"][3] | {"name": "e", "shape": [0]}), "a share's parameter"),
+])  # fmt: skip
 def test_what_a_share_says_of_the_model_is_bounded(tmp_path: Path, change: Any, refusal: str) -> None:
     first, _ = _write(tmp_path, 2, np.zeros(_layout().buffer_floats, np.float32))
     described = read_description(first)

@@ -24,6 +24,7 @@ from fastps.kernels.shm.arena import ABI, LANE_DEAD, LANE_LIVE
 from fastps.membership import rendezvous
 from fastps.system.memory_limits import available_bytes
 from tests.support import processes
+from tests.support.processes import wait_until
 
 W = {"w": np.ones(12, np.float32)}
 ONES = {"w": np.ones(12, np.float32)}
@@ -34,13 +35,6 @@ def _store(workers: int, sync: str = "asp", **options: Any) -> fastps.Store:
     return fastps.Store.create(options.pop("weights", W), fastps.SGD(lr=1.0), sync=sync, workers=workers, **settings)
 
 
-def _wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.0005)
-
-
 def _attached(store: fastps.Store, rank: int, then: Callable[[fastps.Worker], Any]) -> processes.Child:
     """A worker in a process of its own that attached and does `then`."""
 
@@ -49,7 +43,7 @@ def _attached(store: fastps.Store, rank: int, then: Callable[[fastps.Worker], An
             return then(worker)
 
     child = processes.start(work)
-    _wait_until(lambda: store.arena.lane_state(rank) == LANE_LIVE)
+    wait_until(lambda: store.arena.lane_state(rank) == LANE_LIVE)
     return child
 
 
@@ -102,7 +96,7 @@ def test_case_02_a_gradient_half_written_never_happened() -> None:
 
         child = processes.start(lambda: die(store.attach(1)))
         processes.finish([child], 10)
-        _wait_until(lambda: worker.step(ONES) is None and store.arena.lane_state(1) == LANE_DEAD)
+        wait_until(lambda: worker.step(ONES) is None and store.arena.lane_state(1) == LANE_DEAD)
         assert _weights(store) == [1.0 - 0.25 - worker.steps] * 12
 
 
@@ -142,7 +136,7 @@ def test_case_04_a_stopped_worker_is_a_straggler_and_goes_on_afterwards(sync: st
 
     with _store(2, sync) as store, store.attach(0) as worker:
         other = _attached(store, 1, steady)
-        _wait_until(lambda: worker.step({"w": np.zeros(12)}) is None and store.arena.counters(1)["posted"] >= 2)
+        wait_until(lambda: worker.step({"w": np.zeros(12)}) is None and store.arena.counters(1)["posted"] >= 2)
         with processes.stopped(other.process_id, unless=lambda: worker.lane.owner() == 1):  # that is case 25
             if store.arena.version and sync == "asp":
                 before = worker.steps
@@ -160,9 +154,7 @@ def test_case_04_a_stopped_worker_is_a_straggler_and_goes_on_afterwards(sync: st
         assert other.outcome == 0
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", [5, 6])
-def test_case_05_06_whoever_runs_the_server_dies_in_an_update_and_nothing_is_torn(case: int) -> None:
+def test_case_05_06_whoever_runs_the_server_dies_in_an_update_and_nothing_is_torn() -> None:
     """There is no server process; its work is a turn. A holder is killed at random moments of large folds."""
     weights = {"w": np.ones(300_000, np.float32)}
     amount = np.float32(1 / 1024)
@@ -182,8 +174,8 @@ def test_case_05_06_whoever_runs_the_server_dies_in_an_update_and_nothing_is_tor
         )
         with store, store.attach(0) as worker:
             children = [processes.start(lambda rank=rank, store=store: work(store, rank)) for rank in (1, 2)]
-            _wait_until(lambda store=store: min(store.arena.counters(lane)["posted"] for lane in (1, 2)) > 2)
-            time.sleep(0.001 * np.random.default_rng([case, seed]).random())
+            wait_until(lambda store=store: min(store.arena.counters(lane)["posted"] for lane in (1, 2)) > 2)
+            time.sleep(0.001 * np.random.default_rng(seed).random())
             for child in children:
                 os.kill(child.process_id, signal.SIGKILL)
             processes.finish(children, 10)
@@ -220,9 +212,7 @@ def test_case_13_a_late_joiner_has_the_current_version_and_a_generation_of_its_o
 def test_case_14_too_little_memory_is_refused_before_training_with_what_is_needed_and_free() -> None:
     free, _ = available_bytes()
     weights = {"w": np.broadcast_to(np.float32(0), (free // 8,))}
-    with pytest.raises(
-        fastps.ArenaError, match=r"needs [\d.]+ GiB for .* 4 workers, found [\d.]+ GiB free \(.*\): use a smaller model"
-    ):
+    with pytest.raises(fastps.ArenaError, match=r"needs [\d.]+ GiB for .* 4 workers, found [\d.]+ GiB free .*: use a smaller"):
         fastps.Store.create(weights, fastps.SGD(lr=1.0), workers=4)
 
 
@@ -230,11 +220,9 @@ def test_case_14_too_little_memory_is_refused_before_training_with_what_is_neede
 # Case 16 (a full disk during a checkpoint) is in test_checkpoint.py.
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(("sync", "floats"), [("asp", 12), ("bsp", 12), ("bsp", 400_000), ("ssp:2", 400_000)])
+@pytest.mark.parametrize(("sync", "floats", "value"), [("asp", 12, np.nan), ("bsp", 400_000, np.inf), ("ssp:2", 12, -np.inf)])
 def test_case_17_a_gradient_that_is_not_finite_is_rejected_by_worker_parameter_and_step(
-    value: float, sync: str, floats: int, caplog: pytest.LogCaptureFixture
+    sync: str, floats: int, value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     weights = {"a": np.ones(floats, np.float32), "b": np.ones(floats, np.float32)}
     bad = {"a": np.full(floats, 0.5, np.float32), "b": np.full(floats, 0.5, np.float32)}
@@ -291,17 +279,9 @@ def test_case_17_raise_stops_everyone_and_allow_folds_it() -> None:
 
 
 @pytest.mark.parametrize("update", [
-    fastps.SGD(lr=1.0, momentum=0.9),
-    fastps.Adam(),
-    fastps.Adagrad(),
-    fastps.RMSProp(momentum=0.5),
-    fastps.RMSProp(centered=True),
-    fastps.Adam(amsgrad=True),
-    fastps.NAdam(),
-    fastps.RAdam(betas=(0.9, 0.5)),
-    fastps.RAdam(betas=(0.5, 0.9)),
-    fastps.Adamax(),
-    fastps.Adadelta(),
+    *(fastps.SGD(lr=1.0, momentum=0.9), fastps.Adagrad(), fastps.RMSProp(momentum=0.5), fastps.RMSProp(centered=True)),
+    *(fastps.Adam(), fastps.Adam(amsgrad=True), fastps.NAdam(), fastps.Adamax(), fastps.Adadelta()),
+    *(fastps.RAdam(betas=(0.9, 0.5)), fastps.RAdam(betas=(0.5, 0.9))),
 ])  # fmt: skip
 @pytest.mark.parametrize("size", [1e30, 3e38])
 def test_case_18_a_huge_gradient_never_makes_weights_or_state_infinite(update: Any, size: float) -> None:
@@ -424,15 +404,8 @@ def test_case_24_a_forked_loader_may_read_and_is_refused_to_step() -> None:
 
 def test_case_24_every_call_in_a_forked_child_is_refused() -> None:
     with _store(2) as store, store.attach(0) as worker:
-        calls: list[Callable[[], object]] = [
-            lambda: worker.step(ONES),
-            lambda: worker.push(store.hypers),
-            lambda: worker.pull(),
-            lambda: worker.advance(),
-            lambda: fastps.save(worker, "/nonexistent"),
-            lambda: worker.wait_for_start(),
-        ]
-        for call in calls:
+        others = lambda: worker.push(store.hypers), lambda: worker.step(ONES), lambda: fastps.save(worker, "/nonexistent")
+        for call in (worker.pull, worker.advance, worker.wait_for_start, *others):
             child = processes.start(call)
             processes.finish([child], 10)
             assert child.outcome[0] == "UsageError", child.outcome
@@ -443,12 +416,10 @@ def test_case_24_every_call_in_a_forked_child_is_refused() -> None:
 def test_case_25_a_wait_for_a_stopped_holder_sleeps_and_says_who_waits_for_whom() -> None:
     with _store(2, "bsp", timeout_s=1.0) as store, store.attach(0) as worker:
         other = _attached(store, 1, lambda other: other.lane.hold() and time.sleep(60))
-        _wait_until(lambda: worker.lane.owner() == 1)
+        wait_until(lambda: worker.lane.owner() == 1)
         with processes.stopped(other.process_id):
             began_cpu, began = time.process_time(), time.monotonic()
-            with pytest.raises(
-                fastps.TimeoutExceededError, match=r"worker 0 waited 1 s at step 1 under bsp for worker 1 \(at step 0"
-            ):
+            with pytest.raises(fastps.TimeoutExceededError, match=r"worker 0 waited 1 s at step 1 under bsp for worker 1 \(at"):
                 worker.step(ONES)
             assert time.process_time() - began_cpu < 0.5 * (time.monotonic() - began), "it spun"
         _kill(other)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from fastps.lab.live_faults import FaultPlan
 from fastps.processes.forkserver import PROGRAM, READY
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
+from fastps.processes.outcome import Outcome
+from tests.support import commands
 
 TRAINING = """
 import os, pathlib, signal, sys, time
@@ -25,19 +28,19 @@ import torch, fastps
 folder = pathlib.Path(sys.argv[1])
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
-opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="SYNC")
+opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="bsp")
 opt.wait_for_start()
 joined = opt.worker.generation
 if joined:
     (folder / "joined").touch()
 while opt.worker.steps < 60:
-    if fastps.rank() == VICTIM and not joined and opt.worker.steps == 10:
+    if fastps.rank() == 1 and not joined and opt.worker.steps == 10:
         while not (folder / "ready").exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     opt.zero_grad(); model(torch.ones(2, 4)).sum().backward(); opt.step()
     time.sleep(0.02 if not (folder / "joined").exists() else 0.001)
-    if not joined and fastps.rank() != VICTIM and opt.worker.steps == 50:
+    if fastps.rank() == 0 and opt.worker.steps == 50:
         while not (folder / "joined").exists():
             time.sleep(0.01)
             opt.worker._membership.look(opt.worker.store.clock.now_ns())
@@ -47,11 +50,19 @@ opt.close()
 """
 
 
-@pytest.mark.parametrize(("sync", "victim"), [pytest.param("asp", 0, marks=pytest.mark.slow), ("bsp", 1)])
-def test_a_killed_worker_is_replaced_by_the_fork_server_and_the_job_ends_well(tmp_path: Path, sync: str, victim: int) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TRAINING.replace("SYNC", sync).replace("VICTIM", str(victim)))
-    launcher = Launcher([sys.executable, str(script), str(tmp_path)], 2, options=JobOptions(restarts=1))
+def _launcher(folder: Path, text: str, imports: list[str] | None = None, **options: Any) -> Launcher:
+    """The launcher of two workers of a program, which gets the folder."""
+    script = folder / "script.py"
+    script.write_text(text)
+    return Launcher([sys.executable, str(script), str(folder)], 2, options=JobOptions(**options), imports=imports)
+
+
+def _ended(outcome: Outcome) -> list[tuple[int, int, int | None]]:
+    return [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers]
+
+
+def test_a_killed_worker_is_replaced_by_the_fork_server_and_the_job_ends_well(tmp_path: Path) -> None:
+    launcher = _launcher(tmp_path, TRAINING, restarts=1)
 
     def look() -> None:
         if launcher._forkserver is not None and launcher._forkserver.is_ready:
@@ -59,9 +70,8 @@ def test_a_killed_worker_is_replaced_by_the_fork_server_and_the_job_ends_well(tm
 
     outcome = launcher.run(on_tick=look)
     assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
-    ended = [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers]
-    assert ended == [(0, 0, -9 if victim == 0 else 0), (1, 0, -9 if victim == 1 else 0), (victim, 1, 0)]
-    generation, is_forked, begun = (tmp_path / f"worker-{victim}").read_text().split()
+    assert _ended(outcome) == [(0, 0, 0), (1, 0, -9), (1, 1, 0)]
+    generation, is_forked, begun = (tmp_path / "worker-1").read_text().split()
     assert (generation, is_forked) == ("1", "True")
     assert int(begun) >= 10
 
@@ -87,17 +97,15 @@ for phase in range(2):
 
 @pytest.mark.slow
 def test_a_replaced_worker_0_makes_the_arena_of_the_next_optimizer(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(PHASES)
-    outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=1)).run()
+    outcome = _launcher(tmp_path, PHASES, restarts=1).run()
     assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
-    assert sorted((worker.rank, worker.exit_code) for worker in outcome.workers) == [(0, -9), (0, 0), (1, 0)]
+    assert sorted(_ended(outcome)) == [(0, 0, -9), (0, 1, 0), (1, 0, 0)]
 
 
 NO_SHOW = """
 import os, sys, torch, fastps
 for phase in range(2):
-    if os.environ["RANK"] == "1" and phase == PHASE:
+    if os.environ["RANK"] == str(1 + phase):
         os.kill(os.getpid(), 9)
     model = torch.nn.Linear(4, 1)
     opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="bsp")
@@ -108,16 +116,13 @@ for phase in range(2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "phase", [pytest.param(0, marks=pytest.mark.slow, id="the first optimizer"), pytest.param(1, id="the second")]
-)
-def test_nobody_waits_for_a_worker_that_failed_before_it_attached_and_is_not_replaced(tmp_path: Path, phase: int) -> None:
+def test_nobody_waits_for_workers_that_failed_before_they_attached_and_are_not_replaced(tmp_path: Path) -> None:
+    """Worker 1 does not come to the first optimizer, worker 2 not to the second."""
     script = tmp_path / "script.py"
-    script.write_text(NO_SHOW.replace("PHASE", str(phase)))
-    launcher = Launcher([sys.executable, str(script)], 2, options=JobOptions(on_worker_loss="continue"))
-    outcome = launcher.run()
+    script.write_text(NO_SHOW)
+    outcome = Launcher([sys.executable, str(script)], 3, options=JobOptions(on_worker_loss="continue")).run()
     assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
-    assert [worker.exit_code for worker in outcome.workers] == [0, -9]
+    assert [worker.exit_code for worker in outcome.workers] == [0, -9, -9]
     assert outcome.seconds < 60
 
 
@@ -135,10 +140,7 @@ sys.exit(fastps.rank() == 0)
 
 
 def test_a_worker_that_fails_when_training_is_over_is_not_replaced(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(AFTERWARDS)
-    outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=2)).run()
-    assert [(worker.rank, worker.exit_code) for worker in outcome.workers] == [(0, 1), (1, 0)]
+    assert _ended(_launcher(tmp_path, AFTERWARDS, restarts=2).run()) == [(0, 0, 1), (1, 0, 0)]
 
 
 LOSSES = """
@@ -161,9 +163,7 @@ if restart < 2:
 
 def _lose_twice(folder: Path, before_second: Callable[[Launcher], None]) -> list[list[str]]:
     """Lose worker 1 twice, `before_second` between; returns what each of its three processes wrote."""
-    script = folder / "script.py"
-    script.write_text(LOSSES)
-    launcher = Launcher([sys.executable, str(script), str(folder)], 2, options=JobOptions(restarts=3), imports=["numpy"])
+    launcher = _launcher(folder, LOSSES, ["numpy"], restarts=3)
 
     def look() -> None:
         if launcher._forkserver is not None and launcher._forkserver.is_ready and (folder / "life-0").exists():
@@ -174,12 +174,7 @@ def _lose_twice(folder: Path, before_second: Callable[[Launcher], None]) -> list
 
     outcome = launcher.run(on_tick=look, tick_s=0.02)
     assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
-    assert [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers] == [
-        (0, 0, 0),
-        (1, 0, -9),
-        (1, 1, -9),
-        (1, 2, 0),
-    ]
+    assert _ended(outcome) == [(0, 0, 0), (1, 0, -9), (1, 1, -9), (1, 2, 0)]
     return [(folder / f"life-{restart}").read_text().split() for restart in range(3)]
 
 
@@ -221,18 +216,15 @@ def test_a_fork_server_ends_without_a_word_with_a_launcher_that_has_read_nothing
 
 
 def test_without_restarts_left_the_others_go_on_alone(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('no luck')\ntime.sleep(3)")
-    outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=2), imports=[]).run()
+    text = "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('no luck')\ntime.sleep(3)"
+    outcome = _launcher(tmp_path, text, [], restarts=2).run()
     assert outcome.exit_code == 0
     assert [(worker.rank, worker.restart) for worker in outcome.workers if worker.failed][-1][0] == 1
     assert len(outcome.workers) <= 4
 
 
 def test_when_all_fail_the_first_failure_is_reported(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import sys\nsys.exit('the disk is full')")
-    outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=2), imports=[]).run()
+    outcome = _launcher(tmp_path, "import sys\nsys.exit('the disk is full')", [], restarts=2).run()
     assert outcome.exit_code == 1
     assert outcome.first_failure is not None
     assert list(outcome.first_failure.errors.tail)[-1] == "the disk is full"
@@ -261,42 +253,37 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, object]) -> N
         JobOptions(**options)  # type: ignore[arg-type]
 
 
-def _train(folder: Path, *arguments: str) -> dict[str, object]:
+def _train(folder: Path, *arguments: str) -> dict[str, Any]:
+    """Train on digits by the command line; the row of the result."""
     file = folder / "row.json"
-    command = [
-        sys.executable, "-m", "fastps.cli", "train", "--data", "digits", "--no-progress", "--json", str(file), *arguments,
-    ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, timeout=300, env={**os.environ, "FASTPS_TIMEOUT": "200"})
-    row: dict[str, object] = json.loads(file.read_text())["rows"][0]
+    ended = commands.fastps(
+        "train", "--data", "digits", "--no-progress", "--json", str(file), *arguments, timeout=300, FASTPS_TIMEOUT="200"
+    )
+    assert ended.returncode == 0, ended.stderr
+    row: dict[str, Any] = json.loads(file.read_text())["rows"][0]
     return row
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_train_resumes_bit_for_bit_under_bsp_sampler_included(tmp_path: Path) -> None:
-    common = ["-n", "2", "--sync", "bsp", "--checkpoint"]
-    _train(
-        tmp_path, *common, str(tmp_path / "whole"), "--every", "1000", "--epochs", "4", "--save", str(tmp_path / "whole.npz")
-    )
-    _train(tmp_path, *common, str(tmp_path / "parts"), "--every", "20", "--epochs", "2")
-    resumed = [*common, str(tmp_path / "parts"), "--every", "1000", "--epochs", "4", "--resume", str(tmp_path / "parts")]
-    before = fastps.load(tmp_path / "parts").version
-    row = _train(tmp_path, *resumed, "--save", str(tmp_path / "parts.npz"))
-    # Two epochs are 90 versions. A checkpoint that is due while the last one is still being written is of a later version.
-    assert 20 <= before <= 90
-    assert row["steps"] == 2 * (180 - before)
-    with np.load(tmp_path / "whole.npz") as whole, np.load(tmp_path / "parts.npz") as parts:
+    """Two epochs are 90 versions. One before the last is resumed; the last checkpoint is that of the end."""
+    saved, common = tmp_path / "saved", ["-n", "2", "--sync", "bsp", "--epochs", "2", "--save"]
+    _train(tmp_path, *common, str(tmp_path / "whole.npz"), "--checkpoint", str(saved), "--every", "20")
+    before, last = sorted(saved.iterdir())
+    row = _train(tmp_path, *common, str(tmp_path / "resumed.npz"), "--resume", str(before))
+    assert 20 <= fastps.load(before).version < fastps.load(last).version == 90
+    assert row["steps"] == 2 * (90 - fastps.load(before).version)
+    with np.load(tmp_path / "whole.npz") as whole, np.load(tmp_path / "resumed.npz") as resumed:
         for name in whole.files:
-            assert whole[name].tobytes() == parts[name].tobytes(), name
+            assert whole[name].tobytes() == resumed[name].tobytes(), name
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_training_under_fire_ends_well_and_tells_what_it_cost(tmp_path: Path) -> None:
-    fire = ["--inject-faults", "kill:3,stop:2,seconds:20", "--restarts", "3", "--compute-ms", "20"]
-    row = _train(tmp_path, "-n", "3", "--sync", "asp", "--epochs", "40", *fire)
-    chaos = row["chaos"]
-    assert isinstance(chaos, dict)
-    assert chaos["faults"]["kill"] >= 1
-    assert chaos["updates"] > 0 and chaos["live_worker_seconds"] > 0
-    assert row["test_accuracy"] > 0.8  # type: ignore[operator]
+    fire = ["--inject-faults", "kill:2,stop:1,seconds:8", "--restarts", "2", "--compute-ms", "20"]
+    row = _train(tmp_path, "-n", "3", "--sync", "asp", "--epochs", "20", *fire)
+    assert row["chaos"]["faults"]["kill"] >= 1
+    assert row["chaos"]["updates"] > 0 and row["chaos"]["live_worker_seconds"] > 0
+    assert row["test_accuracy"] > 0.8
