@@ -101,18 +101,12 @@ def test_what_tests_start_ends_with_their_process(tmp_path: Path, number: signal
             assert run.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         started = [int(word) for file in files for word in file.read_text().split()]
-        assert all(map(_runs, started))
+        assert all(map(processes.runs, started))
         run.send_signal(number)
         deadline = time.monotonic() + 30
-        while any(map(_runs, started)) and time.monotonic() < deadline:
+        while any(map(processes.runs, started)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert [process_id for process_id in started if _runs(process_id)] == []
-
-
-def _runs(process_id: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2][:1] not in "ZX"
-    return False
+        assert [process_id for process_id in started if processes.runs(process_id)] == []
 
 
 @pytest.mark.slow

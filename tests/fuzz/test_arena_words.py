@@ -30,22 +30,9 @@ from tests.fuzz.amount import fuzz
 from tests.fuzz.sandbox import Sandbox
 
 SCHEMES = (
-    "asp",
-    "bsp",
-    "bsp,ema=0.9",
-    "ssp:1",
-    "backup:1,pull=0.5,shards=2",
-    "dssp:1,4",
-    "backup:1",
-    "psp:1,0.5",
-    "hardsync:64",
-    "softsync:1",
-    "softsync:2,scale=1/sigma",
-    "adv:1",
-    "adv*:1",
-    "r2sp:0.8",
-    "r2sp:0.8,tune=true",
-)
+    "asp", "bsp", "bsp,ema=0.9", "ssp:1", "backup:1,pull=0.5,shards=2", "dssp:1,4", "backup:1", "psp:1,0.5", "hardsync:64",
+    "softsync:1", "softsync:2,scale=1/sigma", "adv:1", "adv*:1", "r2sp:0.8", "r2sp:0.8,tune=true",
+)  # fmt: skip
 UPDATES: dict[str, Any] = {
     "sgd": fastps.SGD(lr=0.1),
     "momentum": fastps.SGD(lr=0.1, momentum=0.9),
@@ -64,26 +51,9 @@ ACTIONS = ("push", "advance", "pull", "look", "save", "hold", "leave", "join")
 # The actions of a round, with their workers.
 ROUND = (("push", 0), ("push", 1), ("advance", 0), ("advance", 1), ("pull", 0), ("pull", 1))
 NUMBERS = (
-    0,
-    1,
-    2,
-    3,
-    7,
-    8,
-    64,
-    65,
-    127,
-    128,
-    255,
-    256,
-    1 << 16,
-    (1 << 31) - 1,
-    1 << 31,
-    (1 << 32) - 1,
-    1 << 40,
-    (1 << 63) - 1,
-    1 << 63,
-)
+    0, 1, 2, 3, 7, 8, 64, 65, 127, 128, 255, 256,
+    1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, 1 << 63,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,7 @@ from tests.support import descriptors
 ABI = 7
 LAYOUT = b'{"parameters": ["ours"]}'
 HELLO = answer.pack_hello(ABI, hashlib.sha256(LAYOUT).digest(), len(LAYOUT), False) + LAYOUT
-FINDINGS = (
-    rendezvous.Absent,
-    rendezvous.Silent,
-    rendezvous.OtherUser,
-    rendezvous.AbiDiffers,
-    rendezvous.LayoutDiffers,
-)
+FINDINGS = rendezvous.Absent, rendezvous.Silent, rendezvous.OtherUser, rendezvous.AbiDiffers, rendezvous.LayoutDiffers
 KINDS = ("memfd", "pipe", "null")
 
 

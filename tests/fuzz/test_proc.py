@@ -13,22 +13,8 @@ from fastps.membership import discovery
 from fastps.system import memory_limits, proc, unix_sockets
 from tests.fuzz.amount import fuzz
 
-_PIECES = st.sampled_from(
-    [
-        b"\n",
-        b" ",
-        b")",
-        b"@fastps/",
-        b"/host",
-        b"/0",
-        b"~0a1b2c3d",
-        b"00010000",
-        b"0: 2 0 00010000 0001 01 7 ",
-        b"\xff",
-        b"\0",
-        b"9" * 50,
-    ]
-)
+_NAMES = [b"@fastps/", b"/host", b"/0", b"~0a1b2c3d", b"00010000", b"0: 2 0 00010000 0001 01 7 "]
+_PIECES = st.sampled_from([b"\n", b" ", b")", *_NAMES, b"\xff", b"\0", b"9" * 50])
 _BYTES = st.lists(st.one_of(_PIECES, st.binary(max_size=12)), max_size=12).map(b"".join)
 _LINE = b"0000000000000000: 00000002 00000000 00010000 0001 01 12345 @fastps/real/host\n"
 

@@ -35,41 +35,10 @@ _NUMBERS = st.one_of(
     st.integers(-5, 1 << 70).map(str),
     st.floats().map(str),
 )
-_WORDS = st.sampled_from(
-    [
-        *DISCIPLINES,
-        *MODIFIERS,
-        ",",
-        ":",
-        "=",
-        "/",
-        "true",
-        "one",
-        "kill",
-        "stop",
-        "worker",
-        "@",
-        "-",
-        "..",
-        "(x",
-        ")",
-        "[",
-        "]",
-        "'",
-        '"',
-    ]
-)
+_WORDS = st.sampled_from([*DISCIPLINES, *MODIFIERS, "true", "one", "kill", "stop", "worker", "..", "(x", *",:=/@-)[]'\""])
 _TEXTS = st.lists(st.one_of(_NUMBERS, _WORDS, st.text(max_size=5)), max_size=10).map("".join)
-_OPTIONS = st.lists(
-    st.one_of(
-        st.sampled_from(
-            ["kill:", "stop:", "seconds:", "constant:", "normal:", "lognormal:", "pareto:", "replay:", "ms", "us", "s", ","]
-        ),
-        _NUMBERS,
-        _TEXTS,
-    ),
-    max_size=6,
-).map("".join)
+_NAMES = ["kill:", "stop:", "seconds:", "constant:", "normal:", "lognormal:", "pareto:", "replay:", "ms", "us", "s", ","]
+_OPTIONS = st.lists(st.one_of(st.sampled_from(_NAMES), _NUMBERS, _TEXTS), max_size=6).map("".join)
 _SPECS = st.one_of(
     _TEXTS,
     st.builds(
@@ -87,15 +56,8 @@ _OF_FASTPS = (
     *("FASTPS_NODE_TIMEOUT", "FASTPS_LOCAL_STEPS", "FASTPS_LOCAL_MIX", "FASTPS_OUTER_LR", "FASTPS_SECRET", "FASTPS_HOMES"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    *(
-        "SLURM_NODEID",
-        "SLURM_STEP_NUM_NODES",
-        "SLURM_STEP_TASKS_PER_NODE",
-        "SLURM_JOB_ID",
-        "SLURM_STEP_ID",
-        "SLURM_STEP_NODELIST",
-    ),
-    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "JOB_COMPLETION_INDEX"),
+    *("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+    *("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "JOB_COMPLETION_INDEX"),
 )
 _VALUES = st.one_of(_NUMBERS, _TEXTS, st.binary(max_size=100).map(os.fsdecode)).map(
     lambda text: text.replace("\0", "").replace("\ud800", "")
@@ -160,22 +122,10 @@ def test_any_text_of_an_option_is_taken_or_refused() -> None:
 
 def test_any_environment_is_read_or_refused() -> None:
     readers: list[Callable[[], object]] = [
-        environment.identity,
-        environment.rank,
-        environment.world_size,
-        environment.joins,
-        limits.timeout_s,
-        limits.stall_ns,
-        FaultPolicy.of,
+        *(environment.identity, environment.rank, environment.world_size, environment.joins, limits.timeout_s, limits.stall_ns),
         *(partial(value_of, variable) for variable in OPTIONS),
-        lambda: Checkpointing.wanted(None, None),
-        placement,
-        bucket_bytes,
-        gpus_of_workers,
-        lambda: gpu_variables(1, os.environ),
-        nodes_of_environment,
-        launchers.launched,
-        launchers.launcher_place,
+        *(FaultPolicy.of, lambda: Checkpointing.wanted(None, None), placement, bucket_bytes, gpus_of_workers),
+        *(lambda: gpu_variables(1, os.environ), nodes_of_environment, launchers.launched, launchers.launcher_place),
     ]
 
     def check(data: st.DataObject) -> None:

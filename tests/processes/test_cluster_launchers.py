@@ -38,7 +38,7 @@ for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
 """
 
 
-def _environment(**variables: str) -> dict[str, str]:
+def environment(**variables: str) -> dict[str, str]:
     """The environment of a program that no launcher has started, with `fastps` on its path, and these variables."""
     told = re.compile(r"FASTPS_|RANK$|LOCAL_RANK$|WORLD_SIZE$|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI|JOB_COMPLETION")
     kept = {name: value for name, value in os.environ.items() if not told.match(name)}
@@ -72,10 +72,10 @@ def _sbatch(folder: Path, step: int) -> str:
     stand_ins.mkdir(exist_ok=True)
     (stand_ins / "srun").write_text(SRUN)
     (stand_ins / "srun").chmod(0o755)
-    environment = _environment(SLURM_JOB_ID=str(os.getpid()), SLURM_CPUS_PER_TASK="2", STEP=str(step))
-    environment["PATH"] = f"{stand_ins}:{environment['PATH']}"
+    variables = environment(SLURM_JOB_ID=str(os.getpid()), SLURM_CPUS_PER_TASK="2", STEP=str(step))
+    variables["PATH"] = f"{stand_ins}:{variables['PATH']}"
     command = ["bash", str(EXAMPLES / "train.sbatch")]
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    ended = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=180, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
@@ -145,7 +145,7 @@ def test_the_pods_train_as_one_job_and_go_on_from_its_checkpoint(tmp_path: Path)
 def _together(command: Sequence[str], folder: Path, nodes: Sequence[Mapping[str, str]]) -> str:
     """The output of the same command with each node's variables."""
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    running = [subprocess.Popen(command, cwd=folder, env=_environment(**own), **pipes) for own in nodes]
+    running = [subprocess.Popen(command, cwd=folder, env=environment(**own), **pipes) for own in nodes]
     printed = [each.communicate(timeout=180)[0] for each in running]
     assert [each.returncode for each in running] == [0, 0], printed
     return "".join(printed)

@@ -6,8 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 from fastps.errors import UsageError
 from fastps.processes.launcher import Launcher
 from fastps.processes.program import TORCH_IMPORTS, Program
+from tests.support.processes import wait_until
 
 ALL_OF_IT = """
 import faulthandler, gc, json, logging, os, random, signal, sys, threading, warnings
@@ -66,8 +65,10 @@ def _results(folder: Path, method: str, arguments: list[str], monkeypatch: pytes
     return found
 
 
-@pytest.mark.parametrize("text", [ALL_OF_IT, pytest.param(WITH_TORCH, marks=pytest.mark.slow)], ids=["plain", "torch"])
-@pytest.mark.parametrize("kind", ["script", pytest.param("module", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "text"), [
+    pytest.param("script", ALL_OF_IT, id="a plain script"),
+    pytest.param("module", WITH_TORCH, id="a module with torch", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_forked_worker_has_what_a_new_process_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, text: str
 ) -> None:
@@ -117,27 +118,28 @@ def test_a_forked_worker_ends_as_a_new_process_does(tmp_path: Path, capsys: pyte
     assert ends[1] == ends[0]
 
 
+POOLS = """
+import multiprocessing, pickle
+
+class Here:
+    pass
+
+def double(number):
+    return 2 * number
+
+if __name__ == "__main__":
+    assert type(pickle.loads(pickle.dumps(Here()))) is Here
+    for method in ("spawn", "fork"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            print(method, pool.map(double, [21]))
+"""
+
+
 def test_classes_of_a_forked_main_module_are_pickled_and_multiprocessing_finds_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent("""
-        import multiprocessing, pickle
-
-        class Here:
-            pass
-
-        def double(number):
-            return 2 * number
-
-        if __name__ == "__main__":
-            assert type(pickle.loads(pickle.dumps(Here()))) is Here
-            for method in ("spawn", "fork"):
-                with multiprocessing.get_context(method).Pool(1) as pool:
-                    print(method, pool.map(double, [21]))
-        """)
-    )
+    script.write_text(POOLS)
     assert Launcher([sys.executable, str(script)], 1).run().exit_code == 0
     assert capsys.readouterr().out == "[0] spawn [42]\n[0] fork [42]\n"
 
@@ -157,14 +159,11 @@ def test_torch_is_imported_once_without_threads_and_without_cuda(
     assert len({line[4] for line in seen}) == 2, "each process has a seed of its own"
 
 
-@pytest.mark.parametrize(
-    ("module", "reason"),
-    [
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "thread"),
-        ("import sys, types\nspace = types.SimpleNamespace\nsys.modules['torch'] = space(optim=space(SGD=list),"
-         " zeros=lambda *a, **k: 0, cuda=space(is_initialized=lambda: True))", "CUDA"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("module", "reason"), [
+    ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "thread"),
+    ("import sys, types\nspace = types.SimpleNamespace\nsys.modules['torch'] = space(optim=space(SGD=list),"
+     " zeros=lambda *a, **k: 0, cuda=space(is_initialized=lambda: True))", "CUDA"),
+])  # fmt: skip
 def test_an_import_that_does_not_survive_a_fork_makes_new_processes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, module: str, reason: str
 ) -> None:
@@ -204,10 +203,7 @@ def test_the_end_of_the_launcher_while_the_fork_server_imports_ends_all(tmp_path
     (tmp_path / "script.py").write_text("import torch")
     command = [sys.executable, "-m", "fastps", "run", "-n", "2", "script.py"]
     job = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, process_group=0)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "imports").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until((tmp_path / "imports").exists, 60)
     children = psutil.Process(job.pid).children(recursive=True)
     assert children
     os.kill(job.pid, number)

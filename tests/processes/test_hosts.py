@@ -18,6 +18,7 @@ import pytest
 from fastps.errors import UsageError
 from fastps.processes.hosts import HostsLauncher, HostsOptions, variables_line
 from fastps.system.ports import free_port
+from tests.support.nodes import await_files
 from tests.support.processes import await_stop, is_stopped
 
 TRAIN = Path(__file__).parents[1] / "support" / "train_on_nodes.py"
@@ -40,37 +41,34 @@ def _start(ssh: str, hosts: str, script: Path, *options: str, folder: Path | Non
     )  # fmt: skip
 
 
+SHOW = """
+import os, pathlib
+secret = os.environ["FASTPS_SECRET"]
+for file in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        assert secret.encode() not in file.read_bytes(), file
+    except OSError:
+        pass
+print(os.getcwd(), *(os.environ[name] for name in ("FASTPS_RANK", "FASTPS_NODE_RANK", "FASTPS_NNODES")), secret)
+"""
+
+
 @pytest.mark.slow
-def test_each_host_is_a_node_in_the_same_folder(runner: str, tmp_path: Path) -> None:
-    script = tmp_path / "show.py"
-    script.write_text(
-        "import os\nprint(os.getcwd(), os.environ['FASTPS_RANK'], os.environ['FASTPS_NODE_RANK'], os.environ['FASTPS_NNODES'])"
-    )
-    folder = tmp_path / "a folder"
+def test_each_host_is_a_node_in_the_same_folder_and_the_secret_is_in_no_arguments_of_any_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTPS_SECRET", "only-the-nodes-know-this")
+    ssh, script, folder = tmp_path / "ssh", tmp_path / "show.py", tmp_path / "a folder"
+    ssh.write_text('#!/bin/sh\nsh -c "$2"\nexit $?\n')  # its arguments stay visible, as ssh's do
+    ssh.chmod(0o755)
+    script.write_text(SHOW)
     folder.mkdir()
-    process = _start(runner, "me@one,two", script, "-n", "2", folder=folder)
+    process = _start(str(ssh), "me@one,two", script, "-n", "2", folder=folder)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert sorted(out.splitlines()) == [
-        f"me@one [0] {folder} 0 0 2",
-        f"me@one [1] {folder} 1 0 2",
-        f"two [2] {folder} 2 1 2",
-        f"two [3] {folder} 3 1 2",
-    ]
-
-
-@pytest.mark.slow
-def test_a_job_trains_on_its_hosts(runner: str) -> None:
-    process = _start(runner, "one,two", TRAIN, "-n", "2")
-    out, errors = process.communicate(timeout=90)
-    assert process.returncode == 0, errors
-    assert [line.split()[2:6] for line in sorted(out.splitlines())] == [
-        ["0", "of", "4", "node0:2"],
-        ["1", "of", "4", "node0:2"],
-        ["2", "of", "4", "node1:2"],
-        ["3", "of", "4", "node1:2"],
-    ]
-    assert len({line.split()[-1] for line in out.splitlines()}) == 1, "one model"
+    places = ["me@one [0]", "me@one [1]", "two [2]", "two [3]"]
+    expected = [f"{place} {folder} {rank} {rank // 2} 2 only-the-nodes-know-this" for rank, place in enumerate(places)]
+    assert sorted(out.splitlines()) == expected
 
 
 @pytest.mark.slow
@@ -97,34 +95,35 @@ def test_a_host_that_ssh_does_not_reach_is_named_and_ends_the_others(runner: str
     assert time.monotonic() - began < 30
 
 
+def _waiting(ssh: str, hosts: str, folder: Path) -> tuple["subprocess.Popen[str]", list[int]]:
+    """A job of two workers that wait until there is a file, and the process ids of the workers."""
+    script = folder / "wait.py"
+    script.write_text(
+        f"import os, pathlib, time\npathlib.Path({str(folder)!r}, f'came{{os.getpid()}}').touch()\n"
+        f"while not pathlib.Path({str(folder)!r}, 'end').exists(): time.sleep(0.02)"
+    )
+    process = _start(ssh, hosts, script)
+    await_files(folder, 2, 60, "came*")
+    return process, [int(file.name.removeprefix("came")) for file in folder.glob("came*")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_after_the_end_of_the_command(runner: str, tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C, and a killed command, whose hosts notice that their input has ended."""
-    script = tmp_path / "wait.py"
-    script.write_text(f"import os, time\nopen(f'{tmp_path}/came{{os.getpid()}}', 'w').close()\ntime.sleep(300)")
-    process = _start(runner, "one,two", script)
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("came*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def test_nothing_is_left_of_a_command_that_is_killed(runner: str, tmp_path: Path) -> None:
+    """Its hosts notice that their input has ended."""
+    process, _ = _waiting(runner, "one,two", tmp_path)
     started = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
+    process.kill()
     process.communicate(timeout=30)
-    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
     _, alive = psutil.wait_procs(started, timeout=20)
     assert alive == []
 
 
-@pytest.mark.parametrize(
-    ("hosts", "ssh", "message"),
-    [
-        ("one", "", "expected two or more hosts such as node0,node1, found 'one'"),
-        ("one,", "", "expected two or more hosts"),
-        ("one,-oProxyCommand=x", "", "ssh would take it as an option"),
-        ("one,two", " ", "--ssh-command (FASTPS_SSH): expected a command"),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "ssh", "message"), [
+    ("one", "", "expected two or more hosts such as node0,node1, found 'one'"),
+    ("one,", "", "expected two or more hosts"),
+    ("one,-oProxyCommand=x", "", "ssh would take it as an option"),
+    ("one,two", " ", "--ssh-command (FASTPS_SSH): expected a command"),
+])  # fmt: skip
 def test_wrong_options_are_named(hosts: str, ssh: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         HostsOptions.of(hosts, ssh)
@@ -188,10 +187,7 @@ def test_sigterm_lets_the_workers_of_all_hosts_save(runner: str, tmp_path: Path)
         f"pathlib.Path({str(tmp_path)!r}, f'came{{rank}}').touch()\ntime.sleep(300)"
     )
     process = _start(runner, "one,two", script)
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("came*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    await_files(tmp_path, 2, 60, "came*")
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143, errors
@@ -200,17 +196,7 @@ def test_sigterm_lets_the_workers_of_all_hosts_save(runner: str, tmp_path: Path)
 
 @pytest.mark.slow
 def test_ctrl_z_stops_the_workers_of_all_hosts_and_sigcont_wakes_them(runner: str, tmp_path: Path) -> None:
-    script = tmp_path / "wait.py"
-    script.write_text(
-        f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, f'came{{os.getpid()}}').touch()\n"
-        f"while not pathlib.Path({str(tmp_path)!r}, 'end').exists(): time.sleep(0.02)"
-    )
-    process = _start(runner, "one,two", script)
-    deadline = time.monotonic() + 60
-    while len(came := list(tmp_path.glob("came*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    workers = [int(file.name.removeprefix("came")) for file in came]
+    process, workers = _waiting(runner, "one,two", tmp_path)
     process.send_signal(signal.SIGTSTP)
     for each in [*workers, process.pid]:
         await_stop(each)
@@ -237,23 +223,6 @@ def test_more_variables_than_ssh_may_leave_unread_are_refused(
     monkeypatch.setenv("FASTPS_JOB", "x" * 100_000)
     with pytest.raises(UsageError, match=r"to take at most \d+ bytes, found 200\d\d\d: unset"):
         runs_nothing.run()
-
-
-@pytest.mark.slow
-def test_the_secret_is_in_no_arguments_of_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTPS_SECRET", "only-the-nodes-know-this")
-    ssh, script = tmp_path / "ssh", tmp_path / "look.py"
-    ssh.write_text('#!/bin/sh\nsh -c "$2"\nexit $?\n')  # its arguments stay visible, as ssh's do
-    ssh.chmod(0o755)
-    script.write_text(
-        "import os, pathlib\nsecret = os.environ['FASTPS_SECRET']\n"
-        "for file in pathlib.Path('/proc').glob('[0-9]*/cmdline'):\n    try:\n"
-        "        assert secret.encode() not in file.read_bytes(), file\n    except OSError:\n        pass\nprint(secret)\n"
-    )
-    process = _start(str(ssh), "one,two", script)
-    out, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert sorted(out.splitlines()) == ["one [0] only-the-nodes-know-this", "two [1] only-the-nodes-know-this"]
 
 
 # -- over a real sshd ----------------------------------------------------------------------------------------------------
@@ -302,27 +271,21 @@ def _answers(process: "subprocess.Popen[bytes]", port: int) -> bool:
 
 @pytest.mark.slow
 def test_a_job_trains_over_a_real_ssh(sshd: str) -> None:
-    process = _start(sshd, "127.0.0.1,localhost", TRAIN)
+    process = _start(sshd, "127.0.0.1,localhost", TRAIN, "-n", "2")
     out, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors
-    assert [line.split()[:6] for line in sorted(out.splitlines())] == [
-        ["127.0.0.1", "[0]", "0", "of", "2", "node0:1"],
-        ["localhost", "[1]", "1", "of", "2", "node1:1"],
-    ]
+    places = ["127.0.0.1 [0]", "127.0.0.1 [1]", "localhost [2]", "localhost [3]"]
+    expected = [f"{place} {rank} of 4 node{rank // 2}:2" for rank, place in enumerate(places)]
+    assert [" ".join(line.split()[:6]) for line in sorted(out.splitlines())] == expected
+    assert len({line.split()[-1] for line in out.splitlines()}) == 1, "one model"
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_hosts_over_a_real_ssh(sshd: str, tmp_path: Path) -> None:
-    script = tmp_path / "wait.py"
-    script.write_text(f"import os, time\nopen(f'{tmp_path}/came{{os.getpid()}}', 'w').close()\ntime.sleep(300)")
-    process = _start(sshd, "127.0.0.1,localhost", script)
-    deadline = time.monotonic() + 60
-    while len(came := list(tmp_path.glob("came*"))) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    workers = [psutil.Process(int(file.name.removeprefix("came"))) for file in came]
+    process, workers = _waiting(sshd, "127.0.0.1,localhost", tmp_path)
+    found = [psutil.Process(worker) for worker in workers]
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
-    _, alive = psutil.wait_procs(workers, timeout=20)
+    _, alive = psutil.wait_procs(found, timeout=20)
     assert alive == []

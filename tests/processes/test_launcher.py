@@ -14,6 +14,7 @@ import pytest
 from fastps.errors import UsageError
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
+from tests.support.processes import wait_until
 
 PYTHON = sys.executable
 
@@ -25,16 +26,8 @@ def _script(folder: Path, text: str) -> list[str]:
 
 
 def test_workers_get_torchruns_variables(tmp_path: Path) -> None:
-    names = [
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "FASTPS_JOB",
-        "FASTPS_SYNC",
-        "OMP_NUM_THREADS",
-    ]
+    of_torchrun = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+    names = [*of_torchrun, "FASTPS_JOB", "FASTPS_SYNC", "OMP_NUM_THREADS"]
     names_text = f"[os.environ.get(name) for name in {names!r}]"
     text = f"import os, json; open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(json.dumps({names_text}))"
     launcher = Launcher(_script(tmp_path, text), 2, sync="ssp:3")
@@ -103,14 +96,9 @@ def _start_cli(arguments: list[str]) -> "subprocess.Popen[str]":
     )
 
 
-def _wait_for_children(parent: int, count: int) -> list[psutil.Process]:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        children = psutil.Process(parent).children(recursive=True)
-        if len(children) >= count:
-            return children
-        time.sleep(0.02)
-    raise AssertionError(f"expected {count} workers to start")
+def _wait_for_children(parent: int) -> list[psutil.Process]:
+    wait_until(lambda: len(psutil.Process(parent).children(recursive=True)) >= 2, 60, "expected 2 workers to start")
+    return psutil.Process(parent).children(recursive=True)
 
 
 @pytest.mark.timing
@@ -122,7 +110,7 @@ def test_ctrl_c_ends_everything_within_five_seconds(tmp_path: Path, stubborn: bo
         f"import os, pathlib, signal, time\n{ignore}\npathlib.Path({str(ready)!r} + os.environ['RANK']).touch()\ntime.sleep(60)"
     )
     job = _start_cli(["run", "-n", "2", "--grace", "2", _script(tmp_path, text)[1]])
-    children = _wait_for_children(job.pid, 2)
+    children = _wait_for_children(job.pid)
     while not all(Path(f"{ready}{rank}").exists() for rank in range(2)):
         time.sleep(0.02)
     began = time.monotonic()
@@ -135,7 +123,7 @@ def test_ctrl_c_ends_everything_within_five_seconds(tmp_path: Path, stubborn: bo
 
 def test_killing_the_launcher_kills_its_workers(tmp_path: Path) -> None:
     job = _start_cli(["run", "-n", "2", _script(tmp_path, "import time; time.sleep(60)")[1]])
-    children = _wait_for_children(job.pid, 2)
+    children = _wait_for_children(job.pid)
     job.kill()
     job.communicate(timeout=60)
     _, alive = psutil.wait_procs(children, timeout=20)
@@ -163,15 +151,11 @@ with store, store.attach(fastps.rank()) as worker:
 """
 
 
-@pytest.mark.parametrize(
-    ("mishap", "ending"),
-    [
-        pytest.param("os.kill(os.getpid(), 9)", -9, marks=pytest.mark.slow),
-        ("raise RuntimeError('boom')", 1),
-        pytest.param("os._exit(7)", 7, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("sync", ["bsp", pytest.param("asp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("sync", "mishap", "ending"), [
+    ("bsp", "raise RuntimeError('boom')", 1),
+    pytest.param("asp", "os.kill(os.getpid(), 9)", -9, marks=pytest.mark.slow),
+    pytest.param("bsp", "os._exit(7)", 7, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_survivors_of_a_real_job_end_by_themselves_naming_the_first(
     tmp_path: Path, sync: str, mishap: str, ending: int
 ) -> None:

@@ -10,6 +10,7 @@ import psutil
 
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
+from tests.support.processes import runs
 
 BEGIN = """
 import os, pathlib, signal, subprocess, sys, time
@@ -28,11 +29,7 @@ def _launcher(folder: Path, script: str, options: JobOptions, workers: int = 2) 
 
 
 def _runs(folder: Path, name: str) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return psutil.Process(int((folder / name).read_text())).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return runs(int((folder / name).read_text()))
 
 
 def test_the_children_of_a_killed_worker_end_with_it_and_those_of_others_do_not(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from fastps.errors import UsageError
 from fastps.processes.nodes import NodeOptions
 from fastps.processes.options import JobOptions
 from fastps.system.ports import free_port
+from tests.support.processes import wait_until
 
 SHOW = """
 import os
@@ -46,22 +46,16 @@ def test_launchers_number_the_workers_of_all_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([["--node-rank", "0"], ["--node-rank", "0"]], "cannot listen on port"),
-        ([["--node-rank", "0"], ["--node-rank", "1"], ["--node-rank", "1"]], "two nodes say that they are node 1"),
-        ([["--node-rank", "0"], ["--nnodes", "3", "--node-rank", "1"]], "give the same --nnodes everywhere"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([["--node-rank", "0"], ["--node-rank", "0"]], "cannot listen on port"),
+    ([["--node-rank", "0"], ["--node-rank", "1"], ["--node-rank", "1"]], "two nodes say that they are node 1"),
+    ([["--node-rank", "0"], ["--nnodes", "3", "--node-rank", "1"]], "give the same --nnodes everywhere"),
+])  # fmt: skip
 def test_launchers_that_do_not_fit_together_are_told_why(tmp_path: Path, arguments: list[list[str]], message: str) -> None:
     script, port = tmp_path / "show.py", free_port()
     script.write_text("import time\ntime.sleep(100)")
     launched = [_launch(*each, str(script), port=port) for each in arguments]
-    deadline = time.monotonic() + 90
-    while all(process.poll() is None for process in launched):  # until one is refused
-        assert time.monotonic() < deadline, "nobody was refused"
-        time.sleep(0.1)
+    wait_until(lambda: any(process.poll() is not None for process in launched), 90, "nobody was refused")
     for process in launched:
         if process.poll() is None:  # it waits for a node that was refused, or trains
             process.send_signal(2)
@@ -70,15 +64,12 @@ def test_launchers_that_do_not_fit_together_are_told_why(tmp_path: Path, argumen
     assert 2 in [process.returncode for process in launched]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"count": 1}, "--nnodes: expected 2 or more nodes, found 1"),
-        ({"rendezvous": ""}, "--nnodes: expected --rendezvous HOST:PORT beside it"),
-        ({"rendezvous": "here"}, "HOST:PORT, such as node0:29400, found 'here'"),
-        ({"rank": "2"}, "--node-rank: expected auto, or 0 to 1, found '2'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"count": 1}, "--nnodes: expected 2 or more nodes, found 1"),
+    ({"rendezvous": ""}, "--nnodes: expected --rendezvous HOST:PORT beside it"),
+    ({"rendezvous": "here"}, "HOST:PORT, such as node0:29400, found 'here'"),
+    ({"rank": "2"}, "--node-rank: expected auto, or 0 to 1, found '2'"),
+])  # fmt: skip
 def test_a_wrong_option_is_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         NodeOptions(**{"count": 2, "rendezvous": "a:1", **options})  # type: ignore[arg-type]

@@ -12,32 +12,21 @@ import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fastps
-
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples" / "launchers"
+from tests.network.test_meeting import srun
+from tests.processes.test_cluster_launchers import EXAMPLES, environment
 
 needs_the_examples = pytest.mark.skipif(not EXAMPLES.exists(), reason="tests run without the source tree")
 
 
-def _environment(**variables: str) -> dict[str, str]:
-    """The environment of a program that no launcher has started, and these variables."""
-    told = re.compile(r"FASTPS_|RANK$|LOCAL_RANK$|WORLD_SIZE$|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI")
-    return {**{name: value for name, value in os.environ.items() if not told.match(name)}, **variables}
-
-
 def _start(*command: str, **variables: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, *command],
-        env=_environment(OMP_NUM_THREADS="1", **variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *command], env=environment(**variables), **pipes)
 
 
 def _printed(running: "subprocess.Popen[str]") -> list[str]:
@@ -48,7 +37,7 @@ def _printed(running: "subprocess.Popen[str]") -> list[str]:
 
 @needs_the_examples
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_processes_of_a_pool_train_one_job_after_the_other(method: str) -> None:
     lines = _printed(_start(str(EXAMPLES / "pool.py"), "--method", method))
     losses = [float(re.findall(r"loss ([\d.]+), the same in all workers: True", line)[0]) for line in lines]
@@ -83,26 +72,11 @@ def test_pools_tell_of_a_worker_that_was_killed(monkeypatch: pytest.MonkeyPatch)
             survivor.get(timeout=60)
 
 
-def _srun(rank: int, tasks: int) -> dict[str, str]:
-    """What srun sets for a task on one node."""
-    return {
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NUM_TASKS": str(tasks),
-        "SLURM_STEP_TASKS_PER_NODE": str(tasks),
-        "SLURM_STEP_NODELIST": "localhost",
-    }
-
-
 @needs_the_examples
 @pytest.mark.slow
 def test_tasks_of_one_srun_that_say_so_are_two_jobs() -> None:
     script = str(EXAMPLES / "slurm.py")
-    running = [_start(script, **_srun(rank, 4)) for rank in range(4)]
+    running = [_start(script, **srun((0, 0, 0, 0), rank)) for rank in range(4)]
     printed = [_printed(task) for task in running]
     found = [
         re.findall(r"learning rate ([\d.]+): loss ([\d.]+), (\d+) updates by 2 workers", "".join(lines)) for lines in printed
@@ -130,5 +104,5 @@ with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), s
 def test_tasks_of_srun_find_each_other_by_themselves(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(TASK)
-    running = [_start(str(script), **_srun(rank, 2)) for rank in range(2)]
+    running = [_start(str(script), **srun((0, 0), rank)) for rank in range(2)]
     assert [_printed(task) for task in running] == [["0 2 20"], ["1 2 20"]]

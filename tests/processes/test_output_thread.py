@@ -9,23 +9,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from fastps.processes.launcher import Launcher
 from fastps.processes.output_thread import MOST_BYTES, StandardStreams, Stream
+from tests.support.processes import wait_until
 
 RUN = [sys.executable, "-m", "fastps.cli", "run"]
-
-
-def _await(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def _script(folder: Path, text: str) -> str:
@@ -97,9 +91,8 @@ def test_an_output_that_takes_nothing_does_not_end_the_job(
 
 def test_a_pipe_that_its_reader_closes_does_not_end_the_job(tmp_path: Path) -> None:
     text = "print('first', flush=True)\nwhile not os.path.exists(folder + '/closed'): time.sleep(0.02)\nprint('second')"
-    process = subprocess.Popen(
-        [*RUN, "-n", "1", _script(tmp_path, text)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*RUN, "-n", "1", _script(tmp_path, text)], **pipes)
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "[0] first\n"
     process.stdout.close()
@@ -129,10 +122,10 @@ def test_closed_streams_of_the_command_take_no_pipe_of_a_worker(tmp_path: Path) 
     assert (ended.returncode, (tmp_path / "done").exists()) == (0, True)
 
 
-@pytest.mark.parametrize("where", ["stdout", pytest.param("stderr", marks=pytest.mark.slow)])
-def test_a_launcher_whose_output_nobody_reads_replaces_workers_and_obeys_signals(where: str, tmp_path: Path) -> None:
+def test_a_launcher_whose_output_nobody_reads_replaces_workers_and_obeys_signals(tmp_path: Path) -> None:
     text = (
-        f"if os.environ['FASTPS_RANK'] == '0':\n    for _ in range(3000): print('x' * 99, file=sys.{where})\n"
+        "if os.environ['FASTPS_RANK'] == '0':\n"
+        "    for _ in range(3000): print('x' * 99); print('x' * 99, file=sys.stderr)\n"
         "    open(folder + '/flooded', 'w').close()\n    time.sleep(300)\n"
         "while not os.path.exists(folder + '/flooded'): time.sleep(0.02)\n"
         "if os.path.exists(folder + '/died'):\n    open(folder + '/replaced', 'w').close()\n    time.sleep(300)\n"
@@ -141,7 +134,7 @@ def test_a_launcher_whose_output_nobody_reads_replaces_workers_and_obeys_signals
     command = [*RUN, "-n", "2", "--restarts", "1", _script(tmp_path, text)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
-            _await((tmp_path / "replaced").exists, "a replacement")
+            wait_until((tmp_path / "replaced").exists, 60, "a replacement")
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) > 0
         finally:
@@ -166,12 +159,11 @@ def test_a_training_on_a_terminal_that_takes_nothing_obeys_sigterm() -> None:
     other = os.open(os.ttyname(terminal), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     command = [sys.executable, "-m", "fastps.cli", "train", "--epochs", "100000", "-n", "2"]
     environment = {**os.environ, "TERM": "xterm"}
-    with subprocess.Popen(
-        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, start_new_session=True
-    ) as process:
+    streams: Any = {"stdin": terminal, "stdout": terminal, "stderr": terminal, "start_new_session": True}
+    with subprocess.Popen(command, env=environment, **streams) as process:
         os.close(terminal)
         try:
-            _await(lambda: len(psutil.Process(process.pid).children()) >= 3, "two workers")
+            wait_until(lambda: len(psutil.Process(process.pid).children()) >= 3, 60, "two workers")
             with pytest.raises(BlockingIOError):
                 while True:
                     os.write(other, b"x" * 100)

@@ -23,6 +23,7 @@ from fastps.lab.gpus.cuda_on_host import HostDevice, host_devices
 from fastps.processes.options import JobOptions
 from fastps.store import core_sharing as cores
 from tests.support import processes
+from tests.support.processes import runs, wait_until
 
 AMOUNT = np.float32(1.0 / 1024)
 SIZE = 1000
@@ -74,17 +75,9 @@ class _Told(logging.Handler):
 
 
 def _run(store: fastps.Store, workers: int, steps: int, make: Callable[[int, int], dict[str, Any]]) -> list[dict[str, Any]]:
-    children = [processes.start(lambda rank=rank: _steps(store, rank, steps, make)) for rank in range(workers)]
-    processes.finish(children, 40)
-    assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+    children = processes.start_each(lambda rank: _steps(store, rank, steps, make), workers)
+    processes.results(children, 40)
     return [child.outcome[0] for child in children]
-
-
-def _until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.001)
 
 
 def _server_of(store: fastps.Store) -> int:
@@ -127,8 +120,7 @@ def test_timers_of_a_quorum_are_the_servers() -> None:
         pauses_s = (0.0, 0.0, 0.01)
         work = [partial(_steps, store, rank, steps, _constant, pauses_s[rank]) for rank in range(workers)]
         children = [processes.start(each) for each in work]
-        processes.finish(children, 40)
-        assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+        processes.results(children, 40)
         weights = children[0].outcome[0]
         counters = [store.arena.counters(rank) for rank in range(workers)]
         folded = sum(counter["folded"] for counter in counters)
@@ -160,7 +152,7 @@ def test_workers_take_no_turn_while_there_is_a_server_and_an_observer_sees_worke
     with _store("asp", 1, timeout_s=60) as store, store.attach(0) as worker:
         for _ in range(3):
             worker.step(_constant(0, 0))
-        _until(lambda: store.version == 3)
+        wait_until(lambda: store.version == 3)
         with processes.stopped(_server_of(store)):
             worker.push(store.hypers)
             for _ in range(20):
@@ -170,7 +162,7 @@ def test_workers_take_no_turn_while_there_is_a_server_and_an_observer_sees_worke
             observer = fastps.observe(store.job)
             assert [row.rank for row in observer.look().workers] == [0]
             observer.close()
-        _until(lambda: store.version == 4)
+        wait_until(lambda: store.version == 4)
 
 
 def test_a_wait_for_a_stopped_server_names_it_as_stopped_and_goes_on_when_it_wakes() -> None:
@@ -234,7 +226,7 @@ def test_who_holds_the_turns_by_hand_gives_them_back_to_the_server() -> None:
         for view in store.weight_views(buffer):
             view[:] = 5.0
         first.unlock_shards(True)
-        _until(lambda: store.version == 1)
+        wait_until(lambda: store.version == 1)
         second.pull()
         assert second.weights["a"][0] == 5.0 - second.gradients["a"][0]
 
@@ -249,10 +241,9 @@ def test_the_servers_death_loses_nothing_and_is_told_once(sync: str, loss: str) 
     with _store(sync, workers, on_worker_loss=loss) as store:
         work = [partial(_steps, store, rank, steps, _constant, 0.001) for rank in range(workers)]
         children = [processes.start(each) for each in work]
-        _until(lambda: store.version >= 20)
+        wait_until(lambda: store.version >= 20)
         os.kill(_server_of(store), signal.SIGKILL)
-        processes.finish(children, 40)
-        assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+        processes.results(children, 40)
         pushes = steps * workers
         for child in children:
             assert set(child.outcome[0]["a"].tolist()) == {1.0 - (steps if sync == "bsp" else pushes) / 1024}
@@ -265,7 +256,7 @@ def test_the_server_shares_the_workers_cores_until_it_dies() -> None:
     with _store("asp", 2) as store, store.attach(0) as worker:
         assert worker.cores.takers == 3
         os.kill(_server_of(store), signal.SIGKILL)
-        _until(lambda: worker.step({"a": np.zeros(SIZE), "b": np.zeros((3, 5))}) is None and not store.arena.is_served())
+        wait_until(lambda: worker.step({"a": np.zeros(SIZE), "b": np.zeros((3, 5))}) is None and not store.arena.is_served())
         worker.try_combine()
         assert worker.cores.takers == 2
         assert worker.cores.spins == cores.spins(2, len(os.sched_getaffinity(0)))
@@ -305,8 +296,8 @@ def test_the_turn_of_a_server_that_dies_in_a_fold_is_broken() -> None:
 
 def test_a_killed_worker_is_buried_by_the_server_and_another_joins_in_its_place() -> None:
     with _store("ssp:2", 2, on_worker_loss="continue") as store:
-        children = [processes.start(lambda rank=rank: _steps(store, rank, 60, _constant, 0.002)) for rank in range(2)]
-        _until(lambda: store.version >= 10)
+        children = processes.start_each(lambda rank: _steps(store, rank, 60, _constant, 0.002), 2)
+        wait_until(lambda: store.version >= 10)
         os.kill(children[1].process_id, signal.SIGKILL)
         children.append(processes.start(lambda: _steps(store, 1, 20, _constant, 0.002)))
         processes.finish(children, 40)
@@ -316,8 +307,8 @@ def test_a_killed_worker_is_buried_by_the_server_and_another_joins_in_its_place(
 
 def test_a_killed_worker_ends_the_job_with_its_name_where_losses_do() -> None:
     with _store("bsp", 3) as store:
-        children = [processes.start(lambda rank=rank: _steps(store, rank, 10**6, _constant)) for rank in range(3)]
-        _until(lambda: store.version >= 5)
+        children = processes.start_each(lambda rank: _steps(store, rank, 10**6, _constant), 3)
+        wait_until(lambda: store.version >= 5)
         os.kill(children[1].process_id, signal.SIGKILL)
         processes.finish(children, 20)
         for rank in (0, 2):
@@ -342,24 +333,20 @@ def _found(job: str) -> fastps.Store:
     return fastps.Store.connect(job, layout, [update.hyper], timeout_s=20)
 
 
-def _is_gone(process_id: int) -> bool:
-    return not psutil.pid_exists(process_id) or psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
-
-
 def test_the_server_outlives_its_creator_and_ends_with_the_last_worker() -> None:
     job = f"server-{os.getpid()}"
     creator = processes.start(lambda: _creator(job, 10**6))
     with _found(job) as store:
         server = store.arena.process_id(store.arena.server_lane)
         with store.attach(1) as worker:
-            _until(lambda: store.version >= 5)
+            wait_until(lambda: store.version >= 5)
             os.kill(creator.process_id, signal.SIGKILL)
             processes.finish([creator], 10)
             for step in range(100):
                 worker.step(_constant(1, step))
                 time.sleep(0.002)
-            assert worker.lane.served and not _is_gone(server)  # type: ignore[attr-defined]
-        _until(lambda: _is_gone(server), 2.0)
+            assert worker.lane.served and runs(server)  # type: ignore[attr-defined]
+        wait_until(lambda: not runs(server), 2.0)
 
 
 def test_no_server_outlives_workers_that_were_all_killed() -> None:
@@ -367,18 +354,18 @@ def test_no_server_outlives_workers_that_were_all_killed() -> None:
     children = [processes.start(lambda: _creator(job, 10**6))]
     with _found(job) as store:
         children.append(processes.start(lambda: _steps(store, 1, 10**6, _constant)))
-        _until(lambda: store.version >= 5 and store.arena.counters(1)["posted"] > 0)
+        wait_until(lambda: store.version >= 5 and store.arena.counters(1)["posted"] > 0)
         server = store.arena.process_id(store.arena.server_lane)
     for child in children:
         os.kill(child.process_id, signal.SIGKILL)
     processes.finish(children, 10)
-    _until(lambda: _is_gone(server), 2.0)
+    wait_until(lambda: not runs(server), 2.0)
 
 
 def test_a_store_that_nobody_joined_takes_its_server_with_it() -> None:
     with _store("bsp", 2) as store:
         server = _server_of(store)
-        assert not _is_gone(server)
+        assert runs(server)
     assert not psutil.pid_exists(server), "ended, and reaped"
 
 
@@ -439,9 +426,8 @@ def test_a_server_that_owns_a_devices_memory_has_the_bits_of_the_cpu(sync: str) 
     with _store(sync, 2, update, server="workers") as on_cpu:
         expected = _run(on_cpu, 2, 12, _random)[0]
     with _device_store(sync, 2, update) as store:
-        children = [processes.start(lambda rank=rank: _device_steps(store, rank, 12, _random)) for rank in range(2)]
-        processes.finish(children, 40)
-        assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+        children = processes.start_each(lambda rank: _device_steps(store, rank, 12, _random), 2)
+        processes.results(children, 40)
     for child in children:
         for name, values in child.outcome.items():
             assert np.array_equal(values, expected[name]), name
@@ -451,8 +437,8 @@ def test_a_server_that_owns_a_devices_memory_has_the_bits_of_the_cpu(sync: str) 
 @pytest.mark.parametrize("victim", [-1, 0, 1], ids=["server", "creator's worker", "worker"])
 def test_a_death_on_a_device_is_named_within_two_seconds_and_the_others_end(victim: int) -> None:
     with _device_store("bsp", 3, fastps.SGD(lr=0.01)) as store:
-        children = [processes.start(lambda rank=rank: _device_steps(store, rank, 10**6, _random)) for rank in range(3)]
-        _until(lambda: store.version >= 5)
+        children = processes.start_each(lambda rank: _device_steps(store, rank, 10**6, _random), 3)
+        wait_until(lambda: store.version >= 5)
         if victim >= 0:
             processes.kill_one(children, victim)
         else:

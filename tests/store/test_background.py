@@ -1,8 +1,6 @@
 """The pull thread of Rudra-adv*: what it has received can be taken at any time, and stays whole until then."""
 
 import threading
-import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,13 +9,7 @@ import fastps
 from fastps.errors import Error
 from fastps.store.background import Background
 from fastps.system.clock import SYSTEM_CLOCK
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.001)
+from tests.support.processes import wait_until
 
 
 class _Link:
@@ -34,15 +26,12 @@ class _Link:
 
 def test_received_weights_are_taken_during_the_next_fetch_and_no_fold_writes_what_is_in_use_received_or_under_way() -> None:
     weights, link = {"w": np.zeros(4, np.float32)}, _Link()
-    with (
-        fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="adv*:2", workers=2) as store,
-        store.attach(0) as reader,
-        store.attach(1) as writer,
-    ):
+    store = fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="adv*:2", workers=2)
+    with store, store.attach(0) as reader, store.attach(1) as writer:
 
         def commit(version: int) -> None:
             writer.step({"w": np.full(4, -2.0)})  # divided by n: each version adds 1
-            _until(lambda: store.version == version)
+            wait_until(lambda: store.version == version)
 
         def contents(buffer: int) -> list[float]:
             view: list[float] = store.weight_views((buffer,))[0].tolist()
@@ -51,24 +40,24 @@ def test_received_weights_are_taken_during_the_next_fetch_and_no_fold_writes_wha
         background = Background(reader.lane, link.make, SYSTEM_CLOCK)
         try:
             commit(1)
-            _until(lambda: link.begun == 1)
+            wait_until(lambda: link.begun == 1)
             commit(2)
             assert background.newest() is None, "nothing is received yet"
             link.ends.release()
-            _until(lambda: link.begun == 2)
+            wait_until(lambda: link.begun == 2)
             for version in range(3, 12):
                 commit(version)
             first = background.newest()
             assert first is not None and contents(first) == [1.0] * 4 and reader.lane.version == 1
             link.ends.release()
-            _until(lambda: link.begun == 3)  # version 1 is in use, 2 is received, and 11 is under way
+            wait_until(lambda: link.begun == 3)  # version 1 is in use, 2 is received, and 11 is under way
             for version in range(12, 30):
                 commit(version)
             assert contents(first) == [1.0] * 4
             second = background.newest()
             assert second is not None and contents(second) == [2.0] * 4
             link.ends.release()
-            _until(lambda: link.begun == 4)
+            wait_until(lambda: link.begun == 4)
             third = background.newest()
             assert third is not None and contents(third) == [11.0] * 4
             assert background.newest() is None
@@ -79,18 +68,15 @@ def test_received_weights_are_taken_during_the_next_fetch_and_no_fold_writes_wha
 
 def test_newer_weights_replace_received_ones_that_were_not_taken() -> None:
     weights = {"w": np.zeros(4, np.float32)}
-    with (
-        fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="adv*:2", workers=2) as store,
-        store.attach(0) as reader,
-        store.attach(1) as writer,
-    ):
+    store = fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="adv*:2", workers=2)
+    with store, store.attach(0) as reader, store.attach(1) as writer:
         received: list[int] = []
         background = Background(reader.lane, lambda: received.append(store.version), SYSTEM_CLOCK)
         try:
             for version in range(1, 6):
                 writer.step({"w": np.full(4, -2.0)})
-                _until(lambda version=version: version in received)
-            _until(lambda: background._ready is not None and background._ready[1] == 5)
+                wait_until(lambda version=version: version in received)
+            wait_until(lambda: background._ready is not None and background._ready[1] == 5)
             buffer = background.newest()
             assert buffer is not None and store.weight_views((buffer,))[0].tolist() == [5.0] * 4
         finally:

@@ -104,14 +104,11 @@ def test_a_number_of_cores_that_makes_no_sense_is_bounded(count: int) -> None:
         assert worker.cores.spins == cores.spins(2, cores_at_most)
 
 
-@pytest.mark.parametrize(
-    ("takers", "count", "own", "table"),
-    [
-        (2, 3, [2, 5, 6], b""),  # each has a core, and a part by the number of its lane
-        (4, 3, [2, 5, 6], bytes([0, 0, 0, 0, 0, 1, 2])),
-        (4, 4, [0, 1], b""),  # others have other cores
-    ],
-)
+@pytest.mark.parametrize(("takers", "count", "own", "table"), [
+    (2, 3, [2, 5, 6], b""),  # each has a core, and a part by the number of its lane
+    (4, 3, [2, 5, 6], bytes([0, 0, 0, 0, 0, 1, 2])),
+    (4, 4, [0, 1], b""),  # others have other cores
+])  # fmt: skip
 def test_workers_that_outnumber_the_cores_begin_a_fold_where_their_core_did(
     takers: int, count: int, own: list[int], table: bytes
 ) -> None:

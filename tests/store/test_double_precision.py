@@ -41,7 +41,7 @@ def test_workers_sums_are_those_of_one_process() -> None:
             return [value.reshape(-1).tolist() for value in worker.weights.values()]
 
     with fastps.Store.create(WEIGHTS, fastps.SGD(lr=0.1), workers=3) as store:
-        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(3)]
+        children = processes.start_each(work, 3)
         processes.finish(children, 30)
     assert children[0].outcome == children[1].outcome == children[2].outcome
     expected = [value.copy() for value in WEIGHTS.values()]
@@ -90,11 +90,8 @@ def test_a_job_of_the_other_precision_does_not_resume_and_names_both(tmp_path: P
 
 
 def test_readers_see_doubles() -> None:
-    with (
-        fastps.Store.create(WEIGHTS, fastps.SGD(lr=0.1), job="doubles-read") as store,
-        store.attach(0) as worker,
-        fastps.reader("doubles-read") as reader,
-    ):
+    store = fastps.Store.create(WEIGHTS, fastps.SGD(lr=0.1), job="doubles-read")
+    with store, store.attach(0) as worker, fastps.reader("doubles-read") as reader:
         for step in range(5):
             worker.step(_gradient(0, step))
             reader.pull()

@@ -45,7 +45,7 @@ def _run(sync: str, end: End, timeout_s: int = 30) -> list[Any]:
         optimizer.close()
         return model.weight.item()
 
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
+    children = processes.start_each(work, 2)
     processes.finish(children, 60)
     return [child.outcome for child in children]
 

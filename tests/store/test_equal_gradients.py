@@ -33,9 +33,8 @@ def _warnings(sync: str, inputs: Callable[[int, int], torch.Tensor], steps: int 
             optimizer.wait_for_others()
         return [each for each in said if "the same gradients" in each]
 
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(workers)]
-    processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+    children = processes.start_each(work, workers)
+    processes.results(children, 60)
     return [child.outcome for child in children]
 
 

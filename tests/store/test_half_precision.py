@@ -46,10 +46,9 @@ def _round_gradients(model: torch.nn.Module, dtype: torch.dtype) -> None:
             parameter.grad = parameter.grad.to(dtype).float()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @DTYPES
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.parametrize(("name", "sync"), [("momentum", "bsp"), ("adamw", "asp"), ("rmsprop", "bsp"), ("nadam", "asp")])
 def test_one_worker_does_what_torch_does_with_rounded_gradients(name: str, dtype: torch.dtype, sync: str) -> None:
     model, plain = _model(), _model()
     expected = OPTIMIZERS[name](plain.parameters())
@@ -153,9 +152,8 @@ def test_workers_sums_are_made_in_single_precision(sync: str) -> None:
                 optimizer.wait_for_others()
             return sorted(set(weight.tolist()))
 
-    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
-    processes.finish(children, 30)
-    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+    children = processes.start_each(work, 2)
+    processes.results(children, 30)
     assert children[0].outcome == ([-128.5] if sync == "bsp" else [-257.0])
 
 

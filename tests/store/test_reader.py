@@ -105,18 +105,15 @@ def killed() -> Iterator[list[int]]:
 # -- what is read --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("server", ["workers", "process"])
-@pytest.mark.parametrize("sync", ["asp", f"asp,shards={SHARDS}"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("sync", "server"), [("asp", "process"), (f"asp,shards={SHARDS}", "workers")])
 def test_eight_readers_without_a_pause_see_one_version_a_shard(sync: str, server: str) -> None:
     workers, steps = 2, 150
     with _store(sync=sync, workers=workers, server=server) as store:
-        readers = [processes.start(lambda: _read(store.job, workers * steps)) for _ in range(8)]
-        children = [processes.start(lambda rank=rank: _train(store, rank, steps)) for rank in range(workers)]
-        processes.finish([*children, *readers], 60)
-        assert [child.outcome for child in children] == [steps] * workers
-        assert all(child.exit_code == 0 and child.outcome >= 1 for child in readers), [child.outcome for child in readers]
-        assert sum(child.outcome for child in readers) > 8, "no reader saw two versions"
+        readers = processes.start_each(lambda _: _read(store.job, workers * steps), 8)
+        children = processes.start_each(lambda rank: _train(store, rank, steps), workers)
+        seen = processes.results([*readers, *children], 60)[:8]
+        assert min(seen) >= 1 and sum(seen) > 8, "no reader saw two versions"
         assert store.version == workers * steps
 
 
@@ -157,8 +154,8 @@ def test_weights_cannot_be_written() -> None:
 # -- nobody waits for a reader -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("sync", ["bsp", "ssp:1", "asp", f"psp:1,1,shards={SHARDS}"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("sync", ["ssp:1", f"psp:1,1,shards={SHARDS}"])
 def test_eight_stopped_readers_of_eight_versions_delay_nobody(sync: str, killed: list[int]) -> None:
     with _store(sync=sync, workers=2) as store, store.attach(0) as worker:
         other = processes.start(lambda: _train(store, 1, 60))
@@ -271,15 +268,18 @@ def test_the_weights_outlive_the_job(end: int | None) -> None:
         WeightsReader(job, 0.1, SYSTEM_CLOCK)
 
 
-def _wait_for_each(job: str, last: int, ready: int) -> None:
-    """Wait for every version until `last`, as a process that sleeps; then write another byte."""
-    with _open(job) as reader:
-        os.write(ready, b"r")
-        while reader.version < last:
-            assert reader.wait(timeout_s=60)
-            reader.pull()
-            _check(reader)
-        os.write(ready, b"d")
+def _waits_for_each(job: str, last: int) -> processes.Child:
+    """A child that waits for every version until `last`, as a process that sleeps."""
+
+    def work(ready: int) -> None:
+        with _open(job) as reader:
+            os.write(ready, b"r")
+            while reader.version < last:
+                assert reader.wait(timeout_s=60)
+                reader.pull()
+                _check(reader)
+
+    return _ready(work)[0]
 
 
 @pytest.mark.timing
@@ -287,20 +287,13 @@ def test_a_commit_wakes_a_sleeping_process_at_once() -> None:
     """Without the wake each version would be seen at the end of a slice of 200 ms."""
     versions = 40
     with _store() as store, store.attach(0) as worker:
-        mine, theirs = os.pipe()
-        child = processes.start(lambda: _wait_for_each(store.job, versions, theirs))
-        assert os.read(mine, 1) == b"r"
+        child = _waits_for_each(store.job, versions)
         began = time.monotonic()
         for _ in range(versions):
             time.sleep(0.01)  # the reader has seen the last version, and sleeps
             _steps(worker, 1)
-        assert os.read(mine, 1) == b"d"
-        took_s = time.monotonic() - began
-        processes.finish([child], 10)
-        os.close(mine)
-        os.close(theirs)
-        assert child.exit_code == 0, child.outcome
-        assert took_s < 0.1 * versions
+        processes.results([child], 30)
+        assert child.ended_at - began < 0.1 * versions
 
 
 @pytest.mark.slow
@@ -329,27 +322,19 @@ def test_a_sleeping_reader_survives_the_kill_of_combiners() -> None:
 @pytest.mark.slow
 def test_a_reader_that_is_stopped_in_its_sleep_delays_nobody_and_goes_on() -> None:
     with _store() as store, store.attach(0) as worker:
-        mine, theirs = os.pipe()
-        child = processes.start(lambda: _wait_for_each(store.job, 500, theirs))
-        assert os.read(mine, 1) == b"r"
+        child = _waits_for_each(store.job, 500)
         _steps(worker, 10)
         processes.stop(child.process_id)
         began = time.monotonic()
         _steps(worker, 490)
         assert time.monotonic() - began < 10, "490 steps take some ms"
         os.kill(child.process_id, signal.SIGCONT)
-        assert os.read(mine, 1) == b"d"
-        processes.finish([child], 10)
-        os.close(mine)
-        os.close(theirs)
-        assert child.exit_code == 0, child.outcome
+        processes.results([child], 30)
 
 
 def test_a_wait_without_a_new_version_ends_with_the_timeout() -> None:
     with _store() as store, store.attach(0), _open(store.job) as reader:
-        with pytest.raises(
-            fastps.TimeoutExceededError, match=r"expected version 1, found version 0 and no newer one for 0.2 s"
-        ):
+        with pytest.raises(fastps.TimeoutExceededError, match="expected version 1, found version 0 and no newer one for"):
             reader.wait(timeout_s=0.2)
 
 

@@ -18,7 +18,7 @@ from fastps.store.reader import WeightsReader
 from fastps.system.clock import SYSTEM_CLOCK
 from tests.support import processes
 
-LOOKS = int(float(os.environ.get("FASTPS_LOOKS", "10e6")))
+LOOKS = int(float(os.environ.get("FASTPS_LOOKS", "1e6")))
 READERS, WORKERS, SHARDS = 4, 2, 3
 LENGTHS = {"a": 16, "b": 4_000, "c": 60_000}  # floats: less than a cache line, several pages, more than a core's first cache
 LEAST_VERSIONS = 20  # of a reader: looks at a job that nobody trains would prove nothing
@@ -67,9 +67,7 @@ def _looked_at(sync: str, looks: int) -> None:
     """Let readers look at a job together; no look may see a mixture."""
     over = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)
     with _store(sync) as store:
-        workers = [
-            processes.start(lambda rank=rank: _push_until(store, rank, lambda: bool(over[0]))) for rank in range(WORKERS)
-        ]
+        workers = processes.start_each(lambda rank: _push_until(store, rank, lambda: bool(over[0])), WORKERS)
         readers = [processes.start(lambda: _look(store.job, looks // READERS)) for _ in range(READERS)]
         processes.finish(readers, _LIMIT_S)
         over[0] = 1
@@ -79,17 +77,12 @@ def _looked_at(sync: str, looks: int) -> None:
     assert all(versions >= LEAST_VERSIONS for versions, _ in (child.outcome for child in readers))
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("sync", ["asp", f"asp,shards={SHARDS}"])
-def test_no_look_sees_two_versions_in_one_shard(sync: str) -> None:
-    _looked_at(sync, 20_000)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("sync", ["asp", f"asp,shards={SHARDS}"])
-def test_no_look_of_very_many_sees_two_versions_in_one_shard(sync: str) -> None:
-    _looked_at(sync, LOOKS)
+@pytest.mark.parametrize(("sync", "looks"), [
+    ("asp", 20_000),
+    pytest.param(f"asp,shards={SHARDS}", LOOKS, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+])  # fmt: skip
+def test_no_look_sees_two_versions_in_one_shard(sync: str, looks: int) -> None:
+    _looked_at(sync, looks)
 
 
 def test_the_same_looks_find_mixtures_where_weights_are_written_in_place() -> None:

@@ -52,9 +52,7 @@ def test_a_push_that_no_memory_is_left_for_is_refused_and_changes_nothing(monkey
     table = np.zeros((50_000, 16), np.float32)
     with fastps.Store.create({"t": table}, fastps.SGD(lr=1.0), tables=["t"]) as store, store.attach(0) as worker:
         monkeypatch.setattr("fastps.system.shared_memory.available_bytes", lambda: (1_000, "limit of the test"))
-        with pytest.raises(
-            fastps.ArenaError, match=r"a push of 40,000 rows of 't' needs .* found .* free \(limit of the test\)"
-        ):
+        with pytest.raises(fastps.ArenaError, match=r"a push of 40,000 rows of 't' needs .* free \(limit of the test\)"):
             worker.put_rows("t", np.arange(40_000), np.ones((40_000, 16)))
         monkeypatch.undo()
         worker.put_rows("t", [1], np.ones((1, 16)))
@@ -91,9 +89,8 @@ def test_every_discipline_folds_each_push_of_rows_once(sync: str) -> None:
             return {name: array.copy() for name, array in worker.weights.items()}, [each["dropped"] for each in counters]
 
     with store:
-        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(workers)]
-        processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+        children = processes.start_each(work, workers)
+        processes.results(children, 60)
     found, dropped = children[0].outcome
     for table in ("t", "u"):
         own, common = found[table][:workers, 0], found[table][rows - 1, 0]

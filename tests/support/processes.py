@@ -97,6 +97,14 @@ def results(children: list[Child], timeout_s: float) -> list[Any]:
     return [child.outcome for child in children]
 
 
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0, what: str = "waited too long") -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
 def stop(process_id: int) -> None:
     """Stop a process, and wait until none of its threads runs: `os.kill` returns before the signal takes effect."""
     os.kill(process_id, signal.SIGSTOP)
@@ -116,6 +124,13 @@ def is_stopped(process_id: int) -> bool:
     if states <= {b"Z", b"X"}:
         raise ProcessLookupError(f"process {process_id} has ended")
     return states == {b"T"}
+
+
+def runs(process_id: int) -> bool:
+    """Whether a process runs; a zombie, which its parent has not waited for, does not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2][:1] not in "ZX"
+    return False
 
 
 def children_of(process_id: int) -> list[int]:
