@@ -84,6 +84,7 @@ def test_what_a_reader_has_pinned_never_changes_and_costs_no_worker_its_buffer_a
 @pytest.mark.parametrize(
     "mutant", [pytest.param(each, marks=[pytest.mark.slow] * (each in RARELY_FOUND_BY_READERS)) for each in FOUND_BY_READERS]
 )
+@pytest.mark.timeout(600)
 def test_a_mutant_that_only_readers_see_is_found(mutant: str) -> None:
     seeds, expected = FOUND_BY_READERS[mutant]
     hooks.switch_on(mutant)

@@ -340,6 +340,7 @@ def test_a_death_at_some_stores_loses_nothing_and_doubles_nothing(case: Case) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # some 400 processes
 @pytest.mark.parametrize("case", EVERY_STORE, ids=lambda case: case.name)
 def test_a_death_at_every_store_loses_nothing_and_doubles_nothing(case: Case) -> None:
     _check_deaths(case, every=1)

@@ -113,6 +113,7 @@ def test_a_stop_at_some_stores_holds_nobody_up_and_loses_and_doubles_nothing(cas
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # some 400 processes
 @pytest.mark.parametrize("case", [case for case in EVERY_STORE if not case.tables], ids=lambda case: case.name)
 def test_a_stop_at_every_store_holds_nobody_up_and_loses_and_doubles_nothing(case: Case) -> None:
     _check_stops(case, every=1)

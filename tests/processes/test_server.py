@@ -76,8 +76,7 @@ class _Told(logging.Handler):
 
 def _run(store: fastps.Store, workers: int, steps: int, make: Callable[[int, int], dict[str, Any]]) -> list[dict[str, Any]]:
     children = processes.start_each(lambda rank: _steps(store, rank, steps, make), workers)
-    processes.results(children, 40)
-    return [child.outcome[0] for child in children]
+    return [weights for weights, _ in processes.results(children, 40)]
 
 
 def _server_of(store: fastps.Store) -> int:

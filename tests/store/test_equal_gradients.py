@@ -33,9 +33,7 @@ def _warnings(sync: str, inputs: Callable[[int, int], torch.Tensor], steps: int 
             optimizer.wait_for_others()
         return [each for each in said if "the same gradients" in each]
 
-    children = processes.start_each(work, workers)
-    processes.results(children, 60)
-    return [child.outcome for child in children]
+    return processes.results(processes.start_each(work, workers), 60)
 
 
 def _drawn(seed: int) -> torch.Tensor:
