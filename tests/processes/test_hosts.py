@@ -64,7 +64,7 @@ def test_each_host_is_a_node_in_the_same_folder_and_the_secret_is_in_no_argument
     script.write_text(SHOW)
     folder.mkdir()
     process = _start(str(ssh), "me@one,two", script, "-n", "2", folder=folder)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
     places = ["me@one [0]", "me@one [1]", "two [2]", "two [3]"]
     expected = [f"{place} {folder} {rank} {rank // 2} 2 only-the-nodes-know-this" for rank, place in enumerate(places)]
@@ -76,7 +76,7 @@ def test_the_first_failure_ends_all_hosts_and_is_named(runner: str, tmp_path: Pa
     script = tmp_path / "fail.py"
     script.write_text("import os, sys, time\nsys.exit(7) if os.environ['FASTPS_RANK'] == '1' else time.sleep(300)")
     process = _start(runner, "one,two", script)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "two: exit code 1: see its output above" in " ".join(errors.split())
 
@@ -87,7 +87,7 @@ def test_a_host_that_ssh_does_not_reach_is_named_and_ends_the_others(runner: str
     script.write_text("import time\ntime.sleep(300)")
     began = time.monotonic()
     process = _start(runner, "one,unreachable", script)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=100)
     text = " ".join(errors.split())
     assert process.returncode == 1
     assert "unreachable: ssh could not run the command there (no route to unreachable)" in text
@@ -103,17 +103,19 @@ def _waiting(ssh: str, hosts: str, folder: Path) -> tuple["subprocess.Popen[str]
         f"while not pathlib.Path({str(folder)!r}, 'end').exists(): time.sleep(0.02)"
     )
     process = _start(ssh, hosts, script)
-    await_files(folder, 2, 60, "came*")
+    await_files(folder, 2, 100, "came*")
     return process, [int(file.name.removeprefix("came")) for file in folder.glob("came*")]
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_command_that_is_killed(runner: str, tmp_path: Path) -> None:
-    """Its hosts notice that their input has ended."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_after_the_end_of_the_command(runner: str, tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C, and a killed command, whose hosts notice that their input has ended."""
     process, _ = _waiting(runner, "one,two", tmp_path)
     started = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
+    process.send_signal(number)
     process.communicate(timeout=30)
+    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
     _, alive = psutil.wait_procs(started, timeout=20)
     assert alive == []
 
@@ -187,9 +189,9 @@ def test_sigterm_lets_the_workers_of_all_hosts_save(runner: str, tmp_path: Path)
         f"pathlib.Path({str(tmp_path)!r}, f'came{{rank}}').touch()\ntime.sleep(300)"
     )
     process = _start(runner, "one,two", script)
-    await_files(tmp_path, 2, 60, "came*")
+    await_files(tmp_path, 2, 100, "came*")
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=100)
     assert process.returncode == 143, errors
     assert len(list(tmp_path.glob("saved*"))) == 2, errors
 
@@ -204,7 +206,7 @@ def test_ctrl_z_stops_the_workers_of_all_hosts_and_sigcont_wakes_them(runner: st
     time.sleep(0.1)
     assert all(is_stopped(worker) for worker in workers)
     process.send_signal(signal.SIGCONT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
 
 

@@ -480,10 +480,8 @@ def test_name_that_does_not_pickle_is_told_of() -> None:
 
 
 def test_optimizer_that_was_wrapped_outside_of_the_function_is_told_of() -> None:
-    with (
-        _wrap(_model()) as optimizer,
-        pytest.raises(fastps.UsageError, match="found 'optimizer', a DistributedOptimizer") as caught,
-    ):
+    optimizer = _wrap(_model())
+    with optimizer, pytest.raises(fastps.UsageError, match="found 'optimizer', a DistributedOptimizer") as caught:
         fastps.spawn(lambda rank: optimizer.step(), workers=2)
     assert str(caught.value).endswith("wrap the torch optimizer in the process that trains with it")
 
