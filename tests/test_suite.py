@@ -89,10 +89,7 @@ def _pytest(folder: Path, text: str, *options: str) -> Iterator["subprocess.Pope
 @pytest.mark.parametrize(("number", "parallel"), [
     pytest.param(signal.SIGKILL, [], id="SIGKILL"),
     pytest.param(signal.SIGINT, ["-n", "2"], id="SIGINT under xdist", marks=pytest.mark.slow),
-    pytest.param(signal.SIGINT, [], id="SIGINT", marks=pytest.mark.slow),
     pytest.param(signal.SIGTERM, [], id="SIGTERM", marks=pytest.mark.slow),
-    pytest.param(signal.SIGTERM, ["-n", "2"], id="SIGTERM under xdist", marks=pytest.mark.slow),
-    pytest.param(signal.SIGKILL, ["-n", "2"], id="SIGKILL under xdist", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_what_tests_start_ends_with_their_process(tmp_path: Path, number: signal.Signals, parallel: list[str]) -> None:
     with _pytest(tmp_path, STARTS, *parallel) as run:

@@ -1,6 +1,5 @@
 """The parts of the GPU check on the host's memory, so that they run when there is a GPU."""
 
-import functools
 import json
 import os
 import sys
@@ -13,10 +12,11 @@ import pytest
 from fastps.bench import exact, gpu_check, kernels_cuda
 from fastps.bench.gpu import run
 from fastps.bench.gpu.report import Report
-from fastps.bench.gpu_worker import GpuJob
+from fastps.bench.gpu_worker import GRADIENT, LEARNING_RATE, GpuJob, first_weights
 from fastps.bench.measure import SMOKE
 from fastps.device.cuda import CudaDevice
 from fastps.errors import Error
+from fastps.job.specs import parse_policy
 from fastps.kernels.update import fold, reference
 from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
 
@@ -96,26 +96,35 @@ def test_pairs_of_gpus_and_folds_over_peers_are_checked_on_the_simulated_runtime
         device.shut()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_death_in_a_job_with_a_server_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU path takes the GPU's place; a job that lost a push would be told. One that lost none passes the whole check."""
-    monkeypatch.setattr(gpu_check, "GRADIENT", 1 / 512)
-    rows = list(gpu_check.check_going_on("cpu", "host"))
-    assert [(row["ok"], row["difference"] > gpu_check.EQUAL) for row in rows] == [(False, True)] * 2, rows
+def test_a_job_with_other_results_than_the_cpus_fails_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs end at once here; the whole check runs them."""
+    weights = np.ones(4, np.float32)
+
+    def checked(**changes: Any) -> list[bool]:
+        def run_job(job: GpuJob, workers: int, *more: Any, **options: Any) -> list[dict[str, Any]]:
+            assert parse_policy(job.sync)
+            return [{"weights": weights, "version": 20, "kind": "x", **(changes if job.device == "cuda" else {})}] * workers
+
+        monkeypatch.setattr(gpu_check, "run_job", run_job)
+        monkeypatch.setattr(gpu_check, "_on_cpu", lambda sync, optimizer, workers: run_job(GpuJob("cpu", sync), workers))
+        return [row["ok"] for row in gpu_check.check_processes("cuda", "device", check="two processes")]
+
+    assert checked() == [True] * len(gpu_check.CASES)
+    assert not any(checked(weights=weights + np.float32(1e-4)) + checked(version=21))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_jobs_of_processes_are_run_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU path takes the GPU's place; a job that is another one is told apart."""
-    monkeypatch.setattr(gpu_check, "CASES", (("dssp:1,4", "sgd"),))  # the whole check has bsp
-    (row,) = gpu_check.check_processes("cpu", "host", check="two processes")
-    assert row["ok"], row
-    job = functools.partial(GpuJob, steps=3)
-    monkeypatch.setattr(gpu_check, "GpuJob", job)  # the CPU's job is the one of before
-    (row,) = gpu_check.check_processes("cpu", "host", check="two processes")
-    assert not row["ok"] and row["difference"] > gpu_check.EQUAL, row
+def test_a_job_that_lost_a_push_with_its_dead_worker_fails_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(lost: int) -> list[bool]:
+        def run_job(job: GpuJob, workers: int, *more: Any, **options: Any) -> list[dict[str, Any]]:
+            version = job.steps if job.sync == "bsp" else 2 * job.steps + job.dies_at
+            first = np.concatenate([values.flatten().numpy() for values in first_weights()])
+            ended = {"weights": first - LEARNING_RATE * GRADIENT * (version - lost), "version": version, "kind": "x"}
+            return [ended] * (workers - 1)
+
+        monkeypatch.setattr(gpu_check, "run_job", run_job)
+        return [row["ok"] for row in gpu_check.check_going_on("cuda", "device")]
+
+    assert (checked(0), checked(1)) == ([True, True], [False, False])
 
 
 @pytest.mark.slow
@@ -136,7 +145,7 @@ def test_each_part_has_its_check() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # ten parts and some forty jobs of processes, each of which imports torch
+@pytest.mark.timeout(1800)  # ten parts and some twenty jobs of processes, each of which imports torch
 def test_the_whole_check_passes_on_two_simulated_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "COMMAND", (sys.executable, "-m", "tests.support.gpu_on_host", "part"))
     monkeypatch.setenv("PYTHONPATH", ".", prepend=os.pathsep)

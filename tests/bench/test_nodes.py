@@ -17,7 +17,7 @@ from fastps.bench.two_nodes.turns import Crew, Side
 from fastps.cli.bench_report import show_benchmarks
 
 PARAMETERS = 1_000_000
-COMPARED = {"fastps", "fastps bfloat16", "fastps int8", "fastps local_steps", "bound", "edge"}
+COMPARED = {"fastps", "fastps int8", "fastps local_steps", "bound", "edge"}
 PEERS = {"gloo", "gloo hierarchical", "ddp"}
 
 needs_namespaces = pytest.mark.skipif(bool(missing_reason()), reason=missing_reason())
@@ -36,9 +36,15 @@ def _check(rows: list[Row]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)  # over fifty processes, each of which imports torch
+@pytest.mark.timeout(1000)  # nearly thirty processes, each of which imports torch
 @needs_namespaces
-def test_every_side_runs_and_is_in_the_report_and_none_of_fastps_sends_more_than_a_step_must_carry() -> None:
+def test_every_side_runs_and_is_in_the_report_and_none_of_fastps_sends_more_than_a_step_must_carry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sides are crews of one worker a node, but for plain fastps, whose nodes send the sum of two."""
+    monkeypatch.delitem(nodes.SLOW, "fastps bfloat16")  # int8 is a narrower link, too
+    monkeypatch.setattr(nodes, "LOCAL", 1)
+    monkeypatch.setattr(Side, "local", property(lambda side: 2 if side == nodes.FASTPS["fastps"] else 1))
     rows = nodes.measure(BenchOptions(smoke=True, repeats=1, parameters=(PARAMETERS,), against=("limit", "gloo", "ddp")))
     assert {row["name"] for row in rows} == COMPARED | PEERS
     assert {row["name"] for row in rows if row["backward_s"]} == {"fastps", "ddp"}
@@ -83,22 +89,16 @@ def test_a_round_trip_takes_what_was_asked_for() -> None:
 
 @pytest.mark.slow
 @needs_namespaces
-def test_a_process_that_fails_is_named_by_its_error() -> None:
-    with two_nodes(Link()) as pair, Crew(Side("fastps", {"FASTPS_LINK_DTYPE": "float7"}), pair, 1000) as crew:
-        with pytest.raises(WrongResultError, match="float7"):
-            crew.turn(1)
-
-
-@pytest.mark.slow
-@needs_namespaces
-def test_the_end_of_any_process_is_noticed_at_once() -> None:
+def test_a_process_that_fails_is_named_by_its_error_and_the_end_of_any_is_noticed_at_once() -> None:
     with two_nodes(Link()) as pair, Crew(Side("sockets"), pair, 1000) as crew:
+        with Crew(Side("sockets"), pair, -1) as failing, pytest.raises(WrongResultError, match="negative"):
+            failing.turn(1)
         assert crew.turn(2).sent > 4000
         began = time.monotonic()
         crew._processes[1].kill()
         with pytest.raises(WrongResultError, match="an answer of each process of sockets"):
             crew.turn(1)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 150, "an end that is not noticed takes 300 s"
 
 
 def test_without_namespaces_the_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.clients import digits, programs
 
 programs.needs("lightning")
@@ -49,19 +47,17 @@ open(f"result-{fastps.rank()}.json", "w").write(json.dumps(result))
 """
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_trainer_learns_what_the_plain_program_learns(workers: int, tmp_path: Path) -> None:
-    ended = programs.run(PROGRAM, tmp_path, "1", workers=workers)
+def test_trainer_learns_what_the_plain_program_learns(tmp_path: Path) -> None:
+    ended = programs.run(PROGRAM, tmp_path, "1", workers=2)
     assert ended.returncode == 0, ended.stderr
     found = programs.results(tmp_path)
-    assert len(found) == max(1, workers)
+    assert len(found) == 2
     assert found[0]["accuracy"] >= digits.least_accuracy()
     assert found[0]["version"] == sum(each["steps"] for each in found), "every push of every worker is an update, once"
 
 
 def test_trainer_on_two_devices_is_refused_by_name(tmp_path: Path) -> None:
     ended = programs.run(PROGRAM, tmp_path, "2")
-    print(ended.stderr)
     assert ended.returncode != 0
     assert "inside DistributedDataParallel" in ended.stderr
     assert "pass the bare module" in ended.stderr

@@ -90,24 +90,23 @@ def test_example_trains_its_model_and_raises_what_a_worker_raised(tmp_path: Path
     assert failed.startswith("the worker raised: mat1 and mat2 shapes cannot be multiplied")
 
 
-def test_code_of_the_page_runs_in_cells(tmp_path: Path) -> None:
-    printed = _execute(_cells(*blocks_of(DOCS / "how-to" / "notebooks.md")), tmp_path)
-    assert printed[1].count(": loss 0.0") == 2
-    assert 'raise EmptyShareError("worker 1 has no samples")' in printed[2]
-
-
-@pytest.mark.timeout(600)  # four jobs, two of whose workers import torch
-def test_functions_of_a_cell_and_imported_ones_train_as_the_plain_program_and_an_exception_has_the_workers_traceback(
+@pytest.mark.timeout(600)  # six jobs, one of whose workers import torch
+def test_cells_run_the_code_of_the_page_and_train_as_the_plain_program_and_an_exception_has_the_workers_traceback(
     tmp_path: Path,
 ) -> None:
-    methods = ("fork", "forkserver", "spawn")
+    page, own = (
+        blocks_of(DOCS / "how-to" / "notebooks.md"),
+        [OWN.replace("METHOD", repr(each)) for each in ("fork", "forkserver")],
+    )
     fails = ("def fail(rank):\n    return 1 / (1 - rank)  # in the worker\n", "fastps.spawn(fail, workers=2)")
-    notebook = _cells(*(OWN.replace("METHOD", repr(method)) for method in methods), IMPORTED, *fails)
+    notebook = _cells(*page, *own, IMPORTED, *fails)
     with pytest.raises(nbclient.exceptions.CellExecutionError) as caught:
         _execute(notebook, tmp_path)
     assert caught.value.ename == "ZeroDivisionError"
-    accuracies = [float(_text_of(cell)) for cell in notebook.cells[:4]]
-    assert min(accuracies) >= digits.least_accuracy(), accuracies
+    printed = [_text_of(cell) for cell in notebook.cells]
+    assert printed[1].count(": loss 0.0") == 2
+    assert 'raise EmptyShareError("worker 1 has no samples")' in printed[2]
+    assert min(map(float, printed[3:6])) >= digits.least_accuracy(), printed[3:6]
     (error,) = [output for output in notebook.cells[-1].outputs if output.output_type == "error"]
     text = "\n".join(error.traceback)
     assert "in fail" in text

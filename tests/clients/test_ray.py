@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from tests.support import ray_cluster
 ray = pytest.importorskip("ray", reason="the extra fastps[clients] is not installed")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "launchers" / "ray_actors.py"
-
-
-@pytest.fixture
-def cluster() -> Iterator[None]:
-    """A Ray cluster of two cores on this machine."""
-    with ray_cluster.cluster(ray):
-        yield
 
 
 class Actor:
@@ -59,22 +51,16 @@ def test_example_of_the_page_trains_one_job_after_the_other() -> None:
     assert max(losses) < 0.5, "the first weights have 0.64"
 
 
-@pytest.mark.usefixtures("cluster")
-def test_actors_that_live_on_and_fresh_ones_meet_in_each_job() -> None:
-    kind: Any = ray.remote(num_cpus=0.5)(Actor)
-    actors = [kind.remote(), kind.remote()]
-    for name, pair in (("first", actors), ("second", [actors[0], kind.remote()])):
-        job = f"ray-{name}-{os.getpid()}"
-        found = ray.get([actor.train.remote(job, rank) for rank, actor in enumerate(pair)], timeout=120)
-        assert found[0][2] == found[1][2] == found[0][1] + found[1][1], "every push is an update, once"
-        assert min(found[0][0], found[1][0]) >= digits.least_accuracy()
-
-
-@pytest.mark.usefixtures("cluster")
-def test_lost_worker_is_named_at_the_driver() -> None:
-    kind: Any = ray.remote(num_cpus=0.5)(Actor)
-    actors = [kind.remote(), kind.remote()]
-    waiting = [actor.lose.remote(f"ray-lost-{os.getpid()}", rank) for rank, actor in enumerate(actors)]
-    with pytest.raises(fastps.WorkerDiedError, match="it had to"):
-        ray.get(waiting[0], timeout=120)
-    ray.get(waiting[1], timeout=120)
+def test_actors_that_live_on_and_fresh_ones_meet_in_each_job_and_a_lost_worker_is_named_at_the_driver() -> None:
+    with ray_cluster.cluster(ray):
+        kind: Any = ray.remote(num_cpus=0.5)(Actor)
+        actors = [kind.remote(), kind.remote()]
+        for name, pair in (("first", actors), ("second", [actors[0], kind.remote()])):
+            job = f"ray-{name}-{os.getpid()}"
+            found = ray.get([actor.train.remote(job, rank) for rank, actor in enumerate(pair)], timeout=120)
+            assert found[0][2] == found[1][2] == found[0][1] + found[1][1], "every push is an update, once"
+            assert min(found[0][0], found[1][0]) >= digits.least_accuracy()
+        waiting = [actor.lose.remote(f"ray-lost-{os.getpid()}", rank) for rank, actor in enumerate(actors)]
+        with pytest.raises(fastps.WorkerDiedError, match="it had to"):
+            ray.get(waiting[0], timeout=120)
+        ray.get(waiting[1], timeout=120)

@@ -98,38 +98,28 @@ def test_four_devices_have_the_bits_of_the_cpu() -> None:
 
 
 RULES: dict[str, Update] = {
-    "nesterov": fastps.SGD(lr=0.1, momentum=0.9, nesterov=True),
     "rmsprop": fastps.RMSProp(momentum=0.9, centered=True),
-    "adagrad": fastps.Adagrad(lr_decay=0.1),
     "amsgrad": fastps.Adam(lr=0.01, amsgrad=True),
     "nadam": fastps.NAdam(lr=0.01, weight_decay=0.1, decoupled=True),
-    "radam": fastps.RAdam(lr=0.01, betas=(0.9, 0.8)),
-    "adamax": fastps.Adamax(lr=0.01),
-    "adadelta": fastps.Adadelta(lr=0.5),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(RULES))
-def test_every_rule_has_the_bits_of_the_cpu_on_four_devices(name: str) -> None:
+def test_a_rule_with_much_state_has_the_bits_of_the_cpu_on_four_devices(name: str) -> None:
     found = run(make_store(RULES[name], "bsp", GPUS, shards=8), GPUS, 8)
     assert_equal(found, on_cpu(RULES[name], "bsp", 4, 8))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sync", ["bsp,clip=0.5", "hardsync:64", "policy:fold=all,grant=next-version,scale=mean", "psp:4,1,shards=4"]
-)
+@pytest.mark.parametrize("sync", ["bsp,clip=0.5", "psp:4,1,shards=4"])
 def test_disciplines_that_wait_for_all_have_the_bits_of_the_cpu(sync: str) -> None:
     update = fastps.SGD(lr=0.1, momentum=0.9)
     assert_equal(run(make_store(update, sync, GPUS), GPUS, 8), on_cpu(update, sync, 4, 8))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", [
-    "asp", "ssp:2", "dssp:1,4", "r2sp:0.8", "softsync:2", "adv:2", "backup:1", "psp:2,0.5,shards=4",
-    "backup:1,pull=0.75,shards=4",
-])  # fmt: skip
+@pytest.mark.parametrize("sync", ["dssp:1,4", "r2sp:0.8", "softsync:2", "psp:2,0.5,shards=4", "backup:1,pull=0.75,shards=4"])
 def test_every_push_is_folded_or_dropped_once_and_all_see_the_same_weights(sync: str) -> None:
     amount = np.float32(1 / 1024)
 

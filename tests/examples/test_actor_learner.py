@@ -36,8 +36,9 @@ def test_the_plain_program_learns_the_same_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("seed", range(1, 4))
 def test_cartpole_is_solved_with_every_seed(seed: int, tmp_path: Path) -> None:
+    """What fails with every second seed is found seven times of eight."""
     file = tmp_path / "figures.json"
     example_programs.run("fastps run", "actor_learner/main.py", "--seed", str(seed), "--json", str(file))
     assert json.loads(file.read_text())["mean_return"] >= 475

@@ -18,13 +18,10 @@ LONG = {
     "gnn_nodes.py": ("--steps", "1000000"),
     "language_model.py": ("--steps", "1000000", "--width", "16", "--heads", "2", "--context", "8"),
 }
-_IN_MAKE_TEST = "actor_learner/main.py"  # it has a process of its own beside the worker
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program", [each if each == _IN_MAKE_TEST else pytest.param(each, marks=pytest.mark.slow) for each in LONG]
-)
+@pytest.mark.parametrize("program", LONG)
 def test_ctrl_c_ends_it_without_a_traceback(program: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}
     command = [sys.executable, "-u", str(EXAMPLES / program), *LONG[program]]

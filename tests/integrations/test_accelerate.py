@@ -19,10 +19,10 @@ def test_example_differs_from_its_plain_program_in_one_line() -> None:
     assert changed == ["from fastps.integrations.accelerate import Accelerator"]
 
 
-@pytest.mark.parametrize("way", ["alone", "fastps run", "torchrun", "accelerate launch"])
+@pytest.mark.parametrize("way", ["torchrun", "accelerate launch"])
 def test_example_learns_and_ends_with_one_version_in_all_workers(way: str, tmp_path: Path) -> None:
     found = programs.figures(way, "accelerate_digits.py", tmp_path, *SMALL, sync="asp")
-    assert found["processes"] == (1 if way == "alone" else 2)
+    assert found["processes"] == 2
     assert found["accuracy"] > 0.85
     assert len(set(found["weights"])) == 1
 
@@ -30,21 +30,21 @@ def test_example_learns_and_ends_with_one_version_in_all_workers(way: str, tmp_p
 def test_alone_it_computes_what_the_plain_program_computes(tmp_path: Path) -> None:
     plain = programs.figures("alone", "accelerate_digits_plain.py", tmp_path, *SMALL)
     found = programs.figures("alone", "accelerate_digits.py", tmp_path, *SMALL)
+    assert found["processes"] == 1
     assert found["weights"] == pytest.approx(plain["weights"], rel=1e-3)
-    assert found["accuracy"] == pytest.approx(plain["accuracy"], abs=0.01)
+    assert found["accuracy"] == pytest.approx(plain["accuracy"], abs=0.01) > 0.85
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp"])
-def test_run_that_stopped_goes_on_from_its_saved_state(sync: str, tmp_path: Path) -> None:
-    options = (*SMALL, "--mixed-precision", "bf16")
-    stopped = programs.figures(
-        "fastps run", "accelerate_digits.py", tmp_path, *options, "--until", "2", "--checkpoint", "saved", sync=sync
-    )
-    resumed = programs.figures("fastps run", "accelerate_digits.py", tmp_path, *options, "--resume", "saved", sync=sync)
+def test_run_that_stopped_goes_on_from_its_saved_state(tmp_path: Path) -> None:
+    def run(*more: str) -> dict[str, Any]:
+        options = (*SMALL, "--mixed-precision", "bf16", *more)
+        return programs.figures("fastps run", "accelerate_digits.py", tmp_path, *options, sync="bsp")
+
+    stopped = run("--until", "2", "--checkpoint", "saved")
+    resumed, whole = run("--resume", "saved"), run()
     assert resumed["accuracy"] >= stopped["accuracy"] - 0.03
-    if sync == "bsp":  # one update at a time: the order of arrivals does not matter
-        whole = programs.figures("fastps run", "accelerate_digits.py", tmp_path, *options, sync=sync)
-        assert abs(resumed["accuracy"] - whole["accuracy"]) < 0.06
+    assert abs(resumed["accuracy"] - whole["accuracy"]) < 0.06, "under bsp the order of arrivals does not matter"
+    assert whole["processes"] == 2 and len(set(whole["weights"])) == 1
 
 
 CALLS = """
@@ -84,7 +84,7 @@ open("result-%d.json" % rank, "w").write(json.dumps({"version": job.worker.close
 """
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp", "dssp:1,3", "backup:1", "softsync:1", "r2sp"])
+@pytest.mark.parametrize("sync", ["bsp", "dssp:1,3", "backup:1"])
 def test_workers_that_step_unequally_often_meet_in_gathers_under_each_discipline(sync: str, tmp_path: Path) -> None:
     words = programs.command("fastps run", programs.program(CALLS, tmp_path), 3, sync)
     ended = programs.run(words, tmp_path)

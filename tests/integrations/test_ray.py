@@ -31,8 +31,8 @@ PROGRAM, PLAIN = "ray_train_digits.py", "ray_train_digits_plain.py"
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
-    """A Ray cluster of one node, on this machine, that says it has two GPUs."""
-    with ray_cluster.cluster(ray, num_gpus=2):
+    """A Ray cluster of one node, on this machine, that says it has a GPU."""
+    with ray_cluster.cluster(ray, num_gpus=1):
         yield
 
 
@@ -63,105 +63,78 @@ def _step(model: torch.nn.Module, optimizer: Any, inputs: torch.Tensor | None = 
 
 
 def _passes_over_shares(config: dict[str, Any]) -> dict[str, Any]:
-    """Two passes over 40 numbered samples; the samples that this worker saw, and what its environment says."""
+    """Two passes over 40 numbered samples, then one over a shard of Ray's data; what this worker saw, and who it is."""
     samples = torch.arange(40.0).view(-1, 1).expand(-1, 4)
     loader = integration.prepare_data_loader(DataLoader(TensorDataset(samples), batch_size=5, shuffle=True))
     model = integration.prepare_model(torch.nn.Linear(4, 1))
-    optimizer = _wrap(model)
-    seen = []
+    optimizer, seen, rows = _wrap(model), [], 0
     for epoch in range(2):
-        loader.sampler.set_epoch(epoch)
+        if fastps.world_size() > 1:  # alone the loader stays as it is
+            loader.sampler.set_epoch(epoch)
         for (batch,) in loader:
             _step(model, optimizer, batch)
             seen += batch[:, 0].int().tolist()
+    for batch in train.get_dataset_shard("train").iter_torch_batches(batch_size=8, dtypes=torch.float32):
+        _step(model, optimizer, batch["data"])
+        rows += len(batch["data"])
     optimizer.wait_for_others()
-    context = train.get_context()
-    found = {"rank": fastps.rank(), "workers": fastps.world_size(), "version": optimizer.version, "seen": seen}
-    Path(config["folder"], f"rank{context.get_world_rank()}").write_text(json.dumps(found))
-    return {**found, "job": os.environ["FASTPS_JOB"], "sync": optimizer.worker.store.layout.policy.spec}
+    found = {"rank": fastps.rank(), "workers": fastps.world_size(), "version": optimizer.version, "seen": seen, "rows": rows}
+    Path(config["folder"], f"rank{train.get_context().get_world_rank()}").write_text(json.dumps(found))
+    return {**found, "job": os.environ.get("FASTPS_JOB"), "sync": optimizer.worker.store.layout.policy.spec}
+
+
+def _ends(end: Callable[[], None], config: dict[str, Any]) -> None:
+    """Worker 1 ends after six steps, and the others train on."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = _wrap(model)
+    for step in range(10**6):
+        _step(model, optimizer)
+        if step == 5 and fastps.rank() == 1:
+            end()
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fail() -> None:
+    raise ValueError("bad data")
 
 
 @pytest.mark.usefixtures("cluster")
-def test_workers_of_a_node_are_one_job_and_share_the_samples(tmp_path: Path) -> None:
-    result = _fit(_passes_over_shares, tmp_path, sync="asp")
+@pytest.mark.timeout(900)  # four groups of workers, one after the other, whose processes import Ray and torch
+def test_a_group_shares_its_samples_a_lost_worker_is_named_and_missing_gpus_are_refused(tmp_path: Path) -> None:
+    """An elastic group is a job of the size that it starts with. One cluster, because it takes longest to start."""
+    import numpy as np
+    import ray.data
+
+    datasets = {"train": ray.data.from_numpy(np.ones((120, 4), np.float32))}
+    returned = _fit(_passes_over_shares, tmp_path, sync="asp", workers=(1, 2), datasets=datasets).return_value
     found = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
-    assert [each["rank"] for each in found] == [0, 1] and {each["workers"] for each in found} == {2}
-    assert {each["version"] for each in found} == {2 * 2 * 4}, "each push of each worker is an update, once"
+    assert [(each["rank"], each["workers"], each["rows"]) for each in found] == [(0, 2, 60), (1, 2, 60)]
+    assert {each["version"] for each in found} == {2 * (2 * 4 + 8)}, "each push of each worker is an update, once"
     assert sorted(found[0]["seen"][:20] + found[1]["seen"][:20]) == list(range(40)), "an epoch has each sample once"
     assert found[0]["seen"][:20] != found[0]["seen"][20:], "set_epoch draws another order"
-    assert result.return_value["sync"] == "asp"
-    assert not [job for job in discovery.listening() if job.startswith(result.return_value["job"])], "the loop's end closes it"
+    assert returned["sync"] == "asp"
+    assert not [job for job in discovery.listening() if job.startswith(returned["job"])], "the loop's end closes it"
+    alone = _fit(_passes_over_shares, tmp_path, sync="asp", workers=0, datasets=datasets).return_value
+    assert (alone["workers"], alone["rows"], alone["version"]) == (1, 120, 16 + 15), "Ray's local mode: the loop runs here"
 
-
-def _resumes(config: dict[str, Any]) -> str:
-    """Four epochs of ten steps with a checkpoint each; worker 1 of the first group is killed in the third."""
-    model = torch.nn.Linear(4, 1)
-    inner, begin = torch.optim.Adam(model.parameters(), lr=0.01), 0
-    if checkpoint := train.get_checkpoint():
-        with checkpoint.as_directory() as folder:
-            saved = torch.load(Path(folder) / "state.pt")
-        model.load_state_dict(saved["model"])
-        inner.load_state_dict(saved["optimizer"])
-        begin = saved["epoch"] + 1
-    optimizer = fastps.DistributedOptimizer(inner, model=model)
-    job = os.environ["FASTPS_JOB"]
-    for epoch in range(begin, 4):
-        for _ in range(10):
-            _step(model, optimizer)
-        if epoch == 2 and begin == 0 and fastps.rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        _report(model, optimizer, {"epoch": epoch, "begin": begin, "job": job})
-    return job
-
-
-def _report(model: torch.nn.Module, optimizer: Any, metrics: dict[str, Any]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = None
-        if train.get_context().get_world_rank() == 0:
-            steps = float(optimizer.state_dict()["state"][0]["step"])
-            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": metrics["epoch"]}
-            torch.save(saved, Path(folder) / "state.pt")
-            checkpoint = train.Checkpoint.from_directory(folder)
-            metrics = {**metrics, "steps": steps}
-        train.report(metrics, checkpoint=checkpoint)
-
-
-@pytest.mark.usefixtures("cluster")
-def test_group_restarts_after_a_death_as_a_new_job_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    result = _fit(_resumes, tmp_path, failures=1)
-    assert result.metrics["epoch"] == 3 and result.metrics["begin"] in (1, 2), "it began from a checkpoint of the first group"
-    assert result.metrics["steps"] == 40, "bsp makes a step of the optimizer for each of 40 steps, across the restart"
-    jobs = {metrics["job"] for _, metrics in result.best_checkpoints}
-    assert len(jobs) == 2 and result.return_value == result.metrics["job"]
-    assert not [job for job in discovery.listening() if job.startswith(tuple(jobs))], "nothing is left behind"
-
-
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.timeout(600)  # two groups of workers, one after the other, whose processes import Ray and torch
-def test_lost_worker_is_named_at_the_driver(tmp_path: Path) -> None:
-    def loop(end: Callable[[], None], config: dict[str, Any]) -> None:
-        model = torch.nn.Linear(4, 1)
-        optimizer = _wrap(model)
-        for step in range(10**6):
-            _step(model, optimizer)
-            if step == 5 and fastps.rank() == 1:
-                end()
-
-    def kill() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def fail() -> None:
-        raise ValueError("bad data")
-
-    for end, pattern in ((kill, "worker 1 .*died"), (fail, "worker 1 (.*) failed: ValueError: bad data")):
+    for end, pattern in ((_kill, "worker 1 .*died"), (_fail, "worker 1 (.*) failed: ValueError: bad data")):
         with pytest.raises(train.WorkerGroupError) as caught:
-            _fit(functools.partial(loop, end), tmp_path)
+            _fit(functools.partial(_ends, end), tmp_path)
         error = caught.value.__cause__
-        if error is None and end is fail:  # Ray saw worker 1's own error before worker 0's
+        if error is None and end is _fail:  # Ray saw worker 1's own error before worker 0's
             assert "bad data" in str(caught.value.worker_failures[1])
         else:
             assert type(error) is fastps.WorkerDiedError and error.worker == 1
             assert re.search(pattern, str(error))
+
+    if not torch.cuda.is_available():
+        options = {"workers": 1, "scaling": {"use_gpu": True, "resources_per_worker": {"CPU": 0.25, "GPU": 1}}}
+        with pytest.raises(train.ControllerError, match="expected torch to find a GPU in every worker") as refused:
+            _fit(functools.partial(_ends, _fail), tmp_path, **options)
+        assert isinstance(refused.value.controller_failure, fastps.UnsupportedError)
 
 
 def test_a_loss_is_named_whatever_ray_saw_first() -> None:
@@ -172,37 +145,7 @@ def test_a_loss_is_named_whatever_ray_saw_first() -> None:
     assert integration.loss_of({0: ValueError("bad data")}) is None
 
 
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.timeout(600)  # two groups of workers, one after the other, whose processes import Ray and torch
-def test_an_elastic_group_is_a_job_of_the_size_that_it_starts_with_and_pushes_its_shards_of_ray_data(tmp_path: Path) -> None:
-    import numpy as np
-    import ray.data
-
-    def loop(config: dict[str, Any]) -> tuple[int, int, int]:
-        model, rows = torch.nn.Linear(4, 1), 0
-        optimizer = _wrap(model)
-        for batch in train.get_dataset_shard("train").iter_torch_batches(batch_size=8, dtypes=torch.float32):
-            _step(model, optimizer, batch["data"])
-            rows += len(batch["data"])
-        optimizer.wait_for_others()
-        return fastps.world_size(), rows, optimizer.version
-
-    datasets = {"train": ray.data.from_numpy(np.ones((120, 4), np.float32))}
-    assert _fit(loop, tmp_path, sync="asp", workers=(1, 3), datasets=datasets).return_value == (3, 40, 15)
-    alone = _fit(loop, tmp_path, sync="asp", workers=0, datasets=datasets).return_value
-    assert alone == (1, 120, 15), "Ray's local mode: the loop runs here, alone"
-
-
 # -- what is refused -------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("cluster")
-def test_gpus_that_torch_does_not_find_are_refused_in_one_sentence(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("torch finds a GPU here")
-    with pytest.raises(train.ControllerError, match="use_gpu=True: expected torch to find a GPU in every worker") as caught:
-        _fit(_passes_over_shares, tmp_path, scaling={"use_gpu": True, "resources_per_worker": {"CPU": 0.25, "GPU": 1}})
-    assert isinstance(caught.value.controller_failure, fastps.UnsupportedError)
 
 
 def _places(*nodes: tuple[str, int], **changes: Any) -> list[Place]:
@@ -301,23 +244,39 @@ def two_nodes() -> Iterator[None]:
         nodes.shutdown()
 
 
-@pytest.mark.usefixtures("two_nodes")
-def test_workers_of_two_nodes_train_over_the_network_and_start_anew_after_a_death(tmp_path: Path) -> None:
-    def loop(config: dict[str, Any]) -> tuple[int, ...]:
-        context, killed = train.get_context(), Path(config["folder"], "killed")
-        model = torch.nn.Linear(4, 1)
-        optimizer = _wrap(model)
-        for step in range(20):
+def _resumes(config: dict[str, Any]) -> tuple[int, int, str]:
+    """Four epochs of ten steps with a checkpoint each; worker 1 of the first group is killed in the third."""
+    model, begin, rank = torch.nn.Linear(4, 1), 0, fastps.rank()
+    torch.nn.init.zeros_(model.weight)
+    if checkpoint := train.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            saved = torch.load(Path(folder) / "state.pt")
+        model.load_state_dict(saved["model"])
+        begin = saved["epoch"] + 1
+    optimizer = _wrap(model)
+    for epoch in range(begin, 4):
+        for _ in range(10):
             _step(model, optimizer)
-            if step == 5 and fastps.rank() == 3 and not killed.exists():
-                killed.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.wait_for_others()
-        return context.get_local_world_size(), fastps.world_size(), int(os.environ["FASTPS_NNODES"]), optimizer.version
+        if epoch == 2 and begin == 0 and rank == 1:
+            _kill()
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save({"model": model.state_dict(), "epoch": epoch}, Path(folder) / "state.pt")
+            checkpoint = train.Checkpoint.from_directory(folder) if rank == 0 else None
+            metrics = {"epoch": epoch, "begin": begin, "job": os.environ["FASTPS_JOB"], "weight": float(model.weight[0, 0])}
+            train.report(metrics, checkpoint=checkpoint)
+    return fastps.world_size(), int(os.environ["FASTPS_NNODES"]), os.environ["FASTPS_JOB"]
 
-    scaling = {"resources_per_worker": {"CPU": 0.5}}
-    assert _fit(loop, tmp_path, workers=4, failures=1, scaling=scaling).return_value == (2, 4, 2, 20)
-    assert (tmp_path / "killed").exists()
+
+@pytest.mark.usefixtures("two_nodes")
+@pytest.mark.timeout(600)  # two groups of workers, one after the other, whose processes import Ray and torch
+def test_workers_of_two_nodes_restart_after_a_death_as_a_new_job_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    result = _fit(_resumes, tmp_path, workers=3, failures=1, scaling={"resources_per_worker": {"CPU": 0.5}})
+    assert result.return_value == (3, 2, result.metrics["job"]), "two workers on one node, and one on the other"
+    assert result.metrics["epoch"] == 3 and result.metrics["begin"] in (1, 2), "it began from a checkpoint of the first group"
+    assert result.metrics["weight"] == pytest.approx(-40 * 0.01 * 2), "bsp makes a step of the optimizer for each of 40 steps"
+    jobs = {metrics["job"] for _, metrics in result.best_checkpoints}
+    assert len(jobs) == 2
+    assert not [job for job in discovery.listening() if job.startswith(tuple(jobs))], "nothing is left behind"
     commands = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]  # None of one that has ended
     left = [command for command in commands if "fastps.network.agent" in command]
     assert not left, "the agents of both groups have ended"

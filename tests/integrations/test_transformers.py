@@ -23,7 +23,7 @@ def test_example_differs_from_its_plain_program_in_two_lines() -> None:
     ]
 
 
-@pytest.mark.parametrize("way", ["alone", "fastps run", "torchrun", "accelerate launch"])
+@pytest.mark.parametrize("way", ["alone", "accelerate launch"])
 def test_example_learns(way: str, tmp_path: Path) -> None:
     found = programs.figures(way, "transformers_digits.py", tmp_path, *SMALL, sync="asp")
     workers = 1 if way == "alone" else 2
@@ -32,12 +32,11 @@ def test_example_learns(way: str, tmp_path: Path) -> None:
     assert found["accuracy"] > 0.7  # a guess has 0.1
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp"])
-def test_run_that_stopped_goes_on_from_its_last_checkpoint(sync: str, tmp_path: Path) -> None:
-    stopped = programs.figures("fastps run", "transformers_digits.py", tmp_path, *SMALL, "--until", "2", sync=sync)
+def test_run_that_stopped_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    stopped = programs.figures("fastps run", "transformers_digits.py", tmp_path, *SMALL, "--until", "2", sync="asp")
     assert stopped["steps"] == 90
     assert {each.name for each in (tmp_path / "out").iterdir()} == {"checkpoint-45", "checkpoint-90"}
-    resumed = programs.figures("fastps run", "transformers_digits.py", tmp_path, *SMALL, "--resume", "--bf16", sync=sync)
+    resumed = programs.figures("fastps run", "transformers_digits.py", tmp_path, *SMALL, "--resume", "--bf16", sync="asp")
     assert resumed["steps"] == 180
     assert resumed["accuracy"] > stopped["accuracy"] - 0.02
 
@@ -79,7 +78,7 @@ def _results(folder: Path, options: str, sync: str) -> tuple[list[dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("options", "sync"), [("average_tokens_across_devices=True", "bsp"), ("", "ssp:2"), ("optim='adamw_torch'", "backup:1")]
+    ("options", "sync"), [("average_tokens_across_devices=True", "bsp"), ("optim='adamw_torch'", "backup:1")]
 )
 def test_language_model_trains_twice_and_evaluates_in_between(options: str, sync: str, tmp_path: Path) -> None:
     found, output = _results(tmp_path, options, sync)

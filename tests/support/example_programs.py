@@ -4,12 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support import commands
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-WAYS = ("alone", "fastps run", pytest.param("torchrun", marks=pytest.mark.slow))
+WAYS = ("alone", "fastps run")
 
 _ALONE = (
     "import runpy, sys; from pathlib import Path; sys.argv = sys.argv[1:];"

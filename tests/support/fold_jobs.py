@@ -184,6 +184,12 @@ ROOT_ROWS = (
 )  # the rules that take a square root
 ALL_ROWS = SGD_ROWS + ROOT_ROWS
 ROWS = pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
+SOME_ROWS = [
+    row
+    for rows in (SGD_ROWS, ADAM_ROWS, ADAGRAD_ROWS, RMSPROP_ROWS, NADAM_ROWS, RADAM_ROWS, ADAMAX_ROWS, ADADELTA_ROWS)
+    for row in (rows[0], rows[-1])
+]
+"""Of each rule the plain row and one with options."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """A sample in `make test`, and all of it, marked slow, in `make test-all`: a test at two sizes, or some of its cases."""
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,16 +12,21 @@ def sample_and_full(sample: Any, full: Any, name: str = "size") -> pytest.MarkDe
     return pytest.mark.parametrize(name, [pytest.param(sample, id="sample"), whole])
 
 
-def mark_unsampled(items: Iterable[pytest.Item]) -> None:
-    """Mark all but every n-th case of a test marked `sampled(n)` as slow.
+def mark_unsampled(items: list[pytest.Item]) -> None:
+    """Mark all but every n-th case of a test marked `sampled(n)` as slow; leave out those whose full size is slow anyway.
 
     The case that is kept moves on by one in every group of n, so it is not always the same value of the last parameter.
     """
     cases: Counter[str] = Counter()
+    kept = []
     for item in items:
         if marker := item.get_closest_marker("sampled"):
-            test = item.nodeid.partition("[")[0]
+            test, _, parameters = item.nodeid.partition("[")
             group, place = divmod(cases[test], marker.args[0])
             cases[test] += 1
             if (group + place) % marker.args[0]:
+                if "sample" in parameters.rstrip("]").split("-"):
+                    continue
                 item.add_marker(pytest.mark.slow)
+        kept.append(item)
+    items[:] = kept

@@ -1,5 +1,7 @@
 """Parameters in half precision: the arena has float32 master weights, and the model shows their halves.
 
+What halves and doubles have in common is here; test_double_parameters has the rest of the latter.
+
 The reference is a torch optimizer on float32 copies of the weights, which are rounded into the model after each step.
 """
 
@@ -19,6 +21,7 @@ import fastps
 from fastps.advice.auto_sync import move
 from fastps.job.layout import Layout, first_difference
 from fastps.job.specs import parse_policy
+from fastps.store.worker import Worker
 from tests.support import processes
 from tests.support.rules import lazy_rule
 from tests.support.torch_optimizers import OPTIMIZERS, SAME_BITS, batches_of, new_model
@@ -26,6 +29,9 @@ from tests.torch.test_staged import StagedOptimizer
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+ALL_DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bfloat16", "float16", "float64"]
+)
 ADAM = OPTIMIZERS["adam"]
 
 
@@ -63,18 +69,22 @@ def _train(model: torch.nn.Module, optimizer: Any, batches: Batches) -> None:
         optimizer.step()
 
 
+def _master_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _reference(
     model: torch.nn.Module, make: Callable[[Any], torch.optim.Optimizer], steps: list[Batches]
 ) -> list[torch.nn.Parameter]:
-    """Train on the mean gradient of each step's batches, and return the float32 masters."""
+    """Train on the mean gradient of each step's batches, and return the masters, of float32 or more."""
     parameters = list(model.parameters())
-    masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in parameters]
+    masters = [torch.nn.Parameter(parameter.detach().to(_master_dtype(parameter.dtype))) for parameter in parameters]
     optimizer = make(masters)
     for batches in steps:
         pushed = []
         for batch in batches:
             _backward(model, batch)
-            pushed.append([parameter.grad.float() for parameter in parameters if parameter.grad is not None])
+            pushed.append([each.grad.to(_master_dtype(each.dtype)) for each in parameters if each.grad is not None])
             model.zero_grad()
         for master, *gradients in zip(masters, *pushed, strict=True):
             master.grad = sum(gradients[1:], gradients[0]) * (1 / len(gradients))
@@ -90,6 +100,12 @@ def _masters(optimizer: fastps.DistributedOptimizer) -> list[torch.Tensor]:
 
 def _vector(tensors: Any) -> torch.Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _shown_views(worker: Worker) -> Any:
+    """The arena's memory that the parameters show."""
+    store = worker.store
+    return store.half_views(worker.buffers) if store.arena.shown_type else store.weight_views(worker.buffers)
 
 
 def _shows_its_masters(model: torch.nn.Module, optimizer: fastps.DistributedOptimizer) -> bool:
@@ -145,7 +161,11 @@ def test_layers_in_float32_among_halves_train_as_in_torch(dtype: torch.dtype) ->
     assert [parameter.dtype for parameter in model.parameters()] == [dtype, dtype, torch.float32, torch.float32, dtype, dtype]
 
 
-@pytest.mark.parametrize("make", [lambda: _half(torch.bfloat16), lambda: Mixed(torch.bfloat16)], ids=["all", "mixed"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: _half(torch.bfloat16), lambda: Mixed(torch.bfloat16), lambda: _half(torch.float64)],
+    ids=["all", "mixed", "float64"],
+)
 def test_two_workers_equal_one_process_with_the_gradients_of_both(make: Callable[[], torch.nn.Module]) -> None:
     batches = batches_of(40, 16)
 
@@ -160,7 +180,7 @@ def test_two_workers_equal_one_process_with_the_gradients_of_both(make: Callable
     assert children[0].outcome == children[1].outcome
     steps = [[batches[2 * step], batches[2 * step + 1]] for step in range(20)]
     expected = _vector(_reference(make(), OPTIMIZERS["momentum"], steps))
-    assert torch.equal(_vector(torch.tensor(values) for values in children[0].outcome), expected)
+    assert torch.equal(_vector(torch.tensor(values, dtype=expected.dtype) for values in children[0].outcome), expected)
 
 
 @pytest.mark.sampled(3)
@@ -176,18 +196,19 @@ def test_the_model_shows_the_halves_of_its_version_under_every_kind_of_disciplin
         assert optimizer.version == 12
 
 
-def test_a_move_to_another_arena_takes_masters_and_halves_along() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_move_to_another_arena_takes_masters_and_halves_along(dtype: torch.dtype) -> None:
     """As sync="auto" does after its warm-up."""
-    model = _half(torch.bfloat16)
+    model = _half(dtype)
     with fastps.DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), model=model) as optimizer:
         _train(model, optimizer, batches_of(8, 16))
         before, hypers = _masters(optimizer), optimizer.worker.store.hypers
         with closing(move(optimizer.worker, parse_policy("asp,shards=2"), f"halves-{os.getpid()}.1", hypers)) as moved:
-            for parameter, master, weights, half in zip(
-                model.parameters(), before, moved.weights.values(), moved.store.half_views(moved.buffers), strict=True
+            for parameter, master, weights, shown in zip(
+                model.parameters(), before, moved.weights.values(), _shown_views(moved), strict=True
             ):
                 assert torch.equal(torch.tensor(weights), master)
-                assert torch.equal(torch.tensor(half).view(torch.bfloat16), parameter.reshape(-1))
+                assert torch.equal(torch.tensor(shown).view(dtype), parameter.reshape(-1))
         moved.store.close()
 
 
@@ -294,8 +315,8 @@ def test_spawned_workers_leave_the_final_halves_in_the_model() -> None:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-@DTYPES
-def test_weights_and_gradients_of_halves_are_shown_without_a_copy(dtype: torch.dtype) -> None:
+@ALL_DTYPES
+def test_weights_and_gradients_are_shown_without_a_copy(dtype: torch.dtype) -> None:
     model = _half(dtype)
     with fastps.DistributedOptimizer(ADAM(model.parameters()), sync="bsp", model=model) as optimizer:
         worker = optimizer.worker
@@ -303,13 +324,15 @@ def test_weights_and_gradients_of_halves_are_shown_without_a_copy(dtype: torch.d
         for batch in batches_of(3, 16):
             optimizer.zero_grad()
             _backward(model, batch)
-            halves, slots = store.half_views(worker.buffers), store.gradient_views(0, worker.slot)
-            for parameter, half, slot in zip(model.parameters(), halves, slots, strict=True):
-                assert parameter.data_ptr() == half.ctypes.data
+            slots = store.gradient_views(0, worker.slot)
+            for parameter, shown, slot in zip(model.parameters(), _shown_views(worker), slots, strict=True):
+                assert parameter.data_ptr() == shown.ctypes.data
                 assert parameter.grad is not None
                 assert (parameter.grad.data_ptr(), parameter.grad.dtype) == (slot.ctypes.data, dtype)
+                assert (shown.size, slot.size) == (parameter.numel(), parameter.numel())
             optimizer.step()
-        assert arena.halves_offset(1) - arena.halves_offset(0) == arena.weights_offset(1) - arena.weights_offset(0)
+        if arena.shown_type:
+            assert arena.halves_offset(1) - arena.halves_offset(0) == arena.weights_offset(1) - arena.weights_offset(0)
         optimizer.expose_gradients()
 
 
@@ -349,7 +372,7 @@ def test_a_grad_scaler_skips_a_step_of_float16_that_overflowed() -> None:
 # -- saving and loading ----------------------------------------------------------------------------
 
 
-@DTYPES
+@ALL_DTYPES
 def test_a_checkpoint_has_the_masters_and_resumes_from_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     batches = batches_of(20, 16)
     model = torch.nn.Sequential(new_model(), torch.nn.BatchNorm1d(3)).to(dtype)
@@ -383,18 +406,22 @@ def test_a_checkpoint_of_a_float32_job_resumes_in_half_precision(tmp_path: Path)
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["adam", "momentum", "sgd"])
-def test_state_dicts_of_model_and_optimizer_continue_with_the_same_bits(name: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("adam", torch.bfloat16), ("momentum", torch.float64), ("sgd", torch.bfloat16), ("nadam", torch.float64),
+    ("momentum", torch.bfloat16), ("rmsprop-all", torch.float64),
+])  # fmt: skip
+def test_state_dicts_of_model_and_optimizer_continue_with_the_same_bits(name: str, dtype: torch.dtype) -> None:
     batches = batches_of(20, 16)
-    model = _half(torch.bfloat16)
+    model = _half(dtype)
     with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), model=model) as optimizer:
         _train(model, optimizer, batches[:10])
         of_model, of_optimizer = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
         _train(model, optimizer, batches[10:])
         expected = _vector(_masters(optimizer))
     for entry in of_optimizer["state"].values():
-        assert {value.dtype for value in entry.values()} == {torch.float32}
-    again = _half(torch.bfloat16)
+        assert {value.dtype for value in entry.values() if value.dim()} == {_master_dtype(dtype)}
+        assert ("master" in entry) == (dtype == torch.bfloat16)
+    again = _half(dtype)
     again.load_state_dict(of_model)
     with fastps.DistributedOptimizer(OPTIMIZERS[name](again.parameters()), model=again) as optimizer:
         optimizer.load_state_dict(of_optimizer)

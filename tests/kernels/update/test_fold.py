@@ -24,6 +24,7 @@ from tests.support.fold_jobs import (
     ROWS,
     SGD_ROWS,
     SITUATIONS,
+    SOME_ROWS,
     Floats,
     Job,
     Pushes,
@@ -37,9 +38,9 @@ from tests.support.fold_jobs import (
 from tests.support.sizes import sample_and_full
 
 
-def each_row(test: Any) -> Any:
-    """Run a test with each row, mode and instruction set; in `make test` with some."""
-    return pytest.mark.sampled(4)(ISAS(MODES(ROWS(test))))
+def each_rule(test: Any) -> Any:
+    """Run a test with two rows of each rule, each mode and instruction set; in `make test` with some."""
+    return pytest.mark.sampled(4)(ISAS(MODES(pytest.mark.parametrize("row", SOME_ROWS, ids=lambda row: row.name)(test))))
 
 
 def test_every_rule_of_the_fold_has_rows() -> None:
@@ -84,7 +85,7 @@ def test_adams_corrected_roots_have_the_bits_of_a_division(isa: str, beta2: floa
     assert np.array_equal(bits(found[0]), bits(expected)) and np.array_equal(bits(found[1]), bits(np.stack(state)))
 
 
-@each_row
+@each_rule
 def test_what_no_push_has_stays_as_it_is(row: Row, mode: int, isa: str) -> None:
     job = make_job(row, 3, "absent_in_all", seed=2)
     weights, state, steps = job.fold(mode, isa)
@@ -96,7 +97,7 @@ def test_what_no_push_has_stays_as_it_is(row: Row, mode: int, isa: str) -> None:
         assert steps[parameter] - job.steps[parameter] == (0 if is_absent else 3 if mode == FOLD_EACH else 1)
 
 
-@each_row
+@each_rule
 def test_fold_leaves_its_inputs_alone(row: Row, mode: int, isa: str) -> None:
     job, same = (make_job(row, 2, "in_all", seed=3) for _ in range(2))
     job.fold(mode, isa)
@@ -104,7 +105,7 @@ def test_fold_leaves_its_inputs_alone(row: Row, mode: int, isa: str) -> None:
     assert all(np.array_equal(push[0], other[0]) for push, other in zip(job.pushes, same.pushes, strict=True))
 
 
-@each_row
+@each_rule
 def test_folding_by_ranges_gives_the_same_bits(row: Row, mode: int, isa: str) -> None:
     job = make_job(row, 3, "own_loss_scales", seed=4)
     n = len(job.weights)
@@ -124,7 +125,7 @@ def adjoining(row: Row, pushes: int, situation: str, seed: int) -> Job:
     return replace(job, segments=list(zip(offsets, lengths, groups, strict=True)), steps=np.array(steps))
 
 
-@each_row
+@each_rule
 def test_segments_that_adjoin_are_folded_as_each_by_itself(row: Row, mode: int, isa: str) -> None:
     random = np.random.default_rng(1)
     for pushes in (1, 3):
@@ -149,7 +150,7 @@ def test_steps_are_written_with_the_first_float_of_their_parameter(mode: int) ->
     assert steps.tolist() == [0, job.fold_by_reference(mode)[2][1]]
 
 
-@each_row
+@each_rule
 def test_a_rate_scale_of_one_may_be_left_out_and_changes_no_bit(row: Row, mode: int, isa: str) -> None:
     job = make_job(row, 3, "own_learning_rates", seed=10)
     without = replace(job, pushes=[push[:4] for push in job.pushes])  # type: ignore[misc]
@@ -208,7 +209,7 @@ def test_the_moving_average_is_the_references_bit_for_bit_and_disturbs_nothing(r
             assert_same_bits((weights, state[:-1], steps), plain.fold(mode, isa), (isa, situation))
 
 
-@each_row
+@each_rule
 def test_the_moving_average_follows_the_formula_of_the_backup_workers_paper(row: Row, mode: int, isa: str) -> None:
     """theta_bar(t) = alpha theta_bar(t - 1) + (1 - alpha) theta(t), Chen et al. 2017, section 1.1."""
     job = with_average(make_job(row, 1, "in_all", seed=12), 0.9)
@@ -277,7 +278,7 @@ def test_a_fold_of_no_pushes_changes_nothing(mode: int, isa: str) -> None:
     assert np.array_equal(bits(expected[1][:, offset : offset + length]), bits(job.state[:, offset : offset + length]))
 
 
-@each_row
+@each_rule
 def test_folding_by_ranges_gives_the_same_average(row: Row, mode: int, isa: str) -> None:
     job = with_average(make_job(row, 3, "own_loss_scales", seed=18), 0.99)
     n = len(job.weights)

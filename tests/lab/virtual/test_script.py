@@ -82,7 +82,7 @@ def simulated(*arguments: str, workers: int = 4, timeout: float = 300, **variabl
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("spec", ["asp", "dssp:3,15", "backup:1", "r2sp:0.8"])
+@pytest.mark.parametrize("spec", ["dssp:3,15", "backup:1"])
 def test_the_built_in_task_has_the_weights_of_train(spec: str, written: Callable[[str], str], tmp_path: Path) -> None:
     """Each worker leaves after its own steps; the weights are equal bit by bit."""
     [row] = simulated(*UNEVEN, "--sync", spec, "--checkpoint", str(tmp_path), written(BUILT_IN), "4", "25")
@@ -108,8 +108,9 @@ def _burn() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("spec", ["asp", "ssp:3", "dssp:3,15", "softsync:2", "backup:1", "psp:3,0.75", "r2sp:0.8"])
+@pytest.mark.parametrize("spec", ["dssp:3,15", "psp:3,0.75"])
 def test_a_run_repeats_bit_by_bit_on_idle_and_on_busy_cores(spec: str, written: Callable[[str], str]) -> None:
+    """test_driver has more disciplines, without a script."""
     arguments = (*UNEVEN, "--sync", spec, written(DROPS_OUT))
     [idle] = simulated(*arguments)
     others = [multiprocessing.Process(target=_burn, daemon=True) for _ in range(3)]

@@ -75,4 +75,4 @@ def test_the_command_plays_devices_and_says_what_it_does_not_know(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_many_seeds_run_without_violations() -> None:
-    assert device_chaos.run(4, 2_000).violations == []
+    assert device_chaos.run(4, 600).violations == [], "40 find every mutant but one, which 140 find"

@@ -20,9 +20,9 @@ def test_no_seed_violates_anything_and_every_kind_of_fault_occurs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("nodes", [2, 3, 5])
+@pytest.mark.parametrize("nodes", [2, 5])
 def test_no_seed_of_many_violates_anything(nodes: int) -> None:
-    assert node_chaos.run(nodes, 5_000, 100_000 * nodes).violations == []
+    assert node_chaos.run(nodes, 2_500, 100_000 * nodes).violations == [], "300 find every mutant"
 
 
 def test_a_seed_plays_the_same_history_again() -> None:
