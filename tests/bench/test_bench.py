@@ -31,18 +31,8 @@ KEYS = {
     "sim": {"name", "size", "backend", "ns_per_op", "events_per_s", "bound_ns"} | SECONDS,
     "step": {"name", "sync", "workers", "parameters", "ratio"} | SECONDS,
     "rows": {"name", "sync", "optimizer", "workers", "parameters", "batch_size", "ratio"} | SECONDS,
-    "readers": {
-        "name",
-        "readers",
-        "workers",
-        "parameters",
-        "updates",
-        "ratio",
-        "ratio_min",
-        "ratio_max",
-        "cpu_ratio",
-        "readers_cpu_seconds",
-    }
+    "readers": {"name", "readers", "workers", "parameters", "updates", "ratio", "ratio_min", "ratio_max", "cpu_ratio"}
+    | {"readers_cpu_seconds"}
     | SECONDS,
     "weight transport": {"name", "parameters", "seconds_from_sight", "ratio", "mixed_looks", "looks"} | SECONDS,
     "collectives": {"name", "kind", "workers", "parameters", "ratio", "ratio_min", "ratio_max"} | SECONDS,

@@ -165,8 +165,6 @@ def on_cuda(faults: Faults) -> Any:
 
 CASES = [
     (on_host, Faults(lost_at=150), "DeviceFailedError", "GPU 0 (gpu 7) to do its work"),
-    pytest.param(on_host, Faults(lost_at=20), "DeviceFailedError", "GPU 0 (gpu 7) to do its work", marks=pytest.mark.slow),
-    pytest.param(on_host, Faults(lost_at=77), "DeviceFailedError", "GPU 0 (gpu 7) to do its work", marks=pytest.mark.slow),
     (on_host, Faults(memory=1000), "DeviceMemoryError", "bytes of memory on GPU 0 (gpu 7), found 1,000 free of 1,000"),
     pytest.param(on_cuda, Faults(lost_at=300), "DeviceFailedError", "GPU 0 (gpu 7) to do its work", marks=pytest.mark.slow),
     pytest.param(on_cuda, Faults(memory=1 << 20), "DeviceMemoryError", "found 1,048,576 free", marks=pytest.mark.slow),
@@ -191,7 +189,7 @@ def test_a_device_that_fails_is_named_by_its_worker_and_by_the_others(make: Any,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost_at", [45, 60, 77])
+@pytest.mark.parametrize("lost_at", [45, 77])
 def test_with_a_server_the_others_go_on_without_a_worker_whose_device_is_lost(lost_at: int) -> None:
     with served.make_store(fastps.SGD(lr=1.0), "asp") as store:
 
@@ -224,7 +222,7 @@ def _lost(lost_at: int) -> list[HostDevice]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost_at", range(52, 100, 3))
+@pytest.mark.parametrize("lost_at", range(52, 100, 9))
 def test_a_server_whose_device_is_lost_is_named_by_every_worker(lost_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the server has queued its last fold: all workers wait for it, and none posts anything."""
     monkeypatch.setattr(served, "partial", lambda *_: partial(_lost, lost_at))

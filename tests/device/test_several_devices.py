@@ -97,20 +97,6 @@ def test_four_devices_have_the_bits_of_the_cpu() -> None:
     assert sum(folds) == 8 * 8 and all(count % 8 == 0 and count for count in folds), "each device folds its own shards"
 
 
-RULES: dict[str, Update] = {
-    "rmsprop": fastps.RMSProp(momentum=0.9, centered=True),
-    "amsgrad": fastps.Adam(lr=0.01, amsgrad=True),
-    "nadam": fastps.NAdam(lr=0.01, weight_decay=0.1, decoupled=True),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(RULES))
-def test_a_rule_with_much_state_has_the_bits_of_the_cpu_on_four_devices(name: str) -> None:
-    found = run(make_store(RULES[name], "bsp", GPUS, shards=8), GPUS, 8)
-    assert_equal(found, on_cpu(RULES[name], "bsp", 4, 8))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["bsp,clip=0.5", "psp:4,1,shards=4"])
 def test_disciplines_that_wait_for_all_have_the_bits_of_the_cpu(sync: str) -> None:

@@ -38,13 +38,30 @@ def _weights(module: Line) -> list[float]:
 # -- training -----------------------------------------------------------------------------------------
 
 
-def test_two_workers_under_bsp_train_like_one_process_with_both_batches(tmp_path: Path) -> None:
-    module = Noted(tmp_path)
-    trainer(tmp_path, max_epochs=3).fit(module, loader(batch=4))
-    both = Line()
-    single(tmp_path, max_epochs=3).fit(both, loader(batch=8))
-    assert _weights(module) == pytest.approx(_weights(both), rel=1e-5), "the main process has the trained weights"
+class _Scheduled(Noted):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}]
+
+
+@pytest.mark.parametrize(("kind", "options", "averages", "steps"), [
+    (Noted, {"max_epochs": 3}, False, 24),
+    (Noted, {"max_epochs": 2, "accumulate_grad_batches": 3}, False, 6),  # in each epoch twice three batches, and the last two
+    (_Scheduled, {}, False, 8),
+    (Noted, {"max_epochs": 4}, True, 32),
+], ids=["plain", "accumulated", "scheduled in each step", "stochastic weight averaging"])  # fmt: skip
+def test_two_workers_under_bsp_train_like_one_process_with_both_batches(
+    kind: type[Noted], options: dict[str, Any], averages: bool, steps: int, tmp_path: Path
+) -> None:
+    def callbacks() -> list[Any]:
+        return [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)] if averages else []
+
+    module, both = kind(tmp_path), kind(tmp_path)
+    trainer(tmp_path, callbacks=callbacks(), **options).fit(module, loader(batch=4))
     found = results(tmp_path)
+    single(tmp_path, callbacks=callbacks(), **options).fit(both, loader(batch=8))
+    assert _weights(module) == pytest.approx(_weights(both), rel=1e-5), "the main process has the trained weights"
+    assert [each["steps"] for each in found] == [steps] * 2
     assert found[0]["weight"] == found[1]["weight"]
 
 
@@ -120,14 +137,6 @@ def test_precision(precision: Any, tmp_path: Path) -> None:
     assert torch.tensor(found[0]["weight"]) == pytest.approx(torch.ones(4), abs=0.2)
 
 
-def test_gradients_accumulate_over_batches(tmp_path: Path) -> None:
-    module, both = Noted(tmp_path), Line()
-    trainer(tmp_path, accumulate_grad_batches=3, max_epochs=2).fit(module, loader(batch=4))
-    single(tmp_path, accumulate_grad_batches=3, max_epochs=2).fit(both, loader(batch=8))
-    assert results(tmp_path)[0]["steps"] == 6, "two steps of three batches, and one of the last two, in each epoch"
-    assert _weights(module) == pytest.approx(_weights(both), rel=1e-5)
-
-
 @pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.01), ("value", 0.002)])
 def test_gradients_of_each_worker_are_clipped_before_they_are_pushed(algorithm: str, value: float, tmp_path: Path) -> None:
     module = Noted(tmp_path, learning_rate=1.0)
@@ -139,21 +148,6 @@ def test_gradients_of_each_worker_are_clipped_before_they_are_pushed(algorithm: 
         assert shares.round().tolist() == pytest.approx(shares.tolist(), abs=1e-3) and 1.0 in shares.round().tolist()
     else:
         assert 0.5 * value < float(moved.norm()) <= value * 1.001, "the mean of two gradients of this norm"
-
-
-def test_schedulers_of_torch_set_the_learning_rate_of_every_push(tmp_path: Path) -> None:
-    class Scheduled(Noted):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
-            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}]
-
-    class Alone(Line):
-        configure_optimizers = Scheduled.configure_optimizers
-
-    module, both = Scheduled(tmp_path), Alone()
-    trainer(tmp_path).fit(module, loader(batch=4))
-    single(tmp_path).fit(both, loader(batch=8))
-    assert _weights(module) == pytest.approx(_weights(both), rel=1e-5)
 
 
 def test_manual_optimization_of_two_optimizers_is_two_jobs(tmp_path: Path) -> None:
@@ -371,14 +365,6 @@ def test_averaged_weights_are_validated_and_kept_and_training_goes_on_with_its_o
     assert found[0]["weight"] == found[0]["note"][-1], "the average, which the last validation saw"
     assert found[0]["weight"] != _weights(plain)
     assert found[0]["weight"] == pytest.approx(_weights(plain), abs=0.1)
-
-
-def test_stochastic_weight_averaging_ends_with_the_average(tmp_path: Path) -> None:
-    module, both = Noted(tmp_path), Line()
-    averaging = [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1) for _ in range(2)]
-    trainer(tmp_path, callbacks=[averaging[0]], max_epochs=4).fit(module, loader(batch=4))
-    single(tmp_path, callbacks=[averaging[1]], max_epochs=4).fit(both, loader(batch=8))
-    assert _weights(module) == pytest.approx(_weights(both), rel=1e-5)
 
 
 def test_learning_rate_finder_trains_before_and_the_fit_begins_with_the_first_weights(tmp_path: Path) -> None:

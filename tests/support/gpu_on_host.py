@@ -91,6 +91,7 @@ if __name__ == "__main__":
     else:
         gpu_check.WORKER = (*HERE, "worker")  # type: ignore[assignment]
         gpu_check.CASES = gpu_check.CASES[1:2]  # the others run the same code with other rules and disciplines
+        gpu_check.faults = lambda device, gpus: gpu_check.check_going_on(device, "device", gpus)  # not on one GPU, too
         gpu.gpu_findings = findings
         step_cuda.gpus = lambda: 1  # fewer than workers, so that NCCL is not asked
         step_cuda.FastpsCuda = StepOfFastps  # type: ignore[misc]

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterable
 
 import pytest
@@ -58,95 +57,41 @@ class Branches(torch.nn.Module):
         return self.top(self.between(torch.cat([below, *looked_up], 1))).sum()
 
 
-def wrapped(model):
-    return fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-
-
-def train(model, optimizer, steps=2):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(8, 13)).backward()
-        optimizer.step()
-
-
 def fail(error):
     raise error
 
 
-model = Branches()
-exec(cases[name], globals())
+model, (before, first, last) = Branches(), cases[name]
+exec(before)
+optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+for each in (first, "", last):
+    exec(each)
+    optimizer.zero_grad()
+    model(torch.ones(8, 13)).backward()
+    optimizer.step()
 """
 
+USES_THE_MODEL = "atexit.register(lambda: model(torch.ones(8, 13)).backward())"
+HOLDS_A_GRAPH = """
+held, begun = threading.local(), threading.Event()
+def hold():
+    held.loss = model(torch.ones(8, 13))
+    begun.set()
+    threading.Event().wait()
+threading.Thread(target=hold, daemon=True).start()
+begun.wait()
+"""
+HOOK = "model.tables[3].weight.register_hook(lambda gradient: {})"
+RAISING_BACKWARD = "model.tables[3].register_forward_hook(lambda module, arguments, result: Raising.apply(result))"
+# The exit code, and what is done before the optimizer is made, before the first step, and before the last.
 CASES = {
-    "raising hook": (
-        1,
-        """
-        optimizer = wrapped(model)
-        train(model, optimizer)
-        model.tables[3].weight.register_hook(lambda gradient: fail(RuntimeError("a hook that raises")))
-        train(model, optimizer)
-        """,
-    ),
-    "raising forward": (
-        1,
-        """
-        optimizer = wrapped(model)
-        train(model, optimizer)
-        model.between = lambda features: fail(RuntimeError("a forward that raises"))
-        train(model, optimizer)
-        """,
-    ),
-    "raising backward": (
-        1,
-        """
-        optimizer = wrapped(model)
-        train(model, optimizer)
-        model.tables[3].register_forward_hook(lambda module, arguments, result: Raising.apply(result))
-        train(model, optimizer)
-        """,
-    ),
-    "sparse gradient in the first backward": (
-        1,
-        """
-        optimizer = wrapped(model)
-        for table in model.tables:
-            table.sparse = True
-        train(model, optimizer)
-        """,
-    ),
-    "os._exit": (
-        7,
-        """
-        optimizer = wrapped(model)
-        train(model, optimizer)
-        model.tables[3].weight.register_hook(lambda gradient: os._exit(7))
-        train(model, optimizer)
-        """,
-    ),
-    "daemon thread that holds a graph": (
-        0,
-        """
-        optimizer = wrapped(model)
-        train(model, optimizer)
-        held = threading.local()
-        begun = threading.Event()
-        def hold():
-            held.loss = model(torch.ones(8, 13))
-            begun.set()
-            threading.Event().wait()
-        threading.Thread(target=hold, daemon=True).start()
-        begun.wait()
-        """,
-    ),
-    "atexit that uses the model": (
-        0,
-        """
-        atexit.register(lambda: model(torch.ones(8, 13)).backward())
-        optimizer = wrapped(model)
-        train(model, optimizer)
-        atexit.register(lambda: model(torch.ones(8, 13)).backward())
-        """,
-    ),
+    "raising hook": (1, "", "", HOOK.format("fail(RuntimeError())")),
+    "raising forward": (1, "", "", "model.between = lambda features: fail(RuntimeError())"),
+    "raising backward": (1, "", "", RAISING_BACKWARD),
+    "sparse gradient in the first backward": (1, "", "for table in model.tables: table.sparse = True", ""),
+    "os._exit": (7, "", "", HOOK.format("os._exit(7)")),
+    "daemon thread that holds a graph": (0, "", "", HOLDS_A_GRAPH),
+    "atexit that uses the model": (0, USES_THE_MODEL, "", USES_THE_MODEL),
 }
 
 
@@ -154,7 +99,7 @@ SAMPLE = ("raising hook", "os._exit")
 
 
 def _exit_codes(loops: str, repeats: int, names: Iterable[str] = tuple(CASES)) -> dict[str, list[int]]:
-    cases = {name: textwrap.dedent(CASES[name][1]) for name in names}
+    cases = {name: CASES[name][1:] for name in names}
     ended = subprocess.run(
         [sys.executable, "-c", _PROGRAM, json.dumps(cases), str(repeats)],
         env={**os.environ, "FASTPS_TENSOR_LOOPS": loops, "OMP_NUM_THREADS": "1"},
@@ -175,4 +120,4 @@ def test_process_ends_with_the_exit_code_of_plain_torch() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("loops", ["auto", "attributes"])
 def test_process_ends_so_ten_times_in_ten(loops: str) -> None:
-    assert _exit_codes(loops, 10) == {name: [code] * 10 for name, (code, _) in CASES.items()}
+    assert _exit_codes(loops, 10) == {name: [code] * 10 for name, (code, *_) in CASES.items()}

@@ -504,33 +504,6 @@ def test_a_write_into_halves_is_refused_also_before_the_first_step() -> None:
             optimizer.step()
 
 
-def test_passes_in_double_precision_over_float32_weights_have_the_bits_of_torch() -> None:
-    """What a user does whose passes need more digits than the weights, as the page on scripts shows."""
-
-    def trained(wrap: Callable[..., Any]) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
-        x = torch.randn(64, 4, dtype=torch.float64)
-        for _ in range(30):
-            optimizer.zero_grad()
-            doubles = {name: weight.double() for name, weight in model.named_parameters()}
-            output = torch.func.functional_call(model, doubles, (x,))
-            assert output.dtype == torch.float64
-            torch.nn.functional.mse_loss(output, x.sum(1, keepdim=True)).backward()
-            optimizer.step()
-        if wrap is not plain:
-            optimizer.close()
-        return [weight.detach().clone() for weight in model.parameters()]
-
-    def plain(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Any:
-        return optimizer
-
-    ours = trained(lambda optimizer, model: fastps.DistributedOptimizer(optimizer, model=model))
-    for own, theirs in zip(ours, trained(plain), strict=True):
-        assert own.dtype == torch.float32 and torch.equal(own, theirs)
-
-
 def test_both_halves_in_one_model_are_refused() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16)]
     with pytest.raises(fastps.UnsupportedError, match="expected parameters of one half precision beside float32"):

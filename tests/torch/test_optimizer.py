@@ -186,25 +186,58 @@ def _both(run: Callable[[torch.nn.Module, Any], None], sync: str = "bsp") -> Non
     assert relative_difference(model, plain) == 0.0
 
 
-def test_schedulers_work_on_the_wrapped_optimizer() -> None:
-    def run(model: torch.nn.Module, optimizer: Any) -> None:
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=20)
-        for batch in batches_of(20, BATCH):
-            train_on(model, optimizer, [batch])
-            scheduler.step()
+def _scheduled(model: torch.nn.Module, optimizer: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=20)
+    for batch in batches_of(20, BATCH):
+        train_on(model, optimizer, [batch])
+        scheduler.step()
 
-    _both(run)
+
+def _accumulated_over_backwards(model: torch.nn.Module, optimizer: Any) -> None:
+    for first, second in zip(batches_of(10, BATCH), batches_of(10, BATCH, seed=2), strict=True):
+        optimizer.zero_grad()
+        for inputs, labels in (first, second):
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
+def _zeroed_in_either_way(model: torch.nn.Module, optimizer: Any) -> None:
+    for index, (inputs, labels) in enumerate(batches_of(9, BATCH)):
+        (optimizer if index % 2 else model).zero_grad(set_to_none=index % 3 == 0)
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
+def _clipped(model: torch.nn.Module, optimizer: Any) -> None:
+    for inputs, labels in batches_of(10, BATCH):
+        optimizer.zero_grad()
+        (10 * torch.nn.functional.cross_entropy(model(inputs), labels)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+
+def _without_one_gradient(model: torch.nn.Module, optimizer: Any) -> None:
+    for index, (inputs, labels) in enumerate(batches_of(6, BATCH)):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        if index % 2:
+            next(model.parameters()).grad = None
+        optimizer.step()
+
+
+def _set_by_hand(model: torch.nn.Module, optimizer: Any) -> None:
+    for index in range(5):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.1 * index)
+        optimizer.step()
+
+
+_WAYS = [_scheduled, _accumulated_over_backwards, _zeroed_in_either_way, _clipped, _without_one_gradient, _set_by_hand]
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
-def test_gradients_accumulate_over_backwards(sync: str) -> None:
-    def run(model: torch.nn.Module, optimizer: Any) -> None:
-        for first, second in zip(batches_of(10, BATCH), batches_of(10, BATCH, seed=2), strict=True):
-            optimizer.zero_grad()
-            for inputs, labels in (first, second):
-                torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-            optimizer.step()
-
+@pytest.mark.parametrize("run", _WAYS)
+def test_gradients_of_every_kind_move_the_weights_as_in_torch(run: Callable[[torch.nn.Module, Any], None], sync: str) -> None:
     _both(run, sync)
 
 
@@ -212,28 +245,6 @@ def test_gradients_that_are_never_zeroed_accumulate_over_steps_under_bsp() -> No
     def run(model: torch.nn.Module, optimizer: Any) -> None:
         for inputs, labels in batches_of(5, BATCH):
             torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-            optimizer.step()
-
-    _both(run)
-
-
-def test_zero_grad_to_zeros_and_the_models_own_zero_grad() -> None:
-    def run(model: torch.nn.Module, optimizer: Any) -> None:
-        for index, (inputs, labels) in enumerate(batches_of(9, BATCH)):
-            (optimizer if index % 2 else model).zero_grad(set_to_none=index % 3 == 0)
-            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-            optimizer.step()
-
-    _both(run)
-    _both(run, "asp")
-
-
-def test_clipping_before_the_step() -> None:
-    def run(model: torch.nn.Module, optimizer: Any) -> None:
-        for inputs, labels in batches_of(10, BATCH):
-            optimizer.zero_grad()
-            (10 * torch.nn.functional.cross_entropy(model(inputs), labels)).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
 
     _both(run)
@@ -258,28 +269,6 @@ def test_a_closure_is_evaluated_and_its_loss_returned() -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_parameter_without_gradient_is_left_alone() -> None:
-    def run(model: torch.nn.Module, optimizer: Any) -> None:
-        for index, (inputs, labels) in enumerate(batches_of(6, BATCH)):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-            if index % 2:
-                next(model.parameters()).grad = None
-            optimizer.step()
-
-    _both(run)
-
-
-def test_gradients_set_by_hand_are_pushed() -> None:
-    def run(model: torch.nn.Module, optimizer: Any) -> None:
-        for index in range(5):
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, 0.1 * index)
-            optimizer.step()
-
-    _both(run)
-
-
 def test_param_groups_keep_their_own_hyper_parameters() -> None:
     def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
         first, *rest = model.parameters()
@@ -291,41 +280,6 @@ def test_param_groups_keep_their_own_hyper_parameters() -> None:
     with fastps.DistributedOptimizer(torch.optim.SGD(groups(model), lr=0.1, momentum=0.9)) as optimizer:
         train_on(model, optimizer, batches)
     assert relative_difference(model, plain) == 0.0
-
-
-def test_a_grad_scaler_unscales_and_skips() -> None:
-    model = new_model()
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        plain = new_model()
-        plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-        for inputs, labels in batches_of(5, BATCH):
-            optimizer.zero_grad()
-            scaler.scale(torch.nn.functional.cross_entropy(model(inputs), labels)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            train_on(plain, plain_optimizer, [(inputs, labels)])
-        assert relative_difference(model, plain) < 1e-6
-        before = torch.nn.utils.parameters_to_vector(model.parameters()).clone()
-        inputs, labels = batches_of(1, BATCH)[0]
-        scaler.scale(torch.nn.functional.cross_entropy(model(inputs * float("inf")), labels)).backward()
-        version = optimizer.version
-        scaler.step(optimizer)
-        scaler.update()
-        assert optimizer.version == version + 1, "a skipped step counts, so that nobody waits for it"
-        assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), before)
-
-
-def test_batch_norm_buffers_are_averaged_by_moments() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model) as optimizer:
-        model(torch.randn(8, 4))
-        norm = model[1]
-        expected = (norm.running_mean.clone(), norm.running_var.clone(), norm.num_batches_tracked.clone())
-        optimizer.average_buffers()
-        assert torch.allclose(norm.running_mean, expected[0])
-        assert torch.allclose(norm.running_var, expected[1])
-        assert norm.num_batches_tracked == expected[2] == 1
 
 
 # -- refused by name -------------------------------------------------------------------------------

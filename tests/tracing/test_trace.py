@@ -28,18 +28,8 @@ from fastps.tracing.parts import CHUNK_LINES, Part, folder_of, folders_of, load,
 from tests.support import commands, processes
 
 SPECS = [
-    "bsp",
-    "asp",
-    "asp,combine=true",
-    "ssp:1",
-    "dssp:1,4",
-    "backup:1",
-    "psp:2,0.5",
-    "softsync:2",
-    "adv:1",
-    "adv*:1",
-    "r2sp:0.8",
-]
+    "bsp", "asp", "asp,combine=true", "ssp:1", "dssp:1,4", "backup:1", "psp:2,0.5", "softsync:2", "adv:1", "adv*:1", "r2sp:0.8",
+]  # fmt: skip
 
 
 def _weights() -> dict[str, Any]:
@@ -444,9 +434,7 @@ def test_a_run_whose_worker_is_killed_leaves_a_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["trace", "advise"])
-def test_help_has_examples_and_what_is_no_trace_is_one_sentence(command: str, tmp_path: Path) -> None:
-    outcome = commands.fastps(command, "--help")
-    assert "Examples" in outcome.stdout and f"fastps {command}" in outcome.stdout
+def test_what_is_no_trace_is_one_sentence(command: str, tmp_path: Path) -> None:
     (tmp_path / "none").write_text("nothing")
     refused = commands.fastps(command, str(tmp_path / "none"))
     assert refused.returncode == 1

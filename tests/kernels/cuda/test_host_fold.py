@@ -7,6 +7,7 @@ sm_80 and sm_90; nothing here needs a GPU.
 import contextlib
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,14 @@ def aligned(values: Any) -> Any:
     return copy
 
 
+def launch_on_host(kernel: str, what: launch_args.Launch) -> None:
+    host_fold.launch(kernel, what.argument, what.blocks)
+
+
 def fold_on_device(
-    job: Job, mode: int, dtype: str, nonfinite: Any = None, halves: Any = None, shown: str = "float16"
-) -> tuple[Result, list[Any]]:
+    job: Job, mode: int, dtype: str, nonfinite: Any = None, halves: Any = None, shown: str = "float16", *,
+    launch: Callable[[str, launch_args.Launch], None] = launch_on_host,
+) -> tuple[Result, list[Any]]:  # fmt: skip
     """The job's result by the kernel, and the gradients that it read, in float32.
 
     The kernel sets `nonfinite` (int32[1]), and writes `halves` (uint16[weights]) in the type `shown`.
@@ -92,17 +98,18 @@ def fold_on_device(
     launches, steps = launch_args.make_launches(
         shape, mode, pushes, job.steps, buffers, tiles.ctypes.data, factors=(job.scale, job.rate_scale), nonfinite=flag
     )
-    for launch in launches:
-        host_fold.launch(launch_args.fold_kernel(job.row.rule, dtype), launch.argument, launch.blocks)
+    for each in launches:
+        launch(launch_args.fold_kernel(job.row.rule, dtype), each)
     return (weights_out, state_out, steps), [widened(gradient, dtype) for gradient in gradients]
 
 
-def fold_by_reference(job: Job, mode: int, gradients: list[Any]) -> Result:
+def fold_by_reference(job: Job, mode: int, gradients: list[Any], fold: Callable[..., Any] = reference.fold) -> Result:
     pushes = [(gradient, *push[1:]) for gradient, push in zip(gradients, job.pushes, strict=True)]
     options: dict[str, Any] = {"scale": job.scale, "rate_scale": job.rate_scale}
     if job.ema_decay is not None:
         options |= {"ema_plane": len(job.state) - 1, "ema_decay": job.ema_decay}
-    return reference.fold(job.row.rule, mode, job.segments, pushes, job.weights, job.state, job.steps, **options)
+    found: Result = fold(job.row.rule, mode, job.segments, pushes, job.weights, job.state, job.steps, **options)
+    return found
 
 
 def assert_is_the_references(job: Job, mode: int, dtype: str, context: object = None) -> None:

@@ -23,9 +23,9 @@ def test_no_kernel_spills_and_three_blocks_share_a_multiprocessor(architecture: 
 
 
 @NEEDS_NVCC
-@pytest.mark.parametrize("architecture", ["compute_80", "compute_90", "compute_100"])
-def test_every_kernel_moves_16_bytes_at_a_time_and_uses_no_atomic(architecture: str) -> None:
-    found = machine_code.instructions(architecture)
+def test_every_kernel_moves_16_bytes_at_a_time_and_uses_no_atomic() -> None:
+    """In PTX, which is the same for every architecture; machine code is not."""
+    found = machine_code.instructions("compute_90")
     assert sorted(found) == sorted(kernel_names())
     for name, made in found.items():
         if name.startswith(("fps_check", "fps_copy")):

@@ -1,80 +1,53 @@
 """A user's rule in the fold's kernels: the text has the bits of Numba's code, and a CUDA compiler takes it without a spill."""
 
+import itertools
 import shutil
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fastps.kernels.cuda import launch_args, machine_code, runtime, users_rule
 from fastps.kernels.update import fold
 from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM
-from tests.kernels.cuda.test_host_fold import aligned, narrowed, widened
+from tests.kernels.cuda.test_host_fold import aligned, fold_by_reference, fold_on_device
 from tests.support import twins
+from tests.support.fold_jobs import Job, Pushes, Row, bits
 
 NEEDS_CC = pytest.mark.skipif(twins.COMPILER is None, reason="a C compiler is not installed")
 NEEDS_NVCC = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-EACH_RULE = pytest.mark.parametrize("name", list(twins.RULES))
 SEGMENTS = [(0, 1, 0), (16, 4099, 0), (4128, 37, 0)]
 SIZE = 4176
-
-
-def bits(values: Any) -> Any:
-    return np.ascontiguousarray(values, np.float32).view(np.uint32)
 
 
 def differ(update: Any, launch: Any, mode: int, dtype: str, ema_decay: float, shown: str) -> list[str]:
     """Fold three pushes, one without a gradient for a parameter, with the kernel and on the CPU; the names of what differs."""
     random, planes = np.random.default_rng(3), len(update.rule.planes)
     weights, state = random.standard_normal(SIZE), random.standard_normal((planes + (ema_decay > 0), SIZE)) ** 2
-    weights, state = aligned(weights.astype(np.float32)), aligned(state.astype(np.float32))
-    steps = np.array([0, 5, 2], np.int64)
-    raw = [aligned(narrowed(random.standard_normal(SIZE).astype(np.float32), dtype)) for _ in range(3)]
-    present = [[True] * 3, [True, False, True], [True] * 3]
-    hyper, scales = tuple(update.hyper), (1.0, 0.3, 1.0)
-    made = [
-        launch_args.DevicePush(gradient.ctypes.data, [hyper], np.array(those), scale, 1.0)
-        for gradient, those, scale in zip(raw, present, scales, strict=True)
+    row = Row("own", update.rule.number, tuple(update.hyper), torch.optim.SGD, {})
+    pushes: Pushes = [
+        (random.standard_normal(SIZE).astype(np.float32), [row.hyper], present, scale, 1.0)
+        for present, scale in (([True] * 3, 1.0), ([True, False, True], 0.3), ([True] * 3, 1.0))
     ]
-    outputs = [aligned(np.zeros_like(each)) for each in (weights, state)]
+    job = Job(
+        row, SEGMENTS, pushes, weights.astype(np.float32), state.astype(np.float32), np.array([0, 5, 2], np.int64),
+        scale=1 / 3, rate_scale=0.7, ema_decay=ema_decay or None,
+    )  # fmt: skip
     halves, flag = aligned(np.zeros(SIZE, np.uint16)), np.zeros(1, np.int32)
-    addresses = [each.ctypes.data for each in (weights, outputs[0], state, outputs[1])]
-    shape = launch_args.Shape(update.rule.number, len(state), ema_decay, tuple(SEGMENTS), shown)
-    buffers = launch_args.Buffers(*addresses, SIZE, halves.ctypes.data)
-    tiles = aligned(launch_args.tiles_of(shape))
-    launches, counted = launch_args.make_launches(
-        shape, mode, made, steps, buffers, tiles.ctypes.data, factors=(1 / 3, 0.7), nonfinite=flag.ctypes.data
-    )
-    for each in launches:
-        launch(launch_args.fold_kernel(update.rule.number, dtype), each)
-    pushes = [
-        (widened(gradient, dtype), [hyper], those, scale, 1.0)
-        for gradient, those, scale in zip(raw, present, scales, strict=True)
-    ]
-    average = {"ema_plane": len(state) - 1, "ema_decay": ema_decay} if ema_decay else {}
-    expected = fold.fold(
-        update.rule.number,
-        mode,
-        SEGMENTS,
-        pushes,
-        weights,
-        state,
-        steps,
-        scale=1 / 3,
-        rate_scale=0.7,
-        user_rule=update.rule.address,
-        **average,
-    )
+    found, gradients = fold_on_device(job, mode, dtype, flag, halves, shown, launch=launch)
+    assert flag[0] == 0
+    expected = fold_by_reference(job, mode, gradients, partial(fold.fold, user_rule=update.rule.address))
     shown_bits = np.zeros(SIZE, np.uint16)
     fold.narrow(expected[0], shown_bits, launch_args.DTYPES[shown])
-    assert flag[0] == 0
-    found = []
+    differing = []
     for offset, length, _ in SEGMENTS:
         span = slice(offset, offset + length)
-        found += ["weights"] * (not np.array_equal(bits(outputs[0][span]), bits(expected[0][span])))
-        found += ["state"] * (not np.array_equal(bits(outputs[1][:, span]), bits(expected[1][:, span])))
-        found += ["halves"] * (not np.array_equal(halves[span], shown_bits[span]))
-    return found + ["steps"] * (not np.array_equal(counted, expected[2]))
+        differing += ["weights"] * (not np.array_equal(bits(found[0][span]), bits(expected[0][span])))
+        differing += ["state"] * (not np.array_equal(bits(found[1][:, span]), bits(expected[1][:, span])))
+        differing += ["halves"] * (not np.array_equal(halves[span], shown_bits[span]))
+    return differing + ["steps"] * (not np.array_equal(found[2], expected[2]))
 
 
 @NEEDS_CC
@@ -102,8 +75,7 @@ def test_another_text_has_other_bits() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @NEEDS_NVCC
-@pytest.mark.parametrize("architecture", ["80", "90", "100"])
-@EACH_RULE
+@pytest.mark.parametrize(("name", "architecture"), list(zip(twins.RULES, itertools.cycle(["80", "90", "100"]))))
 def test_a_cuda_compiler_takes_a_rule_without_spills_and_moves_16_bytes_at_a_time(name: str, architecture: str) -> None:
     text = twins.RULES[name]().rule.device_text()  # type: ignore[attr-defined]
     found = machine_code.resources(f"sm_{architecture}", text)

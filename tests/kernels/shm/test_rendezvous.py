@@ -22,7 +22,7 @@ from tests.support import descriptors, processes
 ABI = 7
 HASH = bytes(range(32))
 OTHER_HASH = bytes(reversed(range(32)))
-AT_ONCE_S = 0.5  # far above what an answer takes, far below the second that a bad client may hold the thread
+AT_ONCE_S = 0.9  # below the second that a bad client may hold the thread; what an answer takes is what the machine has left
 
 
 @pytest.fixture

@@ -209,17 +209,6 @@ def test_the_moving_average_is_the_references_bit_for_bit_and_disturbs_nothing(r
             assert_same_bits((weights, state[:-1], steps), plain.fold(mode, isa), (isa, situation))
 
 
-@each_rule
-def test_the_moving_average_follows_the_formula_of_the_backup_workers_paper(row: Row, mode: int, isa: str) -> None:
-    """theta_bar(t) = alpha theta_bar(t - 1) + (1 - alpha) theta(t), Chen et al. 2017, section 1.1."""
-    job = with_average(make_job(row, 1, "in_all", seed=12), 0.9)
-    weights, state, _ = job.fold(mode, isa)
-    expected = 0.9 * job.state[-1].astype(np.float64) + 0.1 * weights
-    for offset, length, _ in job.segments:
-        span = slice(offset, offset + length)
-        np.testing.assert_allclose(state[-1][span], expected[span], rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("decay", [0.999, 0.3])
 def test_the_moving_average_has_the_bits_of_torch_lerp(decay: float) -> None:
     job = with_average(make_job(SGD_ROWS[3], 1, "in_all", seed=13, lengths=[3000]), decay)
@@ -276,14 +265,6 @@ def test_a_fold_of_no_pushes_changes_nothing(mode: int, isa: str) -> None:
     assert_same_bits(job.fold(mode, isa), expected, isa)
     offset, length, _ = job.segments[-1]
     assert np.array_equal(bits(expected[1][:, offset : offset + length]), bits(job.state[:, offset : offset + length]))
-
-
-@each_rule
-def test_folding_by_ranges_gives_the_same_average(row: Row, mode: int, isa: str) -> None:
-    job = with_average(make_job(row, 3, "own_loss_scales", seed=18), 0.99)
-    n = len(job.weights)
-    ranges = [(0, 777), (777, 2000), (2000, n)]
-    assert_same_bits(job.fold(mode, isa, ranges), job.fold(mode, isa), ranges)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -33,29 +33,12 @@ Arrays = dict[str, np.ndarray]
 WORKERS, STEPS, SAMPLES = 3, 12, 16
 FIRST = {name: np.linspace(-1, 1, 5, dtype=np.float32) + index for index, name in enumerate("abcd")}
 DISCIPLINES = (
-    "bsp",
-    "asp",
-    "ssp:3",
-    "dssp:3,15",
-    "softsync:2",
-    "backup:1",
-    "psp:2,0.75",
-    "psp:3,0.75,push_timeout=0.01",
-    "r2sp:0.8",
-    "hardsync:64",
-    "adv:1,groups=2",
-    "ssp:1,shards=2",
-    "asp,combine=true",
-    "dssp:1,4,shards=2,combine=true",
-)
+    "bsp", "asp", "ssp:3", "dssp:3,15", "softsync:2", "backup:1", "psp:2,0.75", "psp:3,0.75,push_timeout=0.01", "r2sp:0.8",
+    "hardsync:64", "adv:1,groups=2", "ssp:1,shards=2", "asp,combine=true", "dssp:1,4,shards=2,combine=true",
+)  # fmt: skip
 NETWORKS: dict[str, dict[str, Any]] = {
     "instant": {},
-    "late": {
-        "model_bytes": 1e6,
-        "bandwidth": 1e8,
-        "latency_ns": 500_000,
-        "late_pulls": (0.2, 60_000_000),
-    },
+    "late": {"model_bytes": 1e6, "bandwidth": 1e8, "latency_ns": 500_000, "late_pulls": (0.2, 60_000_000)},
     "late pushes": {"late_pushes": (0.1, 30_000_000)},
     "busy": {"service_ns": 2_000_000, "update_ns": 15_000_000},
 }

@@ -160,23 +160,10 @@ def replayed(
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "bsp",
-        "asp",
-        "ssp:1",
-        "dssp:1,4",
-        "softsync:2",
-        "backup:1",
-        "psp:2,0.75,push_timeout=0.003",
-        "r2sp:0.8",
-        "hardsync:64",
-        "ssp:1,shards=2",
-        "asp,combine=true",
-        "dssp:1,4,shards=2,combine=true",
-    ],
-)
+@pytest.mark.parametrize("spec", [
+    "bsp", "asp", "ssp:1", "dssp:1,4", "softsync:2", "backup:1", "psp:2,0.75,push_timeout=0.003", "r2sp:0.8", "hardsync:64",
+    "ssp:1,shards=2", "asp,combine=true", "dssp:1,4,shards=2,combine=true",
+])  # fmt: skip
 def test_the_weights_of_a_replay_are_those_of_the_recorded_run(
     spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
