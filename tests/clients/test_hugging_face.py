@@ -1,4 +1,4 @@
-"""Accelerate and the Trainer of transformers: alone, and as the workers of one job."""
+"""Accelerate and the Trainer of transformers, as the workers of one job."""
 
 from pathlib import Path
 
@@ -77,14 +77,12 @@ open(f"result-{fastps.rank()}.json", "w").write(json.dumps(result))
 """
 
 
-@pytest.mark.parametrize(
-    ("program", "workers"), [(ACCELERATED, 2), (TRAINED, 0), (TRAINED, 2)], ids=["accelerate", "alone", "trainer"]
-)
-def test_program_learns_what_the_plain_one_learns(program: str, workers: int, tmp_path: Path) -> None:
-    ended = programs.run(program, tmp_path, workers=workers)
+@pytest.mark.parametrize("program", [ACCELERATED, TRAINED], ids=["accelerate", "trainer"])
+def test_program_learns_what_the_plain_one_learns(program: str, tmp_path: Path) -> None:
+    ended = programs.run(program, tmp_path, workers=2)
     assert ended.returncode == 0, ended.stderr
     found = programs.results(tmp_path)
-    assert len(found) == max(1, workers)
+    assert len(found) == 2
     assert found[0]["accuracy"] >= digits.least_accuracy()
     assert found[0]["version"] == sum(each["steps"] for each in found), "every push of every worker is an update, once"
 

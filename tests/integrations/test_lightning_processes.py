@@ -61,15 +61,8 @@ def _run(folder: Path, *command: str) -> Any:
 
 
 def _start(folder: Path, text: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, str(_program(folder, text))],
-        cwd=folder,
-        env=_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    return subprocess.Popen([sys.executable, str(_program(folder, text))], cwd=folder, env=_environment(), **options)
 
 
 def _pids(folder: Path, workers: int = 2) -> list[int]:

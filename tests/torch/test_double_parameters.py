@@ -80,40 +80,6 @@ def test_nadam_equals_torch_also_where_double_is_the_default_type() -> None:
     assert found.dtype == torch.float64
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("sync", ["asp", "asp,shards=2", "ssp:2", "softsync:1", "asp,combine=true", "psp:1,0.75,shards=3"])
-def test_one_worker_is_torch_under_every_kind_of_discipline(sync: str) -> None:
-    plain, model, batches = _double(), _double(), _batches(30)
-    _train(plain, OPTIMIZERS["momentum"](plain.parameters()), batches)
-    with fastps.DistributedOptimizer(OPTIMIZERS["momentum"](model.parameters()), sync, model=model) as optimizer:
-        _train(model, optimizer, batches)
-    assert relative_difference(model, plain) < 1e-12
-
-
-def test_the_average_of_the_weights_is_in_double() -> None:
-    model = _double()
-    expected = _vector(model)
-    with fastps.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), "asp,ema=0.5", model=model) as optimizer:
-        for batch in _batches(10):
-            _train(model, optimizer, [batch])
-            expected = 0.5 * expected + 0.5 * _vector(model)
-        with optimizer.averaged_weights():
-            assert float((_vector(model) - expected).abs().max()) < 1e-14
-
-
-def test_clipping_by_the_policy_is_torchs_in_double() -> None:
-    plain, model, batches = _double(), _double(), _batches(30)
-    inner = OPTIMIZERS["sgd"](plain.parameters())
-    for inputs, labels in batches:
-        inner.zero_grad()
-        torch.nn.functional.cross_entropy(plain(inputs), labels).backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-        inner.step()
-    with fastps.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), "bsp,clip=0.01", model=model) as optimizer:
-        _train(model, optimizer, batches)
-    assert relative_difference(model, plain) < 1e-12
-
-
 def test_a_gradient_beyond_float32_is_finite_and_an_infinite_one_is_rejected() -> None:
     weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
     with fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), "asp", nonfinite="reject") as optimizer:

@@ -184,16 +184,18 @@ def test_two_workers_equal_one_process_with_the_gradients_of_both(make: Callable
 
 
 @pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bfloat16", "float64"])
 @pytest.mark.parametrize(
     "sync", ["asp", "asp,shards=2", "ssp:2", "asp,ema=0.9", "softsync:1", "asp,combine=true", "psp:1,0.75,shards=3"]
 )
-def test_the_model_shows_the_halves_of_its_version_under_every_kind_of_discipline(sync: str) -> None:
-    model = _half(torch.bfloat16)
-    with fastps.DistributedOptimizer(ADAM(model.parameters()), sync=sync, model=model) as optimizer:
-        for batch in batches_of(12, 16):
+def test_under_every_kind_of_discipline_masters_have_torchs_bits_and_are_shown(sync: str, dtype: torch.dtype) -> None:
+    model, batches = _half(dtype), batches_of(12, 16)
+    with fastps.DistributedOptimizer(OPTIMIZERS["momentum"](model.parameters()), sync=sync, model=model) as optimizer:
+        for batch in batches:
             _train(model, optimizer, [batch])
             assert _shows_its_masters(model, optimizer)
-        assert optimizer.version == 12
+        found = _vector(_masters(optimizer))
+    assert torch.equal(found, _vector(_reference(_half(dtype), OPTIMIZERS["momentum"], [[batch] for batch in batches])))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -4,8 +4,6 @@ import copy
 import faulthandler
 import os
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -150,32 +148,3 @@ def test_a_reader_is_no_worker() -> None:
             _step(model, optimizer)
         assert len(optimizer.statistics()) == 1
         assert reader.newest == 50
-
-
-@pytest.mark.slow
-def test_the_evaluator_of_the_how_to_page_runs_beside_a_job() -> None:
-    """The job is a process of its own, as is usual."""
-    code = (
-        "import sys, time, torch, fastps\n"
-        "torch.manual_seed(0); model = torch.nn.Linear(8, 2)\n"
-        "with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model, job=sys.argv[1]) as opt:\n"
-        "    print('ready', flush=True)\n"
-        "    for _ in range(60):\n"
-        "        opt.zero_grad(); model(torch.ones(4, 8)).square().sum().backward(); opt.step(); time.sleep(0.01)\n"
-    )
-    job = f"evaluated-{os.getpid()}"
-    losses: dict[int, float] = {}
-    with subprocess.Popen([sys.executable, "-c", code, job], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        model = torch.nn.Linear(8, 2)
-        with fastps.reader(job) as reader:
-            while reader.wait(reader.version + 10):
-                version = reader.update(model)
-                losses[version] = model(torch.ones(4, 8)).square().sum().item()
-            losses[reader.update(model)] = model(torch.ones(4, 8)).square().sum().item()
-    assert process.returncode == 0
-    assert max(losses) == 60
-    assert len(losses) >= 4
-    found = [loss for _, loss in sorted(losses.items())]
-    assert found == sorted(found, reverse=True)

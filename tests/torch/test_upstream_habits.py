@@ -252,19 +252,6 @@ def test_a_closed_optimizer_has_the_state_at_its_end_as_a_finished_torch_optimiz
     assert optimizer.unwrap() is inner
 
 
-def test_a_closed_optimizers_torch_optimizer_trains_on_alone_or_wrapped_again() -> None:
-    model, plain = new_model(), new_model()
-    inner, expected = torch.optim.Adam(model.parameters(), lr=0.01), torch.optim.Adam(plain.parameters(), lr=0.01)
-    batches = batches_of(9, BATCH)
-    with fastps.DistributedOptimizer(inner) as optimizer:
-        train_on(model, optimizer, batches[:3])
-    train_on(model, inner, batches[3:6])
-    with fastps.DistributedOptimizer(inner) as optimizer:
-        train_on(model, optimizer, batches[6:])
-    train_on(plain, expected, batches)
-    torch.testing.assert_close(_values(model), _values(plain), rtol=1e-6, atol=1e-7)
-
-
 def test_an_optimizer_that_left_with_an_error_says_that_it_kept_no_state() -> None:
     optimizer = fastps.DistributedOptimizer(_momentum(new_model().parameters()))
     optimizer.close("the data ended")
