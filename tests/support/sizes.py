@@ -12,7 +12,7 @@ def sample_and_full(sample: Any, full: Any, name: str = "size") -> pytest.MarkDe
     return pytest.mark.parametrize(name, [pytest.param(sample, id="sample"), whole])
 
 
-def mark_unsampled(items: list[pytest.Item]) -> None:
+def mark_unsampled(items: list[Any]) -> None:
     """Mark all but every n-th case of a test marked `sampled(n)` as slow; leave out those whose full size is slow anyway.
 
     The case that is kept moves on by one in every group of n, so it is not always the same value of the last parameter.

@@ -94,7 +94,7 @@ def test_real_images_are_learnt_by_two_workers() -> None:
 ])  # fmt: skip
 def test_every_system_of_the_papers_learns_real_images(sync: str) -> None:
     """One system of each kind. What a discipline decides is compared with its oracle elsewhere."""
-    assert _accuracy(sync, seed=1, epochs=4, workers=3) >= 0.85, "FIGURE"
+    assert _accuracy(sync, seed=1, epochs=4, workers=3) >= 0.85, "ten epochs of four workers reach 0.94, and chance is 0.1"
 
 
 @pytest.mark.slow
