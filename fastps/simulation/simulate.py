@@ -126,7 +126,7 @@ class Simulation:
 
     def _check_changes(self) -> None:
         """Raise UsageError for a worker that is not there, or that joins without having been killed."""
-        killed = set()
+        killed = set[int]()
         for _, worker, joins in self.changes:
             name = "--join" if joins else "--kill"
             if not 0 <= worker < self.workers:

@@ -15,6 +15,7 @@ from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.lab.gpus.cuda_on_host import HostDevice
+from fastps.lab.worlds.device_workers import parts_of
 from tests.device.test_device import store_of
 from tests.support import processes
 
@@ -43,7 +44,7 @@ def work(store: DeviceStore, rank: int, gpus: str, marks: bool) -> Any:
             worker.wait_for_start()
             arena, stream, gradient = store.arena_on_devices(), device.compute_stream(), device.host_memory(4 * SIZE)
             gradient.view(np.float32)[:] = AMOUNT
-            last, folded = len(store.layout.parameters) - 1, device.api.events[arena.parts()["folded 0"]]
+            last, folded = len(store.layout.parameters) - 1, device.api.events[parts_of(arena)["folded 0"]]
             for step in range(STEPS):
                 for shard in reversed(range(last + 1)):
                     device.copy(arena.gradient_address(rank, worker.slot, shard), gradient.ctypes.data, 4 * SIZE, stream)

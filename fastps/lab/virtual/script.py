@@ -78,7 +78,7 @@ class _Run:
     simulation: Simulation
     clock: Clock
     row: Row = field(default_factory=dict, init=False)
-    start: Callable[[int], None] = field(init=False)
+    start: Callable[[int], None] = lambda worker: None
     _losses: list[tuple[int, float]] = field(default_factory=list, init=False)
     _simulator: Simulator = field(init=False)
 

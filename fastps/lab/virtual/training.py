@@ -32,7 +32,8 @@ from fastps.simulation.simulate import TRACE_KINDS, Outcome, Row, Simulation, si
 Floats = npt.NDArray[np.float32]
 
 GOAL_ITERATIONS = 10
-_BEGIN, _COMPUTED, _RECEIVE, _FOLD, _DROP, _, _, _, _PULL, *_ = range(len(TRACE_KINDS))
+_BEGIN, _COMPUTED, _RECEIVE, _FOLD, _DROP = range(5)
+_PULL = TRACE_KINDS.index("pull")
 
 
 @dataclass(frozen=True, kw_only=True)
