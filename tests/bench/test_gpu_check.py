@@ -28,6 +28,7 @@ def device() -> Any:
     made.shut()
 
 
+@pytest.mark.slow
 def test_kernels_pass_against_double_precision_and_a_wrong_one_does_not(
     device: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_model_on_another_gpu_than_the_workers_own_is_refused_by_name(monkeypa
     assert place(1) == "staged"
 
 
+@pytest.mark.slow
 def test_auto_falls_back_with_the_reason_where_processes_cannot_share_a_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -114,16 +114,17 @@ def _is_refused(folder: Path) -> bool:
     return False
 
 
-def test_a_flipped_bit_is_refused_wherever_it_is(tmp_path: Path) -> None:
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("bit", range(8))
+def test_a_flipped_bit_is_refused_wherever_it_is(bit: int, tmp_path: Path) -> None:
     with fastps.Store.create({"w": np.ones(1, np.float32)}, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
         folder = fastps.save(worker, tmp_path)
     for file in (folder / JSON_FILE, folder / TENSORS_FILE):
         content = file.read_bytes()
         with file.open("r+b", buffering=0) as stream:  # in place: a file system may flush a file that is written anew
             for place, byte in enumerate(content):
-                for bit in range(8):
-                    os.pwrite(stream.fileno(), bytes([byte ^ 1 << bit]), place)
-                    assert _is_refused(folder), (file.name, place, bit)
+                os.pwrite(stream.fileno(), bytes([byte ^ 1 << bit]), place)
+                assert _is_refused(folder), (file.name, place)
                 os.pwrite(stream.fileno(), bytes([byte]), place)
     assert fastps.load(folder).version == 0
 

@@ -144,6 +144,7 @@ def test_classes_of_a_forked_main_module_are_pickled_and_multiprocessing_finds_i
     assert capsys.readouterr().out == "[0] spawn [42]\n[0] fork [42]\n"
 
 
+@pytest.mark.slow
 def test_torch_is_imported_once_without_threads_and_without_cuda(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,7 @@ def differ(name: str, made: dict[str, Kernel], dtypes: Iterable[str] = launch_ar
     return found
 
 
+@pytest.mark.slow
 @EACH_ARCHITECTURE
 def test_a_users_rule_has_the_bits_of_numbas_code(architecture: str) -> None:
     assert differ("eight", kernels(architecture, users_source("eight"))) == set()

@@ -82,6 +82,7 @@ def _accuracy(sync: str, seed: int, epochs: int = 10, workers: int = 4) -> float
     return float(row["test_accuracy"])
 
 
+@pytest.mark.slow
 def test_real_images_are_learnt_by_two_workers() -> None:
     """Each worker imports what has the images, so that two take half the time of four."""
     assert _accuracy("bsp", seed=0, epochs=3, workers=2) >= 0.88, "the slow tests train to the end, with four"
