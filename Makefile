@@ -66,6 +66,7 @@ $(VENV)/.extras: $(VENV)/.installed $(VENV)/.wheels
 
 system-packages:  ## install the programs that tests use, with apt-get (as root); without them, their tests are skipped
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(TEST_PROGRAMS) > /dev/null
+	mkdir -p /run/sshd  # which sshd needs, and its service would make
 
 # A slice of the slow tests: k of n, in up to three runs. Processes that have imported other frameworks are large and slow to fork,
 # and tests/crash needs the failpoint build. A test without a time limit of its own has more time than in make test, because the
