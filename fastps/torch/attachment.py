@@ -17,7 +17,7 @@ from fastps.system import exit_handlers
 from fastps.torch import foreign, tables
 from fastps.torch.gradients import hooked
 from fastps.torch.model_buffers import BufferRounds, ModelBuffers
-from fastps.torch.placements import HostPlacement
+from fastps.torch.placements.host import HostPlacement
 from fastps.torch.weights import Weights
 
 logger = logging.getLogger("fastps.torch")

@@ -44,8 +44,8 @@ from fastps.torch.gradients import loss_scaling
 from fastps.torch.join import Joining
 from fastps.torch.model_buffers import ModelBuffers
 from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_calls
-from fastps.torch.placed import placed
-from fastps.torch.placements import HostPlacement
+from fastps.torch.placements.host import HostPlacement
+from fastps.torch.placements.placed import placed
 from fastps.torch.update_rules import PARAMETER_TYPES, Hypers, pushed_type, rows_of, rule_of, without
 from fastps.torch.weights import shaped_tensors, shown
 

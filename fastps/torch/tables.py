@@ -15,7 +15,7 @@ from fastps.store.row_slots import check_rows
 from fastps.store.worker import Worker
 from fastps.torch import foreign
 from fastps.torch.gradients import Gradients
-from fastps.torch.placements import HostPlacement
+from fastps.torch.placements.host import HostPlacement
 from fastps.torch.table_gradients import TableGradients
 from fastps.torch.update_rules import hyper_of
 

@@ -17,7 +17,7 @@ from fastps.diagnostics import gpu as doctor_gpu
 from fastps.errors import Error, UnsupportedError, UsageError
 from fastps.kernels.cuda import runtime as cuda
 from fastps.processes.worker_environment import environment_of
-from fastps.torch.placed import placed
+from fastps.torch.placements.placed import placed
 
 
 @pytest.fixture

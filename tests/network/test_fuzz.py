@@ -19,8 +19,8 @@ import fastps
 from fastps.job.secret import Secret
 from tests.fuzz.amount import SECONDS, SEED
 from tests.support import nodes, processes
-from tests.support.hostile_node import HostileNode
-from tests.support.raw_edge import Job
+from tests.support.network.hostile_node import HostileNode
+from tests.support.network.raw_edge import Job
 
 SECRET = "a secret of the fuzz tests"
 FLOATS = 500

@@ -18,7 +18,7 @@ from fastps.system.ports import free_port
 from tests.support import nodes, processes
 
 Variables = dict[str, str]
-SCRIPT = Path(__file__).parents[1] / "support" / "train_on_nodes.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "network" / "train_on_nodes.py"
 
 
 def srun(placement: Sequence[int], rank: int) -> Variables:

@@ -18,7 +18,7 @@ from fastps.job.specs import parse_policy
 from fastps.network.edge import CHUNK_FLOATS
 from tests.network.test_agent import MOMENTUM, Optimizers, train, weights_of
 from tests.support import nodes
-from tests.support.bridge import bridge
+from tests.support.network.bridge import bridge
 
 STEPS, BATCH = 8, 6
 ADAM: Optimizers = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731

@@ -19,7 +19,7 @@ from fastps.device.placement import gpus_of_workers, placement
 from fastps.diagnostics import gpu
 from fastps.diagnostics.finding import Finding
 from fastps.lab.gpus.cuda_on_host import HostCuda, HostDevice
-from tests.torch.test_staged import SeveralDevicesPlacement, StagedOptimizer
+from tests.torch.placements.test_staged import SeveralDevicesPlacement, StagedOptimizer
 
 HERE = (sys.executable, "-m", "tests.support.gpu_on_host")
 GPUS = ["gpu 0", "gpu 1"]

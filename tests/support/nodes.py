@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from tests.support import forked_agents, processes
+from tests.support import processes
+from tests.support.network import forked_agents
 from tests.support.processes import Child
 
 

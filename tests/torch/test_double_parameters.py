@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastps
-from fastps.torch.placed import placed
+from fastps.torch.placements.placed import placed
 from tests.support.rules import lazy_rule
 from tests.support.torch_optimizers import BATCH, OPTIMIZERS, STEPS, batches_of, new_model, relative_difference
 

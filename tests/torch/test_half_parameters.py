@@ -25,7 +25,7 @@ from fastps.store.worker import Worker
 from tests.support import processes
 from tests.support.rules import lazy_rule
 from tests.support.torch_optimizers import OPTIMIZERS, SAME_BITS, batches_of, new_model
-from tests.torch.test_staged import StagedOptimizer
+from tests.torch.placements.test_staged import StagedOptimizer
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])

@@ -14,7 +14,7 @@ import torch
 from fastps.errors import ArenaError
 from fastps.store.worker import Worker
 from fastps.torch.gradients import CountedGradients, Gradients
-from fastps.torch.placements import HostPlacement
+from fastps.torch.placements.host import HostPlacement
 from fastps.torch.weights import Weights
 
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable

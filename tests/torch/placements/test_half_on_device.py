@@ -8,8 +8,8 @@ import torch
 import fastps
 from tests.support import processes
 from tests.support.torch_optimizers import OPTIMIZERS, batches_of, new_model
+from tests.torch.placements.test_staged import HostDeviceOptimizer, SeveralDevicesOptimizer
 from tests.torch.test_half_parameters import Mixed, _half, _train
-from tests.torch.test_staged import HostDeviceOptimizer, SeveralDevicesOptimizer
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 ADAM = OPTIMIZERS["adam"]

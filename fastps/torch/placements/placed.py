@@ -6,7 +6,7 @@ from fastps.device.placement import check_own_gpu, placement
 from fastps.errors import UnsupportedError
 from fastps.job import limits
 from fastps.job.nodes import nodes_of_environment
-from fastps.torch.placements import HostPlacement
+from fastps.torch.placements.host import HostPlacement
 
 
 def placed(tensors: list[torch.Tensor], push_dtype: torch.dtype, *, is_told: bool = False) -> HostPlacement:
@@ -17,7 +17,7 @@ def placed(tensors: list[torch.Tensor], push_dtype: torch.dtype, *, is_told: boo
     nodes = None if is_told else nodes_of_environment()
     if nodes is not None:
         from fastps.network.meeting import join_meeting
-        from fastps.torch.on_nodes import NodePlacement
+        from fastps.torch.placements.on_nodes import NodePlacement
 
         return NodePlacement(tensors, push_dtype, join_meeting(nodes, limits.timeout_s(None)))
     devices = {tensor.device for tensor in tensors}
@@ -34,9 +34,9 @@ def placed(tensors: list[torch.Tensor], push_dtype: torch.dtype, *, is_told: boo
     check_own_gpu(tensors[0].device.index or 0)
     # Imported here, because a model on the CPU needs neither module.
     if placement() == "device":
-        from fastps.torch.on_device import DevicePlacement
+        from fastps.torch.placements.on_device import DevicePlacement
 
         return DevicePlacement(tensors, push_dtype)
-    from fastps.torch.staged import StagedPlacement
+    from fastps.torch.placements.staged import StagedPlacement
 
     return StagedPlacement(tensors, push_dtype)

@@ -23,8 +23,8 @@ from fastps.store.worker import Worker
 from fastps.torch import join
 from fastps.torch.gradients import Gradients
 from fastps.torch.join import Joining
-from fastps.torch.placements import HostPlacement
-from fastps.torch.shard_marks import MarkedCountedGradients, MarkedGradients
+from fastps.torch.placements.host import HostPlacement
+from fastps.torch.placements.shard_marks import MarkedCountedGradients, MarkedGradients
 from fastps.torch.tensor_loops import why_not_compiled
 from fastps.torch.weights import Weights
 

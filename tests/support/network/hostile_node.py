@@ -26,7 +26,7 @@ from fastps.job.update_rules import Hyper
 from fastps.network.edge import chunk_ranges
 from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import HEADER_BYTES, WIRE_VERSION, Header, Kind
-from tests.support.raw_edge import END_S, OPEN_S, UNTOUCHED, Job, RawEdge
+from tests.support.network.raw_edge import END_S, OPEN_S, UNTOUCHED, Job, RawEdge
 
 FIELDS = struct.Struct("<IHHIqd32sQQIQIqH")  # written down again: a peer does not share the other side's code
 MAGIC, MOST_WORKERS = 0x73704661, 1 << 20

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from fastps.bench.two_nodes.namespaces import missing_reason
-from tests.support.bridge import Bridge, bridge
+from tests.support.network.bridge import Bridge, bridge
 from tests.support.nodes import await_files
 
 REASON = missing_reason()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fastps.bench.two_nodes.namespaces import missing_reason
-from tests.support.bridge import Bridge, bridge
+from tests.support.network.bridge import Bridge, bridge
 from tests.support.nodes import await_files
 from tests.support.processes import wait_until
 

@@ -8,8 +8,8 @@ import torch
 
 import fastps
 from fastps.device.arena import DeviceArena
-from tests.torch import test_staged as staged
-from tests.torch.test_staged import HostDeviceOptimizer, SeveralDevicesOptimizer
+from tests.torch.placements import test_staged as staged
+from tests.torch.placements.test_staged import HostDeviceOptimizer, SeveralDevicesOptimizer
 
 SHARDS = [3, 2, 1, 0]  # of `make_model` in the tests, in the order in which their gradients appear
 

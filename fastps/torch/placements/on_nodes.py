@@ -24,7 +24,7 @@ from fastps.store.start import StartState
 from fastps.store.worker import Worker
 from fastps.torch import join
 from fastps.torch.join import Joining
-from fastps.torch.placements import HostPlacement
+from fastps.torch.placements.host import HostPlacement
 from fastps.tracing import recorder
 
 

@@ -19,9 +19,9 @@ from fastps.device.placement import gpus_of_workers, placement
 from fastps.device.store import DeviceStore
 from fastps.kernels.cuda import runtime as cuda
 from fastps.lab.gpus.cuda_on_host import HostDevice, host_devices
-from fastps.torch.on_device import DevicePlacement
-from fastps.torch.placements import HostPlacement
-from fastps.torch.staged import StagedPlacement
+from fastps.torch.placements.host import HostPlacement
+from fastps.torch.placements.on_device import DevicePlacement
+from fastps.torch.placements.staged import StagedPlacement
 from fastps.torch.state import publish_weights
 from tests.device.test_device import first_weights, make_store
 from tests.support import processes
@@ -301,7 +301,7 @@ def test_a_job_on_several_gpus_writes_checkpoints_and_resumes(
 
 def test_the_server_sees_the_gpus_as_worker_0_does(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr("fastps.torch.on_device.CudaDevice", made.append)
+    monkeypatch.setattr("fastps.torch.placements.on_device.CudaDevice", made.append)
     placed = DevicePlacement([torch.zeros(3)])
     monkeypatch.setenv("WORLD_SIZE", "4")
     for gpus, expected in (("", [0]), ("2", [0]), ("2,0", [0, 1]), ("1,0,3,2", [0, 1, 2, 3])):
