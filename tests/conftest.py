@@ -90,8 +90,9 @@ def pytest_timeout_set_timer() -> Iterator[None]:
 
 
 def _shared_memory() -> set[str]:
-    """Files under /dev/shm; not those of semaphores, and of an MPI job that a benchmark in the next process may run."""
-    return {entry.name for entry in Path("/dev/shm").iterdir() if not entry.name.startswith(("sem.", "mpich_shm"))}
+    """Files under /dev/shm; not those of semaphores, and of benchmarks and MPI jobs that the next process may run."""
+    others = "sem.", "mpich_shm", "fastps-bench-"
+    return {entry.name for entry in Path("/dev/shm").iterdir() if not entry.name.startswith(others)}
 
 
 def _descriptors() -> dict[str, int]:
