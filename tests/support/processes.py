@@ -24,6 +24,7 @@ class Child:
 
     process_id: int
     reader: int
+    received: bytes = b""
     outcome: Any = None
     exit_code: int | None = None
     ended_at: float = field(default=0.0)
@@ -35,6 +36,7 @@ def start(work: Callable[[], Any]) -> Child:
     process_id = os.fork()
     if process_id:
         os.close(writer)
+        os.set_blocking(reader, False)
         return Child(process_id, reader)
     code = 1
     try:
@@ -60,11 +62,13 @@ def finish(children: list[Child], timeout_s: float) -> None:
     while pending:
         for child in list(pending):
             process_id, status = os.waitpid(child.process_id, os.WNOHANG)
+            with contextlib.suppress(BlockingIOError):  # also before it ends: a pipe holds less than some outcomes
+                while data := os.read(child.reader, 1 << 20):
+                    child.received += data
             if process_id:
+                os.close(child.reader)
                 child.exit_code, child.ended_at = os.waitstatus_to_exitcode(status), time.monotonic()
-                with os.fdopen(child.reader, "rb") as pipe:
-                    data = pipe.read()
-                child.outcome = pickle.loads(data) if data else None
+                child.outcome = pickle.loads(child.received) if child.received else None
                 pending.remove(child)
         if pending and time.monotonic() > deadline:
             stacks.show((child.process_id for child in pending), f"still running after {timeout_s} s")
