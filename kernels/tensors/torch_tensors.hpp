@@ -79,7 +79,14 @@ struct fps_value {
 struct fps_owned_storage {
     c10::Storage storage;  /* null: none yet */
     void *data = nullptr;  /* the data pointer set last */
+    bool borrows = false;  /* the tensor shows a value in that value's storage, which must not move */
 };
+
+static inline void fps_drop(fps_owned_storage &owned) {
+    bool borrows = owned.borrows;
+    owned = fps_owned_storage();
+    owned.borrows = borrows;
+}
 
 /* What an owned storage keeps: the mapping of all values, and the memory that it had before, in which a NumPy array may look. */
 struct fps_kept {
@@ -105,8 +112,8 @@ static inline bool fps_point(PyObject *tensor, fps_owned_storage &owned, const f
 /* tensor.data = values: the same shape and strides over other memory, in an owned storage if that memory is the CPU's: the present
  * one at the first time, if others share it, so that they follow, or else a new one. The version counter stays unchanged. */
 static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_owned_storage &owned, const fps_value &value) {
-    bool is_first = !owned.storage;
-    owned = fps_owned_storage();
+    bool is_first = !owned.storage && !owned.borrows;
+    fps_drop(owned);
     c10::TensorImpl *shown = fps_plain(tensor), *from = fps_plain(values);
     if (!shown || !from || !fps_alike(shown, from)) return false;
     if (!shown->allow_tensor_metadata_change() || shown->key_set() != from->key_set() ||
@@ -115,11 +122,13 @@ static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_owned_stor
     const c10::Storage &memory = from->unsafe_storage();
     if (!value.data) {
         shown->set_storage_keep_dtype(memory);
+        owned.borrows = true;
         return true;
     }
     auto *kept = new fps_kept{memory, at::DataPtr()};
     at::DataPtr own(value.data, kept, fps_let_go, memory.device());
     owned.data = value.data;
+    owned.borrows = false;
     const c10::Storage &present = shown->unsafe_storage();
     if (is_first && present.use_count() > 1 && present.nbytes() == value.nbytes) {
         owned.storage = present;

@@ -18,7 +18,8 @@ cdef extern from "tensors/torch_tensors.hpp":
         const void *place
 
     cppclass fps_owned_storage:
-        pass
+        bint borrows
+    void fps_drop(fps_owned_storage &owned)
 
     bint fps_point(object tensor, fps_owned_storage &owned, const fps_value &value) except +
     bint fps_settle(object tensor, object values, fps_owned_storage &owned, const fps_value &value) except +
@@ -101,6 +102,7 @@ cdef class CompiledLoops:
                 continue
             if not fps_settle(self.tensors[i], values.tensors[i], self.owned[i], values.known[i]):
                 self.tensors[i].data = values.tensors[i]
+                self.owned[i].borrows = True
                 self.places[i] = fps_place(self.tensors[i])
 
     def show_copies(self):
@@ -132,9 +134,9 @@ cdef class CompiledLoops:
 
     cdef void _drop_storages(self):
         """Drop all storages, because each keeps only the memory mapped in which it was made."""
-        cdef size_t count = self.owned.size()
-        self.owned.clear()
-        self.owned.resize(count)
+        cdef size_t i
+        for i in range(self.owned.size()):
+            fps_drop(self.owned[i])
 
     cdef int64_t _version(self, Py_ssize_t i) except -1:
         cdef int64_t version = 0
