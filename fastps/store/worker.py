@@ -343,9 +343,10 @@ class Worker(AttachedLane):
         self.leave()
         if self.store.layout.server == "agent":  # it leaves last, once the workers of all nodes have
             self.wait_until(lambda: not self.store.arena.is_served(), 5_000_000, self._timeout_text)
-        wait = Wait(self.lane)
-        wait.begin_last(self.store.layout.workers, self._clock.now_ns())
-        drive(self, wait, self._timeout_text)
+        if self.driver is None:  # which lets a worker go on once all have left, or where it has stopped the job
+            wait = Wait(self.lane)
+            wait.begin_last(self.store.layout.workers, self._clock.now_ns())
+            drive(self, wait, self._timeout_text)
         self.pull()
 
     def _stay_for_latecomers(self) -> None:
