@@ -87,6 +87,7 @@ def torch_extension() -> list[Extension]:
         if folder is None and not WHEEL:
             print("fastps: no torch to build against, so a step's loops over tensors will be slower", file=sys.stderr)
         return []
+    translated.optional = True  # cythonize() drops it
     translated.include_dirs = ["kernels", str(folder / "include")]  # not before, because Cython writes them into the C++ source
     translated.library_dirs = [str(folder / "lib")]
     return [translated]

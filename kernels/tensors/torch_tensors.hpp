@@ -9,6 +9,8 @@
 #include <memory>
 #include <vector>
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/api/include/torch/version.h>
 #include <torch/csrc/autograd/python_variable.h>
 
