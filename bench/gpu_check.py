@@ -23,7 +23,7 @@ from fastps.bench import exact, kernels_cuda, step_cuda
 from fastps.bench.device_fold import DeviceFold
 from fastps.bench.gpu.peers import check_folds, check_pairs, devices_of
 from fastps.bench.gpu.run import Settings
-from fastps.bench.gpu_worker import GRADIENT, LEARNING_RATE, GpuJob, first_weights
+from fastps.bench.gpu_worker import GRADIENT, LEARNING_RATE, GpuJob, first_weights, save
 from fastps.bench.measure import BenchOptions, Row
 from fastps.device.cuda import CudaDevice
 from fastps.device.finite_check import FiniteCheck
@@ -45,7 +45,7 @@ LEAST_ACCURACY = 0.85
 CASES = (("bsp", "momentum"), ("bsp", "adam"), ("dssp:1,4", "sgd"), ("asp", "sgd"))  # sync and optimizer of a two-process job
 
 UPDATES = examples()  # by name
-WORKER = (sys.executable, "-m", "fastps.bench.gpu_worker")  # and a file of options
+WORKER = (sys.executable, "-m", "fastps.bench.gpu_worker")  # and a file of jobs
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def check_bandwidth(device: CudaDevice, settings: Settings) -> list[Row]:
 
     What is small lies in the GPU's cache, and its figures are not judged.
     """
-    repeats, repeat_s = (3, 0.02) if settings.quick else (9, 0.2)
+    repeats, repeat_s = (3, 0.02) if settings.quick else (5, 0.1)
     rows = kernels_cuda.rows_on(device, BenchOptions(parameters=(settings.parameters,), repeats=repeats, repeat_s=repeat_s))
     for row in rows:
         row["check"] = "bandwidth"
@@ -169,22 +169,25 @@ def check_bandwidth(device: CudaDevice, settings: Settings) -> list[Row]:
 # -- whole jobs --------------------------------------------------------------------------------------------------------------
 
 
-def run_job(job: GpuJob, workers: int, placement: str, *, gpus: int = 1, server: str = "workers") -> list[dict[str, Any]]:
-    """Run a job's workers, on the first `gpus` GPUs if they use one, and return what each wrote. Raises Error if one failed.
+def run_jobs(
+    jobs: Sequence[GpuJob], workers: int, placement: str, *, gpus: int = 1, server: str = "workers"
+) -> list[list[dict[str, Any]]]:
+    """Run jobs in the same workers, on the first `gpus` GPUs if they use one, and return what each wrote, by job.
 
-    A job with a death goes on without that worker, which writes nothing.
+    A job with a death goes on without that worker, which writes nothing; it is alone. Raises Error if a worker failed.
     """
     names = ("FASTPS_GPUS", "FASTPS_PLACEMENT", "FASTPS_SERVER")
     kept = {name: os.environ.get(name) for name in names}
+    device, dies = jobs[0].device, any(job.dies_at for job in jobs)
     with tempfile.TemporaryDirectory(prefix="fastps-gpu-check-") as folder:
-        path = Path(folder) / "options.json"
-        job.save(path)
+        path = Path(folder) / "jobs.json"
+        save(jobs, path)
         try:
             os.environ.pop("FASTPS_GPUS", None)
-            if job.device != "cpu":
+            if device != "cpu":
                 os.environ["FASTPS_GPUS"] = ",".join(map(str, range(gpus)))
             os.environ.update(FASTPS_PLACEMENT=placement, FASTPS_SERVER=server)
-            options = JobOptions(on_worker_loss="continue") if job.dies_at else JobOptions()
+            options = JobOptions(on_worker_loss="continue") if dies else JobOptions()
             outcome = Launcher([*WORKER, str(path)], workers, options=options).run()
         finally:
             for name, value in kept.items():
@@ -192,43 +195,43 @@ def run_job(job: GpuJob, workers: int, placement: str, *, gpus: int = 1, server:
                 if value is not None:
                     os.environ[name] = value
         if outcome.first_failure is not None:
-            failed = outcome.first_failure
-            raise Error(f"worker {failed.rank} of {job}: {failed.ending}: {' '.join(list(failed.errors.tail)[-2:])}")
-        written = [path.with_name(f"{rank}.npz") for rank in range(workers) if not (job.dies_at and rank == 1)]
-        return [dict(np.load(each)) for each in written]
+            failed, ended = outcome.first_failure, len(list(path.parent.glob("*-0.npz")))
+            of = jobs[min(ended, len(jobs) - 1)]
+            raise Error(f"worker {failed.rank} of {of}: {failed.ending}: {' '.join(list(failed.errors.tail)[-2:])}")
+        ranks = [rank for rank in range(workers) if not (dies and rank == 1)]
+        return [[dict(np.load(path.with_name(f"{number}-{rank}.npz"))) for rank in ranks] for number in range(len(jobs))]
 
 
 @functools.cache
-def _on_cpu(sync: str, optimizer: str, workers: int) -> list[dict[str, Any]]:
-    """What a job on the CPU path ends with; several checks of a part compare with it."""
-    return run_job(GpuJob("cpu", sync, optimizer), workers, "host")
+def _on_cpu(cases: tuple[tuple[str, str], ...], workers: int) -> list[list[dict[str, Any]]]:
+    """What jobs on the CPU path end with; several checks of a part compare with it."""
+    return run_jobs([GpuJob("cpu", sync, optimizer) for sync, optimizer in cases], workers, "host")
 
 
 def check_processes(
     device: str, placement: str, *, workers: int = 2, gpus: int = 1, server: str = "workers", check: str, quick: bool = False
 ) -> Iterator[Row]:
     """Compare processes on GPUs, at least one a GPU, with as many on the CPU: bsp with momentum and Adam, dssp and asp."""
-    workers = max(workers, gpus)
-    for sync, optimizer in CASES[: 2 if quick else None]:
-        name = f"{sync}-{optimizer}-{placement}{'-server' if server == 'process' else ''}"
-        try:
-            expected = _on_cpu(sync, optimizer, workers)
-            found = run_job(GpuJob(device, sync, optimizer), workers, placement, gpus=gpus, server=server)
-        except Error as error:
-            yield {"check": check, "name": name, "ok": False, "missing": str(error)}
-            continue
-        worst = max(_difference(each["weights"], expected[0]["weights"]) for each in found)
-        kinds = sorted({str(each["kind"]) for each in found})
-        versions = {int(each["version"]) for each in (*expected, *found)}
-        is_equal = worst <= EQUAL and len(versions) == 1
+    workers, cases, suffix = max(workers, gpus), CASES[: 2 if quick else None], "-server" if server == "process" else ""
+    names = [f"{sync}-{optimizer}-{placement}{suffix}" for sync, optimizer in cases]
+    try:
+        expected = _on_cpu(cases, workers)
+        jobs = [GpuJob(device, sync, optimizer) for sync, optimizer in cases]
+        found = run_jobs(jobs, workers, placement, gpus=gpus, server=server)
+    except Error as error:
+        yield from ({"check": check, "name": name, "ok": False, "missing": str(error)} for name in names)
+        return
+    for name, ours, theirs in zip(names, found, expected, strict=True):
+        worst = max(_difference(each["weights"], theirs[0]["weights"]) for each in ours)
+        versions = {int(each["version"]) for each in (*theirs, *ours)}
         yield {
             "check": check,
             "name": name,
             "gpus": gpus,
-            "placements": kinds,
+            "placements": sorted({str(each["kind"]) for each in ours}),
             "difference": worst,
             "tolerance": EQUAL,
-            "ok": bool(is_equal),
+            "ok": bool(worst <= EQUAL and len(versions) == 1),
         }
 
 
@@ -239,7 +242,7 @@ def check_going_on(device: str, placement: str, gpus: int = 1) -> Iterator[Row]:
         name = f"{sync}-{placement}-{gpus}-gpus"
         try:
             job = GpuJob(device, sync, constant=True, dies_at=7)
-            found = run_job(job, workers, placement, gpus=gpus, server="process")
+            [found] = run_jobs([job], workers, placement, gpus=gpus, server="process")
         except Error as error:
             yield {"check": "faults", "name": name, "ok": False, "missing": str(error)}
             continue
@@ -263,22 +266,23 @@ def check_going_on(device: str, placement: str, gpus: int = 1) -> Iterator[Row]:
 
 def check_training(device: str, placement: str, data: str, epochs: int = 3) -> Iterator[Row]:
     """Train a small network on images with two workers on one GPU; also with autocast and a GradScaler."""
-    for scaler in (False, True):
-        name = f"{data}{'-amp' if scaler else ''}-{placement}"
-        try:
-            load(data)
-            found = run_job(GpuJob(device, "bsp", data=data, epochs=epochs, scaler=scaler), 2, placement)
-        except Error as error:
-            yield {"check": "training", "name": name, "ok": False, "missing": str(error)}
-            continue
+    names = [f"{data}{amp}-{placement}" for amp in ("", "-amp")]
+    try:
+        load(data)
+        jobs = [GpuJob(device, "bsp", data=data, epochs=epochs, scaler=scaler) for scaler in (False, True)]
+        found = run_jobs(jobs, 2, placement)
+    except Error as error:
+        yield from ({"check": "training", "name": name, "ok": False, "missing": str(error)} for name in names)
+        return
+    for name, ours in zip(names, found, strict=True):
         yield {
             "check": "training",
             "name": name,
-            "placements": sorted({str(each["kind"]) for each in found}),
-            "accuracy": float(found[0]["accuracy"]),
+            "placements": sorted({str(each["kind"]) for each in ours}),
+            "accuracy": float(ours[0]["accuracy"]),
             "bound": LEAST_ACCURACY,
-            "steps_per_s": float(sum(each["steps"] for each in found) / found[0]["seconds"]),
-            "ok": bool(found[0]["accuracy"] >= LEAST_ACCURACY),
+            "steps_per_s": float(sum(each["steps"] for each in ours) / ours[0]["seconds"]),
+            "ok": bool(ours[0]["accuracy"] >= LEAST_ACCURACY),
         }
 
 
@@ -291,7 +295,8 @@ def check_ipc() -> Iterator[Row]:
 
     for found in gpu.gpu_findings():
         works = found.value != "no" and (found.name, found.value) != ("GPUs", 0)
-        yield {"check": "IPC", "name": found.name, "ok": works, "missing": found.shown}
+        is_judged = found.name != "MPS"  # a job runs without it, too
+        yield {"check": "IPC", "name": found.name, "ok": works if is_judged else None, "missing": found.shown}
 
 
 def check_step(name: str, settings: Settings, nonfinite: str) -> Iterator[Row]:

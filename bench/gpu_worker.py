@@ -1,13 +1,15 @@
-"""A worker of the GPU check: `python -m fastps.bench.gpu_worker OPTIONS.json`, started by fastps' own launcher.
+"""A worker of the GPU check: `python -m fastps.bench.gpu_worker JOBS.json`, started by fastps' own launcher.
 
 It uses fixed gradients, which do not depend on the weights, so that runs on a GPU and on the CPU are comparable number by
-number, or trains on real images. Its results go to a file beside the options.
+number, or trains on real images. It runs several jobs, one after the other, because its start takes longer than a job. Its
+results go to files beside that of the jobs.
 """
 
 import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ SHAPES = ((513, 300), (300,), (64, 3, 7, 7), (1,), (100_001,))
 
 @dataclass(frozen=True)
 class GpuJob:
-    """The job of one run's workers."""
+    """One job of a run's workers."""
 
     device: str
     sync: str
@@ -37,10 +39,6 @@ class GpuJob:
     scaler: bool = False
     dies_at: int = 0  # the step before which worker 1 is killed; 0: none
     constant: bool = False  # whether all gradients are GRADIENT
-
-    def save(self, path: Path) -> None:
-        """Write as JSON."""
-        path.write_text(json.dumps(asdict(self)))
 
 
 def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
@@ -114,12 +112,17 @@ def _on_cpu(model: torch.nn.Module, data: Any) -> torch.nn.Module:
     return judge
 
 
+def save(jobs: Sequence[GpuJob], path: Path) -> None:
+    """Write jobs as JSON."""
+    path.write_text(json.dumps([asdict(job) for job in jobs]))
+
+
 def main() -> None:
-    """Run the job of the options file and write RANK.npz beside it."""
+    """Run the jobs of a file, and write NUMBER-RANK.npz beside it for each."""
     path = Path(sys.argv[1])
-    job = GpuJob(**json.loads(path.read_text()))
-    result = run_training(job) if job.data else run_fixed(job)
-    np.savez(path.with_name(f"{fastps.rank()}.npz"), **result)
+    for number, options in enumerate(json.loads(path.read_text())):
+        job = GpuJob(**options)
+        np.savez(path.with_name(f"{number}-{fastps.rank()}.npz"), **(run_training(job) if job.data else run_fixed(job)))
 
 
 if __name__ == "__main__":

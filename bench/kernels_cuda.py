@@ -14,6 +14,8 @@ from fastps.device.cuda import CudaDevice
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.update import fold
 
+DRAWN = 1 << 22  # numbers that are drawn and repeated: to draw 100 million takes longer than all folds
+
 
 def measure(options: BenchOptions) -> list[Row]:
     """Return a row for each kernel, gradient dtype and size. Raises DeviceError without a GPU."""
@@ -40,7 +42,7 @@ def rows_on(device: CudaDevice, options: BenchOptions) -> list[Row]:
 def _row(device: CudaDevice, kernel: Kernel, parameters: int, dtype: str, options: BenchOptions) -> Row:
     size = whole_lines(parameters)
     random = np.random.default_rng(0)
-    weights = random.standard_normal(size, np.float32)
+    weights = np.resize(random.standard_normal(min(size, DRAWN), np.float32), size)
     is_adam = kernel.planes == 2
     hyper = (LEARNING_RATE, 0.0 if is_adam else MOMENTUM, 0.0, 0.0, MOMENTUM, BETA2, EPSILON, 0.0, 0)
     gradients = [_gradient(random, size, dtype) for _ in range(kernel.gradients)]
@@ -81,7 +83,7 @@ def _row(device: CudaDevice, kernel: Kernel, parameters: int, dtype: str, option
 
 
 def _gradient(random: np.random.Generator, size: int, dtype: str) -> "np.ndarray[tuple[int], np.dtype[np.generic]]":
-    values = random.standard_normal(size, np.float32)
+    values = random.standard_normal(min(size, DRAWN), np.float32)
     if dtype == "bfloat16":
-        return (values.view(np.uint32) >> 16).astype(np.uint16)
-    return values if dtype == "float32" else values.astype(np.float16)
+        return np.resize((values.view(np.uint32) >> 16).astype(np.uint16), size)
+    return np.resize(values if dtype == "float32" else values.astype(np.float16), size)

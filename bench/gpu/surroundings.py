@@ -6,6 +6,7 @@ The process of the check must not initialize CUDA before it starts others. Other
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ _ASKED = ("name", "driver_version", "memory.total", "compute_mode", "mig.mode.cu
 _PACKAGES = ("torch", "numpy", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MPS_PIPE_DIRECTORY", "PYTORCH_CUDA_ALLOC_CONF")
 _CONTAINERS = {Path("/.dockerenv"): "docker", Path("/run/.containerenv"): "podman", Path("/.singularity.d"): "apptainer"}
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines, on whatever it prints
 _DESCRIBE = """
 import json
 from fastps.device.cuda import CudaDevice
@@ -79,4 +81,4 @@ def _output(*command: str) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return _STYLE.sub("", done.stdout).strip() if done.returncode == 0 else None

@@ -27,34 +27,34 @@ class FiniteCheck:
 
     def __init__(self, device: CudaDevice, layout: Layout) -> None:
         self._device = device
-        self._dtype = layout.gradient_type
+        self._kernel = launch_args.check_kernel(layout.gradient_type)
         self._segments = [(each.offset, each.length) for each in layout.parameters]
         self._is_empty = not any(length for _, length in self._segments)
         self._number = 0
-        self._addresses: tuple[int, int] | None = None
+        self._check: launch_args.Launch | None = None
 
     def queue(self, slot: int, stream: Stream) -> None:
         """Queue the check of the gradients at an address on the device, behind the stream's work."""
         device = self._device
         if self._is_empty:
             return
-        if self._addresses is None:
-            self._prepare(stream)
-        assert self._addresses is not None
-        tiles, marks = self._addresses
+        if self._check is None:
+            self._check = self._prepare(stream)
         self._number = self._number % 0x7FFFFFFF + 1
-        check = launch_args.check_launch(self._segments, slot, marks, self._number, tiles)
-        device.launch(launch_args.check_kernel(self._dtype), check, stream)
-        device.copy(self._marks.ctypes.data, marks, self._marks.nbytes, stream)
+        device.launch(self._kernel, launch_args.aim(self._check, slot, self._number), stream)
+        device.copy(self._told, self._marked, self._marks.nbytes, stream)
 
-    def _prepare(self, stream: Stream) -> None:
-        """Allocate at the first check, because a device of a worker that never pushes needs nothing."""
+    def _prepare(self, stream: Stream) -> launch_args.Launch:
+        """Allocate, and make the launch, at the first check: a device of a worker that never pushes needs nothing."""
         device, tiles = self._device, launch_args.tiles_of_segments(self._segments)
         self._marks = device.host_memory(4 * len(self._segments)).view(np.int32)
         table = device.host_memory(tiles.nbytes)
         table[:] = tiles
-        self._addresses = device.allocate(max(LEAST_BYTES, tiles.nbytes)), device.allocate(max(LEAST_BYTES, self._marks.nbytes))
-        device.copy(self._addresses[0], table.ctypes.data, tiles.nbytes, stream)
+        address = device.allocate(max(LEAST_BYTES, tiles.nbytes))
+        device.copy(address, table.ctypes.data, tiles.nbytes, stream)
+        self._marked = device.allocate(max(LEAST_BYTES, self._marks.nbytes))  # on the device, and the same on the host:
+        self._told = self._marks.ctypes.data
+        return launch_args.check_launch(self._segments, 0, self._marked, 0, address)
 
     def found(self) -> npt.NDArray[np.bool_]:
         """Whether each parameter of the slot is non-finite (bool[parameters]). The caller has waited for the stream."""

@@ -80,15 +80,16 @@ def gpu_variables(rank: int, base: Mapping[str, str], *, keeps_order: bool = Fal
     """A worker's variables of CUDA, if FASTPS_GPUS in `base` names GPUs. The worker's own GPU comes first, as cuda:0.
 
     The job's other GPUs follow, because a process can only reach GPUs that it sees. Streams share CUDA_DEVICE_MAX_CONNECTIONS
-    queues, 8 unless it is set; the folds of a shard could then wait behind another's, so there are 32, the most.
+    queues, 8 unless it is set; with several GPUs the folds of a shard could then wait behind another's, so there are 32, the
+    most. On one GPU they would be taken from the other workers: the server of MPS has too few for four workers with 32 each.
 
     With `keeps_order` every worker sees the GPUs in the order of the list, as under torchrun, and LOCAL_RANK has the place of
     its own GPU there; it differs from the worker's number where workers share a GPU.
 
     >>> gpu_variables(3, {"FASTPS_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "4,5,6"})
     {'CUDA_VISIBLE_DEVICES': '5,4', 'CUDA_DEVICE_MAX_CONNECTIONS': '32'}
-    >>> gpu_variables(0, {"FASTPS_GPUS": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    {'CUDA_VISIBLE_DEVICES': '0', 'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
+    >>> gpu_variables(0, {"FASTPS_GPUS": "0"})
+    {'CUDA_VISIBLE_DEVICES': '0'}
     >>> gpu_variables(3, {"FASTPS_GPUS": "2,1"}, keeps_order=True)
     {'CUDA_VISIBLE_DEVICES': '2,1', 'CUDA_DEVICE_MAX_CONNECTIONS': '32', 'LOCAL_RANK': '1'}
     """
@@ -100,10 +101,9 @@ def gpu_variables(rank: int, base: Mapping[str, str], *, keeps_order: bool = Fal
         raise UsageError(f"FASTPS_GPUS={','.join(gpus)}: expected numbers within CUDA_VISIBLE_DEVICES={','.join(visible)}")
     own, seen = gpus[rank % len(gpus)], list(dict.fromkeys(gpus))
     ordered = seen if keeps_order else [own, *(gpu for gpu in seen if gpu != own)]
-    found = {
-        "CUDA_VISIBLE_DEVICES": ",".join(visible[int(gpu)] if visible else gpu for gpu in ordered),
-        "CUDA_DEVICE_MAX_CONNECTIONS": base.get("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
-    }
+    found = {"CUDA_VISIBLE_DEVICES": ",".join(visible[int(gpu)] if visible else gpu for gpu in ordered)}
+    if len(seen) > 1:
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = base.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     return found | ({"LOCAL_RANK": str(seen.index(own))} if keeps_order else {})
 
 

@@ -78,6 +78,13 @@ class Gradients:
         self.check(index, gradient)
         return self._loops.own(self._prepared[slot], index).copy_(gradient)
 
+    def _copy_all(self, slot: int, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Copy gradients, by their parameters' indices, into the slot; on a GPU many are one launch."""
+        for index, gradient in gradients.items():
+            self.check(index, gradient)
+        views = [self._loops.own(self._prepared[slot], index) for index in gradients]
+        torch._foreach_copy_(views, list(gradients.values()))
+
     def check(self, index: int, gradient: torch.Tensor) -> None:
         """Raise UnsupportedError for a gradient that cannot be pushed."""
         if gradient.layout is not torch.strided:
@@ -126,18 +133,20 @@ class Gradients:
         if self._lends and self._loops.other_gradient(self._prepared[slot]) < 0:
             self.present = self._everything
             return None
-        self.present = set()
+        self.present, apart = set(), dict[int, torch.Tensor]()
         for index, tensor in enumerate(self.tensors):
             gradient = tensor.grad
             if gradient is None:
                 continue
             if gradient is not self.slots[slot][index]:
-                self._copy(index, slot, gradient)
+                apart[index] = gradient
             elif gradient.data_ptr() != self._addresses[slot][index]:
                 self.slots[slot][index] = self._views(slot)[index]
                 self._prepared[slot] = self._loops.prepare(self.slots[slot])
-                self._copy(index, slot, gradient)
+                apart[index] = gradient
             self.present.add(index)
+        if apart:
+            self._copy_all(slot, apart)
         return self._presence()
 
     def _presence(self) -> bytes | None:
@@ -180,6 +189,19 @@ class Gradients:
         """Make every p.grad that is a view of a slot, and everything else that shares its memory, a copy of its own."""
         for views in self._prepared:
             self._loops.own_all(views)
+
+
+class GatheredGradients(Gradients):
+    """Gradients on a GPU, where a copy of a small one costs its launch: `step()` copies all of these at once.
+
+    Until then p.grad is the tensor that autograd has made. The hook copies a large one, so that its memory is free again.
+    """
+
+    SMALL_BYTES = 1 << 20
+
+    def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
+        """Copy a large gradient into the slot. Returns whether p.grad is the slot's."""
+        return tensor.nbytes > self.SMALL_BYTES and super().put(index, slot, tensor)
 
 
 class CountedGradients(Gradients):

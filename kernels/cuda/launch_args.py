@@ -73,6 +73,7 @@ _COEFFICIENTS = np.dtype(
         ("flags", "<i4"),
     ]
 )
+_COEFFICIENTS_NAMES = _COEFFICIENTS.names or ()
 _CLASS = np.dtype([("first_entry", "<i4"), ("entries", "<i4"), ("coefficients", "<i4"), ("is_plain", "<i4")])
 _ENTRY = np.dtype([("gradient", "<u8"), ("coefficients", "<i4"), ("scale", "<f4")])
 _ARGS = np.dtype(
@@ -85,6 +86,7 @@ _ARGS = np.dtype(
         ("shown_type", "<i4"),
     ]
 )
+_ARGS_NAMES = _ARGS.names or ()
 _CHECK_ARGS = np.dtype(
     [
         *((name, "<u8") for name in ("gradient", "nonfinite", "tiles")),
@@ -208,6 +210,22 @@ class Shape:
         return self.planes - (self.ema_decay > 0)
 
     @cached_property
+    def groups(self) -> Counts:
+        """The group of each segment."""
+        return np.array([group for _, _, group in self.segments], np.int64)
+
+    def by_group(self, begin: int, end: int) -> tuple[list[int], npt.NDArray[np.int32]]:
+        """The distinct groups of some segments, and each segment's index in them."""
+        if (begin, end) not in self._by_group:
+            distinct, class_of_segment = np.unique(self.groups[begin:end], return_inverse=True)
+            self._by_group[begin, end] = distinct.tolist(), class_of_segment.reshape(-1).astype(np.int32)
+        return self._by_group[begin, end]
+
+    @cached_property
+    def _by_group(self) -> dict[tuple[int, int], tuple[list[int], npt.NDArray[np.int32]]]:
+        return {}
+
+    @cached_property
     def first_tiles(self) -> npt.NDArray[np.int64]:
         """The number of each segment's first tile, and of all tiles."""
         counts = [-(-length // TILE_FLOATS) for _, length, _ in self.segments]
@@ -273,12 +291,12 @@ class _Tables:
         if self._shape.rule == RULE_USER:
             # The scale, then the rule's numbers: its hyper-parameters, and how often it was applied.
             row = (scale, rate, *hyper[1:STEP_PLACE], steps + 1)
-            self.coefficients.append((*row, *(0,) * (len(_COEFFICIENTS.names or ()) - len(row))))
+            self.coefficients.append((*row, *(0,) * (len(_COEFFICIENTS_NAMES) - len(row))))
             return
         if planes_needed(self._shape.rule, hyper) > self._shape.rule_planes:
             raise ValueError(f"expected the planes that {hyper} needs, found {self._shape.rule_planes} planes of state")
         made = coefficients_of(self._shape.rule, hyper, rate, scale, steps)
-        self.coefficients.append(tuple(made[name] for name in _COEFFICIENTS.names or ()))
+        self.coefficients.append(tuple(made[name] for name in _COEFFICIENTS_NAMES))
 
 
 @dataclass(frozen=True)
@@ -308,7 +326,7 @@ class _Fold:
         if argument.nbytes <= host_fold.ARGUMENT_BYTES:
             begin, end = self.shape.first_tiles[[self.first, self.first + segments]]
             if end > begin:
-                yield Launch(np.pad(argument, (0, host_fold.ARGUMENT_BYTES - argument.nbytes)), int(end - begin))
+                yield Launch(argument, int(end - begin))
         elif self.mode == FOLD_EACH and pushes > 1 and 8 * segments < argument.nbytes:  # most of it are pushes
             half, at = pushes // 2, self.buffers
             begun = replace(self, pushes=self.pushes[:half], present=self.present[:half])
@@ -324,33 +342,46 @@ class _Fold:
             raise ValueError(f"expected a sum of at most {MOST_SUMMED} pushes, found {pushes}")
 
     def _argument(self) -> Bytes:
-        """The bytes of one launch, of any size."""
-        end = self.first + len(self.steps)
-        groups = np.array([group for _, _, group in self.shape.segments[self.first : end]], np.int64)
-        keys = np.column_stack([groups, self.steps, self.present.T.astype(np.int64)])
-        if len(keys) and (keys[:, 1:] == keys[0, 1:]).all():
-            distinct_groups, class_of_segment = np.unique(groups, return_inverse=True)
-            distinct = np.column_stack([distinct_groups, np.tile(keys[0, 1:], (len(distinct_groups), 1))])
-        else:
-            distinct, class_of_segment = np.unique(keys, axis=0, return_inverse=True)
+        """The bytes of one launch: all that CUDA takes, or more if the fold needs several."""
+        distinct, class_of_segment = self._classes()
         tables = _Tables(self.shape, self.mode, self.pushes, *self.factors)
-        for group, count, *is_present in distinct.tolist():
+        for group, count, *is_present in distinct:
             tables.add(group, count, [index for index, bit in enumerate(is_present) if bit])
-        args, buffers = np.zeros((), _ARGS), self.buffers
-        args["weights_in"], args["weights_out"] = buffers.weights_in, buffers.weights_out
-        args["state_in"], args["state_out"], args["state_stride"] = buffers.state_in, buffers.state_out, buffers.stride
-        args["nonfinite"], args["mode"], args["rule_planes"] = self.nonfinite, self.mode, self.shape.rule_planes
-        args["halves_out"], args["shown_type"] = buffers.halves_out, DTYPES[self.shape.shown_type]
-        args["tiles"] = self.tiles + host_fold.TILE_BYTES * self.shape.first_tiles[self.first]
-        args["first_segment"], args["entry_count"] = self.first, len(tables.entries)
-        _set_average(args, self.shape, bool(self.pushes))
+        at, shape = self.buffers, self.shape
         parts: dict[str, npt.NDArray[Any]] = {
-            "class_of_segment": class_of_segment.reshape(-1).astype(np.int32),
+            "class_of_segment": class_of_segment,
             "classes": np.array(tables.classes, _CLASS),
             "entries": np.array(tables.entries, _ENTRY),
             "coefficients": np.array(tables.coefficients, _COEFFICIENTS),
         }
-        return _joined(args, parts)
+        head = {
+            "weights_in": at.weights_in,
+            "weights_out": at.weights_out,
+            "state_in": at.state_in,
+            "state_out": at.state_out,
+            "halves_out": at.halves_out,
+            "nonfinite": self.nonfinite,
+            "tiles": self.tiles + host_fold.TILE_BYTES * int(shape.first_tiles[self.first]),
+            "state_stride": at.stride,
+            "first_segment": self.first,
+            "entry_count": len(tables.entries),
+            "mode": self.mode,
+            "rule_planes": shape.rule_planes,
+            "shown_type": DTYPES[shape.shown_type],
+            **_average(shape, bool(self.pushes)),
+        }
+        return _joined(head, parts)
+
+    def _classes(self) -> tuple[list[list[int]], npt.NDArray[np.int32]]:
+        """The distinct treatments of segments, [group, steps, whether each push has it], and each segment's index in them."""
+        begin, end = self.first, self.first + len(self.steps)
+        if len(self.steps) and (self.steps == self.steps[0]).all() and (self.present == self.present[:, :1]).all():
+            groups, class_of_segment = self.shape.by_group(begin, end)
+            common = [int(self.steps[0]), *self.present[:, 0].tolist()]
+            return [[group, *common] for group in groups], class_of_segment
+        keys = np.column_stack([self.shape.groups[begin:end], self.steps, self.present.T.astype(np.int64)])
+        distinct, indices = np.unique(keys, axis=0, return_inverse=True)
+        return distinct.tolist(), indices.reshape(-1).astype(np.int32)
 
 
 def make_launches(
@@ -387,6 +418,13 @@ def check_launch(segments: Sequence[tuple[int, int]], gradient: int, nonfinite: 
     values = max((sum(segment) for segment in segments), default=0)
     blocks = sum(-(-length // TILE_FLOATS) for _, length in segments)
     return Launch(np.array([(gradient, nonfinite, tiles, values, stamp, len(segments))], _CHECK_ARGS).view(np.uint8), blocks)
+
+
+def aim(check: Launch, gradient: int, stamp: int) -> Launch:
+    """The same check, of a slot at another address and with another stamp: the launch itself, changed."""
+    head = check.argument.view(_CHECK_ARGS)
+    head["gradient"], head["stamp"] = gradient, stamp
+    return check
 
 
 def copy_launches(runs: Sequence[tuple[int, int, int]]) -> list[Launch]:
@@ -437,26 +475,26 @@ def accessed(kernel: str, launch: Launch) -> tuple[list[Span], list[Span]]:
     return [span for span in reads if span[1]], [span for span in writes if span[1]]
 
 
-def _set_average(args: npt.NDArray[Any], shape: Shape, moves: bool) -> None:
-    """Set the moving average, the last plane; a fold without pushes copies it."""
+def _average(shape: Shape, moves: bool) -> dict[str, float]:
+    """The head's words on the moving average, the last plane; a fold without pushes copies it."""
     if shape.ema_decay <= 0:
-        return
+        return {"has_average": 0, "average_is_small": 0, "average_fraction": 0.0}
     fraction = np.float32(1 - shape.ema_decay)
-    is_small = abs(fraction) < np.float32(0.5)
-    args["has_average"], args["average_is_small"] = 1 if moves else 2, is_small
-    args["average_fraction"] = fraction if is_small else fraction - np.float32(1)
+    is_small = bool(abs(fraction) < np.float32(0.5))
+    moved = float(fraction if is_small else fraction - np.float32(1))
+    return {"has_average": 1 if moves else 2, "average_is_small": is_small, "average_fraction": moved}
 
 
-def _joined(args: npt.NDArray[Any], parts: dict[str, npt.NDArray[Any]]) -> Bytes:
-    """Join head and tables in one array, each table on a multiple of 16 bytes."""
+def _joined(head: dict[str, float], parts: dict[str, npt.NDArray[Any]]) -> Bytes:
+    """Join head and tables in one array, each table on a multiple of 16 bytes, with zeros up to what CUDA reads."""
     size = _aligned(_ARGS.itemsize)
     for name, part in parts.items():
-        args[name] = size
+        head[name] = size
         size += _aligned(part.nbytes)
-    joined = np.zeros(size, np.uint8)
-    joined[: _ARGS.itemsize] = args.reshape(1).view(np.uint8)
+    joined = np.zeros(max(size, host_fold.ARGUMENT_BYTES), np.uint8)
+    joined[: _ARGS.itemsize].view(_ARGS)[0] = tuple(head[name] for name in _ARGS_NAMES)
     for name, part in parts.items():
-        begin = int(args[name])
+        begin = int(head[name])
         joined[begin : begin + part.nbytes] = part.view(np.uint8).reshape(-1)
     return joined
 

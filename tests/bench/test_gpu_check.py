@@ -15,6 +15,8 @@ from fastps.bench.gpu.report import Report
 from fastps.bench.gpu_worker import GRADIENT, LEARNING_RATE, GpuJob, first_weights
 from fastps.bench.measure import SMOKE
 from fastps.device.cuda import CudaDevice
+from fastps.diagnostics import gpu
+from fastps.diagnostics.finding import Finding
 from fastps.errors import Error
 from fastps.job.specs import parse_policy
 from fastps.kernels.update import fold, reference
@@ -102,12 +104,15 @@ def test_a_job_with_other_results_than_the_cpus_fails_its_row(monkeypatch: pytes
     weights = np.ones(4, np.float32)
 
     def checked(**changes: Any) -> list[bool]:
-        def run_job(job: GpuJob, workers: int, *more: Any, **options: Any) -> list[dict[str, Any]]:
-            assert parse_policy(job.sync)
-            return [{"weights": weights, "version": 20, "kind": "x", **(changes if job.device == "cuda" else {})}] * workers
+        def run_jobs(jobs: list[GpuJob], workers: int, *more: Any, **options: Any) -> list[list[dict[str, Any]]]:
+            assert all(parse_policy(job.sync) for job in jobs)
+            ended = {"weights": weights, "version": 20, "kind": "x"}
+            return [[{**ended, **(changes if job.device == "cuda" else {})}] * workers for job in jobs]
 
-        monkeypatch.setattr(gpu_check, "run_job", run_job)
-        monkeypatch.setattr(gpu_check, "_on_cpu", lambda sync, optimizer, workers: run_job(GpuJob("cpu", sync), workers))
+        monkeypatch.setattr(gpu_check, "run_jobs", run_jobs)
+        monkeypatch.setattr(
+            gpu_check, "_on_cpu", lambda cases, workers: run_jobs([GpuJob("cpu", sync) for sync, _ in cases], workers)
+        )
         return [row["ok"] for row in gpu_check.check_processes("cuda", "device", check="two processes")]
 
     assert checked() == [True] * len(gpu_check.CASES)
@@ -116,13 +121,14 @@ def test_a_job_with_other_results_than_the_cpus_fails_its_row(monkeypatch: pytes
 
 def test_a_job_that_lost_a_push_with_its_dead_worker_fails_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def checked(lost: int) -> list[bool]:
-        def run_job(job: GpuJob, workers: int, *more: Any, **options: Any) -> list[dict[str, Any]]:
+        def run_jobs(jobs: list[GpuJob], workers: int, *more: Any, **options: Any) -> list[list[dict[str, Any]]]:
+            [job] = jobs
             version = job.steps if job.sync == "bsp" else 2 * job.steps + job.dies_at
             first = np.concatenate([values.flatten().numpy() for values in first_weights()])
             ended = {"weights": first - LEARNING_RATE * GRADIENT * (version - lost), "version": version, "kind": "x"}
-            return [ended] * (workers - 1)
+            return [[ended] * (workers - 1)]
 
-        monkeypatch.setattr(gpu_check, "run_job", run_job)
+        monkeypatch.setattr(gpu_check, "run_jobs", run_jobs)
         return [row["ok"] for row in gpu_check.check_going_on("cuda", "device")]
 
     assert (checked(0), checked(1)) == ([True, True], [False, False])
@@ -138,7 +144,15 @@ def test_training_is_run_and_judged() -> None:
 @pytest.mark.slow
 def test_a_job_that_fails_is_a_row_with_its_reason() -> None:
     with pytest.raises(Error, match="worker 0"):
-        gpu_check.run_job(GpuJob("no-such-device", "bsp"), 1, "host")
+        gpu_check.run_jobs([GpuJob("no-such-device", "bsp")], 1, "host")
+
+
+def test_a_machine_without_the_daemon_of_mps_does_not_fail_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Finding("GPUs", 1, "1 (a GPU)"), Finding("MPS", "no", "does not run"), Finding("CUDA IPC", "works", "works")]
+    monkeypatch.setattr(gpu, "gpu_findings", lambda: found)
+    assert [row["ok"] for row in gpu_check.check_ipc()] == [True, None, True]
+    found[2] = Finding("CUDA IPC", "no", "does not work")
+    assert [row["ok"] for row in gpu_check.check_ipc()] == [True, None, False]
 
 
 def test_each_part_has_its_check() -> None:
