@@ -20,7 +20,7 @@ from fastps.checkpoint.runs import Run
 from fastps.checkpoint.snapshot import Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
 from fastps.job.options import value_of
-from fastps.kernels.shm.arena import LANE_LIVE
+from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE
 from fastps.store.worker import Worker
 from fastps.system.noted_signals import EndedBySignalError, NotedSignals
 from fastps.system.time_limit import ends_within
@@ -100,8 +100,11 @@ class Checkpointing:
 
     @property
     def _is_writer(self) -> bool:
-        first = self._worker.store.arena.lane_states().find(LANE_LIVE) if self._worker.driver is None else 0
-        return self._pin is not None and self._worker.rank == first
+        """Whether this worker has the lowest rank of those that are live or, where all have left, that are not closed."""
+        if self._pin is None or self._worker.driver is not None:
+            return self._pin is not None and self._worker.rank == 0
+        states = self._worker.store.arena.lane_states()
+        return self._worker.rank == states.find(LANE_LIVE if LANE_LIVE in states else LANE_LEAVING)
 
     def _start(self, version: int) -> None:
         if self._pin is None or not self._is_writer:

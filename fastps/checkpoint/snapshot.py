@@ -132,7 +132,7 @@ class PinnedVersion:
             except ValueError as error:
                 raise ProtocolError(f"shard {shard}: {error}; restart the job") from error
 
-        worker.check_usable()
+        worker.check_open()
         if waits:
             text = f"worker {worker.rank} waited to copy version {self._store.version}, because another one still copies one"
             return worker.wait_until(pinned, 1_000_000, lambda: text)

@@ -42,6 +42,16 @@ def test_a_job_that_ends_leaves_a_checkpoint_of_its_last_version(tmp_path: Path)
     assert _versions(tmp_path)[-1] == 5
 
 
+def test_a_worker_that_waited_until_the_others_had_closed_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    """It has left by then: nobody is live, and the one who closed before was not the first that was."""
+    model, optimizer = _job(tmp_path, every=2)
+    for _ in range(5):
+        _step(model, optimizer)
+    optimizer.wait_for_others()
+    optimizer.close()
+    assert _versions(tmp_path)[-1] == 5
+
+
 def test_a_version_that_is_written_is_not_written_again(tmp_path: Path) -> None:
     model, optimizer = _job(tmp_path)
     _step(model, optimizer)
