@@ -58,7 +58,7 @@ def test_other_that_computes_is_not_pushed_for() -> None:
     with store:
         board = Board()
         _looked(first, board)
-        assert board.calls == 1
+        assert board.calls > 0
         assert first.posts == 0
 
 

@@ -21,7 +21,7 @@ from fastps.system.ports import free_port
 from tests.support.nodes import await_files
 from tests.support.processes import await_stop, is_stopped
 
-TRAIN = Path(__file__).parents[1] / "support" / "train_on_nodes.py"
+TRAIN = Path(__file__).parents[1] / "support" / "network" / "train_on_nodes.py"
 
 
 @pytest.fixture
