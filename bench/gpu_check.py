@@ -331,7 +331,6 @@ def _bandwidth(settings: Settings) -> Iterator[Row]:
 
 CHECKS: dict[str, Callable[[Settings], Iterable[Row]]] = {
     "kernels": _kernels,
-    "compute-sanitizer": _under_sanitizer,
     "bandwidth": _bandwidth,
     "IPC": lambda settings: check_ipc(),
     "one process": lambda settings: _in_both(check_processes, workers=1, check="one process", quick=settings.quick),
@@ -342,6 +341,7 @@ CHECKS: dict[str, Callable[[Settings], Iterable[Row]]] = {
     "training": lambda settings: _in_both(check_training, "mnist5k"),
     "step": lambda settings: check_step("step", settings, "reject"),
     "step with overlap": lambda settings: check_step("step with overlap", settings, "allow"),
+    "compute-sanitizer": _under_sanitizer,
 }
 
 

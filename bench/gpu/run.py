@@ -53,7 +53,6 @@ class Settings:
 
 PARTS = {
     "kernels": Part(600),
-    "compute-sanitizer": Part(1800, tool=("compute-sanitizer", "--error-exitcode", "9"), in_quick=False),
     "bandwidth": Part(600),
     "IPC": Part(300),
     "one process": Part(600),
@@ -64,6 +63,7 @@ PARTS = {
     "training": Part(1800, in_quick=False),
     "step": Part(900),
     "step with overlap": Part(900),
+    "compute-sanitizer": Part(1800, tool=("compute-sanitizer", "--error-exitcode", "9"), in_quick=False),
 }
 COMMAND = (sys.executable, "-m", "fastps.bench.gpu_check")
 

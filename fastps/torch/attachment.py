@@ -81,7 +81,8 @@ class Attachment:
     def hook(self, others: Sequence[Any]) -> None:
         """Copy gradients during backward, and take the job's weights. `others`: handles of hooks to remove at the end."""
         dense = [(index, tensor) for index, tensor in enumerate(self.tensors) if index not in self.store.tables]
-        self._hooks = [*(hooked(tensor, self._put(index)) for index, tensor in dense), *others]
+        made = [hooked(tensor, self._put(index)) for index, tensor in dense] if self.gradients.is_hooked else []
+        self._hooks = [*made, *others]
         self.take_weights()
         if not self.placement.shows_arena:
             self.weights.remember()

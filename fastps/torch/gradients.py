@@ -31,6 +31,7 @@ class Gradients:
         name: gives a parameter's name for errors.
     """
 
+    is_hooked = True  # whether hooks of backward call `put`
     accumulates = False  # whether the script has said that more backwards follow before the push
 
     def __init__(
@@ -192,16 +193,9 @@ class Gradients:
 
 
 class GatheredGradients(Gradients):
-    """Gradients on a GPU, where a copy of a small one costs its launch: `step()` copies all of these at once.
+    """Gradients on a GPU, where each copy is a launch: `step()` copies all at once, and p.grad stays autograd's own tensor."""
 
-    Until then p.grad is the tensor that autograd has made. The hook copies a large one, so that its memory is free again.
-    """
-
-    SMALL_BYTES = 1 << 20
-
-    def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
-        """Copy a large gradient into the slot. Returns whether p.grad is the slot's."""
-        return tensor.nbytes > self.SMALL_BYTES and super().put(index, slot, tensor)
+    is_hooked = False
 
 
 class CountedGradients(Gradients):

@@ -11,7 +11,7 @@
 #include <string.h>
 
 #define FPS_DEVICE static inline __attribute__((always_inline))
-#define FPS_KERNEL static void
+#define FPS_KERNEL(blocks) static void
 #define FPS_UNROLL
 #define FPS_ARGUMENT(type) const void *const
 #define FPS_ARGUMENT_OF(type, argument) ((const type *)(argument))

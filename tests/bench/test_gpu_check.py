@@ -169,7 +169,7 @@ def test_the_whole_check_passes_on_two_simulated_devices(tmp_path: Path, monkeyp
     found = json.loads(report.file.read_text())
     assert found["says"][:4] == [
         f"Works: {', '.join(name for name, part in run.PARTS.items() if part.in_quick)}.",
-        "Not run: compute-sanitizer, training.",
+        "Not run: training, compute-sanitizer.",
         "Use on one GPU: the default, shards on the GPU.",
         "Use on several GPUs: FASTPS_PLACEMENT=device.",
     ]
