@@ -87,9 +87,12 @@ def _named(page: str) -> list[str]:
 
 
 def read_figures(folder: Path) -> dict[str, Any]:
-    """All files of figures by name. Floats are Decimals, so that they keep their digits. Raises TableError."""
+    """All files of figures by name, but reports of GPUs, which have a table of their own (fastps.bench.gpu.table).
+
+    Floats are Decimals, so that they keep their digits. Raises TableError.
+    """
     figures = {}
-    for file in sorted(folder.glob("*.json")):
+    for file in sorted(file for file in folder.glob("*.json") if not file.name.startswith("gpu-")):
         try:
             figures[file.stem] = json.loads(file.read_text(), parse_float=Decimal)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""A model of the time that one step's pushes, folds and pulls take on several GPUs. It is a model: no GPU has run them.
+"""A model of the time that one step's pushes, folds and pulls take on several GPUs. It is a model: no two GPUs have run them.
 
     python -m fastps.lab.worlds.device_schedule
 
