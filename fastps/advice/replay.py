@@ -74,6 +74,7 @@ def cores_left(trace: Trace) -> float:
     """Return the run's cores: the machine's, less the mean use by anything except the workers' own threads.
 
     A worker's helper threads (for prefetching, or a library's) count as other use, because steps' records do not contain them.
+    It is at least what the workers got: other programs give way to a worker that mostly sleeps.
     """
     cores = float(trace.header["machine"]["cores"])
     loads = [note["load"] for note in trace.notes if note.get("load") and note["load"]["now_ns"] > 0]
@@ -81,7 +82,19 @@ def cores_left(trace: Trace) -> float:
         return cores
     machine = float(np.mean([load["machine_ns"] / load["now_ns"] for load in loads]))
     own = float(np.sum([load["thread_ns"] / load["now_ns"] for load in loads]))
-    return float(np.clip(cores - max(0.0, machine - own), 0.01 * cores, cores))
+    least = min(cores, max(0.01 * cores, cores_got(trace.steps)))
+    return float(np.clip(cores - max(0.0, machine - own), least, cores))
+
+
+def cores_got(steps: Lines) -> float:
+    """The share of a core that a worker had while it wanted one, times the mean number that wanted one, which is at least 1.
+
+    0 where the machine does not tell how long threads waited for a core.
+    """
+    if (steps["queue_ns"] < 0).any():
+        return 0.0
+    used_ns, wanted_ns = float(steps["cpu_ns"].sum()), float((steps["cpu_ns"] + steps["queue_ns"]).sum())
+    return used_ns / max(wanted_ns, 1.0) * max(1.0, wanted_ns / float(steps["computed_ns"].max() - steps["begin_ns"].min()))
 
 
 def core_ns(trace: Trace, steps: Lines) -> npt.NDArray[np.int64]:

@@ -226,6 +226,14 @@ def test_cores_that_others_used_are_not_counted() -> None:
     assert replay.cores_left(loaded) == pytest.approx(1.5), "of 1.5 busy cores the two workers were 1"
 
 
+def test_workers_that_mostly_sleep_have_the_cores_that_others_give_up_for_them() -> None:
+    """Two busy programs use both cores, and a worker waits for a core as long as it uses one: it has half of one."""
+    trace = made([1, 1], [40, 40])
+    trace.steps["queue_ns"], trace.steps["cpu_ns"] = MS, MS
+    notes = {str(rank): {"load": {"now_ns": 10**9, "machine_ns": 2 * 10**9, "thread_ns": 2 * 10**7}} for rank in range(2)}
+    assert replay.cores_left(replace(trace, header={**trace.header, "of_worker": notes})) == pytest.approx(0.5)
+
+
 def test_a_straggler_gets_a_discipline_that_does_not_wait_for_it() -> None:
     rows = advice.advise(made([5, 5, 5, 5], [20, 0, 0, 0], cores=4))
     by_sync = {row["sync"]: row for row in rows}
