@@ -6,6 +6,7 @@ near as sums in another order allow where several are one. So what stale gradien
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ import pytest
 import torch
 
 import fastps
+from fastps.advice import replay
+from fastps.advice.advise import predicted
+from fastps.processes.launcher import Launcher
+from fastps.processes.options import JobOptions
 from fastps.tracing.check import check
 from fastps.tracing.file import FOLDED, Lines, read
 from tests.support import processes
@@ -130,3 +135,35 @@ def test_a_run_that_folds_means_is_replayed_by_plain_torch_but_for_rounding(reco
     assert len(replayed) > WORKERS * STEPS / 2
     for (rank, step), loss in replayed.items():
         assert live[rank][step] == pytest.approx(loss, rel=1e-4, abs=1e-6), (rank, step)
+
+
+SLEEPER = """
+import time, torch, fastps
+draw = torch.Generator().manual_seed(fastps.rank())
+model = torch.nn.Linear(4, 1)
+with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01)) as opt:
+    opt.wait_for_start()
+    for _ in range(150):
+        opt.zero_grad()
+        model(torch.randn(8, 4, generator=draw)).sum().backward()
+        time.sleep((0.012 + 0.006 * float(torch.rand(1, generator=draw))) * (1 if fastps.rank() else 3))
+        opt.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:3", "dssp:3,15"])
+def test_a_live_run_is_as_fast_and_as_stale_as_its_steps_played_again(sync: str, tmp_path: Path) -> None:
+    """Four workers that sleep in place of computing, one of them three times as long, while all are at work."""
+    script, file = tmp_path / "sleeper.py", tmp_path / "run.trace"
+    script.write_text(SLEEPER)
+    options = JobOptions(variables={"FASTPS_SYNC": sync, "FASTPS_TRACE": str(file)})
+    assert Launcher([sys.executable, str(script)], 4, options=options).run().exit_code == 0
+    trace = read(file)
+    steady = replay.steady_part(trace)
+    found = predicted(replay.policy_of(trace), replay.simulation_of(trace, trace.header["machine"]["cores"]))
+    assert found["steps_per_s"] == pytest.approx(steady.steps_per_s, rel=0.05)
+    decided_ns = trace.pushes["decided_ns"]
+    stale = trace.pushes["staleness"][(decided_ns > steady.begin_ns) & (decided_ns <= steady.end_ns)].mean()
+    assert found["staleness_mean"] == pytest.approx(stale, rel=0.1)
