@@ -54,17 +54,19 @@ class Trial:
     workers: int
     seed: str = ""
     events: list[str] = field(default_factory=list)
+    pushes: int = 0
     folded: int = 0
 
     def __post_init__(self) -> None:
         self.oracle = self.discipline.oracle(self.workers)
         self.scheduler = self.discipline.scheduler(self.workers)
-        self.bound = bound_of(self.discipline.policy(self.workers))
-        self.pushes = 0
+        self.policy = self.discipline.policy(self.workers)
+        self.bound = bound_of(self.policy)
 
-    def push(self, worker: int, now_ns: int) -> list[int]:
+    def push(self, worker: int, now_ns: int, *computed: int) -> list[int]:
+        """`computed`: the timestamp and the samples, where the discipline takes them."""
         self.pushes += 1
-        return self.step("push", worker, now_ns)
+        return self.step("push", worker, now_ns, *computed)
 
     def leave(self, worker: int, now_ns: int) -> list[int]:
         return self.step("leave", worker, now_ns)
@@ -80,6 +82,7 @@ class Trial:
         assert found == expected, f"(folded, granted): oracle {expected}, compiled {found}; {self.where()}"
         self.folded += len(found[0])
         self.compare_state()
+        self.check_folds(found[0])
         self.check_promises(found[1])
         return list(found[1])
 
@@ -90,14 +93,19 @@ class Trial:
         oracle, scheduler = self.oracle, self.scheduler
         live = list(oracle.t)
         credits = getattr(oracle, "r", None) or dict.fromkeys(live, 0)
-        expected = [(oracle.t[w], oracle.granted[w], w in oracle.waiting, credits[w]) for w in live]
-        found = [(scheduler.clock(w), scheduler.granted(w), scheduler.waiting(w), scheduler.credit(w)) for w in live]
+        expected = [(oracle.t[w], oracle.granted[w], w in oracle.waiting, credits[w], oracle.dropped[w]) for w in live]
+        calls = scheduler.clock, scheduler.granted, scheduler.waiting, scheduler.credit, scheduler.dropped
+        found = [tuple(call(w) for call in calls) for w in live]
         assert found == expected, (
-            f"(clock, granted, waiting, credit) of {live}: oracle {expected}, compiled {found}; {self.where()}"
+            f"(clock, granted, waiting, credit, dropped) of {live}: oracle {expected}, compiled {found}; {self.where()}"
         )
         assert scheduler.version == oracle.version, f"version {scheduler.version}, not {oracle.version}; {self.where()}"
+        assert scheduler.due_ns() == oracle.due_ns(), f"due at {scheduler.due_ns()}, not {oracle.due_ns()}; {self.where()}"
         if live:
             assert scheduler.slowest() == oracle.slowest(), f"slowest {scheduler.slowest()}; {self.where()}"
+
+    def check_folds(self, folded: list[int]) -> None:
+        """What must hold of every fold, whatever the oracle says: here nothing more."""
 
     def check_promises(self, granted: list[int]) -> None:
         """What must hold whatever the oracle says."""
