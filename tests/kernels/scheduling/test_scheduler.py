@@ -124,32 +124,15 @@ class Trial:
                 assert gap <= self.bound, f"worker {worker} granted at gap {gap}; {self.where()}"
 
 
-# Speed models: how long the next step of a worker takes, in ns. `pace` is drawn once a worker, from 1 to 3.1.
-
-
-def even(rng: random.Random, pace: float) -> int:
-    return rng.randint(990_000, 1_010_000)
-
-
-def heterogeneous(rng: random.Random, pace: float) -> int:
-    return int(pace * rng.randint(990_000, 1_010_000))
-
-
-def bursts(rng: random.Random, pace: float) -> int:
-    return rng.randint(1_000_000, 40_000_000) if rng.random() < 0.05 else rng.randint(1, 1_000)
-
-
-def coarse_clock(rng: random.Random, pace: float) -> int:
-    """Many pushes of one timestamp, of one worker too (an interval of 0)."""
-    return 1_000_000 * rng.randint(0, 3)
-
-
-def anything(rng: random.Random, pace: float) -> int:
-    return int(10 ** rng.uniform(0, 11))
-
-
 Speed = Callable[[random.Random, float], int]
-SPEED_MODELS: tuple[Any, ...] = (even, heterogeneous, bursts, coarse_clock, anything)
+# How long the next step of a worker takes, in ns. The second argument, `pace`, is drawn once a worker, from 1 to 3.1.
+SPEED_MODELS: dict[str, Speed] = {
+    "even": lambda rng, _: rng.randint(990_000, 1_010_000),
+    "heterogeneous": lambda rng, pace: int(pace * rng.randint(990_000, 1_010_000)),
+    "bursts": lambda rng, _: rng.randint(1_000_000, 40_000_000) if rng.random() < 0.05 else rng.randint(1, 1_000),
+    "coarse_clock": lambda rng, _: 1_000_000 * rng.randint(0, 3),  # many pushes of one timestamp, of one worker too
+    "anything": lambda rng, _: int(10 ** rng.uniform(0, 11)),
+}
 
 
 def run_trial(trial: Trial, rng: random.Random, speed: Speed, events: int) -> int:
@@ -184,10 +167,10 @@ def play_random_traffic(row: Play, size: float, run: Callable[[int, str, Speed, 
         # More events for more workers, so that the clocks of 64 come apart as well.
         weight = (16 + workers) / sum(16 + count for count in WORKER_COUNTS)
         share = math.ceil(events * weight / len(SPEED_MODELS))
-        for speed in SPEED_MODELS:
+        for name, speed in SPEED_MODELS.items():
             done = trials = 0
             while done < share:
-                done += run(workers, f"{row.name}/{workers}/{speed.__name__}/{trials}", speed, share - done)
+                done += run(workers, f"{row.name}/{workers}/{name}/{trials}", speed, share - done)
                 trials += 1
             total += done
     assert total >= events
@@ -209,7 +192,7 @@ def test_every_push_is_folded_once_whoever_leaves(name: str, trials: int) -> Non
     for number in range(trials):
         rng = random.Random(f"{name} leaves {number}")
         trial = Trial(play(name), rng.randint(1, 9), f"{name} leaves {number}")
-        run_trial(trial, rng, anything, rng.randint(1, 60))
+        run_trial(trial, rng, SPEED_MODELS["anything"], rng.randint(1, 60))
         for worker in list(trial.oracle.t):
             trial.leave(worker, 10**18)
         if trial.discipline.combines:

@@ -7,13 +7,12 @@ compiled scheduler's own numbers, so that an error shared with the oracle would 
 
 import heapq
 import random
-from typing import Any
 
 import pytest
 
-from tests.kernels.scheduling.test_scheduler import Speed, Trial, coarse_clock, play_random_traffic
+from tests.kernels.scheduling.test_scheduler import SPEED_MODELS, Speed, Trial, play_random_traffic
 from tests.oracles.by_hand import SEQUENCES, Sequence
-from tests.oracles.table import PLAYED, Play, play
+from tests.oracles.table import PLAYED, Play
 from tests.support.sizes import sample_and_full
 
 ROWS = [played for played in PLAYED if played.plays.timed]
@@ -171,7 +170,7 @@ def test_every_push_is_folded_or_dropped_once_whoever_leaves(row: Play, trials: 
         seed = f"{row.name} leaves {number}"
         rng = random.Random(seed)
         trial = TimedTrial(row, rng.randint(1, 9), seed)
-        run_trial(trial, rng, coarse_clock, rng.randint(1, 80))
+        run_trial(trial, rng, SPEED_MODELS["coarse_clock"], rng.randint(1, 80))
         now_ns = 10**17
         while trial.oracle.t:
             while trial.oracle.due_ns() is not None and trial.oracle.due_ns() <= now_ns:
@@ -198,22 +197,3 @@ def test_compiled_scheduler_answers_as_worked_out_by_hand(sequence: Sequence) ->
         assert scheduler.dropped(worker) == dropped, worker
     for worker, batch in sequence.batch.items():
         assert scheduler.batch(worker) == batch, worker
-
-
-SIDES = pytest.mark.parametrize("side", ["oracle", "compiled"])
-
-
-def one_side(side: str, spec: str, workers: int) -> Any:
-    return play(spec).oracle(workers) if side == "oracle" else play(spec).scheduler(workers)
-
-
-@SIDES
-def test_ssp_of_1_misses_four_updates_of_two_others_where_r2sp_misses_two(side: str) -> None:
-    """R2SP's Figure 4a and 2(N - 1) = 4; tests/oracles/test_by_hand.py goes beyond the figure, to 6."""
-    server = one_side(side, "ssp:1", 3)
-    assert server.push(0, 1) == ([0], [0])
-    for worker, now_ns in ((1, 2), (2, 2), (1, 3), (2, 3)):
-        assert server.push(worker, now_ns) == ([worker], [worker])
-    missed = server.version - 1  # since the version that worker 0 read at its grant
-    assert server.push(0, 4) == ([0], [0])
-    assert missed == 2 * (3 - 1)
