@@ -213,16 +213,13 @@ def test_a_worker_joins_once_all_that_was_sent_from_its_place_is_folded() -> Non
     assert times(outcome, "join", 1) == [40 * MS], "its push of 20 ms waits for worker 0's"
 
 
-@pytest.mark.parametrize(
-    ("spec", "changes", "message"),
-    [
-        ("asp", [(1, 4, False)], "--kill: expected workers of 0 to 3, found 4"),
-        ("asp", [(1, 2, True)], "--join: expected a --kill and then a --join of worker 2, in turn, found a --join of one"),
-        ("asp", [(1, 2, False), (2, 2, False)], "in turn, found two --kill"),
-        ("adv*:1", [(1, 2, False)], "--kill: expected pulls that a step waits for"),
-        ("ssp:1,shards=2", [(1, 2, False), (2, 2, True)], "--join: expected one shard, found 2"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "changes", "message"), [
+    ("asp", [(1, 4, False)], "--kill: expected workers of 0 to 3, found 4"),
+    ("asp", [(1, 2, True)], "--join: expected a --kill and then a --join of worker 2, in turn, found a --join of one"),
+    ("asp", [(1, 2, False), (2, 2, False)], "in turn, found two --kill"),
+    ("adv*:1", [(1, 2, False)], "--kill: expected pulls that a step waits for"),
+    ("ssp:1,shards=2", [(1, 2, False), (2, 2, True)], "--join: expected one shard, found 2"),
+])  # fmt: skip
 def test_changes_that_cannot_be_are_refused(spec: str, changes: list[tuple[int, int, bool]], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         played(spec, workers=4, steps=5, changes=changes)

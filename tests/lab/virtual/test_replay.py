@@ -30,6 +30,7 @@ WORKERS, STEPS, SAMPLES = 3, 12, 16
 FIRST = {name: np.linspace(-1, 1, 5, dtype=np.float32) + index for index, name in enumerate("abcd")}
 Arrays = dict[str, np.ndarray]
 Gradient = Callable[[np.ndarray, int, int], np.ndarray]
+Deaths = dict[int, tuple[int, bool]]
 
 
 def gradient(weights: np.ndarray, worker: int, step: int) -> np.ndarray:
@@ -74,9 +75,7 @@ class Job:
     Each of `joins`, ranks in order, joins once worker 0 has made 4 steps more; in a replay, once `join` is called.
     """
 
-    def __init__(
-        self, spec: str, made: Gradient, deaths: dict[int, tuple[int, bool]], joins: Sequence[int], **options: Any
-    ) -> None:
+    def __init__(self, spec: str, made: Gradient, deaths: Deaths, joins: Sequence[int], **options: Any) -> None:
         self._made, self._deaths, self._joins, self._is_live = made, deaths, joins, "job" not in options
         self._failures: list[BaseException] = []
         self._threads: list[threading.Thread] = []
@@ -121,7 +120,7 @@ def record(
     spec: str,
     file: Path,
     made: Gradient = gradient,
-    deaths: dict[int, tuple[int, bool]] | None = None,
+    deaths: Deaths | None = None,
     joins: Sequence[int] = (),
     **options: str,
 ) -> tuple[Arrays, Trace]:
@@ -175,7 +174,6 @@ def test_the_weights_of_a_replay_are_those_of_the_recorded_run(
     assert row["checksums"] >= trace.header["shards"] and row["nonfinite"] is None
 
 
-Deaths = dict[int, tuple[int, bool]]
 CHANGES: list[tuple[Deaths, Sequence[int]]] = [
     ({2: (5, True)}, ()),
     ({2: (5, False)}, (2,)),

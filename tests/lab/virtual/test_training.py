@@ -59,30 +59,23 @@ def flat(model: torch.nn.Module) -> np.ndarray:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).numpy()
 
 
-def test_bsp_is_torch_on_the_mean_gradient(digits: Dataset) -> None:
-    simulation = Simulation(workers=3, steps=20, batch=16, compute=VARIED)
+@pytest.mark.parametrize(("specs", "compute", "divisor"), [
+    (("bsp", "bsp,shards=5"), VARIED, 3),
+    # Three workers of one speed push at one instant: each drain is a step of all three.
+    (("asp,combine=true", "ssp:1,shards=3,combine=true"), ComputeModel("constant", 1e6), 1),
+])  # fmt: skip
+def test_a_version_of_all_pushes_is_torch_on_their_mean_or_sum(
+    specs: tuple[str, ...], compute: ComputeModel, divisor: int, digits: Dataset
+) -> None:
+    simulation = Simulation(workers=3, steps=20, batch=16, compute=compute)
     model, batches, optimizer = stepping(digits, 3)
     for _ in range(20):
         optimizer.zero_grad()
         for each in batches:
             inputs, labels = each.next()
-            (torch.nn.functional.cross_entropy(model(inputs), labels) / 3).backward()
+            (torch.nn.functional.cross_entropy(model(inputs), labels) / divisor).backward()
         optimizer.step()
-    for spec in ("bsp", "bsp,shards=5"):
-        np.testing.assert_allclose(learned(spec, digits, simulation), flat(model), atol=1e-5)
-
-
-def test_combined_pushes_are_torch_on_the_sum_of_the_gradients(digits: Dataset) -> None:
-    """Three workers of one speed push at one instant: each drain is a step of all three."""
-    simulation = Simulation(workers=3, steps=20, batch=16, compute=ComputeModel("constant", 1e6))
-    model, batches, optimizer = stepping(digits, 3)
-    for _ in range(20):
-        optimizer.zero_grad()
-        for each in batches:
-            inputs, labels = each.next()
-            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-    for spec in ("asp,combine=true", "ssp:1,shards=3,combine=true"):
+    for spec in specs:
         np.testing.assert_allclose(learned(spec, digits, simulation), flat(model), atol=1e-5)
 
 
