@@ -28,7 +28,7 @@ class Target:
 
 
 TARGETS = {
-    "attach messages": Target(0.2, 40),
+    "attach messages": Target(0.2, 120),
     "answers to a joiner": Target(0.13, 40),
     "words of the arena": Target(0.34, 60),
     "checkpoint.json": Target(0.11, 60),

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import fastps
 from fastps.errors import Error
 from fastps.job import limits
+from fastps.job.update_rules import UPDATE_RULES
 from fastps.store.observer import statistics_of
 from fastps.store.store import Store
 from fastps.store.worker import Worker
@@ -33,18 +34,9 @@ SCHEMES = (
     "asp", "bsp", "bsp,ema=0.9", "ssp:1", "backup:1,pull=0.5,shards=2", "dssp:1,4", "backup:1", "psp:1,0.5", "hardsync:64",
     "softsync:1", "softsync:2,scale=1/sigma", "adv:1", "adv*:1", "r2sp:0.8", "r2sp:0.8,tune=true",
 )  # fmt: skip
-UPDATES: dict[str, Any] = {
-    "sgd": fastps.SGD(lr=0.1),
-    "momentum": fastps.SGD(lr=0.1, momentum=0.9),
-    "adam": fastps.Adam(lr=0.01),
-    "adagrad": fastps.Adagrad(lr=0.01),
-    "rmsprop": fastps.RMSProp(lr=0.01, centered=True),
-    "amsgrad": fastps.Adam(lr=0.01, amsgrad=True),
-    "nadam": fastps.NAdam(lr=0.01),
-    "radam": fastps.RAdam(lr=0.01),
-    "adamax": fastps.Adamax(lr=0.01),
-    "adadelta": fastps.Adadelta(lr=0.5),
-}
+UPDATES: dict[str, Any] = {}
+for _row in UPDATE_RULES.values():
+    UPDATES |= {} if _row.only_rows else _row.examples()
 SIZES = {"small": 30, "shared": 70_000}  # floats; a fold of the larger size is divided into chunks
 ROUNDS = 5
 ACTIONS = ("push", "advance", "pull", "look", "save", "hold", "leave", "join")

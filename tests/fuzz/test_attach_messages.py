@@ -28,8 +28,8 @@ KINDS = ("memfd", "pipe", "null")
 @contextlib.contextmanager
 def _opened(kinds: list[str]) -> Iterator[list[int]]:
     """Descriptors of these kinds, closed at the end."""
-    found: list[int] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        found = []
         for kind in kinds:
             if kind == "memfd":
                 found.append(os.memfd_create("fuzz"))
@@ -39,10 +39,8 @@ def _opened(kinds: list[str]) -> Iterator[list[int]]:
                 reader, writer = os.pipe()
                 os.close(writer)
                 found.append(reader)
+            stack.callback(os.close, found[-1])
         yield found
-    finally:
-        for descriptor in found:
-            os.close(descriptor)
 
 
 @st.composite

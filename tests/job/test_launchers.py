@@ -10,28 +10,15 @@ from fastps.job.launchers import Launched, LauncherPlace, first_host, launched, 
 from fastps.job.nodes import Nodes, nodes_of_environment
 
 SLURM = {
-    "SLURM_JOB_ID": "812",
-    "SLURM_STEP_ID": "3",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_NODES": "3",
-    "SLURM_STEP_NUM_TASKS": "11",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
-    "SLURM_STEP_NODELIST": "node[01-02,07]",
-    "SLURM_JOB_NODELIST": "login,node[01-99]",
-    "SLURM_NTASKS": "400",
-    "SLURM_NNODES": "100",
-    "SLURM_TASKS_PER_NODE": "4(x100)",
-}
+    "SLURM_JOB_ID": "812", "SLURM_STEP_ID": "3", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+    "SLURM_STEP_NODELIST": "node[01-02,07]", "SLURM_JOB_NODELIST": "login,node[01-99]",
+    "SLURM_NTASKS": "400", "SLURM_NNODES": "100", "SLURM_TASKS_PER_NODE": "4(x100)",
+}  # fmt: skip
 OPEN_MPI = {
-    "PMIX_NAMESPACE": "prterun-a-1@1",
-    "OMPI_COMM_WORLD_RANK": "2",
-    "OMPI_COMM_WORLD_SIZE": "3",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",
-}
+    "PMIX_NAMESPACE": "prterun-a-1@1", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1",
+}  # fmt: skip
 HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 CLEARED = (
     *("FASTPS_RANK", "FASTPS_WORKERS", "FASTPS_NNODES", "FASTPS_RENDEZVOUS", "FASTPS_JOB", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -138,24 +125,15 @@ def test_a_launch_without_a_name_is_refused(environment: pytest.MonkeyPatch) -> 
     assert identity().rank == 2
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, LauncherPlace()),
-        ({"JOB_COMPLETION_INDEX": "1"}, LauncherPlace(node=1)),
-        (
-            {
-                **SLURM,
-                "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-                "SLURM_PROCID": "1",
-                "SLURM_LOCALID": "0",
-            },
-            LauncherPlace(2, 1, "node01:21971"),
-        ),
-        ({**HYDRA, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}, LauncherPlace(3, 2, "")),
-    ],
-)
+TWO_TASKS = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(("variables", "expected"), [
+    ({}, LauncherPlace()),
+    ({"JOB_COMPLETION_INDEX": "1"}, LauncherPlace(node=1)),
+    ({**SLURM, **TWO_TASKS}, LauncherPlace(2, 1, "node01:21971")),
+    ({**HYDRA, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}, LauncherPlace(3, 2, "")),
+])  # fmt: skip
 def test_a_launcher_of_one_node_finds_its_place(variables: dict[str, str], expected: LauncherPlace) -> None:
     assert launcher_place(variables) == expected
 

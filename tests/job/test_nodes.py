@@ -14,12 +14,9 @@ from fastps.job.options import NodePolicy
 from fastps.job.specs import parse_policy
 
 OWN = {
-    "FASTPS_NNODES": "2",
-    "FASTPS_NODE_RANK": "1",
-    "FASTPS_RENDEZVOUS": "[fd77::1]:29400",
-    "FASTPS_LOCAL_RANK": "2",
+    "FASTPS_NNODES": "2", "FASTPS_NODE_RANK": "1", "FASTPS_RENDEZVOUS": "[fd77::1]:29400", "FASTPS_LOCAL_RANK": "2",
     "FASTPS_LOCAL_WORKERS": "3",
-}
+}  # fmt: skip
 TORCHRUN = {
     "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500", "LOCAL_RANK": "2",
     "LOCAL_WORLD_SIZE": "3",
@@ -46,21 +43,14 @@ def test_both_launchers_say_the_same(environment: pytest.MonkeyPatch, variables:
     assert nodes_of_environment() == Nodes(2, 1, 2, 3, host, port)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("FASTPS_NODE_RANK", "2", "expected a node from 0 to 1, found node 2"),
-        ("FASTPS_NODE_RANK", "x", "FASTPS_NODE_RANK to be a whole number, found 'x'"),
-        ("FASTPS_LOCAL_RANK", "3", "expected a worker from 0 to 2"),
-        ("FASTPS_RENDEZVOUS", "node0", "HOST:PORT, such as node0:29400, found 'node0'"),
-        (
-            "FASTPS_NODE_TIMEOUT",
-            "0.1",
-            "expected --node-timeout (FASTPS_NODE_TIMEOUT) to be a number of 1 to 3600 seconds, found '0.1'",
-        ),
-        ("FASTPS_NODE_TIMEOUT", "soon", "(FASTPS_NODE_TIMEOUT) to be a number of 1 to 3600 seconds, found 'soon'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("FASTPS_NODE_RANK", "2", "expected a node from 0 to 1, found node 2"),
+    ("FASTPS_NODE_RANK", "x", "FASTPS_NODE_RANK to be a whole number, found 'x'"),
+    ("FASTPS_LOCAL_RANK", "3", "expected a worker from 0 to 2"),
+    ("FASTPS_RENDEZVOUS", "node0", "HOST:PORT, such as node0:29400, found 'node0'"),
+    ("FASTPS_NODE_TIMEOUT", "0.1", "--node-timeout (FASTPS_NODE_TIMEOUT) to be a number of 1 to 3600 seconds, found '0.1'"),
+    ("FASTPS_NODE_TIMEOUT", "soon", "(FASTPS_NODE_TIMEOUT) to be a number of 1 to 3600 seconds, found 'soon'"),
+])  # fmt: skip
 def test_a_wrong_value_is_named(environment: pytest.MonkeyPatch, name: str, value: str, message: str) -> None:
     for each, text in {**OWN, name: value}.items():
         environment.setenv(each, text)

@@ -34,18 +34,15 @@ def test_an_empty_variable_is_the_default(environment: pytest.MonkeyPatch, varia
     assert value_of(variable) == OPTIONS[variable].default
 
 
-@pytest.mark.parametrize(
-    ("variable", "given", "sentence"),
-    [
-        ("FASTPS_SERVER", "threads", "expected server to be one of workers, process, found 'threads'"),
-        *(
-            ("FASTPS_STALL_MS", given, "expected stall_ms to be a number of 100 ms or more, or 0 for none, found")
-            for given in (99, "soon", "nan")
-        ),
-        *(("FASTPS_BUCKET_MB", text, "expected bucket_mb to be a number of 0 (no overlap) or more ") for text in ("-1", "inf")),
-        ("FASTPS_CHECKPOINT_EVERY", "1.5", "expected checkpoint_every to be a whole number of 0 or more updates, found '1.5'"),
-    ],
-)
+@pytest.mark.parametrize(("variable", "given", "sentence"), [
+    ("FASTPS_SERVER", "threads", "expected server to be one of workers, process, found 'threads'"),
+    *(
+        ("FASTPS_STALL_MS", given, "expected stall_ms to be a number of 100 ms or more, or 0 for none, found")
+        for given in (99, "soon", "nan")
+    ),
+    *(("FASTPS_BUCKET_MB", text, "expected bucket_mb to be a number of 0 (no overlap) or more ") for text in ("-1", "inf")),
+    ("FASTPS_CHECKPOINT_EVERY", "1.5", "expected checkpoint_every to be a whole number of 0 or more updates, found '1.5'"),
+])  # fmt: skip
 def test_a_value_that_is_none_is_refused_by_the_name_that_gave_it(
     environment: pytest.MonkeyPatch, variable: str, given: Any, sentence: str
 ) -> None:

@@ -34,27 +34,14 @@ def test_specs_are_read(spec: str, policy: fastps.Policy) -> None:
     assert fastps.parse_policy(policy) is policy
 
 
-@pytest.mark.parametrize(("spec", "message"), [
-    ("foo", "expected one of bsp, asp, ssp:s"),
-    ("", "expected one of"),
-    ("ssp", "found 0 of 1 numbers"),
-    ("ssp:1,2", "found 2 of 1 numbers"),
-    ("ssp:3,release=printed", "found the option 'release'"),
-    ("dssp:9,3", "expected lo <= hi, found lo=9 and hi=3"),
-    ("dssp:3", "found 1 of 2 numbers"),
-    ("dssp:3,15,release=never", "release=next-push or release=printed"),
-    ("bsp:1", "found 1 of 0 numbers"),
-    ("ssp:99999999", "found 99999999"),
-])  # fmt: skip
-def test_bad_specs_say_what_was_expected(spec: str, message: str) -> None:
-    with pytest.raises(fastps.PolicyError) as caught:
+@pytest.mark.parametrize("spec", ["foo", ""])
+def test_an_unknown_discipline_is_refused_with_the_known_ones(spec: str) -> None:
+    with pytest.raises(fastps.PolicyError, match="expected one of bsp, asp, ssp:s"):
         fastps.parse_policy(spec)
-    assert message in str(caught.value)
-    assert isinstance(caught.value, fastps.Error)
 
 
 def test_a_comma_begins_a_new_spec_only_before_a_name() -> None:
-    policies = fastps.parse_policies("bsp,asp,ssp:3,dssp:3,15,release=printed,dssp:3,15")
+    policies = fastps.parse_policies("bsp,ASP,ssp:3,dssp:3,15,release=printed,DSSP:3,15")
     assert [policy.spec for policy in policies] == ["bsp", "asp", "ssp:3", "dssp:3,15,release=printed", "dssp:3,15"]
 
 
@@ -77,6 +64,12 @@ GRANT_REASONS = {
 
 # Each: the spec, and the sentence that refuses it, without the spec if it begins with that.
 REFUSED = {
+    "ssp": "'ssp': expected ssp:s, found 0 of 1 numbers",
+    "ssp:1,2": "'ssp:1,2': expected ssp:s, found 2 of 1 numbers",
+    "bsp:1": "'bsp:1': expected bsp, found 1 of 0 numbers",
+    "ssp:99999999": "expected s of 0 to 1000000, found 99999999",
+    "dssp:9,3": "expected lo <= hi, found lo=9 and hi=3",
+    "dssp:3,15,release=never": "expected release of release=next-push or release=printed, found never",
     "ssp:-1": "expected s of 0 to 1000000, found -1",
     "dssp:-1,3": "expected lo of 0 to 1000000, found -1",
     "backup:-1": "expected b of 0 to 1000000, found -1",
@@ -188,26 +181,23 @@ REFUSED = {
 def test_what_is_refused_is_refused_in_one_sentence_with_what_is_allowed(spec: str) -> None:
     with pytest.raises(fastps.PolicyError) as caught:
         fastps.parse_policy(spec)
-    assert str(caught.value) in (REFUSED[spec], f"{spec}: {REFUSED[spec]}")
+    assert str(caught.value) in (REFUSED[spec], f"{spec}: {REFUSED[spec]}") and isinstance(caught.value, fastps.Error)
 
 
-@pytest.mark.parametrize(
-    ("spec", "workers", "sentence"),
-    [
-        ("psp:5,0.5", 4, "psp:5,0.5: expected c of 1 to 4, the number of workers, found 5"),
-        ("backup:4", 4, "backup:4: expected b of 0 to 3, fewer than the workers, found 4"),
-        ("backup:5", 4, "backup:5: expected b of 0 to 3, fewer than the workers, found 5"),
-        ("softsync:5", 4, "softsync:5: expected n of 1 to 4, the number of workers, found 5"),
-        (
-            "policy:fold=count,grant=bounded,low=1,high=1,divisor=1",
-            8,
-            "policy:fold=count,grant=bounded,low=1,high=1,divisor=1: the slowest of 8 workers may fill its 4 slots with"
-            " pushes that wait for others, which wait for it: expected a divisor and groups with 3 of them at most, found 7",
-        ),
-        ("adv:1,groups=5", 4, "adv:1,groups=5: expected groups of 0 to 4, the number of workers, found 5"),
-        ("adv*:2", 1, "adv*:2: expected n of 1 to 1, the number of workers, found 2"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "workers", "sentence"), [
+    ("psp:5,0.5", 4, "psp:5,0.5: expected c of 1 to 4, the number of workers, found 5"),
+    ("backup:4", 4, "backup:4: expected b of 0 to 3, fewer than the workers, found 4"),
+    ("backup:5", 4, "backup:5: expected b of 0 to 3, fewer than the workers, found 5"),
+    ("softsync:5", 4, "softsync:5: expected n of 1 to 4, the number of workers, found 5"),
+    (
+        "policy:fold=count,grant=bounded,low=1,high=1,divisor=1",
+        8,
+        "policy:fold=count,grant=bounded,low=1,high=1,divisor=1: the slowest of 8 workers may fill its 4 slots with"
+        " pushes that wait for others, which wait for it: expected a divisor and groups with 3 of them at most, found 7",
+    ),
+    ("adv:1,groups=5", 4, "adv:1,groups=5: expected groups of 0 to 4, the number of workers, found 5"),
+    ("adv*:2", 1, "adv*:2: expected n of 1 to 1, the number of workers, found 2"),
+])  # fmt: skip
 def test_numbers_that_do_not_fit_the_workers_are_refused(spec: str, workers: int, sentence: str) -> None:
     policy = fastps.parse_policy(spec)
     for use in (policy.check_workers, policy.values):
@@ -262,10 +252,6 @@ def test_modifiers_mean_the_same_in_any_order() -> None:
     assert fastps.parse_policy("asp,scale=batch,stagger=0.5").scale == "batch"
 
 
-def test_names_may_be_written_in_capitals_in_a_list_too() -> None:
-    assert [policy.spec for policy in fastps.parse_policies("BSP,ASP,SSP:3")] == ["bsp", "asp", "ssp:3"]
-
-
 # -- what is written is read again -------------------------------------------------------------------
 
 _small = st.integers(0, 99)
@@ -308,17 +294,8 @@ _named = {
 @st.composite
 def _policies_of_values(draw: st.DrawFn) -> fastps.Policy:
     """A policy of any combination that makes sense, with random numbers where they are read."""
-    fold, grant, scale = draw(
-        st.sampled_from(
-            [
-                (fold, grant, scale)
-                for fold, grants in SENSIBLE.items()
-                for grant in sorted(grants)
-                for scale in SCALES
-                if _reason_against(fold, grant, scale) is None
-            ]
-        )
-    )
+    combinations = ((fold, grant, scale) for fold in SENSIBLE for grant in sorted(SENSIBLE[fold]) for scale in SCALES)
+    fold, grant, scale = draw(st.sampled_from([each for each in combinations if _reason_against(*each) is None]))
     values: dict[str, Any] = {"ema": draw(st.floats(0, 1, exclude_max=True)), "clip": draw(st.floats(0, 1e9))}
     if grant == "bounded":
         values["low"], values["high"] = draw(_bounds)

@@ -3,10 +3,8 @@
 import functools
 import math
 import pickle
-import runpy
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -17,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastps
-from fastps.kernels.update import fold, reference
+from fastps.kernels.update import fold
+from tests.job.test_summing_rules import EXAMPLES, assert_has_the_bits_of_its_text, run_example
 from tests.support.rules import lazy_rule
 
 SCALE = 0.5
@@ -64,28 +63,13 @@ def _updates() -> tuple[Any, ...]:
     update=st.deferred(lambda: st.sampled_from(_updates())),
     mode=st.sampled_from([fold.FOLD_SUM, fold.FOLD_EACH]),
     pushes=st.integers(1, 4),
-    length=st.sampled_from([1, 15, 64, 65, 255, 1025, 1100]),
+    lengths=st.lists(st.sampled_from([1, 15, 64, 65, 255, 1025, 1100]), min_size=1, max_size=3),
     has_average=st.booleans(),
+    is_half=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_a_compiled_rule_folds_to_the_bits_of_its_python_text(
-    update: Any, mode: int, pushes: int, length: int, has_average: bool, seed: int
-) -> None:
-    random = np.random.default_rng(seed)
-    planes = len(update.rule.planes) + has_average
-    state = abs(random.standard_normal((planes, length)).astype(np.float32))
-    made = [
-        (random.standard_normal(length).astype(np.float32), [update.hyper], [seed % 3 != index], 1 / (1 + index % 2), 0.5)
-        for index in range(pushes)
-    ]
-    weights = random.standard_normal(length).astype(np.float32)
-    job = (fold.RULE_USER, mode, [(0, length, 0)], made, weights, state, np.array([seed % 50]))
-    average = {"ema_plane": planes - 1, "ema_decay": 0.9} if has_average else {}
-    expected = reference.fold(*job, scale=1 / pushes, rate_scale=0.7, user_rule=update.rule.reference, **average)
-    for isa in fold.instruction_sets():
-        found = fold.fold(*job, scale=1 / pushes, rate_scale=0.7, user_rule=update.rule.address, instruction_set=isa, **average)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert np.array_equal(ours.view(np.int32), theirs.view(np.int32)), isa
+def test_a_compiled_rule_folds_to_the_bits_of_its_python_text(update: Any, **drawn: Any) -> None:
+    assert_has_the_bits_of_its_text(update, fold.RULE_USER, **drawn)
 
 
 def test_a_rule_without_its_address_is_refused() -> None:
@@ -201,7 +185,7 @@ def test_importing_fastps_does_not_import_numba() -> None:
 
 @pytest.mark.slow
 def test_the_example_comes_close_to_the_truth() -> None:
-    example = Path(__file__).parents[2] / "examples" / "own_rule.py"
+    example = EXAMPLES / "own_rule.py"
     if not example.exists():
         pytest.skip("tests run without the source tree")
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=True, timeout=60)
@@ -217,11 +201,7 @@ def _lion_by_torch(parameter: torch.Tensor, mean: torch.Tensor, gradient: torch.
 
 @pytest.mark.slow
 def test_the_lion_of_the_example_is_that_of_its_paper(capsys: pytest.CaptureFixture[str]) -> None:
-    example = Path(__file__).parents[2] / "examples" / "lion.py"
-    if not example.exists():
-        pytest.skip("tests run without the source tree")
-    lion = runpy.run_path(str(example))["lion"]
-    assert float(capsys.readouterr().out.split(":")[1].split()[0]) > 95
+    lion = run_example("lion.py", capsys)["lion"]
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(500, generator=generator)
     plain, mean, ours = start.clone(), torch.zeros(500), torch.nn.Parameter(start.clone())

@@ -160,9 +160,7 @@ def test_a_store_counts_what_the_arithmetic_expects() -> None:
                 worker.step({"w": np.ones(8)})
 
     with fastps.Store.create({"w": np.ones(8, np.float32)}, fastps.SGD(lr=0.1), workers=workers) as store:
-        children = [processes.start(lambda rank=rank: work(store, rank)) for rank in range(workers)]
-        processes.finish(children, 30)
-        assert [child.exit_code for child in children] == [0] * workers
+        processes.results(processes.start_each(lambda rank: work(store, rank), workers), 30)
         found = store.arena.histograms(0)["arrivals_ns"]
     assert all(_least(least) == least for histogram in found for least, _ in histogram)
     rows = arrivals(found)

@@ -43,19 +43,12 @@ def _until(
     return work
 
 
-def _wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.001)
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("sync", SPECS)
 def test_the_others_go_on_without_the_dead_and_with_who_comes_in_its_place_and_more(sync: str) -> None:
     with _store(sync, max_workers=4) as store:
         children = [processes.start(_until(store, rank, 10**6 if rank == 1 else 100)) for rank in range(3)]
-        _wait_until(lambda: store.version >= 15 and all(store.arena.clock(rank) > 0 for rank in range(3)))
+        processes.wait_until(lambda: store.version >= 15 and all(store.arena.clock(rank) > 0 for rank in range(3)))
         os.kill(children[1].process_id, signal.SIGKILL)
         children += [processes.start(_until(store, 3, 100)), processes.start(_until(store, 1, 100))]
         processes.finish(children, 40)
@@ -76,7 +69,7 @@ def test_all_but_one_may_die(sync: str) -> None:
     with _store(sync, workers=4) as store:
         children = [processes.start(_until(store, rank, 10**6)) for rank in range(3)]
         children.append(processes.start(_until(store, 3, 80, dead=range(3))))
-        _wait_until(lambda: store.version >= 8 and all(store.arena.clock(rank) > 0 for rank in range(3)))
+        processes.wait_until(lambda: store.version >= 8 and all(store.arena.clock(rank) > 0 for rank in range(3)))
         for victim in range(3):
             os.kill(children[victim].process_id, signal.SIGKILL)
             time.sleep(0.01)
@@ -88,7 +81,7 @@ def test_all_but_one_may_die(sync: str) -> None:
 def test_a_job_whose_workers_all_died_goes_on_with_the_next() -> None:
     with _store("ssp:1", workers=2) as store:
         children = [processes.start(_until(store, rank, 10**6)) for rank in range(2)]
-        _wait_until(lambda: store.version >= 20)
+        processes.wait_until(lambda: store.version >= 20)
         for child in children:
             os.kill(child.process_id, signal.SIGKILL)
         processes.finish(children, 10)
@@ -105,7 +98,7 @@ def test_a_lane_may_change_hands_many_times() -> None:
         owners = []
         for generation in range(12):
             owners.append(processes.start(_until(store, 1, 10**6, 0.0)))
-            _wait_until(
+            processes.wait_until(
                 lambda generation=generation: (
                     store.arena.members()[1] == (generation, LANE_LIVE) and store.arena.counters(1)["posted"] > 3 * generation
                 )
@@ -187,12 +180,12 @@ def test_the_others_models_are_refused_and_the_job_goes_on() -> None:
 def test_a_dead_workers_pins_count_no_more() -> None:
     with _store("asp", workers=2) as store, store.attach(0) as worker:
         other = processes.start(_until(store, 1, 10**6))
-        _wait_until(lambda: store.arena.counters(1)["posted"] > 0)
+        processes.wait_until(lambda: store.arena.counters(1)["posted"] > 0)
         os.kill(other.process_id, signal.SIGKILL)
         processes.finish([other], 10)
         pinned = store.arena.pins()[1]
         seen = set()
-        _wait_until(
+        processes.wait_until(
             lambda: worker.step({"a": np.zeros(40), "b": np.zeros(9)}) is None and store.arena.lane_state(1) == LANE_DEAD
         )
         for _ in range(2 * store.arena.buffers):

@@ -316,25 +316,18 @@ def good_answer(job: str, memory: int) -> bytes:
         return connection.recv(1000)
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_an_answer_with_another_number_of_descriptors_is_none(job: str, memory: int, good_answer: bytes, count: int) -> None:
+@pytest.mark.parametrize(("whole", "count", "message"), [
+    *((64, count, "descriptors") for count in (0, 1, 3)),
+    (0, 2, "not fastps"),  # another language
+    (20, 2, r"within 0\.3 s"),  # it only hangs up
+])  # fmt: skip
+def test_an_answer_that_is_none_is_told_and_its_descriptors_are_closed(
+    job: str, memory: int, good_answer: bytes, whole: int, count: int, message: str
+) -> None:
     before = descriptors.opened()
-    with _impostor(job, good_answer, [memory] * count), pytest.raises(rendezvous.Silent, match="descriptors"):
-        _ask(job)
-    assert descriptors.settle(before) == before
-
-
-def test_an_answer_in_another_language_is_none_and_its_descriptors_are_closed(job: str, memory: int) -> None:
-    before = descriptors.opened()
-    with _impostor(job, b"x" * 64, [memory, memory]), pytest.raises(rendezvous.Silent, match="not fastps"):
-        _ask(job)
-    assert descriptors.settle(before) == before
-
-
-def test_whoever_only_hangs_up_is_silent_in_the_end(job: str, memory: int, good_answer: bytes) -> None:
-    before = descriptors.opened()
-    with _impostor(job, good_answer[:20], [memory, memory]), pytest.raises(rendezvous.Silent, match=r"within 0\.3 s"):
-        _ask(job, timeout_s=0.3)
+    reply = good_answer[:whole] or b"x" * 64
+    with _impostor(job, reply, [memory] * count), pytest.raises(rendezvous.Silent, match=message):
+        _ask(job, timeout_s=0.3 if whole == 20 else 5.0)
     assert descriptors.settle(before) == before
 
 

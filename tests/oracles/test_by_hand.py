@@ -14,7 +14,6 @@ from tests.oracles.hardsync import HardSync, learning_rate_factor
 from tests.oracles.psp import PspServer
 from tests.oracles.r2sp import R2sp
 from tests.oracles.softsync import SoftSync, average_staleness
-from tests.oracles.ssp import Ssp
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=lambda sequence: f"{sequence.oracle}: {sequence.name}")
@@ -40,24 +39,6 @@ def test_the_oracle_answers_as_worked_out_by_hand(sequence: Sequence) -> None:
         assert oracle.dropped[worker] == dropped, worker
     for worker, batch in sequence.batch.items():
         assert oracle.batch[worker] == batch, worker
-
-
-def test_grants_are_absolute_after_pushes_that_were_not_granted() -> None:
-    server = PspServer(2, c=3, tau1_ns=0)
-    server.push(0, 1, 0)
-    server.push(0, 2, 1)
-    assert (server.t[0], server.granted[0], server.waiting) == (2, 1, {0})
-    assert server.push(1, 3, 0) == ([0, 0, 1], [0, 1])
-    assert server.granted == {0: 3, 1: 2}
-
-
-def test_a_late_push_of_a_worker_that_waits_is_dropped_and_granted_once() -> None:
-    server = PspServer(3, c=2, tau1_ns=0)
-    server.push(0, 1, 0)
-    server.push(1, 1, 0)
-    server.push(0, 2, 1)
-    assert server.push(0, 3, 0) == ([], [0])
-    assert server.push(2, 4, 1) == ([0, 2], [2])
 
 
 def test_the_vector_clock_and_its_average_staleness() -> None:
@@ -110,24 +91,3 @@ def test_r2sp_of_three_equal_workers_settles_as_in_figure_3a() -> None:
     assert [worker for _, worker in updates] == [0, 1, 2] * 10
     settled = updates[-9:]
     assert [later[0] - earlier[0] for earlier, later in itertools.pairwise(settled)] == [100] * 8
-
-
-def test_ssp_misses_the_four_updates_of_r2sp_figure_4a_and_more() -> None:
-    """Figure 4a: worker-1 pushes u_k first and u_(k+1) last of the three, and has then missed 2(N - 1) = 4 updates.
-
-    The figure stops at k + 1. Its own rule, "can proceed to the (k+1)th iteration only when the other two workers have
-    already entered the kth", lets the other two go on to k + 2 before u_(k+1) comes. So the worst case of SSP(1) in
-    DSSP's Algorithm 1, whose bound is on grants, is 3(N - 1) = 6 missed updates.
-    """
-    server = Ssp(3, s=1)
-    assert server.push(0, 1) == ([0], [0])  # u_1 of the paper's worker-1; it reads version 1
-    read = server.version
-    for worker in (1, 2):
-        assert server.push(worker, 2) == ([worker], [worker])
-    for worker in (1, 2):
-        assert server.push(worker, 3) == ([worker], [worker])
-    assert server.version - read == 4
-    for worker in (1, 2):
-        assert server.push(worker, 4) == ([worker], [])  # a gap of 2: both wait now
-    assert server.version - read == 6
-    assert server.push(0, 5) == ([0], [0, 1, 2])

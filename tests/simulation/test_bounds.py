@@ -143,10 +143,9 @@ def _keeps_its_bounds(policy: Policy, surroundings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_late_pushes_under_a_full_pull_are_dropped_and_never_stale(seed: int) -> None:
     """PSP-SGD, server, line 7: "if t' < t then drop", with the t' of the oldest block that the gradient was computed with."""
-    late: dict[str, Any] = {"late_pushes": (0.05, 300_000_000), "seed": seed}
-    row = simulate(
-        parse_policy("psp:3,1,shards=4"), Simulation(workers=4, steps=200, compute=parse_compute("lognormal:10ms,0.4"), **late)
-    ).row
+    compute = parse_compute("lognormal:10ms,0.4")
+    job = Simulation(workers=4, steps=200, compute=compute, late_pushes=(0.05, 300_000_000), seed=seed)
+    row = simulate(parse_policy("psp:3,1,shards=4"), job).row
     assert row["staleness_max"] == row["stale_blocks"] == 0
     assert row["dropped"] > 0
 

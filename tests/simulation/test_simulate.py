@@ -32,12 +32,20 @@ def played(spec: str, **options: Any) -> Outcome:
     return simulate(parse_policy(spec), Simulation(**options), trace=True)
 
 
+def row_of(spec: str, **options: Any) -> dict[str, Any]:
+    return simulate(parse_policy(spec), Simulation(**options)).row
+
+
+def lines_of(outcome: Outcome, kind: str, worker: int | None = None) -> Any:
+    """The lines of a kind of all workers, or of one."""
+    assert outcome.trace is not None
+    lines = outcome.trace[outcome.trace["kind"] == TRACE_KINDS.index(kind)]
+    return lines if worker is None else lines[lines["worker"] == worker]
+
+
 def times(outcome: Outcome, kind: str, worker: int) -> list[int]:
     """When the lines of a kind of one worker were written, in ns."""
-    assert outcome.trace is not None
-    lines = outcome.trace
-    chosen = (lines["kind"] == TRACE_KINDS.index(kind)) & (lines["worker"] == worker)
-    return [int(time_ns) for time_ns in lines["time_ns"][chosen]]
+    return [int(time_ns) for time_ns in lines_of(outcome, kind, worker)["time_ns"]]
 
 
 def constant(*times_ns: int) -> ComputeModel:
@@ -76,7 +84,7 @@ def test_combined_pushes_of_one_instant_are_one_version_and_the_others_one_each(
     assert row["staleness"] == [(0, 8), (1, 4)]
     assert row["sigma_mean"] == pytest.approx((2 / 3 + 2 / 3) / 6)
     assert row["zero_gap_share"] == 6 / 11
-    plain = simulate(parse_policy("asp"), Simulation(workers=3, steps=4, leave=True, compute=constant(10, 20, 20))).row
+    plain = row_of("asp", workers=3, steps=4, leave=True, compute=constant(10, 20, 20))
     assert plain["updates"] == 12 and plain["staleness_max"] == 3
 
 
@@ -93,8 +101,7 @@ def test_backup_drops_the_late_worker_and_gives_it_the_newest_weights() -> None:
     outcome = played("backup:1", workers=3, steps=5, compute=constant(10, 20, 50))
     assert times(outcome, "fold", 1) == [20, 40, 60, 80, 100, 120]
     assert times(outcome, "drop", 2) == times(outcome, "grant", 2) == [50, 100]
-    assert outcome.trace is not None
-    begun = outcome.trace[(outcome.trace["kind"] == TRACE_KINDS.index("begin")) & (outcome.trace["worker"] == 2)]
+    begun = lines_of(outcome, "begin", 2)
     assert list(begun["version"]) == [0, 2, 4], "of two versions at 50; at 100 its push comes before the fifth's last"
     assert outcome.row["dropped"] == 2 and outcome.row["staleness_max"] == 0
 
@@ -131,27 +138,17 @@ def test_transfers_share_a_port_and_directions_do_not_disturb_each_other() -> No
 
 
 def test_a_workers_own_port_bounds_its_transfers() -> None:
-    outcome = played(
-        "asp", workers=2, steps=1, compute=constant(1000, 1500), model_bytes=1000, bandwidth=1e9, worker_bandwidth=0.25e9
-    )
+    links = {"model_bytes": 1000, "bandwidth": 1e9, "worker_bandwidth": 0.25e9}
+    outcome = played("asp", workers=2, steps=1, compute=constant(1000, 1500), **links)
     assert (times(outcome, "receive", 0), times(outcome, "receive", 1)) == ([5000], [5500])
 
 
 def test_latency_and_slow_servers() -> None:
     outcome = played("asp", workers=1, steps=3, compute=constant(10), latency_ns=5)
     assert times(outcome, "receive", 0) == [15, 35, 55]
-    slow = played(
-        "asp,shards=2",
-        workers=1,
-        steps=2,
-        compute=constant(10),
-        latency_ns=5,
-        model_bytes=200,
-        bandwidth=1e9,
-        slow_servers={1: 3},
-    )
-    assert slow.trace is not None
-    received = slow.trace[slow.trace["kind"] == TRACE_KINDS.index("receive")]
+    links = {"latency_ns": 5, "model_bytes": 200, "bandwidth": 1e9, "slow_servers": {1: 3}}
+    slow = played("asp,shards=2", workers=1, steps=2, compute=constant(10), **links)
+    received = lines_of(slow, "receive")
     assert [(int(line["time_ns"]), int(line["shard"])) for line in received[:2]] == [(10 + 100 + 5, 0), (10 + 300 + 15, 1)]
 
 
@@ -164,16 +161,14 @@ def test_a_pull_of_the_version_that_is_held_moves_no_weights() -> None:
 
 def test_late_answers_leave_partial_pulls_with_old_blocks() -> None:
     options: dict[str, Any] = {"workers": 4, "steps": 200, "compute": VARIED, "late_pulls": (0.05, 500_000_000)}
-    partial = simulate(parse_policy("psp:3,0.75"), Simulation(**options)).row
-    full = simulate(parse_policy("psp:3,1"), Simulation(**options)).row
+    partial, full = (row_of(spec, **options) for spec in ("psp:3,0.75", "psp:3,1"))
     assert partial["stale_blocks"] > 0 and full["stale_blocks"] == 0
     assert partial["steps_per_s"] > 2 * full["steps_per_s"]
 
 
 def test_overlap_hides_transfers() -> None:
     options: dict[str, Any] = {"workers": 4, "steps": 200, "compute": constant(10_000), "model_bytes": 5000, "bandwidth": 1e9}
-    plain = simulate(parse_policy("softsync:1"), Simulation(**options)).row
-    hidden = simulate(parse_policy("adv*:1"), Simulation(**options)).row
+    plain, hidden = (row_of(spec, **options) for spec in ("softsync:1", "adv*:1"))
     assert hidden["wait_share"] < 0.01
     assert hidden["steps_per_s"] == pytest.approx(4 / 10e-6, rel=0.01)
     assert plain["steps_per_s"] < 0.55 * hidden["steps_per_s"], "four pushes and pulls of 5 us share one port"
@@ -181,8 +176,7 @@ def test_overlap_hides_transfers() -> None:
 
 def test_a_tree_halves_the_load_of_its_ports() -> None:
     options: dict[str, Any] = {"workers": 8, "steps": 100, "compute": constant(1000), "model_bytes": 5000, "bandwidth": 1e9}
-    base = simulate(parse_policy("softsync:1"), Simulation(**options)).row
-    tree = simulate(parse_policy("adv:1"), Simulation(**options)).row
+    base, tree = (row_of(spec, **options) for spec in ("softsync:1", "adv:1"))
     assert len(base["links"]) == 2 and len(tree["links"]) == 4
     assert base["link_share_max"] == pytest.approx(0.5, abs=0.01), "all push together, then all pull together"
     assert tree["steps_per_s"] == pytest.approx(2 * base["steps_per_s"], rel=0.1)
@@ -191,11 +185,9 @@ def test_a_tree_halves_the_load_of_its_ports() -> None:
 def test_tuned_batches_make_workers_take_equally_long() -> None:
     model = replace(parse_compute("constant:10ms"), factors={0: 3.0})
     outcome = played("r2sp:0.8,tune=true", workers=4, steps=50, compute=model, batch=16)
-    assert outcome.trace is not None
-    begun = outcome.trace[outcome.trace["kind"] == TRACE_KINDS.index("begin")]
-    last = {int(line["worker"]): int(line["detail"]) for line in begun}
+    last = {int(line["worker"]): int(line["detail"]) for line in lines_of(outcome, "begin")}
     assert last == {0: 16, 1: 48, 2: 48, 3: 48}
-    plain = simulate(parse_policy("r2sp:0.8"), Simulation(workers=4, steps=50, compute=model, batch=16)).row
+    plain = row_of("r2sp:0.8", workers=4, steps=50, compute=model, batch=16)
     assert outcome.row["samples_per_s"] > 2 * plain["samples_per_s"]
 
 
@@ -221,16 +213,13 @@ def test_a_worker_joins_once_all_that_was_sent_from_its_place_is_folded() -> Non
     assert times(outcome, "join", 1) == [40 * MS], "its push of 20 ms waits for worker 0's"
 
 
-@pytest.mark.parametrize(
-    ("spec", "changes", "message"),
-    [
-        ("asp", [(1, 4, False)], "--kill: expected workers of 0 to 3, found 4"),
-        ("asp", [(1, 2, True)], "--join: expected a --kill and then a --join of worker 2, in turn, found a --join of one"),
-        ("asp", [(1, 2, False), (2, 2, False)], "in turn, found two --kill"),
-        ("adv*:1", [(1, 2, False)], "--kill: expected pulls that a step waits for"),
-        ("ssp:1,shards=2", [(1, 2, False), (2, 2, True)], "--join: expected one shard, found 2"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "changes", "message"), [
+    ("asp", [(1, 4, False)], "--kill: expected workers of 0 to 3, found 4"),
+    ("asp", [(1, 2, True)], "--join: expected a --kill and then a --join of worker 2, in turn, found a --join of one"),
+    ("asp", [(1, 2, False), (2, 2, False)], "in turn, found two --kill"),
+    ("adv*:1", [(1, 2, False)], "--kill: expected pulls that a step waits for"),
+    ("ssp:1,shards=2", [(1, 2, False), (2, 2, True)], "--join: expected one shard, found 2"),
+])  # fmt: skip
 def test_changes_that_cannot_be_are_refused(spec: str, changes: list[tuple[int, int, bool]], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         played(spec, workers=4, steps=5, changes=changes)
@@ -340,9 +329,9 @@ def test_combined_decisions_are_the_oracles_drain_by_drain(spec: str, leave: boo
 @pytest.mark.parametrize("spec", [*COMBINED, "ssp:1,shards=3,combine=true"])
 def test_every_combined_push_is_folded_once_and_as_stale_as_versions_say(spec: str) -> None:
     outcome = played(spec, workers=7, steps=40, leave=True, compute=VARIED, **NETWORKS["shared"], **BUSY)
-    assert outcome.trace is not None
+    folds = lines_of(outcome, "fold")
     for shard in range(outcome.row["shards"]):
-        lines = outcome.trace[(outcome.trace["shard"] == shard) & (outcome.trace["kind"] == TRACE_KINDS.index("fold"))]
+        lines = folds[folds["shard"] == shard]
         assert len(lines) == 280
         before = (lines["version"] + lines["detail"]).tolist()
         assert before == sorted(before) and set(before) == set(range(before[-1] + 1)), "versions follow each other"
@@ -351,8 +340,7 @@ def test_every_combined_push_is_folded_once_and_as_stale_as_versions_say(spec: s
 
 @pytest.mark.parametrize("judged", SIMULATED, ids=lambda judged: judged.name)
 def test_every_push_is_folded_or_dropped_once_or_still_waits(judged: Play) -> None:
-    outcome = played(judged.name, workers=7, steps=40, leave=True, compute=VARIED, **NETWORKS["shared"])
-    row = outcome.row
+    row = row_of(judged.name, workers=7, steps=40, leave=True, compute=VARIED, **NETWORKS["shared"])
     assert row["steps"] == 280
     folded = sum(count for _, count in row["staleness"])
     assert folded + row["dropped"] == 280 * row["shards"], "all have left, so nothing waits"
@@ -363,7 +351,7 @@ def test_every_push_is_folded_or_dropped_once_or_still_waits(judged: Play) -> No
 
 @pytest.mark.parametrize("spec", ["bsp", "hardsync:128", "backup:2"])
 def test_synchronous_schemes_have_no_staleness(spec: str) -> None:
-    row = simulate(parse_policy(spec), Simulation(workers=30, steps=100, compute=VARIED)).row
+    row = row_of(spec, workers=30, steps=100, compute=VARIED)
     assert row["staleness_mean"] == row["staleness_max"] == 0
     assert [versions for versions, _ in row["staleness"]] == [0]
 
@@ -371,9 +359,7 @@ def test_synchronous_schemes_have_no_staleness(spec: str) -> None:
 @pytest.mark.parametrize("n", [1, 2, 4, 15, 30])
 def test_softsyncs_mean_staleness_is_n(n: int) -> None:
     """Rudra, Figure 4: with lambda = 30, <sigma> is n for n-softsync, and sigma hardly ever above 2 n."""
-    row = simulate(
-        parse_policy(f"softsync:{n}"), Simulation(workers=30, steps=400, compute=parse_compute("normal:10ms,1ms"))
-    ).row
+    row = row_of(f"softsync:{n}", workers=30, steps=400, compute=parse_compute("normal:10ms,1ms"))
     assert row["sigma_mean"] == pytest.approx(n, rel=0.1)
     above = sum(count for versions, count in row["staleness"] if versions > 2 * n)
     assert above / 12_000 < 0.001
@@ -384,7 +370,7 @@ def test_r2sps_staleness_is_at_most_n_minus_1_and_reaches_it(workers: int) -> No
     """R2SP, section III-C, and figure 4b: equal workers always miss so many."""
     equal = constant(*[4_800_000] * workers)
     for spec, compute in (("r2sp:1", VARIED), ("r2sp:0.8", VARIED), ("r2sp:1", equal), ("r2sp:0.8", equal)):
-        row = simulate(parse_policy(spec), Simulation(workers=workers, steps=100, compute=compute)).row
+        row = row_of(spec, workers=workers, steps=100, compute=compute)
         assert row["staleness_max"] == workers - 1
         assert compute is VARIED or dict(row["staleness"])[workers - 1] >= row["steps"] - 10 * workers, "once they have settled"
 
@@ -414,13 +400,8 @@ def test_one_seed_gives_the_same_trace_twice(spec: str, server: dict[str, Any]) 
 
 
 def test_disciplines_are_compared_on_the_same_computing_times() -> None:
-    taken = []
-    for spec in ("bsp", "asp"):
-        trace = played(spec, workers=3, steps=30, leave=True, compute=VARIED).trace
-        assert trace is not None
-        lines = trace[(trace["kind"] == TRACE_KINDS.index("computed")) & (trace["worker"] == 1)]
-        taken.append(list(lines["detail"]))
-    assert taken[0] == taken[1]
+    bsp, asp = (played(spec, workers=3, steps=30, leave=True, compute=VARIED) for spec in ("bsp", "asp"))
+    assert list(lines_of(bsp, "computed", 1)["detail"]) == list(lines_of(asp, "computed", 1)["detail"])
 
 
 # -- usage -----------------------------------------------------------------------------------------
@@ -480,10 +461,6 @@ def test_a_simulation_in_which_all_wait_for_ever_ends_with_an_error() -> None:
         simulator.run(1000)
 
 
-def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "fastps.cli", "simulate", *arguments]
-
-
 def test_the_command_writes_rows_trace_and_table(tmp_path: Path) -> None:
     trace = tmp_path / "trace.npy"
     arguments = ["--sync", "ssp:3", "--steps", "50", "--straggler", "0:3", "--seed", "4", "--trace", str(trace), "--json", "-"]
@@ -496,21 +473,14 @@ def test_the_command_writes_rows_trace_and_table(tmp_path: Path) -> None:
     }  # fmt: skip
     assert design <= set(found["rows"][0])
     assert "steps/s" in outcome.stderr
-    again = simulate(
-        parse_policy("ssp:3"),
-        read_simulation(SimulationTexts(compute="lognormal:10ms,0.3", straggler=["0:3"]), workers=4, steps=50, seed=4),
-        trace=True,
-    )
-    assert np.load(trace).tobytes() == (again.trace.tobytes() if again.trace is not None else b"")
+    texts = SimulationTexts(compute="lognormal:10ms,0.3", straggler=["0:3"])
+    again = simulate(parse_policy("ssp:3"), read_simulation(texts, workers=4, steps=50, seed=4), trace=True)
+    assert again.trace is not None and np.load(trace).tobytes() == again.trace.tobytes()
 
 
 def test_ctrl_c_ends_a_long_run_at_once_and_without_a_traceback() -> None:
-    with subprocess.Popen(
-        _command("--sync", "asp", "-n", "1000", "--steps", "10000000"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    command = [sys.executable, "-m", "fastps.cli", "simulate", "--sync", "asp", "-n", "1000", "--steps", "10000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         status = Path(f"/proc/{process.pid}/status")
         deadline = time.monotonic() + 30
         # It plays, and no longer imports, when it has spent a while on a core.

@@ -55,8 +55,24 @@ def run(
 ) -> Run:
     """Let workers push for so long; each sleeps `step_s` a step, times its factor, times its batch / 8 where `per_sample`."""
     weights = {f"w{index}": np.ones(100, np.float32) for index in range(parameters)}
+
+    def work(rank: int) -> float:
+        with store.attach(rank) as worker:
+            if delays is not None:
+                delay(worker, delays)
+            worker.wait_for_start()
+            began = time.monotonic()
+            while time.monotonic() - began < seconds:
+                batch = worker.batch_size or 8
+                time.sleep(step_s * (factors or {}).get(rank, 1.0) * (batch / 8 if per_sample else 1.0))
+                for view in worker.gradients.values():
+                    view[:] = AMOUNT
+                worker.push(store.hypers, samples=batch)
+                worker.advance()
+                worker.pull()
+            return time.monotonic() - began
+
     with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync=sync, workers=workers) as store:
-        work = lambda rank: _work(store, rank, step_s, seconds, factors or {}, per_sample, delays)  # noqa: E731
         took_s = processes.results(processes.start_each(work, workers), 40)
         counters: list[dict[str, Any]] = [dict(store.arena.counters(rank)) for rank in range(workers)]
         posted = sum(row["posted"] for row in counters) - workers  # each one's last is LEAVE
@@ -64,31 +80,6 @@ def run(
         assert sum(row["folded"] + row["dropped"] for row in counters) == posted * shards, "every push is folded or dropped"
         dropped = sum(row["dropped"] for row in counters)
         return Run(max(took_s), store.version, dropped, counters, dict(store.arena.histograms(0)))
-
-
-def _work(
-    store: fastps.Store,
-    rank: int,
-    step_s: float,
-    seconds: float,
-    factors: dict[int, float],
-    per_sample: bool,
-    delays: Delays | None,
-) -> float:
-    with store.attach(rank) as worker:
-        if delays is not None:
-            delay(worker, delays)
-        worker.wait_for_start()
-        began = time.monotonic()
-        while time.monotonic() - began < seconds:
-            batch = worker.batch_size or 8
-            time.sleep(step_s * factors.get(rank, 1.0) * (batch / 8 if per_sample else 1.0))
-            for view in worker.gradients.values():
-                view[:] = AMOUNT
-            worker.push(store.hypers, samples=batch)
-            worker.advance()
-            worker.pull()
-        return time.monotonic() - began
 
 
 # Every discipline runs live, and folds or drops each push exactly once: `run` asserts it.

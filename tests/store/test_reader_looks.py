@@ -63,8 +63,11 @@ def _is_whole(values: npt.NDArray[np.float32], version: int) -> bool:
     return bool((values == np.float32(version)).all())
 
 
-def _looked_at(sync: str, looks: int) -> None:
-    """Let readers look at a job together; no look may see a mixture."""
+@pytest.mark.parametrize(("sync", "looks"), [
+    ("asp", 20_000),
+    pytest.param(f"asp,shards={SHARDS}", LOOKS, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+])  # fmt: skip
+def test_no_look_sees_two_versions_in_one_shard(sync: str, looks: int) -> None:
     over = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)
     with _store(sync) as store:
         workers = processes.start_each(lambda rank: _push_until(store, rank, lambda: bool(over[0])), WORKERS)
@@ -75,14 +78,6 @@ def _looked_at(sync: str, looks: int) -> None:
     assert all(child.exit_code == 0 for child in (*workers, *readers)), [child.outcome for child in (*workers, *readers)]
     assert [mixtures for _, mixtures in (child.outcome for child in readers)] == [0] * READERS
     assert all(versions >= LEAST_VERSIONS for versions, _ in (child.outcome for child in readers))
-
-
-@pytest.mark.parametrize(("sync", "looks"), [
-    ("asp", 20_000),
-    pytest.param(f"asp,shards={SHARDS}", LOOKS, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
-])  # fmt: skip
-def test_no_look_sees_two_versions_in_one_shard(sync: str, looks: int) -> None:
-    _looked_at(sync, looks)
 
 
 def test_the_same_looks_find_mixtures_where_weights_are_written_in_place() -> None:

@@ -21,10 +21,8 @@ def test_each_kind_of_end_is_told() -> None:
     assert endings(with_end(trace, 1, -signal.SIGTERM, BEGIN))[1].how == "SIGTERM"
     killed = endings(with_end(trace, 1, -signal.SIGKILL, BEGIN + 70 * MS))[1]
     assert (killed.kind, killed.at_ns, killed.is_exact, killed.is_lost) == (KILLED, BEGIN + 70 * MS, True, True)
-    assert [endings(with_end(trace, 1, 3, BEGIN))[1].kind, endings(with_end(trace, 1, 3, BEGIN))[1].how] == [
-        FAILED,
-        "exit code 3",
-    ]
+    failed = endings(with_end(trace, 1, 3, BEGIN))[1]
+    assert (failed.kind, failed.how) == (FAILED, "exit code 3")
     cut = endings(replace(trace, header={**trace.header, "unfinished": [1]}))[1]
     assert cut.kind == CUT_SHORT and not cut.is_exact and cut.at_ns == trace.steps_of(1)["end_ns"].max()
     assert endings(replace(trace, header={**trace.header, "recorded": [0]}))[1].kind == ABSENT

@@ -169,17 +169,12 @@ def test_unfinished_times_stay_as_they_are() -> None:
     assert (merged.steps["end_ns"][-1], merged.steps["granted_ns"][-1], merged.pushes["decided_ns"][-1]) == (0, 0, -1)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        pytest.param({"node": {"node": 0, "host": "x"}}, "found two of node 0: ", id="one node twice"),
-        pytest.param({"job": "other.node1"}, "found b of job job and a of job other", id="another job"),
-        pytest.param({"sync": "asp"}, "expected traces of one job", id="another discipline"),
-        pytest.param(
-            {"node": None}, "expected the trace of a node of a job of several, found one of another kind: a", id="none"
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    pytest.param({"node": {"node": 0, "host": "x"}}, "found two of node 0: ", id="one node twice"),
+    pytest.param({"job": "other.node1"}, "found b of job job and a of job other", id="another job"),
+    pytest.param({"sync": "asp"}, "expected traces of one job", id="another discipline"),
+    pytest.param({"node": None}, "expected the trace of a node of a job of several, found one of another kind: a", id="none"),
+])  # fmt: skip
 def test_files_that_do_not_fit_are_named(change: dict[str, Any], message: str) -> None:
     pair = _pair(Clocks(0, 0))
     header = {name: value for name, value in {**pair[0][1].header, **change}.items() if value is not None}

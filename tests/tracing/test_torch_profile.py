@@ -94,14 +94,11 @@ def test_of_two_nodes_with_equal_process_numbers_the_host_decides(trace: Trace, 
     assert second.error_ns - first.error_ns == 30
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"traceEvents": []}, r"whose processes are \d+; found 0 of them in it"),
-        ({"traceEvents": None}, "found another document"),
-        ({"baseTimeNanoseconds": None}, "expected baseTimeNanoseconds in torch's file, found none"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"traceEvents": []}, r"whose processes are \d+; found 0 of them in it"),
+    ({"traceEvents": None}, "found another document"),
+    ({"baseTimeNanoseconds": None}, "expected baseTimeNanoseconds in torch's file, found none"),
+])  # fmt: skip
 def test_what_is_no_profile_of_this_run_is_said(trace: Trace, tmp_path: Path, change: dict[str, Any], message: str) -> None:
     document = {name: value for name, value in (_document(trace) | change).items() if value is not None}
     with pytest.raises(TraceError, match=message):

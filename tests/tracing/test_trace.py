@@ -51,9 +51,7 @@ def _steps(store: fastps.Store, rank: int, steps: int, delay_s: float = 0.0) -> 
 def recorded(file: Path, sync: str, workers: int = 3, steps: int = 40, delay_s: float = 0.001) -> Trace:
     """A run of real processes; worker 0 takes three times as long."""
     with fastps.trace(file), fastps.Store.create(_weights(), fastps.SGD(lr=0.1), sync=sync, workers=workers) as store:
-        children = [processes.start(lambda rank=rank: _steps(store, rank, steps, delay_s)) for rank in range(workers)]
-        processes.finish(children, 60)
-        assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+        processes.results(processes.start_each(lambda rank: _steps(store, rank, steps, delay_s), workers), 60)
     return read(file)
 
 
@@ -171,11 +169,8 @@ def test_other_lies_are_found(honest: dict[str, Trace]) -> None:
 def test_lines_of_a_killed_worker_are_there_and_say_the_truth(tmp_path: Path) -> None:
     file = tmp_path / "run.trace"
 
-    def endless(rank: int) -> None:
-        _steps(store, rank, 10**9, 0.0005)
-
     with fastps.trace(file), fastps.Store.create(_weights(), fastps.SGD(lr=0.1), sync="asp", workers=3) as store:
-        children = [processes.start(lambda rank=rank: endless(rank)) for rank in range(3)]
+        children = processes.start_each(lambda rank: _steps(store, rank, 10**9, 0.0005), 3)
         while store.version < 300:
             time.sleep(0.005)
         os.kill(children[1].process_id, signal.SIGKILL)
@@ -207,10 +202,7 @@ def test_workers_that_end_at_the_same_time_write_one_trace(tmp_path: Path, hones
             written += merge(folder, file, lambda notes: [note["finished"] for note in notes] == [True] * workers)
         return written
 
-    children = [processes.start(lambda rank=rank: end(rank)) for rank in range(workers)]
-    processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
-    assert sum(child.outcome for child in children) == rounds
+    assert sum(processes.results(processes.start_each(end, workers), 60)) == rounds
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.trace"]
 
 
@@ -259,10 +251,8 @@ def test_nothing_is_written_down_unless_somebody_records() -> None:
         assert store.arena.push_outcomes(0, 0, 0, 1) == [None]
         store.arena.record()
         worker.step(_weights())
-        assert store.arena.push_outcomes(0, 0, 0, 9) == [
-            None,
-            (OUTCOME_FOLDED, 2, pytest.approx(SYSTEM_CLOCK.now_ns(), abs=10**11), 0),
-        ]
+        folded = OUTCOME_FOLDED, 2, pytest.approx(SYSTEM_CLOCK.now_ns(), abs=10**11), 0
+        assert store.arena.push_outcomes(0, 0, 0, 9) == [None, folded]
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
@@ -309,27 +299,25 @@ def test_a_trace_that_cannot_be_merged_keeps_its_records_and_ends_no_job(
     assert len(parts.load(file).steps) == 1
 
 
-@pytest.mark.parametrize("damage", ["magic", "length", "header", "short", "dtype", "worker"])
-def test_a_damaged_file_is_refused(honest: dict[str, Trace], tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", [
+    lambda data: bytes([data[0] ^ 1]) + data[1:],  # the magic
+    lambda data: data[:16] + (2**40).to_bytes(8, "little") + data[24:],  # the header's length
+    lambda data: data[:24] + b"x" + data[25:],
+    lambda data: data[:-100],
+    lambda data: data.replace(b'"begin_ns"', b'"begun_ns"'),
+])  # fmt: skip
+def test_a_damaged_file_is_refused(honest: dict[str, Trace], tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     file = tmp_path / "run.trace"
-    trace = honest["asp"]
-    if damage == "worker":
-        trace = replace(trace, header={**trace.header, "workers": 2})
-    write(trace, file)
-    data = bytearray(file.read_bytes())
-    if damage == "magic":
-        data[0] ^= 1
-    elif damage == "length":
-        data[16:24] = (2**40).to_bytes(8, "little")
-    elif damage == "header":
-        data[24] = ord("x")
-    elif damage == "short":
-        del data[-100:]
-    elif damage == "dtype":
-        data = bytearray(bytes(data).replace(b'"begin_ns"', b'"begun_ns"'))
-    file.write_bytes(bytes(data))
+    write(honest["asp"], file)
+    file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(TraceError):
         read(file)
+
+
+def test_a_trace_of_a_worker_that_its_header_has_not_is_refused(honest: dict[str, Trace], tmp_path: Path) -> None:
+    write(replace(honest["asp"], header={**honest["asp"].header, "workers": 2}), tmp_path / "run.trace")
+    with pytest.raises(TraceError):
+        read(tmp_path / "run.trace")
 
 
 # -- Perfetto --------------------------------------------------------------------------------------
@@ -394,9 +382,8 @@ def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     outcome = commands.fastps("run", "-n", "2", "--start-method", "spawn", "--trace", str(file), str(script))
     assert outcome.returncode == 0, outcome.stderr
-    checked = commands.fastps(
-        "trace", str(file), "--check", "--summary", "--perfetto", str(tmp_path / "out.json"), "--json", "-"
-    )
+    options = ("--check", "--summary", "--perfetto", str(tmp_path / "out.json"), "--json", "-")
+    checked = commands.fastps("trace", str(file), *options)
     assert checked.returncode == 0, checked.stderr
     (verdict,) = _rows(checked, "check")
     assert (verdict["ok"], verdict["pushes"], verdict["folded"], verdict["complete"]) == (True, 60, 60, True)
@@ -423,9 +410,8 @@ def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:
 def test_a_run_whose_worker_is_killed_leaves_a_trace(tmp_path: Path) -> None:
     script, file = tmp_path / "script.py", tmp_path / "run.trace"
     script.write_text(SCRIPT)
-    assert (
-        commands.fastps("run", "-n", "2", "--start-method", "spawn", "--trace", str(file), str(script), "die").returncode == 1
-    )
+    ended = commands.fastps("run", "-n", "2", "--start-method", "spawn", "--trace", str(file), str(script), "die")
+    assert ended.returncode == 1
     trace = read(file)
     assert trace.header["unfinished"] == [1]
     assert check(trace) == []

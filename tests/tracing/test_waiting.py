@@ -1,6 +1,6 @@
 """Who waited for whom, on traces whose waits have a known cause."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -9,6 +9,8 @@ from fastps.job.specs import parse_policy
 from fastps.tracing.file import PUSH_DTYPE, STEP_DTYPE, Lines, Trace
 from fastps.tracing.waiting import waiting_matrix
 from tests.report.traces import FOLD, MS, asp, bsp, header
+
+TIMES = ("begin_ns", "computed_ns", "posted_ns", "pushed_ns", "granted_ns", "end_ns")
 
 
 def test_under_bsp_all_wait_for_the_slowest_and_the_rest_for_no_worker() -> None:
@@ -44,10 +46,8 @@ def _bounded() -> Trace:
     }
     steps: Lines = np.zeros(6, STEP_DTYPE)
     for place, (worker, number) in enumerate((worker, number) for worker in times for number in range(2)):
-        begin, computed, posted, pushed, granted, end = (1000 * MS + MS * each for each in times[worker][number])
-        for name, value in zip(("begin_ns", "computed_ns", "posted_ns"), (begin, computed, posted), strict=True):
-            steps[name][place] = value
-        steps["pushed_ns"][place], steps["granted_ns"][place], steps["end_ns"][place] = pushed, granted, end
+        for name, value in zip(TIMES, times[worker][number], strict=True):
+            steps[name][place] = 1000 * MS + MS * value
         steps["worker"][place], steps["step"][place], steps["written"][place] = worker, number, 1
     return Trace(header("ssp:1", 3), steps, np.zeros(0, PUSH_DTYPE))
 
@@ -60,8 +60,6 @@ def test_under_a_bound_a_worker_waits_for_the_one_that_is_behind_and_not_for_the
 
 
 def test_elsewhere_a_worker_waits_for_the_last_that_posts_before_the_grant() -> None:
-    from dataclasses import asdict
-
     trace = _bounded()
     found = waiting_matrix(replace(trace, header={**trace.header, "policy": asdict(parse_policy("r2sp:1"))}))
     assert found[0, 2] == (52 - 21) * MS
@@ -69,12 +67,10 @@ def test_elsewhere_a_worker_waits_for_the_last_that_posts_before_the_grant() -> 
 
 def test_a_wait_for_a_worker_that_never_posts_again_counts_for_it() -> None:
     trace = _bounded()
-    left = trace.steps[(trace.steps["worker"] != 1) | (trace.steps["step"] == 1)]
-    left = left.copy()
-    left["step"][left["worker"] == 1] = 0
-    late = 1000 * MS
+    left = trace.steps[(trace.steps["worker"] != 1) | (trace.steps["step"] == 1)].copy()
     mine = left["worker"] == 1
-    for name in ("begin_ns", "computed_ns", "posted_ns", "pushed_ns", "granted_ns", "end_ns"):
-        left[name][mine] += late
+    left["step"][mine] = 0
+    for name in TIMES:
+        left[name][mine] += 1000 * MS
     found = waiting_matrix(replace(trace, steps=left))
     assert found[0, 1] == (53 - 21) * MS, "worker 1 posted only after the grant"

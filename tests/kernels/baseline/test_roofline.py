@@ -34,12 +34,8 @@ def _aligned(*shape: int) -> Floats:
 def test_the_roofline_computes_what_the_fold_computes(planes: int, count: int, streaming: bool) -> None:
     random = np.random.default_rng(count)
     gradients = [_aligned(LENGTH) for _ in range(count)]
-    weights, weights_out, state, state_out = (
-        _aligned(LENGTH),
-        _aligned(LENGTH),
-        _aligned(planes, LENGTH),
-        _aligned(planes, LENGTH),
-    )
+    weights, weights_out = _aligned(LENGTH), _aligned(LENGTH)
+    state, state_out = _aligned(planes, LENGTH), _aligned(planes, LENGTH)
     for array in (*gradients, weights, *([state] if planes == 1 else [])):
         array[:] = random.standard_normal(array.shape)
     length = weights.shape[0]
@@ -48,9 +44,8 @@ def test_the_roofline_computes_what_the_fold_computes(planes: int, count: int, s
     rule = fold.RULE_SGD if planes == 1 else fold.RULE_ADAM
     steps = np.array([1 if planes == 1 else 0])
     expected = fold.fold(rule, fold.FOLD_SUM, [(0, length, 0)], pushes, weights, state, steps)
-    loop = roofline.Loop(
-        gradients, weights, state, weights_out, state_out, learning_rate=0.1, momentum=0.9, beta2=0.999, epsilon=1e-8
-    )
+    rates = {"learning_rate": 0.1, "momentum": 0.9, "beta2": 0.999, "epsilon": 1e-8}
+    loop = roofline.Loop(gradients, weights, state, weights_out, state_out, **rates)
     loop.run(0, 512, streaming)
     loop.run(512, length, streaming, 2)
     np.testing.assert_allclose(weights_out, expected[0], rtol=1e-4, atol=1e-5)
@@ -58,12 +53,8 @@ def test_the_roofline_computes_what_the_fold_computes(planes: int, count: int, s
 
 
 def test_every_second_pass_reads_what_the_first_has_written() -> None:
-    gradient, weights, state, weights_out, state_out = (
-        *(_aligned(32) for _ in range(2)),
-        _aligned(1, 32),
-        _aligned(32),
-        _aligned(1, 32),
-    )
+    gradient, weights, weights_out = (_aligned(32) for _ in range(3))
+    state, state_out = _aligned(1, 32), _aligned(1, 32)
     gradient[:], weights[:], state[:] = 1.0, 1.0, 0.0
     rates = {"learning_rate": 0.5, "momentum": 0.5}
     there = roofline.Loop([gradient], weights, state, weights_out, state_out, **rates)

@@ -10,22 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastps.kernels.collectives.exchange import (
-    DIFFERS,
-    DONE,
-    ELEMENTS,
-    FAILED,
-    KINDS,
-    LEFT,
-    NO_REDUCTION,
-    REDUCTIONS,
-    WAITING,
-    Exchange,
-    can_reduce,
-    described,
-    memory_bytes,
-    reduce_arrays,
-)
+from fastps.kernels.collectives import exchange
+from fastps.kernels.collectives.exchange import ELEMENTS, KINDS, NO_REDUCTION, REDUCTIONS, Exchange, can_reduce, described
 from fastps.kernels.update import fold
 
 BLOCK, DEPTH = 4096, 3
@@ -64,7 +50,9 @@ def _arrays(dtype: str, count: int, length: int, seed: int = 0) -> list[Any]:
 def _reduced(element: str, reduction: str, arrays: list[Any], isa: int | None = None) -> Any:
     out, second = np.empty_like(arrays[0]), np.empty_like(arrays[0])
     addresses = [array.ctypes.data for array in arrays]
-    reduce_arrays(ELEMENTS[element], REDUCTIONS[reduction], addresses, len(out), out.ctypes.data, second.ctypes.data, isa)
+    exchange.reduce_arrays(
+        ELEMENTS[element], REDUCTIONS[reduction], addresses, len(out), out.ctypes.data, second.ctypes.data, isa
+    )
     np.testing.assert_array_equal(out, second)
     return out
 
@@ -101,14 +89,14 @@ def test_an_output_may_be_one_of_the_arrays_and_lie_anywhere() -> None:
         arrays = [memory[1:3000], memory[3001:6000], memory[6002:9001]]
         wanted = _combined([each.copy() for each in arrays], "sum")
         addresses = [each.ctypes.data for each in arrays]
-        reduce_arrays(ELEMENTS["float32"], REDUCTIONS["sum"], addresses, 2999, addresses[place])
+        exchange.reduce_arrays(ELEMENTS["float32"], REDUCTIONS["sum"], addresses, 2999, addresses[place])
         np.testing.assert_array_equal(arrays[place], wanted)
 
 
 def test_a_reduction_that_a_type_has_not_is_refused() -> None:
     assert not can_reduce(ELEMENTS["int32"], REDUCTIONS["average"]) and not can_reduce(ELEMENTS["float32"], REDUCTIONS["xor"])
     with pytest.raises(ValueError, match="expected 1 to 64 arrays of a type with this reduction"):
-        reduce_arrays(ELEMENTS["int32"], REDUCTIONS["average"], [0], 1, 0)
+        exchange.reduce_arrays(ELEMENTS["int32"], REDUCTIONS["average"], [0], 1, 0)
 
 
 class World:
@@ -116,7 +104,7 @@ class World:
 
     def __init__(self, size: int, block: int = BLOCK, depth: int = DEPTH) -> None:
         self.size = size
-        self.memory = np.zeros(memory_bytes(size, depth, block), np.uint8)
+        self.memory = np.zeros(exchange.memory_bytes(size, depth, block), np.uint8)
         self.ranks = [Exchange(self.memory, rank, size, block, depth, 0, 3) for rank in range(size)]
 
     def run(self, member: Callable[[int, Exchange], None]) -> None:
@@ -145,7 +133,7 @@ def _run(
     addresses = [[each.ctypes.data for each in side] for side in (inputs, outputs)]
     mine.start(KINDS[kind], ELEMENTS[dtype], number, root, size, *addresses)
     for _ in range(4000):
-        if mine.advance(SLICE_NS) == DONE:
+        if mine.advance(SLICE_NS) == exchange.DONE:
             return
     raise AssertionError(f"{kind} did not end")
 
@@ -223,7 +211,7 @@ def _start(mine: Exchange, kind: str, length: int = 4) -> Any:
 def test_a_rank_waits_for_one_that_is_absent_and_names_it() -> None:
     first, _ = World(2).ranks
     array = _start(first, "all_reduce")
-    assert first.advance(1000) == WAITING
+    assert first.advance(1000) == exchange.WAITING
     assert first.other == 1 and array[0] == 1
     assert described(*first.own_words()) == "all_reduce (sum) of 4 float32"
 
@@ -232,10 +220,10 @@ def test_a_rank_waits_for_one_that_is_absent_and_names_it() -> None:
 def test_ranks_in_different_collectives_notice(kind: str, length: int) -> None:
     first, second = World(2).ranks
     kept = [_start(first, "all_reduce", 4), _start(second, kind, length)]
-    assert first.advance(1000) == WAITING
-    assert second.advance(1000) == DIFFERS and second.other == 0
+    assert first.advance(1000) == exchange.WAITING
+    assert second.advance(1000) == exchange.DIFFERS and second.other == 0
     assert described(*second.words_of(0)) == "all_reduce (sum) of 4 float32"
-    assert first.advance(1000) == DIFFERS and described(*first.words_of(1)) != described(*first.own_words())
+    assert first.advance(1000) == exchange.DIFFERS and described(*first.words_of(1)) != described(*first.own_words())
     assert len(kept) == 2
 
 
@@ -244,23 +232,23 @@ def test_a_failed_rank_ends_the_wait_of_the_others_and_says_why() -> None:
     kept = _start(first, "all_reduce")
     second.fail("rank 1: out of cheese")
     second.leave()  # the first call counts
-    assert first.advance(10**10) == WAITING
+    assert first.advance(10**10) == exchange.WAITING
     state, process_id, message, has_begun = first.state_of(1)
-    assert (state, message, has_begun) == (FAILED, "rank 1: out of cheese", False) and process_id > 0
+    assert (state, message, has_begun) == (exchange.FAILED, "rank 1: out of cheese", False) and process_id > 0
     assert len(kept) == 4
 
 
 def test_a_rank_that_left_after_its_part_is_not_missed() -> None:
     first, second = World(2).ranks
     kept = [_start(first, "broadcast"), _start(second, "broadcast")]
-    assert first.advance(1000) == DONE
+    assert first.advance(1000) == exchange.DONE
     first.leave()
-    assert second.advance(1000) == DONE and second.state_of(0)[0] == LEFT
+    assert second.advance(1000) == exchange.DONE and second.state_of(0)[0] == exchange.LEFT
     assert len(kept) == 2
 
 
 def test_wrong_arguments_are_refused() -> None:
-    memory = np.zeros(memory_bytes(2, 2, 4096), np.uint8)
+    memory = np.zeros(exchange.memory_bytes(2, 2, 4096), np.uint8)
     for rank, size, block, depth in ((2, 2, 4096, 2), (0, 65, 8192, 2), (0, 2, 100, 2), (0, 2, 4096, 9), (0, 2, 8192, 2)):
         with pytest.raises(ValueError, match="expected"):
             Exchange(memory, rank, size, block, depth)

@@ -21,22 +21,11 @@ from fastps.kernels.cuda import runtime as cuda
 from fastps.kernels.update import fold, reference
 from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_ADAM, RULE_SGD, RULE_SUMMING
 from tests.kernels.update.test_fold import DECAYS, with_average
-from tests.support.fold_jobs import (
-    ALL_ROWS,
-    MODES,
-    ROWS,
-    SGD_ROWS,
-    SITUATIONS,
-    SIZES,
-    SOME_ROWS,
-    Job,
-    Result,
-    Row,
-    assert_same_bits,
-    make_job,
-)
+from tests.support import fold_jobs
+from tests.support.fold_jobs import MODES, ROWS, SGD_ROWS, SITUATIONS, SIZES, Job, Result, Row, assert_same_bits, make_job
 
 DTYPES = pytest.mark.parametrize("dtype", list(launch_args.DTYPES))
+ADAM = next(row for row in fold_jobs.ALL_ROWS if row.rule == RULE_ADAM)
 LONG = (4095, 4096, 4097, 9001)  # around a tile's border
 
 
@@ -121,7 +110,8 @@ def assert_is_the_references(job: Job, mode: int, dtype: str, context: object = 
 @pytest.mark.sampled(8)
 @MODES
 @pytest.mark.parametrize(("row", "dtype"), [
-    *((row, "float32") for row in ALL_ROWS), *((row, dtype) for row in SOME_ROWS for dtype in ("float16", "bfloat16")),
+    *((row, "float32") for row in fold_jobs.ALL_ROWS),
+    *((row, dtype) for row in fold_jobs.SOME_ROWS for dtype in ("float16", "bfloat16")),
 ])  # fmt: skip
 def test_every_rule_dtype_and_situation_has_the_bits_of_the_reference(row: Row, mode: int, dtype: str) -> None:
     for seed, situation in enumerate(SITUATIONS):
@@ -137,7 +127,7 @@ def test_the_moving_average_has_the_bits_of_the_reference(row: Row, mode: int) -
         assert_is_the_references(job, mode, "float32", situation)
 
 
-@pytest.mark.parametrize("row", [SGD_ROWS[3], ALL_ROWS[9]], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [SGD_ROWS[3], fold_jobs.ALL_ROWS[9]], ids=lambda row: row.name)
 def test_parameters_longer_than_a_tile_are_folded_whole(row: Row) -> None:
     for pushes in (1, 2, 5):
         assert_is_the_references(make_job(row, pushes, "in_all", pushes, LONG), FOLD_SUM, "float32")
@@ -158,8 +148,7 @@ def test_a_fold_that_is_larger_than_a_launch_takes_is_several_launches(
         launch(kernel, argument, blocks)
 
     monkeypatch.setattr(host_fold, "launch", counted)
-    adam = next(row for row in ALL_ROWS if row.rule == RULE_ADAM)
-    job = with_average(make_job(adam, pushes, "absent_in_one", 1, [3] * parameters), 0.9)
+    job = with_average(make_job(ADAM, pushes, "absent_in_one", 1, [3] * parameters), 0.9)
     job.steps[:] = 7
     assert_is_the_references(job, mode, "float32")
     assert launched == [4096] * launches
@@ -180,7 +169,7 @@ def test_a_fold_of_no_pushes_copies_everything_even_what_is_not_finite() -> None
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    row=st.sampled_from(ALL_ROWS),
+    row=st.sampled_from(fold_jobs.ALL_ROWS),
     mode=st.sampled_from([FOLD_SUM, FOLD_EACH]),
     dtype=st.sampled_from(list(launch_args.DTYPES)),
     lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5),
@@ -232,8 +221,7 @@ def test_results_that_are_not_finite_set_the_flag(mode: int, dtype: str) -> None
 
 @MODES
 def test_a_sum_of_squares_that_overflows_sets_the_flag_although_the_weight_is_finite(mode: int) -> None:
-    adam = next(row for row in ALL_ROWS if row.rule == RULE_ADAM)
-    job = make_job(adam, 1, "in_all", 1, [5])
+    job = make_job(ADAM, 1, "in_all", 1, [5])
     job.pushes[0][0][job.segments[0][0] + 2] = 1e30
     (weights, _, _), _ = fold_on_device(job, mode, "float32")
     assert np.isfinite(weights).all() and flag_of(job, mode) == 1
@@ -268,7 +256,7 @@ def test_any_float_is_shown_as_the_half_that_the_cpu_rounds_it_to(shown: str) ->
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("shown", ["float16", "bfloat16"])
 @MODES
-@pytest.mark.parametrize("row", SOME_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", fold_jobs.SOME_ROWS, ids=lambda row: row.name)
 def test_every_rule_shows_its_new_weights(row: Row, mode: int, shown: str) -> None:
     job = make_job(row, 3, "in_all", 2, (1, 4, 21))
     found = aligned(np.zeros(len(job.weights), np.uint16))
@@ -282,10 +270,9 @@ def test_every_rule_shows_its_new_weights(row: Row, mode: int, shown: str) -> No
 @pytest.mark.parametrize("field", ["state_stride", "weights_in", "weights_out", "state_in", "halves_out"])
 def test_a_vector_that_a_gpu_would_not_load_or_store_is_refused(field: str) -> None:
     """As error 716 of CUDA: planes, or a buffer, that do not begin on a multiple of a vector's size."""
-    adam = next(row for row in ALL_ROWS if row.rule == RULE_ADAM)
     values = aligned(np.zeros(128, np.float32))
     shape = launch_args.Shape(RULE_ADAM, 2, 0.0, ((0, 17, 0),))
-    push = launch_args.DevicePush(values.ctypes.data, [adam.hyper], np.ones(1, np.bool_))
+    push = launch_args.DevicePush(values.ctypes.data, [ADAM.hyper], np.ones(1, np.bool_))
     buffers = launch_args.Buffers(*[values.ctypes.data] * 4, 32, values.ctypes.data)
     tiles, kernel = aligned(launch_args.tiles_of(shape)), launch_args.fold_kernel(RULE_ADAM, "float32")
     [launch], _ = launch_args.make_launches(shape, FOLD_SUM, [push], np.zeros(1, np.int64), buffers, tiles.ctypes.data)
@@ -319,9 +306,7 @@ def test_what_no_kernel_can_do_is_refused() -> None:
         launch_args.Buffers(0, 0, 36, 0, 16)
     with pytest.raises(ValueError, match="expected a gradient on a multiple of 16 bytes, found 0x8"):
         launch_args.DevicePush(8, [], np.ones(1, np.bool_))
-    with pytest.raises(
-        ValueError, match=r"expected a kernel of fps_fold_sgd_float32, .*, fps_copy, found fps_fold_sum_float32"
-    ):
+    with pytest.raises(ValueError, match=r"a kernel of fps_fold_sgd_float32, .*, fps_copy, found fps_fold_sum_float32"):
         host_fold.launch("fps_fold_sum_float32", np.zeros(4096, np.uint8), 1)
 
 
@@ -339,17 +324,9 @@ def test_nvcc_compiles_every_kernel(tmp_path: Path) -> None:
         pytest.skip("nvcc is not installed")
     binary = tmp_path / "fold.fatbin"
     targets = [f"-gencode=arch={name.replace('sm', 'compute')},code={name}" for name in ARCHITECTURES]
-    command = [
-        compiler,
-        "--threads=2",
-        *targets,
-        f"-I{cuda.SOURCE.parents[1]}",
-        *cuda.OPTIONS,
-        "-Werror=all-warnings",
-        "-fatbin",
-        "--no-compress",
-    ]
-    done = subprocess.run([*command, "-o", str(binary), str(cuda.SOURCE)], capture_output=True, text=True, check=False)
+    command = [compiler, "--threads=2", *targets, f"-I{cuda.SOURCE.parents[1]}", *cuda.OPTIONS, "-Werror=all-warnings"]
+    command += ["-fatbin", "--no-compress", "-o", str(binary), str(cuda.SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = binary.read_bytes()
     assert all(f".text.{name}".encode() in found for name in cuda.kernel_names())

@@ -61,28 +61,21 @@ class Live:
 
 def _play(job: joiners.Job, live: Live | None, rng: random.Random, acts: int) -> None:
     """Workers push, die and join, and shards drain, in any order."""
+    sides: list[joiners.Job | Live] = [job, *([live] if live is not None else [])]
     for _ in range(acts):
-        worker, draw = rng.randrange(WORKERS), rng.random()
+        worker, draw, act, place = rng.randrange(WORKERS), rng.random(), "", 0
         if draw < 0.45:
-            if job.may_push(worker):
-                job.push(worker)
-                if live is not None:
-                    live.push(worker)
+            act, place = "push" if job.may_push(worker) else "", worker
         elif draw < 0.85:
-            shard = rng.randrange(len(job.shards))
-            job.drain(shard)
-            if live is not None:
-                live.drain(shard)
-                _compare(job, live)
+            act, place = "drain", rng.randrange(len(job.shards))
         elif draw < 0.92:
-            if len(job.dead) < 1 and worker not in job.joining and not job.joining:
-                job.die(worker)
-                if live is not None:
-                    live.die(worker)
+            act, place = "die" if not job.dead and not job.joining else "", worker
         elif worker in job.dead:
-            job.begin_join(worker)
-            if live is not None:
-                live.begin_join(worker)
+            act, place = "begin_join", worker
+        for side in sides if act else ():
+            getattr(side, act)(place)
+        if act == "drain" and live is not None:
+            _compare(job, live)
 
 
 def _compare(job: joiners.Job, live: Live) -> None:

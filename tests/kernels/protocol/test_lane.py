@@ -16,18 +16,12 @@ from tests.support.plain_arena import ASP, BSP, Job
 COMBINED = {**ASP, "combine": True}
 
 
-def test_asp_folds_each_push_and_grants_at_once() -> None:
-    job = Job(2, ASP)
-    job.post(0, 0.25, 10)
-    assert job.lanes[0].try_combine() == turn.DONE
-    assert (job.arena.version, job.current(), job.lanes[0].granted(), job.lanes[0].done()) == (1, 0.75, 2, 1)
-
-
-def test_a_worker_pulls_what_came_of_its_push() -> None:
+def test_asp_folds_each_push_grants_at_once_and_its_worker_pulls_what_came_of_it() -> None:
     job = Job(2, ASP)
     lane, buffers = job.lanes[0], [-1]
     job.post(0, 0.25, 10)
     assert lane.try_combine() == turn.DONE
+    assert (job.arena.version, job.current(), lane.granted(), lane.done()) == (1, 0.75, 2, 1)
     assert lane.pull_all(buffers) == -1 and lane.version == 1
     assert job.weights(buffers[0])[0] == job.current() == 0.75
     with pytest.raises(ValueError, match="expected a list of 1 buffers, found 2"):

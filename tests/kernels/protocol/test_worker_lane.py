@@ -1,5 +1,7 @@
 """A worker's own lane on plain memory: each call does what the calls of a bare lane do, and the tally counts it."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,51 +129,37 @@ def test_lanes_that_there_are_not_are_refused() -> None:
         WorkerLane(Job(2, ASP).arena, 2)
 
 
-def test_slots_that_there_are_not_are_refused() -> None:
-    job = Job(2, ASP)
+def _assert_refused(job: Job, calls: tuple[Callable[[int], object], ...], number: int, message: str) -> None:
     before = bytes(job.memory)
-    for write in (
-        lambda: job.lanes[0].set_presence(2, bytes(8)),
-        lambda: job.lanes[0].set_versions(2),
-        lambda: job.lanes[0].set_hyper(2, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0),
-    ):
-        with pytest.raises(IndexError, match="expected a slot of 0 to 1, found 2"):
-            write()
+    for call in calls:
+        with pytest.raises(IndexError, match=f"expected a {message}, found {number}"):
+            call(number)
     assert bytes(job.memory) == before
 
 
-def test_shards_that_there_are_not_are_refused() -> None:
+def test_slots_shards_and_words_of_lanes_that_there_are_not_are_refused() -> None:
     job = Job(2, ASP)
-    lane, before = job.lanes[0], bytes(job.memory)
-    for call in (
-        lane.hold,
-        lane.spare,
-        lambda shard: lane.release(True, shard),
-        lane.granted,
-        lane.owner,
-        lane.shard_version,
-        lane.pull,
-        lambda shard: job.arena.pin_version(0, shard),
-        lambda shard: job.arena.unpin_version(0, shard),
-    ):
-        with pytest.raises(IndexError, match="expected a shard of 0 to 0, found 1"):
-            call(1)
-    assert bytes(job.memory) == before
-
-
-def test_words_of_lanes_that_there_are_not_are_refused() -> None:
-    job = Job(2, ASP)
-    arena, before = job.arena, bytes(job.memory)
-    for call in (
-        lambda lane: arena.claim(lane, 1),
-        arena.joined,
-        arena.finish,
-        arena.leave,
-        lambda lane: arena.mark_dead(lane, 0),
-        lambda lane: arena.pin_version(lane, 0),
-        lambda lane: arena.set_cores(lane, 0, 1),
-        job.lanes[0].recover_lock,
-    ):
-        with pytest.raises(IndexError, match="expected a lane of 0 to 1, found 2"):
-            call(2)
-    assert bytes(job.memory) == before
+    lane, arena = job.lanes[0], job.arena
+    of_slots = (
+        *(lambda slot: lane.set_presence(slot, bytes(8)), lane.set_versions),
+        lambda slot: lane.set_hyper(slot, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0),
+    )
+    of_shards = (
+        *(
+            lane.hold,
+            lane.spare,
+            lambda shard: lane.release(True, shard),
+            lane.granted,
+            lane.owner,
+            lane.shard_version,
+            lane.pull,
+        ),
+        *(lambda shard: arena.pin_version(0, shard), lambda shard: arena.unpin_version(0, shard)),
+    )
+    of_lanes = (
+        *(lambda lane: arena.claim(lane, 1), arena.joined, arena.finish, arena.leave, lambda lane: arena.mark_dead(lane, 0)),
+        *(lambda lane: arena.pin_version(lane, 0), lambda lane: arena.set_cores(lane, 0, 1), lane.recover_lock),
+    )
+    _assert_refused(job, of_slots, 2, "slot of 0 to 1")
+    _assert_refused(job, of_shards, 1, "shard of 0 to 0")
+    _assert_refused(job, of_lanes, 2, "lane of 0 to 1")

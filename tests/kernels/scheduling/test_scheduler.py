@@ -54,17 +54,19 @@ class Trial:
     workers: int
     seed: str = ""
     events: list[str] = field(default_factory=list)
+    pushes: int = 0
     folded: int = 0
 
     def __post_init__(self) -> None:
         self.oracle = self.discipline.oracle(self.workers)
         self.scheduler = self.discipline.scheduler(self.workers)
-        self.bound = bound_of(self.discipline.policy(self.workers))
-        self.pushes = 0
+        self.policy = self.discipline.policy(self.workers)
+        self.bound = bound_of(self.policy)
 
-    def push(self, worker: int, now_ns: int) -> list[int]:
+    def push(self, worker: int, now_ns: int, *computed: int) -> list[int]:
+        """`computed`: the timestamp and the samples, where the discipline takes them."""
         self.pushes += 1
-        return self.step("push", worker, now_ns)
+        return self.step("push", worker, now_ns, *computed)
 
     def leave(self, worker: int, now_ns: int) -> list[int]:
         return self.step("leave", worker, now_ns)
@@ -80,6 +82,7 @@ class Trial:
         assert found == expected, f"(folded, granted): oracle {expected}, compiled {found}; {self.where()}"
         self.folded += len(found[0])
         self.compare_state()
+        self.check_folds(found[0])
         self.check_promises(found[1])
         return list(found[1])
 
@@ -90,14 +93,19 @@ class Trial:
         oracle, scheduler = self.oracle, self.scheduler
         live = list(oracle.t)
         credits = getattr(oracle, "r", None) or dict.fromkeys(live, 0)
-        expected = [(oracle.t[w], oracle.granted[w], w in oracle.waiting, credits[w]) for w in live]
-        found = [(scheduler.clock(w), scheduler.granted(w), scheduler.waiting(w), scheduler.credit(w)) for w in live]
+        expected = [(oracle.t[w], oracle.granted[w], w in oracle.waiting, credits[w], oracle.dropped[w]) for w in live]
+        calls = scheduler.clock, scheduler.granted, scheduler.waiting, scheduler.credit, scheduler.dropped
+        found = [tuple(call(w) for call in calls) for w in live]
         assert found == expected, (
-            f"(clock, granted, waiting, credit) of {live}: oracle {expected}, compiled {found}; {self.where()}"
+            f"(clock, granted, waiting, credit, dropped) of {live}: oracle {expected}, compiled {found}; {self.where()}"
         )
         assert scheduler.version == oracle.version, f"version {scheduler.version}, not {oracle.version}; {self.where()}"
+        assert scheduler.due_ns() == oracle.due_ns(), f"due at {scheduler.due_ns()}, not {oracle.due_ns()}; {self.where()}"
         if live:
             assert scheduler.slowest() == oracle.slowest(), f"slowest {scheduler.slowest()}; {self.where()}"
+
+    def check_folds(self, folded: list[int]) -> None:
+        """What must hold of every fold, whatever the oracle says: here nothing more."""
 
     def check_promises(self, granted: list[int]) -> None:
         """What must hold whatever the oracle says."""
@@ -116,32 +124,15 @@ class Trial:
                 assert gap <= self.bound, f"worker {worker} granted at gap {gap}; {self.where()}"
 
 
-# Speed models: how long the next step of a worker takes, in ns. `pace` is drawn once a worker, from 1 to 3.1.
-
-
-def even(rng: random.Random, pace: float) -> int:
-    return rng.randint(990_000, 1_010_000)
-
-
-def heterogeneous(rng: random.Random, pace: float) -> int:
-    return int(pace * rng.randint(990_000, 1_010_000))
-
-
-def bursts(rng: random.Random, pace: float) -> int:
-    return rng.randint(1_000_000, 40_000_000) if rng.random() < 0.05 else rng.randint(1, 1_000)
-
-
-def coarse_clock(rng: random.Random, pace: float) -> int:
-    """Many pushes of one timestamp, of one worker too (an interval of 0)."""
-    return 1_000_000 * rng.randint(0, 3)
-
-
-def anything(rng: random.Random, pace: float) -> int:
-    return int(10 ** rng.uniform(0, 11))
-
-
 Speed = Callable[[random.Random, float], int]
-SPEED_MODELS: tuple[Any, ...] = (even, heterogeneous, bursts, coarse_clock, anything)
+# How long the next step of a worker takes, in ns. The second argument, `pace`, is drawn once a worker, from 1 to 3.1.
+SPEED_MODELS: dict[str, Speed] = {
+    "even": lambda rng, _: rng.randint(990_000, 1_010_000),
+    "heterogeneous": lambda rng, pace: int(pace * rng.randint(990_000, 1_010_000)),
+    "bursts": lambda rng, _: rng.randint(1_000_000, 40_000_000) if rng.random() < 0.05 else rng.randint(1, 1_000),
+    "coarse_clock": lambda rng, _: 1_000_000 * rng.randint(0, 3),  # many pushes of one timestamp, of one worker too
+    "anything": lambda rng, _: int(10 ** rng.uniform(0, 11)),
+}
 
 
 def run_trial(trial: Trial, rng: random.Random, speed: Speed, events: int) -> int:
@@ -176,10 +167,10 @@ def play_random_traffic(row: Play, size: float, run: Callable[[int, str, Speed, 
         # More events for more workers, so that the clocks of 64 come apart as well.
         weight = (16 + workers) / sum(16 + count for count in WORKER_COUNTS)
         share = math.ceil(events * weight / len(SPEED_MODELS))
-        for speed in SPEED_MODELS:
+        for name, speed in SPEED_MODELS.items():
             done = trials = 0
             while done < share:
-                done += run(workers, f"{row.name}/{workers}/{speed.__name__}/{trials}", speed, share - done)
+                done += run(workers, f"{row.name}/{workers}/{name}/{trials}", speed, share - done)
                 trials += 1
             total += done
     assert total >= events
@@ -201,7 +192,7 @@ def test_every_push_is_folded_once_whoever_leaves(name: str, trials: int) -> Non
     for number in range(trials):
         rng = random.Random(f"{name} leaves {number}")
         trial = Trial(play(name), rng.randint(1, 9), f"{name} leaves {number}")
-        run_trial(trial, rng, anything, rng.randint(1, 60))
+        run_trial(trial, rng, SPEED_MODELS["anything"], rng.randint(1, 60))
         for worker in list(trial.oracle.t):
             trial.leave(worker, 10**18)
         if trial.discipline.combines:

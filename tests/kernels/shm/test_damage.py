@@ -146,13 +146,10 @@ def test_a_kept_push_that_names_another_slot_by_now_is_refused() -> None:
 
 def test_a_buffer_that_the_arena_has_not_is_not_read() -> None:
     job = Job(2, POLICIES["asp"])
-    job.write(
-        job.header.shard_headers_offset + OFFSETS["shard_header.commit"], "<Q", 100 << 2
-    )  # the commit word: version 0, buffer 100
+    commit = job.header.shard_headers_offset + OFFSETS["shard_header.commit"]
+    job.write(commit, "<Q", 100 << 2)  # version 0, buffer 100
     assert (job.lanes[0].pull(), job.lanes[0].pull_all([7]), job.lanes[0].prefetch()) == (-1, 0, (-1, 0))
-    with pytest.raises(
-        ValueError, match="weights buffer 0 to 5 and state buffer 0 to 3, found 100 and 0: the arena is damaged"
-    ):
+    with pytest.raises(ValueError, match="buffer 0 to 5 and state buffer 0 to 3, found 100 and 0: the arena is damaged"):
         job.arena.committed()
     with pytest.raises(ValueError, match="found 100 and 0"):
         job.arena.pin_version(0, 0)
@@ -174,9 +171,8 @@ def test_who_waits_helps_with_no_order_that_makes_no_sense(chunks: int, chunk_fl
     job.lanes[0].share_folds(1)
     work = job.header.work_offset
     job.write(work + OFFSETS["work.chunk_floats"], "<q", chunk_floats)
-    struct.pack_into(
-        "<iiIIIII", job.memory, work + OFFSETS["work.mode"], 0, 1, 0, 1, 0, 1, 1
-    )  # a mode, streaming, buffers, and one push
+    order = 0, 1, 0, 1, 0, 1, 1  # a mode, streaming, buffers, and one push
+    struct.pack_into("<iiIIIII", job.memory, work + OFFSETS["work.mode"], *order)
     job.write(work, "<Q", (chunks << 56) | ((1 << min(chunks, 56)) - 1))
     assert not job.lanes[0].wait(100, 0, 0, 1_000_000)
     assert job.lanes[0].helped == 0
@@ -191,13 +187,8 @@ def test_who_waits_helps_with_no_order_that_makes_no_sense(chunks: int, chunk_fl
 def test_measures_that_are_written_over_are_not_read_again() -> None:
     job = Job(2, POLICIES["asp"])
     segments = job.header.segments_offset
-    for offset in (
-        *range(8, 272, 8),
-        segments,
-        segments + 8,
-        job.header.shard_headers_offset + 320,
-        job.header.shard_headers_offset + 328,
-    ):
+    shard = job.header.shard_headers_offset
+    for offset in (*range(8, 272, 8), segments, segments + 8, shard + 320, shard + 328):
         job.write(offset, "<Q", 1 << 40)
     job.post(0, 0.25, 10)
     assert job.lanes[0].try_combine(10) == turn.DONE

@@ -144,28 +144,6 @@ def test_hostile_bytes_are_dropped_and_the_next_client_is_served(name: bytes, me
         assert descriptors.settle(before) == before
 
 
-def test_random_changes_of_a_hello_never_stop_the_thread(name: bytes, memory: int) -> None:
-    generator = random.Random(11)
-    with _listener(name, memory):
-        for _ in range(300):
-            hello = bytearray(answer.pack_hello(ABI, OTHER_HASH, 16, False) + bytes(16))
-            for _ in range(generator.randrange(1, 4)):
-                hello[generator.randrange(len(HELLO))] = generator.randrange(256)
-            with _client(name) as connection, contextlib.suppress(ConnectionError):
-                connection.sendall(hello[: generator.randrange(len(hello) + 1)])
-        assert _seconds_to_answer(name) < AT_ONCE_S
-
-
-def test_descriptors_that_a_client_sends_are_not_kept(name: bytes, memory: int) -> None:
-    with _listener(name, memory):
-        before = descriptors.opened()
-        for _ in range(20):
-            with _client(name) as connection:
-                socket.send_fds(connection, [answer.pack_hello(ABI, HASH, 0, False)[:20]], [memory, memory])
-        _seconds_to_answer(name)
-        assert descriptors.settle(before) == before
-
-
 def test_a_silent_client_delays_others_by_its_time_limit_only(name: bytes, memory: int) -> None:
     with _listener(name, memory), _client(name) as silent:
         assert 0.5 < _seconds_to_answer(name) < 3

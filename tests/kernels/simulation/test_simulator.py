@@ -56,29 +56,24 @@ TRACES = {
 }
 
 
-def digest(spec: str, **options: Any) -> str:
+SURROUNDINGS = {"links": MIXED, "busy": {**MIXED, **BUSY}, "cores": {**MIXED, **SHARED}, "long": LONG}
+
+
+def bits(spec: str, **options: Any) -> bytes:
     trace = simulate(parse_policy(spec), Simulation(**options), trace=True).trace
     assert trace is not None and len(trace) > 1000
-    return hashlib.sha256(trace.tobytes()).hexdigest()
-
-
-def of(spec: str, surroundings: str) -> str:
-    model = parse_compute("pareto:5ms,2.5")
-    chosen = {"links": MIXED, "busy": {**MIXED, **BUSY}, "cores": {**MIXED, **SHARED}, "long": LONG}[surroundings]
-    return digest(spec, **chosen, compute=replace(model, factors={3: 1.7}, bursts=BURSTS))
+    return trace.tobytes()
 
 
 @pytest.mark.parametrize(("spec", "surroundings"), TRACES)
 def test_a_trace_has_the_bits_that_were_written_down(spec: str, surroundings: str) -> None:
-    assert of(spec, surroundings) == TRACES[spec, surroundings]
+    compute = replace(parse_compute("pareto:5ms,2.5"), factors={3: 1.7}, bursts=BURSTS)
+    found = bits(spec, **SURROUNDINGS[surroundings], compute=compute)
+    assert hashlib.sha256(found).hexdigest() == TRACES[spec, surroundings]
 
 
 def test_computing_times_of_every_model_have_the_bits_that_were_written_down() -> None:
     found = hashlib.sha256()
     for model in ("lognormal:10ms,0.3", "normal:10ms,2ms", "pareto:5ms,2.5"):
-        trace = simulate(
-            parse_policy("asp"), Simulation(**MIXED, compute=replace(parse_compute(model), bursts=BURSTS)), trace=True
-        ).trace
-        assert trace is not None
-        found.update(trace.tobytes())
+        found.update(bits("asp", **MIXED, compute=replace(parse_compute(model), bursts=BURSTS)))
     assert found.hexdigest() == "577b8a3d7ffe169a2674d3c2e089b5031046a589287a3a99604df8b01e841e58"

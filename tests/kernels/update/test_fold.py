@@ -175,17 +175,6 @@ def test_a_rate_scale_is_a_factor_of_the_learning_rate(row: Row, isa: str) -> No
     assert_same_bits(replace(job, rate_scale=0.5).fold(FOLD_EACH, isa), job.fold(FOLD_EACH, isa), isa)
 
 
-@pytest.mark.sampled(4)
-@ISAS
-@ROWS
-def test_each_is_as_many_sums_of_one_push(row: Row, isa: str) -> None:
-    job = make_job(row, 5, "own_loss_scales", seed=5)
-    now: Result = (job.weights, job.state, job.steps)
-    for push in job.pushes:
-        now = Job(row, job.segments, [push], *now).fold(FOLD_SUM, isa)
-    assert_same_bits(job.fold(FOLD_EACH, isa), now, isa)
-
-
 def with_average(job: Job, decay: float, seed: int = 0) -> Job:
     """The same job with one more plane of state, that of the moving average of the weights."""
     average = normal(np.random.default_rng(seed), 1, len(job.weights))

@@ -13,19 +13,8 @@ from fastps.kernels.update import fold as compiled
 from fastps.kernels.update import reference
 from fastps.kernels.update.fold import FLOAT64, FOLD_SUM, HYPER_DOUBLE_PRODUCT, RULE_SGD, RULE_USER
 from tests.kernels.update.test_fold_torch import steps_beside_torch
-from tests.support.fold_jobs import (
-    ISAS,
-    MODES,
-    NADAM_ROWS,
-    ROWS,
-    SGD_ROWS,
-    SITUATIONS,
-    Pushes,
-    Row,
-    assert_same_bits,
-    in_double,
-    make_job,
-)
+from tests.support import fold_jobs
+from tests.support.fold_jobs import ISAS, MODES, ROWS, SGD_ROWS, SITUATIONS, Pushes, Row, assert_same_bits, in_double, make_job
 from tests.support.sizes import sample_and_full
 
 SIZES = (1, 7, 8, 9, 511, 512, 513)  # around the sizes of a vector (8 doubles) and of a tile (512)
@@ -87,7 +76,7 @@ def test_200_steps_in_double_are_torchs(row: Row) -> None:
             assert difference < 1e-12, (isa, n)
 
 
-@pytest.mark.parametrize("row", NADAM_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", fold_jobs.NADAM_ROWS, ids=lambda row: row.name)
 @pytest.mark.usefixtures("in_double_by_default")
 def test_200_steps_of_nadam_in_double_are_torchs_if_that_is_its_default_type(row: Row) -> None:
     """Torch then multiplies NAdam's momenta in double precision."""

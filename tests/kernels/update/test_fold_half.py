@@ -12,19 +12,8 @@ import torch
 
 from fastps.kernels.update import fold as compiled
 from fastps.kernels.update.fold import BFLOAT16, FLOAT16, FOLD_EACH, FOLD_SUM, RULE_SGD
-from tests.support.fold_jobs import (
-    ADAM_ROWS,
-    ISAS,
-    MODES,
-    RMSPROP_ROWS,
-    ROWS,
-    SGD_ROWS,
-    Floats,
-    Row,
-    assert_same_bits,
-    bits,
-    make_job,
-)
+from tests.support import fold_jobs
+from tests.support.fold_jobs import ISAS, MODES, ROWS, SGD_ROWS, Floats, Row, assert_same_bits, bits, make_job
 
 TYPES = pytest.mark.parametrize("gradient_type", [FLOAT16, BFLOAT16], ids=["float16", "bfloat16"])
 TORCH_TYPES = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16}
@@ -120,7 +109,9 @@ def test_floats_are_rounded_to_halves_as_torch_rounds_them(isa: str, gradient_ty
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("row", [SGD_ROWS[0], SGD_ROWS[3], ADAM_ROWS[0], RMSPROP_ROWS[-1]], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [SGD_ROWS[0], SGD_ROWS[3], fold_jobs.ADAM_ROWS[0], fold_jobs.RMSPROP_ROWS[-1]], ids=lambda row: row.name
+)
 @MODES
 @TYPES
 def test_a_fold_writes_the_halves_of_the_weights_that_it_writes(row: Row, mode: int, gradient_type: int) -> None:

@@ -8,14 +8,13 @@ from fastps.lab.demo.comparison import page_of
 
 def _row(sync: str, speed: float, accuracy: float, **more: Any) -> dict[str, Any]:
     row = {"sync": sync, "chosen": sync, "workers": 4, "seconds": 100 / speed, "steps": 100, "steps_per_s": speed}
+    row |= {"samples_per_s": 16 * speed, "test_accuracy": accuracy, "staleness_mean": 0.0, "staleness_max": 0}
     row |= {
-        "samples_per_s": 16 * speed,
-        "test_accuracy": accuracy,
-        "staleness_mean": 0.0,
-        "staleness_max": 0,
         "wait_share": 0.4,
+        "dropped": 0,
+        "zero_gap_share": 0.1,
+        "accuracy_over_time": [(50 / speed, accuracy / 2), (100 / speed, accuracy)],
     }
-    row |= {"dropped": 0, "zero_gap_share": 0.1, "accuracy_over_time": [(50 / speed, accuracy / 2), (100 / speed, accuracy)]}
     return {**row, **more}
 
 

@@ -77,65 +77,32 @@ def test_mnists_original_files_are_read(tmp_path: Path, compressed: bool, dot: s
     assert np.array_equal(data.test_labels, arrays["t10k-labels"])
 
 
-def _truncate(folder: Path) -> None:
-    file = folder / "train-images-idx3-ubyte"
-    file.write_bytes(file.read_bytes()[:-1])
+Change = Callable[[bytes], bytes]
 
 
-def _other_type(folder: Path) -> None:
-    file = folder / "train-labels-idx1-ubyte"
-    file.write_bytes(b"\0\0\x0d\1" + file.read_bytes()[4:])
-
-
-def _empty(folder: Path) -> None:
-    (folder / "t10k-labels-idx1-ubyte").write_bytes(b"")
-
-
-def _fewer_labels(folder: Path) -> None:
-    (folder / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(11)))
-
-
-def _label_out_of_range(folder: Path) -> None:
-    (folder / "t10k-labels-idx1-ubyte").write_bytes(idx(np.full(12, 10)))
-
-
-def _huge_dimensions(folder: Path) -> None:
-    file = folder / "train-images-idx3-ubyte"
-    file.write_bytes(b"\0\0\x08\3" + b"\xff" * 12 + file.read_bytes()[16:])
-
-
-def _no_items(folder: Path) -> None:
-    (folder / "t10k-images-idx3-ubyte").write_bytes(idx(np.zeros((0, 9, 7))))
-
-
-def _other_size(folder: Path) -> None:
-    (folder / "t10k-images-idx3-ubyte").write_bytes(idx(np.zeros((12, 7, 9))))
-
-
-def _damaged_gzip(folder: Path) -> None:
-    plain = folder / "train-images-idx3-ubyte"
-    whole = gzip.compress(plain.read_bytes())
-    plain.unlink()
-    (folder / "train-images-idx3-ubyte.gz").write_bytes(whole[: len(whole) // 2])
-
-
-@pytest.mark.parametrize(("damage", "message"), [
-    (_truncate, r"train-images.*expected 1,890 bytes for 30 x 9 x 7, found 1,889 bytes"),
-    (_other_type, r"train-labels.*begins with 00 00 08 01, found 00 00 0d 01"),
-    (_empty, r"t10k-labels.*found nothing"),
-    (_fewer_labels, r"expected 12 labels, as many as images, found 11"),
-    (_label_out_of_range, r"expected labels from 0 to 9, found 10"),
-    (_huge_dimensions, r"4294967295 x 4294967295 x 4294967295"),
-    (_no_items, r"t10k-images.*at least one item, found none"),
-    (_other_size, r"images of one size, found \(9, 7\) to train and \(7, 9\) to test"),
-    (_damaged_gzip, r"train-images-idx3-ubyte.gz: expected a whole gzip file"),
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("train-images-idx3", lambda data: data[:-1], "train-images.*expected 1,890 bytes for 30 x 9 x 7, found 1,889 bytes"),
+    ("train-labels-idx1", lambda data: b"\0\0\x0d\1" + data[4:], "train-labels.*begins with 00 00 08 01, found 00 00 0d 01"),
+    ("t10k-labels-idx1", lambda _: b"", "t10k-labels.*found nothing"),
+    ("t10k-labels-idx1", lambda _: idx(np.zeros(11)), "expected 12 labels, as many as images, found 11"),
+    ("t10k-labels-idx1", lambda _: idx(np.full(12, 10)), "expected labels from 0 to 9, found 10"),
+    ("train-images-idx3", lambda data: data[:4] + b"\xff" * 12 + data[16:], "4294967295 x 4294967295 x 4294967295"),
+    ("t10k-images-idx3", lambda _: idx(np.zeros((0, 9, 7))), "t10k-images.*at least one item, found none"),
+    ("t10k-images-idx3", lambda _: idx(np.zeros((12, 7, 9))), r"of one size, found \(9, 7\) to train and \(7, 9\) to test"),
 ])  # fmt: skip
-def test_a_damaged_mnist_file_is_named_with_what_was_expected(
-    tmp_path: Path, damage: Callable[[Path], None], message: str
-) -> None:
+def test_a_damaged_mnist_file_is_named_with_what_was_expected(tmp_path: Path, name: str, change: Change, message: str) -> None:
     write_mnist(tmp_path)
-    damage(tmp_path)
+    file = tmp_path / f"{name}-ubyte"
+    file.write_bytes(change(file.read_bytes()))
     with pytest.raises(DataError, match=message):
+        load(f"mnist:{tmp_path}")
+
+
+def test_a_part_of_a_gzip_file_is_refused(tmp_path: Path) -> None:
+    write_mnist(tmp_path, compressed=True)
+    file = tmp_path / "train-images-idx3-ubyte.gz"
+    file.write_bytes(file.read_bytes()[: len(file.read_bytes()) // 2])
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz: expected a whole gzip file"):
         load(f"mnist:{tmp_path}")
 
 
@@ -146,9 +113,8 @@ def write_cifar(folder: Path, seed: int = 6) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
     records = {}
     for name, count in (("data_batch_1", 20), ("data_batch_2", 15), ("test_batch", 8)):
-        records[name] = np.column_stack([random.integers(0, 10, count), random.integers(0, 256, (count, 3072))]).astype(
-            np.uint8
-        )
+        labels, pixels = random.integers(0, 10, count), random.integers(0, 256, (count, 3072))
+        records[name] = np.column_stack([labels, pixels]).astype(np.uint8)
         (folder / f"{name}.bin").write_bytes(records[name].tobytes())
     return records
 

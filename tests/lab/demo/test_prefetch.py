@@ -2,18 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from fastps.lab.demo.prefetch import prefetch
-
-
-def _await(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+from tests.support.processes import wait_until
 
 
 def test_items_come_in_order_and_no_more_than_the_depth_ahead() -> None:
@@ -26,7 +20,7 @@ def test_items_come_in_order_and_no_more_than_the_depth_ahead() -> None:
 
     with prefetch(items(), depth=3) as ahead:
         assert [next(ahead) for _ in range(5)] == [0, 1, 2, 3, 4]
-        _await(lambda: len(made) >= 8)
+        wait_until(lambda: len(made) >= 8)
         time.sleep(0.1)
         assert len(made) == 8, "five were taken, and three wait"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fastps-prefetch")]
@@ -53,4 +47,4 @@ def test_making_overlaps_with_using() -> None:
 
     with prefetch(items()) as ahead:
         for index in ahead:
-            _await(lambda index=index: len(made) >= min(index + 2, 20))  # the next is made while this one is used
+            wait_until(lambda index=index: len(made) >= min(index + 2, 20))  # the next is made while this one is used

@@ -106,6 +106,11 @@ def added(step: Step, before: tuple[int, str]) -> Callable[[list[Step]], list[St
     return change
 
 
+def launched(**changes: Any) -> Callable[[list[Step]], list[Step]]:
+    return changed(1, "launch", (*FOLD_CALL[:2], FOLD._replace(**changes), 11))
+
+
+NOT_OPEN = "expected memory that this process has open"
 BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
     "no device": (without(1, "setDevice"), "expected a thread that has set its device"),
     "unknown call": (added((1, "graphUpload", (42,), None), (1, "free")), "teach the model"),
@@ -118,19 +123,16 @@ BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
     "stream after its end": (moved(1, "streamDestroy", (1, "launch")), "expected a stream of this process"),
     "query of a stream of another process": (changed(1, "streamQuery", (12,)), "expected a stream of this process"),
     "open before export": (moved(2, "ipcOpenMemHandle", (1, "ipcGetMemHandle")), "a handle that a process has exported"),
-    "open in the exporting process": (
+    "open by its exporter": (
         added((1, "ipcOpenMemHandle", (MEMORY, 1), B), (2, "ipcOpenMemHandle")),
         "another process's handle",
     ),
-    "open after free": (
-        lambda steps: moved(1, "free", (2, "ipcOpenMemHandle"))(steps),
-        "found memory that its owner has freed",
-    ),
+    "open after free": (moved(1, "free", (2, "ipcOpenMemHandle")), "found memory that its owner has freed"),
     "open twice": (added((2, "ipcOpenMemHandle", (MEMORY, 1), B + MIB2), (2, "ipcOpenEventHandle")), "that it is open already"),
     "open without peer access": (changed(2, "ipcOpenMemHandle", (MEMORY, 0)), "the flag that enables peer access"),
     "free while open": (moved(1, "free", (2, "ipcCloseMemHandle")), r"that \[2\] have it"),
     "never closed": (without(2, "ipcCloseMemHandle"), r"that \[2\] have it"),
-    "copy after close": (moved(2, "ipcCloseMemHandle", (2, "memcpyAsync")), "expected memory that this process has open"),
+    "copy after close": (moved(2, "ipcCloseMemHandle", (2, "memcpyAsync")), NOT_OPEN),
     "close twice": (added((2, "ipcCloseMemHandle", (B,), None), (2, "freeHost")), "opened by a handle, found none"),
     "close of own memory": (added((1, "ipcCloseMemHandle", (A,), None), (1, "free")), "opened by a handle, found none"),
     "free of opened memory": (added((2, "free", (B,), None), (2, "ipcCloseMemHandle")), "an allocation of its own"),
@@ -140,29 +142,17 @@ BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
         "expected shared memory of whole 2 MiB",
     ),
     "export of opened memory": (added((2, "ipcGetMemHandle", (B,), b"x"), (2, "memcpyAsync")), "an allocation of its own"),
-    "launch after free": (moved(1, "free", (1, "launch")), "expected memory that this process has open"),
-    "fold of memory that is not open": (
-        changed(1, "launch", (*FOLD_CALL[:2], FOLD._replace(blocks=MIB2 // 16), 11)),
-        "expected memory that this process has open",
-    ),
-    "launch without blocks": (changed(1, "launch", (*FOLD_CALL[:2], FOLD._replace(blocks=0), 11)), "expected blocks to launch"),
-    "launch with less than the parameters": (
-        changed(1, "launch", (*FOLD_CALL[:2], FOLD._replace(argument=FOLD.argument[:2048]), 11)),
-        "expected 4096 bytes of parameters, found 2048",
-    ),
+    "launch after free": (moved(1, "free", (1, "launch")), NOT_OPEN),
+    "fold of memory that is not open": (launched(blocks=MIB2 // 16), NOT_OPEN),
+    "launch without blocks": (launched(blocks=0), "expected blocks to launch"),
+    "launch with less than the parameters": (launched(argument=FOLD.argument[:2048]), "4096 bytes of parameters, found 2048"),
     "copy beyond the end": (changed(2, "memcpyAsync", (HOST, B, MIB2 + 1, 4, 12)), "memory that this process has open"),
     "copy to plain memory": (changed(2, "memcpyAsync", (0x1000, B, 4096, 4, 12)), "memory that this process has open"),
     "kind of copy": (changed(2, "memcpyAsync", (HOST, B, 4096, 1, 12)), "the kind of copy"),
     "empty copy": (changed(2, "memcpyAsync", (HOST, B, 0, 4, 12)), "bytes to copy"),
     "event without sharing": (changed(1, "eventCreateWithFlags", (2,)), "an event made for sharing"),
-    "event of another process recorded": (
-        added((2, "eventRecord", (32, 12), None), (2, "streamWaitEvent")),
-        "an event of its own",
-    ),
-    "event opened where it was made": (
-        added((1, "ipcOpenEventHandle", (EVENT,), 33), (2, "ipcOpenEventHandle")),
-        "another process's handle",
-    ),
+    "another's event recorded": (added((2, "eventRecord", (32, 12), None), (2, "streamWaitEvent")), "an event of its own"),
+    "event of its own": (added((1, "ipcOpenEventHandle", (EVENT,), 33), (2, "ipcOpenEventHandle")), "another process's handle"),
     "event exported again": (added((2, "ipcGetEventHandle", (32,), b"x"), (2, "streamWaitEvent")), "an event of its own"),
     "wait before record": (without(1, "eventRecord"), "an event that was recorded"),
     "wait for a destroyed event": (moved(1, "eventDestroy", (2, "streamWaitEvent")), "one that was destroyed"),

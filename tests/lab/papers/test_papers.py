@@ -21,6 +21,10 @@ from tests.support import commands
 KEYS = ["id", "paper", "claim", "expected", "measured", "tolerance", "ok", "note"]
 
 
+def row_of(*expect: Any, **more: Any) -> Row:
+    return Row(**{"id": "a/b", "source": "", "items": (), "claim": "", "measure": lambda effort: {}, "expect": expect, **more})
+
+
 def test_the_five_papers_have_rows_of_their_own_ids() -> None:
     assert list(dict.fromkeys(row.paper for row in ROWS)) == ["dssp", "psp-sgd", "rudra", "r2sp", "backup-workers"]
     assert len({row.id for row in ROWS}) == len(ROWS) >= 30
@@ -51,14 +55,9 @@ def test_the_harder_task_is_made_alike_each_time_and_tests_with_other_images() -
     for part in ("train", "test"):
         labels, source = getattr(data, f"{part}_labels"), getattr(plain, f"{part}_labels")
         assert np.array_equal(labels, np.resize(source, len(labels)))
-    small, first, second = (
-        (part - part.mean()).reshape(1000, -1)
-        for part in (
-            plain.test_images[:, 0].reshape(1000, 14, 2, 14, 2).mean((2, 4)),
-            data.test_images[:1000, 0].astype(float),
-            data.test_images[1000:2000, 0].astype(float),
-        )
-    )
+    halved = plain.test_images[:, 0].reshape(1000, 14, 2, 14, 2).mean((2, 4))
+    parts = halved, data.test_images[:1000, 0].astype(float), data.test_images[1000:2000, 0].astype(float)
+    small, first, second = ((part - part.mean()).reshape(1000, -1) for part in parts)
     for copies in (first, second):
         assert (small * copies).sum() > 1.5 * (small * np.roll(copies, 500, 0)).sum()
     assert not np.array_equal(first, second)
@@ -102,22 +101,14 @@ def test_each_row_fails_when_its_expectation_is_changed_by_more_than_its_toleran
 
 
 def test_one_number_that_misses_makes_its_row_and_its_item_no() -> None:
-    row = Row(
-        id="a/b",
-        source="Table 1",
-        items=("Table 1",),
-        claim="",
-        measure=lambda effort: {},
-        expect=(Near({"x": 1.0, "y": 2.0}, 0.1), InOrder(("x", "y")), Between({"x": (0, 2)})),
-    )
+    row = row_of(Near({"x": 1.0, "y": 2.0}, 0.1), InOrder(("x", "y")), Between({"x": (0, 2)}), items=("Table 1",))
     item = Item(name="Table 1", says="x and y.")
     numbers = {"x": 1.0, "y": 2.0}
     assert outcomes({"a": [item]}, [row.judge(numbers)]) == {("a", "Table 1"): Outcome.HOLDS}
     assert outcomes({"a": [replace(item, left_out="z")]}, [row.judge(numbers)]) == {("a", "Table 1"): Outcome.IN_PART}
     for name in numbers:
-        assert outcomes({"a": [item]}, [row.judge(numbers), row.judge({**numbers, name: 9.0})]) == {
-            ("a", "Table 1"): Outcome.NO
-        }
+        judged = [row.judge(numbers), row.judge({**numbers, name: 9.0})]
+        assert outcomes({"a": [item]}, judged) == {("a", "Table 1"): Outcome.NO}
     assert outcomes({"a": [item]}, []) == {("a", "Table 1"): Outcome.NOT_COVERED}
 
 
@@ -140,7 +131,7 @@ def test_a_wrong_expectation_is_reported_as_not_ok(wrong: Any) -> None:
 
 
 def test_a_number_that_is_missing_or_none_is_not_ok() -> None:
-    row = Row(id="a/b", source="", items=(), claim="", measure=lambda effort: {}, expect=(Near({"x": 1.0}, 10.0),))
+    row = row_of(Near({"x": 1.0}, 10.0))
     for measured in ({}, {"x": float("nan")}):
         assert not row.judge(measured).ok
         assert not replace(row, expect=(Between({"x": (0, 1)}),)).judge(measured).ok
@@ -149,15 +140,7 @@ def test_a_number_that_is_missing_or_none_is_not_ok() -> None:
 
 
 def test_the_reason_is_shown_only_where_a_row_does_not_hold() -> None:
-    row = Row(
-        id="a/b",
-        source="",
-        items=(),
-        claim="",
-        measure=lambda effort: {},
-        expect=(Near({"x": 1.0}, 0.1),),
-        why_not="It rained.",
-    )
+    row = row_of(Near({"x": 1.0}, 0.1), why_not="It rained.")
     assert "It rained." in row.judge({"x": 2.0}).note
     assert row.judge({"x": 1.0}).note == ""
 
@@ -199,14 +182,7 @@ def test_the_document_of_a_verdict_says_what_was_expected() -> None:
 
 def test_long_cells_of_the_document_are_footnotes_and_text_is_literal() -> None:
     measured = {f"<sigma> of adv*, {n}": 1.0 for n in range(7)}
-    row = Row(
-        id="a/b",
-        source="Table 1",
-        items=("Table 1",),
-        claim="A < B.",
-        measure=lambda effort: measured,
-        expect=(Near({"x": 1.0}, 0.1),),
-    )
+    row = row_of(Near({"x": 1.0}, 0.1), source="Table 1", items=("Table 1",), claim="A < B.")
     text = markdown([row.judge(measured)], "fastps reproduce a/b")
     assert "| b[^a-b] (Table 1) | A &lt; B. | x: 1 | 7 figures | ±0.1 | **no** |" in text
     assert r"We get: &lt;sigma> of adv\*, 0: 1; " in text
@@ -214,7 +190,7 @@ def test_long_cells_of_the_document_are_footnotes_and_text_is_literal() -> None:
 
 def test_the_document_names_the_class_of_each_row_that_does_not_hold() -> None:
     held, known, unknown = (
-        Row(id=name, source="", items=(), claim="", measure=lambda effort: {}, expect=(Near({"x": x}, 0.1),), cause=cause)
+        row_of(Near({"x": x}, 0.1), id=name, cause=cause)
         for name, x, cause in (("a/held", 1, Cause.TASK), ("a/known", 2, Cause.TASK), ("a/unknown", 2, None))
     )
     text = markdown([row.judge({"x": 1.0}) for row in (held, known, unknown)], "")

@@ -65,15 +65,12 @@ def test_a_fresh_push_reads_what_is_there_before_it_counts(asp: Recorded) -> Non
     assert run.sentences[0].startswith(f"worker 2, step 6: computed with version {newest} instead of ")
 
 
-@pytest.mark.parametrize(
-    ("without", "fresh", "message"),
-    [
-        (["x"], [], r"^--without: expected a worker, or a worker and a step, as in 2 or 2:140, found 'x'$"),
-        ([], ["2"], r"^--fresh: expected a worker and a step, as in 2:140, found '2'$"),
-        (["3:1"], [], r"^--without 3:1: expected a worker from 0 to 2, found 3$"),
-        ([], ["1:99"], r"^--fresh 1:99: expected a step that worker 1 pushed in the recorded run \(steps 0 to 12\)$"),
-    ],
-)
+@pytest.mark.parametrize(("without", "fresh", "message"), [
+    (["x"], [], r"^--without: expected a worker, or a worker and a step, as in 2 or 2:140, found 'x'$"),
+    ([], ["2"], r"^--fresh: expected a worker and a step, as in 2:140, found '2'$"),
+    (["3:1"], [], r"^--without 3:1: expected a worker from 0 to 2, found 3$"),
+    ([], ["1:99"], r"^--fresh 1:99: expected a step that worker 1 pushed in the recorded run \(steps 0 to 12\)$"),
+])  # fmt: skip
 def test_pushes_that_the_run_has_not_are_refused(without: list[str], fresh: list[str], message: str, asp: Recorded) -> None:
     with pytest.raises(UsageError, match=message):
         counterfactual_of(asp, without, fresh)

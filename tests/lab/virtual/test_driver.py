@@ -156,20 +156,12 @@ class Loop:
         pushes = [self.received[line["worker"]][shard].popleft() for line in sorted(update, key=lambda line: line["worker"])]
         count, hyper = len(pushes), reference.Hyper(0.1, 0.5, 0, 0, 0, 0, 0)
         rates = {"linear": count, "square-root": sqrt(count * SAMPLES / 64), "divisor": 1 / (policy.divisor or 1)}
+        mode, scale = folding.FOLD_SUM if policy.is_sum else folding.FOLD_EACH, 1.0 / count if policy.is_mean else 1.0
         made = {}
         for name, weights in self.kept[shard][-1].items():
-            state, steps = self.state[name]
-            made[name], *self.state[name] = reference.fold(
-                folding.RULE_SGD,
-                folding.FOLD_SUM if policy.is_sum else folding.FOLD_EACH,
-                [(0, 5, 0)],
-                [reference.Push(push[name], [hyper], [True], 1.0) for push in pushes],
-                weights,
-                state,
-                steps,
-                scale=1.0 / count if policy.is_mean else 1.0,
-                rate_scale=rates.get(policy.scale, 1.0),
-            )
+            made_of = [reference.Push(push[name], [hyper], [True], 1.0) for push in pushes]
+            job = (folding.RULE_SGD, mode, [(0, 5, 0)], made_of, weights, *self.state[name])
+            made[name], *self.state[name] = reference.fold(*job, scale=scale, rate_scale=rates.get(policy.scale, 1.0))
         self.kept[shard].append(made)
 
 

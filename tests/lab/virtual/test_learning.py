@@ -40,27 +40,21 @@ def test_the_fastest_of_each_discipline_the_recommended_and_the_recorded_one_are
     assert [each["sync"] for each in _fastest_of_each(rows, "ssp:2")] == ["asp", "ssp:4", "ssp:3", "dssp:3,15", "bsp", "ssp:2"]
 
 
-@pytest.mark.parametrize(
-    ("points", "loss"),
-    [
-        ([(1.0, 9.0), (9.5, 3.0), (9.9, 1.0), (10.5, 0.0)], 2.0),  # the last tenth of 10 s
-        ([(1.0, 9.0), (5.0, 4.0), (12.0, 0.0)], 4.0),  # nothing in it: the last before
-        ([(12.0, 7.0)], 7.0),  # nothing before: the first
-    ],
-)
+@pytest.mark.parametrize(("points", "loss"), [
+    ([(1.0, 9.0), (9.5, 3.0), (9.9, 1.0), (10.5, 0.0)], 2.0),  # the last tenth of 10 s
+    ([(1.0, 9.0), (5.0, 4.0), (12.0, 0.0)], 4.0),  # nothing in it: the last before
+    ([(12.0, 7.0)], 7.0),  # nothing before: the first
+])  # fmt: skip
 def test_the_loss_is_the_mean_of_the_last_tenth_of_equal_time(points: list[tuple[float, float]], loss: float) -> None:
     assert _loss_at({"loss_over_time": points}, 10.0) == loss
     assert _loss_at(None, 10.0) is None
 
 
-@pytest.mark.parametrize(
-    ("replay", "message"),
-    [
-        (None, "expected a trace of a script"),
-        ({"script": {"name": "other.py", "arguments": []}}, "expected the recorded script, other.py, found train.py"),
-        ({"script": {"name": "train.py", "arguments": []}}, "--train: expected a script's file, found no train.py"),
-    ],
-)
+@pytest.mark.parametrize(("replay", "message"), [
+    (None, "expected a trace of a script"),
+    ({"script": {"name": "other.py", "arguments": []}}, "expected the recorded script, other.py, found train.py"),
+    ({"script": {"name": "train.py", "arguments": []}}, "--train: expected a script's file, found no train.py"),
+])  # fmt: skip
 def test_another_script_than_the_recorded_one_is_refused(replay: dict | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         add_losses([row("bsp")], SimpleNamespace(header={"replay": replay}), "train.py")

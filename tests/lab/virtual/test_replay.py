@@ -30,6 +30,7 @@ WORKERS, STEPS, SAMPLES = 3, 12, 16
 FIRST = {name: np.linspace(-1, 1, 5, dtype=np.float32) + index for index, name in enumerate("abcd")}
 Arrays = dict[str, np.ndarray]
 Gradient = Callable[[np.ndarray, int, int], np.ndarray]
+Deaths = dict[int, tuple[int, bool]]
 
 
 def gradient(weights: np.ndarray, worker: int, step: int) -> np.ndarray:
@@ -74,9 +75,7 @@ class Job:
     Each of `joins`, ranks in order, joins once worker 0 has made 4 steps more; in a replay, once `join` is called.
     """
 
-    def __init__(
-        self, spec: str, made: Gradient, deaths: dict[int, tuple[int, bool]], joins: Sequence[int], **options: Any
-    ) -> None:
+    def __init__(self, spec: str, made: Gradient, deaths: Deaths, joins: Sequence[int], **options: Any) -> None:
         self._made, self._deaths, self._joins, self._is_live = made, deaths, joins, "job" not in options
         self._failures: list[BaseException] = []
         self._threads: list[threading.Thread] = []
@@ -121,7 +120,7 @@ def record(
     spec: str,
     file: Path,
     made: Gradient = gradient,
-    deaths: dict[int, tuple[int, bool]] | None = None,
+    deaths: Deaths | None = None,
     joins: Sequence[int] = (),
     **options: str,
 ) -> tuple[Arrays, Trace]:
@@ -175,41 +174,32 @@ def test_the_weights_of_a_replay_are_those_of_the_recorded_run(
     assert row["checksums"] >= trace.header["shards"] and row["nonfinite"] is None
 
 
-CHANGES = [
+CHANGES: list[tuple[Deaths, Sequence[int]]] = [
     ({2: (5, True)}, ()),
     ({2: (5, False)}, (2,)),
     ({0: (7, True), 2: (3, False)}, (2, 0)),
     ({2: (4, True)}, (3, 2)),
 ]
+SERVED = [("asp", {}, ()), ("ssp:1,shards=2", {}, ()), ("bsp", *CHANGES[2])]
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("spec", "deaths", "joins"), [
-    *(("bsp", *change) for change in CHANGES), *(("dssp:1,4,shards=2", *change) for change in CHANGES), ("asp", *CHANGES[0]),
-    ("ssp:1", *CHANGES[1]), ("softsync:2", *CHANGES[2]), ("backup:1", *CHANGES[3]), ("r2sp:0.8", *CHANGES[1]),
-    ("psp:2,0.75,push_timeout=0.003", *CHANGES[2]),
+@pytest.mark.parametrize(("spec", "deaths", "joins", "options"), [
+    *(pytest.param(*case, {}, marks=pytest.mark.sampled(4)) for case in (
+        *(("bsp", *change) for change in CHANGES), *(("dssp:1,4,shards=2", *change) for change in CHANGES),
+        ("asp", *CHANGES[0]), ("ssp:1", *CHANGES[1]), ("softsync:2", *CHANGES[2]), ("backup:1", *CHANGES[3]),
+        ("r2sp:0.8", *CHANGES[1]), ("psp:2,0.75,push_timeout=0.003", *CHANGES[2]),
+    )),
+    *((*case, {"server": "process"}) for case in SERVED),
 ])  # fmt: skip
-def test_deaths_and_joins_come_where_they_came(
-    spec: str, deaths: dict[int, tuple[int, bool]], joins: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_deaths_and_joins_come_where_they_came_also_with_a_server_process(
+    spec: str, deaths: Deaths, joins: Sequence[int], options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, trace = record(spec, tmp_path / "run.trace", deaths=deaths, joins=joins)
+    weights, trace = record(spec, tmp_path / "run.trace", deaths=deaths, joins=joins, **options)
     assert not check(trace)
-    recorded = recorded_of(trace, tmp_path / "run.trace")
-    found, row = replayed(recorded, monkeypatch, joins=joins or (0,))
-    for name in FIRST:
-        np.testing.assert_array_equal(found[name], weights[name])
-    assert row["joined"] == len(joins) and (trace.events["kind"] == EVENT_DEATH).sum() >= len(deaths)
-
-
-@pytest.mark.parametrize(("spec", "deaths", "joins"), [("asp", {}, ()), ("ssp:1,shards=2", {}, ()), ("bsp", *CHANGES[2])])
-def test_a_run_with_a_server_process_is_replayed(
-    spec: str, deaths: dict[int, tuple[int, bool]], joins: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights, trace = record(spec, tmp_path / "run.trace", deaths=deaths, joins=joins, server="process")
     found, row = replayed(recorded_of(trace, tmp_path / "run.trace"), monkeypatch, joins=joins or (0,))
     for name in FIRST:
         np.testing.assert_array_equal(found[name], weights[name])
-    assert row["joined"] == len(joins)
+    assert row["joined"] == len(joins) and (trace.events["kind"] == EVENT_DEATH).sum() >= len(deaths)
 
 
 @pytest.fixture
@@ -325,35 +315,25 @@ def recorded_live(spec: str, file: Path, *command: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("spec", ["ssp:3,shards=2", "psp:3,0.75,push_timeout=0.02"])
-def test_live_processes_are_replayed_bit_by_bit(spec: str, script: str, tmp_path: Path) -> None:
-    file = tmp_path / "run.trace"
-    line = recorded_live(spec, file, script, "40")
-    found = fastps("replay", str(file), script, "40", timeout=300)
-    assert found.returncode == 0, found.stderr
-    assert line in found.stdout.splitlines()
-    assert "160 pushes of 4 workers" in " ".join(found.stdout.split())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("spec", "killed", "server"),
-    [("ssp:3,shards=2", 0, "workers"), ("dssp:3,15", 2, "process")],
-)
-def test_a_kill_and_a_replacement_are_replayed_bit_by_bit(
-    spec: str, killed: int, server: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("spec", "variables"), [
+    ("ssp:3,shards=2", {}),
+    ("psp:3,0.75,push_timeout=0.02", {}),
+    ("ssp:3,shards=2", {"KILLED": "0", "FASTPS_SERVER": "workers"}),
+    ("dssp:3,15", {"KILLED": "2", "FASTPS_SERVER": "process"}),
+])  # fmt: skip
+def test_live_processes_one_of_them_killed_and_replaced_are_replayed_bit_by_bit(
+    spec: str, variables: dict[str, str], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "run.trace"
-    monkeypatch.setenv("KILLED", str(killed))
-    monkeypatch.setenv("FASTPS_SERVER", server)
-    line = recorded_live(spec, file, "--restarts", "1", script, "40")
-    monkeypatch.delenv("KILLED")
-    monkeypatch.delenv("FASTPS_SERVER")
+    with monkeypatch.context() as patched:
+        for name, value in variables.items():
+            patched.setenv(name, value)
+        line = recorded_live(spec, file, *(["--restarts", "1"] if variables else []), script, "40")
     assert not check(read(file))
     found = fastps("replay", str(file), script, "40", timeout=300)
     assert found.returncode == 0, found.stderr
     assert line in found.stdout.splitlines()
+    assert variables or "160 pushes of 4 workers" in " ".join(found.stdout.split())
 
 
 @pytest.mark.slow
@@ -364,8 +344,7 @@ def test_an_unseeded_dropout_is_named_at_its_first_step(script: str, tmp_path: P
     found = fastps("replay", str(file), script, "20", "unseeded", timeout=300)
     assert found.returncode == 1
     assert found.stderr.startswith("fastps: worker 1, step 5: it pushes another gradient") and found.stderr.count("\n") == 1
-    found = fastps(
-        "replay", "--until", "3", "--checkpoint", str(tmp_path / "at"), str(file), script, "20", "unseeded", timeout=300
-    )
+    until = ("--until", "3", "--checkpoint", str(tmp_path / "at"))
+    found = fastps("replay", *until, str(file), script, "20", "unseeded", timeout=300)
     assert found.returncode == 0, found.stderr
     assert load(tmp_path / "at").description["version"] in (1, 2, 3)  # what is folded in one commit is not divided

@@ -132,21 +132,18 @@ def test_a_run_repeats_bit_by_bit_on_idle_and_on_busy_cores(spec: str, written: 
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--script"], "expected a script and its arguments behind the options, found none"),
-        (["--script", "nothing.py"], "expected a script's file, found no nothing.py"),
-        (["--script", "--steps", "3", __file__], "--steps beside --script"),
-        (["--script", "--train", __file__], "--train beside --script"),
-        (["--script", "--sync", "adv*:1", __file__], "pulls that a step waits for"),
-        (["--script", "-n", "1000000", __file__], r"1000000 workers take \d+.* GiB .* use at most \d+ workers"),
-        (["--script", "-n", "125", __file__], "expected at most 124 workers"),
-        (["--script", "--sync", "psp:3,0.75", "--late-push", "0.1:1s", __file__], "expected pushes in order"),
-        (["train.py"], "expected --script before a script"),
-        (["--checkpoint", "x"], "expected --script before a script"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--script"], "expected a script and its arguments behind the options, found none"),
+    (["--script", "nothing.py"], "expected a script's file, found no nothing.py"),
+    (["--script", "--steps", "3", __file__], "--steps beside --script"),
+    (["--script", "--train", __file__], "--train beside --script"),
+    (["--script", "--sync", "adv*:1", __file__], "pulls that a step waits for"),
+    (["--script", "-n", "1000000", __file__], r"1000000 workers take \d+.* GiB .* use at most \d+ workers"),
+    (["--script", "-n", "125", __file__], "expected at most 124 workers"),
+    (["--script", "--sync", "psp:3,0.75", "--late-push", "0.1:1s", __file__], "expected pushes in order"),
+    (["train.py"], "expected --script before a script"),
+    (["--checkpoint", "x"], "expected --script before a script"),
+])  # fmt: skip
 def test_what_cannot_be_simulated_is_refused_before_any_process_starts(arguments: list[str], message: str) -> None:
     found = fastps("simulate", *arguments)
     assert found.returncode == 2
@@ -170,17 +167,13 @@ FAILS = BUILT_IN.replace(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (PLAIN, "expected every worker to wrap its optimizer in fastps.DistributedOptimizer, found one that ended without"),
-        (TWICE, "expected a script that wraps one optimizer, once, without job=, found a second wrap"),
-        (OWN_WORKERS, "expected no server= in the script, found 'workers'"),
-        (AVERAGES, "average_buffers() in virtual time: expected wait_for_others() before it"),
-        (FAILS, "worker 1 failed first: exit code 1"),
-    ],
-    ids=["no fastps", "wraps twice", "other server", "averages", "fails"],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    (PLAIN, "expected every worker to wrap its optimizer in fastps.DistributedOptimizer, found one that ended without"),
+    (TWICE, "expected a script that wraps one optimizer, once, without job=, found a second wrap"),
+    (OWN_WORKERS, "expected no server= in the script, found 'workers'"),
+    (AVERAGES, "average_buffers() in virtual time: expected wait_for_others() before it"),
+    (FAILS, "worker 1 failed first: exit code 1"),
+], ids=["no fastps", "wraps twice", "other server", "averages", "fails"])  # fmt: skip
 def test_a_script_that_cannot_be_simulated_ends_with_a_sentence(text: str, message: str, written: Callable[[str], str]) -> None:
     found = fastps("simulate", "--script", "-n", "3", "--sync", "asp", written(text), "3", "5", timeout=200)
     assert found.returncode != 0

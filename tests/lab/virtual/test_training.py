@@ -29,7 +29,7 @@ def digits() -> Dataset:
     return load("digits")
 
 
-def trained(spec: str, data: Dataset, simulation: Simulation, **options: float) -> Outcome:
+def trained(spec: str, data: Dataset, simulation: Simulation, **options: Any) -> Outcome:
     return train_virtually(parse_policy(spec), simulation, VirtualTraining(data=data, looks=4, **options))
 
 
@@ -42,12 +42,15 @@ def stepping(data: Dataset, workers: int) -> tuple[torch.nn.Module, list[Batches
     return model, batches, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
 
 
+def replay_of(spec: str, simulation: Simulation, training: VirtualTraining) -> _Replay:
+    trace = simulate(parse_policy(spec), simulation, trace=True).trace
+    assert trace is not None
+    return _Replay(parse_policy(spec), simulation, training, trace)
+
+
 def learned(spec: str, data: Dataset, simulation: Simulation) -> np.ndarray:
     """The weights at the end."""
-    policy = parse_policy(spec)
-    trace = simulate(policy, simulation, trace=True).trace
-    assert trace is not None
-    replay = _Replay(policy, simulation, VirtualTraining(data=data, learning_rate=0.05, momentum=0.5), trace)
+    replay = replay_of(spec, simulation, VirtualTraining(data=data, learning_rate=0.05, momentum=0.5))
     replay.run(None)
     return np.concatenate([shard.weights for shard in replay._shards])
 
@@ -56,30 +59,23 @@ def flat(model: torch.nn.Module) -> np.ndarray:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).numpy()
 
 
-def test_bsp_is_torch_on_the_mean_gradient(digits: Dataset) -> None:
-    simulation = Simulation(workers=3, steps=20, batch=16, compute=VARIED)
+@pytest.mark.parametrize(("specs", "compute", "divisor"), [
+    (("bsp", "bsp,shards=5"), VARIED, 3),
+    # Three workers of one speed push at one instant: each drain is a step of all three.
+    (("asp,combine=true", "ssp:1,shards=3,combine=true"), ComputeModel("constant", 1e6), 1),
+])  # fmt: skip
+def test_a_version_of_all_pushes_is_torch_on_their_mean_or_sum(
+    specs: tuple[str, ...], compute: ComputeModel, divisor: int, digits: Dataset
+) -> None:
+    simulation = Simulation(workers=3, steps=20, batch=16, compute=compute)
     model, batches, optimizer = stepping(digits, 3)
     for _ in range(20):
         optimizer.zero_grad()
         for each in batches:
             inputs, labels = each.next()
-            (torch.nn.functional.cross_entropy(model(inputs), labels) / 3).backward()
+            (torch.nn.functional.cross_entropy(model(inputs), labels) / divisor).backward()
         optimizer.step()
-    for spec in ("bsp", "bsp,shards=5"):
-        np.testing.assert_allclose(learned(spec, digits, simulation), flat(model), atol=1e-5)
-
-
-def test_combined_pushes_are_torch_on_the_sum_of_the_gradients(digits: Dataset) -> None:
-    """Three workers of one speed push at one instant: each drain is a step of all three."""
-    simulation = Simulation(workers=3, steps=20, batch=16, compute=ComputeModel("constant", 1e6))
-    model, batches, optimizer = stepping(digits, 3)
-    for _ in range(20):
-        optimizer.zero_grad()
-        for each in batches:
-            inputs, labels = each.next()
-            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-    for spec in ("asp,combine=true", "ssp:1,shards=3,combine=true"):
+    for spec in specs:
         np.testing.assert_allclose(learned(spec, digits, simulation), flat(model), atol=1e-5)
 
 
@@ -125,30 +121,24 @@ def test_every_discipline_learns_and_says_the_same_twice(spec: str, digits: Data
 
 def test_a_rate_that_falls_stops_learning(digits: Dataset) -> None:
     simulation = Simulation(workers=2, steps=60, batch=16, compute=VARIED)
-    policy, early = parse_policy("asp"), tuple(share / 100 for share in range(1, 9))
-    losses = [
-        train_virtually(policy, simulation, VirtualTraining(data=digits, learning_rate=0.1, falls_at=falls)).row["train_loss"]
-        for falls in ((), early)
-    ]
-    assert losses[1] > 2 * losses[0]
+    early = tuple(share / 100 for share in range(1, 9))
+    whole, fallen = (trained("asp", digits, simulation, learning_rate=0.1, falls_at=falls).row for falls in ((), early))
+    assert fallen["train_loss"] > 2 * whole["train_loss"]
 
 
 def test_a_rate_falls_by_the_factor_that_is_asked_for(digits: Dataset) -> None:
     """One fall at the beginning by a half is half the rate from the beginning on."""
     simulation = Simulation(workers=2, steps=20, batch=16, compute=VARIED)
     rates: list[dict[str, Any]] = [{"learning_rate": 0.05}, {"learning_rate": 0.1, "falls_at": (0.0,), "falls_by": 0.5}]
-    losses = [train_virtually(parse_policy("asp"), simulation, VirtualTraining(data=digits, **each)).row for each in rates]
-    assert losses[0]["train_loss"] == losses[1]["train_loss"]
+    one, other = (trained("asp", digits, simulation, **each).row for each in rates)
+    assert one["train_loss"] == other["train_loss"]
 
 
 @pytest.mark.parametrize("spec", ["bsp", "asp,shards=3"])
 def test_a_moving_average_of_the_weights_is_judged_in_their_place(spec: str, digits: Dataset) -> None:
     """Algorithm 4's sequence of backup workers, which begins with the first weights."""
-    policy, training = parse_policy(f"{spec},ema=0.9"), VirtualTraining(data=digits, learning_rate=0.05)
     simulation = Simulation(workers=2, steps=10, batch=16, compute=VARIED)
-    trace = simulate(policy, simulation, trace=True).trace
-    assert trace is not None
-    replay = _Replay(policy, simulation, training, trace)
+    replay = replay_of(f"{spec},ema=0.9", simulation, VirtualTraining(data=digits, learning_rate=0.05))
     expected = [[shard.weights] for shard in replay._shards]
     for shard, weights in zip(replay._shards, expected, strict=True):
         fold = shard.fold
@@ -178,10 +168,8 @@ def test_late_pushes_are_refused(digits: Dataset) -> None:
 
 
 def test_a_shard_keeps_no_version_that_nobody_will_read(digits: Dataset) -> None:
-    policy, simulation = parse_policy("ssp:3"), Simulation(workers=5, steps=30, batch=16, compute=VARIED)
-    trace = simulate(policy, simulation, trace=True).trace
-    assert trace is not None
-    replay = _Replay(policy, simulation, VirtualTraining(data=digits), trace)
+    simulation = Simulation(workers=5, steps=30, batch=16, compute=VARIED)
+    replay = replay_of("ssp:3", simulation, VirtualTraining(data=digits))
     replay.run(None)
     assert set(replay._shards[0]._kept) == {replay._shards[0].version}
     assert np.isfinite(replay._shards[0].weights).all()
@@ -207,35 +195,34 @@ def test_the_goal_is_reached_when_one_worker_had_ten_small_losses_in_a_row(digit
     assert 0.1 < found["goal_s"] < found["seconds"]
 
 
-@pytest.mark.parametrize(
-    ("spec", "batches", "staleness", "by"),
-    [
-        ("softsync:1", [8, 8], [0, 0], 1.0),
-        ("softsync:4", [8, 8], [2, 5], 1 / 4),  # equation (6): alpha_0 / n, whatever each gradient's staleness
-        ("softsync:30,scale=mean", [8, 8], [9, 9], 1.0),
-        ("adv:2", [8, 8], [1, 1], 1 / 2),
-        ("adv*:2", [8, 8], [1, 1], 1 / 2),
-        ("hardsync:128", [4, 4], [0, 0], 1 / 4),  # section 3.2: sqrt(lambda mu / B) = sqrt(8 / 128)
-        ("hardsync:128", [64, 64], [0, 0], 1.0),
-        ("hardsync:2", [9, 9], [0, 0], 3.0),
-        ("hardsync:10", [10, 30], [0, 0], 2.0),
-    ],
-)
+def folded(spec: str, data: Dataset, gradients: list[int], batches: list[int], staleness: list[int]) -> Any:
+    """Four weights of 0 after one fold of these pushes with a rate of 0.5."""
+    training = VirtualTraining(data=data, learning_rate=0.5, momentum=0.0)
+    shard = _Shard(np.zeros(4, np.float32), Counter({0: 1}), training, parse_policy(spec))
+    pushes = [_Pushed(np.full(4, each, np.float32), 1.0, batch, batch) for each, batch in zip(gradients, batches, strict=True)]
+    shard.fold(list(zip(pushes, staleness, strict=True)), slice(0, 4), training.learning_rate)
+    return shard.weights
+
+
+@pytest.mark.parametrize(("spec", "batches", "staleness", "by"), [
+    ("softsync:1", [8, 8], [0, 0], 1.0),
+    ("softsync:4", [8, 8], [2, 5], 1 / 4),  # equation (6): alpha_0 / n, whatever each gradient's staleness
+    ("softsync:30,scale=mean", [8, 8], [9, 9], 1.0),
+    ("adv:2", [8, 8], [1, 1], 1 / 2),
+    ("adv*:2", [8, 8], [1, 1], 1 / 2),
+    ("hardsync:128", [4, 4], [0, 0], 1 / 4),  # section 3.2: sqrt(lambda mu / B) = sqrt(8 / 128)
+    ("hardsync:128", [64, 64], [0, 0], 1.0),
+    ("hardsync:2", [9, 9], [0, 0], 3.0),
+    ("hardsync:10", [10, 30], [0, 0], 2.0),
+])  # fmt: skip
 def test_learning_rates_are_those_of_rudras_equations(
     spec: str, batches: list[int], staleness: list[int], by: float, digits: Dataset
 ) -> None:
     """Equations (3), (5), (6) and section 3.2: alpha times the factor, times the mean of the gradients 1 and 3."""
-    training = VirtualTraining(data=digits, learning_rate=0.5, momentum=0.0)
-    shard = _Shard(np.zeros(4, np.float32), Counter({0: 1}), training, parse_policy(spec))
-    pushes = [_Pushed(np.full(4, value, np.float32), 1.0, batch, batch) for value, batch in zip((1, 3), batches, strict=True)]
-    shard.fold(list(zip(pushes, staleness, strict=True)), slice(0, 4), training.learning_rate)
-    assert shard.weights == pytest.approx([-0.5 * by * (1 + 3) / 2] * 4)
+    assert folded(spec, digits, [1, 3], batches, staleness) == pytest.approx([-0.5 * by * (1 + 3) / 2] * 4)
 
 
 def test_a_rate_for_each_gradients_own_staleness_is_footnote_3(digits: Dataset) -> None:
     """ "Such a strategy should apply smaller learning rates to staler gradients": 1 / 4, and 1 for a staleness of 0 and 1."""
-    training = VirtualTraining(data=digits, learning_rate=0.5, momentum=0.0)
-    shard = _Shard(np.zeros(4, np.float32), Counter({0: 1}), training, parse_policy("softsync:1,scale=1/sigma"))
-    pushes = [_Pushed(np.full(4, value, np.float32), 1.0, 8, 8) for value in (8, 3, 1)]
-    shard.fold(list(zip(pushes, (4, 1, 0), strict=True)), slice(0, 4), training.learning_rate)
-    assert shard.weights == pytest.approx([-0.5 * (8 / 4 + 3 + 1) / 3] * 4)
+    found = folded("softsync:1,scale=1/sigma", digits, [8, 3, 1], [8] * 3, [4, 1, 0])
+    assert found == pytest.approx([-0.5 * (8 / 4 + 3 + 1) / 3] * 4)

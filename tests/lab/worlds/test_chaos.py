@@ -1,7 +1,6 @@
 """`fastps chaos` from the build that people train with: it finds the failpoint build, or says how to make it."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,19 +10,15 @@ from fastps.lab.worlds import chaos
 from tests.support import commands
 
 
-def _chaos(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    return commands.fastps("chaos", *arguments, **variables)
-
-
 def test_without_the_build_the_command_says_how_to_make_it(tmp_path: Path) -> None:
-    ended = _chaos("--seeds", "1", FASTPS_HOOKS_PATH=str(tmp_path))
+    ended = commands.fastps("chaos", "--seeds", "1", FASTPS_HOOKS_PATH=str(tmp_path))
     assert ended.returncode == 2
     assert "make hooks" in ended.stderr and str(tmp_path) in ended.stderr
 
 
 @pytest.mark.parametrize("arguments", [("--seeds", "0"), ("--seed", "-1")])
 def test_numbers_out_of_range_are_wrong_usage(arguments: tuple[str, str]) -> None:
-    assert _chaos(*arguments).returncode == 2
+    assert commands.fastps("chaos", *arguments).returncode == 2
 
 
 def _needs_hooks() -> None:
@@ -35,12 +30,12 @@ def _needs_hooks() -> None:
 
 def test_rows_have_the_agreed_keys_and_exit_codes_tell_violations() -> None:
     _needs_hooks()
-    fine = _chaos("--seeds", "20", "--json", "-")
+    fine = commands.fastps("chaos", "--seeds", "20", "--json", "-")
     row = json.loads(fine.stdout)["rows"][0]
     assert fine.returncode == 0
     assert {"seeds", "steps", "faults", "violations", "worst_detection_s"} <= set(row)
     assert (row["seeds"], row["violations"]) == (20, 0)
-    broken = _chaos("--seeds", "10", "--mutant", "flip-first", "--json", "-")
+    broken = commands.fastps("chaos", "--seeds", "10", "--mutant", "flip-first", "--json", "-")
     row = json.loads(broken.stdout)["rows"][0]
     assert broken.returncode == 1
     assert row["violations"] == len(row["failing"]) == 10
@@ -49,6 +44,6 @@ def test_rows_have_the_agreed_keys_and_exit_codes_tell_violations() -> None:
 
 def test_an_unknown_mutant_is_wrong_usage_and_the_known_are_named() -> None:
     _needs_hooks()
-    ended = _chaos("--seeds", "1", "--mutant", "drop-everything")
+    ended = commands.fastps("chaos", "--seeds", "1", "--mutant", "drop-everything")
     assert ended.returncode == 2
     assert "forget-pins" in ended.stderr

@@ -46,6 +46,17 @@ DSSP = [
         ok(0, 4, []),  # t = (3, 1)
         ok(1, 5, [0, 1]),  # t = (3, 2)
     ]),
+    # R2SP's figure 4a: worker-1, our 0, pushes u_k first and u_(k+1) last of the three, and has then missed 2(N - 1) = 4.
+    # The figure stops at k + 1. Its own rule, "can proceed to the (k+1)th iteration only when the other two workers have
+    # already entered the kth", lets the other two go on to k + 2: the worst case of this listing, whose bound is on grants,
+    # is 3(N - 1) = 6 missed updates.
+    Sequence("line 2 makes a version of each push: the worst case of s = 1 has missed 3(N - 1) = 6",
+        "ssp", 3, "ssp:1", version=8, events=[
+        ok(0, 1, [0]),  # it reads version 1
+        ok(1, 2, [1]), ok(2, 2, [2]), ok(1, 3, [1]), ok(2, 3, [2]),  # 4 missed
+        ok(1, 4, []), ok(2, 4, []),  # 6; a gap of 2: both wait now
+        ok(0, 5, [0, 1, 2]),
+    ]),
     Sequence(
         "section I.A.3: 'synchronization is forced on fastest workers which are s iterations ahead', s = 1, so no lead of 2",
         "dssp", 2, "dssp:1,1,bound=push", version=4, events=[

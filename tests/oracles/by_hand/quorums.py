@@ -84,6 +84,14 @@ PSP = [
         push(2, 80, 0, [], [2]),
         push(0, 90, 1, [], []),
     ]),
+    Sequence("line 8: a late push of a worker that waits is dropped, and granted once",
+        "psp", 3, "psp:2,0.5", version=2, dropped={0: 1, 1: 0, 2: 0}, events=[
+        push(0, 1, 0, [], []),
+        push(1, 1, 0, [0, 1], [0, 1]),
+        push(0, 2, 1, [], []),
+        push(0, 3, 0, [], [0]),
+        push(2, 4, 1, [0, 2], [2]),
+    ]),
     Sequence("line 8: 'Drop g'': a dropped gradient is no response, and an event out of time counts at the latest time",
         "psp", 2, "psp:1,0.5,push_timeout=40e-9", version=2, dropped={0: 0, 1: 2}, events=[
         push(0, 100, 0, [], [], due=140),
