@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -46,44 +47,30 @@ class Job:
             processes.finish(self.children, 20)
 
 
-def _work(store: fastps.Store, rank: int, steps: int, ready: int, gate: int, loss: float) -> None:
-    with store.attach(rank) as worker:
-        worker.loss = loss
-        for _ in range(steps):
-            for gradient in worker.gradients.values():
-                gradient[:] = 1.0
-            worker.step()
-        os.write(ready, b"x")
-        os.read(gate, 1)  # until the test closes its end
-
-
 @contextmanager
 def _job(name: str, *, workers: int = 2, steps: int = 5, sync: str = "asp", loss: float = 0.5) -> Iterator[Job]:
     weights = {name: np.ones(64, np.float32) for name in "abcdefghijkl"}
     with fastps.Store.create(weights, fastps.SGD(lr=0.1), sync=sync, workers=workers, job=name) as store:
-        ready_reader, ready = os.pipe()
         gate_reader, gate = os.pipe()
+        ready = mmap.mmap(-1, workers)
 
-        def child(rank: int) -> processes.Child:
-            def work() -> None:
-                os.close(gate)
-                _work(store, rank, steps, ready, gate_reader, loss)
+        def work(rank: int) -> None:
+            os.close(gate)
+            with store.attach(rank) as worker:
+                worker.loss = loss
+                for _ in range(steps):
+                    for gradient in worker.gradients.values():
+                        gradient[:] = 1.0
+                    worker.step()
+                ready[rank] = 1
+                os.read(gate_reader, 1)  # until the test closes its end
 
-            return processes.start(work)
-
-        job = Job(store, [child(rank) for rank in range(workers)], gate)
-        os.close(ready)  # if a worker fails, the reader below sees the end
+        job = Job(store, processes.start_each(work, workers), gate)
         try:
-            arrived = b""
-            while len(arrived) < workers and (more := os.read(ready_reader, workers)):
-                arrived += more
-            if len(arrived) < workers:
-                job.let_go()
-                pytest.fail(f"the workers failed: {[child.outcome for child in job.children]}")
+            processes.wait_until(lambda: 0 not in ready[:], 60, "the workers have not made their steps")
             yield job
         finally:
             job.let_go()
-            os.close(ready_reader)
             os.close(gate_reader)
 
 
