@@ -53,10 +53,8 @@ def run(store: Any, gpus: list[str], work: Any) -> list[Any]:
     def in_child(rank: int) -> Any:
         if isinstance(store, DeviceStore):
             store.use(HostDevice(gpus[rank], faults=Faults(seed=rank, delay_s=0.002, late_s=0.0005)))
-        try:
+        with store:
             return work(rank)
-        finally:
-            store.close()
 
     with store:
         return processes.results(processes.start_each(in_child, 2), 60)

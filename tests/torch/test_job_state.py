@@ -189,9 +189,8 @@ def test_gradient_of_a_parameter_that_was_left_out_is_refused_by_name() -> None:
     with fastps.DistributedOptimizer(torch.optim.SGD([*model.parameters(), late], lr=0.1)) as optimizer:
         late.requires_grad_(True)
         (model(torch.ones(1, 3)).sum() * late).sum().backward()
-        with pytest.raises(
-            UnsupportedError, match="was frozen when the optimizer was wrapped, and was left out: expected a type of"
-        ):
+        sentence = "was frozen when the optimizer was wrapped, and was left out: expected a type of"
+        with pytest.raises(UnsupportedError, match=sentence):
             optimizer.step()
 
 
