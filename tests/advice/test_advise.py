@@ -129,7 +129,8 @@ def test_a_live_store_decides_as_the_simulator_when_events_come_at_the_same_time
     with fastps.trace(file), fastps.Store.create(weights, fastps.SGD(lr=0.1), sync=spec, workers=4, clock=clock) as store:
         workers = [store.attach(rank) for rank in range(4)]
         reads = _drive(outcome, workers, clock, origin_ns)
-        _compare_reads(outcome, reads)
+        begun = outcome.trace[outcome.trace["kind"] == TRACE_KINDS.index("begin")]  # type: ignore[index]
+        assert reads == [(int(line["worker"]), int(line["version"])) for line in begun]
         for worker in workers:
             worker.close()
     trace = read(file)
@@ -157,12 +158,6 @@ def _drive(outcome: Outcome, workers: list[fastps.Worker], clock: Scripted, orig
                 worker.pull()
             reads.append((rank, worker.version))
     return reads
-
-
-def _compare_reads(outcome: Outcome, reads: list[tuple[int, int]]) -> None:
-    assert outcome.trace is not None
-    begun = outcome.trace[outcome.trace["kind"] == TRACE_KINDS.index("begin")]
-    assert reads == [(int(line["worker"]), int(line["version"])) for line in begun]
 
 
 def _compare_fates(outcome: Outcome, trace: Trace, origin_ns: int) -> None:

@@ -59,11 +59,8 @@ def test_a_move_in_the_middle_gives_the_bits_of_a_run_without(update: Update) ->
     outcomes = []
     for moves in (False, True):
         with fastps.Store.create(_weights(), update, sync="bsp,ema=0.75", workers=workers) as store:
-            children = [processes.start(lambda rank=rank, moves=moves: work(store, rank, moves)) for rank in range(workers)]
-            processes.results(children, 60)
-        assert children[0].outcome == children[1].outcome
-        outcomes.append(children[0].outcome)
-    assert outcomes[0] == outcomes[1]
+            outcomes += processes.results(processes.start_each(lambda rank: work(store, rank, moves), workers), 60)  # noqa: B023
+    assert outcomes == [outcomes[0]] * 4
 
 
 def _train(rank: int, delay_s: float, steps: int, job: str, file: Path | None, leaves_at: int, moved: Any) -> Any:
@@ -101,11 +98,11 @@ def _train(rank: int, delay_s: float, steps: int, job: str, file: Path | None, l
 def _trained(delays_s: list[float], steps: int, file: Path | None = None, leaves_at: int = 0) -> list[Any]:
     job = f"auto-{os.getpid()}-{time.monotonic_ns()}"
     moved = multiprocessing.get_context("fork").Barrier(2 if leaves_at else 3)
-    children = [
-        processes.start(lambda rank=rank: _train(rank, delays_s[rank], steps, job, file, leaves_at if rank == 2 else 0, moved))
-        for rank in range(3)
-    ]
-    return processes.results(children, 60)
+
+    def work(rank: int) -> Any:
+        return _train(rank, delays_s[rank], steps, job, file, leaves_at if rank == 2 else 0, moved)
+
+    return processes.results(processes.start_each(work, 3), 60)
 
 
 def test_all_choose_the_same_after_the_same_step_and_a_straggler_is_not_waited_for(tmp_path: Path) -> None:

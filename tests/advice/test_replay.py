@@ -22,6 +22,7 @@ from fastps.processes.options import JobOptions
 from fastps.tracing.check import check
 from fastps.tracing.file import FOLDED, Lines, read
 from tests.support import processes
+from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
 WORKERS, STEPS, BATCH = 4, 60, 8
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -99,16 +100,10 @@ def recorded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("FASTPS_JOB", f"test-replay-{os.getpid()}")
     monkeypatch.setenv("WORLD_SIZE", str(WORKERS))
     monkeypatch.setenv("FASTPS_TRACE", str(tmp_path / "run.trace"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so that sums have one order
-    try:
-        children = [processes.start(lambda rank=rank: _work(sync, rank)) for rank in range(WORKERS)]
-        processes.results(children, 60)
-        trace = read(tmp_path / "run.trace")
-        assert check(trace) == []
-        yield [child.outcome for child in children], trace.pushes[trace.pushes["fate"] == FOLDED]
-    finally:
-        torch.set_num_threads(threads)
+    losses = processes.results(processes.start_each(lambda rank: _work(sync, rank), WORKERS), 60)
+    trace = read(tmp_path / "run.trace")
+    assert check(trace) == []
+    return losses, trace.pushes[trace.pushes["fate"] == FOLDED]
 
 
 def _slow(*values: Any) -> Any:
@@ -124,11 +119,9 @@ def test_a_run_that_folds_each_push_is_replayed_by_plain_torch_to_the_bit(record
     assert {(rank, step): loss for rank, losses in enumerate(live) for step, loss in enumerate(losses)} == replayed
 
 
-@pytest.mark.parametrize(
-    ("recorded", "learning_rate"),
-    [("backup:1", 0.05), ("softsync:2", 0.025), _slow("bsp", 0.05), _slow("softsync:1", 0.05)],
-    indirect=["recorded"],
-)
+@pytest.mark.parametrize(("recorded", "learning_rate"), [
+    ("backup:1", 0.05), ("softsync:2", 0.025), _slow("bsp", 0.05), _slow("softsync:1", 0.05),
+], indirect=["recorded"])  # fmt: skip
 def test_a_run_that_folds_means_is_replayed_by_plain_torch_but_for_rounding(recorded: Any, learning_rate: float) -> None:
     live, pushes = recorded
     replayed = _replay(pushes, learning_rate)

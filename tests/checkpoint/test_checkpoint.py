@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import fastps
 from fastps.checkpoint import snapshot
 from fastps.checkpoint.format import JSON_FILE, TENSORS_FILE, sealed
 from tests.support import commands, processes
+from tests.support.torch_optimizers import steps_on
 
 WEIGHTS = {"w": np.linspace(-1, 1, 30, dtype=np.float32).reshape(5, 6), "b": np.ones(3, np.float32)}
 UPDATES: dict[str, Any] = {
@@ -49,10 +51,8 @@ def _work(store: fastps.Store, rank: int, until: int) -> Callable[[], None]:
 
 def _state(store: fastps.Store) -> list[bytes]:
     weights, states = store.committed()
-    views = store.weight_views(weights) + [
-        view for plane in range(store.layout.planes) for view in store.plane_views(states, plane)
-    ]
-    return [view.tobytes() for view in views] + [count.tobytes() for count in store.rule_steps(states)]
+    planes = [view for plane in range(store.layout.planes) for view in store.plane_views(states, plane)]
+    return [each.tobytes() for each in (*store.weight_views(weights), *planes, *store.rule_steps(states))]
 
 
 @pytest.mark.sampled(3)
@@ -281,11 +281,8 @@ def _model() -> torch.nn.Module:
 
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
     for step in range(first, last):
-        generator = torch.Generator().manual_seed(step)
-        inputs, targets = torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        inputs, targets = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(step))
+        steps_on(model, optimizer, inputs, loss=partial(torch.nn.functional.mse_loss, target=targets[:, :1]))
 
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -308,10 +305,8 @@ def test_a_checkpoint_goes_on_in_fastps_and_in_plain_torch(tmp_path: Path, name:
     with fastps.DistributedOptimizer(make(with_fastps.parameters()), model=with_fastps, resume=tmp_path) as optimizer:
         assert optimizer.version == 10 and optimizer.param_groups[0]["lr"] == 0.02
         _train(with_fastps, optimizer, 10, 15)
-    names = dict(plain.named_parameters())
-    with torch.no_grad():
-        for key, value in {**checkpoint.weights(), **checkpoint.buffers()}.items():
-            {**names, **dict(plain.named_buffers())}[key].copy_(torch.from_numpy(value.copy()))
+    saved = {**checkpoint.weights(), **checkpoint.buffers()}
+    plain.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in saved.items()})
     torch_optimizer = make(plain.parameters())
     torch_optimizer.load_state_dict(fastps.optimizer_state_dict(checkpoint))
     _train(plain, torch_optimizer, 10, 15)
@@ -325,12 +320,11 @@ def test_checkpoints_every_so_many_updates_and_a_failure_goes_on(tmp_path: Path)
     with fastps.DistributedOptimizer(MAKERS["sgd"](model.parameters()), checkpoint=folder, every=2) as optimizer:
         folder.rmdir()
         folder.write_text("not a directory any more")
-        _train(model, optimizer, 0, 3)
-        assert optimizer._job.checkpointing is not None
-        optimizer._job.checkpointing._join()
-        _train(model, optimizer, 3, 5)
-        optimizer._job.checkpointing._join()
-        assert (optimizer._job.checkpointing.written, optimizer._job.checkpointing.failures) == (0, 2)
+        checkpointing: Any = optimizer._job.checkpointing
+        for first, last in ((0, 3), (3, 5)):
+            _train(model, optimizer, first, last)
+            checkpointing._join()
+        assert (checkpointing.written, checkpointing.failures) == (0, 2)
         assert optimizer.version == 5
 
 

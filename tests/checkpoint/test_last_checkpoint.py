@@ -15,6 +15,7 @@ import torch
 import fastps
 from fastps.system.noted_signals import EndedBySignalError
 from fastps.system.ports import free_port
+from tests.support.torch_optimizers import steps_on
 
 
 def _versions(folder: Path) -> list[int]:
@@ -28,26 +29,17 @@ def _job(folder: Path, every: int = 1000) -> tuple[torch.nn.Module, fastps.Distr
     return model, fastps.DistributedOptimizer(inner, checkpoint=folder, every=every, workers=1)
 
 
-def _step(model: torch.nn.Module, optimizer: fastps.DistributedOptimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+def _step(model: torch.nn.Module, optimizer: fastps.DistributedOptimizer, steps: int = 1) -> None:
+    steps_on(model, optimizer, torch.ones(1, 2), steps)
 
 
-def test_a_job_that_ends_leaves_a_checkpoint_of_its_last_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_job_that_ends_leaves_a_checkpoint_of_its_last_version(waits: bool, tmp_path: Path) -> None:
+    """A worker that waits for the others has left by then: nobody is live, and who closed before was not the first."""
     model, optimizer = _job(tmp_path, every=2)
-    for _ in range(5):
-        _step(model, optimizer)
-    optimizer.close()
-    assert _versions(tmp_path)[-1] == 5
-
-
-def test_a_worker_that_waited_until_the_others_had_closed_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    """It has left by then: nobody is live, and the one who closed before was not the first that was."""
-    model, optimizer = _job(tmp_path, every=2)
-    for _ in range(5):
-        _step(model, optimizer)
-    optimizer.wait_for_others()
+    _step(model, optimizer, 5)
+    if waits:
+        optimizer.wait_for_others()
     optimizer.close()
     assert _versions(tmp_path)[-1] == 5
 

@@ -11,6 +11,7 @@ from fastps.checkpoint import runs, snapshot
 from fastps.checkpoint.format import read_description, sealed
 from fastps.checkpoint.runs import Run, check_folder
 from tests.support import commands
+from tests.support.scripts import program
 
 WEIGHTS = {"w": np.ones(3, np.float32)}
 
@@ -120,11 +121,10 @@ with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), *
 
 @pytest.mark.slow
 def test_a_rerun_starts_nothing_until_it_says_what_becomes_of_the_earlier_runs_checkpoints(tmp_path: Path) -> None:
-    script, saved = tmp_path / "script.py", tmp_path / "saved"
-    script.write_text(SCRIPT)
+    script, saved = program(tmp_path, SCRIPT)[1], tmp_path / "saved"
 
     def run(*options: str, **in_script: str) -> tuple[int, str, int]:
-        done = commands.fastps("run", *options, str(script), repr(in_script))
+        done = commands.fastps("run", *options, script, repr(in_script))
         return done.returncode, done.stderr, fastps.load(saved).version
 
     common = ("--checkpoint", str(saved), "--every", "1")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fastps
-from tests.support.table_models import MAKERS, TableModel, batches_of, train_on
+from tests.support.table_models import TableModel, batches_of, train_on, wrapped
 from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
@@ -17,23 +17,14 @@ pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.filterwarnings("igno
 def test_a_resumed_job_has_the_bits_of_one_that_did_not_stop(name: str, tmp_path: Path) -> None:
     batches = batches_of(12, 16)
     whole, half = TableModel(), TableModel()
-    optimizers = [fastps.DistributedOptimizer(each, "bsp", model=whole) for each in MAKERS[name](whole)]
-    train_on(whole, optimizers, batches)
-    for optimizer in optimizers:
-        optimizer.close()
-    optimizers = [fastps.DistributedOptimizer(each, "bsp", model=half) for each in MAKERS[name](half)]
-    train_on(half, optimizers, batches[:6])
-    folders = [fastps.save(optimizer, tmp_path / str(number)) for number, optimizer in enumerate(optimizers)]
-    for optimizer in optimizers:
-        optimizer.close()
+    with wrapped(whole, name) as optimizers:
+        train_on(whole, optimizers, batches)
+    with wrapped(half, name) as optimizers:
+        train_on(half, optimizers, batches[:6])
+        folders = [fastps.save(optimizer, tmp_path / str(number)) for number, optimizer in enumerate(optimizers)]
     resumed = TableModel(seed=7)
-    optimizers = [
-        fastps.DistributedOptimizer(each, "bsp", model=resumed, resume=folder)
-        for each, folder in zip(MAKERS[name](resumed), folders, strict=True)
-    ]
-    train_on(resumed, optimizers, batches[6:])
-    for optimizer in optimizers:
-        optimizer.close()
+    with wrapped(resumed, name, folders) as optimizers:
+        train_on(resumed, optimizers, batches[6:])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(resumed.parameters(), whole.parameters(), strict=True))
 
 

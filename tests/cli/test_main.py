@@ -15,6 +15,7 @@ import fastps
 from fastps.cli.commands import SECTIONS
 from fastps.cli.main import app
 from tests.support import commands
+from tests.support.scripts import program
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train.py")
@@ -65,18 +66,13 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], messa
     assert "Traceback" not in outcome.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["train", "--sync", "psp:5,0.5", "--workers", "4"], "psp:5,0.5: expected c of 1 to 4, the number of workers, found 5"),
-        (["train", "--sync", "ssp:3,ema=1"], "ssp:3,ema=1: expected ema of 0 (none) to less than 1, found 1"),
-        (
-            ["compare", "--sync", "bsp,policy:fold=all,grant=at-once"],
-            "policy:fold=all,grant=at-once: fold 'all' cannot go with grant 'at-once': a sum of all workers needs workers"
-            " that wait for it: use grant 'next-version'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["train", "--sync", "psp:5,0.5", "--workers", "4"], "psp:5,0.5: expected c of 1 to 4, the number of workers, found 5"),
+    (["train", "--sync", "ssp:3,ema=1"], "ssp:3,ema=1: expected ema of 0 (none) to less than 1, found 1"),
+    (["compare", "--sync", "bsp,policy:fold=all,grant=at-once"],
+     "policy:fold=all,grant=at-once: fold 'all' cannot go with grant 'at-once': a sum of all workers needs workers"
+     " that wait for it: use grant 'next-version'"),
+])  # fmt: skip
 def test_a_policy_that_is_refused_is_one_line_and_exit_code_2(arguments: list[str], sentence: str) -> None:
     outcome = commands.fastps(*arguments)
     assert outcome.returncode == 2
@@ -131,16 +127,13 @@ def test_the_example_runs_alone_under_fastps_run_and_under_torchrun(program: tup
 
 
 def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
-    script = tmp_path / "show.py"
-    script.write_text("import sys; print(sys.argv[1:])")
-    outcome = commands.fastps("run", "-n", "1", str(script), "-n", "7", "--sync", "x", "--help")
+    script = program(tmp_path, "import sys; print(sys.argv[1:])")[1]
+    outcome = commands.fastps("run", "-n", "1", script, "-n", "7", "--sync", "x", "--help")
     assert outcome.stdout.strip() == "[0] ['-n', '7', '--sync', 'x', '--help']"
 
 
 def test_a_failing_script_is_reported_with_exit_code_1(tmp_path: Path) -> None:
-    script = tmp_path / "fail.py"
-    script.write_text("raise RuntimeError('boom')")
-    outcome = commands.fastps("run", "-n", "2", str(script))
+    outcome = commands.fastps("run", "-n", "2", program(tmp_path, "raise RuntimeError('boom')")[1])
     assert outcome.returncode == 1
     assert "failed first: exit code 1" in outcome.stderr
     assert "RuntimeError: boom" in outcome.stderr

@@ -1,7 +1,9 @@
 """Looking at running jobs: what is found, what is shown, and that looking leaves nothing and disturbs nobody."""
 
+import contextlib
 import io
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,6 +27,7 @@ from fastps.store.observer import Look, Observer
 from fastps.system import unix_sockets
 from fastps.system.clock import Clock
 from tests.support import commands, processes
+from tests.support.scripts import program
 
 
 @dataclass
@@ -43,45 +47,39 @@ class Job:
             processes.finish(self.children, 20)
 
 
-def _work(store: fastps.Store, rank: int, steps: int, ready: int, gate: int, loss: float) -> None:
-    with store.attach(rank) as worker:
-        worker.loss = loss
-        for _ in range(steps):
-            for gradient in worker.gradients.values():
-                gradient[:] = 1.0
-            worker.step()
-        os.write(ready, b"x")
-        os.read(gate, 1)  # until the test closes its end
-
-
 @contextmanager
 def _job(name: str, *, workers: int = 2, steps: int = 5, sync: str = "asp", loss: float = 0.5) -> Iterator[Job]:
     weights = {name: np.ones(64, np.float32) for name in "abcdefghijkl"}
     with fastps.Store.create(weights, fastps.SGD(lr=0.1), sync=sync, workers=workers, job=name) as store:
-        ready_reader, ready = os.pipe()
         gate_reader, gate = os.pipe()
+        ready = mmap.mmap(-1, workers)
 
-        def child(rank: int) -> processes.Child:
-            def work() -> None:
-                os.close(gate)
-                _work(store, rank, steps, ready, gate_reader, loss)
+        def work(rank: int) -> None:
+            os.close(gate)
+            with store.attach(rank) as worker:
+                worker.loss = loss
+                for _ in range(steps):
+                    for gradient in worker.gradients.values():
+                        gradient[:] = 1.0
+                    worker.step()
+                ready[rank] = 1
+                os.read(gate_reader, 1)  # until the test closes its end
 
-            return processes.start(work)
-
-        job = Job(store, [child(rank) for rank in range(workers)], gate)
-        os.close(ready)  # if a worker fails, the reader below sees the end
+        job = Job(store, processes.start_each(work, workers), gate)
         try:
-            arrived = b""
-            while len(arrived) < workers and (more := os.read(ready_reader, workers)):
-                arrived += more
-            if len(arrived) < workers:
-                job.let_go()
-                pytest.fail(f"the workers failed: {[child.outcome for child in job.children]}")
+            processes.wait_until(lambda: 0 not in ready[:], 60, "the workers have not made their steps")
             yield job
         finally:
             job.let_go()
-            os.close(ready_reader)
             os.close(gate_reader)
+
+
+@contextmanager
+def _observed() -> Iterator[tuple[Observer, fastps.Worker]]:
+    """An observer of a job, and the job's only worker."""
+    with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
+        with contextlib.closing(fastps.observe(store.job)) as observer:
+            yield observer, worker
 
 
 def _name(request: pytest.FixtureRequest) -> str:
@@ -101,13 +99,15 @@ class Scripted(Clock):
             super().sleep_ns(duration_ns)
 
 
-def _console() -> Console:
-    return Console(file=io.StringIO(), width=120)
+def _console(**options: Any) -> tuple[Console, io.StringIO]:
+    """A console, and what it writes to."""
+    file = io.StringIO()
+    return Console(file=file, width=120, **options), file
 
 
-def _text(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+def _look(job: str) -> Look:
+    with contextlib.closing(fastps.observe(job)) as observer:
+        return observer.look()
 
 
 @contextmanager
@@ -124,9 +124,7 @@ def _only(monkeypatch: pytest.MonkeyPatch, *jobs: str) -> Iterator[None]:
 
 def test_a_look_has_all_workers_and_shards(request: pytest.FixtureRequest) -> None:
     with _job(_name(request), sync="asp,shards=3") as job:
-        observer = fastps.observe(job.store.job)
-        look = observer.look()
-        observer.close()
+        look = _look(job.store.job)
     assert look.settled and not look.over and look.failures == {}
     assert [(row.rank, row.state, row.steps, row.loss) for row in look.workers] == [(0, "live", 5, 0.5), (1, "live", 5, 0.5)]
     assert [(shard.shard, shard.version, shard.updates) for shard in look.shards] == [(index, 10, 10) for index in range(3)]
@@ -134,8 +132,7 @@ def test_a_look_has_all_workers_and_shards(request: pytest.FixtureRequest) -> No
 
 
 def test_a_look_is_taken_again_while_versions_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
-        observer = fastps.observe(store.job)
+    with _observed() as (observer, worker):
         versions = Observer._versions
         for busy_tries, settled, tries in ((0, True, 1), (2, True, 3), (99, False, 4)):
             calls = []
@@ -149,44 +146,39 @@ def test_a_look_is_taken_again_while_versions_are_published(monkeypatch: pytest.
             monkeypatch.setattr(Observer, "_versions", moving)
             assert observer.look().settled is settled
             assert len(calls) == 2 * tries
-        observer.close()
 
 
 def test_looking_pins_nothing_and_takes_no_turn(request: pytest.FixtureRequest) -> None:
     with _job(_name(request), sync="bsp") as job:
         committed, pins = job.store.arena.committed(), job.store.arena.pins()
-        observer = fastps.observe(job.store.job)
-        for _ in range(20):
-            observer.look()
-        observer.close()
+        with contextlib.closing(fastps.observe(job.store.job)) as observer:
+            for _ in range(20):
+                observer.look()
         assert (job.store.arena.committed(), job.store.arena.pins()) == (committed, pins)
 
 
 def test_a_killed_worker_is_shown_as_died(request: pytest.FixtureRequest) -> None:
     with _job(_name(request)) as job:
-        observer = fastps.observe(job.store.job)
-        os.kill(job.children[1].process_id, signal.SIGKILL)
-        processes.finish([job.children[1]], 20)
-        look = observer.look()
-        assert [row.state for row in look.workers] == ["live", "died"]
-        assert not look.over
-        job.let_go()
-        look = observer.look()
-        observer.close()
+        with contextlib.closing(fastps.observe(job.store.job)) as observer:
+            os.kill(job.children[1].process_id, signal.SIGKILL)
+            processes.finish([job.children[1]], 20)
+            look = observer.look()
+            assert [row.state for row in look.workers] == ["live", "died"]
+            assert not look.over
+            job.let_go()
+            look = observer.look()
     assert look.over
     assert "1 died" in top.last_line("x", look)
 
 
 def test_what_a_failed_worker_said_is_in_the_last_line() -> None:
     with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0)) as store:
-        observer = fastps.observe(store.job)
-        store.attach(0).close(failure="ValueError: no [data]")
-        look = observer.look()
-        observer.close()
+        with contextlib.closing(fastps.observe(store.job)) as observer:
+            store.attach(0).close(failure="ValueError: no [data]")
+            look = observer.look()
     assert (look.over, look.failures) == (True, {0: "ValueError: no [data]"})
-    assert top.last_line("x", look) == (
-        "job x has ended after version 0; its workers: 1 failed; worker 0 failed: ValueError: no [data]"
-    )
+    expected = "job x has ended after version 0; its workers: 1 failed; worker 0 failed: ValueError: no [data]"
+    assert top.last_line("x", look) == expected
 
 
 # -- finding ---------------------------------------------------------------------------------------
@@ -217,18 +209,10 @@ def test_other_sockets_are_no_jobs() -> None:
 
 def test_a_job_of_another_user_is_not_ours_and_a_silent_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "listening", lambda: {"here": {0}})
-    for finding, found in (
-        (rendezvous.OtherUser(), []),
-        (rendezvous.Absent(), []),
-        (rendezvous.Silent(), ["here"]),
-        (rendezvous.AbiDiffers(1, 2), ["here"]),
-    ):
-
-        def ask(*arguments: Any, finding: Exception = finding, **named: Any) -> rendezvous.Offer:
-            raise finding
-
-        monkeypatch.setattr(rendezvous, "connect", ask)
-        assert discovery.running_jobs() == found
+    for finding in (rendezvous.OtherUser(), rendezvous.Absent(), rendezvous.Silent(), rendezvous.AbiDiffers(1, 2)):
+        monkeypatch.setattr(rendezvous, "connect", Mock(side_effect=finding))
+        is_ours = isinstance(finding, rendezvous.Silent | rendezvous.AbiDiffers)
+        assert discovery.running_jobs() == ["here"] * is_ours
 
 
 def test_one_job_is_chosen_and_none_or_several_are_an_error(
@@ -245,9 +229,8 @@ def test_one_job_is_chosen_and_none_or_several_are_an_error(
                 top.choose_job("other")
             with fastps.Store.create(weights, update, job=second):
                 assert top.choose_job(second) == second
-                with pytest.raises(
-                    fastps.UsageError, match=f"found {first}, {second}: name one of them, as in fastps top {first}"
-                ):
+                sentence = f"found {first}, {second}: name one of them, as in fastps top {first}"
+                with pytest.raises(fastps.UsageError, match=sentence):
                     top.choose_job(None)
 
 
@@ -255,13 +238,11 @@ def test_one_job_is_chosen_and_none_or_several_are_an_error(
 
 
 def test_rates_are_of_the_time_between_two_looks() -> None:
-    with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
-        observer = fastps.observe(store.job)
+    with _observed() as (observer, worker):
         before = observer.look()
         for _ in range(6):
             worker.step({"w": np.ones(4)})
         now = observer.look()
-        observer.close()
     now = Look(before.seen_ns + 2_000_000_000, now.workers, now.shards, now.settled, now.failures, now.over)
     row, shard = top.rows_of(before, now)
     assert (row["kind"], row["worker"], row["steps"], row["steps_per_s"], row["loss"]) == ("worker", 0, 6, 3.0, None)
@@ -309,34 +290,34 @@ def test_a_job_of_several_nodes_is_one_job(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("shards", "text"), [(1, "10"), (12, "all 12")])
 def test_one_look_prints_workers_and_shards(request: pytest.FixtureRequest, shards: int, text: str) -> None:
-    console = _console()
+    console, shown = _console()
     with _job(_name(request), sync=f"asp,shards={shards}") as job:
         rows = top.look_once(job.store.job, console, interval_s=0.01)
     assert [row["kind"] for row in rows] == ["worker"] * 2 + ["shard"] * shards
-    shown = _text(console)
-    assert job.store.job in shown and "live" in shown and "█" in shown and text in shown
-    assert "has ended" not in shown
+    text_shown = shown.getvalue()
+    assert all(each in text_shown for each in (job.store.job, "live", "█", text))
+    assert "has ended" not in text_shown
 
 
 def test_watching_ends_with_the_job(request: pytest.FixtureRequest) -> None:
-    console = _console()
+    console, shown = _console()
     with _job(_name(request)) as job:
         rows = top.watch(job.store.job, console, clock=Scripted(lambda: None, job.let_go))
         assert {row["state"] for row in rows if row["kind"] == "worker"} == {"left"}
-    assert _text(console).splitlines()[-1] == f"job {job.store.job} has ended after version 10; its workers: 2 left"
+    assert shown.getvalue().splitlines()[-1] == f"job {job.store.job} has ended after version 10; its workers: 2 left"
 
 
 def test_a_terminal_is_shown_every_look(request: pytest.FixtureRequest) -> None:
-    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    console, file = _console(force_terminal=True)
     with _job(_name(request)) as job:
         top.watch(job.store.job, console, clock=Scripted(lambda: None, job.let_go))
-    shown = _text(console)
+    shown = file.getvalue()
     assert shown.count("pushes by staleness") >= 3  # two live and the last; the display may draw one of them again
     assert "live" in shown and "left" in shown and "has ended after version 10" in shown
 
 
 def test_watching_ends_when_the_whole_job_is_killed(request: pytest.FixtureRequest) -> None:
-    console, name = _console(), _name(request)
+    (console, shown), name = _console(), _name(request)
 
     def own() -> None:
         with _job(name):
@@ -354,24 +335,24 @@ def test_watching_ends_when_the_whole_job_is_killed(request: pytest.FixtureReque
 
     top.watch(name, console, interval_s=0.05, clock=Scripted(kill))
     os.close(reader)
-    assert f"job {name} has ended after version 10" in _text(console)
+    assert f"job {name} has ended after version 10" in shown.getvalue()
 
 
 def test_ctrl_c_ends_the_look_and_not_the_job(request: pytest.FixtureRequest) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    console = _console()
+    console, shown = _console()
     with _job(_name(request)) as job:
         rows = top.watch(job.store.job, console, clock=Scripted(lambda: None, interrupt))
         assert rows[0]["state"] == "live"
         assert discovery.listening()[job.store.job] == {"host", 0, 1}
-    assert "has ended" not in _text(console)
+    assert "has ended" not in shown.getvalue()
 
 
 def test_a_job_that_ended_before_the_look_is_named() -> None:
     with pytest.raises(top.NoJobError, match="job gone-already ended before it could be looked at"):
-        top.watch("gone-already", _console())
+        top.watch("gone-already", _console()[0])
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -383,11 +364,8 @@ def test_the_command_writes_one_object(request: pytest.FixtureRequest) -> None:
     assert outcome.returncode == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     assert document["command"] == "top"
-    assert [(row["kind"], row.get("steps"), row.get("version")) for row in document["rows"]] == [
-        ("worker", 5, None),
-        ("worker", 5, None),
-        ("shard", None, 10),
-    ]
+    rows = [(row["kind"], row.get("steps"), row.get("version")) for row in document["rows"]]
+    assert rows == [("worker", 5, None), ("worker", 5, None), ("shard", None, 10)]
     keys = {"state", "steps_per_s", "loss", "staleness_mean", "staleness_max", "wait_share", "folded", "dropped"}
     assert keys <= set(document["rows"][0])
     assert {"folds_per_s", "staleness"} <= set(document["rows"][-1])
@@ -438,7 +416,6 @@ def test_ctrl_c_at_the_command_is_a_clean_end(request: pytest.FixtureRequest, tm
 
 
 def test_the_launcher_names_the_job(tmp_path: Path) -> None:
-    script = tmp_path / "show.py"
-    script.write_text("import os; print(os.environ['FASTPS_JOB'])")
-    outcome = commands.fastps("--verbose", "run", "-n", "1", str(script))
+    script = program(tmp_path, "import os; print(os.environ['FASTPS_JOB'])")[1]
+    outcome = commands.fastps("--verbose", "run", "-n", "1", script)
     assert f"job {outcome.stdout.split()[-1]}" in outcome.stderr

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.clients import digits
+
 _TESTS = Path(__file__).parents[1]
 
 
@@ -27,12 +29,21 @@ def run(script: str, folder: Path, *arguments: str, workers: int = 0, env: str =
     if workers:
         launch = [sys.executable, "-m", "fastps.cli", "run", "-n", str(workers), "--sync", sync, "--env", env]
         command = [*launch, str(file), *arguments]
-    (folder / "tests").symlink_to(
-        _TESTS
-    )  # the programs import the task; the repository's root also has a package `kernels`, as other projects may
+    # The programs import the task; the repository's root also has a package `kernels`, as other projects may.
+    (folder / "tests").symlink_to(_TESTS)
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
     """The contents of each worker's `result-RANK.json`, in rank order."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob("result-*.json"))]
+
+
+def check_two_workers(script: str, folder: Path, *arguments: str) -> None:
+    """Two workers of a script learn what the plain program learns."""
+    ended = run(script, folder, *arguments, workers=2)
+    assert ended.returncode == 0, ended.stderr
+    found = results(folder)
+    assert len(found) == 2
+    assert found[0]["accuracy"] >= digits.least_accuracy()
+    assert found[0]["version"] == sum(each["steps"] for each in found), "every push of every worker is an update, once"

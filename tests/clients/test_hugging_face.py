@@ -79,12 +79,7 @@ open(f"result-{fastps.rank()}.json", "w").write(json.dumps(result))
 
 @pytest.mark.parametrize("program", [ACCELERATED, TRAINED], ids=["accelerate", "trainer"])
 def test_program_learns_what_the_plain_one_learns(program: str, tmp_path: Path) -> None:
-    ended = programs.run(program, tmp_path, workers=2)
-    assert ended.returncode == 0, ended.stderr
-    found = programs.results(tmp_path)
-    assert len(found) == 2
-    assert found[0]["accuracy"] >= digits.least_accuracy()
-    assert found[0]["version"] == sum(each["steps"] for each in found), "every push of every worker is an update, once"
+    programs.check_two_workers(program, tmp_path)
 
 
 def test_program_that_averages_gradients_as_well_is_refused_by_name(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.clients import digits, programs
+from tests.clients import programs
 
 programs.needs("lightning")
 
@@ -48,12 +48,7 @@ open(f"result-{fastps.rank()}.json", "w").write(json.dumps(result))
 
 
 def test_trainer_learns_what_the_plain_program_learns(tmp_path: Path) -> None:
-    ended = programs.run(PROGRAM, tmp_path, "1", workers=2)
-    assert ended.returncode == 0, ended.stderr
-    found = programs.results(tmp_path)
-    assert len(found) == 2
-    assert found[0]["accuracy"] >= digits.least_accuracy()
-    assert found[0]["version"] == sum(each["steps"] for each in found), "every push of every worker is an update, once"
+    programs.check_two_workers(PROGRAM, tmp_path, "1")
 
 
 def test_trainer_on_two_devices_is_refused_by_name(tmp_path: Path) -> None:

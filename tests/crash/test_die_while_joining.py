@@ -14,7 +14,7 @@ hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the
 from fastps.kernels.protocol.lane import DONE, KIND_LEAVE  # noqa: E402
 from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
 from fastps.kernels.shm.arena import LANE_JOINING, LANE_LIVE  # noqa: E402
-from tests.crash.test_die_at_every_store import ASP, BACKUP, BSP, DSSP, R2SP, SSP, dies_at  # noqa: E402
+from tests.crash.test_die_at_every_store import ASP, BACKUP, BSP, DSSP, R2SP, SSP, _stores, dies_at  # noqa: E402
 from tests.support import plain_arena  # noqa: E402
 
 SHARDS, LANES = 2, 3
@@ -95,9 +95,7 @@ def _check(policy: dict[str, Any], store: int) -> int:
     job = Job(policy)
     job.begin()
     if store == 0:
-        before = hooks.stores()
-        job.join()
-        return int(hooks.stores() - before)
+        return _stores(job.join)
     assert dies_at(store, job.join), f"at store {store}"
     for index in (0, 2):
         job.posts[index] = job.lanes[index].posted()

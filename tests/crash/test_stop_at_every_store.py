@@ -6,6 +6,7 @@ must be folded once, and no lock stay held.
 
 import os
 import signal
+from functools import partial
 
 import pytest
 
@@ -15,7 +16,7 @@ import numpy as np  # noqa: E402
 
 from fastps.kernels.protocol.lane import AWAITING, BUSY, DONE  # noqa: E402
 from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
-from tests.crash.test_die_at_every_store import CASES, CLIPPED, EVERY_STORE, PUSHES, SHARDS, VICTIM, Case, Job  # noqa: E402
+from tests.crash.test_die_at_every_store import CASES, CLIPPED, EVERY_STORE, PUSHES, SHARDS, VICTIM, Case, Job, _begun, _stores  # noqa: E402  # noqa: E402
 from tests.support.plain_arena import set_helping  # noqa: E402
 
 BITS = ("adamw-bsp", "radam-bsp", "summing-bsp")  # where the order of the pushes has no influence
@@ -64,8 +65,7 @@ def _end(job: Job) -> None:
 
 def _stop(case: Case, store: int) -> tuple[Job, bool]:
     """Run a job whose victim stops at this store; return it, and whether the victim held anything up then."""
-    job = Job(case)
-    job.begin()
+    job = _begun(case)
     child = os.fork()
     if child == 0:
         hooks.stop_at(store)
@@ -84,11 +84,8 @@ def _stop(case: Case, store: int) -> tuple[Job, bool]:
 
 
 def _check_stops(case: Case, every: int) -> None:
-    plain = Job(case)
-    plain.begin()
-    before = hooks.stores()
-    _live(plain)
-    stores = hooks.stores() - before
+    plain = _begun(case)
+    stores = _stores(partial(_live, plain))
     _end(plain)
     plain.push_log()
     passed = 0

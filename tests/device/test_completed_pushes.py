@@ -15,6 +15,7 @@ from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.lab.gpus.cuda_on_host import HostDevice
+from tests.device.test_device import store_of
 from tests.support import processes
 
 AMOUNT, SIZE = np.float32(1 / 1024), 1025
@@ -53,47 +54,36 @@ def work(store: DeviceStore, rank: int, gpus: str, steps: list[int]) -> Outcome:
     gradients were there by then, and the time that the worker's counters call computing.
     """
     device, done = HostDevice(gpus[rank], computes_at_once=False), []
-    try:
-        with store.use(device).attach(rank) as worker:
-            worker.wait_for_start()
-            stream, gradient = device.compute_stream(), device.host_memory(4 * SIZE)
-            gradient.view(np.float32)[:] = AMOUNT
-            posted_at, posted_after = [], []
-            for step in range(steps[rank]):
-                device.api.streams[stream].do(partial(time.sleep, SLOW_S * (rank == 0)))
-                for index in range(len(store.layout.parameters)):
-                    address = store.arena_on_devices().gradient_address(rank, worker.slot, index)
-                    device.copy(address, gradient.ctypes.data, 4 * SIZE, stream)
-                device.api.streams[stream].do(partial(done.append, step))
-                worker.push(store.hypers, samples=1)
-                posted_at.append(time.monotonic())
-                posted_after.append(len(done) == step + 1)
-                worker.advance()
-                worker.pull()
-            device.synchronize(stream)
-            ended = time.monotonic()
-            counted = store.arena.counters(rank)["compute_ns"] / 1e9
-            worker.wait_for_others()
-            device.synchronize(stream)
-            values = np.concatenate([np.array(values) for values in worker.weights.values()])
-            assert np.unique(values).size == 1, "a fold read a slot before its gradient was there"
-            return Outcome(ended, -values[0] / AMOUNT, posted_at, posted_after, counted)
-    finally:
-        store.close()
+    with store.use(device), store.attach(rank) as worker:
+        worker.wait_for_start()
+        stream, gradient = device.compute_stream(), device.host_memory(4 * SIZE)
+        gradient.view(np.float32)[:] = AMOUNT
+        posted_at, posted_after = [], []
+        for step in range(steps[rank]):
+            device.api.streams[stream].do(partial(time.sleep, SLOW_S * (rank == 0)))
+            for index in range(len(store.layout.parameters)):
+                address = store.arena_on_devices().gradient_address(rank, worker.slot, index)
+                device.copy(address, gradient.ctypes.data, 4 * SIZE, stream)
+            device.api.streams[stream].do(partial(done.append, step))
+            worker.push(store.hypers, samples=1)
+            posted_at.append(time.monotonic())
+            posted_after.append(len(done) == step + 1)
+            worker.advance()
+            worker.pull()
+        device.synchronize(stream)
+        ended = time.monotonic()
+        counted = store.arena.counters(rank)["compute_ns"] / 1e9
+        worker.wait_for_others()
+        device.synchronize(stream)
+        values = np.concatenate([np.array(values) for values in worker.weights.values()])
+        assert np.unique(values).size == 1, "a fold read a slot before its gradient was there"
+        return Outcome(ended, -values[0] / AMOUNT, posted_at, posted_after, counted)
 
 
 def run(sync: str, gpus: str, steps: list[int], owner_lanes: tuple[int, ...]) -> list[Outcome]:
     layout = layout_of(sync, len(gpus), owner_lanes)
-
-    def zeros(views: list[Any]) -> None:
-        for view in views:
-            view[:] = 0
-
-    store = DeviceStore.create_for(layout, zeros, [fastps.SGD(lr=1.0).hyper], timeout_s=20)
-    assert isinstance(store, DeviceStore)
-    with store:
-        children = [processes.start(lambda rank=rank: work(store, rank, gpus, steps)) for rank in range(len(gpus))]  # type: ignore[misc]
-        return processes.results(children, 40)
+    with store_of(layout, fastps.SGD(lr=1.0), [0] * len(owner_lanes), timeout_s=20) as store:
+        return processes.results(processes.start_each(lambda rank: work(store, rank, gpus, steps), len(gpus)), 40)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ import fastps
 from fastps.device.cuda import CudaDevice
 from fastps.device.interface import DeviceError
 from fastps.lab.gpus.cuda_calls import Call, RecordedCuda, merged
-from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
+from fastps.lab.gpus.cuda_on_host import Faults, HostCuda
 from fastps.lab.gpus.cuda_rules import CudaRuleError, check_record
 from tests.device import test_device as jobs
+from tests.device.conftest import Pipe
 from tests.support import processes
 
 
@@ -36,23 +37,13 @@ def recorded(store: Any, workers: int, steps: int, gpus: list[list[str]]) -> Any
 
     def work(rank: int) -> Any:
         api = RecordedCuda(HostCuda(gpus[rank]))
-        store.use(CudaDevice(0, api))
-        try:
+        with store.use(CudaDevice(0, api)):
             weights, _ = jobs.steps_of(store, rank, steps, jobs.gradient)
-        finally:
-            store.close()
         return weights, packed(api.calls)
 
     with store:
-        children = processes.start_each(work, workers)
-        processes.results(children, 60)
-    return [child.outcome[0] for child in children], [unpacked(child.outcome[1]) for child in children]
-
-
-def on_cpu(update: Any, sync: str, workers: int, steps: int) -> Any:
-    return jobs.run_workers(fastps.Store.create(jobs.first_weights(), update, sync=sync, workers=workers), workers, steps, [])[
-        0
-    ][0]
+        outcomes = processes.results(processes.start_each(work, workers), 60)
+    return [weights for weights, _ in outcomes], [unpacked(calls) for _, calls in outcomes]
 
 
 @pytest.mark.parametrize(("sync", "gpus"), [("bsp", "00"), ("bsp,ema=0.9,shards=2", "01")])
@@ -61,7 +52,8 @@ def test_a_job_keeps_the_rules_of_cuda_and_has_the_bits_of_the_cpu(sync: str, gp
     owners = (0,) if gpus == "00" else (0, 1)
     seen = [[f"gpu {gpu}", *(f"gpu {other}" for other in "01" if other != gpu)] for gpu in gpus]
     weights, calls = recorded(jobs.make_store(update, sync, 2, owners), 2, 12, seen)
-    expected = on_cpu(update, sync, 2, 12)
+    store = fastps.Store.create(jobs.first_weights(), update, sync=sync, workers=2)
+    expected = jobs.run_workers(store, 2, 12, [])[0][0]
     for found in weights:
         assert all(np.array_equal(found[name], values) for name, values in expected.items())
     peers = [frozenset(("gpu 0", "gpu 1"))]
@@ -100,21 +92,13 @@ def test_parts_of_one_gpu_share_its_address_and_are_told_apart() -> None:
     other.shut()
 
 
-def test_a_wait_for_a_process_that_has_ended_never_ends_and_the_device_is_left_to_the_process_end() -> None:
+def test_a_wait_for_a_process_that_has_ended_never_ends_and_the_device_is_left_to_the_process_end(
+    pipes: list[Pipe],
+) -> None:
     """So it is in CUDA: a wait of the host, as in `loss.item()`, then ends with the process alone."""
-    there, back = jobs.Pipe(), jobs.Pipe()
-
-    def other() -> None:
-        mine = HostDevice("gpu 0", 60.0)
-        event, stream = mine.make_event(), mine.make_stream()
-        mine.copy(mine.allocate(64), mine.host_memory(64).ctypes.data, 64, stream)
-        mine.record(event, stream)
-        back.send(mine.export_event(event))
-        there.receive(1)
-
-    child = processes.start(other)
+    child = jobs.queue_for_a_minute(*pipes)
     device = CudaDevice(0, HostCuda(["gpu 0"]))
-    event, stream, own = device.open_event(back.receive()), device.make_stream(), device.make_event()
+    event, stream, own = device.open_event(pipes[1].receive()), device.make_stream(), device.make_event()
     device.wait(event, stream)
     device.record(own, stream)
     os.kill(child.process_id, signal.SIGKILL)
@@ -132,27 +116,17 @@ def test_a_wait_for_a_process_that_has_ended_never_ends_and_the_device_is_left_t
     device.shut(waits=False)
     device._cuda.runtime.end()
     reader.join(20)
-    for pipe in (there, back):
-        pipe.close()
 
 
 @pytest.mark.slow
 def test_a_worker_that_dies_is_named_by_those_on_the_simulated_runtime() -> None:
     store = jobs.make_store(fastps.SGD(lr=0.01), "bsp", 2, (0,))
 
-    def work(rank: int) -> str:
-        store.use(CudaDevice(0, HostCuda(["gpu 0"], Faults(dies_at=150 * rank), computes_at_once=False)))
-        try:
-            with store.attach(rank) as worker:
-                for step in range(1_000_000):
-                    worker.step(jobs.gradient(rank, step))
-        except fastps.WorkerDiedError as error:
-            return str(error)
-        finally:
-            store.close()
-        return "never"
+    def work(rank: int) -> None:
+        api = HostCuda(["gpu 0"], Faults(dies_at=150 * rank), computes_at_once=False)
+        jobs.endless(store, rank, CudaDevice(0, api))
 
     with store:
         children = processes.start_each(work, 2)
         processes.finish(children, 60)
-    assert children[1].exit_code == -signal.SIGKILL and "worker 1" in children[0].outcome
+    jobs.assert_named(children, 1)

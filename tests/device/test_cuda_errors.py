@@ -12,11 +12,11 @@ import fastps
 from fastps.device.cuda import CudaDevice
 from fastps.device.cuda_errors import LOST, named
 from fastps.device.interface import DeviceError, DeviceFailedError, DeviceMemoryError
-from fastps.device.store import DeviceStore
 from fastps.kernels.shm.arena import LANE_DEAD
 from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostCudaError, HostDevice, host_devices
 from tests.device import test_device as jobs
 from tests.device import test_server_of_several as served
+from tests.device.conftest import Pipe
 from tests.support import processes
 
 
@@ -116,43 +116,21 @@ def test_a_wait_for_work_that_has_failed_ends() -> None:
     device.shut()
 
 
-def test_a_device_shuts_though_the_work_that_it_waits_for_never_comes() -> None:
+def test_a_device_shuts_though_the_work_that_it_waits_for_never_comes(pipes: list[Pipe]) -> None:
     """Two processes whose streams wait for each other must both be able to end."""
-    there, back = jobs.Pipe(), jobs.Pipe()
-
-    def other() -> None:
-        mine = HostDevice("other", 60.0)
-        event, stream = mine.make_event(), mine.make_stream()
-        mine.copy(mine.allocate(64), mine.host_memory(64).ctypes.data, 64, stream)
-        mine.record(event, stream)
-        back.send(mine.export_event(event))
-        there.receive(1)
-
-    child = processes.start(other)
+    child = jobs.queue_for_a_minute(*pipes)
     device = HostDevice("host")
     stream = device.make_stream()
-    device.wait(device.open_event(back.receive()), stream)
+    device.wait(device.open_event(pipes[1].receive()), stream)
     time.sleep(0.05)
     began = time.monotonic()
     device.shut()
     assert time.monotonic() - began < 5
     os.kill(child.process_id, signal.SIGKILL)
     processes.finish([child], 20)
-    for pipe in (there, back):
-        pipe.close()
 
 
 # -- whole jobs ------------------------------------------------------------------------------------------------------------
-
-
-def endless(store: DeviceStore, rank: int, device: Any) -> Any:
-    store.use(device)
-    try:
-        with store.attach(rank) as worker:
-            for step in range(1_000_000):
-                worker.step(jobs.gradient(rank, step))
-    finally:
-        store.close()
 
 
 def on_host(faults: Faults) -> Any:
@@ -174,10 +152,7 @@ CASES = [
 @pytest.mark.parametrize(("make", "faults", "kind", "cause"), CASES)
 def test_a_device_that_fails_is_named_by_its_worker_and_by_the_others(make: Any, faults: Faults, kind: str, cause: str) -> None:
     with jobs.make_store(fastps.SGD(lr=0.01), "bsp", 3, (0,)) as store:
-        children = [
-            processes.start(lambda rank=rank: endless(store, rank, make(faults if rank == 1 else Faults())))  # type: ignore[misc]
-            for rank in range(3)
-        ]
+        children = processes.start_each(lambda rank: jobs.endless(store, rank, make(faults if rank == 1 else Faults())), 3)
         processes.finish(children, 30)
     assert [child.exit_code for child in children] == [1, 1, 1]
     assert children[1].outcome[0] == kind and children[1].outcome[1].startswith("worker 1: ")
@@ -195,17 +170,12 @@ def test_with_a_server_the_others_go_on_without_a_worker_whose_device_is_lost(lo
 
         def work(rank: int) -> Any:
             faults = Faults(seed=rank, delay_s=0.001, lost_at=lost_at * (rank == 1))
-            device = HostDevice(served.GPUS[rank], faults=faults)
-            store.use(device)
-            try:
-                with store.attach(rank) as worker:
-                    worker.wait_for_start()
-                    for step in range(served.STEPS):
-                        worker.step(served.constant(rank, step))
-                    worker.wait_for_others()
-                    return {name: values.copy() for name, values in worker.weights.items()}
-            finally:
-                store.close()
+            with store.use(HostDevice(served.GPUS[rank], faults=faults)), store.attach(rank) as worker:
+                worker.wait_for_start()
+                for step in range(served.STEPS):
+                    worker.step(jobs.constant(rank, step))
+                worker.wait_for_others()
+                return {name: values.copy() for name, values in worker.weights.items()}
 
         children = processes.start_each(work, 4)
         processes.finish(children, 40)
@@ -213,7 +183,7 @@ def test_with_a_server_the_others_go_on_without_a_worker_whose_device_is_lost(lo
         assert children[1].outcome[0] == "DeviceFailedError" and "worker 1: expected GPU 0 (gpu 1)" in children[1].outcome[1]
         assert store.arena.lane_state(1) == LANE_DEAD
         posted = store.arena.counters(1)["posted"]
-        moved = (jobs.first_weights()["d"] - children[0].outcome["d"]) / served.AMOUNT
+        moved = (jobs.first_weights()["d"] - children[0].outcome["d"]) / jobs.AMOUNT
         assert moved.round(2)[0] == 3 * served.STEPS + posted
 
 
@@ -229,15 +199,12 @@ def test_a_server_whose_device_is_lost_is_named_by_every_worker(lost_at: int, mo
     with served.make_store(fastps.SGD(lr=1.0), "bsp") as store:
 
         def work(rank: int) -> None:
-            store.use(HostDevice(served.GPUS[rank], 0.0005, computes_at_once=False))
-            try:
-                with store.attach(rank) as worker:
-                    for _ in range(1_000_000):
-                        worker.push(store.hypers, samples=8)
-                        worker.advance()
-                        worker.pull()
-            finally:
-                store.close()
+            device = HostDevice(served.GPUS[rank], 0.0005, computes_at_once=False)
+            with store.use(device), store.attach(rank) as worker:
+                for _ in range(1_000_000):
+                    worker.push(store.hypers, samples=8)
+                    worker.advance()
+                    worker.pull()
 
         children = processes.start_each(work, 4)
         processes.finish(children, 10)

@@ -3,7 +3,6 @@
 The device's streams are slowed down here, so that whatever is not ordered by an event comes too early and is seen.
 """
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -14,48 +13,32 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceLostError
+from fastps.device.cuda import CudaDevice
+from fastps.device.interface import DeviceError, DeviceLostError
 from fastps.device.plan import handle_table_bytes
 from fastps.device.store import DeviceStore
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Update
 from fastps.lab.gpus.cuda_on_host import Faults, HostDevice
+from tests.device.conftest import DELAY_S, Pipe
 from tests.support import processes
 
-DELAY_S = 0.003
+AMOUNT = np.float32(1 / 1024)
 
 
-class Pipe:
-    """Bytes from one process to another."""
+def queue_for_a_minute(there: Pipe, back: Pipe) -> processes.Child:
+    """Another process, which sends the event of work that takes a minute, and lives until it is told to end."""
 
-    def __init__(self) -> None:
-        self.reader, self.writer = os.pipe()
+    def other() -> None:
+        mine = HostDevice("gpu 0", 60.0)
+        event, stream = mine.make_event(), mine.make_stream()
+        mine.copy(mine.allocate(64), mine.host_memory(64).ctypes.data, 64, stream)
+        mine.record(event, stream)
+        back.send(mine.export_event(event))
+        there.receive(1)
 
-    def send(self, data: bytes) -> None:
-        os.write(self.writer, data)
-
-    def receive(self, size: int = HANDLE_BYTES) -> bytes:
-        return os.read(self.reader, size)
-
-    def close(self) -> None:
-        os.close(self.reader)
-        os.close(self.writer)
-
-
-@pytest.fixture
-def pipes() -> Any:
-    made = [Pipe(), Pipe()]
-    yield made
-    for pipe in made:
-        pipe.close()
-
-
-@pytest.fixture
-def device() -> Any:
-    made = HostDevice("host", DELAY_S)
-    yield made
-    made.shut()
+    return processes.start(other)
 
 
 def test_memory_that_is_opened_by_its_handle_is_the_same_memory(device: HostDevice, pipes: list[Pipe]) -> None:
@@ -203,17 +186,13 @@ def test_memory_that_is_closed_twice_and_events_of_others_are_refused(device: Ho
 def test_a_device_without_peer_access_opens_no_event(device: HostDevice, pipes: list[Pipe]) -> None:
     """The errors of cudaIpcOpenEventHandle include cudaErrorPeerAccessUnsupported."""
 
-    def other() -> str:
-        mine = HostDevice("other", faults=Faults(unreachable=frozenset({"host"})))
-        with pytest.raises(DeviceLostError) as caught:
-            mine.open_event(pipes[0].receive())
-        mine.shut()
-        return str(caught.value)
+    def other() -> None:
+        HostDevice("other", faults=Faults(unreachable=frozenset({"host"}))).open_event(pipes[0].receive())
 
     child = processes.start(other)
     pipes[0].send(device.export_event(device.make_event()))
     processes.finish([child], 20)
-    assert "expected peer access from other to host, found none" in child.outcome
+    assert child.outcome[0] == "DeviceLostError" and "expected peer access from other to host, found none" in child.outcome[1]
 
 
 def test_memory_does_not_open_where_it_was_made(device: HostDevice) -> None:
@@ -283,6 +262,10 @@ def gradient(rank: int, step: int) -> dict[str, Any]:
     return {name: random.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
+def constant(rank: int, step: int) -> dict[str, Any]:
+    return {name: np.full(shape, AMOUNT) for name, shape in SHAPES.items()}
+
+
 def steps_of(store: fastps.Store, rank: int, steps: int, make: Callable[[int, int], dict[str, Any]]) -> tuple[Any, Any]:
     """Take steps; returns the final weights, and how many folds this worker queued if it has a device."""
     with store.attach(rank) as worker:
@@ -300,31 +283,49 @@ def run_workers(
     def work(rank: int) -> Any:
         if isinstance(store, DeviceStore):
             store.use(HostDevice(identities[rank], DELAY_S))
-        try:
+        with store:
             return steps_of(store, rank, steps, make)
-        finally:
-            store.close()
 
     with store:
         return processes.results(processes.start_each(work, workers), 60)
 
 
+def endless(store: DeviceStore, rank: int, device: CudaDevice) -> None:
+    """Take steps until an error comes."""
+    with store.use(device), store.attach(rank) as worker:
+        for step in range(1_000_000):
+            worker.step(gradient(rank, step))
+
+
+def assert_named(children: list[processes.Child], victim: int) -> None:
+    """One was killed, and all others ended with an error that names it."""
+    for rank, child in enumerate(children):
+        if rank == victim:
+            assert child.exit_code == -signal.SIGKILL
+        else:
+            assert child.outcome[0] == "WorkerDiedError" and f"worker {victim}" in child.outcome[1], child.outcome
+
+
+def assert_equal(found: list[Any], expected: dict[str, Any]) -> None:
+    for weights, _ in found:
+        for name, values in weights.items():
+            assert np.array_equal(values, expected[name]), name
+
+
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("update", "sync", "owner_lanes"),
-    [
-        (fastps.SGD(lr=0.1, momentum=0.9, nesterov=True), "bsp", (0,)),
-        (fastps.Adam(lr=0.01, weight_decay=0.1), "bsp,ema=0.9", (1,)),
-        (fastps.RMSProp(momentum=0.9, centered=True), "psp:2,0.5,shards=3", (0, 1, 1)),
-        (fastps.Adagrad(lr_decay=0.1), "bsp,clip=0.5", (0,)),
-        (fastps.Adam(lr=0.01, amsgrad=True), "bsp", (0,)),
-        (fastps.NAdam(lr=0.01, weight_decay=0.1, decoupled=True), "bsp,ema=0.9", (0,)),
-        (fastps.RAdam(lr=0.01, betas=(0.9, 0.8)), "bsp", (0,)),
-        (fastps.Adamax(lr=0.01), "bsp", (0,)),
-        (fastps.Adadelta(lr=0.5), "bsp", (0,)),
-    ],
-    ids=["nesterov", "adam-average", "two-devices", "adagrad", "amsgrad", "nadam-average", "radam", "adamax", "adadelta"],
-)
+@pytest.mark.parametrize(("update", "sync", "owner_lanes"), [
+    (fastps.SGD(lr=0.1, momentum=0.9, nesterov=True), "bsp", (0,)),
+    (fastps.Adam(lr=0.01, weight_decay=0.1), "bsp,ema=0.9", (1,)),
+    (fastps.RMSProp(momentum=0.9, centered=True), "psp:2,0.5,shards=3", (0, 1, 1)),
+    (fastps.Adagrad(lr_decay=0.1), "bsp,clip=0.5", (0,)),
+    (fastps.Adam(lr=0.01, amsgrad=True), "bsp", (0,)),
+    (fastps.NAdam(lr=0.01, weight_decay=0.1, decoupled=True), "bsp,ema=0.9", (0,)),
+    (fastps.RAdam(lr=0.01, betas=(0.9, 0.8)), "bsp", (0,)),
+    (fastps.Adamax(lr=0.01), "bsp", (0,)),
+    (fastps.Adadelta(lr=0.5), "bsp", (0,)),
+], ids=[
+    "nesterov", "adam-average", "two-devices", "adagrad", "amsgrad", "nadam-average", "radam", "adamax", "adadelta",
+])  # fmt: skip
 def test_a_job_on_devices_has_the_bits_of_the_same_job_on_the_cpu(
     update: Update, sync: str, owner_lanes: tuple[int, ...]
 ) -> None:
@@ -332,9 +333,7 @@ def test_a_job_on_devices_has_the_bits_of_the_same_job_on_the_cpu(
     on_cpu = fastps.Store.create(first_weights(), update, sync=sync, workers=2)
     expected = run_workers(on_cpu, 2, 12, identities)[0][0]
     found = run_workers(make_store(update, sync, 2, owner_lanes), 2, 12, identities)
-    for weights, _ in found:
-        for name, values in weights.items():
-            assert np.array_equal(values, expected[name]), name
+    assert_equal(found, expected)
     assert sum(folds for _, folds in found) >= 12 * len(owner_lanes)
     if len(set(owner_lanes)) > 1:
         assert all(folds >= 12 for _, folds in found), "each device's own worker folds its shards"
@@ -343,25 +342,18 @@ def test_a_job_on_devices_has_the_bits_of_the_same_job_on_the_cpu(
 @pytest.mark.parametrize(("sync", "identities"), [("asp", "sss"), ("dssp:1,4", "sss"), ("ssp:2", "soo"), ("asp", "soo")])
 def test_every_push_is_folded_exactly_once_on_a_device(sync: str, identities: str) -> None:
     """`identities`: workers of the shard's own device (s) take the turns; those of another (o) push and are answered."""
-    steps, amount = 20, np.float32(1 / 1024)
-
-    def constant(rank: int, step: int) -> dict[str, Any]:
-        return {name: np.full(shape, amount) for name, shape in SHAPES.items()}
-
+    steps, expected = 20, first_weights()
     found = run_workers(make_store(fastps.SGD(lr=1.0), sync, 3, (0,)), 3, steps, list(identities), constant)
-    first = first_weights()
-    for weights, _ in found:
-        for name, values in weights.items():
-            expected = first[name].copy()
-            for _ in range(3 * steps):
-                expected -= amount
-            assert np.array_equal(values, expected), name
+    for values in expected.values():
+        for _ in range(3 * steps):
+            values -= AMOUNT
+    assert_equal(found, expected)
     assert all(folds == 0 for (_, folds), identity in zip(found, identities, strict=True) if identity == "o")
 
 
 def test_folds_wait_for_gradients_that_are_still_computed_and_for_weights_that_are_still_read() -> None:
     """Here the computing is queued, too, and slow: the host runs ahead, and every step still reads its own version."""
-    steps, amount = 15, np.float32(1 / 1024)
+    steps = 15
     store = make_store(fastps.SGD(lr=1.0), "bsp", 2, (0,))
 
     def work(rank: int) -> list[int]:
@@ -371,7 +363,7 @@ def test_folds_wait_for_gradients_that_are_still_computed_and_for_weights_that_a
             size = 4 * SHAPES["c"][0]
             read = [device.host_memory(size) for _ in range(steps)]
             gradient_values = device.host_memory(size)
-            gradient_values.view(np.float32)[:] = amount
+            gradient_values.view(np.float32)[:] = AMOUNT
             zeros = device.host_memory(size)
             stream = device.compute_stream()
             for step in range(steps):
@@ -389,14 +381,13 @@ def test_folds_wait_for_gradients_that_are_still_computed_and_for_weights_that_a
             expected, wrong = first_weights()["c"], []
             for step, values in enumerate(read):
                 wrong += [] if np.array_equal(values.view(np.float32), expected) else [step]
-                expected = expected - amount
+                expected = expected - AMOUNT
         store.close()
         return wrong
 
     with store:
-        assert processes.results(processes.start_each(work, 2), 60) == [[], []], (
-            "the steps whose weights were not those of their version"
-        )
+        wrong = processes.results(processes.start_each(work, 2), 60)
+    assert wrong == [[], []], "the steps whose weights were not those of their version"
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["owner", "other"])
@@ -421,23 +412,14 @@ def test_a_killed_worker_is_named_within_two_seconds_and_the_others_end(victim: 
 def test_a_worker_that_dies_between_two_operations_of_its_device_is_named(operation: int) -> None:
     store = make_store(fastps.SGD(lr=0.01), "bsp", 3, (0,))
 
-    def work(rank: int) -> str:
-        store.use(HostDevice("one", DELAY_S, faults=Faults(dies_at=operation * (rank == 1)), computes_at_once=False))
-        try:
-            with store.attach(rank) as worker:
-                for step in range(1_000_000):
-                    worker.step(gradient(rank, step))
-        except fastps.WorkerDiedError as error:
-            return str(error)
-        finally:
-            store.close()
-        return "never"
+    def work(rank: int) -> None:
+        faults = Faults(dies_at=operation * (rank == 1))
+        endless(store, rank, HostDevice("one", DELAY_S, faults=faults, computes_at_once=False))
 
     with store:
         children = processes.start_each(work, 3)
         processes.finish(children, 60)
-    assert children[1].exit_code == -signal.SIGKILL
-    assert all("worker 1" in children[rank].outcome for rank in (0, 2)), [child.outcome for child in children]
+    assert_named(children, 1)
 
 
 def test_what_a_device_cannot_do_is_refused_by_name() -> None:

@@ -17,7 +17,7 @@ from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Update
 from fastps.lab.gpus.cuda_on_host import Faults, HostDevice
 from fastps.store.presence import presence_of
-from tests.device.test_device import SHAPES, contiguous, first_weights, gradient
+from tests.device.test_device import ROWS, SHAPES, first_weights, gradient
 from tests.support import processes
 
 Places = dict[tuple[int, int], dict[tuple[str, int], float]]
@@ -56,9 +56,8 @@ def made(rank: int, step: int, dtype: str, amount: float | None) -> dict[str, An
 @cache
 def layout_of(update: Update, sync: str, dtype: Any, nonfinite: str, places: str) -> Layout:
     """Two workers and two shards: on the CPU, on one device, or on two devices."""
-    rows = [(name, shape, contiguous(shape), 0) for name, shape in SHAPES.items()]
     faults = FaultPolicy(nonfinite=nonfinite)
-    layout = Layout(place(rows), 1, update.rule, parse_policy(sync), 2, gradient_type=dtype, faults=faults).with_shards(2)
+    layout = Layout(place(ROWS), 1, update.rule, parse_policy(sync), 2, gradient_type=dtype, faults=faults).with_shards(2)
     owners = {"cpu": (), "one": (0, 0), "two": (0, 1)}[places]
     return replace(layout, owner_lanes=owners, extra_bytes=handle_table_bytes(2)) if owners else layout
 
@@ -154,13 +153,6 @@ def test_weights_that_overflow_from_finite_gradients_end_the_job_by_name(places:
 
 
 # -- the check itself --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def device() -> Any:
-    made = HostDevice("host")
-    yield made
-    made.shut()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -39,31 +39,28 @@ def work(store: DeviceStore, rank: int, gpus: str, marks: bool) -> Any:
     a shard on each of two devices, and the first is a wave of its own.
     """
     device, seen = HostDevice(gpus[rank], computes_at_once=False), []
-    try:
-        with store.use(device).attach(rank) as worker:
-            worker.wait_for_start()
-            arena, stream, gradient = store.arena_on_devices(), device.compute_stream(), device.host_memory(4 * SIZE)
-            gradient.view(np.float32)[:] = AMOUNT
-            last, folded = len(store.layout.parameters) - 1, device.api.events[parts_of(arena)["folded 0"]]
-            for step in range(STEPS):
-                for shard in reversed(range(last + 1)):
-                    device.copy(arena.gradient_address(rank, worker.slot, shard), gradient.ctypes.data, 4 * SIZE, stream)
-                    if marks:
-                        arena.mark_computed(shard)
-                    if shard == last - 1:
-                        device.api.streams[stream].do(partial(time.sleep, GAP_S))
-                        made = step + 2  # the first record is that of the setup
-                        device.api.streams[stream].do(lambda made=made: seen.append(int(folded.words[1]) >= made))  # type: ignore[misc]
-                worker.push(store.hypers, samples=1)
-                worker.advance()
-                worker.pull()
-            worker.wait_for_others()
-            device.synchronize(stream)
-            values = np.concatenate([np.array(values) for values in worker.weights.values()])
-            assert np.allclose(values, -STEPS * AMOUNT), "every gradient was there when it was folded"
-            return seen if last in arena.own_shards() else []
-    finally:
-        store.close()
+    with store.use(device), store.attach(rank) as worker:
+        worker.wait_for_start()
+        arena, stream, gradient = store.arena_on_devices(), device.compute_stream(), device.host_memory(4 * SIZE)
+        gradient.view(np.float32)[:] = AMOUNT
+        last, folded = len(store.layout.parameters) - 1, device.api.events[parts_of(arena)["folded 0"]]
+        for step in range(STEPS):
+            for shard in reversed(range(last + 1)):
+                device.copy(arena.gradient_address(rank, worker.slot, shard), gradient.ctypes.data, 4 * SIZE, stream)
+                if marks:
+                    arena.mark_computed(shard)
+                if shard == last - 1:
+                    device.api.streams[stream].do(partial(time.sleep, GAP_S))
+                    made = step + 2  # the first record is that of the setup
+                    device.api.streams[stream].do(lambda made=made: seen.append(int(folded.words[1]) >= made))  # type: ignore[misc]
+            worker.push(store.hypers, samples=1)
+            worker.advance()
+            worker.pull()
+        worker.wait_for_others()
+        device.synchronize(stream)
+        values = np.concatenate([np.array(values) for values in worker.weights.values()])
+        assert np.allclose(values, -STEPS * AMOUNT), "every gradient was there when it was folded"
+        return seen if last in arena.own_shards() else []
 
 
 @pytest.mark.parametrize(
@@ -71,7 +68,7 @@ def work(store: DeviceStore, rank: int, gpus: str, marks: bool) -> Any:
 )
 def test_a_shard_is_folded_while_backward_computes_the_others(marks: bool) -> None:
     with make_store((0, 1, 0, 1)) as store:
-        children = [processes.start(lambda rank=rank: work(store, rank, "ab", marks)) for rank in range(2)]  # type: ignore[misc]
+        children = processes.start_each(lambda rank: work(store, rank, "ab", marks), 2)
         assert processes.results(children, 40) == [[], [marks] * STEPS]
 
 

@@ -35,7 +35,6 @@ from tests.support import processes
 
 GPUS = ("gpu 0", "gpu 1", "gpu 0", "gpu 1")
 ONE_GPU = ("gpu 0",) * 4
-AMOUNT = np.float32(1 / 1024)
 STEPS = 8
 
 
@@ -46,11 +45,6 @@ def make_store(update: Update, sync: str, *, loss: str = "continue", gpus: Any =
     layout = Layout(place(jobs.ROWS, policy.shards), 1, update.rule, policy, len(gpus), faults=faults, server="process")
     make = partial(host_devices, list(dict.fromkeys(gpus)), 0.0005)
     return jobs.store_of(placed_on(layout, gpus), update, timeout_s=20, server_devices=make)
-
-
-def device_of(gpu: str, rank: int, dies_at: int = 0) -> HostDevice:
-    faults = Faults(seed=rank, delay_s=0.001, late_s=0.0005, dies_at=dies_at)
-    return HostDevice(gpu, faults=faults, computes_at_once=False)
 
 
 def compute(store: DeviceStore, device: HostDevice, rank: int, slot: int, gradients: dict[str, Any]) -> None:
@@ -73,23 +67,21 @@ def steps_of(
     pause: Callable[[int], None] = lambda step: None,
 ) -> Any:
     """Take steps; returns the final weights, the lane's generation and the number of own folds."""
-    device = device_of(gpus[rank], rank, dies_at)
-    try:
-        with store.use(device).attach(rank) as worker:
-            if not worker.generation:
-                worker.wait_for_start()
-            for step in range(worker.steps, worker.steps + STEPS):
-                pause(step)
-                compute(store, device, rank, worker.slot, make(rank, step))
-                worker.push(store.hypers, samples=8)
-                worker.advance()
-                worker.pull()
-            worker.wait_for_others()
-            device.synchronize(device.compute_stream())
-            folds = store.arena_on_devices().folds
-            return {name: np.array(values) for name, values in worker.weights.items()}, worker.generation, folds
-    finally:
-        store.close()
+    faults = Faults(seed=rank, delay_s=0.001, late_s=0.0005, dies_at=dies_at)
+    device = HostDevice(gpus[rank], faults=faults, computes_at_once=False)
+    with store.use(device), store.attach(rank) as worker:
+        if not worker.generation:
+            worker.wait_for_start()
+        for step in range(worker.steps, worker.steps + STEPS):
+            pause(step)
+            compute(store, device, rank, worker.slot, make(rank, step))
+            worker.push(store.hypers, samples=8)
+            worker.advance()
+            worker.pull()
+        worker.wait_for_others()
+        device.synchronize(device.compute_stream())
+        folds = store.arena_on_devices().folds
+        return {name: np.array(values) for name, values in worker.weights.items()}, worker.generation, folds
 
 
 class _Recorded(CudaDevice):
@@ -121,24 +113,16 @@ def test_a_server_on_two_gpus_of_the_simulated_runtime_keeps_the_rules_of_cuda(
 
     def work(rank: int) -> Any:
         api = RecordedCuda(HostCuda([gpus[rank], gpus[1 - rank]], Faults(seed=rank)))
-        store.use(CudaDevice(0, api))
-        try:
+        with store.use(CudaDevice(0, api)):
             return jobs.steps_of(store, rank, STEPS, jobs.gradient), api.calls
-        finally:
-            store.close()
 
     with store:
-        children = processes.start_each(work, 2)
-        processes.results(children, 60)
-    several.assert_equal([child.outcome[0] for child in children], several.on_cpu(update, "bsp", 2, STEPS))
-    calls = merged(pickle.loads(path.read_bytes()), *(child.outcome[1] for child in children))
+        outcomes = processes.results(processes.start_each(work, 2), 60)
+    jobs.assert_equal([found for found, _ in outcomes], several.on_cpu(update, "bsp", 2, STEPS))
+    calls = merged(pickle.loads(path.read_bytes()), *(own for _, own in outcomes))
     assert check_record(calls, [frozenset(gpus)]) == len(calls)
     enabled = [call for call in calls if call.name == "deviceEnablePeerAccess"]
     assert len(enabled) == 2, "each GPU of the server reads the other's slots"
-
-
-def constant(rank: int, step: int) -> dict[str, Any]:
-    return {name: np.full(shape, AMOUNT) for name, shape in jobs.SHAPES.items()}
 
 
 @pytest.mark.slow
@@ -162,7 +146,8 @@ def test_the_others_go_on_and_every_push_that_was_posted_counts(sync: str, gpus:
     """Deaths from the first operation of a worker's setup on."""
     with make_store(fastps.SGD(lr=1.0), sync, gpus=gpus) as store:
         children = [
-            processes.start(partial(steps_of, store, rank, constant, operation * (rank == 1), gpus=gpus)) for rank in range(4)
+            processes.start(partial(steps_of, store, rank, jobs.constant, operation * (rank == 1), gpus=gpus))
+            for rank in range(4)
         ]
         processes.finish(children, 60)
         assert [child.exit_code for child in children] == [0, -signal.SIGKILL, 0, 0], [child.outcome for child in children]
@@ -171,7 +156,7 @@ def test_the_others_go_on_and_every_push_that_was_posted_counts(sync: str, gpus:
         first, found = jobs.first_weights(), [child.outcome[0] for child in children if child.outcome]
         for name in first:
             assert all(np.array_equal(each[name], found[0][name]) for each in found)
-            moved = np.unique(np.round((first[name] - found[0][name]) / AMOUNT, 2))
+            moved = np.unique(np.round((first[name] - found[0][name]) / jobs.AMOUNT, 2))
             assert moved.size == 1, "no fold read a slot before its gradient was there"
             assert moved[0] == (STEPS if sync == "bsp" else 3 * STEPS + posted)
 
@@ -187,14 +172,14 @@ def test_another_process_takes_the_lost_workers_lane(victim: int, gpus: Sequence
                 time.sleep(0.002)
 
         others = [
-            processes.start(partial(steps_of, store, rank, constant, gpus=gpus, pause=wait_for_the_joiner))
+            processes.start(partial(steps_of, store, rank, jobs.constant, gpus=gpus, pause=wait_for_the_joiner))
             for rank in range(4)
             if rank != victim
         ]
-        lost = processes.start(lambda: steps_of(store, victim, constant, 120, gpus=gpus))
+        lost = processes.start(lambda: steps_of(store, victim, jobs.constant, 120, gpus=gpus))
         processes.finish([lost], 30)
         assert lost.exit_code == -signal.SIGKILL
-        joiner = processes.start(lambda: steps_of(store, victim, constant, gpus=gpus))
+        joiner = processes.start(lambda: steps_of(store, victim, jobs.constant, gpus=gpus))
         processes.results([*others, joiner], 40)
         assert joiner.outcome[1] == 1
         for child in others:

@@ -22,6 +22,7 @@ from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
 from fastps.lab.gpus.cuda_rules import check_record
 from tests.device import test_device as jobs
 from tests.device.test_cuda import packed, unpacked
+from tests.device.test_device import assert_equal
 from tests.support import processes
 
 GPUS = ("gpu 0", "gpu 1", "gpu 2", "gpu 3")
@@ -40,11 +41,8 @@ def make_store(update: Update, sync: str, gpus: tuple[str, ...], *, shards: int 
 def run(store: DeviceStore, gpus: tuple[str, ...], steps: int, make: Any = jobs.gradient) -> list[Any]:
     def work(rank: int) -> Any:
         faults = Faults(seed=rank, delay_s=0.001, late_s=0.0005)
-        store.use(HostDevice(gpus[rank], faults=faults))
-        try:
+        with store.use(HostDevice(gpus[rank], faults=faults)):
             return steps_of(store, rank, steps, make)
-        finally:
-            store.close()
 
     with store:
         return processes.results(processes.start_each(work, len(gpus)), 60)
@@ -77,16 +75,9 @@ def mark(store: fastps.Store, shard: int) -> None:
 
 def on_cpu(update: Update, sync: str, workers: int, steps: int) -> dict[str, Any]:
     with fastps.Store.create(jobs.first_weights(), update, sync=sync, workers=workers) as store:
-        children = [processes.start(lambda rank=rank: steps_of(store, rank, steps, jobs.gradient)) for rank in range(workers)]
-        processes.results(children, 60)
-    found: dict[str, Any] = children[0].outcome[0]
-    return found
-
-
-def assert_equal(found: list[Any], expected: dict[str, Any]) -> None:
-    for weights, _ in found:
-        for name, values in weights.items():
-            assert np.array_equal(values, expected[name]), name
+        children = processes.start_each(lambda rank: steps_of(store, rank, steps, jobs.gradient), workers)
+        found: dict[str, Any] = processes.results(children, 60)[0][0]
+        return found
 
 
 def test_four_devices_have_the_bits_of_the_cpu() -> None:
@@ -107,12 +98,7 @@ def test_disciplines_that_wait_for_all_have_the_bits_of_the_cpu(sync: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["dssp:1,4", "r2sp:0.8", "softsync:2", "psp:2,0.5,shards=4", "backup:1,pull=0.75,shards=4"])
 def test_every_push_is_folded_or_dropped_once_and_all_see_the_same_weights(sync: str) -> None:
-    amount = np.float32(1 / 1024)
-
-    def constant(rank: int, step: int) -> dict[str, Any]:
-        return {name: np.full(shape, amount) for name, shape in jobs.SHAPES.items()}
-
-    found = run(make_store(fastps.SGD(lr=1.0), sync, GPUS), GPUS, 15, constant)
+    found = run(make_store(fastps.SGD(lr=1.0), sync, GPUS), GPUS, 15, jobs.constant)
     first = jobs.first_weights()
     for weights, _ in found:
         for name, values in weights.items():
@@ -139,18 +125,14 @@ def test_four_gpus_of_the_simulated_runtime_keep_the_rules_of_cuda() -> None:
     def work(rank: int) -> Any:
         seen = [GPUS[rank], *(gpu for gpu in GPUS if gpu != GPUS[rank])]
         api = RecordedCuda(HostCuda(seen, Faults(seed=rank, delay_s=0.001)))
-        store.use(CudaDevice(0, api))
-        try:
-            weights, folds = jobs.steps_of(store, rank, 6, jobs.gradient)
-        finally:
-            store.close()
-        return (weights, folds), packed(api.calls)
+        with store.use(CudaDevice(0, api)):
+            found = jobs.steps_of(store, rank, 6, jobs.gradient)
+        return found, packed(api.calls)
 
     with store:
-        children = processes.start_each(work, 4)
-        processes.results(children, 60)
-    assert_equal([child.outcome[0] for child in children], on_cpu(update, "bsp", 4, 6))
-    whole = merged(*(unpacked(child.outcome[1]) for child in children))
+        outcomes = processes.results(processes.start_each(work, 4), 60)
+    assert_equal([found for found, _ in outcomes], on_cpu(update, "bsp", 4, 6))
+    whole = merged(*(unpacked(calls) for _, calls in outcomes))
     peers = [frozenset((one, other)) for one in GPUS for other in GPUS if one != other]
     assert check_record(whole, peers, {call.process for call in whole}) == len(whole)
     synchronized = [call for call in whole if call.name in ("streamSynchronize", "eventSynchronize", "deviceSynchronize")]
@@ -159,40 +141,26 @@ def test_four_gpus_of_the_simulated_runtime_keep_the_rules_of_cuda() -> None:
 
 def test_a_replica_is_shown_where_the_home_is_elsewhere() -> None:
     def look(rank: int) -> Any:
-        store.use(HostDevice(GPUS[rank]))
-        try:
-            with store.attach(rank) as worker:
-                shown = {name: np.array(values) for name, values in worker.weights.items()}
-                worker.wait_for_others()
-                return shown
-        finally:
-            store.close()
+        with store.use(HostDevice(GPUS[rank])), store.attach(rank) as worker:
+            shown = {name: np.array(values) for name, values in worker.weights.items()}
+            worker.wait_for_others()
+            return shown, None
 
     with make_store(fastps.SGD(lr=0.1), "asp", GPUS[:2], shards=2) as store:
-        children = processes.start_each(look, 2)
-        processes.finish(children, 40)
-    for child in children:
-        assert child.exit_code == 0, child.outcome
-        assert all(np.array_equal(child.outcome[name], values) for name, values in jobs.first_weights().items())
+        assert_equal(processes.results(processes.start_each(look, 2), 40), jobs.first_weights())
 
 
 @pytest.mark.parametrize("out_of_reach", [{"gpu 0"}, {"gpu 0", "gpu 1"}], ids=["one way", "both ways"])
 def test_gpus_without_peer_access_are_refused_by_name(out_of_reach: set[str]) -> None:
-    def join(rank: int) -> str:
+    def join(rank: int) -> None:
         others = frozenset(out_of_reach - {GPUS[rank]}) if rank or len(out_of_reach) == 2 else frozenset()
-        store.use(HostDevice(GPUS[rank], faults=Faults(unreachable=others)))
-        try:
-            with store.attach(rank) as worker:
-                worker.wait_for_others()
-        except fastps.Error as error:
-            return str(error)
-        finally:
-            store.close()
-        return "joined"
+        with store.use(HostDevice(GPUS[rank], faults=Faults(unreachable=others))), store.attach(rank) as worker:
+            worker.wait_for_others()
 
     with make_store(fastps.SGD(lr=0.1), "asp", GPUS[:2], shards=2).with_timeout(5) as store:
         children = processes.start_each(join, 2)
         processes.finish(children, 40)
-    assert "joined" not in [child.outcome for child in children]
-    found = children[1].outcome
+    assert all(child.exit_code == 1 for child in children)
+    kind, found = children[1].outcome
+    assert kind == "UnsupportedError"
     assert "expected peer access from gpu 1 to gpu 0" in found and "use FASTPS_PLACEMENT=host" in found

@@ -53,10 +53,8 @@ def run(store: Any, gpus: list[str], work: Any) -> list[Any]:
     def in_child(rank: int) -> Any:
         if isinstance(store, DeviceStore):
             store.use(HostDevice(gpus[rank], faults=Faults(seed=rank, delay_s=0.002, late_s=0.0005)))
-        try:
+        with store:
             return work(rank)
-        finally:
-            store.close()
 
     with store:
         return processes.results(processes.start_each(in_child, 2), 60)
@@ -116,30 +114,24 @@ def test_steps_go_on_while_a_version_is_copied_and_its_buffers_are_not_written(t
     store = make_store(gpus)
 
     def work(rank: int) -> Any:
-        store.use(SlowDevice(gpus[rank], 0.0005))
-        try:
-            with store.attach(rank) as worker:
-                pinned: Any = None
-                for step in range(STEPS):
-                    if rank == 1 and step == SAVED:
-                        pinned = snapshot.pin(worker, {"seed": 3})
-                        seen.append(worker.version)
-                    worker.step(jobs.gradient(rank, step))
-                    if pinned is not None and len(seen) == 1 and step == SAVED + 2:
-                        seen.append(worker.version)
-                        assert not pinned._copy._is_done
-                        copied = store._snapshots.copied
-                        assert store.device.api.events[copied].words[1] == 0, "still copying"
-                        snapshot.write(pinned, {}, tmp_path / "device", Run.of(store))
-                worker.wait_for_others()
-            return seen
-        finally:
-            store.close()
+        with store.use(SlowDevice(gpus[rank], 0.0005)), store.attach(rank) as worker:
+            pinned: Any = None
+            for step in range(STEPS):
+                if rank == 1 and step == SAVED:
+                    pinned = snapshot.pin(worker, {"seed": 3})
+                    seen.append(worker.version)
+                worker.step(jobs.gradient(rank, step))
+                if pinned is not None and len(seen) == 1 and step == SAVED + 2:
+                    seen.append(worker.version)
+                    assert not pinned._copy._is_done
+                    copied = store._snapshots.copied
+                    assert store.device.api.events[copied].words[1] == 0, "still copying"
+                    snapshot.write(pinned, {}, tmp_path / "device", Run.of(store))
+            worker.wait_for_others()
+        return seen
 
     with store:
-        children = processes.start_each(work, 2)
-        processes.results(children, 60)
-    assert children[1].outcome == [SAVED, SAVED + 3]
+        assert processes.results(processes.start_each(work, 2), 60)[1] == [SAVED, SAVED + 3]
     on_cpu(tmp_path / "cpu", SAVED + 1)
     assert_same_checkpoint(tmp_path / "device", tmp_path / "cpu")
 
@@ -151,17 +143,12 @@ def test_copies_on_gpus_keep_the_rules_of_cuda(tmp_path: Path) -> None:
 
     def work(rank: int) -> Any:
         api = RecordedCuda(HostCuda([gpus[rank], gpus[1 - rank]], Faults(seed=rank, delay_s=0.001)))
-        store.use(CudaDevice(0, api))
-        try:
+        with store.use(CudaDevice(0, api)):
             steps_of(store, rank, 0, STEPS, tmp_path / "device", ahead=1)
-        finally:
-            store.close()
         return api.calls
 
     with store:
-        children = processes.start_each(work, 2)
-        processes.results(children, 60)
-    whole = merged(*(child.outcome for child in children))
+        whole = merged(*processes.results(processes.start_each(work, 2), 60))
     assert check_record(whole, [frozenset(gpus)], {call.process for call in whole}) == len(whole)
     on_cpu(tmp_path / "cpu", SAVED + 1)
     assert_same_checkpoint(tmp_path / "device", tmp_path / "cpu")

@@ -17,8 +17,8 @@ from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Rule, Update
 from fastps.kernels.shm.arena import LANE_FREE, LANE_LIVE
 from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
-from tests.device.test_device import gradient
-from tests.device.test_several_devices import assert_equal, make_store, on_cpu, steps_of
+from tests.device.test_device import assert_equal, gradient
+from tests.device.test_several_devices import make_store, on_cpu, steps_of
 from tests.support import processes, twins
 
 pytestmark = pytest.mark.skipif(twins.COMPILER is None, reason="a C compiler is not installed")
@@ -41,11 +41,8 @@ def run(update: Update, sync: str) -> list[Any]:
 
     def work(rank: int) -> Any:
         faults = Faults(seed=rank, delay_s=0.001)
-        store.use(HostDevice(GPUS[rank], faults=faults, compile_rule=twins.compiled))
-        try:
+        with store.use(HostDevice(GPUS[rank], faults=faults, compile_rule=twins.compiled)):
             return steps_of(store, rank, 6, gradient)
-        finally:
-            store.close()
 
     with store:
         return processes.results(processes.start_each(work, 2), 60)
@@ -109,8 +106,5 @@ def test_workers_with_other_texts_have_other_rules_and_a_text_is_pickled() -> No
     assert len({each.digest for each in made}) == 3
     again = pickle.loads(cloudpickle.dumps(twins.plain()))
     assert again.cuda == twins.plain().cuda and again.digest == twins.plain().digest
-    assert np.array_equal(again.reference(*_three())[0], twins.plain().reference(*_three())[0])
-
-
-def _three() -> Any:
-    return np.ones(3, np.float32), [], np.ones(3, np.float32), [0.1], 0.1, 0
+    weights, plain = [np.ones(3, np.float32), [], np.ones(3, np.float32), [0.1], 0.1, 0], twins.plain()
+    assert np.array_equal(again.reference(*weights)[0], plain.reference(*weights)[0])

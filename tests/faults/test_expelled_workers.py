@@ -16,8 +16,7 @@ from fastps.kernels.shm.arena import LANE_EXPELLED, LANE_LIVE
 from tests.support import processes
 from tests.support.damaged_lanes import DAMAGES, LaneWords
 
-WEIGHTS = {"w": np.ones(8, np.float32), "v": np.ones(8, np.float32)}
-ONES = {"w": np.ones(8, np.float32), "v": np.ones(8, np.float32)}
+WEIGHTS = ONES = {"w": np.ones(8, np.float32), "v": np.ones(8, np.float32)}
 SPECS = [
     "asp", "bsp", "ssp:1", "dssp:1,3", "backup:1", "softsync:1", "hardsync:64", "adv:1", "r2sp:0.8", "bsp,shards=2",
     "ssp:1,shards=2",
@@ -176,8 +175,7 @@ def test_a_worker_in_a_wait_that_is_expelled_ends_with_an_error_that_says_so() -
             return "it was not expelled"
 
         child = processes.start(work)
-        while store.arena.counters(BAD)["posted"] == 0:
-            pass
+        processes.wait_until(lambda: store.arena.counters(BAD)["posted"])
         store.clock.sleep_ns(20_000_000)
         DAMAGES["slot"][0](LaneWords(store.memory, BAD))  # of its push, which waits for the others'
         _step_all(good, 3)

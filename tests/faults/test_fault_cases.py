@@ -26,8 +26,7 @@ from fastps.system.memory_limits import available_bytes
 from tests.support import processes
 from tests.support.processes import wait_until
 
-W = {"w": np.ones(12, np.float32)}
-ONES = {"w": np.ones(12, np.float32)}
+W = ONES = {"w": np.ones(12, np.float32)}
 
 
 def _store(workers: int, sync: str = "asp", **options: Any) -> fastps.Store:

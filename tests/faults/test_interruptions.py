@@ -23,6 +23,7 @@ from fastps.kernels.shm.arena import LANE_DEAD, LANE_LEFT, Arena
 from fastps.system.clock import Clock
 from tests.support import processes
 from tests.support.plain_arena import set_helping
+from tests.support.torch_optimizers import steps_on
 
 ONES = {"w": np.ones(8, np.float32)}
 
@@ -34,7 +35,6 @@ class Interrupting(Clock):
         self._left = 0
 
     def arm(self, calls: int) -> None:
-        """From now on that many."""
         self._left = calls
 
     def _count(self) -> None:
@@ -43,12 +43,10 @@ class Interrupting(Clock):
             raise KeyboardInterrupt
 
     def now_ns(self) -> int:  # type: ignore[override]
-        """See Clock."""
         self._count()
         return time.monotonic_ns()
 
     def sleep_ns(self, duration_ns: int) -> None:
-        """See Clock."""
         self._count()
         super().sleep_ns(duration_ns)
 
@@ -133,8 +131,7 @@ def test_a_job_that_was_stopped_as_a_whole_for_longer_than_its_timeout_goes_on()
 
     with _store("bsp", on_worker_loss="stop", timeout_s=1.5) as store:
         children = [processes.start(partial(work, store, rank)) for rank in range(2)]
-        while store.arena.counters(0)["posted"] < 1:
-            time.sleep(0.001)
+        processes.wait_until(lambda: store.arena.counters(0)["posted"], 60)
         with contextlib.ExitStack() as stack:
             for child in children:
                 stack.enter_context(processes.stopped(child.process_id))
@@ -150,11 +147,9 @@ def test_an_end_that_is_interrupted_anywhere_leaves_nobody_waiting() -> None:
         clock = Interrupting()
         with _store("bsp") as store, store.attach(0) as steady, _interrupted_worker(store, 1, clock) as leaving:
             clock.arm(calls)
-            try:
+            is_interrupted = True
+            with contextlib.suppress(KeyboardInterrupt):
                 leaving.close()
-            except KeyboardInterrupt:
-                is_interrupted = True
-            else:
                 is_interrupted = False
             clock.arm(0)
             assert store.arena.lane_state(1) == LANE_LEFT or "KeyboardInterrupt" in store.arena.failure(1)
@@ -236,7 +231,6 @@ class DiesAtClaim:
         return getattr(self._arena, name)
 
     def claim(self, *_: object) -> None:
-        """The end."""
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -247,8 +241,7 @@ def test_a_turn_is_broken_whose_owners_successor_died_before_it_could(have_met: 
 
         def die_with_the_turn() -> None:
             owner = store.attach(1)
-            while not told[0]:
-                time.sleep(0.001)
+            processes.wait_until(lambda: told[0], 60)
             owner.lock_shards()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -297,40 +290,27 @@ def test_the_arena_is_in_no_core_of_a_process_that_crashes() -> None:
 
 def test_weights_that_a_latecomer_of_the_start_loads_are_not_those_of_the_others() -> None:
     """Under asp the others need not wait for it: what it is shown when it comes is theirs already."""
-    said = mmap.mmap(-1, 3)
+    said, eighth = mmap.mmap(-1, 3), torch.full((1, 1), 1 / 8)
 
     def work(rank: int) -> Any:
         os.environ.update(RANK=str(rank), WORLD_SIZE="2", FASTPS_JOB=f"late-{os.getppid()}")
         model = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.ones_(model.weight)
-        while rank == 1 and not said[0]:
-            time.sleep(0.001)
+        processes.wait_until(lambda: rank == 0 or said[0], 60)
         with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), sync="asp", timeout_s=20) as optimizer:
             if rank == 1:
                 model.load_state_dict({"weight": torch.full((1, 1), 100.0)})
             else:
-                for _ in range(3):
-                    _one_step(model, optimizer)
+                steps_on(model, optimizer, eighth, 3)
                 said[0] = 1
-                while not said[1]:
-                    time.sleep(0.001)
+                processes.wait_until(lambda: said[1], 60)
             before = optimizer.version, model.weight.item()
-            _one_step(model, optimizer)
-            if rank == 1:
-                _one_step(model, optimizer)
+            steps_on(model, optimizer, eighth, 1 + rank)
             found = *before, optimizer.version, model.weight.item()
             said[1 + (rank == 0)] = 1
-            while not said[2]:  # close() takes the shard locks, and asp does not wait for a fold
-                time.sleep(0.001)
+            processes.wait_until(lambda: said[2], 60)  # close() takes the shard locks, and asp does not wait for a fold
             return found
 
-    children = processes.start_each(work, 2)
-    processes.results(children, 60)
-    assert children[1].outcome == (3, 100.0, 5, 1 - 4 / 8), "its first gradient, of what it loaded, is not used"
-    assert children[0].outcome == (5, 1 - 3 / 8, 6, 1 - 5 / 8)
-
-
-def _one_step(model: torch.nn.Module, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    model(torch.full((1, 1), 1 / 8)).sum().backward()
-    optimizer.step()
+    first, late = processes.results(processes.start_each(work, 2), 60)
+    assert late == (3, 100.0, 5, 1 - 4 / 8), "its first gradient, of what it loaded, is not used"
+    assert first == (5, 1 - 3 / 8, 6, 1 - 5 / 8)

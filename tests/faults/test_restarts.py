@@ -21,6 +21,7 @@ from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
 from fastps.processes.outcome import Outcome
 from tests.support import commands
+from tests.support.scripts import program
 
 TRAINING = """
 import os, pathlib, signal, sys, time
@@ -52,9 +53,7 @@ opt.close()
 
 def _launcher(folder: Path, text: str, imports: list[str] | None = None, **options: Any) -> Launcher:
     """The launcher of two workers of a program, which gets the folder."""
-    script = folder / "script.py"
-    script.write_text(text)
-    return Launcher([sys.executable, str(script), str(folder)], 2, options=JobOptions(**options), imports=imports)
+    return Launcher([*program(folder, text), str(folder)], 2, options=JobOptions(**options), imports=imports)
 
 
 def _ended(outcome: Outcome) -> list[tuple[int, int, int | None]]:
@@ -118,9 +117,7 @@ for phase in range(2):
 @pytest.mark.slow
 def test_nobody_waits_for_workers_that_failed_before_they_attached_and_are_not_replaced(tmp_path: Path) -> None:
     """Worker 1 does not come to the first optimizer, worker 2 not to the second."""
-    script = tmp_path / "script.py"
-    script.write_text(NO_SHOW)
-    outcome = Launcher([sys.executable, str(script)], 3, options=JobOptions(on_worker_loss="continue")).run()
+    outcome = Launcher(program(tmp_path, NO_SHOW), 3, options=JobOptions(on_worker_loss="continue")).run()
     assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
     assert [worker.exit_code for worker in outcome.workers] == [0, -9, -9]
     assert outcome.seconds < 60
@@ -186,9 +183,8 @@ def test_one_fork_server_forks_all_workers_and_replacements_which_are_processes_
     assert {life[1] for life in lives} == {str(os.getpid())}, "each is the launcher's own child"
     assert len({life[2] for life in lives}) == 3, "numpy's random numbers are each process' own"
     assert {life[3] for life in lives} == {str(tmp_path / "script.py")}
-    assert [line for line in capsys.readouterr().out.splitlines() if "life" in line] == [
-        f"[1] life {life}" for life in range(3)
-    ]
+    printed = [line for line in capsys.readouterr().out.splitlines() if "life" in line]
+    assert printed == [f"[1] life {life}" for life in range(3)]
 
 
 @pytest.mark.sampled(2)

@@ -144,22 +144,16 @@ def test_handlers_without_effect_are_refused() -> None:
             Accelerator(cpu=True, kwargs_handlers=[handler])
 
 
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
-        ({"ACCELERATE_USE_FSDP": "true"}, "found ACCELERATE_USE_FSDP"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "found ACCELERATE_USE_DEEPSPEED"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "found 'fp16'"),
-        ({"FASTPS_ON_WORKER_LOSS": "continue"}, "expected a job that stops with a lost worker"),
-        ({"FASTPS_JOINS": "1"}, "this worker replaces a lost one"),
-        (
-            {"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RANK": "0"}
-            | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
-            "expected workers of one node, found a launch on several",
-        ),
-        ({"FASTPS_RANK": "0", "FASTPS_WORKERS": "2"}, "neither FASTPS_JOB nor torchrun.s variables say which job"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "sentence"), [
+    ({"ACCELERATE_USE_FSDP": "true"}, "found ACCELERATE_USE_FSDP"),
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "found ACCELERATE_USE_DEEPSPEED"),
+    ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "found 'fp16'"),
+    ({"FASTPS_ON_WORKER_LOSS": "continue"}, "expected a job that stops with a lost worker"),
+    ({"FASTPS_JOINS": "1"}, "this worker replaces a lost one"),
+    ({"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "WORLD_SIZE": "2",
+      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "expected workers of one node, found a launch on several"),
+    ({"FASTPS_RANK": "0", "FASTPS_WORKERS": "2"}, "neither FASTPS_JOB nor torchrun.s variables say which job"),
+])  # fmt: skip
 def test_launches_that_cannot_work_are_refused(
     variables: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,10 +168,7 @@ def test_launches_that_cannot_work_are_refused(
 
 # What Accelerate imports of torch_xla, which no test machine has; PJRT_DEVICE is torch_xla's own variable.
 TORCH_XLA = {
-    "__init__.py": "",
-    "core/__init__.py": "",
-    "core/xla_model.py": "",
-    "distributed/__init__.py": "",
+    **dict.fromkeys(("__init__.py", "core/__init__.py", "core/xla_model.py", "distributed/__init__.py"), ""),
     "distributed/xla_multiprocessing.py": "",
     "distributed/parallel_loader.py": "class MpDeviceLoader:\n    pass\n",
     "runtime.py": "import os\ndef device_type():\n    return os.environ['PJRT_DEVICE']\n",

@@ -111,9 +111,8 @@ def test_wait_that_does_not_end_raises_an_error_that_says_where(monkeypatch: pyt
     model = torch.nn.Linear(2, 1)
     with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
         waits.keep_going(optimizer)
-        with pytest.raises(
-            TimeoutExceededError, match=r"worker 0 waited 0.2 s for the other workers in a test: expected every"
-        ):
+        sentence = r"worker 0 waited 0.2 s for the other workers in a test: expected every"
+        with pytest.raises(TimeoutExceededError, match=sentence):
             waits.wait(lambda: False, "in a test", Board(), 10.0)
         waits.wait(lambda: True, "in a test", Board(), 10.0)
     assert waits.open_workers() == []

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.clients import programs
+from tests.support.processes import runs, wait_until
 
 programs.needs("lightning", "torchmetrics")
 
@@ -67,22 +67,13 @@ def _start(folder: Path, text: str) -> "subprocess.Popen[str]":
 
 def _pids(folder: Path, workers: int = 2) -> list[int]:
     """The process ids of all workers, once they train."""
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        files = [folder / f"pid-{rank}" for rank in range(workers)]
-        if all(file.exists() and file.read_text() for file in files):
-            return [int(file.read_text()) for file in files]
-        time.sleep(0.05)
-    raise AssertionError("the workers do not train")
+    files = [folder / f"pid-{rank}" for rank in range(workers)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), 200, "the workers do not train")
+    return [int(file.read_text()) for file in files]
 
 
-def _gone(pids: list[int], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+def _await_end(pids: list[int]) -> None:
+    wait_until(lambda: not any(map(runs, pids)), 20, f"some of these still run: {pids}")
 
 
 def _lines(text: str) -> list[str]:
@@ -147,7 +138,7 @@ def test_killed_worker_ends_the_trainer_with_the_named_error(tmp_path: Path) -> 
     assert process.returncode == 1
     assert "WorkerDiedError: worker 1" in stderr, stderr
     assert time.monotonic() - began < 20
-    assert _gone(pids)
+    _await_end(pids)
 
 
 def test_killed_worker_ends_those_that_wait_in_a_collective(tmp_path: Path) -> None:
@@ -159,7 +150,7 @@ def test_killed_worker_ends_those_that_wait_in_a_collective(tmp_path: Path) -> N
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "WorkerDiedError: worker 1" in stderr, stderr
-    assert _gone(pids)
+    _await_end(pids)
 
 
 def test_error_of_one_worker_is_quoted_by_the_others(tmp_path: Path) -> None:
@@ -186,7 +177,7 @@ def test_signal_ends_all_workers(number: signal.Signals, to_all: bool, tmp_path:
         os.kill(pid, number)
     process.communicate(timeout=60)
     assert process.returncode != 0
-    assert _gone(pids)
+    _await_end(pids)
 
 
 def test_workers_end_with_a_killed_main_process(tmp_path: Path) -> None:
@@ -194,4 +185,4 @@ def test_workers_end_with_a_killed_main_process(tmp_path: Path) -> None:
     pids = _pids(tmp_path)
     process.kill()
     process.communicate()
-    assert _gone(pids)
+    _await_end(pids)

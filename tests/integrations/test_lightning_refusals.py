@@ -43,16 +43,13 @@ def test_several_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _refused(fastps.UnsupportedError, "num_nodes=1", "found 3")
 
 
-def test_float64_is_refused_by_its_name() -> None:
-    _refused(fastps.UnsupportedError, "64-true", "float64", "bf16-mixed", precision="64-true")
-
-
-def test_plugins_of_other_strategies_are_refused() -> None:
-    _refused(fastps.UnsupportedError, "FSDPPrecision", plugins=[FSDPPrecision("bf16-mixed")])
-
-
-def test_layers_that_meet_in_every_forward_are_refused() -> None:
-    _refused(fastps.UnsupportedError, "sync_batchnorm", "averages BatchNorm", sync_batchnorm=True)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"precision": "64-true"}, ("64-true", "float64", "bf16-mixed")),
+    ({"plugins": [FSDPPrecision("bf16-mixed")]}, ("FSDPPrecision",)),
+    ({"sync_batchnorm": True}, ("sync_batchnorm", "averages BatchNorm")),
+], ids=["float64", "plugins of other strategies", "layers that meet in every forward"])  # fmt: skip
+def test_what_the_strategy_cannot_do_is_refused_by_its_name(options: dict[str, Any], words: tuple[str, ...]) -> None:
+    _refused(fastps.UnsupportedError, *words, **options)
 
 
 def test_accelerators_other_than_the_cpu_are_refused() -> None:

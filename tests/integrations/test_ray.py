@@ -22,6 +22,7 @@ from fastps.integrations import ray as integration
 from fastps.integrations.ray import FastpsTrainer, Place
 from fastps.membership import discovery
 from tests.support import example_programs, ray_cluster
+from tests.support.torch_optimizers import steps_on
 
 ray = pytest.importorskip("ray", reason="the extra fastps[ray] is not installed")
 train: Any = pytest.importorskip("ray.train", reason="the extra fastps[ray] is not installed")
@@ -53,10 +54,8 @@ def _wrap(model: torch.nn.Module) -> Any:
     return fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
 
 
-def _step(model: torch.nn.Module, optimizer: Any, inputs: torch.Tensor | None = None) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(2, 4) if inputs is None else inputs).sum().backward()
-    optimizer.step()
+def _step(model: torch.nn.Module, optimizer: Any, inputs: torch.Tensor | None = None, steps: int = 1) -> None:
+    steps_on(model, optimizer, torch.ones(2, 4) if inputs is None else inputs, steps)
 
 
 # -- what users expect -----------------------------------------------------------------------------
@@ -87,10 +86,10 @@ def _ends(end: Callable[[], None], config: dict[str, Any]) -> None:
     """Worker 1 ends after six steps, and the others train on."""
     model = torch.nn.Linear(4, 1)
     optimizer = _wrap(model)
-    for step in range(10**6):
-        _step(model, optimizer)
-        if step == 5 and fastps.rank() == 1:
-            end()
+    _step(model, optimizer, steps=6)
+    if fastps.rank() == 1:
+        end()
+    _step(model, optimizer, steps=10**6)
 
 
 def _kill() -> None:
@@ -193,18 +192,11 @@ def test_wrong_arguments_are_refused_before_anything_starts() -> None:
         FastpsTrainer(lambda: None, scaling_config=config)
 
 
-@pytest.mark.parametrize(
-    ("before", "message"),
-    [
-        (
-            "sys.modules['ray'] = None",
-            "FastpsTrainer: expected Ray Train 2.50 or newer, found ModuleNotFoundError.*'.\\[ray\\]'",
-        ),
-        ("os.environ['RAY_TRAIN_V2_ENABLED'] = '0'", "FastpsTrainer: expected Ray Train V2, found V1 .*RAY_TRAIN_V2_ENABLED=1"),
-        ("import ray.train.backend as b; del b.Backend", "found ImportError: cannot import name 'Backend'"),
-    ],
-    ids=["not installed", "V1", "a name is missing"],
-)
+@pytest.mark.parametrize(("before", "message"), [
+    ("sys.modules['ray'] = None", r"FastpsTrainer: expected Ray Train 2.50 or newer, found ModuleNotFoundError.*'.\[ray\]'"),
+    ("os.environ['RAY_TRAIN_V2_ENABLED'] = '0'", "FastpsTrainer: expected Ray Train V2, found V1 .*RAY_TRAIN_V2_ENABLED=1"),
+    ("import ray.train.backend as b; del b.Backend", "found ImportError: cannot import name 'Backend'"),
+], ids=["not installed", "V1", "a name is missing"])  # fmt: skip
 def test_a_ray_that_does_not_fit_is_named_at_the_first_use(before: str, message: str) -> None:
     code = f"import os, sys; {before}\nfrom fastps.integrations.ray import FastpsTrainer\nFastpsTrainer(print)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -255,8 +247,7 @@ def _resumes(config: dict[str, Any]) -> tuple[int, int, str]:
         begin = saved["epoch"] + 1
     optimizer = _wrap(model)
     for epoch in range(begin, 4):
-        for _ in range(10):
-            _step(model, optimizer)
+        _step(model, optimizer, steps=10)
         if epoch == 2 and begin == 0 and rank == 1:
             _kill()
         with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fastps.errors import UnsupportedError, UsageError
-from tests.clients.programs import needs
+from tests.clients.programs import needs, results
 from tests.integrations import programs
 
 needs("accelerate", "transformers")
@@ -72,8 +72,6 @@ def _results(folder: Path, options: str, sync: str) -> tuple[list[dict[str, Any]
     file = programs.program(PROGRAM.replace("OPTIONS", options), folder)
     ended = programs.run(programs.command("fastps run", file, 2, sync), folder)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    from tests.clients.programs import results
-
     return results(folder), ended.stdout
 
 

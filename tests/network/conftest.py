@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 from fastps.job.secret import Secret
 from fastps.network.edge import Edge
-from fastps.network.link import GlooLink, Link
+from fastps.network.link import GlooLink, Link, LinkLostError
 from fastps.network.zeromq_link import ZeromqLink
 
 SECRET = Secret(b"a secret of the tests")
@@ -20,6 +20,15 @@ def both(make: Callable[[int], Any], sides: int = 2) -> list[Any]:
     """What threads make, one for each side."""
     with ThreadPoolExecutor(sides) as pool:
         return [each.result(60) for each in [pool.submit(make, side) for side in range(sides)]]
+
+
+def reason_of(call: Callable[[], Any]) -> str:
+    """Why a link was lost in a call, or an empty text."""
+    try:
+        call()
+    except LinkLostError as error:
+        return str(error)
+    return ""
 
 
 @dataclass

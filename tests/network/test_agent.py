@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import fastps
 from fastps.job.disciplines import DISCIPLINES
 from fastps.job.specs import parse_policy
 from tests.support import nodes, processes
+from tests.support.torch_optimizers import steps_on
 
 STEPS, BATCH = 12, 8
 Optimizers = Callable[[Any], torch.optim.Optimizer]
@@ -128,18 +130,16 @@ def test_rounded_floats_train_nearly_as_exact_ones_and_end_exactly_equal(link_dt
     assert not np.array_equal(outcomes[0][0], expected)
 
 
-def _until_lost(rank: int, folder: Path | None = None) -> Any:
-    """Train for as long as nobody is lost; the time and the text of the end. Leave a file in the folder after ten steps."""
+def _until_lost(then: Callable[[], Any]) -> Any:
+    """Train for as long as nobody is lost; the time and the text of the end. Do something after ten steps."""
     model = Branched()
+    whole = partial(model, uses_all=True)
     try:
         with fastps.DistributedOptimizer(MOMENTUM(model.parameters()), timeout_s=30) as optimizer:
             optimizer.wait_for_start()
-            for step in range(100_000):
-                optimizer.zero_grad()
-                model(torch.ones(2, 13), True).sum().backward()
-                optimizer.step()
-                if step == 10 and folder is not None:
-                    (folder / str(rank)).touch()
+            steps_on(whole, optimizer, torch.ones(2, 13), 10)
+            then()
+            steps_on(whole, optimizer, torch.ones(2, 13), 100_000)
     except fastps.Error as error:
         return time.monotonic(), type(error).__name__, str(error)
     return None
@@ -150,7 +150,7 @@ def test_a_killed_node_is_named_everywhere_at_once(victim: int, homes: str, tmp_
     """Node 0 has all weights, or each node has a share."""
     with nodes.rendezvous() as port:
         variables = {"FASTPS_NODE_TIMEOUT": "10", "FASTPS_HOMES": homes}
-        children = nodes.start((1, 1), port, lambda rank: _until_lost(rank, tmp_path), variables)
+        children = nodes.start((1, 1), port, lambda rank: _until_lost((tmp_path / str(rank)).touch), variables)
         nodes.await_files(tmp_path, 2)
         agents = nodes.agents()
         sockets = [each for process_id in agents.values() for each in psutil.Process(process_id).net_connections("inet")]
@@ -170,16 +170,7 @@ def test_a_killed_node_is_named_everywhere_at_once(victim: int, homes: str, tmp_
 @pytest.mark.slow
 def test_a_worker_that_is_killed_ends_its_node_and_is_named_on_the_others() -> None:
     def work(rank: int) -> Any:
-        if rank != 2:
-            return _until_lost(rank)
-        model = Branched()
-        with fastps.DistributedOptimizer(MOMENTUM(model.parameters()), timeout_s=30) as optimizer:
-            for step in range(100_000):
-                optimizer.zero_grad()
-                model(torch.ones(2, 13), True).sum().backward()
-                optimizer.step()
-                if step == 20:
-                    os.kill(os.getpid(), signal.SIGKILL)
+        return _until_lost(lambda: rank == 2 and os.kill(os.getpid(), signal.SIGKILL))
 
     with nodes.rendezvous() as port:
         children = nodes.start((1, 2), port, work)
@@ -216,10 +207,7 @@ def test_a_node_with_more_steps_does_not_wait_for_one_that_has_left(homes: str, 
     def work(rank: int) -> Any:
         weights = torch.nn.Parameter(torch.zeros(4_500_000))
         with fastps.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), timeout_s=10) as optimizer:
-            for _ in range(4 if rank == shorter else 7):
-                optimizer.zero_grad()
-                weights.sum().backward()
-                optimizer.step()
+            steps_on(lambda value: value, optimizer, weights, 4 if rank == shorter else 7)
             optimizer.wait_for_others()
             return set(weights.tolist()[:: 1 << 18])
 

@@ -22,6 +22,7 @@ from fastps.network.messages import Header, Kind
 from tests.network.conftest import SECRET, Pair, both, make_link
 from tests.support import descriptors, nodes, processes
 from tests.support.processes import wait_until
+from tests.support.torch_optimizers import steps_on
 
 LEFT = 40  # descriptors that may come and go beside strangers
 
@@ -41,14 +42,10 @@ def test_floats_arrive_as_they_were_sent_in_both_directions_at_once(pair: Pair) 
     found = [np.zeros_like(memory) for memory in sent]
 
     def exchange(side: int) -> None:
-        pair.edges[side].send(chunks_of(sent[side]))
-        pair.edges[side].receive(chunks_of(found[side]))
+        for sends in (side == 0, side == 1):
+            (pair.edges[side].send if sends else pair.edges[side].receive)(chunks_of((sent if sends else found)[side]))
 
-    def answer(side: int) -> None:
-        pair.edges[side].receive(chunks_of(found[side]))
-        pair.edges[side].send(chunks_of(sent[side]))
-
-    both(lambda side: exchange(side) if side == 0 else answer(side))
+    both(exchange)
     assert np.array_equal(found[0], sent[1])
     assert np.array_equal(found[1], sent[0])
 
@@ -192,9 +189,7 @@ def _train(folder: Path) -> Any:
     model = torch.nn.Linear(50, 50)
     with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync="asp", timeout_s=60) as optimizer:
         while not (folder / "end").exists():
-            optimizer.zero_grad()
-            model(torch.ones(1, 50)).sum().backward()
-            optimizer.step()
+            steps_on(model, optimizer, torch.ones(1, 50))
             with (folder / f"steps-{os.environ['FASTPS_NODE_RANK']}").open("a") as file:
                 file.write(".")
             time.sleep(0.01)

@@ -121,12 +121,16 @@ def _play(case: tuple[str, str, str, bool], folder: Path, seconds: float, turns:
         finally:
             (folder / "end").touch()
             processes.finish(children, 50)  # less than the time after which a node gives up another that never came
-    logs = "\n".join(path.read_text(errors="replace")[-4000:] for path in sorted(folder.glob("log-*")))
+    logs = _logs(folder)
     codes = [child.exit_code for child in (hostile, *children)]
     if codes != [0, 0, 0]:
         failures = [child.outcome for child in (hostile, *children) if child.exit_code]
         pytest.fail(f"exit codes {codes}: {failures}\n{logs}", pytrace=False)
     _check(sync, hostile.outcome, [child.outcome for child in children], logs)
+
+
+def _logs(folder: Path) -> str:
+    return "\n".join(path.read_text(errors="replace")[-4000:] for path in sorted(folder.glob("log-*")))
 
 
 def _expected(sync: str, first: int, second: int) -> torch.Tensor:
@@ -194,7 +198,6 @@ def test_a_job_that_stops_with_a_lost_node_names_it_and_the_reason(link: str, se
             assert edge.is_over.wait(10)
             edge.close()
         processes.finish(children, 50)
-    logs = "\n".join(path.read_text(errors="replace")[-4000:] for path in sorted(tmp_path.glob("log-*")))
     for child in children:
-        assert child.exit_code == 1, logs
+        assert child.exit_code == 1, _logs(tmp_path)
         assert re.search("NodeLostError.*node 2 was lost: expected a message of fastps, found other bytes", str(child.outcome))

@@ -11,6 +11,7 @@ import torch
 
 import fastps
 from tests.support import nodes
+from tests.support.torch_optimizers import mean_square, steps_on
 
 pytestmark = pytest.mark.slow
 
@@ -53,9 +54,7 @@ def _work(
                 if save is not None and step == at:
                     _save(optimizer, save, rank)
                 inputs = torch.randn(4, shape[0], generator=torch.Generator().manual_seed(100 * step + rank))
-                optimizer.zero_grad()
-                model(inputs).square().mean().backward()
-                optimizer.step()
+                steps_on(model, optimizer, inputs, loss=mean_square)
             optimizer.wait_for_others()
             weights = [value.detach().numpy().tobytes() for value in model.parameters()]
             return begun, hashlib.sha256(b"".join(weights)).hexdigest()

@@ -1,7 +1,6 @@
 """Nodes introduce themselves before a job: another version, a firewall and an unreachable address are named on every node."""
 
 import json
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from fastps.errors import AttachError
 from fastps.network.meeting import await_keys, introduce
 from fastps.network.tcp_store import connect_store
+from fastps.system.ports import free_port
 from tests.network.conftest import both
 from tests.support import nodes
 
@@ -38,12 +38,6 @@ def test_nodes_learn_of_each_other(connect: Connect) -> None:
     assert [[each.number for each in met] for met in found] == [[0, 1, 2]] * 3
 
 
-def _closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize(("changes", "message"), [
     ({"version": "0.0.1 (1)"}, "has 0.0.1 (1): expected one version; install the same"),
     ({"port": 0}, "although the rendezvous answers: a firewall is between them"),
@@ -56,10 +50,10 @@ def test_what_is_between_two_nodes_is_named_on_all(connect: Connect, changes: di
         store = connect()
         if node != 1:
             return _introduce(store, node, "127.0.0.1")
-        said = {"number": 1, "version": "", "machine": "played", "address": "127.0.0.1", "port": _closed_port()}
+        said = {"number": 1, "version": "", "machine": "played", "address": "127.0.0.1", "port": free_port()}
         store.wait(["introduction/0"])
         said["version"] = json.loads(store.get("introduction/0"))["version"]
-        said |= {"port": _closed_port()} if changes == {"port": 0} else changes
+        said |= {"port": free_port()} if changes == {"port": 0} else changes
         store.set("introduction/1", json.dumps(said))
         store.set("introduced/1", "")
         store.set("has read/1", "")

@@ -16,6 +16,7 @@ import torch
 import fastps
 from fastps.system.ports import free_port
 from tests.support import nodes, processes
+from tests.support.torch_optimizers import mean_square, steps_on
 
 Variables = dict[str, str]
 SCRIPT = Path(__file__).parents[1] / "support" / "network" / "train_on_nodes.py"
@@ -62,9 +63,7 @@ def _weights(model: torch.nn.Module, optimizer: Any, workers: int, rows: slice =
     """The weights after six steps with these rows of the batches of all."""
     generator = torch.Generator().manual_seed(3)
     for _ in range(6):
-        optimizer.zero_grad()
-        model(torch.randn(4 * workers, 5, generator=generator)[rows]).square().mean().backward()
-        optimizer.step()
+        steps_on(model, optimizer, torch.randn(4 * workers, 5, generator=generator)[rows], loss=mean_square)
     if isinstance(optimizer, fastps.DistributedOptimizer):
         optimizer.wait_for_others()
     return torch.cat([value.detach().reshape(-1) for value in model.parameters()]).numpy().copy()

@@ -13,6 +13,7 @@ import torch
 
 import fastps
 from tests.support import nodes, processes
+from tests.support.torch_optimizers import mean_square, steps_on
 
 pytestmark = pytest.mark.slow
 
@@ -35,9 +36,7 @@ def _work(shape: tuple[int, int], sync: str, steps: int, pause_s: float) -> Call
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         with fastps.DistributedOptimizer(optimizer, sync=sync, timeout_s=30) as wrapped:
             for _ in range(steps):
-                wrapped.zero_grad()
-                model(torch.randn(4, shape[0], generator=generator)).square().mean().backward()
-                wrapped.step()
+                steps_on(model, wrapped, torch.randn(4, shape[0], generator=generator), loss=mean_square)
                 BEGUN[rank] = 1
                 time.sleep(pause_s)
             wrapped.wait_for_others()

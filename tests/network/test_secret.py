@@ -10,10 +10,9 @@ import torch
 
 import fastps
 from fastps.job.secret import Secret
-from fastps.network.link import LinkLostError
 from fastps.network.messages import Header, Kind
 from fastps.network.secret import EdgeName, are_equal, mac, prove
-from tests.network.conftest import Pair, both
+from tests.network.conftest import Pair, both, reason_of
 from tests.support import nodes, processes
 
 FIRST, OTHER = Secret(b"the first secret text"), Secret(b"another secret text!!")
@@ -39,24 +38,12 @@ class Pipe:
             return None
 
 
-def _pipes() -> tuple[Pipe, Pipe]:
-    there: queue.Queue[Header] = queue.Queue()
-    back: queue.Queue[Header] = queue.Queue()
-    return Pipe(back, there), Pipe(there, back)
-
-
 def _run(leaf: Callable[[Pipe], None], home: Callable[[Pipe], None]) -> tuple[list[str], tuple[Pipe, Pipe]]:
     """The reason with which each side ends, or an empty text."""
-    ends = _pipes()
-
-    def reason(side: int) -> str:
-        try:
-            (leaf, home)[side](ends[side])
-        except LinkLostError as error:
-            return str(error)
-        return ""
-
-    return both(reason), ends
+    there: queue.Queue[Header] = queue.Queue()
+    back: queue.Queue[Header] = queue.Queue()
+    ends = Pipe(back, there), Pipe(there, back)
+    return both(lambda side: reason_of(lambda: (leaf, home)[side](ends[side]))), ends
 
 
 def _side(secret: Secret | None, name: EdgeName = NAME, *, is_home: bool = False) -> Callable[[Pipe], None]:
@@ -129,18 +116,10 @@ def test_codes_compare_with_any_text() -> None:
 
 
 def test_both_sides_of_a_real_edge_hear_why(pair: Pair) -> None:
-    leaf, home = pair.edges
+    def side(number: int) -> None:
+        prove(pair.edges[number], (FIRST, OTHER)[number], NAME, is_home=number == 1, timeout_s=5.0)
 
-    def side(number: int) -> str:
-        edge = pair.edges[number]
-        try:
-            prove(edge, (FIRST, OTHER)[number], NAME, is_home=edge is home, timeout_s=5.0)
-        except LinkLostError as error:
-            return str(error)
-        return ""
-
-    assert leaf is not home
-    assert ["different secrets" in reason for reason in both(side)] == [True, True]
+    assert all("different secrets" in reason for reason in both(lambda number: reason_of(lambda: side(number))))
 
 
 # -- jobs ------------------------------------------------------------------------------------------

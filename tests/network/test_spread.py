@@ -19,6 +19,7 @@ from fastps.network.edge import CHUNK_FLOATS
 from tests.network.test_agent import MOMENTUM, Optimizers, train, weights_of
 from tests.support import nodes
 from tests.support.network.bridge import bridge
+from tests.support.scripts import program
 
 STEPS, BATCH = 8, 6
 ADAM: Optimizers = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
@@ -137,15 +138,13 @@ print(json.dumps(seconds))
 @pytest.mark.timeout(300)  # six processes import torch on shared cores
 def test_spread_homes_are_faster_where_the_link_of_node_0_is_the_limit(tmp_path: Path) -> None:
     """Three nodes at 400 Mbit/s: node 0's link carries two models each way, and with spread homes every link 4/3 of one."""
-    reason = missing_reason()
-    if reason:
+    if reason := missing_reason():
         pytest.skip(reason)
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script = program(tmp_path, SCRIPT)[1]
     with bridge(3) as made:
         for node in range(3):
             made.slow(node, 400)
-        launchers = [made.launch(node, str(script), stdout=subprocess.PIPE, text=True) for node in range(3)]
+        launchers = [made.launch(node, script, stdout=subprocess.PIPE, text=True) for node in range(3)]
         outs = [launcher.communicate(timeout=250)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0, 0], outs
     seconds = json.loads(outs[0][outs[0].index("{") :])

@@ -1,10 +1,11 @@
 """Encrypted links: only the expected key comes in, bytes on the cable are not the message, and garbage never ends more."""
 
+import contextlib
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from fastps.job.secret import Secret
 from fastps.network import zeromq_link
 from fastps.network.link import LinkLostError
 from fastps.network.zeromq_link import ZeromqLink
-from tests.network.conftest import SECRET, both
+from tests.network.conftest import SECRET, both, reason_of
 from tests.support import descriptors, nodes, processes
+from tests.support.torch_optimizers import mean_square, steps_on
 
 LARGEST = 1 << 20
 Links = list[ZeromqLink]
@@ -29,14 +31,6 @@ Links = list[ZeromqLink]
 def _link(port: int, side: int, secret: Secret | None = SECRET, timeout_s: float = 5.0) -> ZeromqLink:
     own = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     return ZeromqLink(own, "link", side, "127.0.0.1", timeout_s, secret=secret, largest=LARGEST)
-
-
-def _reason(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except LinkLostError as error:
-        return str(error)
-    return ""
 
 
 @pytest.fixture
@@ -124,27 +118,24 @@ def test_links_leave_no_descriptor_and_no_thread(store: TCPStore) -> None:
     before = len(descriptors.opened()), threading.active_count()
     for number in range(4):
         cycle(number)
-    deadline = time.monotonic() + 5
-    while (len(descriptors.opened()) > before[0] or threading.active_count() > before[1]) and time.monotonic() < deadline:
-        time.sleep(0.05)  # the store's side of a connection closes some time later
-    assert len(descriptors.opened()) <= before[0]
-    assert threading.active_count() <= before[1]
+    # The store's side of a connection closes some time later.
+    processes.wait_until(lambda: len(descriptors.opened()) <= before[0] and threading.active_count() <= before[1], 5)
 
 
 def test_different_secrets_do_not_meet(store: TCPStore) -> None:
     secrets = SECRET, Secret(b"another secret of tests")
-    reasons = both(lambda side: _reason(lambda: _link(store.port, side, secrets[side], 2.0)))
+    reasons = both(lambda side: reason_of(lambda: _link(store.port, side, secrets[side], 2.0)))
     assert all("not made with this job's secret: give all nodes the same" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("record", [b"", b"[]", b"3", b'["a", "b"]', b'["a", "b", "c"]', b"\xff", b'{"a": 1}'])
 def test_other_records_in_the_store_are_refused(store: TCPStore, record: bytes) -> None:
     store.set("link/1", record)
-    assert "key of the other side" in _reason(lambda: _link(store.port, 0))
+    assert "key of the other side" in reason_of(lambda: _link(store.port, 0))
 
 
 def test_a_side_that_does_not_come_is_missed_after_the_timeout(store: TCPStore) -> None:
-    assert _reason(lambda: _link(store.port, 0, timeout_s=0.5))
+    assert reason_of(lambda: _link(store.port, 0, timeout_s=0.5))
 
 
 def test_without_a_secret_or_without_the_library_the_error_says_what_to_do(
@@ -240,9 +231,7 @@ def test_a_job_of_two_nodes_trains_over_encrypted_links() -> None:
         model = torch.nn.Linear(1500, 2100)  # of three parts
         with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync="bsp", timeout_s=60) as optimizer:
             for step in range(5):
-                optimizer.zero_grad()
-                model(torch.full((2, 1500), 0.01 * (rank + step))).square().mean().backward()
-                optimizer.step()
+                steps_on(model, optimizer, torch.full((2, 1500), 0.01 * (rank + step)), loss=mean_square)
             optimizer.wait_for_others()
             return float(sum(value.double().sum() for value in model.parameters())), optimizer.version
 
@@ -254,7 +243,7 @@ def test_a_job_of_two_nodes_trains_over_encrypted_links() -> None:
 def test_a_peer_that_ends_while_nobody_reads_what_it_sent_does_not_abort_this_process(store: TCPStore) -> None:
     """libzmq's own heartbeats ended the process here: Assertion failed: !_io_error."""
 
-    def work() -> str:
+    def work() -> None:
         links: Links = both(lambda side: _link(store.port, side))
         for number in range(40):  # more than wait at both sides
             links[1].send(np.full(512, number, np.uint8))
@@ -262,11 +251,7 @@ def test_a_peer_that_ends_while_nobody_reads_what_it_sent_does_not_abort_this_pr
         links[1]._lose("the test ends it")  # so that it leaves at once
         links[1].close()
         time.sleep(2.5)
-        try:
+        with contextlib.suppress(LinkLostError):
             links[0].wait(links[0].receive(np.zeros(512, np.uint8)), 5.0)
-        except LinkLostError:
-            return "lost"
-        return "received"
 
-    child = processes.start(work)
-    processes.results([child], 30)
+    processes.results([processes.start(work)], 30)

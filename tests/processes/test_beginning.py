@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
 from fastps.system.clock import SYSTEM_CLOCK
 from tests.support import processes
+from tests.support.scripts import program
 
 WEIGHTS = {"w": np.ones(3, np.float32)}
 
@@ -95,9 +95,8 @@ while not (folder / "second").exists():
 def test_a_replacement_begins_the_job_of_a_lone_worker_anew_and_the_launcher_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    launcher = Launcher([sys.executable, str(script), str(tmp_path)], 2, options=JobOptions(restarts=1), imports=["numpy"])
+    command = [*program(tmp_path, SCRIPT), str(tmp_path)]
+    launcher = Launcher(command, 2, options=JobOptions(restarts=1), imports=["numpy"])
 
     def look() -> None:
         if launcher._beginning._arena is not None and (tmp_path / "first").exists():
@@ -105,10 +104,7 @@ def test_a_replacement_begins_the_job_of_a_lone_worker_anew_and_the_launcher_say
 
     outcome = launcher.run(on_tick=look)
     assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
-    assert [(worker.rank, worker.restart, worker.exit_code, worker.lost_steps) for worker in outcome.workers] == [
-        (0, 0, -9, 3),
-        (1, 0, 0, 0),
-        (0, 1, 0, 0),
-    ]
+    ends = [(worker.rank, worker.restart, worker.exit_code, worker.lost_steps) for worker in outcome.workers]
+    assert ends == [(0, 0, -9, 3), (1, 0, 0, 0), (0, 1, 0, 0)]
     assert (tmp_path / "second").read_text() == "3"
     assert "the 3 steps that it had made are lost" in caplog.text

@@ -9,6 +9,7 @@ import pytest
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
 from fastps.processes.outcome import Outcome, failure_panel
+from tests.support.scripts import program
 
 CONTINUE = JobOptions(on_worker_loss="continue")
 BEGIN = """
@@ -46,9 +47,8 @@ def test_workers_that_a_job_goes_on_without_are_named(caplog: pytest.LogCaptureF
 def test_failure_over_a_process_group_names_the_cure_where_the_launcher_chose_the_variables(
     env: str, is_said: bool, tmp_path: Path
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import os\nif os.environ.get('RANK'): raise RuntimeError('Distributed package has no NCCL built in')")
-    outcome = Launcher([sys.executable, str(script)], 1, env=env).run()
+    text = "import os\nif os.environ.get('RANK'): raise RuntimeError('Distributed package has no NCCL built in')"
+    outcome = Launcher(program(tmp_path, text), 1, env=env).run()
     assert outcome.exit_code == 1
     assert ("run it with --env fastps" in outcome.hint) == is_said
     assert ("--env fastps" in " ".join(str(failure_panel(outcome).renderable).split())) == is_said

@@ -16,6 +16,7 @@ from fastps.errors import UsageError
 from fastps.processes.launcher import Launcher
 from fastps.processes.program import TORCH_IMPORTS, Program
 from tests.support.processes import wait_until
+from tests.support.scripts import program
 
 ALL_OF_IT = """
 import faulthandler, gc, json, logging, os, random, signal, sys, threading, warnings
@@ -47,9 +48,7 @@ with open(os.path.join(os.environ["RESULTS"], os.environ["FASTPS_RANK"]), "w") a
 """
 
 # With torch, whose imports take seconds, and without.
-WITH_TORCH = (
-    "import fastps.torch.optimizer, torch\noptimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])\n" + ALL_OF_IT
-)
+WITH_TORCH = "import fastps.torch.optimizer, torch\ntorch.optim.SGD([torch.zeros(1, requires_grad=True)])\n" + ALL_OF_IT
 
 
 def _results(folder: Path, method: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
@@ -81,10 +80,7 @@ def test_a_forked_worker_has_what_a_new_process_has(
     arguments = ["scripts/shown.py", "--epochs", "3"] if kind == "script" else ["-m", "package.shown", "--epochs", "3"]
     new = _results(tmp_path, "spawn", arguments, monkeypatch)
     forked = _results(tmp_path, "fork", arguments, monkeypatch)
-    differences = {
-        key: (one[key], two[key]) for one, two in zip(new, forked, strict=True) for key in one if one[key] != two[key]
-    }
-    assert not differences
+    assert forked == new
     assert new[1]["argv"][1:] == ["--epochs", "3"]
 
 
@@ -107,9 +103,8 @@ CASES = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_forked_worker_ends_as_a_new_process_does(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(CASES[case] or "")
-    command = [sys.executable, str(script)] if CASES[case] is not None else [sys.executable, "-m", "no_such_module_at_all"]
+    text = CASES[case]
+    command = program(tmp_path, text) if text is not None else [sys.executable, "-m", "no_such_module_at_all"]
     ends = []
     for method in ("spawn", "fork"):
         outcome = Launcher(command, 1, start_method=method, tracebacks=True).run()
@@ -138,9 +133,7 @@ if __name__ == "__main__":
 def test_classes_of_a_forked_main_module_are_pickled_and_multiprocessing_finds_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(POOLS)
-    assert Launcher([sys.executable, str(script)], 1).run().exit_code == 0
+    assert Launcher(program(tmp_path, POOLS), 1).run().exit_code == 0
     assert capsys.readouterr().out == "[0] spawn [42]\n[0] fork [42]\n"
 
 
@@ -149,12 +142,10 @@ def test_torch_is_imported_once_without_threads_and_without_cuda(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else the number of workers gives it
-    script = tmp_path / "script.py"
     text = "import sys\nhas_it = 'torch' in sys.modules\nimport os, torch\n"
     text += "print(has_it, torch.cuda.is_initialized(), torch.get_num_threads(),"
     text += " len(os.listdir('/proc/self/task')), torch.initial_seed())"
-    script.write_text(text)
-    assert Launcher([sys.executable, str(script)], 2, start_method="fork").run().exit_code == 0
+    assert Launcher(program(tmp_path, text), 2, start_method="fork").run().exit_code == 0
     seen = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     assert [line[:4] for line in seen] == [["True", "False", "1", "1"]] * 2
     assert len({line[4] for line in seen}) == 2, "each process has a seed of its own"
@@ -169,33 +160,28 @@ def test_an_import_that_does_not_survive_a_fork_makes_new_processes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, module: str, reason: str
 ) -> None:
     (tmp_path / "unfit.py").write_text(module)
-    script = tmp_path / "script.py"
-    script.write_text("import sys\nassert 'unfit' not in sys.modules")
-    assert Launcher([sys.executable, str(script)], 2, imports=["unfit"]).run().exit_code == 0
+    command = program(tmp_path, "import sys\nassert 'unfit' not in sys.modules")
+    assert Launcher(command, 2, imports=["unfit"]).run().exit_code == 0
     assert re.search(f"workers are new processes.*{reason}", caplog.text)
 
 
 def test_programs_that_no_fork_server_can_run(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import numpy")
-    assert Program([sys.executable, str(script)]).can_fork
+    script = program(tmp_path, "import numpy")
+    assert Program(script).can_fork
     assert Program([sys.executable, "-m", "train", "-u"]).can_fork
-    for command in (["/bin/true"], [sys.executable, "-u", str(script)], [sys.executable, "-c", "1"], [sys.executable]):
+    for command in (["/bin/true"], [sys.executable, "-u", script[1]], [sys.executable, "-c", "1"], [sys.executable]):
         assert not Program(command).can_fork, command
     with pytest.raises(UsageError, match="--start-method: expected fork or spawn, found 'forkserver'"):
-        Launcher([sys.executable, str(script)], 1, start_method="forkserver")
+        Launcher(script, 1, start_method="forkserver")
 
 
-@pytest.mark.parametrize(
-    ("text", "imports"),
-    [("import os.path, sys", ()), ("import os\nif 1:\n    import fastps", TORCH_IMPORTS), ("from . import x", TORCH_IMPORTS)],
-)
+@pytest.mark.parametrize(("text", "imports"), [
+    ("import os.path, sys", ()), ("import os\nif 1:\n    import fastps", TORCH_IMPORTS), ("from . import x", TORCH_IMPORTS),
+])  # fmt: skip
 def test_torch_is_imported_for_scripts_that_need_more_than_the_standard_library(
     tmp_path: Path, text: str, imports: tuple[str, ...]
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(text)
-    assert Program([sys.executable, str(script)]).imports == imports
+    assert Program(program(tmp_path, text)).imports == imports
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "the launcher's death"])

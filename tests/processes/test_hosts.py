@@ -20,6 +20,7 @@ from fastps.processes.hosts import HostsLauncher, HostsOptions, variables_line
 from fastps.system.ports import free_port
 from tests.support.nodes import await_files
 from tests.support.processes import await_stop, is_stopped
+from tests.support.scripts import program
 
 TRAIN = Path(__file__).parents[1] / "support" / "network" / "train_on_nodes.py"
 
@@ -33,7 +34,7 @@ def runner(tmp_path: Path) -> str:
     return str(script)
 
 
-def _start(ssh: str, hosts: str, script: Path, *options: str, folder: Path | None = None) -> "subprocess.Popen[str]":
+def _start(ssh: str, hosts: str, script: Path | str, *options: str, folder: Path | None = None) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "fastps", "run", "--hosts", hosts, "--rendezvous", f"127.0.0.1:{free_port()}", *options]
     return subprocess.Popen(
         [*command, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
@@ -41,6 +42,7 @@ def _start(ssh: str, hosts: str, script: Path, *options: str, folder: Path | Non
     )  # fmt: skip
 
 
+ON_HOST = [sys.executable, "-m", "fastps.processes.on_host", "40", sys.executable, "-c"]
 SHOW = """
 import os, pathlib
 secret = os.environ["FASTPS_SECRET"]
@@ -73,9 +75,8 @@ def test_each_host_is_a_node_in_the_same_folder_and_the_secret_is_in_no_argument
 
 @pytest.mark.slow
 def test_the_first_failure_ends_all_hosts_and_is_named(runner: str, tmp_path: Path) -> None:
-    script = tmp_path / "fail.py"
-    script.write_text("import os, sys, time\nsys.exit(7) if os.environ['FASTPS_RANK'] == '1' else time.sleep(300)")
-    process = _start(runner, "one,two", script)
+    text = "import os, sys, time\nsys.exit(7) if os.environ['FASTPS_RANK'] == '1' else time.sleep(300)"
+    process = _start(runner, "one,two", program(tmp_path, text)[1])
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "two: exit code 1: see its output above" in " ".join(errors.split())
@@ -83,10 +84,8 @@ def test_the_first_failure_ends_all_hosts_and_is_named(runner: str, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_host_that_ssh_does_not_reach_is_named_and_ends_the_others(runner: str, tmp_path: Path) -> None:
-    script = tmp_path / "wait.py"
-    script.write_text("import time\ntime.sleep(300)")
     began = time.monotonic()
-    process = _start(runner, "one,unreachable", script)
+    process = _start(runner, "one,unreachable", program(tmp_path, "import time\ntime.sleep(300)")[1])
     _, errors = process.communicate(timeout=100)
     text = " ".join(errors.split())
     assert process.returncode == 1
@@ -143,7 +142,7 @@ def test_the_first_host_is_the_rendezvous_and_variables_of_fastps_go_along() -> 
 
 
 def _on_host(code: str, line: bytes) -> "subprocess.CompletedProcess[bytes]":
-    command = [sys.executable, "-m", "fastps.processes.on_host", "40", sys.executable, "-c", code]
+    command = [*ON_HOST, code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         process.stdin.write(line)
@@ -166,7 +165,7 @@ def test_a_host_passes_signals_on_and_ends_its_command_at_the_end_of_the_input()
         "signal.signal(signal.SIGUSR1, lambda number, frame: print('warned', flush=True))\nprint('ready', flush=True)\n"
         "while not end: time.sleep(0.01)\nprint('ended')\n"
     )
-    command = [sys.executable, "-m", "fastps.processes.on_host", "40", sys.executable, "-c", code]
+    command = [*ON_HOST, code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(variables_line({}))

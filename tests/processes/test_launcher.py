@@ -15,14 +15,7 @@ from fastps.errors import UsageError
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
 from tests.support.processes import wait_until
-
-PYTHON = sys.executable
-
-
-def _script(folder: Path, text: str) -> list[str]:
-    file = folder / "script.py"
-    file.write_text(text)
-    return [PYTHON, str(file)]
+from tests.support.scripts import program
 
 
 def test_workers_get_torchruns_variables(tmp_path: Path) -> None:
@@ -30,7 +23,7 @@ def test_workers_get_torchruns_variables(tmp_path: Path) -> None:
     names = [*of_torchrun, "FASTPS_JOB", "FASTPS_SYNC", "OMP_NUM_THREADS"]
     names_text = f"[os.environ.get(name) for name in {names!r}]"
     text = f"import os, json; open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(json.dumps({names_text}))"
-    launcher = Launcher(_script(tmp_path, text), 2, sync="ssp:3")
+    launcher = Launcher(program(tmp_path, text), 2, sync="ssp:3")
     assert launcher.run().exit_code == 0
     seen = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
@@ -38,7 +31,7 @@ def test_workers_get_torchruns_variables(tmp_path: Path) -> None:
 
 
 def test_output_is_passed_on_with_its_workers_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Launcher(_script(tmp_path, "import sys; print('out'); print('no newline', end='', file=sys.stderr)"), 2).run()
+    Launcher(program(tmp_path, "import sys; print('out'); print('no newline', end='', file=sys.stderr)"), 2).run()
     captured = capsys.readouterr()
     assert sorted(captured.out.splitlines()) == ["[0] out", "[1] out"]
     assert sorted(captured.err.splitlines()) == ["[0] no newline", "[1] no newline"]
@@ -49,7 +42,7 @@ def test_progress_bars_move_and_what_fastps_says_comes_without_a_traceback(
 ) -> None:
     text = "import sys, fastps\nprint('half', end='\\r')\nprint('whole')\nraise fastps.UsageError('too much')"
     for tracebacks in (False, True):
-        Launcher(_script(tmp_path, text), 1, tracebacks=tracebacks, start_method="spawn").run()
+        Launcher(program(tmp_path, text), 1, tracebacks=tracebacks, start_method="spawn").run()
         captured = capsys.readouterr()
         assert captured.out == "[0] half\n[0] whole\n"
         assert captured.err.splitlines()[-1] == "[0] fastps.errors.UsageError: too much"
@@ -58,7 +51,7 @@ def test_progress_bars_move_and_what_fastps_says_comes_without_a_traceback(
 
 def test_sigterm_ends_everything_as_ctrl_c_does(tmp_path: Path) -> None:
     text = "import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)"
-    outcome = Launcher(_script(tmp_path, text), 1).run()
+    outcome = Launcher(program(tmp_path, text), 1).run()
     assert outcome.exit_code == 143
     assert outcome.workers[0].exit_code == -signal.SIGTERM
     assert outcome.seconds < 30
@@ -67,7 +60,7 @@ def test_sigterm_ends_everything_as_ctrl_c_does(tmp_path: Path) -> None:
 def test_the_first_failure_is_reported_and_the_others_are_ended(tmp_path: Path) -> None:
     text = "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('the disk is full')\ntime.sleep(60)"
     began = time.monotonic()
-    outcome = Launcher(_script(tmp_path, text), 3).run()
+    outcome = Launcher(program(tmp_path, text), 3).run()
     assert time.monotonic() - began < 30
     assert outcome.exit_code == 1
     assert outcome.first_failure is not None
@@ -81,18 +74,22 @@ def test_workers_that_ignore_everything_are_killed(tmp_path: Path) -> None:
         "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "if os.environ['RANK'] == '1':\n    time.sleep(0.5)\n    sys.exit(3)\ntime.sleep(60)"
     )
-    outcome = Launcher(_script(tmp_path, text), 2, options=JobOptions(grace_s=0.5)).run()
+    outcome = Launcher(program(tmp_path, text), 2, options=JobOptions(grace_s=0.5)).run()
     assert [worker.exit_code for worker in outcome.workers] == [-signal.SIGKILL, 3]
 
 
 def test_no_worker_is_wrong_usage() -> None:
     with pytest.raises(UsageError, match="at least 1 worker, found 0"):
-        Launcher([PYTHON], 0)
+        Launcher([sys.executable], 0)
 
 
 def _start_cli(arguments: list[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [PYTHON, "-m", "fastps.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+        [sys.executable, "-m", "fastps.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
     )
 
 
@@ -110,7 +107,7 @@ def test_ctrl_c_ends_everything_within_five_seconds(tmp_path: Path, stubborn: bo
     text = (
         f"import os, pathlib, signal, time\n{ignore}\npathlib.Path({str(ready)!r} + os.environ['RANK']).touch()\ntime.sleep(60)"
     )
-    job = _start_cli(["run", "-n", "2", "--grace", "2", _script(tmp_path, text)[1]])
+    job = _start_cli(["run", "-n", "2", "--grace", "2", program(tmp_path, text)[1]])
     children = _wait_for_children(job.pid)
     while not all(Path(f"{ready}{rank}").exists() for rank in range(2)):
         time.sleep(0.02)
@@ -123,7 +120,7 @@ def test_ctrl_c_ends_everything_within_five_seconds(tmp_path: Path, stubborn: bo
 
 
 def test_killing_the_launcher_kills_its_workers(tmp_path: Path) -> None:
-    job = _start_cli(["run", "-n", "2", _script(tmp_path, "import time; time.sleep(60)")[1]])
+    job = _start_cli(["run", "-n", "2", program(tmp_path, "import time; time.sleep(60)")[1]])
     children = _wait_for_children(job.pid)
     job.kill()
     job.communicate(timeout=60)
@@ -160,7 +157,7 @@ with store, store.attach(fastps.rank()) as worker:
 def test_survivors_of_a_real_job_end_by_themselves_naming_the_first(
     tmp_path: Path, sync: str, mishap: str, ending: int
 ) -> None:
-    script = _script(tmp_path, TRAINING.replace("MISHAP", mishap))
+    script = program(tmp_path, TRAINING.replace("MISHAP", mishap))
     outcome = Launcher(script, 3, sync=sync, start_method="spawn").run()  # a fork server would import torch
     assert outcome.first_failure is not None
     assert (outcome.first_failure.rank, outcome.first_failure.exit_code) == (2, ending)

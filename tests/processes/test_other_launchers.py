@@ -20,6 +20,7 @@ import torch
 import fastps
 from tests.network.test_meeting import srun
 from tests.processes.test_cluster_launchers import EXAMPLES, environment
+from tests.support.torch_optimizers import steps_on
 
 needs_the_examples = pytest.mark.skipif(not EXAMPLES.exists(), reason="tests run without the source tree")
 
@@ -53,9 +54,7 @@ def _work(job: str, rank: int) -> None:
         for step in range(10**6):
             if rank == 1 and step == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
+            steps_on(model, optimizer, torch.ones(2, 4))
 
 
 def test_pools_tell_of_a_worker_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:

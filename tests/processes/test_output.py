@@ -15,6 +15,7 @@ from fastps.processes.worker_output import Lines
 from fastps.system.clock import Clock
 from fastps.system.memory_limits import oom_reason
 from tests.support.commands import fastps
+from tests.support.scripts import program
 
 
 class Terminal(io.StringIO):
@@ -106,9 +107,7 @@ def test_bar_that_begins_with_its_carriage_return_is_shown_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(1.0, ["[0]   0%", "[0]  50%", "[0] 100%"]), (0.1, ["[0]   0%", "[0] 100%"])],
-    ids=["slow", "fast"],
+    ("seconds", "shown"), [(1.0, ["[0]   0%", "[0]  50%", "[0] 100%"]), (0.1, ["[0]   0%", "[0] 100%"])], ids=["slow", "fast"]
 )
 def test_bar_in_a_file_has_neither_empty_lines_nor_a_line_twice(seconds: float, shown: list[str]) -> None:
     file, clock = io.StringIO(), Steps()
@@ -229,9 +228,7 @@ def test_interpreter_that_is_not_there_is_wrong_usage() -> None:
 
 
 def test_traceback_of_a_worker_is_printed_once(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("def fail():\n    raise ValueError('no luck')\nfail()\n")
-    ended = fastps("run", "-n", "1", str(script))
+    ended = fastps("run", "-n", "1", program(tmp_path, "def fail():\n    raise ValueError('no luck')\nfail()\n")[1])
     assert ended.returncode == 1
     assert ended.stderr.count("in fail") == 1
     assert "its last line: ValueError: no luck" in ended.stderr
@@ -244,9 +241,8 @@ def _panel_of(outcome: Outcome) -> str:
 
 
 def test_panel_shows_a_last_line_as_it_was_written(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(r"import sys; sys.exit('expected x[:100:] and \[red], found \x1b[31m:boom:\x1b[0m')")
-    outcome = Launcher([sys.executable, str(script)], 1).run()
+    text = r"import sys; sys.exit('expected x[:100:] and \[red], found \x1b[31m:boom:\x1b[0m')"
+    outcome = Launcher(program(tmp_path, text), 1).run()
     assert r"its last line: expected x[:100:] and \[red], found :boom: " in _panel_of(outcome)
 
 
@@ -255,13 +251,12 @@ def test_panel_tells_of_the_memory_whatever_is_written_after_the_worker_has_ende
 ) -> None:
     kills = iter(range(100))
     monkeypatch.setattr("fastps.processes.launcher.oom_kills", lambda: next(kills))
-    script = tmp_path / "script.py"
-    script.write_text(
+    text = (
         "import os, sys, time\nworker = os.getpid()\nif os.fork() == 0:\n    os.setsid()\n    if os.fork(): os._exit(0)\n"
         "    while os.path.exists(f'/proc/{worker}'): time.sleep(0.01)\n    sys.exit('its daemon')\n"
         "os.wait()\ntime.sleep(1)\nos.kill(worker, 9)\n"  # the launcher has seen by then that the daemon is on its own
     )
-    shown = _panel_of(Launcher([sys.executable, str(script)], 1).run())
+    shown = _panel_of(Launcher(program(tmp_path, text), 1).run())
     assert f"worker 0 failed first: ended by SIGKILL{oom_reason()}" in shown
     assert "memory ran out: use fewer workers" in shown
     assert "its last line: its daemon" in shown

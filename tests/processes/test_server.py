@@ -22,8 +22,10 @@ from fastps.kernels.shm.arena import LANE_DEAD
 from fastps.lab.gpus.cuda_on_host import HostDevice, host_devices
 from fastps.processes.options import JobOptions
 from fastps.store import core_sharing as cores
+from tests.device.test_device import store_of
 from tests.support import processes
 from tests.support.processes import runs, wait_until
+from tests.support.torch_optimizers import mean_square, steps_on
 
 AMOUNT = np.float32(1.0 / 1024)
 SIZE = 1000
@@ -87,11 +89,10 @@ def _server_of(store: fastps.Store) -> int:
 # -- the same results --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sync", "update"),
-    [("bsp,ema=0.9", fastps.Adam(lr=0.01)), ("hardsync:8,shards=2", fastps.SGD(lr=0.1, momentum=0.9))],
-    ids=["adam-average", "two-shards"],
-)
+@pytest.mark.parametrize(("sync", "update"), [
+    pytest.param("bsp,ema=0.9", fastps.Adam(lr=0.01), id="adam-average"),
+    pytest.param("hardsync:8,shards=2", fastps.SGD(lr=0.1, momentum=0.9), id="two-shards"),
+])  # fmt: skip
 def test_a_sum_of_all_has_the_bits_of_the_workers_own_turns(sync: str, update: fastps.job.update_rules.Update) -> None:
     found = []
     for server in ("workers", "process"):
@@ -117,10 +118,8 @@ def test_timers_of_a_quorum_are_the_servers() -> None:
     workers, steps = 3, 20
     with _store("psp:2,1,push_timeout=0.002,shards=1", workers) as store:
         pauses_s = (0.0, 0.0, 0.01)
-        work = [partial(_steps, store, rank, steps, _constant, pauses_s[rank]) for rank in range(workers)]
-        children = [processes.start(each) for each in work]
-        processes.results(children, 40)
-        weights = children[0].outcome[0]
+        work = lambda rank: _steps(store, rank, steps, _constant, pauses_s[rank])  # noqa: E731
+        weights = processes.results(processes.start_each(work, workers), 40)[0][0]
         counters = [store.arena.counters(rank) for rank in range(workers)]
         folded = sum(counter["folded"] for counter in counters)
         dropped = [counter["dropped"] for counter in counters]
@@ -207,9 +206,7 @@ def test_an_optimizer_of_torch_has_the_same_bits_with_a_server_that_a_launched_j
         with fastps.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), sync="bsp") as optimizer:
             assert (optimizer.worker.store.server is not None) == (server == "process")
             for _ in range(10):
-                optimizer.zero_grad()
-                model(torch.randn(3, 8)).square().sum().backward()
-                optimizer.step()
+                steps_on(model, optimizer, torch.randn(3, 8), loss=mean_square)
             state = optimizer.state_dict()["state"]
             found.append([parameter.detach().clone() for parameter in model.parameters()] + [state[0]["exp_avg"]])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -238,8 +235,7 @@ def test_who_holds_the_turns_by_hand_gives_them_back_to_the_server() -> None:
 def test_the_servers_death_loses_nothing_and_is_told_once(sync: str, loss: str) -> None:
     workers, steps = 3, 150
     with _store(sync, workers, on_worker_loss=loss) as store:
-        work = [partial(_steps, store, rank, steps, _constant, 0.001) for rank in range(workers)]
-        children = [processes.start(each) for each in work]
+        children = processes.start_each(lambda rank: _steps(store, rank, steps, _constant, 0.001), workers)
         wait_until(lambda: store.version >= 20)
         os.kill(_server_of(store), signal.SIGKILL)
         processes.results(children, 40)
@@ -395,27 +391,16 @@ def _device_store(sync: str, workers: int, update: fastps.job.update_rules.Updat
     shards = len(layout.shards)
     layout = replace(layout, owner_lanes=(layout.lanes,) * shards, extra_bytes=handle_table_bytes(shards))
 
-    def write(views: list[Any]) -> None:
-        for view in views:
-            view[:] = 1.0
-
-    make = partial(host_devices, ["one"], 0.002)
-    store = DeviceStore.create_for(layout, write, [update.hyper], timeout_s=20, server_devices=make)
-    assert isinstance(store, DeviceStore)
-    return store
+    return store_of(layout, update, [1.0, 1.0], timeout_s=20, server_devices=partial(host_devices, ["one"], 0.002))
 
 
 def _device_steps(store: DeviceStore, rank: int, steps: int, make: Callable[[int, int], dict[str, Any]]) -> Any:
-    store.use(HostDevice("one", 0.002))
-    try:
-        with store.attach(rank) as worker:
-            for step in range(steps):
-                worker.step(make(rank, step))
-            worker.wait_for_others()
-            assert store.devices is not None and store.devices.folds == 0, "workers fold nothing"
-            return {name: np.array(values) for name, values in worker.weights.items()}
-    finally:
-        store.close()
+    with store.use(HostDevice("one", 0.002)), store.attach(rank) as worker:
+        for step in range(steps):
+            worker.step(make(rank, step))
+        worker.wait_for_others()
+        assert store.devices is not None and store.devices.folds == 0, "workers fold nothing"
+        return {name: np.array(values) for name, values in worker.weights.items()}
 
 
 @pytest.mark.sampled(2)
@@ -425,10 +410,9 @@ def test_a_server_that_owns_a_devices_memory_has_the_bits_of_the_cpu(sync: str) 
     with _store(sync, 2, update, server="workers") as on_cpu:
         expected = _run(on_cpu, 2, 12, _random)[0]
     with _device_store(sync, 2, update) as store:
-        children = processes.start_each(lambda rank: _device_steps(store, rank, 12, _random), 2)
-        processes.results(children, 40)
-    for child in children:
-        for name, values in child.outcome.items():
+        found = processes.results(processes.start_each(lambda rank: _device_steps(store, rank, 12, _random), 2), 40)
+    for weights in found:
+        for name, values in weights.items():
             assert np.array_equal(values, expected[name]), name
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,19 +24,10 @@ import torch
 import fastps
 from fastps.processes import spawned_processes
 from tests.support.processes import children_of, runs, wait_until
+from tests.support.torch_optimizers import alone, steps_on  # noqa: F401
 
 METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
-LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FASTPS_RANK", "FASTPS_WORKERS", "FASTPS_JOB", "FASTPS_SYNC")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in LAUNCHERS:
-        monkeypatch.delenv(name, raising=False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture
@@ -48,13 +39,6 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def _model() -> torch.nn.Linear:
     torch.manual_seed(0)
     return torch.nn.Linear(4, 1)
-
-
-def _train(model: torch.nn.Module, optimizer: fastps.DistributedOptimizer, inputs: torch.Tensor, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(inputs).sum().backward()
-        optimizer.step()
 
 
 def _wrap(model: torch.nn.Module, **options: Any) -> fastps.DistributedOptimizer:
@@ -98,10 +82,8 @@ def test_spawn_leaves_the_final_weights_in_the_parents_model(method: str) -> Non
     expected = copy.deepcopy(model)
     fastps.spawn(_training(), (model, 20), workers=2, sync="asp", model=model, start_method=method)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.01)
-    for _ in range(20 + 21):  # the gradient is the same whatever the weights are, so each push counts alike
-        optimizer.zero_grad()
-        expected(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
+    # The gradient is the same whatever the weights are, so each push counts alike.
+    steps_on(expected, optimizer, torch.ones(2, 4), 20 + 21)
     assert torch.allclose(model.weight, expected.weight, atol=1e-5)
 
 
@@ -110,7 +92,7 @@ def test_spawned_workers_may_have_data_loaders_with_processes_of_their_own() -> 
         data = torch.utils.data.TensorDataset(torch.ones(4, 4))
         optimizer = _wrap(model)
         for (inputs,) in torch.utils.data.DataLoader(data, batch_size=2, num_workers=1):
-            _train(model, optimizer, inputs, 1)
+            steps_on(model, optimizer, inputs)
 
     before = (model := _model()).weight.clone()
     fastps.spawn(train, (model,), workers=2, model=model, start_method="fork")
@@ -120,10 +102,10 @@ def test_spawned_workers_may_have_data_loaders_with_processes_of_their_own() -> 
 def test_spawn_lets_the_others_go_on_where_it_is_told_to() -> None:
     def train(rank: int, model: torch.nn.Module) -> None:
         optimizer = _wrap(model, sync="asp")
-        _train(model, optimizer, torch.ones(2, 4), 5)
+        steps_on(model, optimizer, torch.ones(2, 4), 5)
         if rank == 1:
             os.kill(os.getpid(), 9)
-        _train(model, optimizer, torch.ones(2, 4), 5)
+        steps_on(model, optimizer, torch.ones(2, 4), 5)
 
     before = (model := _model()).weight.clone()
     fastps.spawn(train, (model,), workers=2, model=model, on_worker_loss="continue", start_method="fork")

@@ -48,9 +48,8 @@ class Parsed(HTMLParser):
 def text() -> str:
     pytest.importorskip("plotly")
     figure = Figure("steps", EVIL, EVIL, EVIL, {"data": [{"name": EVIL}], "layout": {}}, 200, Table([EVIL], [[EVIL]]), EVIL)
-    return html(
-        Page(EVIL, EVIL, EVIL, [Fact(EVIL, EVIL)], [Finding("kind", "bad", EVIL, EVIL)], [figure], [Part("part", EVIL)])
-    )
+    finding = Finding("kind", "bad", EVIL, EVIL)
+    return html(Page(EVIL, EVIL, EVIL, [Fact(EVIL, EVIL)], [finding], [figure], [Part("part", EVIL)]))
 
 
 def test_no_text_of_a_trace_becomes_markup(text: str) -> None:
@@ -63,11 +62,7 @@ def test_no_text_of_a_trace_becomes_markup(text: str) -> None:
 
 def test_the_policy_names_the_scripts_by_their_hashes_and_allows_no_request(text: str) -> None:
     parsed = Parsed(text)
-    (policy,) = [
-        attributes["content"] or ""
-        for tag, attributes in parsed.tags
-        if attributes.get("http-equiv") == "Content-Security-Policy"
-    ]
+    (policy,) = [str(each["content"]) for _, each in parsed.tags if each.get("http-equiv") == "Content-Security-Policy"]
     for script in parsed.scripts[1:]:
         assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
     assert policy.startswith("default-src 'none'; ") and "http" not in policy and "unsafe-eval" not in policy

@@ -99,10 +99,5 @@ def test_figures_of_a_row_are_of_one_height_and_the_last_may_be_alone() -> None:
         return Figure("name", "title", "sentence", "description", {}, height, is_wide=is_wide)
 
     found = paired([figure(300, True), figure(200), figure(400, True), figure(250), figure(180)])
-    assert [(each.height, each.is_wide) for each in found] == [
-        (300, True),
-        (250, False),
-        (400, True),
-        (250, False),
-        (180, True),
-    ]
+    expected = [(300, True), (250, False), (400, True), (250, False), (180, True)]
+    assert [(each.height, each.is_wide) for each in found] == expected

@@ -1,6 +1,6 @@
 """Traces with known facts: made by a few lines of arithmetic, and right by the check of the push log."""
 
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,27 +14,12 @@ BEGIN = 5_000 * MS
 PUSH, FOLD, PULL = MS // 20, MS // 10, MS // 50
 
 
-@dataclass
-class Made:
-    """The times of each worker's steps: (steps, 6) of begin, computed, posted, pushed, granted, end."""
-
-    edges: list[npt.NDArray[np.int64]]
-
-
 def header(sync: str, workers: int, **more: Any) -> dict[str, Any]:
     """The header of a trace whose workers all recorded to their end."""
-    from dataclasses import asdict
-
-    of_worker = {
-        str(worker): {"began_ns": 0, "transfer_ns": 0, "posted": 0, "failure": None, "load": None} for worker in range(workers)
-    }
-    made = {
-        "version": "0",
-        "machine": {"cores": 8, "cpu": "a CPU", "python": "3.11"},
-        "job": "job",
-        "sync": sync,
-        "workers": workers,
-    }
+    notes = {"began_ns": 0, "transfer_ns": 0, "posted": 0, "failure": None, "load": None}
+    of_worker = {str(worker): dict(notes) for worker in range(workers)}
+    machine = {"cores": 8, "cpu": "a CPU", "python": "3.11"}
+    made = {"version": "0", "machine": machine, "job": "job", "sync": sync, "workers": workers}
     made |= {"shards": 1, "policy": asdict(parse_policy(sync)), "parameters": 1000, "model_bytes": 4000, "slots": 1, "spins": 0}
     return {**made, "recorded": list(range(workers)), "unfinished": [], "of_worker": of_worker, **more}
 

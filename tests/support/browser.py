@@ -124,21 +124,11 @@ def browser() -> Iterator[Tab]:
     with tempfile.TemporaryDirectory(prefix="fastps-browser-", ignore_cleanup_errors=True) as profile:
         flags = [
             "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
+            "--disable-extensions", "--disable-background-networking", "--remote-debugging-pipe", f"--user-data-dir={profile}",
         ]  # fmt: skip
-        flags += [
-            "--disable-extensions",
-            "--disable-background-networking",
-            "--remote-debugging-pipe",
-            f"--user-data-dir={profile}",
-        ]
         script = f'exec "$@" 3<&{down[0]} 4>&{up[1]}'
-        process = subprocess.Popen(
-            ["bash", "-c", script, "bash", program, *flags, "about:blank"],
-            pass_fds=[down[0], up[1]],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        command, null = ["bash", "-c", script, "bash", program, *flags, "about:blank"], subprocess.DEVNULL
+        process = subprocess.Popen(command, pass_fds=[down[0], up[1]], stdout=null, stderr=null, start_new_session=True)
         os.close(down[0])
         os.close(up[1])
         tab = Tab(_write=down[1], _read=up[0])

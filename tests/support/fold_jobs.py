@@ -96,9 +96,8 @@ def rmsprop_row(name: str, flags: int = 0, alpha: float = 0.99, **options: Any) 
 
 
 def nadam_row(name: str, flags: int = 0, beta1: float = 0.9, **options: Any) -> Row:
-    hyper = Hyper(
-        0.01, 0.0, 0.0, options.get("weight_decay", 0.0), beta1, 0.999, 1e-8, options.get("momentum_decay", 4e-3), flags
-    )
+    decay, momentum_decay = options.get("weight_decay", 0.0), options.get("momentum_decay", 4e-3)
+    hyper = Hyper(0.01, 0.0, 0.0, decay, beta1, 0.999, 1e-8, momentum_decay, flags)
     return Row(name, RULE_NADAM, hyper, torch.optim.NAdam, {"lr": 0.01, "betas": (beta1, 0.999), **options})
 
 
@@ -179,16 +178,11 @@ ADADELTA_ROWS = (
     adadelta_row("adadelta-decay-low-rho", rho=0.4, weight_decay=0.01),
     adadelta_row("adadelta-maximize", HYPER_MAXIMIZE, maximize=True),
 )
-ROOT_ROWS = (
-    ADAM_ROWS + ADAGRAD_ROWS + RMSPROP_ROWS + NADAM_ROWS + RADAM_ROWS + ADAMAX_ROWS + ADADELTA_ROWS
-)  # the rules that take a square root
+_OF_ROOTS = ADAM_ROWS, ADAGRAD_ROWS, RMSPROP_ROWS, NADAM_ROWS, RADAM_ROWS, ADAMAX_ROWS, ADADELTA_ROWS
+ROOT_ROWS: tuple[Row, ...] = sum(_OF_ROOTS, ())  # the rules that take a square root
 ALL_ROWS = SGD_ROWS + ROOT_ROWS
 ROWS = pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
-SOME_ROWS = [
-    row
-    for rows in (SGD_ROWS, ADAM_ROWS, ADAGRAD_ROWS, RMSPROP_ROWS, NADAM_ROWS, RADAM_ROWS, ADAMAX_ROWS, ADADELTA_ROWS)
-    for row in (rows[0], rows[-1])
-]
+SOME_ROWS = [row for rows in (SGD_ROWS, *_OF_ROOTS) for row in (rows[0], rows[-1])]
 """Of each rule the plain row and one with options."""
 
 
@@ -291,37 +285,18 @@ class Terms(NamedTuple):
     rate_scale: float = 1.0
 
 
-def in_all(index: int, parameters: int) -> Terms:
-    return Terms([True] * parameters)
-
-
-def absent_in_one(index: int, parameters: int) -> Terms:
-    return Terms([not (index == 0 and parameter % 2) for parameter in range(parameters)])
-
-
-def absent_in_all(index: int, parameters: int) -> Terms:
-    return Terms([parameter % 3 != 1 for parameter in range(parameters)])
-
-
-def common_loss_scale(index: int, parameters: int) -> Terms:
-    return Terms([True] * parameters, 1 / 3000.0)
-
-
-def own_loss_scales(index: int, parameters: int) -> Terms:
-    return Terms([(index + parameter) % 5 != 0 for parameter in range(parameters)], 1 / (1000.0 + 77 * index))
-
-
-def own_learning_rates(index: int, parameters: int) -> Terms:
-    return Terms([True] * parameters, rate=1 / (1 + index))
-
-
-def own_rate_scales(index: int, parameters: int) -> Terms:
-    return Terms([(index + parameter) % 4 != 0 for parameter in range(parameters)], rate_scale=1 / (1 + index))
-
-
-SITUATIONS: dict[str, Callable[[int, int], Terms]] = {
-    each.__name__: each
-    for each in (in_all, absent_in_one, absent_in_all, common_loss_scale, own_loss_scales, own_learning_rates, own_rate_scales)
+SITUATIONS: dict[str, Callable[[int, int], Terms]] = {  # of the push with this index, and so many parameters
+    "in_all": lambda index, parameters: Terms([True] * parameters),
+    "absent_in_one": lambda index, parameters: Terms([not (index == 0 and each % 2) for each in range(parameters)]),
+    "absent_in_all": lambda index, parameters: Terms([each % 3 != 1 for each in range(parameters)]),
+    "common_loss_scale": lambda index, parameters: Terms([True] * parameters, 1 / 3000.0),
+    "own_loss_scales": lambda index, parameters: Terms(
+        [(index + each) % 5 != 0 for each in range(parameters)], 1 / (1000.0 + 77 * index)
+    ),
+    "own_learning_rates": lambda index, parameters: Terms([True] * parameters, rate=1 / (1 + index)),
+    "own_rate_scales": lambda index, parameters: Terms(
+        [(index + each) % 4 != 0 for each in range(parameters)], rate_scale=1 / (1 + index)
+    ),
 }
 
 

@@ -1,7 +1,8 @@
-"""Files of the source tree as modules: those in no package, and the names of those in one."""
+"""Files of the source tree as modules: those in no package, and the names of those in one; programs of tests as files."""
 
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,12 @@ def loaded(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def program(folder: Path, text: str, name: str = "script.py") -> list[str]:
+    """The command that runs a program, once it is written into a folder."""
+    (folder / name).write_text(text)
+    return [sys.executable, str(folder / name)]
 
 
 def modules_of(package: ModuleType) -> Iterator[str]:

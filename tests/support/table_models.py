@@ -1,6 +1,9 @@
 """A model with tables, its batches, and the optimizers that update rows: for tests of jobs with sparse gradients."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -70,6 +73,15 @@ MAKERS: dict[str, Callable[[TableModel], list[torch.optim.Optimizer]]] = {
         fastps.RowWiseAdagradOptimizer(model.tables(), lr=0.05),
     ],
 }
+
+
+@contextlib.contextmanager
+def wrapped(model: TableModel, name: str, resume: Iterable[Path] = ()) -> Iterator[list[fastps.DistributedOptimizer]]:
+    """The optimizers of this name as jobs under bsp, which are closed in the end; each may begin from a checkpoint."""
+    with contextlib.ExitStack() as stack:
+        pairs = itertools.zip_longest(MAKERS[name](model), resume)
+        jobs = (fastps.DistributedOptimizer(each, "bsp", model=model, resume=folder) for each, folder in pairs)
+        yield [stack.enter_context(job) for job in jobs]
 
 
 def difference(mine: TableModel, theirs: TableModel) -> float:

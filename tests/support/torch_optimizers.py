@@ -69,11 +69,29 @@ def batches_of(steps: int, size: int, seed: int = 1) -> list[tuple[torch.Tensor,
     return [(torch.randn(size, 13, generator=generator), torch.randint(3, (size,), generator=generator)) for _ in range(steps)]
 
 
+def share_of(batches: list[tuple[torch.Tensor, torch.Tensor]], rank: int, size: int = BATCH) -> Any:
+    """The rows of a worker in the batches of all."""
+    own = slice(rank * size, (rank + 1) * size)
+    return [(first[own], second[own]) for first, second in batches]
+
+
 def train_on(model: torch.nn.Module, optimizer: Any, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for inputs, labels in batches:
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
+
+
+def steps_on(model: Any, optimizer: Any, inputs: torch.Tensor, steps: int = 1, loss: Callable[..., Any] = torch.sum) -> None:
+    """Steps, each with the gradient of a loss of what the model makes of the same inputs."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model(inputs)).backward()
+        optimizer.step()
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
 
 
 def relative_difference(model: torch.nn.Module, expected: torch.nn.Module) -> float:

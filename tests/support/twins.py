@@ -93,27 +93,9 @@ def plain(weight: Any, gradient: Any, learning_rate: Any) -> Any:
     weight = weight - learning_rate * mean;
     """,
 )
-def eight(
-    weight: Any,
-    gradient: Any,
-    a: Any,
-    b: Any,
-    c: Any,
-    d: Any,
-    e: Any,
-    f: Any,
-    g: Any,
-    h: Any,
-    learning_rate: Any,
-    p: Any,
-    q: Any,
-    r: Any,
-    s: Any,
-    t: Any,
-    u: Any,
-    v: Any,
-    step: Any,
-) -> Any:
+def eight(  # type: ignore[no-untyped-def]
+    weight, gradient, a, b, c, d, e, f, g, h, learning_rate, p, q, r, s, t, u, v, step
+):
     """Step by a weighed mean of the last eight gradients: as many states and hyper-parameters as a rule may have."""
     mean = p * a + q * b + r * c + s * d + t * e + u * f + v * g + h
     return weight - learning_rate * mean, gradient / step, a, b, c, d, e, f, g

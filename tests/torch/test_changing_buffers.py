@@ -12,6 +12,7 @@ import torch
 import fastps
 from fastps.errors import CheckpointError
 from tests.support import processes
+from tests.support.torch_optimizers import steps_on
 
 
 class Statistics(torch.nn.Module):
@@ -29,26 +30,6 @@ class Statistics(torch.nn.Module):
         return inputs
 
 
-def _assigns(module: Any, mean: torch.Tensor) -> None:
-    module.mean = 0.5 * mean
-
-
-def _registers(module: Any, mean: torch.Tensor) -> None:
-    module.register_buffer("late", 2 * mean)
-
-
-def _resizes(module: Any, mean: torch.Tensor) -> None:
-    module.mean.resize_(mean.shape).copy_(mean)
-
-
-def _grows_much(module: Any, mean: torch.Tensor) -> None:
-    module.mean = mean.repeat(1 << 18)
-
-
-def _differs(module: Any, mean: torch.Tensor) -> None:
-    module.mean = mean.repeat(1 + fastps.rank())
-
-
 def _averaged(keep: Callable[[Any, torch.Tensor], None]) -> list[dict[str, Any]]:
     """What two workers, with means of 1 and 3, have after a step and average_buffers()."""
     job = f"buffers-{os.getpid()}-{time.monotonic_ns()}"
@@ -58,22 +39,24 @@ def _averaged(keep: Callable[[Any, torch.Tensor], None]) -> list[dict[str, Any]]
         model = torch.nn.Sequential(Statistics(keep), torch.nn.Linear(2, 1))
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
         with fastps.DistributedOptimizer(inner, model=model, job=job, rank=rank, workers=2, timeout_s=30) as optimizer:
-            model(torch.full((4, 2), 1.0 + 2 * rank)).sum().backward()
-            optimizer.step()
+            steps_on(model, optimizer, torch.full((4, 2), 1.0 + 2 * rank))
             optimizer.average_buffers()
             return {name: buffer.flatten()[:2].tolist() for name, buffer in model.named_buffers()}
 
     return processes.results(processes.start_each(work, 2), 60)
 
 
+OWN_MEANS = [{"0.mean": [mean, mean], "0.count": [1]} for mean in (1.0, 3.0)]
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("keep", "expected"), [
-    (_assigns, [{"0.mean": [1.0, 1.0], "0.count": [1]}] * 2),
-    (_registers, [{"0.mean": [0.0], "0.count": [1], "0.late": [4.0, 4.0]}] * 2),
-    (_resizes, [{"0.mean": [2.0, 2.0], "0.count": [1]}] * 2),
-    (_grows_much, [{"0.mean": [1.0, 1.0], "0.count": [1]}, {"0.mean": [3.0, 3.0], "0.count": [1]}]),
-    (_differs, [{"0.mean": [1.0, 1.0], "0.count": [1]}, {"0.mean": [3.0, 3.0], "0.count": [1]}]),
-])  # fmt: skip
+    (lambda it, mean: setattr(it, "mean", 0.5 * mean), [{"0.mean": [1.0, 1.0], "0.count": [1]}] * 2),
+    (lambda it, mean: it.register_buffer("late", 2 * mean), [{"0.mean": [0.0], "0.count": [1], "0.late": [4.0, 4.0]}] * 2),
+    (lambda it, mean: it.mean.resize_(mean.shape).copy_(mean), [{"0.mean": [2.0, 2.0], "0.count": [1]}] * 2),
+    (lambda it, mean: setattr(it, "mean", mean.repeat(1 << 18)), OWN_MEANS),
+    (lambda it, mean: setattr(it, "mean", mean.repeat(1 + fastps.rank())), OWN_MEANS),
+], ids=["assigns", "registers", "resizes", "grows much", "differs"])  # fmt: skip
 def test_buffers_are_averaged_as_the_model_has_them_now(keep: Any, expected: list[dict[str, Any]]) -> None:
     assert _averaged(keep) == expected
 
@@ -107,10 +90,7 @@ class Constant(torch.nn.Module):
 def _train(model: torch.nn.Module, folder: Path, resume: Path | None = None) -> fastps.DistributedOptimizer:
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = fastps.DistributedOptimizer(inner, model=model, checkpoint=folder, every=2, resume=resume)
-    for _ in range(4):
-        optimizer.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
+    steps_on(model, optimizer, torch.ones(1, 2), 4)
     optimizer.average_buffers()
     optimizer.close()
     return optimizer

@@ -1,5 +1,6 @@
 """torch.compile of a model under fastps, with and without the backward in a graph, and of a whole step."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +22,15 @@ def _loss(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     return torch.nn.functional.cross_entropy(model(inputs.to(parameter.dtype)), labels)
 
 
-def _forward(model: torch.nn.Module, optimizer: Any, backend: str) -> Step:
+def _forward(model: torch.nn.Module, optimizer: Any, backend: str, around: Any = contextlib.nullcontext) -> Step:
     """The model is compiled; autograd runs its backward."""
     compiled = torch.compile(model, backend=backend)
 
     def step(inputs: torch.Tensor, labels: torch.Tensor) -> None:
         optimizer.zero_grad()
-        _loss(compiled, inputs, labels).backward()
+        loss = _loss(compiled, inputs, labels)
+        with around():
+            loss.backward()
         optimizer.step()
 
     return step
@@ -35,16 +38,7 @@ def _forward(model: torch.nn.Module, optimizer: Any, backend: str) -> Step:
 
 def _backward(model: torch.nn.Module, optimizer: Any, backend: str) -> Step:
     """The model is compiled, and the backward as one graph of its own."""
-    compiled = torch.compile(model, backend=backend)
-
-    def step(inputs: torch.Tensor, labels: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        loss = _loss(compiled, inputs, labels)
-        with compiled_autograd._enable(torch.compile(backend=backend)):
-            loss.backward()
-        optimizer.step()
-
-    return step
+    return _forward(model, optimizer, backend, lambda: compiled_autograd._enable(torch.compile(backend=backend)))
 
 
 def _whole_step(model: torch.nn.Module, optimizer: Any, backend: str) -> Step:

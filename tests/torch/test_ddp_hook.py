@@ -1,6 +1,6 @@
 """DistributedDataParallel with push_hook: the store sums, DDP averages nothing, and what would train wrongly is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +31,25 @@ def _in_workers(folder: Path, work: Callable[[int], Any], backend: str) -> list[
         finally:
             dist.destroy_process_group()
 
-    children = processes.start_job(live, 2)
-    processes.finish(children, 60)
-    return [child.outcome for child in children]
+    return processes.results(processes.start_job(live, 2), 60)
+
+
+def _train_on(model: torch.nn.Module, optimizer: Any, batches: Iterable[torch.Tensor]) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(batch), batch[:, :2]).backward()
+        optimizer.step()
 
 
 def _train(rank: int, sync: str, as_views: bool) -> list[Any]:
     ddp = DistributedDataParallel(_model(), gradient_as_bucket_view=as_views, bucket_cap_mb=0.0001)
     ddp.register_comm_hook(None, fastps.push_hook)
     optimizer = fastps.DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), sync=sync)
-    for batch in _batches():
-        mine = batch.chunk(2)[rank]
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(ddp(mine), mine[:, :2]).backward()
-        optimizer.step()
+    _train_on(ddp, optimizer, [batch.chunk(2)[rank] for batch in _batches()])
     optimizer.wait_for_others()
-    weights = [parameter.detach().clone().numpy() for parameter in ddp.parameters()]
-    versions = optimizer.version
+    found = [optimizer.version, [parameter.detach().clone().numpy() for parameter in ddp.parameters()]]
     optimizer.close()
-    return [versions, weights]
+    return found
 
 
 def _register(rank: int) -> int:
@@ -67,10 +67,7 @@ def test_torch_takes_the_hook_with_its_annotations(tmp_path: Path) -> None:
 def test_ddp_that_pushes_trains_as_one_process(tmp_path: Path, backend: str, as_views: bool) -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for batch in _batches():
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(batch), batch[:, :2]).backward()
-        optimizer.step()
+    _train_on(model, optimizer, _batches())
     for versions, weights in _in_workers(tmp_path, lambda rank: _train(rank, "bsp", as_views), backend):
         assert versions == len(_batches())
         for found, wanted in zip(weights, model.parameters(), strict=True):

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fastps
 from fastps.torch.placements.placed import placed
 from tests.support.rules import lazy_rule
-from tests.support.torch_optimizers import BATCH, OPTIMIZERS, STEPS, batches_of, new_model, relative_difference
+from tests.support.torch_optimizers import BATCH, OPTIMIZERS, STEPS, batches_of, new_model, relative_difference, train_on
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 ADAM = OPTIMIZERS["adam"]
@@ -33,13 +33,6 @@ def _batches(steps: int, size: int = BATCH) -> Batches:
     return [(inputs.double() / 3, labels) for inputs, labels in batches_of(steps, size)]
 
 
-def _train(model: torch.nn.Module, optimizer: Any, batches: Batches) -> None:
-    for inputs, labels in batches:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-
-
 def _vector(model: torch.nn.Module) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
@@ -51,9 +44,9 @@ def _vector(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("name", RULES)
 def test_one_worker_equals_torch_in_double_for_200_steps(name: str) -> None:
     plain, model, batches = _double(), _double(), _batches(STEPS)
-    _train(plain, OPTIMIZERS[name](plain.parameters()), batches)
+    train_on(plain, OPTIMIZERS[name](plain.parameters()), batches)
     with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), sync="bsp", model=model) as optimizer:
-        _train(model, optimizer, batches)
+        train_on(model, optimizer, batches)
         assert optimizer.worker.store.layout.gradient_type == "float64"
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
     assert relative_difference(model, plain) < 1e-12
@@ -71,9 +64,9 @@ def double_by_default() -> Iterator[None]:
 def test_nadam_equals_torch_also_where_double_is_the_default_type() -> None:
     plain, model, batches = _double(), _double(), _batches(STEPS)
     expected = OPTIMIZERS["nadam"](plain.parameters())
-    _train(plain, expected, batches)
+    train_on(plain, expected, batches)
     with fastps.DistributedOptimizer(OPTIMIZERS["nadam"](model.parameters()), model=model) as optimizer:
-        _train(model, optimizer, batches)
+        train_on(model, optimizer, batches)
         found = optimizer.state_dict()["state"][0]["mu_product"]
     assert relative_difference(model, plain) < 1e-12
     assert torch.equal(found, expected.state_dict()["state"][0]["mu_product"])
@@ -105,7 +98,7 @@ def test_weights_are_replaced_shown_and_read_in_double() -> None:
     weights = [parameter.detach().clone() for parameter in other.parameters()]
     job = f"doubles-reader-{os.getpid()}"
     with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model, job=job) as optimizer, fastps.reader(job) as reader:
-        _train(model, optimizer, _batches(3))
+        train_on(model, optimizer, _batches(3))
         with optimizer.shown_weights(weights):
             assert torch.equal(_vector(model), _vector(other))
         optimizer.replace_weights(weights)
@@ -128,21 +121,12 @@ def _mixed() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(3, 2).double(), torch.nn.Linear(2, 1))
 
 
-_REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a mix": (
-        lambda: ADAM(_mixed().parameters()),
-        "expected float64 for all parameters or for none, found float32 and float64",
-    ),
-    "a user's rule": (
-        lambda: fastps.RuleOptimizer(_double().parameters(), _descent(), learning_rate=0.1),
-        "is compiled for float32: expected float32 parameters, found float64",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", _REFUSED)
-def test_what_a_job_in_double_cannot_have_is_refused_by_name(what: str) -> None:
-    make, sentence = _REFUSED[what]
+@pytest.mark.parametrize(("make", "sentence"), [
+    (lambda: ADAM(_mixed().parameters()), "expected float64 for all parameters or for none, found float32 and float64"),
+    (lambda: fastps.RuleOptimizer(_double().parameters(), _descent(), learning_rate=0.1),
+     "is compiled for float32: expected float32 parameters, found float64"),
+], ids=["a mix", "a user's rule"])  # fmt: skip
+def test_what_a_job_in_double_cannot_have_is_refused_by_name(make: Callable[[], Any], sentence: str) -> None:
     with pytest.raises(fastps.UnsupportedError, match=sentence):
         fastps.DistributedOptimizer(make())
 

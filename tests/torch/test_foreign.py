@@ -9,7 +9,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from fastps.processes.launcher import Launcher
 from fastps.processes.worker_environment import environment_of, style_of
 from fastps.store import instances as job_instances
 from tests.support import processes
-from tests.support.scripts import modules_of
+from tests.support.scripts import modules_of, program
+from tests.support.torch_optimizers import steps_on
 
 
 def _model(seed: int = 0) -> torch.nn.Linear:
@@ -35,11 +36,8 @@ def _wrap(of: torch.nn.Module, **options: Any) -> fastps.DistributedOptimizer:
     return fastps.DistributedOptimizer(torch.optim.SGD(of.parameters(), lr=0.01), **options)
 
 
-def _train(model: torch.nn.Module, optimizer: fastps.DistributedOptimizer, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
+def _train(model: torch.nn.Module, optimizer: Any, steps: int) -> None:
+    steps_on(model, optimizer, torch.ones(2, 4), steps)
 
 
 def _in_processes(work: Callable[[int], Any], workers: int, start: Any = processes.start_job) -> list[Any]:
@@ -123,27 +121,28 @@ def test_number_of_workers_without_a_rank_is_refused(monkeypatch: pytest.MonkeyP
         _wrap(_model())
 
 
-def _meet(folder: Path, rank: int) -> None:
-    """Make a process group of two. A rank that ended before the other is connected would fail it."""
+@contextlib.contextmanager
+def _met(folder: Path, rank: int) -> Iterator[None]:
+    """Inside a process group of two. A rank that ended before the other is connected would fail it."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     torch.distributed.barrier()
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_process_group_numbers_a_worker_that_no_variable_does(tmp_path: Path) -> None:
     def work(rank: int) -> tuple[int, int]:
-        _meet(tmp_path, rank)
-        try:
+        with _met(tmp_path, rank):
             return fastps.rank(), fastps.world_size()
-        finally:
-            torch.distributed.destroy_process_group()
 
     assert _in_processes(work, 2, processes.start_each) == [(0, 2), (1, 2)]
 
 
 @pytest.mark.slow
 def test_script_that_runs_again_in_a_spawned_child_is_told_to_guard_itself(tmp_path: Path) -> None:
-    script = tmp_path / "unguarded.py"
-    script.write_text(
+    text = (
         "import fastps, torch\n"
         "model = torch.nn.Linear(4, 1)\n"
         "optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
@@ -151,7 +150,7 @@ def test_script_that_runs_again_in_a_spawned_child_is_told_to_guard_itself(tmp_p
         "loader = torch.utils.data.DataLoader(data, num_workers=1, multiprocessing_context='spawn')\n"
         "for (inputs,) in loader:\n    pass\n"
     )
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=100)
+    ended = subprocess.run(program(tmp_path, text), capture_output=True, text=True, check=False, timeout=100)
     assert ended.returncode == 1
     assert "guard your script" in ended.stderr
     assert "expected a new name" not in ended.stderr
@@ -161,18 +160,15 @@ def test_script_that_runs_again_in_a_spawned_child_is_told_to_guard_itself(tmp_p
 
 
 def test_workers_see_torchruns_variables_only_where_the_script_asks_for_them(tmp_path: Path) -> None:
-    plain, asking = tmp_path / "plain.py", tmp_path / "asking.py"
-    plain.write_text("import accelerate\n")
-    asking.write_text("import os\nprint(os.environ['RANK'])\n")
-    assert style_of("auto", [sys.executable, str(plain)]) == "fastps"
-    assert style_of("auto", [sys.executable, str(asking), "--rank"]) == "torchrun"
-    assert style_of("auto", [sys.executable, "-u", str(asking), "-m", "nothing"]) == "torchrun"
-    assert style_of("auto", [sys.executable, str(plain), str(asking)]) == "fastps", (
-        "what is given to a script is not the script"
-    )
-    assert style_of("torchrun", [sys.executable, str(plain)]) == "torchrun"
+    plain = program(tmp_path, "import accelerate\n", "plain.py")
+    asking = program(tmp_path, "import os\nprint(os.environ['RANK'])\n", "asking.py")
+    assert style_of("auto", plain) == "fastps"
+    assert style_of("auto", [*asking, "--rank"]) == "torchrun"
+    assert style_of("auto", [sys.executable, "-u", asking[1], "-m", "nothing"]) == "torchrun"
+    assert style_of("auto", [*plain, asking[1]]) == "fastps", "what is given to a script is not the script"
+    assert style_of("torchrun", plain) == "torchrun"
     with pytest.raises(fastps.UsageError, match="--env"):
-        style_of("slurm", [sys.executable, str(plain)])
+        style_of("slurm", plain)
     outer = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "1"}
     seen = environment_of(1, 2, 5, "job", None, outer)
     assert not [name for name in outer if name in seen], "a library would join what is around"
@@ -183,29 +179,19 @@ def test_workers_see_torchruns_variables_only_where_the_script_asks_for_them(tmp
 
 @pytest.mark.slow
 def test_launched_script_finds_its_rank_without_torchruns_variables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import os, fastps\nprint(fastps.rank(), fastps.world_size(), 'RA' + 'NK' in os.environ)\n")
-    assert Launcher([sys.executable, str(script)], 2).run().exit_code == 0
+    text = "import os, fastps\nprint(fastps.rank(), fastps.world_size(), 'RA' + 'NK' in os.environ)\n"
+    assert Launcher(program(tmp_path, text), 2).run().exit_code == 0
     assert sorted(capsys.readouterr().out.splitlines()) == ["[0] 0 2 False", "[1] 1 2 False"]
 
 
-def _in_ddp(wraps_first: bool, rank: int, folder: Path) -> tuple[str, str]:
-    _meet(folder, rank)
-    model = _model()
-    averaging = torch.nn.parallel.DistributedDataParallel(model) if not wraps_first else None
-    try:
-        optimizer = _wrap(model, sync="asp")
-        averaging = averaging or torch.nn.parallel.DistributedDataParallel(model)
-        averaging(torch.ones(2, 4)).sum().backward()
-        try:
+def _in_ddp(wraps_first: bool, rank: int, folder: Path) -> None:
+    with _met(folder, rank):
+        model = _model()
+        averaging = torch.nn.parallel.DistributedDataParallel(model) if not wraps_first else None
+        with contextlib.closing(_wrap(model, sync="asp")) as optimizer:
+            averaging = averaging or torch.nn.parallel.DistributedDataParallel(model)
+            averaging(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-        finally:
-            optimizer.close()
-    except fastps.UnsupportedError as error:
-        return type(error).__name__, str(error)
-    finally:
-        torch.distributed.destroy_process_group()
-    return "trained", ""
 
 
 @pytest.mark.parametrize("wraps_first", [True, False])
@@ -220,20 +206,14 @@ def test_model_inside_ddp_is_refused_by_name_before_a_gradient_counts_twice(wrap
 def test_model_that_is_sharded_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    def work(rank: int) -> tuple[str, str]:
-        _meet(tmp_path, rank)
-        model: torch.nn.Module = _model()
-        if kind == "fully_shard":
-            fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
-        else:
-            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=kind == "original")
-        try:
+    def work(rank: int) -> None:
+        with _met(tmp_path, rank):
+            model: torch.nn.Module = _model()
+            if kind == "fully_shard":
+                fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+            else:
+                model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=kind == "original")
             _wrap(model).close()
-        except fastps.UnsupportedError as error:
-            return type(error).__name__, str(error)
-        finally:
-            torch.distributed.destroy_process_group()
-        return "trained", ""
 
     for name, sentence in _in_processes(work, 2):
         assert name == "UnsupportedError", sentence
@@ -242,10 +222,8 @@ def test_model_that_is_sharded_is_refused_by_name(kind: str, tmp_path: Path) -> 
 
 def test_process_group_that_averages_nothing_is_no_obstacle(tmp_path: Path) -> None:
     def work(rank: int) -> int:
-        _meet(tmp_path, rank)
-        with _wrap(model := _model()) as optimizer:
+        with _met(tmp_path, rank), _wrap(model := _model()) as optimizer:
             _train(model, optimizer, 3)
-        torch.distributed.destroy_process_group()
         return optimizer.version
 
     assert _in_processes(work, 2) == [3, 3]
@@ -353,14 +331,11 @@ def test_weights_that_one_worker_replaces_are_everyones_and_no_update_is_lost() 
 
     plain = _model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
-    for step in range(5):
-        if step == 3:
-            with torch.no_grad():
-                for parameter in plain.parameters():
-                    parameter.clamp_(-0.01, 0.01)
-        optimizer.zero_grad()
-        plain(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
+    _train(plain, optimizer, 3)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.clamp_(-0.01, 0.01)
+    _train(plain, optimizer, 2)
     momentum = [entry["momentum_buffer"].sum().item() for entry in optimizer.state_dict()["state"].values()]
     expected = [*plain.weight.flatten().tolist(), *plain.bias.tolist(), *momentum]
     for found in _in_processes(work, 2):
@@ -381,15 +356,8 @@ def test_weights_of_another_shape_replace_nothing() -> None:
 # -- BatchNorm's buffers ---------------------------------------------------------------------------
 
 
-class _Normed(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(4)
-        self.out = torch.nn.Linear(4, 1)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.out(self.norm(inputs))
-        return normed
+def _normed() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
 
 
 @pytest.mark.parametrize("leaves_early", [False, True])
@@ -397,14 +365,13 @@ def test_buffers_are_averaged_over_all_workers_whoever_comes_first(leaves_early:
 
     def work(rank: int) -> list[tuple[list[float], list[float]]]:
         torch.manual_seed(rank)
-        model = _Normed()
+        model = _normed()
         found = []
         with _wrap(model, sync="asp", model=model) as optimizer:
             optimizer.wait_for_start()
             for turn in range(3):
-                _train_on(model, optimizer, torch.randn(8, 4) + rank)
-                own = model.norm.running_mean
-                assert own is not None
+                steps_on(model, optimizer, torch.randn(8, 4) + rank)
+                own: Any = model[0].running_mean
                 mine = own.tolist()
                 if leaves_early and turn == 2:
                     if rank:
@@ -421,22 +388,16 @@ def test_buffers_are_averaged_over_all_workers_whoever_comes_first(leaves_early:
         assert np.allclose(outcome[0][1], expected, atol=1e-6)
 
 
-def _train_on(model: torch.nn.Module, optimizer: fastps.DistributedOptimizer, inputs: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    model(inputs).sum().backward()
-    optimizer.step()
-
-
 def test_worker_that_does_not_average_is_named() -> None:
 
     def work(rank: int) -> None:
-        model = _Normed()
+        model = _normed()
         with _wrap(model, sync="asp", model=model, timeout_s=1.0) as optimizer:
             optimizer.wait_for_start()
             if rank == 0:
                 optimizer.average_buffers()
             for _ in range(60):
-                _train_on(model, optimizer, torch.randn(8, 4))
+                steps_on(model, optimizer, torch.randn(8, 4))
                 time.sleep(0.05)
 
     kind, sentence = _in_processes(work, 2)[0]

@@ -175,12 +175,11 @@ def test_two_workers_equal_one_process_with_the_gradients_of_both(make: Callable
             _train(model, optimizer, batches[rank::2])
             return [master.reshape(-1).tolist() for master in _masters(optimizer)]
 
-    children = processes.start_job(work, 2)
-    processes.results(children, 60)
-    assert children[0].outcome == children[1].outcome
+    found, other = processes.results(processes.start_job(work, 2), 60)
+    assert found == other
     steps = [[batches[2 * step], batches[2 * step + 1]] for step in range(20)]
     expected = _vector(_reference(make(), OPTIMIZERS["momentum"], steps))
-    assert torch.equal(_vector(torch.tensor(values, dtype=expected.dtype) for values in children[0].outcome), expected)
+    assert torch.equal(_vector(torch.tensor(values, dtype=expected.dtype) for values in found), expected)
 
 
 @pytest.mark.sampled(3)

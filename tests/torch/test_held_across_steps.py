@@ -2,7 +2,6 @@
 
 import copy
 import mmap
-import time
 from typing import Any
 
 import pytest
@@ -84,10 +83,6 @@ def test_inference_mode_leaves_nothing_that_a_later_backward_cannot_use() -> Non
 def test_tensors_over_a_parameters_memory_follow_it_from_before_wrapping_to_after_close() -> None:
     said = mmap.mmap(-1, 2)
 
-    def wait_for(place: int) -> None:
-        while not said[place]:
-            time.sleep(0.001)
-
     def work(rank: int) -> list[bool]:
         model = new_model()
         before = model.state_dict()
@@ -95,11 +90,11 @@ def test_tensors_over_a_parameters_memory_follow_it_from_before_wrapping_to_afte
             train_on(model, optimizer, batches_of(2, BATCH, seed=rank))
             during = model.state_dict()
             if rank == 1:
-                wait_for(0)
+                processes.wait_until(lambda: said[0], 60)
                 train_on(model, optimizer, batches_of(20, BATCH))  # into all buffers of the arena
         expected = copy.deepcopy(model.state_dict())
         said[rank] = 1
-        wait_for(1)
+        processes.wait_until(lambda: said[1], 60)
         found = [torch.equal(expected[name], each[name]) for each in (before, during) for name in expected]
         with torch.no_grad():
             model[0].weight.zero_()

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import operator
 import os
 import pickle
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 import fastps
 from fastps.errors import UnsupportedError, UsageError
 from tests.support import processes
+from tests.support.torch_optimizers import mean_square, steps_on
 
 Reset = Callable[[Any, torch.nn.Module], None]
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -20,22 +22,6 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
 }
-
-
-def _new_dict(optimizer: Any, model: torch.nn.Module) -> None:
-    optimizer.state = collections.defaultdict(dict)
-
-
-def _clear(optimizer: Any, model: torch.nn.Module) -> None:
-    optimizer.state.clear()
-
-
-def _set_state(optimizer: Any, model: torch.nn.Module) -> None:
-    optimizer.__setstate__({"state": collections.defaultdict(dict), "param_groups": optimizer.param_groups})
-
-
-def _drop_one(optimizer: Any, model: torch.nn.Module) -> None:
-    del optimizer.state[next(model.parameters())]
 
 
 def _zero_all(optimizer: Any, model: torch.nn.Module) -> None:
@@ -57,15 +43,9 @@ def _replaced_tensor(optimizer: Any, model: Any) -> None:
     entry[name] = torch.full_like(entry[name], 0.25)
 
 
-def _of_inner(optimizer: Any, model: torch.nn.Module) -> None:
-    getattr(optimizer, "_inner", optimizer).state = collections.defaultdict(dict)
-
-
 def _train(optimizer: Any, model: torch.nn.Module, target: float) -> None:
     for factor in range(1, 5):
-        optimizer.zero_grad()
-        (model(torch.ones(2, 3) * factor) - target).square().mean().backward()
-        optimizer.step()
+        steps_on(model, optimizer, torch.full((2, 3), float(factor)), loss=lambda output: mean_square(output - target))
 
 
 def _weights(make: str, reset: Reset, wrap: Callable[[torch.optim.Optimizer], Any]) -> torch.Tensor:
@@ -80,21 +60,24 @@ def _weights(make: str, reset: Reset, wrap: Callable[[torch.optim.Optimizer], An
     return torch.cat([each.detach().flatten() for each in model.parameters()])
 
 
-ALL = [_new_dict, _clear, _set_state, _drop_one, _zero_all, _dead_neuron, _replaced_tensor, _of_inner]
-
-
+EMPTY: Any = collections.defaultdict(dict)
+WRITES: dict[str, Reset] = {"zero all": _zero_all, "dead neuron": _dead_neuron, "replaced tensor": _replaced_tensor}
+RESETS: dict[str, Reset] = {
+    "new dict": lambda optimizer, model: setattr(optimizer, "state", EMPTY.copy()),
+    "clear": lambda optimizer, model: optimizer.state.clear(),
+    "set state": lambda it, model: it.__setstate__({"state": EMPTY.copy(), "param_groups": it.param_groups}),
+    "drop one": lambda optimizer, model: operator.delitem(optimizer.state, next(model.parameters())),
+    "of inner": lambda optimizer, model: setattr(getattr(optimizer, "_inner", optimizer), "state", EMPTY.copy()),
+    **WRITES,
+}
 # torch's Adagrad has no state to begin anew with: it makes its state when it is constructed.
-CASES = [
-    (make, reset)
-    for make in MAKERS
-    for reset in ALL
-    if make != "adagrad" or reset in (_zero_all, _dead_neuron, _replaced_tensor)
-]
+CASES = [(make, reset) for make in MAKERS for reset in RESETS if make != "adagrad" or reset in WRITES]
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(("make", "reset"), CASES)
-def test_state_that_a_script_writes_is_the_jobs_at_the_next_step(make: str, reset: Reset) -> None:
+@pytest.mark.parametrize(("make", "name"), CASES)
+def test_state_that_a_script_writes_is_the_jobs_at_the_next_step(make: str, name: str) -> None:
+    reset = RESETS[name]
     plain = _weights(make, reset, lambda inner: inner)
     without = _weights(make, lambda optimizer, model: None, lambda inner: inner)
     found = _weights(make, reset, fastps.DistributedOptimizer)
@@ -126,9 +109,8 @@ def test_write_to_a_tensor_that_was_read_before_the_last_step_is_refused() -> No
         kept = optimizer.state[model.weight]["exp_avg"]
         _train(optimizer, model, 1.0)
         kept.zero_()
-        with pytest.raises(
-            UsageError, match=r"'exp_avg' that was read before the last step\(\) was written to.*read optimizer.state"
-        ):
+        sentence = r"'exp_avg' that was read before the last step\(\) was written to.*read optimizer.state"
+        with pytest.raises(UsageError, match=sentence):
             _train(optimizer, model, 1.0)
 
 
@@ -190,18 +172,14 @@ def test_frozen_parameters_of_other_kinds_are_left_out_as_in_torch(kind: str) ->
         constant = torch.nn.Parameter(FROZEN[kind](), requires_grad=False)
         inner = torch.optim.AdamW([{"params": [constant, model.weight]}, {"params": [model.bias], "lr": 0.01}], lr=0.1)
         optimizer: Any = wrap(inner)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(2, 3)).sum().backward()
-            optimizer.step()
+        steps_on(model, optimizer, torch.ones(2, 3), 3)
         saved = optimizer.state_dict()
         optimizer.load_state_dict(saved)
         assert list(saved["state"]) == [1, 2]
         if isinstance(optimizer, fastps.DistributedOptimizer):
             optimizer.close()
-        found.append(
-            (model.weight.tolist(), model.bias.tolist(), [float(each["exp_avg"].sum()) for each in saved["state"].values()])
-        )
+        sums = [float(each["exp_avg"].sum()) for each in saved["state"].values()]
+        found.append((model.weight.tolist(), model.bias.tolist(), sums))
     assert found[0] == found[1]
 
 
@@ -211,9 +189,8 @@ def test_gradient_of_a_parameter_that_was_left_out_is_refused_by_name() -> None:
     with fastps.DistributedOptimizer(torch.optim.SGD([*model.parameters(), late], lr=0.1)) as optimizer:
         late.requires_grad_(True)
         (model(torch.ones(1, 3)).sum() * late).sum().backward()
-        with pytest.raises(
-            UnsupportedError, match="was frozen when the optimizer was wrapped, and was left out: expected a type of"
-        ):
+        sentence = "was frozen when the optimizer was wrapped, and was left out: expected a type of"
+        with pytest.raises(UnsupportedError, match=sentence):
             optimizer.step()
 
 

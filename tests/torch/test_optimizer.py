@@ -23,6 +23,8 @@ from tests.support.torch_optimizers import (
     batches_of,
     new_model,
     relative_difference,
+    share_of,
+    steps_on,
     train_on,
 )
 
@@ -61,20 +63,16 @@ def test_four_workers_equal_one_process_with_the_batches_of_all(name: str, bound
 
     def work(rank: int) -> list[float]:
         model = new_model(seed=rank)  # worker 0's weights are everyone's first
-        mine = [(x[rank * BATCH : (rank + 1) * BATCH], y[rank * BATCH : (rank + 1) * BATCH]) for x, y in batches]
         with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), sync="bsp", model=model) as optimizer:
-            train_on(model, optimizer, mine)
+            train_on(model, optimizer, share_of(batches, rank))
         return [float(value) for value in torch.nn.utils.parameters_to_vector(model.parameters())]
 
-    children = processes.start_job(work, workers)
-    processes.results(children, 60)
+    found, *others = processes.results(processes.start_job(work, workers), 60)
     plain = new_model(seed=0)
     train_on(plain, OPTIMIZERS[name](plain.parameters()), batches)
     expected = torch.nn.utils.parameters_to_vector(plain.parameters()).detach()
-    for child in children:
-        assert child.outcome == children[0].outcome, "all workers end with the same bits"
-    difference = float((torch.tensor(children[0].outcome) - expected).abs().max() / expected.abs().max())
-    assert difference <= bound
+    assert others == [found] * 3, "all workers end with the same bits"
+    assert float((torch.tensor(found) - expected).abs().max() / expected.abs().max()) <= bound
 
 
 @pytest.mark.sampled(2)
@@ -84,11 +82,6 @@ def test_four_workers_equal_one_process_with_the_batches_of_all(name: str, bound
 )
 def test_kills_of_a_torch_worker_are_named_by_the_others(sync: str) -> None:
     """Five kills a discipline: 20 with torch, beside the 180 of tests/store/test_store.py without."""
-    for seed in range(5):
-        _kill_a_torch_worker(sync, random.Random(seed))
-
-
-def _kill_a_torch_worker(sync: str, generator: random.Random) -> None:
     has_stepped = mmap.mmap(-1, 3)  # shared with the children
 
     def work(rank: int) -> None:
@@ -99,13 +92,12 @@ def _kill_a_torch_worker(sync: str, generator: random.Random) -> None:
             train_on(model, optimizer, batch)
             has_stepped[rank] = 1
 
-    children = processes.start_job(work, 3)
-    deadline = time.monotonic() + 30
-    while bytes(has_stepped) != b"\1\1\1" and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(generator.random() * 0.05)
-    victim = generator.randrange(3)
-    processes.kill_one(children, victim)
+    for seed in range(5):
+        generator, has_stepped[:] = random.Random(seed), bytes(3)
+        children = processes.start_job(work, 3)
+        processes.wait_until(lambda: bytes(has_stepped) == b"\1\1\1", 30)
+        time.sleep(generator.random() * 0.05)
+        processes.kill_one(children, generator.randrange(3))
 
 
 # -- no copies -------------------------------------------------------------------------------------
@@ -304,20 +296,14 @@ def test_loading_weights_before_the_first_step_is_fine() -> None:
     assert relative_difference(model, other) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda p: _OwnSGD(p, lr=0.1),
-            r"Adadelta, SparseAdam, a .* or a fastps.RuleOptimizer, found .*_OwnSGD: the fold does not",
-        ),
-        (lambda p: torch.optim.Rprop(p), r"Rprop is not supported, because .*use Adam or RMSprop"),
-        (lambda p: torch.optim.LBFGS(p), r"LBFGS is not supported, because .*several times a step.*use Adam or SGD"),
-        (lambda p: torch.optim.ASGD(p), r"ASGD is not supported, because .*use SGD, and ema=0\.999 in the sync spec"),
-        (lambda p: torch.optim.Adafactor(p), r"Adafactor is not supported, because .*a row and a column.*use AdamW"),
-        (lambda p: torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))]), "Muon is not supported.*multiplies matrices"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (_OwnSGD, r"Adadelta, SparseAdam, a .* or a fastps.RuleOptimizer, found .*_OwnSGD: the fold does not"),
+    (torch.optim.Rprop, r"Rprop is not supported, because .*use Adam or RMSprop"),
+    (torch.optim.LBFGS, r"LBFGS is not supported, because .*several times a step.*use Adam or SGD"),
+    (torch.optim.ASGD, r"ASGD is not supported, because .*use SGD, and ema=0\.999 in the sync spec"),
+    (torch.optim.Adafactor, r"Adafactor is not supported, because .*a row and a column.*use AdamW"),
+    (lambda p: torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))]), "Muon is not supported.*multiplies matrices"),
+])  # fmt: skip
 def test_optimizers_that_the_fold_does_not_know_are_refused(make: Callable[[Any], torch.optim.Optimizer], message: str) -> None:
     with pytest.raises(fastps.UnsupportedError, match=message):
         fastps.DistributedOptimizer(make(new_model().parameters()))
@@ -386,13 +372,8 @@ def test_tied_weights_and_lstms_train() -> None:
     model = copy.deepcopy(plain)
     tokens = torch.randint(7, (4, 5))
 
-    def run(module: torch.nn.Module, optimizer: Any) -> None:
-        for _ in range(10):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(module(tokens), tokens.flatten()).backward()
-            optimizer.step()
-
-    run(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+    loss = lambda output: torch.nn.functional.cross_entropy(output, tokens.flatten())  # noqa: E731
+    steps_on(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), tokens, 10, loss)
     with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) as optimizer:
-        run(model, optimizer)
+        steps_on(model, optimizer, tokens, 10, loss)
     assert relative_difference(model, plain) < 1e-6

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import fastps
 from fastps.torch import profiling
+from tests.support.torch_optimizers import steps_on
 
 _STEPS = 4
 
@@ -26,10 +27,8 @@ def _wrapped(sync: str = "bsp", server: str = "workers") -> Iterator[tuple[torch
         yield model, optimizer
 
 
-def _step(model: torch.nn.Module, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
+def _step(model: torch.nn.Module, optimizer: Any, steps: int = 1) -> None:
+    steps_on(model, optimizer, torch.ones(2, 8), steps)
 
 
 def _profiled(folder: Path, model: torch.nn.Module, optimizer: Any) -> list[dict[str, Any]]:
@@ -69,11 +68,7 @@ def test_a_profiled_step_has_the_result_of_any_other(tmp_path: Path) -> None:
     for is_profiled in (False, True):
         torch.manual_seed(0)
         with _wrapped() as (model, optimizer):
-            if is_profiled:
-                _profiled(tmp_path, model, optimizer)
-            else:
-                for _ in range(_STEPS):
-                    _step(model, optimizer)
+            _profiled(tmp_path, model, optimizer) if is_profiled else _step(model, optimizer, _STEPS)
             assert optimizer.version == _STEPS
             found.append([parameter.detach().clone() for parameter in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -11,6 +11,7 @@ import torch
 
 import fastps
 from tests.support import processes
+from tests.support.torch_optimizers import mean_square, steps_on
 
 
 def _model(seed: int = 0) -> torch.nn.Module:
@@ -24,9 +25,7 @@ def _wrapped(model: torch.nn.Module, /, **options: Any) -> fastps.DistributedOpt
 
 
 def _step(model: torch.nn.Module, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    model(torch.randn(8, 3, 4, 4)).square().mean().backward()
-    optimizer.step()
+    steps_on(model, optimizer, torch.randn(8, 3, 4, 4), loss=mean_square)
 
 
 def _same(model: torch.nn.Module, other: torch.nn.Module) -> bool:

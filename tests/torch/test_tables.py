@@ -9,13 +9,10 @@ import torch
 
 import fastps
 from tests.support import processes
-from tests.support.table_models import MAKERS, ROWS, TableModel, batches_of, difference, loss_of, train_on
+from tests.support.table_models import MAKERS, ROWS, TableModel, batches_of, difference, loss_of, train_on, wrapped
+from tests.support.torch_optimizers import share_of
 
 pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
-
-
-def _wrapped(model: TableModel, name: str, sync: str = "bsp", **options: object) -> list[fastps.DistributedOptimizer]:
-    return [fastps.DistributedOptimizer(each, sync, model=model, **options) for each in MAKERS[name](model)]  # type: ignore[arg-type]
 
 
 @pytest.mark.sampled(5)
@@ -24,35 +21,28 @@ def test_one_worker_equals_torch_for_200_steps(name: str) -> None:
     plain, model = TableModel(), TableModel()
     batches = batches_of(200, 32)
     train_on(plain, MAKERS[name](plain), batches)
-    optimizers = _wrapped(model, name)
-    train_on(model, optimizers, batches)
-    for optimizer in optimizers:
-        optimizer.close()
+    with wrapped(model, name) as optimizers:
+        train_on(model, optimizers, batches)
     assert difference(model, plain) < 1e-5
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse-adam", "row-wise-adagrad"])
 def test_three_workers_under_bsp_equal_one_process_with_the_batches_of_all(name: str) -> None:
-    workers, steps, size = 3, 30, 16
-    batches = batches_of(steps, workers * size)
+    batches = batches_of(30, 3 * 16)
 
     def work(rank: int) -> list[float]:
         model = TableModel(seed=rank)  # worker 0's weights are everyone's first
-        mine = [(bags[rank * size : (rank + 1) * size], ones[rank * size : (rank + 1) * size]) for bags, ones in batches]
-        optimizers = _wrapped(model, name)
-        train_on(model, optimizers, mine)
-        for optimizer in optimizers:
-            optimizer.close()
+        with wrapped(model, name) as optimizers:
+            train_on(model, optimizers, share_of(batches, rank, 16))
         return [float(value) for value in torch.nn.utils.parameters_to_vector(model.parameters())]
 
-    children = processes.start_job(work, workers)
-    processes.results(children, 60)
-    assert all(child.outcome == children[0].outcome for child in children), "all workers end with the same bits"
+    found, *others = processes.results(processes.start_job(work, 3), 60)
+    assert others == [found] * 2, "all workers end with the same bits"
     plain = TableModel(seed=0)
     train_on(plain, MAKERS[name](plain), batches)
     expected = torch.nn.utils.parameters_to_vector(plain.parameters()).detach()
-    assert float((torch.tensor(children[0].outcome) - expected).abs().max() / expected.abs().max()) < 1e-5
+    assert float((torch.tensor(found) - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
 @pytest.mark.sampled(2)
@@ -62,11 +52,9 @@ def test_optimizer_state_loads_into_torchs_optimizer_which_continues_the_same(na
     through, model = TableModel(), TableModel()
     plain = MAKERS[name](through)
     train_on(through, plain, batches)
-    optimizers = _wrapped(model, name)
-    train_on(model, optimizers, batches[:10])
-    saved = [pickle.loads(pickle.dumps(optimizer.state_dict())) for optimizer in optimizers]
-    for optimizer in optimizers:
-        optimizer.close()
+    with wrapped(model, name) as optimizers:
+        train_on(model, optimizers, batches[:10])
+        saved = [pickle.loads(pickle.dumps(optimizer.state_dict())) for optimizer in optimizers]
     continued = MAKERS[name](model)
     for optimizer, state in zip(continued, saved, strict=True):
         optimizer.load_state_dict(state)
@@ -92,14 +80,14 @@ def test_gradients_of_several_backwards_are_summed() -> None:
     plain, model = TableModel(), TableModel()
     batches = batches_of(8, 16)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
-    wrapped = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), "bsp")
-    for trained, stepped in ((plain, optimizer), (model, wrapped)):
+    job = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), "bsp")
+    for trained, stepped in ((plain, optimizer), (model, job)):
         for first, second in zip(batches[::2], batches[1::2], strict=True):
             stepped.zero_grad()
             loss_of(trained, first).backward()
             loss_of(trained, second).backward()
             stepped.step()
-    wrapped.close()
+    job.close()
     assert difference(model, plain) < 1e-5
 
 

@@ -15,7 +15,7 @@ import torch
 
 import fastps
 from tests.support import processes
-from tests.support.torch_optimizers import BATCH, batches_of, new_model, relative_difference, train_on
+from tests.support.torch_optimizers import BATCH, batches_of, new_model, relative_difference, share_of, train_on
 
 SYNCS = ["bsp", "asp", "ssp:1", "dssp:1,3"]
 Wrap = Callable[[torch.optim.Optimizer], Any]
@@ -37,6 +37,13 @@ def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
+def _end(optimizer: Any, model: torch.nn.Module) -> list[torch.Tensor]:
+    """The weights, once a job of the optimizer's is closed."""
+    if isinstance(optimizer, fastps.DistributedOptimizer):
+        optimizer.close()
+    return _values(model)
+
+
 # -- parameters that are frozen and unfrozen ---------------------------------------------------------
 
 
@@ -56,10 +63,7 @@ def _train_in_phases(wrap: Wrap) -> list[torch.Tensor]:
     last = model[4].weight.detach().clone()
     train_on(model, optimizer, batches[8:])
     assert torch.equal(model[4].weight, last)
-    found = _values(model)
-    if isinstance(optimizer, fastps.DistributedOptimizer):
-        optimizer.close()
-    return found
+    return _end(optimizer, model)
 
 
 @pytest.mark.sampled(2)
@@ -133,10 +137,7 @@ def _grow_and_train(wrap: Wrap, batches: list[Any], middle: int, unwrap: Callabl
     inner.add_param_group({"params": list(model[-1].parameters()), "lr": 0.02})
     optimizer = wrap(inner)
     train_on(model, optimizer, batches[middle:])
-    found = _values(model)
-    if isinstance(optimizer, fastps.DistributedOptimizer):
-        optimizer.close()
-    return found
+    return _end(optimizer, model)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -144,18 +145,13 @@ def test_model_that_grows_is_wrapped_anew_and_trains_on_as_in_torch(workers: int
     batches = batches_of(8, workers * BATCH)
 
     def work(rank: int) -> list[list[float]]:
-        mine = [(x[rank * BATCH : (rank + 1) * BATCH], y[rank * BATCH : (rank + 1) * BATCH]) for x, y in batches]
-        found = _grow_and_train(
-            lambda inner: fastps.DistributedOptimizer(inner, sync="bsp", timeout_s=30), mine, 4, lambda each: each.unwrap()
-        )
+        wrap = lambda inner: fastps.DistributedOptimizer(inner, sync="bsp", timeout_s=30)  # noqa: E731
+        found = _grow_and_train(wrap, share_of(batches, rank), 4, lambda each: each.unwrap())
         return [value.flatten().tolist() for value in found]
 
-    children = processes.start_job(work, workers)
-    processes.finish(children, 60)
     expected = _grow_and_train(_plain, batches, 4, _plain)
-    for child in children:
-        assert child.exit_code == 0, child.outcome
-        for found, value in zip(child.outcome, expected, strict=True):
+    for outcome in processes.results(processes.start_job(work, workers), 60):
+        for found, value in zip(outcome, expected, strict=True):
             np.testing.assert_allclose(found, value.flatten().numpy(), rtol=0, atol=1e-5)
 
 
@@ -192,8 +188,7 @@ def test_workers_that_evaluate_together_take_the_newest_weights_and_end_with_the
 
     def meet(rank: int, number: int) -> None:
         said[rank] = number
-        while said[1 - rank] < number:
-            time.sleep(0.001)
+        processes.wait_until(lambda: said[1 - rank] >= number, 60)
 
     def work(rank: int) -> list[float]:
         weight = torch.nn.Parameter(torch.zeros(3))
@@ -276,22 +271,17 @@ def _train_and_go_back(wrap: Wrap, model: torch.nn.Module, load: Callable[[Any, 
     assert optimizer.param_groups[0]["lr"] == 0.01
     train_on(model, optimizer, batches[6:])
     assert optimizer.state_dict()["state"][0]["step"] == 6
-    found = _values(model)
     if isinstance(optimizer, fastps.DistributedOptimizer):
         assert optimizer.version == 9, "going back is no update, and takes none away"
-        optimizer.close()
-    return found
+    return _end(optimizer, model)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", SYNCS)
 def test_state_dicts_are_loaded_between_any_steps_as_in_torch(sync: str) -> None:
     model, plain = new_model(), new_model()
-    found = _train_and_go_back(
-        lambda inner: fastps.DistributedOptimizer(inner, sync=sync, model=model),
-        model,
-        lambda optimizer, weights: optimizer.replace_weights(weights),
-    )
+    wrap = lambda inner: fastps.DistributedOptimizer(inner, sync=sync, model=model)  # noqa: E731
+    found = _train_and_go_back(wrap, model, fastps.DistributedOptimizer.replace_weights)
     expected = _train_and_go_back(_plain, plain, lambda _, weights: plain.load_state_dict(weights))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
@@ -302,10 +292,6 @@ def test_state_dicts_are_loaded_between_any_steps_as_in_torch(sync: str) -> None
 def test_what_one_worker_loads_all_workers_have(sync: str) -> None:
     said = mmap.mmap(-1, 2)
 
-    def wait_for(place: int) -> None:
-        while not said[place]:
-            time.sleep(0.001)
-
     def work(rank: int) -> tuple[float, float]:
         model = new_model()
         inner = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)  # with lr=0 weights stay, and momentum moves
@@ -314,20 +300,18 @@ def test_what_one_worker_loads_all_workers_have(sync: str) -> None:
             if rank == 1:
                 optimizer.replace_weights({name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()})
                 said[1] = 1
-            wait_for(1)
+            processes.wait_until(lambda: said[1], 60)
             train_on(model, optimizer, batches_of(1, BATCH))
             weights = {float(value) for parameter in model.parameters() for value in (parameter.min(), parameter.max())}
             said[rank] = 2
             if rank == 0:
-                while said[1] != 2:
-                    time.sleep(0.001)
+                processes.wait_until(lambda: said[1] == 2, 60)
                 state = optimizer.state_dict()
                 for entry in state["state"].values():
                     entry["momentum_buffer"].fill_(7.0)
                 optimizer.load_state_dict(state)
                 said[0] = 3
-            while said[0] != 3:
-                time.sleep(0.001)
+            processes.wait_until(lambda: said[0] == 3, 60)
             buffers = [entry["momentum_buffer"] for entry in optimizer.state_dict()["state"].values()]
             assert all(bool((buffer == 7.0).all()) for buffer in buffers)
             assert len(weights) == 1
@@ -493,13 +477,10 @@ def test_any_worker_saves_a_small_file_that_loads_without_fastps(workers: int) -
                 train_on(model, optimizer, batches_of(3, BATCH))
         return saved
 
-    children = processes.start_job(work, workers)
-    processes.finish(children, 60)
     plain = io.BytesIO()
     torch.save(new_model().state_dict(), plain)
-    for child in children:
-        assert child.exit_code == 0, child.outcome
-        for weights, whole, values in child.outcome:
+    for outcome in processes.results(processes.start_job(work, workers), 60):
+        for weights, whole, values in outcome:
             assert len(weights) <= len(plain.getvalue()) + 64, "the file has more than the weights"
             assert b"fastps" not in whole
             assert _load_without_fastps(weights, weights_only=True) == values

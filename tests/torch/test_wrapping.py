@@ -16,6 +16,7 @@ import torch
 import fastps
 from fastps.kernels.protocol.lane import Lane
 from tests.support import processes
+from tests.support.torch_optimizers import mean_square, steps_on
 
 Make = Callable[[Any], torch.optim.Optimizer]
 MAKERS: dict[str, Make] = {
@@ -35,9 +36,7 @@ def _fresh(make: Make) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def _train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
     for step in steps:
         inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        model(inputs).pow(2).mean().backward()
-        optimizer.step()
+        steps_on(model, optimizer, inputs, loss=mean_square)
 
 
 @pytest.mark.sampled(2)

@@ -45,24 +45,18 @@ def run(body: str, values: Any = (0.0,) * 4, threads: int = 4, skew: int = 0) ->
     return outputs
 
 
-@pytest.mark.parametrize(
-    ("step", "values", "expected"),
-    [
-        ("fma.rn.f32 %f2, %f1, %f1, 0fBF800000", [1 + 2**-12] * 4, [2**-11 + 2**-24] * 4),  # one rounding: - 1
-        ("mul.rn.f32 %f2, %f1, %f1", [1 + 2**-12] * 4, [1 + 2**-11] * 4),
-        ("sqrt.rn.f32 %f2, %f1", [4.0, 2.0, 0.0, -1.0], [2.0, np.sqrt(np.float32(2)), 0.0, NAN]),
-        ("rcp.rn.f32 %f2, %f1", [4.0, 3.0, 0.0, -0.0], [0.25, np.float32(1) / np.float32(3), INF, -INF]),
-        ("max.f32 %f2, %f1, 0f3F800000", [NAN, 0.5, 2.0, -INF], [1.0, 1.0, 2.0, 1.0]),
-        ("neg.f32 %f2, %f1", [0.0, -0.0, 1.0, -INF], [-0.0, 0.0, -1.0, INF]),
-        ("setp.ne.f32 %p1, %f1, 0f3F800000; selp.f32 %f2, %f1, 0f40000000, %p1", [NAN, 1.0, 5.0, 0.0], [2.0, 2.0, 5.0, 0.0]),
-        ("setp.neu.f32 %p1, %f1, %f1; selp.f32 %f2, 0f40000000, %f1, %p1", [NAN, 1.0, INF, 0.0], [2.0, 1.0, INF, 0.0]),
-        (
-            "cvt.u16.u32 %rs1, %r2; cvt.f32.f16 %f2, %rs1",
-            np.array([0x3C00, 1, 0xFBFF, 0x7C00], np.uint32).view("f4"),
-            [1, 2**-24, -65504, INF],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("step", "values", "expected"), [
+    ("fma.rn.f32 %f2, %f1, %f1, 0fBF800000", [1 + 2**-12] * 4, [2**-11 + 2**-24] * 4),  # one rounding: - 1
+    ("mul.rn.f32 %f2, %f1, %f1", [1 + 2**-12] * 4, [1 + 2**-11] * 4),
+    ("sqrt.rn.f32 %f2, %f1", [4.0, 2.0, 0.0, -1.0], [2.0, np.sqrt(np.float32(2)), 0.0, NAN]),
+    ("rcp.rn.f32 %f2, %f1", [4.0, 3.0, 0.0, -0.0], [0.25, np.float32(1) / np.float32(3), INF, -INF]),
+    ("max.f32 %f2, %f1, 0f3F800000", [NAN, 0.5, 2.0, -INF], [1.0, 1.0, 2.0, 1.0]),
+    ("neg.f32 %f2, %f1", [0.0, -0.0, 1.0, -INF], [-0.0, 0.0, -1.0, INF]),
+    ("setp.ne.f32 %p1, %f1, 0f3F800000; selp.f32 %f2, %f1, 0f40000000, %p1", [NAN, 1.0, 5.0, 0.0], [2.0, 2.0, 5.0, 0.0]),
+    ("setp.neu.f32 %p1, %f1, %f1; selp.f32 %f2, 0f40000000, %f1, %p1", [NAN, 1.0, INF, 0.0], [2.0, 1.0, INF, 0.0]),
+    ("cvt.u16.u32 %rs1, %r2; cvt.f32.f16 %f2, %rs1",
+     np.array([0x3C00, 1, 0xFBFF, 0x7C00], np.uint32).view("f4"), [1, 2**-24, -65504, INF]),
+])  # fmt: skip
 def test_arithmetic_of_floats(step: str, values: Any, expected: Any) -> None:
     found = run(f"{step};\nst.global.f32 [%rd4], %f2;", values).view(np.float32)
     expected = np.array(expected, np.float32)

@@ -167,21 +167,9 @@ def test_a_users_rule_has_the_bits_of_numbas_code(architecture: str) -> None:
 
 
 MUTANTS = {  # text of fold.cu, another in its place, and what is found
-    "an unaligned stride": (
-        "stride = args->state_stride;",
-        "stride = args->state_stride + 1;",
-        "misaligned (error 716): 16 bytes",
-    ),
-    "an unaligned vector": (
-        "fps_device_fold(args, &of, tile.first + place, FPS",
-        "fps_device_fold(args, &of, tile.first + place + 1, FPS",
-        "misaligned",
-    ),
-    "a plane too many": (
-        "args->rule_planes * stride, place",
-        "(args->rule_planes + 1) * stride, place",
-        "outside of the launch's memory (error 700)",
-    ),
+    "an unaligned stride": ("= args->state_stride;", "= args->state_stride + 1;", "misaligned (error 716): 16 bytes"),
+    "an unaligned vector": ("&of, tile.first + place, FPS", "&of, tile.first + place + 1, FPS", "misaligned"),
+    "a plane too many": ("args->rule_planes * stride, place", "(args->rule_planes + 1) * stride, place", "(error 700)"),
     "a fused multiply-add": ("total[i] + term;", "fmaf(more[i], entries[entry].scale, total[i]);", "state"),
     "an unfused multiply-add": (
         "fmaf(fraction, end - start, is_small ? start : end)",

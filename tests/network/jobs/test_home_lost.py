@@ -12,6 +12,7 @@ import torch
 import fastps
 from fastps.system.ports import free_port
 from tests.support.nodes import await_files
+from tests.support.torch_optimizers import mean_square, steps_on
 
 pytestmark = pytest.mark.slow
 
@@ -42,9 +43,7 @@ def _alone(workers: int) -> float:
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(300):
         generators = [torch.Generator().manual_seed(step * workers + rank) for rank in range(workers)]
-        adam.zero_grad()
-        model(torch.cat([torch.randn(8, 8, generator=each) for each in generators])).square().mean().backward()
-        adam.step()
+        steps_on(model, adam, torch.cat([torch.randn(8, 8, generator=each) for each in generators]), loss=mean_square)
     return sum(value.double().abs().sum().item() for value in model.parameters())
 
 

@@ -16,6 +16,7 @@ import torch
 
 import fastps
 from tests.support import nodes, processes
+from tests.support.torch_optimizers import steps_on
 
 pytestmark = pytest.mark.slow
 
@@ -35,9 +36,7 @@ def _train(rank: int, sync: str, folder: Path) -> Any:
             optimizer.wait_for_start()
             before = time.monotonic()
             while after < STEPS:
-                optimizer.zero_grad()
-                model(torch.ones(2, 13)).sum().backward()
-                optimizer.step()
+                steps_on(model, optimizer, torch.ones(2, 13))
                 now = time.monotonic()
                 steps, longest, before = steps + 1, max(longest, now - before), now
                 if steps == 10:

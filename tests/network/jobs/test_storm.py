@@ -127,18 +127,12 @@ class Storm:
         self.faults[kind] += 1
         if kind.startswith("kill"):
             self._kill(kind.partition(" ")[2], node)
-        elif kind == "cut":
-            self._nodes.cut(node, True)
-            time.sleep(min(self._draw.choice((0.1, 1, 2, 6, 20)), SECONDS / 8))
-            self._nodes.cut(node, False)
-        elif kind == "slow":
-            self._nodes.slow(node, 2)
-            time.sleep(2)
-            self._nodes.slow(node, 0)
-        elif kind == "lose":
-            self._nodes.lose(node, 1)
-            time.sleep(5)
-            self._nodes.lose(node, 0)
+        elif kind in ("cut", "slow", "lose"):
+            cut_s = min(self._draw.choice((0.1, 1, 2, 6, 20)), SECONDS / 8) if kind == "cut" else 0.0
+            change, amount, seconds = getattr(self._nodes, kind), *{"cut": (1, cut_s), "slow": (2, 2), "lose": (1, 5)}[kind]
+            change(node, amount)
+            time.sleep(seconds)
+            change(node, 0)
         elif kind == "reset":
             self._nodes.reset(self._draw.choice((0, node)))
         else:

@@ -61,9 +61,8 @@ class HostileNode:
     held: list[socket.socket] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._store = TCPStore(
-            "127.0.0.1", self.job.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=OPEN_S)
-        )
+        how: Any = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=OPEN_S)}
+        self._store = TCPStore("127.0.0.1", self.job.port, **how)
         self._draw = random.Random(self.seed)
         self._incarnation = self._lane = self._step = 0
         self._has_left = False
@@ -155,9 +154,8 @@ class HostileNode:
 
     def _other_kind(self, edge: RawEdge) -> None:
         kind = self._draw.choice([each for each in Kind if each not in (Kind.HELLO, Kind.BEAT)])
-        edge.send(
-            Header(kind, layout=self.job.digest, weight=1, step=self._draw.choice((0, 1, 7)), text="a reason of the test")
-        )
+        step = self._draw.choice((0, 1, 7))
+        edge.send(Header(kind, layout=self.job.digest, weight=1, step=step, text="a reason of the test"))
 
     def _silent(self, edge: RawEdge) -> None:
         if self._draw.random() < 0.5:
@@ -241,7 +239,7 @@ class HostileNode:
 
     def _evils(self) -> list[Callable[[RawEdge], Any]]:
         return [
-            self._mutated_push, self._bad_numbers, self._bad_terms, self._cut, self._member_garbage, self._wrong_order,
+            self._mutated_push, self._bad_numbers, self._bad_terms, self._cut, self._garbage, self._wrong_order,
             self._flood, self._strange_floats, self._leaves, self._vanishes, self._reasons,
         ]  # fmt: skip
 
@@ -361,9 +359,6 @@ class HostileNode:
             time.sleep(self._draw.choice((0.1, 0.5)))
         return False
 
-    def _member_garbage(self, edge: RawEdge) -> None:
-        edge.send(self._draw.randbytes(HEADER_BYTES))
-
     def _wrong_order(self, edge: RawEdge) -> None:
         """Kinds that no leaf sends at this place."""
         kinds = (
@@ -399,10 +394,8 @@ class HostileNode:
 
     def _reasons(self, edge: RawEdge) -> None:
         """It fails, with a reason of any text."""
-        text = self._draw.choice(
-            ("", "\0", "\n\n", "%s%n{0}", "\u20ac" * 130 + "\U0001f4a5" * 4, "x" * 900, "\x1b[2J", "a: b: c")
-        )
-        edge.send(Header(Kind.FAILED, text=text))
+        texts = "", "\0", "\n\n", "%s%n{0}", "\u20ac" * 130 + "\U0001f4a5" * 4, "x" * 900, "\x1b[2J", "a: b: c"
+        edge.send(Header(Kind.FAILED, text=self._draw.choice(texts)))
         edge.close()
         edge.is_over.set()
 
@@ -410,12 +403,8 @@ class HostileNode:
 
     def ports(self) -> list[int]:
         """The ports at which the agents listen now."""
-        found = []
-        for agent in self.agents:
-            for each in psutil.Process(agent).net_connections("tcp"):
-                if each.status == psutil.CONN_LISTEN:
-                    found.append(each.laddr.port)
-        return found
+        found = [each for agent in self.agents for each in psutil.Process(agent).net_connections("tcp")]
+        return [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
 
     def visitor(self) -> None:
         """Random bytes, half handshakes, connections that are opened and closed, and some that stay open."""
@@ -453,7 +442,6 @@ class HostileNode:
         return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism + bytes(32) + rest + self._draw.randbytes(200)
 
     def close(self) -> None:
-        """Close the connections that were kept."""
         for each in self.held:
             each.close()
         self.held.clear()

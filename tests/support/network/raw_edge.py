@@ -22,6 +22,7 @@ from fastps.network.rendezvous import LARGEST_MESSAGE
 from fastps.network.secret import EdgeName, mac
 from fastps.network.sums import Terms, pack
 from fastps.network.zeromq_link import ZeromqLink
+from tests.support.processes import wait_until
 
 OPEN_S, ANSWER_S, END_S = 5.0, 10.0, 12.0
 UNTOUCHED = 0xA5
@@ -42,27 +43,22 @@ class Job:
     def found(port: int, link: str, secret: Secret | None, node: int) -> "Job":
         """Read the job's name and layout at the rendezvous, as soon as node 0 has made its optimizer."""
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        deadline = time.monotonic() + 60
-        while not (keys := [each for each in store.list_keys() if each.endswith("/layout")]):
-            assert time.monotonic() < deadline, "node 0 has not made its optimizer"
-            time.sleep(0.02)
-        key = keys[0]
+        keys = lambda: [each for each in store.list_keys() if each.endswith("/layout")]  # noqa: E731
+        wait_until(keys, 60, "node 0 has not made its optimizer")
+        key = keys()[0]
         name = key.removeprefix("fastps/").removesuffix("/layout")
         return Job(port, name, store.get(key).decode(), link, secret, node)
 
     @property
     def digest(self) -> bytes:
-        """The digest that a HELLO needs."""
         return hashlib.sha256(self.layout.encode()).digest()
 
     @property
     def groups(self) -> int:
-        """The number of parameter groups."""
         return int(json.loads(self.layout)["groups"])
 
     @property
     def parameters(self) -> int:
-        """The number of parameters."""
         return len(json.loads(self.layout)["parameters"])
 
     @property
@@ -72,7 +68,6 @@ class Job:
         return -(-(int(last["offset"]) + math.prod(last["shape"])) // 16) * 16
 
     def terms(self, hyper: Hyper, *, present: bool = True) -> bytes:
-        """The terms of a sum."""
         return pack(Terms([hyper] * self.groups, np.full(self.parameters, present)))
 
 
@@ -89,8 +84,7 @@ class RawEdge:
         self._news = threading.Condition()
         self._control = self._link(mine, "control", HEADER_BYTES)
         self._data = None
-        thread = threading.Thread(target=self._listen, daemon=True)
-        thread.start()
+        threading.Thread(target=self._listen, daemon=True).start()
         if has_data:
             try:
                 self._data = self._link(mine, "data", LARGEST_MESSAGE)
@@ -169,7 +163,6 @@ class RawEdge:
         return memory
 
     def close(self) -> None:
-        """Close both links."""
         self._control.close()
         if self._data is not None:
             self._data.close()
@@ -181,7 +174,6 @@ class RawEdge:
         return EdgeName(self.job.name, 0, self.job.node, self.epoch, self.job.digest)
 
     def proof(self, nonces: bytes, secret: Secret) -> Header:
-        """The leaf's proof."""
         name = self.name()
         code = mac(secret, "edge", "leaf", nonces, name.job, 0, name.node, name.epoch, name.layout)
         return Header(Kind.PROOF, layout=name.layout, text=code)

@@ -74,21 +74,6 @@ def change_one(model: torch.nn.Module, optimizer: Any) -> None:
     gradient.mul_(2)
 
 
-def drop_one(model: torch.nn.Module, optimizer: Any) -> None:
-    backward(model)
-    next(iter(model.parameters())).grad = None
-
-
-def accumulate(model: torch.nn.Module, optimizer: Any) -> None:
-    backward(model)
-    backward(model)
-
-
-def accumulate_part(model: torch.nn.Module, optimizer: Any) -> None:
-    backward(model)
-    backward(model, slice(0, 2))
-
-
 def accumulate_openly(model: torch.nn.Module, optimizer: Any) -> None:
     with optimizer.no_sync():
         backward(model)
@@ -101,24 +86,22 @@ def only_without_sync(model: torch.nn.Module, optimizer: Any) -> None:
         backward(model)
 
 
-def skip_some(model: torch.nn.Module, optimizer: Any) -> None:
-    backward(model, slice(0, 2))
-
-
 # What a step does before it pushes; which shards hooks marked, and which of the marks the push kept.
-STEPS: dict[str, tuple[Callable[[torch.nn.Module, Any], None], list[int], list[int]]] = {
+STEPS: dict[str, tuple[Callable[[torch.nn.Module, Any], Any], list[int], list[int]]] = {
     "a backward": (lambda model, _: backward(model), SHARDS, SHARDS),
     "clipped by hand": (clip, SHARDS, []),
     "one set by hand": (set_one, SHARDS, [3, 1, 0]),
     "one changed in place": (change_one, SHARDS, [3, 2, 0]),
-    "one dropped": (drop_one, SHARDS, SHARDS),
-    "two backwards": (accumulate, SHARDS * 2, SHARDS),
-    "a second backward of two layers": (accumulate_part, [*SHARDS, 1, 0], SHARDS),
+    "one dropped": (lambda model, _: (backward(model), setattr(next(model.parameters()), "grad", None)), SHARDS, SHARDS),
+    "two backwards": (lambda model, _: (backward(model), backward(model)), SHARDS * 2, SHARDS),
+    "a second backward of two layers": (
+        lambda model, _: (backward(model), backward(model, slice(2))), [*SHARDS, 1, 0], SHARDS,
+    ),
     "two backwards, the first in no_sync": (accumulate_openly, SHARDS, SHARDS),
     "two backwards, the second in no_sync": (only_without_sync, SHARDS, []),
-    "a backward of two layers": (skip_some, [1, 0], [1, 0]),
+    "a backward of two layers": (lambda model, _: backward(model, slice(2)), [1, 0], [1, 0]),
     "zeroed after backward": (lambda model, optimizer: (backward(model), optimizer.zero_grad(set_to_none=False)), SHARDS, []),
-}
+}  # fmt: skip
 
 
 @pytest.mark.sampled(4)

@@ -25,6 +25,8 @@ from fastps.torch.placements.staged import StagedPlacement
 from fastps.torch.state import publish_weights
 from tests.device.test_device import first_weights, make_store
 from tests.support import processes
+from tests.support.torch_optimizers import share_of
+from tests.support.torch_optimizers import train_on as train
 
 
 class HostDevicePlacement(DevicePlacement):
@@ -91,13 +93,6 @@ def batches(steps: int, size: int = BATCH) -> list[tuple[torch.Tensor, torch.Ten
     generator = torch.Generator().manual_seed(1)
     shapes = size, 3, 4, 4
     return [(torch.randn(*shapes, generator=generator), torch.randint(3, (size,), generator=generator)) for _ in range(steps)]
-
-
-def train(model: torch.nn.Module, optimizer: Any, steps: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for inputs, labels in steps:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
 
 
 def flat(model: torch.nn.Module) -> list[float]:
@@ -240,11 +235,10 @@ def run_ranks(classes: list[type[fastps.DistributedOptimizer]], sync: str, begun
 
     def work(rank: int) -> list[float]:
         model = make_model(seed=rank)
-        mine = [(x[rank * BATCH : (rank + 1) * BATCH], y[rank * BATCH : (rank + 1) * BATCH]) for x, y in steps]
         inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         with classes[rank](inner, sync=sync, model=model, **options) as optimizer:
             optimizer.wait_for_start()  # under asp one may have come to its end before the other has begun
-            train(model, optimizer, mine)
+            train(model, optimizer, share_of(steps, rank, BATCH))
             optimizer.wait_for_others()
             assert optimizer.version == begun + (20 if sync == "bsp" else 20 * workers)
             return flat(model)
