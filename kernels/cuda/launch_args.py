@@ -355,11 +355,7 @@ class _Fold:
             "coefficients": np.array(tables.coefficients, _COEFFICIENTS),
         }
         head = {
-            "weights_in": at.weights_in,
-            "weights_out": at.weights_out,
-            "state_in": at.state_in,
-            "state_out": at.state_out,
-            "halves_out": at.halves_out,
+            **{name: getattr(at, name) for name in ("weights_in", "weights_out", "state_in", "state_out", "halves_out")},
             "nonfinite": self.nonfinite,
             "tiles": self.tiles + host_fold.TILE_BYTES * int(shape.first_tiles[self.first]),
             "state_stride": at.stride,
