@@ -49,6 +49,11 @@ def test_every_module_is_compiled_at_its_level_and_without_debugging_information
         assert "-ffp-contract=off" in flags, module
 
 
+def test_a_torch_whose_headers_do_not_fit_leaves_out_its_loops_and_does_not_end_the_build(build: Any) -> None:
+    """Cython drops the word on the way."""
+    assert [extension.optional for extension in build.torch_extension()] == [True]
+
+
 def test_what_modules_share_is_compiled_with_them(build: Any) -> None:
     assert [extension.name for extension in build.extensions()].count(build.SHARED) == 1
 

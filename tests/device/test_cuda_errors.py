@@ -182,9 +182,9 @@ def test_with_a_server_the_others_go_on_without_a_worker_whose_device_is_lost(lo
         assert [child.exit_code for child in children] == [0, 1, 0, 0], [child.outcome for child in children]
         assert children[1].outcome[0] == "DeviceFailedError" and "worker 1: expected GPU 0 (gpu 1)" in children[1].outcome[1]
         assert store.arena.lane_state(1) == LANE_DEAD
-        posted = store.arena.counters(1)["posted"]
+        pushed = min(served.STEPS, store.arena.counters(1)["posted"])  # the message after all pushes says that it leaves
         moved = (jobs.first_weights()["d"] - children[0].outcome["d"]) / jobs.AMOUNT
-        assert moved.round(2)[0] == 3 * served.STEPS + posted
+        assert moved.round(2)[0] == 3 * served.STEPS + pushed
 
 
 def _lost(lost_at: int) -> list[HostDevice]:
