@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from fastps.errors import UsageError
 from fastps.lab.papers import backup_workers, dssp, psp_sgd, r2sp, rudra
 from fastps.lab.papers.items import Item
@@ -36,12 +34,8 @@ def reproduce(
     after: Callable[[Verdict], None] | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[Verdict]:
-    """Measure rows one after the other; `before` and `after` are called around each.
-
-    torch computes on one core meanwhile: these small models gain nothing by a second, and sums have the same order anywhere.
-    """
-    verdicts, threads = [], torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Measure rows one after the other; `before` and `after` are called around each."""
+    verdicts = []
     for row in rows:
         if before is not None:
             before(row)
@@ -53,7 +47,6 @@ def reproduce(
             verdicts.append(row.judge(row.measure(effort), (clock.now_ns() - began_ns) / 1e9))
         if after is not None:
             after(verdicts[-1])
-    torch.set_num_threads(threads)
     return verdicts
 
 
