@@ -74,7 +74,7 @@ def cores_left(trace: Trace) -> float:
     """Return the run's cores: the machine's, less the mean use by anything except the workers' own threads.
 
     A worker's helper threads (for prefetching, or a library's) count as other use, because steps' records do not contain them.
-    It is at least what the workers got: other programs give way to a worker that mostly sleeps.
+    The kernel prefers a worker that mostly sleeps, so others' mean use overstates what they take: at least `cores_got` is left.
     """
     cores = float(trace.header["machine"]["cores"])
     loads = [note["load"] for note in trace.notes if note.get("load") and note["load"]["now_ns"] > 0]
@@ -87,9 +87,9 @@ def cores_left(trace: Trace) -> float:
 
 
 def cores_got(steps: Lines) -> float:
-    """The share of a core that a worker had while it wanted one, times the mean number that wanted one, which is at least 1.
+    """The cores that the workers had: the share of a core of a runnable worker, times the mean number of these, or 1 if less.
 
-    0 where the machine does not tell how long threads waited for a core.
+    0 if the machine does not report how long threads waited for a core.
     """
     if (steps["queue_ns"] < 0).any():
         return 0.0

@@ -101,8 +101,10 @@ class Checkpointing:
     @property
     def _is_writer(self) -> bool:
         """Whether this worker has the lowest rank of those that are live or, where all have left, that are not closed."""
-        if self._pin is None or self._worker.driver is not None:
-            return self._pin is not None and self._worker.rank == 0
+        if self._pin is None:
+            return False
+        if self._worker.driver is not None:
+            return self._worker.rank == 0
         states = self._worker.store.arena.lane_states()
         return self._worker.rank == states.find(LANE_LIVE if LANE_LIVE in states else LANE_LEAVING)
 

@@ -42,7 +42,7 @@ class FiniteCheck:
             self._check = self._prepare(stream)
         self._number = self._number % 0x7FFFFFFF + 1
         device.launch(self._kernel, launch_args.aim(self._check, slot, self._number), stream)
-        device.copy(self._told, self._marked, self._marks.nbytes, stream)
+        device.copy(self._marks.ctypes.data, self._device_marks, self._marks.nbytes, stream)
 
     def _prepare(self, stream: Stream) -> launch_args.Launch:
         """Allocate, and make the launch, at the first check: a device of a worker that never pushes needs nothing."""
@@ -52,9 +52,8 @@ class FiniteCheck:
         table[:] = tiles
         address = device.allocate(max(LEAST_BYTES, tiles.nbytes))
         device.copy(address, table.ctypes.data, tiles.nbytes, stream)
-        self._marked = device.allocate(max(LEAST_BYTES, self._marks.nbytes))  # on the device, and the same on the host:
-        self._told = self._marks.ctypes.data
-        return launch_args.check_launch(self._segments, 0, self._marked, 0, address)
+        self._device_marks = device.allocate(max(LEAST_BYTES, self._marks.nbytes))
+        return launch_args.check_launch(self._segments, 0, self._device_marks, 0, address)
 
     def found(self) -> npt.NDArray[np.bool_]:
         """Whether each parameter of the slot is non-finite (bool[parameters]). The caller has waited for the stream."""

@@ -157,8 +157,6 @@ class Attachment:
     def wait_for_others(self) -> None:
         """Wait until every other worker has closed, and take the final weights."""
         self._leave_buffers()
-        if self.worker.driver is not None and self.checkpointing is not None:
-            self.checkpointing.write_last()  # worker 0, which may not write any more once it has left
         self.worker.wait_for_others()
         self.take_weights()
 

@@ -29,9 +29,11 @@ class Gradients:
         slots: the number of slots.
         keeps: whether p.grad may stay a view of the slot after a push, because the worker waits for the fold.
         name: gives a parameter's name for errors.
+        is_hooked: whether hooks of backward call `put`. Without them `collect` copies all gradients at once, and p.grad stays
+            autograd's tensor: on a GPU each copy is a launch.
     """
 
-    is_hooked = True  # whether hooks of backward call `put`
+    is_hooked = True
     accumulates = False  # whether the script has said that more backwards follow before the push
 
     def __init__(
@@ -42,8 +44,10 @@ class Gradients:
         *,
         keeps: bool,
         name: Callable[[int], str],
+        is_hooked: bool = True,
     ) -> None:
         self.tensors = tensors
+        self.is_hooked = is_hooked
         self.slots = [views(slot) for slot in range(slots)]
         self._views = views
         self._addresses = [[view.data_ptr() for view in each] for each in self.slots]
@@ -80,7 +84,7 @@ class Gradients:
         return self._loops.own(self._prepared[slot], index).copy_(gradient)
 
     def _copy_all(self, slot: int, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Copy gradients, by their parameters' indices, into the slot; on a GPU many are one launch."""
+        """Copy gradients, by their parameters' indices, into the slot, in few launches if they are on a GPU."""
         for index, gradient in gradients.items():
             self.check(index, gradient)
         views = [self._loops.own(self._prepared[slot], index) for index in gradients]
@@ -190,12 +194,6 @@ class Gradients:
         """Make every p.grad that is a view of a slot, and everything else that shares its memory, a copy of its own."""
         for views in self._prepared:
             self._loops.own_all(views)
-
-
-class GatheredGradients(Gradients):
-    """Gradients on a GPU, where each copy is a launch: `step()` copies all at once, and p.grad stays autograd's own tensor."""
-
-    is_hooked = False
 
 
 class CountedGradients(Gradients):

@@ -12,9 +12,9 @@
  * and nothing else but the shim, because NVRTC has no headers. */
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define FPS_DEVICE static __device__ __forceinline__
-/* Blocks of 256 threads on a multiprocessor. The fold waits for memory: measured on an H200, Adam's moves 0.79 of what a copy
- * moves with three blocks, whose threads have 80 registers, 0.91 with four and 0.99 with five, whose 48 registers are enough for
- * all rules but Adagrad. With six it spills. A user's rule gets three, and two with many planes, because nobody knows its needs. */
+/* Blocks of 256 threads on a multiprocessor. The fold is bound by memory, and more threads keep more loads in flight: five blocks
+ * leave a thread 48 registers, which all rules but Adagrad fit into; with six most rules spill. A user's rule may need more: it
+ * gets three blocks, and two if it has many planes. */
 #define FPS_BLOCKS(rule) ((rule) == FPS_RULE_ADAGRAD ? 4 : 5)
 #define FPS_KERNEL(blocks) extern "C" __global__ void __launch_bounds__(256, blocks)
 /* A parameter by value whose address may be taken: without __grid_constant__ each thread would make a copy of its own. */

@@ -417,7 +417,7 @@ def check_launch(segments: Sequence[tuple[int, int]], gradient: int, nonfinite: 
 
 
 def aim(check: Launch, gradient: int, stamp: int) -> Launch:
-    """The same check, of a slot at another address and with another stamp: the launch itself, changed."""
+    """Change a check in place: to the slot at another address, and to another stamp. Returns the check."""
     head = check.argument.view(_CHECK_ARGS)
     head["gradient"], head["stamp"] = gradient, stamp
     return check

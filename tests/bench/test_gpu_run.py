@@ -204,3 +204,7 @@ def test_ctrl_c_leaves_no_process_and_a_whole_file(check: Check, tmp_path: Path)
     assert not [child for child in psutil.Process().children() if PROGRAM in child.cmdline()]
     found = json.loads((tmp_path / "report.json").read_text())
     assert [row["ok"] for row in found["rows"]] == [True, None, None]
+
+
+def test_what_a_program_underlines_is_plain_in_the_report() -> None:
+    assert surroundings._output("printf", r"\033[4mGPU0\tNUMA\033[0m\n") == "GPU0\tNUMA"

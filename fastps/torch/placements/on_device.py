@@ -21,7 +21,7 @@ from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.store.worker import Worker
 from fastps.torch import join
-from fastps.torch.gradients import GatheredGradients, Gradients
+from fastps.torch.gradients import Gradients
 from fastps.torch.join import Joining
 from fastps.torch.placements.host import HostPlacement
 from fastps.torch.placements.shard_marks import MarkedCountedGradients, MarkedGradients
@@ -64,7 +64,7 @@ class DevicePlacement(HostPlacement):
         """Marks shards while backward goes on, unless the worker waits for its push, or is told not to."""
         assert isinstance(worker, DeviceWorker)
         if worker.devices.waits or bucket_bytes() is None:
-            return GatheredGradients
+            return partial(Gradients, is_hooked=False)
         are_views = all(tensor.dtype == self._push_dtype for tensor in self._tensors) and why_not_compiled() is None
         shards = [parameter.shard for parameter in worker.store.layout.parameters]
         return partial(MarkedGradients if are_views else MarkedCountedGradients, worker.devices, shards)

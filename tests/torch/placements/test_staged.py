@@ -246,6 +246,19 @@ def run_ranks(classes: list[type[fastps.DistributedOptimizer]], sync: str, begun
     return processes.results(processes.start_job(work, workers), 60)
 
 
+def test_on_a_device_backward_copies_no_gradient_and_step_copies_all_of_them_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, copied = make_model(seed=0), list[int]()
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, values: (copied.append(len(to)), copy(to, values)))
+    with HostDeviceOptimizer(torch.optim.SGD(model.parameters(), lr=0.02), model=model) as optimizer:
+        model(torch.ones(2, 3, 4, 4)).sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        assert copied == []
+        optimizer.step()
+        assert copied == [len(gradients)]
+        assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), gradients, strict=True))
+
+
 @pytest.mark.sampled(2)
 @EACH
 def test_workers_of_a_job_end_with_the_bits_of_workers_on_the_cpu(kind: type[fastps.DistributedOptimizer]) -> None:
