@@ -49,11 +49,13 @@ demo: $(VENV)/.installed  ## train with 4 workers on real images, then compare t
 	$(BIN)/fastps train --sync bsp --workers 4 --epochs 3
 	$(BIN)/fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --workers 4 --epochs 3 --straggler 0:3
 
-# Lint runs beside the tests, because mypy keeps one core busy; its words come last.
+# Lint runs beside the tests, because mypy keeps one core busy. What failed is named last: a log is often cut to its end.
 test: $(VENV)/.installed hooks  ## lint, types and the tests (samples of those that are long)
-	@$(MAKE) lint > build/lint.log 2>&1 & lint=$$!; failed=0; $(MAKE) test-hooks || failed=1; \
-		$(BIN)/python -m pytest -q -m "not slow" $(PARALLEL) $(APART) || failed=1; \
-		wait $$lint || failed=1; cat build/lint.log; exit $$failed
+	@$(MAKE) lint > build/lint.log 2>&1 & lint=$$!; failed=0; rm -f build/test*.log; \
+		$(MAKE) test-hooks 2>&1 | tee -i build/test-hooks.log || failed=1; \
+		$(BIN)/python -m pytest -q -m "not slow" $(PARALLEL) $(APART) | tee -i build/tests.log || failed=1; \
+		wait $$lint && echo "lint: passed" || { failed=1; cat build/lint.log; }; \
+		grep -hE "^(FAILED|ERROR) " build/test*.log; exit $$failed
 
 test-fast: $(VENV)/.installed  ## unit tests without torch: neither processes, nor times, nor full sizes
 	$(BIN)/python -m pytest -q -m "unit and not torch and not exhaustive" $(PARALLEL) $(APART)
