@@ -295,6 +295,24 @@ static inline void fps_yield(void) {
     FPS_FAILPOINT_INSTEAD(yield);
     sched_yield();
 }
+/* What a loop may still yield before it does something else. Their number alone is no limit: on a busy core each yield takes a
+ * time slice of every process there, so that 200 of them take seconds. */
+#define FPS_YIELDING_NS 10000000
+typedef struct {
+    int left;
+    int64_t began_ns; /* 0: not yet */
+} fps_yields;
+/* Yield the core once more; returns 0 if the loop may not, because it has yielded often or for long. */
+static inline int fps_yield_again(fps_yields *yields) {
+    struct timespec now;
+    if (yields->left-- <= 0) return 0;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    const int64_t now_ns = now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+    if (!yields->began_ns) yields->began_ns = now_ns;
+    if (now_ns - yields->began_ns > FPS_YIELDING_NS) return 0;
+    fps_yield();
+    return 1;
+}
 
 /* -- [UNDO] ------------------------------------------------------------------------------------------------------------ */
 /* Publishes to the combiner that recovers this one's lock: the logged rows below. A full barrier, and not a release: the rows

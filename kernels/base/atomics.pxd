@@ -53,6 +53,10 @@ cdef extern from "base/atomics.h" nogil:
     uint64_t fps_chunks_acquire(const uint64_t *done)
     void fps_chunks_clear(uint64_t *done)
     void fps_yield()
+    ctypedef struct fps_yields:
+        int left
+        int64_t began_ns
+    int fps_yield_again(fps_yields *yields)
 
     uint64_t fps_undo_reserve(uint64_t *reserved, uint64_t bytes)
 

@@ -353,23 +353,23 @@ static inline int fps_has_failed_rank(const fps_exchange *x) {
  * come earlier, if a rank has failed. `other`: the rank that this one waits for, or that is in another collective. */
 static int fps_exchange_advance(const fps_exchange *x, fps_collective *c, uint64_t end, int64_t slice_ns, int *other) {
     fps_rank *own = &x->ranks[x->rank];
-    int tries = 0;
+    int spins = x->spins;
+    fps_yields yields = {x->yields, 0};
     while (c->read < end) {
         int stage = fps_next_stage(x, c, other);
         if (stage >= 0) {
             fps_enter(x, c, stage);
-            tries = 0;
+            spins = x->spins;
+            yields = (fps_yields){x->yields, 0};
             continue;
         }
         if (stage == -2) return FPS_DIFFERS;
-        if (tries++ < x->spins) {
+        if (spins > 0) {
+            spins--;
             fps_pause();
             continue;
         }
-        if (tries <= x->spins + x->yields) {
-            fps_yield();
-            continue;
-        }
+        if (fps_yield_again(&yields)) continue;
         const uint32_t seen = fps_event_load(&own->event);
         fps_sleeping_set(&own->sleeping, 1);
         stage = fps_next_stage(x, c, other);
@@ -377,7 +377,7 @@ static int fps_exchange_advance(const fps_exchange *x, fps_collective *c, uint64
         if (stage == -1 && !has_failed) fps_event_sleep(&own->event, seen, slice_ns);
         fps_sleeping_set(&own->sleeping, 0);
         if (stage == -1 && (has_failed || fps_event_load(&own->event) == seen)) return FPS_WAITING;
-        tries = x->spins;
+        yields = (fps_yields){x->yields, 0};
     }
     return FPS_DONE;
 }

@@ -23,7 +23,8 @@ from fastps.kernels.base.atomics cimport (
     fps_ticket_acquire,
     fps_ticket_claim,
     fps_ticket_release,
-    fps_yield,
+    fps_yield_again,
+    fps_yields,
 )
 from fastps.kernels.base.failpoints cimport FPS_MUTANT_DONE_FIRST, fps_mutant
 from fastps.kernels.shm.arena cimport Arena
@@ -176,16 +177,14 @@ cdef class SharedFold:
     cdef int finish(self) noexcept nogil:
         """Wait for the helpers, for a limited number of polls; then fold what is missing."""
         cdef uint64_t done, chunk
-        cdef int look, outcome
-        for look in range(SPINS + YIELDS):
-            if not self.is_helped():
-                break
-            if look < SPINS:
+        cdef int spins = SPINS, outcome
+        cdef fps_yields yields = fps_yields(YIELDS, 0)
+        while self.is_helped():
+            if spins > 0:
+                spins -= 1
                 fps_pause()
-            else:
-                fps_yield()
-        else:
-            return FOLD_AWAITING
+            elif not fps_yield_again(&yields):
+                return FOLD_AWAITING
         done = self.own | fps_chunks_acquire(&self.work.done)
         for chunk in range(self.chunks):
             if not (done >> chunk) & 1:

@@ -157,6 +157,26 @@ def stopped(process_id: int, unless: Callable[[], bool] = lambda: False) -> Iter
         os.kill(process_id, signal.SIGCONT)
 
 
+@contextlib.contextmanager
+def busy_core(loops: int = 4) -> Iterator[None]:
+    """Share one core with that many endless loops inside the block, each of which runs for a whole time slice."""
+
+    def loop() -> None:
+        while True:
+            pass
+
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(own)})
+    children = [start(loop) for _ in range(loops)]
+    try:
+        yield
+    finally:
+        for child in children:
+            os.kill(child.process_id, signal.SIGKILL)
+        finish(children, 10)
+        os.sched_setaffinity(0, own)
+
+
 def kill_one(children: list[Child], victim: int, where: str = "") -> None:
     """Kill one worker, and check the others as `finish_after_a_death` does."""
     others = [child for rank, child in enumerate(children) if rank != victim]

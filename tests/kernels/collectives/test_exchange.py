@@ -1,6 +1,7 @@
 """Reductions against NumPy, and collectives between threads: every kind, any size, ranks that differ, fail and leave."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from fastps.kernels.collectives import exchange
 from fastps.kernels.collectives.exchange import ELEMENTS, KINDS, NO_REDUCTION, REDUCTIONS, Exchange, can_reduce, described
 from fastps.kernels.update import fold
+from tests.support import processes
 
 BLOCK, DEPTH = 4096, 3
 SLICE_NS = 5_000_000
@@ -102,10 +104,10 @@ def test_a_reduction_that_a_type_has_not_is_refused() -> None:
 class World:
     """The ranks of a group as threads over one memory."""
 
-    def __init__(self, size: int, block: int = BLOCK, depth: int = DEPTH) -> None:
+    def __init__(self, size: int, block: int = BLOCK, depth: int = DEPTH, yields: int = 3) -> None:
         self.size = size
         self.memory = np.zeros(exchange.memory_bytes(size, depth, block), np.uint8)
-        self.ranks = [Exchange(self.memory, rank, size, block, depth, 0, 3) for rank in range(size)]
+        self.ranks = [Exchange(self.memory, rank, size, block, depth, 0, yields) for rank in range(size)]
 
     def run(self, member: Callable[[int, Exchange], None]) -> None:
         """Call `member(rank, exchange)` in a thread for each rank; raise what one raised."""
@@ -184,6 +186,15 @@ def test_collectives_in_any_order_give_numpys_results(
             _play(mine, rank, size, kind, length, seed, root % size)
 
     World(size, *memory).run(member)
+
+
+def test_a_rank_that_waits_on_a_busy_core_looks_for_deadlines_before_it_has_yielded_its_last_time() -> None:
+    mine = World(2, 4096, 2, yields=200).ranks[0]
+    mine.start(KINDS["barrier"], ELEMENTS["float32"], NO_REDUCTION, 0, 0, [], [])
+    with processes.busy_core():
+        began = time.monotonic()
+        assert mine.advance(SLICE_NS) == exchange.WAITING
+        assert time.monotonic() - began < 0.5, "20 ms; 200 yields take 1.1 s"
 
 
 @pytest.mark.slow

@@ -158,6 +158,15 @@ def test_folds_that_are_not_shared_are_not_helped_with(job: Job) -> None:
     assert job.arena.version == 5
 
 
+def test_a_wait_for_helpers_on_a_busy_core_ends_before_it_has_yielded_its_last_time(job: Job) -> None:
+    job.post_step(0, 0)
+    struct.pack_into("<I", job.memory, job.helping_offset(1), 1)  # lane 1 says that it helps with this fold of shard 0
+    with processes.busy_core():
+        began = time.monotonic()
+        assert job.lanes[0].try_combine() == turn.AWAITING
+        assert time.monotonic() - began < 2.0, "0.2 s, most of it for the fold; a thousand yields take 6 s"
+
+
 @pytest.mark.parametrize("floats", [FLOATS, LONG], ids=["short", "long"])
 def test_only_a_long_fold_has_no_more_helpers_than_there_are_cores_for(floats: int) -> None:
     job = Job(lanes=3, floats=floats)  # with a core for one helper
