@@ -8,6 +8,7 @@ missing, or if a wheel is not what it should be. `pip install '.[wheels]'` bring
 """
 
 import argparse
+import fcntl
 import os
 import platform
 import re
@@ -57,8 +58,13 @@ def run(*command: str | Path, **variables: str) -> None:
 
 
 def source_distribution(folder: Path) -> Path:
-    """Build the source distribution into a folder, with build isolation. Returns its path."""
-    run(sys.executable, "-m", "build", "--sdist", "--outdir", folder, ROOT, FASTPS_WHEEL="1")
+    """Build the source distribution into a folder, with build isolation. Returns its path.
+
+    One process after the other: setuptools gathers the files in a folder beside the source.
+    """
+    with (ROOT / "pyproject.toml").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # which ends with the process
+        run(sys.executable, "-m", "build", "--sdist", "--outdir", folder, ROOT, FASTPS_WHEEL="1")
     return only(folder.glob("fastps-*.tar.gz"))
 
 
