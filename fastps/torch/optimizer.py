@@ -277,7 +277,8 @@ class DistributedOptimizer(OptimizerState):
             foreign.check_not_averaged(self._tensors)
         if gradients.is_apart:
             worker.advance()  # finishes the previous step, whose wait an error ended
-        job.refuse_writes()
+        if job.weights.changed() >= 0:
+            job.refuse_writes()
         inner, state = self._inner, self._state
         if self._left_out or state.is_lent or inner.state is not state or inner.param_groups is not self.param_groups:
             self._take_writes()
@@ -302,7 +303,7 @@ class DistributedOptimizer(OptimizerState):
             if worker.lane.awaits:
                 gradients.detach(slot)
             raise
-        job.take_weights(() if skipped else gradients.present)
+        job.take_weights(() if skipped else None if presence is None else gradients.present)
         if scale != 1.0:
             gradients.multiply(scale)  # undo a GradScaler's scale, as torch does
         if warm_up is not None and worker.steps == warm_up.steps:

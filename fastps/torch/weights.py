@@ -83,11 +83,13 @@ class Weights:
         for loops in self._shard_loops:
             loops.show_copies()
 
-    def count_writes(self, written: Collection[int]) -> None:
-        """Let autograd refuse a backward through a graph of these parameters' earlier values, as after a step of torch's."""
-        are_all = len(written) == len(self.tensors)
+    def count_writes(self, written: Collection[int] | None) -> None:
+        """Let autograd refuse a backward through a graph of these parameters' earlier values, as after a step of torch's.
+
+        None: of all parameters.
+        """
         for loops, indices in zip(self._shard_loops, self._of_shard, strict=True):
-            loops.count_writes(None if are_all else [self.tensors[index] for index in indices if index in written])
+            loops.count_writes(None if written is None else [self.tensors[index] for index in indices if index in written])
 
     def leave(self) -> None:
         """Drop all tensors over the store's memory, because it is about to be unmapped."""

@@ -32,10 +32,16 @@ static inline const void *fps_begin(const c10::TensorImpl *impl) {
     return offset ? data + offset * impl->itemsize() : data;  /* itemsize() is slow, and most have no offset */
 }
 
-/* The same; null: not plain. */
-static inline const void *fps_place(PyObject *tensor) {
-    const c10::TensorImpl *impl = fps_plain(tensor);
-    return impl ? fps_begin(impl) : nullptr;
+/* The same; null: not a tensor with a storage. */
+static inline const void *fps_place(const c10::TensorImpl *impl) {
+    return impl && impl->unsafe_storage() ? fps_begin(impl) : nullptr;
+}
+static inline const void *fps_place(PyObject *tensor) { return fps_place(fps_impl(tensor)); }
+
+/* tensor.grad, or null. A parameter has the memory for it; then no function of torch's is called. */
+static inline at::Tensor *fps_grad(const c10::TensorImpl *impl) {
+    auto *meta = static_cast<torch::autograd::AutogradMeta *>(impl->autograd_meta());
+    return meta && meta->grad_.defined() ? &meta->grad_ : nullptr;
 }
 
 /* Faster than memcmp for the few numbers of a shape. */
@@ -56,7 +62,7 @@ struct fps_value {
     const void *place = nullptr;      /* where its first element lies; null: not plain, or without elements */
     void *data = nullptr;             /* where its storage begins; null: only the attribute can assign it */
     size_t nbytes = 0;
-    c10::ScalarType dtype = c10::ScalarType::Undefined;
+    caffe2::TypeMeta dtype;
     at::DimVector form;               /* sizes, then strides */
 
     fps_value() = default;
@@ -65,7 +71,7 @@ struct fps_value {
         c10::StorageImpl *storage = impl->unsafe_storage().unsafeGetStorageImpl();
         data = storage->mutable_data();
         nbytes = storage->nbytes();
-        dtype = c10::typeMetaToScalarType(impl->dtype());
+        dtype = impl->dtype();
         form.append(impl->sizes().begin(), impl->sizes().end());
         form.append(impl->strides().begin(), impl->strides().end());
     }
@@ -106,7 +112,8 @@ static inline bool fps_point(PyObject *tensor, fps_owned_storage &owned, const f
     if (storage != owned.storage.unsafeGetStorageImpl() || !value.has_form_of(impl)) return false;
     at::DataPtr &own = storage->_mutable_data_ptr_no_checks();
     if (own.get() != owned.data || own.get_deleter() != fps_let_go || storage->nbytes() != value.nbytes) return false;
-    own = at::DataPtr(value.data, own.release_context(), fps_let_go, own.device());
+    void *kept = own.release_context();  /* nothing is left to destroy: write over it */
+    new (&own) at::DataPtr(value.data, kept, fps_let_go, own.device());
     owned.data = value.data;
     return true;
 }
@@ -160,17 +167,18 @@ static inline bool fps_version(PyObject *tensor, int64_t *version) {
 
 /* tensor.grad is value, and lies where value lay (p.grad.data = other moves it). */
 static inline bool fps_grad_is(PyObject *tensor, const fps_value &value, int *same) {
-    c10::TensorImpl *impl = fps_impl(tensor);
+    const c10::TensorImpl *impl = fps_impl(tensor);
     if (!impl || !value.impl) return false;
-    const c10::TensorImpl *grad = static_cast<const c10::TensorImpl *>(impl)->grad().unsafeGetTensorImpl();
-    *same = grad == value.impl && (!value.place || fps_begin(grad) == value.place);
+    const at::Tensor *grad = fps_grad(impl);
+    *same = grad && grad->unsafeGetTensorImpl() == value.impl && (!value.place || fps_begin(value.impl) == value.place);
     return true;
 }
 
-/* tensor.grad = gradient. */
-static inline bool fps_set_grad(PyObject *tensor, PyObject *gradient) {
-    c10::TensorImpl *impl = fps_plain(tensor), *given = fps_plain(gradient);
-    if (!impl || !given || impl == given || !fps_alike(impl, given)) return false;
+/* tensor.grad = gradient, of which `value` has the facts. */
+static inline bool fps_set_grad(PyObject *tensor, PyObject *gradient, const fps_value &value) {
+    c10::TensorImpl *impl = fps_plain(tensor);
+    if (!impl || !value.data || value.impl != fps_impl(gradient) || impl == value.impl) return false;
+    if (!fps_equal(impl->sizes(), value.impl->sizes()) || impl->dtype() != value.impl->dtype() || !impl->is_cpu()) return false;
     impl->mutable_grad() = THPVariable_Unpack(gradient);
     return true;
 }
@@ -179,16 +187,16 @@ static inline bool fps_set_grad(PyObject *tensor, PyObject *gradient) {
 static inline bool fps_drop_grad(PyObject *tensor) {
     c10::TensorImpl *impl = fps_plain(tensor);
     if (!impl) return false;
-    if (static_cast<const c10::TensorImpl *>(impl)->grad().defined()) impl->mutable_grad().reset();
+    if (at::Tensor *grad = fps_grad(impl)) grad->reset();
     return true;
 }
 
 /* Whether tensor.grad is a tensor that nobody else holds, nor its memory. */
 static inline bool fps_has_new_grad(PyObject *tensor) {
     const c10::TensorImpl *impl = fps_plain(tensor);
-    if (!impl || !impl->grad().defined()) return false;
-    const at::Tensor &grad = impl->grad();
-    return grad.use_count() == 1 && (!grad.unsafeGetTensorImpl()->unsafe_storage() || grad.storage().use_count() == 1);
+    const at::Tensor *grad = impl ? fps_grad(impl) : nullptr;
+    return grad && grad->use_count() == 1 &&
+           (!grad->unsafeGetTensorImpl()->unsafe_storage() || grad->storage().use_count() == 1);
 }
 
 /* Whether anybody but this list holds its i-th tensor, or the tensor's memory through another tensor (a view, detach()). */
@@ -201,6 +209,38 @@ static inline bool fps_is_held(PyObject *list, const std::vector<fps_value> &kno
 /* The first such index from `i` on; the list's length: none. */
 static inline Py_ssize_t fps_next_held(PyObject *list, const std::vector<fps_value> &known, Py_ssize_t i) {
     while (i < PyList_GET_SIZE(list) && !fps_is_held(list, known, i)) i++;
+    return i;
+}
+
+/* The same for each tensor of a list, from the i-th on. They return the index of the first for which one of the functions above
+ * returns false, or finds a difference; the list's length: none. */
+static inline Py_ssize_t fps_point_all(PyObject *list, std::vector<fps_owned_storage> &owned, const std::vector<fps_value> &known,
+                                       std::vector<const void *> &places, Py_ssize_t i) {
+    for (; i < PyList_GET_SIZE(list) && fps_point(PyList_GET_ITEM(list, i), owned[i], known[i]); i++) places[i] = known[i].place;
+    return i;
+}
+static inline Py_ssize_t fps_count_all(PyObject *list, std::vector<int64_t> &versions, Py_ssize_t i) {
+    for (; i < PyList_GET_SIZE(list) && fps_count_write(PyList_GET_ITEM(list, i), true); i++) versions[i]++;
+    return i;
+}
+static inline Py_ssize_t fps_next_changed(PyObject *list, const std::vector<int64_t> &versions,
+                                          const std::vector<const void *> &places, Py_ssize_t i) {
+    for (int64_t version; i < PyList_GET_SIZE(list); i++) {
+        PyObject *tensor = PyList_GET_ITEM(list, i);
+        if (!fps_version(tensor, &version) || version != versions[i] || fps_place(tensor) != places[i]) break;
+    }
+    return i;
+}
+static inline Py_ssize_t fps_next_other_grad(PyObject *list, const std::vector<fps_value> &known, Py_ssize_t i) {
+    for (int same; i < PyList_GET_SIZE(list) && fps_grad_is(PyList_GET_ITEM(list, i), known[i], &same) && same; i++) {}
+    return i;
+}
+static inline Py_ssize_t fps_set_grads(PyObject *list, PyObject *gradients, const std::vector<fps_value> &known, Py_ssize_t i) {
+    while (i < PyList_GET_SIZE(list) && fps_set_grad(PyList_GET_ITEM(list, i), PyList_GET_ITEM(gradients, i), known[i])) i++;
+    return i;
+}
+static inline Py_ssize_t fps_drop_grads(PyObject *list, Py_ssize_t i) {
+    while (i < PyList_GET_SIZE(list) && fps_drop_grad(PyList_GET_ITEM(list, i))) i++;
     return i;
 }
 

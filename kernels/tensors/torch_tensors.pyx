@@ -21,15 +21,20 @@ cdef extern from "tensors/torch_tensors.hpp":
         bint borrows
     void fps_drop(fps_owned_storage &owned)
 
-    bint fps_point(object tensor, fps_owned_storage &owned, const fps_value &value) except +
     bint fps_settle(object tensor, object values, fps_owned_storage &owned, const fps_value &value) except +
     const void *fps_place(object tensor) except +
     bint fps_count_write(object tensor, bint of_its_own) except +
     bint fps_move_along(object tensor, fps_owned_storage &owned) except +
     bint fps_version(object tensor, int64_t *version) except +
     bint fps_grad_is(object tensor, const fps_value &value, bint *same) except +
-    bint fps_set_grad(object tensor, object gradient) except +
-    bint fps_drop_grad(object tensor) except +
+    Py_ssize_t fps_point_all(object tensors, vector[fps_owned_storage] &owned, const vector[fps_value] &known,
+                             vector[const void *] &places, Py_ssize_t i) except +
+    Py_ssize_t fps_count_all(object tensors, vector[int64_t] &versions, Py_ssize_t i) except +
+    Py_ssize_t fps_next_changed(object tensors, const vector[int64_t] &versions, const vector[const void *] &places,
+                                Py_ssize_t i) except +
+    Py_ssize_t fps_next_other_grad(object tensors, const vector[fps_value] &known, Py_ssize_t i) except +
+    Py_ssize_t fps_set_grads(object tensors, object gradients, const vector[fps_value] &known, Py_ssize_t i) except +
+    Py_ssize_t fps_drop_grads(object tensors, Py_ssize_t i) except +
     bint fps_has_new_grad(object tensor) except +
     bint fps_is_held(object tensors, const vector[fps_value] &known, Py_ssize_t i) except +
     Py_ssize_t fps_next_held(object tensors, const vector[fps_value] &known, Py_ssize_t i) except +
@@ -91,15 +96,13 @@ cdef class CompiledLoops:
 
     def show(self, Values values not None):
         """Set `data` of each tensor to its value's: no copy, and no write by the version counter's count."""
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i = -1
         self._check(values)
         if values.memory is None or values.memory is not self.memory:
             self._drop_storages()
             self.memory = values.memory
-        for i in range(len(self.tensors)):
+        while (i := fps_point_all(self.tensors, self.owned, values.known, self.places, i + 1)) < len(self.tensors):
             self.places[i] = values.known[i].place
-            if fps_point(self.tensors[i], self.owned[i], values.known[i]):
-                continue
             if not fps_settle(self.tensors[i], values.tensors[i], self.owned[i], values.known[i]):
                 self.tensors[i].data = values.tensors[i]
                 self.owned[i].borrows = True
@@ -114,14 +117,11 @@ cdef class CompiledLoops:
 
     def count_writes(self, list written=None):
         """Let autograd know that these tensors have new values, as a write would; default: all. `changed` does not see it."""
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i = -1
         cdef list late = [] if written is None else written
         if written is None:
-            for i in range(len(self.tensors)):
-                if fps_count_write(self.tensors[i], True):
-                    self.remembered[i] += 1
-                else:
-                    late.append(self.tensors[i])
+            while (i := fps_count_all(self.tensors, self.remembered, i + 1)) < len(self.tensors):
+                late.append(self.tensors[i])
             if not late:
                 return
         for i in range(len(self.tensors)):
@@ -155,8 +155,8 @@ cdef class CompiledLoops:
 
     def changed(self):
         """Return the index of the first tensor written to or pointed elsewhere since `remember`, except by `show`, or -1."""
-        cdef Py_ssize_t i
-        for i in range(len(self.tensors)):
+        cdef Py_ssize_t i = -1
+        while (i := fps_next_changed(self.tensors, self.remembered, self.places, i + 1)) < len(self.tensors):
             if self._version(i) != self.remembered[i] or fps_place(self.tensors[i]) != self.places[i]:
                 return i
         return -1
@@ -167,26 +167,24 @@ cdef class CompiledLoops:
 
     def set_gradients(self, Values gradients not None):
         """Set `grad` of each tensor to its gradient."""
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i = -1
         self._check(gradients)
         gradients.is_lent = True
-        for i in range(len(self.tensors)):
-            if not fps_set_grad(self.tensors[i], gradients.tensors[i]):
-                self.tensors[i].grad = gradients.tensors[i]
+        while (i := fps_set_grads(self.tensors, gradients.tensors, gradients.known, i + 1)) < len(self.tensors):
+            self.tensors[i].grad = gradients.tensors[i]
 
     def drop_gradients(self):
         """Set `grad` of each tensor to None."""
-        cdef Py_ssize_t i
-        for i in range(len(self.tensors)):
-            if not fps_drop_grad(self.tensors[i]):
-                self.tensors[i].grad = None
+        cdef Py_ssize_t i = -1
+        while (i := fps_drop_grads(self.tensors, i + 1)) < len(self.tensors):
+            self.tensors[i].grad = None
 
     def other_gradient(self, Values gradients not None):
         """Return the index of the first tensor whose `grad` is not the very object in `gradients`, or -1."""
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i = -1
         cdef bint same = False
         self._check(gradients)
-        for i in range(len(self.tensors)):
+        while (i := fps_next_other_grad(self.tensors, gradients.known, i + 1)) < len(self.tensors):
             if not fps_grad_is(self.tensors[i], gradients.known[i], &same):
                 same = self.tensors[i].grad is gradients.tensors[i]
             if not same:
