@@ -49,13 +49,17 @@ demo: $(VENV)/.installed  ## train with 4 workers on real images, then compare t
 	$(BIN)/fastps train --sync bsp --workers 4 --epochs 3
 	$(BIN)/fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --workers 4 --epochs 3 --straggler 0:3
 
-# Lint runs beside the tests, because mypy keeps one core busy. What failed is named last: a log is often cut to its end.
+# What failed is named last: a log is often cut to its end.
+LOGGED = 2>&1 | tee -ia build/tests.log
+NAME_FAILED = grep -E "^(FAILED|ERROR|MISSING) " build/tests.log
+
+# Lint runs beside the tests, because mypy keeps one core busy.
 test: $(VENV)/.installed hooks  ## lint, types and the tests (samples of those that are long)
-	@$(MAKE) lint > build/lint.log 2>&1 & lint=$$!; failed=0; rm -f build/test*.log; \
-		$(MAKE) test-hooks 2>&1 | tee -i build/test-hooks.log || failed=1; \
-		$(BIN)/python -m pytest -q -m "not slow" $(PARALLEL) $(APART) | tee -i build/tests.log || failed=1; \
+	@$(MAKE) lint > build/lint.log 2>&1 & lint=$$!; failed=0; rm -f build/tests.log; \
+		$(MAKE) test-hooks $(LOGGED) || failed=1; \
+		$(BIN)/python -m pytest -q -m "not slow" $(PARALLEL) $(APART) $(LOGGED) || failed=1; \
 		wait $$lint && echo "lint: passed" || { failed=1; cat build/lint.log; }; \
-		grep -hE "^(FAILED|ERROR) " build/test*.log; exit $$failed
+		$(NAME_FAILED); exit $$failed
 
 test-fast: $(VENV)/.installed  ## unit tests without torch: neither processes, nor times, nor full sizes
 	$(BIN)/python -m pytest -q -m "unit and not torch and not exhaustive" $(PARALLEL) $(APART)
@@ -78,12 +82,12 @@ SLOW := -q -m slow --complete --timeout 400 -n 2 --dist loadgroup -o junit_famil
 test-slow: $(VENV)/.extras hooks  ## the slow tests, or a part of them: SLICE=2/6
 	@mkdir -p build/slow
 	@$(BIN)/python tools/slices.py list $(SLICE) > build/slow/files
-	@frameworks='^tests/(clients|integrations)/'; failed=0; \
+	@frameworks='^tests/(clients|integrations)/'; failed=0; rm -f build/tests.log; \
 		programs=$$(grep -E "$$frameworks" build/slow/files); crash=$$(grep ^tests/crash/ build/slow/files); \
-		$(BIN)/python -m pytest $(SLOW).xml $$(grep -vE "$$frameworks|^tests/crash/" build/slow/files) || failed=1; \
-		[[ -z "$$programs" ]] || $(BIN)/python -m pytest $(SLOW)-frameworks.xml $$programs || failed=1; \
-		[[ -z "$$crash" ]] || { $(HOOKS_PYTEST) $(SLOW)-hooks.xml $$crash; } || failed=1; \
-		exit $$failed
+		$(BIN)/python -m pytest $(SLOW).xml $$(grep -vE "$$frameworks|^tests/crash/" build/slow/files) $(LOGGED) || failed=1; \
+		[[ -z "$$programs" ]] || $(BIN)/python -m pytest $(SLOW)-frameworks.xml $$programs $(LOGGED) || failed=1; \
+		[[ -z "$$crash" ]] || { $(HOOKS_PYTEST) $(SLOW)-hooks.xml $$crash; } $(LOGGED) || failed=1; \
+		$(NAME_FAILED); exit $$failed
 
 slow-times:  ## measure how long the slow tests take, and write it into tests/slow_times.json, by which they are cut into slices
 	rm -rf build/slow
