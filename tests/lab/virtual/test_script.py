@@ -177,7 +177,7 @@ FAILS = BUILT_IN.replace(
 def test_a_script_that_cannot_be_simulated_ends_with_a_sentence(text: str, message: str, written: Callable[[str], str]) -> None:
     found = fastps("simulate", "--script", "-n", "3", "--sync", "asp", written(text), "3", "5", timeout=200)
     assert found.returncode != 0
-    assert message in " ".join(found.stderr.split())
+    assert message in " ".join(found.stderr.split()), found.stderr[-2000:]
 
 
 # -- deaths and joins --------------------------------------------------------------------------------
