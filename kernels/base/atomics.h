@@ -295,8 +295,8 @@ static inline void fps_yield(void) {
     FPS_FAILPOINT_INSTEAD(yield);
     sched_yield();
 }
-/* What a loop may still yield before it does something else. Their number alone is no limit: on a busy core each yield takes a
- * time slice of every process there, so that 200 of them take seconds. */
+/* How often a loop may still yield. A number alone is no limit: on a busy core each yield takes a time slice of every process
+ * there, so that 200 of them take seconds. Therefore this reads the clock, as nothing else in the kernels does. */
 #define FPS_YIELDING_NS 10000000
 typedef struct {
     int left;

@@ -207,7 +207,7 @@ cdef class Exchange:
     """One rank's side of a group. `memory` is a writable buffer of `memory_bytes` bytes of zeros, which all ranks map.
 
     All ranks pass the same `size`, `block_bytes` (a multiple of 64 times `size`) and `depth`. Before a rank sleeps, it looks
-    `spins` times, and `yields` times after giving its core away. Raises ValueError.
+    `spins` times, and up to `yields` times, for at most 10 ms, after it has yielded its core. Raises ValueError.
 
     >>> import threading, numpy
     >>> memory = numpy.zeros(memory_bytes(2, 2, 4096), numpy.uint8)

@@ -175,7 +175,7 @@ cdef class SharedFold:
         return FOLD_DONE
 
     cdef int finish(self) noexcept nogil:
-        """Wait for the helpers, for a limited number of polls; then fold what is missing."""
+        """Wait for the helpers, for a limited number of polls and a limited time; then fold what is missing."""
         cdef uint64_t done, chunk
         cdef int spins = SPINS, outcome
         cdef fps_yields yields = fps_yields(YIELDS, 0)

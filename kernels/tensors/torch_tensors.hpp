@@ -38,7 +38,7 @@ static inline const void *fps_place(const c10::TensorImpl *impl) {
 }
 static inline const void *fps_place(PyObject *tensor) { return fps_place(fps_impl(tensor)); }
 
-/* tensor.grad, or null. A parameter has the memory for it; then no function of torch's is called. */
+/* tensor.grad, or null: what TensorImpl::grad() returns, without its virtual call. */
 static inline at::Tensor *fps_grad(const c10::TensorImpl *impl) {
     auto *meta = static_cast<torch::autograd::AutogradMeta *>(impl->autograd_meta());
     return meta && meta->grad_.defined() ? &meta->grad_ : nullptr;

@@ -166,9 +166,10 @@ def busy_core(loops: int = 4) -> Iterator[None]:
             pass
 
     own = os.sched_getaffinity(0)
+    children: list[Child] = []
     os.sched_setaffinity(0, {min(own)})
-    children = [start(loop) for _ in range(loops)]
     try:
+        children += [start(loop) for _ in range(loops)]
         yield
     finally:
         for child in children:
