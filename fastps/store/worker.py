@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -66,7 +66,7 @@ class Worker(AttachedLane):
         self._pulled_at = self._idle_at = -1  # posts at the last pull, and at the last pull without a push before it
         self._pulls_in_a_row = 0
         slots = store.layout.slots
-        self._sent_hypers: list[list[Hyper] | None] = [None] * slots
+        self._sent_hypers: list[tuple[Hyper, ...] | None] = [None] * slots
         self._sent_presence: list[bytes | None] = [None] * slots
         # Round the fraction up to whole shards. 0.55 of 20 is 11, although the floating-point product is slightly more.
         self._needed_shards = math.ceil(policy.pull * self._shards - 1e-9)
@@ -129,14 +129,15 @@ class Worker(AttachedLane):
         self._presence.add(index)
 
     def push(
-        self, hypers: list[Hyper], *, presence: bytes | None = None, scale: float = 1.0, null: bool = False, samples: int = 0
+        self, hypers: Sequence[Hyper], *, presence: bytes | None = None, scale: float = 1.0, null: bool = False, samples: int = 0
     ) -> None:
         """Post the slot as this worker's next push, and combine if the shard locks are free. Do not wait for other workers.
 
         If the grant of the step before is still outstanding, because an error ended its `advance`, wait for that first. A full
         ring is waited for, too.
         """
-        self.check_usable()
+        if self.forked or self.closed or self._left:
+            self._refuse()
         if not 0 <= samples < 1 << 32:
             raise UsageError(f"expected 0 to {(1 << 32) - 1:,} samples in a push (batch_size=, report_loss), found {samples}")
         if self._needs_samples and samples < 1:
@@ -147,7 +148,7 @@ class Worker(AttachedLane):
         now_ns, lane = self._clock.now_ns(), self.lane
         if not null:
             slot, present = lane.slot, self._presence.take() if presence is None else presence
-            if self._sent_hypers[slot] != hypers or self._sent_presence[slot] != present:
+            if self._sent_hypers[slot] is not hypers or self._sent_presence[slot] is not present:
                 self._write_slot_header(slot, hypers, present)
         if self._pushes_itself and self.recorder is None:
             outcome = lane.push(now_ns, scale, samples, null)
@@ -308,8 +309,9 @@ class Worker(AttachedLane):
 
     # -- the slot ----------------------------------------------------------------------------------
 
-    def _write_slot_header(self, slot: int, hypers: list[Hyper], presence: bytes) -> None:
+    def _write_slot_header(self, slot: int, hypers: Sequence[Hyper], presence: bytes) -> None:
         """Write the hyper-parameters and the presence bitmap into the slot, unless the slot already holds them."""
+        hypers = tuple(hypers)
         if self._sent_hypers[slot] != hypers:
             if len(hypers) != self.store.layout.groups:
                 raise UsageError(
@@ -318,10 +320,10 @@ class Worker(AttachedLane):
                 )
             for group, hyper in enumerate(hypers):
                 self.lane.set_hyper(slot, group, *hyper)
-            self._sent_hypers[slot] = list(hypers)
+        self._sent_hypers[slot] = hypers
         if self._sent_presence[slot] != presence:
             self.lane.set_presence(slot, presence)
-            self._sent_presence[slot] = presence
+        self._sent_presence[slot] = presence
 
     # -- beginning and ending together ---------------------------------------------------------------
 

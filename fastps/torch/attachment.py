@@ -114,14 +114,9 @@ class Attachment:
         """Tensors over flat views of the arena, one per parameter."""
         return self.placement.tensor_views(self.store, views)
 
-    def take_weights(self, written: Collection[int] | None = ()) -> None:
-        """Update every parameter to the newest version.
-
-        `written`: those that an own push updates, which count as written to; None: all.
-        """
-        self.placement.pull(self.weights, self.worker)
-        if written is None or written:
-            self.weights.count_writes(written)
+    def take_weights(self, written: Collection[int] = ()) -> None:
+        """Update every parameter to the newest version. `written`: those that an own push updates; autograd is told of them."""
+        self.placement.pull(self.weights, self.worker, written)
         if self.has_begun or not self.placement.shows_arena:
             return
         pulled = [self.worker.lane.shard_version(shard) for shard in range(self.store.arena.shards)]

@@ -56,7 +56,7 @@ class Gradients:
         self._keeps = keeps
         self.is_apart = False  # whether an error ended the last step before its push was folded; see `detach`
         self._name = name
-        self._everything = set(range(len(tensors)))
+        self._everything, self._whole = set(range(len(tensors))), _bitmap(frozenset(range(len(tensors))), len(tensors))
         self._loops = tensor_loops(tensors)
         self._prepared = [self._loops.prepare(each) for each in self.slots]
         self._is_of_one_type = all(
@@ -128,16 +128,16 @@ class Gradients:
             self._loops.own_all(views)
             self._loops.set_gradients(views)
 
-    def collect(self, slot: int) -> bytes | None:
+    def collect(self, slot: int) -> bytes:
         """Copy gradients that did not come through the hook into the slot; skip parameters whose p.grad is None, as torch does.
 
         A script may also have pointed p.grad at other memory (p.grad.data = tensor), although it is the tensor over the slot.
-        Returns the bitmap of the parameters that have a gradient; None if all have one.
+        Returns the bitmap of the parameters that have a gradient.
         """
         self.is_apart = False
         if self._lends and self._loops.other_gradient(self._prepared[slot]) < 0:
             self.present = self._everything
-            return None
+            return self._whole
         self.present, apart = set(), dict[int, torch.Tensor]()
         for index, tensor in enumerate(self.tensors):
             gradient = tensor.grad
@@ -154,9 +154,8 @@ class Gradients:
             self._copy_all(slot, apart)
         return self._presence()
 
-    def _presence(self) -> bytes | None:
-        count = len(self.tensors)
-        return None if len(self.present) == count else _bitmap(frozenset(self.present), count)
+    def _presence(self) -> bytes:
+        return _bitmap(frozenset(self.present), len(self.tensors))
 
     def release(self, slot: int) -> None:
         """Give up the slot after its push; p.grad stays a view of it only if the step waits for the fold."""
@@ -224,7 +223,7 @@ class CountedGradients(Gradients):
         """Raise UsageError: p.grad is never a view of the slot."""
         raise UsageError("expose_gradients() needs p.grad to be a view of the slot: set p.grad, and step() copies it")
 
-    def collect(self, slot: int) -> bytes | None:
+    def collect(self, slot: int) -> bytes:
         """Copy gradients that were changed or set since the hook; parameters whose p.grad is None are not pushed."""
         self.is_apart, self.present = False, set()
         for index, tensor in enumerate(self.tensors):

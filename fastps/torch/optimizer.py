@@ -193,7 +193,7 @@ class DistributedOptimizer(OptimizerState):
         versions = self._job.store.version
         next_instance = self._identity.instance + 1 if self._names_job else instances.count_next()
         self._identity = self._identity.of_instance(next_instance)
-        moved = move(self._job.worker, policy, self._identity.name, self._hypers_read.of(self.param_groups))
+        moved = move(self._job.worker, policy, self._identity.name, list(self._hypers_read.of(self.param_groups)))
         self._earlier_versions += versions
         self._job.change_to(moved)
 
@@ -215,7 +215,7 @@ class DistributedOptimizer(OptimizerState):
             """Start the job with the state that the optimizer had when it was wrapped (loaded from a checkpoint, say)."""
             state.write_first(store, partial(shaped_tensors, store), self._rule, self._entries())
 
-        hypers = self._hypers_read.of(self.param_groups)
+        hypers = list(self._hypers_read.of(self.param_groups))
         return self._placement.join(layout, hypers, to, write_state if any(self._entries()) else None)
 
     # -- gradients ---------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class DistributedOptimizer(OptimizerState):
             if worker.lane.awaits:
                 gradients.detach(slot)
             raise
-        job.take_weights(() if skipped else None if presence is None else gradients.present)
+        job.take_weights(() if skipped else gradients.present)
         if scale != 1.0:
             gradients.multiply(scale)  # undo a GradScaler's scale, as torch does
         if warm_up is not None and worker.steps == warm_up.steps:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fastps.errors import UnsupportedError
-from fastps.store.presence import presence_of
 from fastps.store.row_slots import RowSlots
 from fastps.torch.gradients import Gradients, norm_of
 
@@ -52,7 +51,7 @@ class TableGradients(Gradients):
     def expose(self, slot: int) -> None:
         self._dense.expose(slot)
 
-    def collect(self, slot: int) -> bytes | None:
+    def collect(self, slot: int) -> bytes:
         """Write all gradients that are not there yet into the slot, those of tables as rows: equal rows are summed.
 
         Returns the bitmap of the parameters that have a gradient. Raises UnsupportedError for a dense gradient of a table.
@@ -66,7 +65,7 @@ class TableGradients(Gradients):
                 self.check(index, gradient)
                 self._rows.put(slot, index, gradient._indices()[0].numpy(), gradient._values().numpy())
                 self.present.add(index)
-        return self._presence() or presence_of(range(len(self.tensors)), len(self.tensors))
+        return self._presence()
 
     def check(self, index: int, gradient: torch.Tensor) -> None:
         """Raise UnsupportedError for a table's gradient that cannot be pushed."""

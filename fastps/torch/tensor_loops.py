@@ -60,20 +60,22 @@ class TensorLoops:
             raise ValueError(f"expected {len(self._tensors)} tensors, found {len(values)}")
         return list(values)
 
-    def show(self, values: list[torch.Tensor]) -> None:
-        """Point `data` of each tensor at its value: no copy, and no write that version counters count."""
+    def show(self, values: list[torch.Tensor], is_write: bool = False) -> None:
+        """Point `data` of each tensor at its value: no copy. With `is_write` autograd knows, as by `count_writes` of all."""
         self._data.set(self._tensors, values)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        if is_write:
+            self.count_writes(self._tensors)
 
     def show_copies(self) -> None:
         """Give each tensor a private copy of its values. What follows it by its storage goes along."""
         for tensor in self._tensors:
             tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
 
-    def count_writes(self, written: list[torch.Tensor] | None = None) -> None:
-        """Let autograd know that these tensors have new values, as a write would; default: all. `changed` does not see it."""
+    def count_writes(self, written: list[torch.Tensor]) -> None:
+        """Let autograd know that these tensors have new values, as a write would. `changed` does not see it."""
         before = self._counters.get(self._tensors)
-        increment_version(self._tensors if written is None else written)
+        increment_version(written)
         counted = zip(self._remembered, before, self._counters.get(self._tensors), strict=True)
         self._remembered = [count - old + new for count, old, new in counted]
 

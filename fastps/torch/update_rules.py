@@ -123,14 +123,18 @@ class Hypers:
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._groups: list[dict[str, Any]] | None = None  # the last groups; None if they cannot be compared
-        self._made: list[Hyper] = []
+        self._made: tuple[Hyper, ...] = ()
         self._first: list[tuple[list[torch.Tensor], dict[str, Any]]] = []  # each group's parameters, and options that must stay
 
-    def of(self, groups: list[dict[str, Any]]) -> list[Hyper]:
-        """The current hyper-parameters, one per group. The caller must not change the list."""
-        if self._groups is None or _differ(self._groups, groups):
+    def of(self, groups: list[dict[str, Any]]) -> tuple[Hyper, ...]:
+        """The current hyper-parameters, one per group."""
+        try:
+            are_same = groups == self._groups
+        except RuntimeError:  # two tensors of several numbers were compared, so one was exchanged for another
+            are_same = False
+        if not are_same:
             self._check_same(groups)
-            self._made = [hyper_of(group, self._rule) for group in groups]
+            self._made = tuple([hyper_of(group, self._rule) for group in groups])
             options = [value for group in groups for key, value in group.items() if key not in _OF_PARAMETERS]
             # A comparison of lists looks into no tensor that is the same object in both.
             kept = [{**group, "params": list(group["params"])} for group in groups]
@@ -156,13 +160,6 @@ class Hypers:
                     f"param_groups[{index}]: expected the {len(old)} parameters that it had when it was wrapped, found"
                     f" {len(new)}, or others in their place; {WRAP_ANEW}"
                 )
-
-
-def _differ(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
-    try:
-        return one != other
-    except RuntimeError:  # two tensors of several numbers were compared, so one was exchanged for another
-        return True
 
 
 def _cannot_change(value: object) -> bool:

@@ -38,14 +38,17 @@ class Weights:
         if len(self._shard_loops) == 1:  # the usual case: saves a call
             self.remember, self.changed = self._shard_loops[0].remember, self._shard_loops[0].changed  # type: ignore[method-assign]
 
-    def show(self, pulled: list[int]) -> None:
-        """Point every parameter at its shard's pulled buffer: no copy."""
+    def show(self, pulled: list[int], written: Collection[int] = ()) -> None:
+        """Point every parameter at its shard's pulled buffer: no copy. `written`: those for `count_writes`."""
+        are_all = len(written) == len(self.tensors)
         for place in enumerate(pulled):
             loops = self._shard_loops[place[0]]
             values = self._prepared.get(place)
             if values is None:
                 values = self._prepared[place] = loops.prepare(self.of(*place), self._store.memory)
-            loops.show(values)
+            loops.show(values, are_all)
+        if written and not are_all:
+            self.count_writes(written)
 
     def remember(self) -> None:
         """Accept all writes to the parameters, and their addresses, up to now."""
@@ -83,13 +86,10 @@ class Weights:
         for loops in self._shard_loops:
             loops.show_copies()
 
-    def count_writes(self, written: Collection[int] | None) -> None:
-        """Let autograd refuse a backward through a graph of these parameters' earlier values, as after a step of torch's.
-
-        None: of all parameters.
-        """
+    def count_writes(self, written: Collection[int]) -> None:
+        """Let autograd refuse a backward through a graph of these parameters' earlier values, as after a step of torch's."""
         for loops, indices in zip(self._shard_loops, self._of_shard, strict=True):
-            loops.count_writes(None if written is None else [self.tensors[index] for index in indices if index in written])
+            loops.count_writes([self.tensors[index] for index in indices if index in written])
 
     def leave(self) -> None:
         """Drop all tensors over the store's memory, because it is about to be unmapped."""

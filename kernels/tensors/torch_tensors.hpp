@@ -64,9 +64,11 @@ struct fps_value {
     size_t nbytes = 0;
     caffe2::TypeMeta dtype;
     at::DimVector form;               /* sizes, then strides */
+    at::Tensor held;                  /* the value: else each second holder, such as a grad, counts a Python object's reference, too */
 
     fps_value() = default;
     explicit fps_value(PyObject *object) : impl(fps_impl(object)), place(fps_place(object)) {
+        if (impl) held = THPVariable_Unpack(object);
         if (!fps_plain(object) || impl->storage_offset() || !impl->device().is_cpu()) return;
         c10::StorageImpl *storage = impl->unsafe_storage().unsafeGetStorageImpl();
         data = storage->mutable_data();
@@ -83,18 +85,19 @@ struct fps_value {
     }
 };
 
-/* One tensor's own storage, whose data pointer moves from value to value. */
-struct fps_owned_storage {
+/* What is known of a parameter, and its own storage, whose data pointer moves from value to value. */
+struct fps_parameter {
     c10::Storage storage;  /* null: none yet */
     void *data = nullptr;  /* the data pointer set last */
     bool borrows = false;  /* the tensor shows a value in that value's storage, which must not move */
-};
+    const void *place = nullptr;  /* where it lay when it was last shown or remembered */
+    int64_t version = 0;          /* its version counter then, and the writes counted since */
 
-static inline void fps_drop(fps_owned_storage &owned) {
-    bool borrows = owned.borrows;
-    owned = fps_owned_storage();
-    owned.borrows = borrows;
-}
+    void drop() {
+        storage = c10::Storage();
+        data = nullptr;
+    }
+};
 
 /* What an owned storage keeps: the mapping of all values, and the memory that it had before, in which a NumPy array may look. */
 struct fps_kept {
@@ -105,7 +108,7 @@ static void fps_let_go(void *kept) { delete static_cast<fps_kept *>(kept); }
 
 /* tensor.data = value, for a tensor in its owned storage: one pointer is written, and every tensor that shares the storage
  * follows. */
-static inline bool fps_point(PyObject *tensor, fps_owned_storage &owned, const fps_value &value) {
+static inline bool fps_point(PyObject *tensor, fps_parameter &owned, const fps_value &value) {
     c10::TensorImpl *impl = fps_impl(tensor);
     if (!impl || !owned.storage || !value.data) return false;
     c10::StorageImpl *storage = impl->unsafe_storage().unsafeGetStorageImpl();
@@ -120,9 +123,9 @@ static inline bool fps_point(PyObject *tensor, fps_owned_storage &owned, const f
 
 /* tensor.data = values: the same shape and strides over other memory, in an owned storage if that memory is the CPU's: the present
  * one at the first time, if others share it, so that they follow, or else a new one. The version counter stays unchanged. */
-static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_owned_storage &owned, const fps_value &value) {
+static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_parameter &owned, const fps_value &value) {
     bool is_first = !owned.storage && !owned.borrows;
-    fps_drop(owned);
+    owned.drop();
     c10::TensorImpl *shown = fps_plain(tensor), *from = fps_plain(values);
     if (!shown || !from || !fps_alike(shown, from)) return false;
     if (!shown->allow_tensor_metadata_change() || shown->key_set() != from->key_set() ||
@@ -199,10 +202,20 @@ static inline bool fps_has_new_grad(PyObject *tensor) {
            (!grad->unsafeGetTensorImpl()->unsafe_storage() || grad->storage().use_count() == 1);
 }
 
-/* Whether anybody but this list holds its i-th tensor, or the tensor's memory through another tensor (a view, detach()). */
+/* The references to a Python object of a tensor that it and C++ hold: since some version torch counts one for C++. */
+static Py_ssize_t fps_references_if_held() {
+    at::Tensor tensor = at::empty({0});
+    PyObject *object = THPVariable_Wrap(tensor);
+    const Py_ssize_t references = Py_REFCNT(object);
+    Py_DECREF(object);
+    return references;
+}
+
+/* Whether anybody but this list and its facts hold its i-th tensor, or the tensor's memory through another tensor (a view). */
 static inline bool fps_is_held(PyObject *list, const std::vector<fps_value> &known, Py_ssize_t i) {
-    c10::TensorImpl *impl = known[i].data ? known[i].impl : fps_plain(PyList_GET_ITEM(list, i));
-    return impl && (Py_REFCNT(PyList_GET_ITEM(list, i)) > 1 || c10::raw::intrusive_ptr::use_count(impl) > 1 ||
+    static const Py_ssize_t references = fps_references_if_held();
+    const c10::TensorImpl *impl = fps_plain(PyList_GET_ITEM(list, i));
+    return impl && (Py_REFCNT(PyList_GET_ITEM(list, i)) > references || known[i].held.use_count() > 2 ||
                     impl->unsafe_storage().use_count() > 1);
 }
 
@@ -214,21 +227,24 @@ static inline Py_ssize_t fps_next_held(PyObject *list, const std::vector<fps_val
 
 /* The same for each tensor of a list, from the i-th on. They return the index of the first for which one of the functions above
  * returns false, or finds a difference; the list's length: none. */
-static inline Py_ssize_t fps_point_all(PyObject *list, std::vector<fps_owned_storage> &owned, const std::vector<fps_value> &known,
-                                       std::vector<const void *> &places, Py_ssize_t i) {
-    for (; i < PyList_GET_SIZE(list) && fps_point(PyList_GET_ITEM(list, i), owned[i], known[i]); i++) places[i] = known[i].place;
-    return i;
-}
-static inline Py_ssize_t fps_count_all(PyObject *list, std::vector<int64_t> &versions, Py_ssize_t i) {
-    for (; i < PyList_GET_SIZE(list) && fps_count_write(PyList_GET_ITEM(list, i), true); i++) versions[i]++;
-    return i;
-}
-static inline Py_ssize_t fps_next_changed(PyObject *list, const std::vector<int64_t> &versions,
-                                          const std::vector<const void *> &places, Py_ssize_t i) {
-    for (int64_t version; i < PyList_GET_SIZE(list); i++) {
+static inline Py_ssize_t fps_point_all(PyObject *list, std::vector<fps_parameter> &known, const std::vector<fps_value> &values,
+                                       bool is_write, std::vector<Py_ssize_t> &uncounted, Py_ssize_t i) {
+    for (; i < PyList_GET_SIZE(list); i++) {
         PyObject *tensor = PyList_GET_ITEM(list, i);
-        if (!fps_version(tensor, &version) || version != versions[i] || fps_place(tensor) != places[i]) break;
+        fps_parameter &own = known[i];
+        if (!fps_point(tensor, own, values[i])) break;
+        own.place = values[i].place;
+        if (is_write && fps_count_write(tensor, true)) own.version++;
+        else if (is_write) uncounted.push_back(i);
     }
+    return i;
+}
+static inline bool fps_is_changed(PyObject *tensor, const fps_parameter &own) {
+    int64_t version;
+    return !fps_version(tensor, &version) || version != own.version || fps_place(tensor) != own.place;
+}
+static inline Py_ssize_t fps_next_changed(PyObject *list, const std::vector<fps_parameter> &known, Py_ssize_t i) {
+    while (i < PyList_GET_SIZE(list) && !fps_is_changed(PyList_GET_ITEM(list, i), known[i])) i++;
     return i;
 }
 static inline Py_ssize_t fps_next_other_grad(PyObject *list, const std::vector<fps_value> &known, Py_ssize_t i) {
@@ -283,11 +299,12 @@ static inline void fps_part(PyObject *list, Py_ssize_t i) {
 }
 
 /* If others share a tensor's owned storage, move it and them to a copy. */
-static inline bool fps_move_along(PyObject *tensor, fps_owned_storage &owned) {
+static inline bool fps_move_along(PyObject *tensor, fps_parameter &owned) {
     c10::TensorImpl *impl = fps_plain(tensor);
     if (!impl || !owned.storage || owned.storage.use_count() < 3) return false;  /* the tensor's, and `owned` */
     if (impl->unsafe_storage().unsafeGetStorageImpl() != owned.storage.unsafeGetStorageImpl()) return false;
-    owned = fps_owned_storage();
+    owned.drop();
+    owned.borrows = false;
     fps_move(THPVariable_Unpack(tensor));
     return true;
 }

@@ -17,21 +17,21 @@ cdef extern from "tensors/torch_tensors.hpp":
         fps_value(object tensor) except +
         const void *place
 
-    cppclass fps_owned_storage:
+    cppclass fps_parameter:
         bint borrows
-    void fps_drop(fps_owned_storage &owned)
+        const void *place
+        int64_t version
+        void drop()
 
-    bint fps_settle(object tensor, object values, fps_owned_storage &owned, const fps_value &value) except +
+    bint fps_settle(object tensor, object values, fps_parameter &known, const fps_value &value) except +
     const void *fps_place(object tensor) except +
     bint fps_count_write(object tensor, bint of_its_own) except +
-    bint fps_move_along(object tensor, fps_owned_storage &owned) except +
+    bint fps_move_along(object tensor, fps_parameter &known) except +
     bint fps_version(object tensor, int64_t *version) except +
     bint fps_grad_is(object tensor, const fps_value &value, bint *same) except +
-    Py_ssize_t fps_point_all(object tensors, vector[fps_owned_storage] &owned, const vector[fps_value] &known,
-                             vector[const void *] &places, Py_ssize_t i) except +
-    Py_ssize_t fps_count_all(object tensors, vector[int64_t] &versions, Py_ssize_t i) except +
-    Py_ssize_t fps_next_changed(object tensors, const vector[int64_t] &versions, const vector[const void *] &places,
-                                Py_ssize_t i) except +
+    Py_ssize_t fps_point_all(object tensors, vector[fps_parameter] &known, const vector[fps_value] &values, bint is_write,
+                             vector[Py_ssize_t] &uncounted, Py_ssize_t i) except +
+    Py_ssize_t fps_next_changed(object tensors, const vector[fps_parameter] &known, Py_ssize_t i) except +
     Py_ssize_t fps_next_other_grad(object tensors, const vector[fps_value] &known, Py_ssize_t i) except +
     Py_ssize_t fps_set_grads(object tensors, object gradients, const vector[fps_value] &known, Py_ssize_t i) except +
     Py_ssize_t fps_drop_grads(object tensors, Py_ssize_t i) except +
@@ -73,14 +73,12 @@ cdef class CompiledLoops:
     can_own = True
 
     cdef list tensors
-    cdef vector[int64_t] remembered
-    cdef vector[const void *] places        # where each tensor lay when it was last shown or remembered
-    cdef vector[fps_owned_storage] owned
-    cdef object memory              # which the owned storages point into
+    cdef vector[fps_parameter] known
+    cdef object memory  # which the parameters' own storages point into
 
     def __init__(self, list tensors not None):
         self.tensors = tensors
-        self.owned.resize(len(tensors))
+        self.known.resize(len(tensors))
         self.remember()
 
     def prepare(self, list values not None, memory=None):
@@ -90,53 +88,52 @@ cdef class CompiledLoops:
         return Values(values, memory)
 
     cdef int _check(self, Values values) except -1:
-        if values.known.size() != self.owned.size():
-            raise ValueError(f"expected {self.owned.size()} tensors, found {values.known.size()}")
+        if values.known.size() != self.known.size():
+            raise ValueError(f"expected {self.known.size()} tensors, found {values.known.size()}")
         return 0
 
-    def show(self, Values values not None):
-        """Set `data` of each tensor to its value's: no copy, and no write by the version counter's count."""
+    def show(self, Values values not None, bint is_write=False):
+        """Set `data` of each tensor to its value's: no copy. With `is_write` autograd knows, as by `count_writes` of all."""
         cdef Py_ssize_t i = -1
+        cdef vector[Py_ssize_t] uncounted
         self._check(values)
         if values.memory is None or values.memory is not self.memory:
             self._drop_storages()
             self.memory = values.memory
-        while (i := fps_point_all(self.tensors, self.owned, values.known, self.places, i + 1)) < len(self.tensors):
-            self.places[i] = values.known[i].place
-            if not fps_settle(self.tensors[i], values.tensors[i], self.owned[i], values.known[i]):
+        while (i := fps_point_all(self.tensors, self.known, values.known, is_write, uncounted, i + 1)) < len(self.tensors):
+            self.known[i].place = values.known[i].place
+            if not fps_settle(self.tensors[i], values.tensors[i], self.known[i], values.known[i]):
                 self.tensors[i].data = values.tensors[i]
-                self.owned[i].borrows = True
-                self.places[i] = fps_place(self.tensors[i])
+                self.known[i].borrows = True
+                self.known[i].place = fps_place(self.tensors[i])
+            if is_write:
+                uncounted.push_back(i)
+        if not uncounted.empty():
+            self.count_writes([self.tensors[i] for i in uncounted])
 
     def show_copies(self):
         """Give each tensor a private copy of its values. What shares its owned storage goes along."""
         cdef Py_ssize_t i
         for i in range(len(self.tensors)):
-            if not fps_move_along(self.tensors[i], self.owned[i]):
+            if not fps_move_along(self.tensors[i], self.known[i]):
                 self.tensors[i].data = self.tensors[i].data.clone()
 
-    def count_writes(self, list written=None):
-        """Let autograd know that these tensors have new values, as a write would; default: all. `changed` does not see it."""
-        cdef Py_ssize_t i = -1
-        cdef list late = [] if written is None else written
-        if written is None:
-            while (i := fps_count_all(self.tensors, self.remembered, i + 1)) < len(self.tensors):
-                late.append(self.tensors[i])
-            if not late:
-                return
+    def count_writes(self, list written not None):
+        """Let autograd know that these tensors have new values, as a write would. `changed` does not see it."""
+        cdef Py_ssize_t i
         for i in range(len(self.tensors)):
-            self.remembered[i] -= self._version(i)
-        for each in late:
+            self.known[i].version -= self._version(i)
+        for each in written:
             if not fps_count_write(each, False):
                 increment_version(each)
         for i in range(len(self.tensors)):  # all, because views of one tensor have one counter
-            self.remembered[i] += self._version(i)
+            self.known[i].version += self._version(i)
 
     cdef void _drop_storages(self):
         """Drop all storages, because each keeps only the memory mapped in which it was made."""
         cdef size_t i
-        for i in range(self.owned.size()):
-            fps_drop(self.owned[i])
+        for i in range(self.known.size()):
+            self.known[i].drop()
 
     cdef int64_t _version(self, Py_ssize_t i) except -1:
         cdef int64_t version = 0
@@ -147,23 +144,21 @@ cdef class CompiledLoops:
     def remember(self):
         """Start detecting changes: writes and pointer moves up to now do not count."""
         cdef Py_ssize_t i
-        self.remembered.resize(len(self.tensors))
-        self.places.resize(len(self.tensors))
         for i in range(len(self.tensors)):
-            self.remembered[i] = self._version(i)
-            self.places[i] = fps_place(self.tensors[i])
+            self.known[i].version = self._version(i)
+            self.known[i].place = fps_place(self.tensors[i])
 
     def changed(self):
         """Return the index of the first tensor written to or pointed elsewhere since `remember`, except by `show`, or -1."""
         cdef Py_ssize_t i = -1
-        while (i := fps_next_changed(self.tensors, self.remembered, self.places, i + 1)) < len(self.tensors):
-            if self._version(i) != self.remembered[i] or fps_place(self.tensors[i]) != self.places[i]:
+        while (i := fps_next_changed(self.tensors, self.known, i + 1)) < len(self.tensors):
+            if self._version(i) != self.known[i].version or self.has_moved(i):
                 return i
         return -1
 
     def has_moved(self, Py_ssize_t index):
         """Return whether a tensor was pointed at other memory since `remember`, except by `show`."""
-        return fps_place(self.tensors[index]) != self.places[index]
+        return fps_place(self.tensors[index]) != self.known[index].place
 
     def set_gradients(self, Values gradients not None):
         """Set `grad` of each tensor to its gradient."""

@@ -3,7 +3,7 @@
 A `DistributedOptimizer` holds one placement. Subclasses place models on GPUs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -89,9 +89,9 @@ class HostPlacement:
         """Tensors over flat views of a slot, one per parameter, of the layout's gradient type."""
         return shaped_tensors(store, views, store.layout.gradient_type)
 
-    def pull(self, weights: Weights, worker: Worker) -> None:
-        """Pull, and make the newest weights the parameters."""
-        weights.show(worker.pull())
+    def pull(self, weights: Weights, worker: Worker, written: Collection[int]) -> None:
+        """Pull, and make the newest weights the parameters. `written`: those that an own push updates."""
+        weights.show(worker.pull(), written)
 
     def end(self) -> None:
         """Release the arena, because the optimizer closes."""

@@ -4,7 +4,7 @@ p.grad points into the worker's slots on its own GPU. p.data points at the publi
 else at a replica, which a pull copies. close() waits for the other workers, because they read this one's memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,9 +56,9 @@ class DevicePlacement(HostPlacement):
         attach, served_by = partial(_attach, self.make_device()), self.server_devices() if layout.has_server else None
         return join.join(layout, self._tensors, hypers, to, DeviceStore, attach, server_devices=served_by)
 
-    def pull(self, weights: Weights, worker: Worker) -> None:
+    def pull(self, weights: Weights, worker: Worker, written: Collection[int]) -> None:
         assert isinstance(worker, DeviceWorker)
-        weights.show(worker.devices.shown_numbers(worker.pull()))
+        weights.show(worker.devices.shown_numbers(worker.pull()), written)
 
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
         """Marks shards while backward goes on, unless the worker waits for its push, or is told not to."""

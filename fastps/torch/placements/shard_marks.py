@@ -88,7 +88,7 @@ class MarkedGradients(Gradients):
         self._marks.clear()
         super().zero(set_to_none)
 
-    def collect(self, slot: int) -> bytes | None:
+    def collect(self, slot: int) -> bytes:
         presence = super().collect(slot)
         self._marks.check(self.slots[slot])
         return presence

@@ -4,7 +4,7 @@ Backward's hooks queue copies of gradients, a pull queues copies of weights, and
 CuPy and works with any mix of workers on GPUs and CPUs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ def synchronize(tensors: list[torch.Tensor]) -> None:
 class StagedGradients(CountedGradients):
     """Gradients whose copies into slots in host memory are queued during backward; p.grad keeps memory of its own."""
 
-    def collect(self, slot: int) -> bytes | None:
+    def collect(self, slot: int) -> bytes:
         """Wait for all copies, before the push."""
         presence = super().collect(slot)
         synchronize(self.tensors)
@@ -71,7 +71,7 @@ class StagedPlacement(HostPlacement):
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
         return StagedGradients
 
-    def pull(self, weights: Weights, worker: Worker) -> None:
+    def pull(self, weights: Weights, worker: Worker, written: Collection[int]) -> None:
         """Queue copies of the newest weights. Their buffers stay pinned until the next pull, before which the step waits."""
         synchronize(self._tensors)
         for shard, buffer in enumerate(worker.pull()):
@@ -81,6 +81,7 @@ class StagedPlacement(HostPlacement):
             self._taken[shard] = taken
             for tensor, found in zip(weights.by_shard[shard], weights.of(shard, buffer), strict=True):
                 tensor.data.copy_(found, non_blocking=True)
+        weights.count_writes(written)
 
     def end(self) -> None:
         """Wait for queued copies, and unlock the arena."""
