@@ -109,7 +109,7 @@ class DeviceWorker(Worker):
             raise UsageError(f"worker {self.rank} is closed, or has not begun")
         return self._devices
 
-    def push(self, hypers: list[Hyper], *, null: bool = False, **others: Any) -> None:
+    def push(self, hypers: Sequence[Hyper], *, null: bool = False, **others: Any) -> None:
         """Push the gradients that work queued on the compute stream up to now will have written.
 
         Where folds and grants go by what has arrived, waits until that work is done, and the push has the time after the wait.

@@ -129,7 +129,13 @@ class Worker(AttachedLane):
         self._presence.add(index)
 
     def push(
-        self, hypers: Sequence[Hyper], *, presence: bytes | None = None, scale: float = 1.0, null: bool = False, samples: int = 0
+        self,
+        hypers: Sequence[Hyper],
+        *,
+        presence: bytes | None = None,
+        scale: float = 1.0,
+        null: bool = False,
+        samples: int = 0,
     ) -> None:
         """Post the slot as this worker's next push, and combine if the shard locks are free. Do not wait for other workers.
 

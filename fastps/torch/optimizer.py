@@ -231,9 +231,10 @@ class DistributedOptimizer(OptimizerState):
         stays the same and every p.grad is still set. Keep no such p.grad after `step()` without a copy. Raises UsageError with
         a 16-bit `push_dtype` or with a staged model.
         """
-        if self._job.gradients.is_apart:
-            self._job.worker.advance()
-        self._job.gradients.expose(self._job.worker.lane.slot)
+        gradients, worker = self._job.gradients, self._job.worker
+        if gradients.is_apart:
+            worker.advance()
+        gradients.expose(worker.lane.slot)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ class Weights:
     def __init__(
         self, tensors: list[torch.Tensor], store: WeightsMemory, tensors_of: Callable[[list[Any]], list[torch.Tensor]]
     ) -> None:
-        self.tensors = tensors
+        self.tensors, self._count = tensors, len(tensors)
         self._are_halves = [tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors]
         self._store = store
         self._tensors_of = tensors_of
@@ -40,7 +40,7 @@ class Weights:
 
     def show(self, pulled: list[int], written: Collection[int] = ()) -> None:
         """Point every parameter at its shard's pulled buffer: no copy. `written`: those for `count_writes`."""
-        are_all = len(written) == len(self.tensors)
+        are_all = len(written) == self._count
         for place in enumerate(pulled):
             loops = self._shard_loops[place[0]]
             values = self._prepared.get(place)

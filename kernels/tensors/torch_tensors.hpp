@@ -25,9 +25,12 @@ static inline c10::TensorImpl *fps_plain(PyObject *object) {
     return impl && impl->unsafe_storage() && impl->layout() == at::kStrided ? impl : nullptr;
 }
 
+/* Where a storage's memory lies; data() would ask first whether a compiler only pretends that it has some. */
+static inline at::DataPtr &fps_data(c10::StorageImpl *storage) { return storage->_mutable_data_ptr_no_checks(); }
+
 /* Where the first element of a tensor with a storage lies. */
 static inline const void *fps_begin(const c10::TensorImpl *impl) {
-    const char *data = static_cast<const char *>(impl->unsafe_storage().data());
+    const char *data = static_cast<const char *>(fps_data(impl->unsafe_storage().unsafeGetStorageImpl()).get());
     const int64_t offset = impl->storage_offset();
     return offset ? data + offset * impl->itemsize() : data;  /* itemsize() is slow, and most have no offset */
 }
@@ -78,10 +81,13 @@ struct fps_value {
         form.append(impl->strides().begin(), impl->strides().end());
     }
 
-    bool has_form_of(const c10::TensorImpl *other) const {
-        size_t dimensions = form.size() / 2;
-        return fps_equal(other->sizes(), {form.data(), dimensions}) && !other->storage_offset() &&
-               fps_equal(other->strides(), {form.data() + dimensions, dimensions}) && other->dtype() == dtype;
+    bool has_form_of(c10::TensorImpl *other) const {
+        const auto &others = other->sizes_and_strides();
+        const size_t dimensions = others.size();
+        if (form.size() != 2 * dimensions || other->dtype() != dtype || other->storage_offset()) return false;
+        for (size_t i = 0; i < dimensions; i++)
+            if (others.sizes_data()[i] != form[i] || others.strides_data()[i] != form[dimensions + i]) return false;
+        return true;
     }
 };
 
@@ -113,7 +119,7 @@ static inline bool fps_point(PyObject *tensor, fps_parameter &owned, const fps_v
     if (!impl || !owned.storage || !value.data) return false;
     c10::StorageImpl *storage = impl->unsafe_storage().unsafeGetStorageImpl();
     if (storage != owned.storage.unsafeGetStorageImpl() || !value.has_form_of(impl)) return false;
-    at::DataPtr &own = storage->_mutable_data_ptr_no_checks();
+    at::DataPtr &own = fps_data(storage);
     if (own.get() != owned.data || own.get_deleter() != fps_let_go || storage->nbytes() != value.nbytes) return false;
     void *kept = own.release_context();  /* nothing is left to destroy: write over it */
     new (&own) at::DataPtr(value.data, kept, fps_let_go, own.device());
@@ -226,9 +232,10 @@ static inline Py_ssize_t fps_next_held(PyObject *list, const std::vector<fps_val
 }
 
 /* The same for each tensor of a list, from the i-th on. They return the index of the first for which one of the functions above
- * returns false, or finds a difference; the list's length: none. */
-static inline Py_ssize_t fps_point_all(PyObject *list, std::vector<fps_parameter> &known, const std::vector<fps_value> &values,
-                                       bool is_write, std::vector<Py_ssize_t> &uncounted, Py_ssize_t i) {
+ * returns false, or finds a difference; the list's length: none. Not inline: among the caller's variables they lack registers. */
+static C10_NOINLINE Py_ssize_t fps_point_all(PyObject *list, std::vector<fps_parameter> &known,
+                                             const std::vector<fps_value> &values, bool is_write,
+                                             std::vector<Py_ssize_t> &uncounted, Py_ssize_t i) {
     for (; i < PyList_GET_SIZE(list); i++) {
         PyObject *tensor = PyList_GET_ITEM(list, i);
         fps_parameter &own = known[i];
@@ -243,19 +250,20 @@ static inline bool fps_is_changed(PyObject *tensor, const fps_parameter &own) {
     int64_t version;
     return !fps_version(tensor, &version) || version != own.version || fps_place(tensor) != own.place;
 }
-static inline Py_ssize_t fps_next_changed(PyObject *list, const std::vector<fps_parameter> &known, Py_ssize_t i) {
+static C10_NOINLINE Py_ssize_t fps_next_changed(PyObject *list, const std::vector<fps_parameter> &known, Py_ssize_t i) {
     while (i < PyList_GET_SIZE(list) && !fps_is_changed(PyList_GET_ITEM(list, i), known[i])) i++;
     return i;
 }
-static inline Py_ssize_t fps_next_other_grad(PyObject *list, const std::vector<fps_value> &known, Py_ssize_t i) {
+static C10_NOINLINE Py_ssize_t fps_next_other_grad(PyObject *list, const std::vector<fps_value> &known, Py_ssize_t i) {
     for (int same; i < PyList_GET_SIZE(list) && fps_grad_is(PyList_GET_ITEM(list, i), known[i], &same) && same; i++) {}
     return i;
 }
-static inline Py_ssize_t fps_set_grads(PyObject *list, PyObject *gradients, const std::vector<fps_value> &known, Py_ssize_t i) {
+static C10_NOINLINE Py_ssize_t fps_set_grads(PyObject *list, PyObject *gradients, const std::vector<fps_value> &known,
+                                             Py_ssize_t i) {
     while (i < PyList_GET_SIZE(list) && fps_set_grad(PyList_GET_ITEM(list, i), PyList_GET_ITEM(gradients, i), known[i])) i++;
     return i;
 }
-static inline Py_ssize_t fps_drop_grads(PyObject *list, Py_ssize_t i) {
+static C10_NOINLINE Py_ssize_t fps_drop_grads(PyObject *list, Py_ssize_t i) {
     while (i < PyList_GET_SIZE(list) && fps_drop_grad(PyList_GET_ITEM(list, i))) i++;
     return i;
 }
