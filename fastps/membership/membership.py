@@ -93,7 +93,7 @@ class Membership:
         self._peers = Peers(worker.store.arena, worker.store.descriptor, worker.store.job, worker.rank)
         self._refused = ""  # what the log said of a joiner that was refused
         self._told_expelled: set[Owner] = set()
-        self._rejections = worker.store.arena.rejections
+        self.rejections = worker.store.arena.rejections
         self._own_rejections = worker.store.arena.rejected(worker.rank)[0]
 
     def join(self) -> None:
@@ -204,9 +204,9 @@ class Membership:
         Log this worker's own as a warning. Under nonfinite="raise", raise NonFiniteGradientError for those of any worker.
         """
         arena = self._store.arena
-        if arena.rejections == self._rejections:
+        if arena.rejections == self.rejections:
             return
-        self._rejections = arena.rejections
+        self.rejections = arena.rejections
         if self._faults.nonfinite == "raise":
             lane = next((lane for lane in range(arena.lanes) if arena.rejected(lane)[0]), -1)
             if lane < 0:

@@ -248,7 +248,8 @@ class Worker(AttachedLane):
             self._advance_late()
         if self.recorder is not None:
             self.recorder.granted(self.lane.granted_ns)
-        self._membership.report_rejections()
+        if self.store.arena.rejections != self._membership.rejections:
+            self._membership.report_rejections()
 
     def _advance_late(self) -> None:
         """Wait for the grants of enough shards, with partial pull for a short time for those of the others, and advance."""
