@@ -5,6 +5,7 @@ about the start (what is imported, limits that are set before) starts a process 
 """
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -12,21 +13,23 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 from pathlib import Path
 from typing import Any
 
 from fastps.system import garbage
-from tests.support import huge_pages, stacks
+from tests.support import huge_pages
 
 OF_A_JOB = ("RANK", "WORLD_SIZE", "FASTPS_JOB")  # variables that would make a command a worker of another job
 _MAIN = "import runpy; runpy.run_module('fastps.cli', run_name='__main__', alter_sys=True)"
 _servers: list["subprocess.Popen[str]"] = []
 
 
-def fastps(*arguments: str, code: str = _MAIN, timeout: float = 100, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Run `fastps ARGUMENTS`, or `code` with these arguments, with `variables` in its environment; returns its output."""
+def fastps(*arguments: str, code: str = _MAIN, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run `fastps ARGUMENTS`, or `code` with these arguments, with `variables` in its environment; returns its output.
+
+    It may take as long as the test may.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_JOB} | variables
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("out", "err")]
@@ -36,24 +39,16 @@ def fastps(*arguments: str, code: str = _MAIN, timeout: float = 100, **variables
         server.stdin.write(json.dumps({**order, "files": [str(file) for file in files]}) + "\n")
         server.stdin.flush()
         process_id = int(server.stdout.readline())
-        killer = threading.Timer(timeout, _kill, (process_id, timeout))
-        killer.start()
         try:
             exit_code = int(server.stdout.readline())
         except BaseException:  # pytest's timeout: the next test must not read this command's answer
             _servers.remove(server)
             _server.cache_clear()
             server.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
             raise
-        finally:
-            killer.cancel()
         return subprocess.CompletedProcess(["fastps", *arguments], exit_code, *(file.read_text() for file in files))
-
-
-def _kill(process_id: int, timeout_s: float) -> None:
-    """Kill a command that takes too long, and print where it and its workers are."""
-    stacks.show([process_id, *stacks.descendants(process_id)], f"still running after {timeout_s} s")
-    os.kill(process_id, signal.SIGKILL)
 
 
 def server_process_ids() -> list[int]:

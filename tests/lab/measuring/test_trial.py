@@ -42,7 +42,7 @@ def test_three_sentences_say_whether_more_workers_help_what_bounds_them_and_what
 @pytest.mark.timeout(300)
 def test_a_script_that_sleeps_for_its_data_is_told_that_more_workers_help(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    outcome = commands.fastps("doctor", "--script", "--json", str(tmp_path / "rows"), str(tmp_path / "train.py"), timeout=250)
+    outcome = commands.fastps("doctor", "--script", "--json", str(tmp_path / "rows"), str(tmp_path / "train.py"))
     assert outcome.returncode == 0, outcome.stderr
     assert "More workers help: 4 make" in outcome.stdout and "The data pipeline, files or sleeps bound" in outcome.stdout
     rows = json.loads((tmp_path / "rows").read_text())["rows"]

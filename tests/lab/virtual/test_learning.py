@@ -65,13 +65,13 @@ def test_another_script_than_the_recorded_one_is_refused(replay: dict | None, me
 def test_the_recorded_script_learns_in_virtual_time_under_the_given_disciplines(tmp_path: Path) -> None:
     script, trace = tmp_path / "train.py", tmp_path / "run.trace"
     script.write_text(REPORTS)
-    assert fastps("run", "-n", "2", "--sync", "bsp", "--trace", str(trace), str(script), "40", timeout=200).returncode == 0
+    assert fastps("run", "-n", "2", "--sync", "bsp", "--trace", str(trace), str(script), "40").returncode == 0
     command = ("advise", str(trace), "--sync", "asp,adv*:1", "--json", "-")
-    found = fastps(*command, "--train", str(script), timeout=200)
+    found = fastps(*command, "--train", str(script))
     assert found.returncode == 0, found.stderr
     rows = {each["sync"]: each for each in json.loads(found.stdout)["rows"] if each["kind"] == "prediction"}
     assert 0 < rows["asp"]["loss"] < 5 and rows["asp"]["loss_at_s"] > 0.1
     assert rows["adv*:1"]["loss"] is None, "what no script can be played under has no loss"
     script.write_text(REPORTS.replace("    optimizer.report_loss(loss.item(), 16)\n", ""))
-    refused = fastps(*command, "--train", str(script), timeout=200)
+    refused = fastps(*command, "--train", str(script))
     assert refused.returncode == 2 and "to report its losses" in refused.stderr

@@ -308,7 +308,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def recorded_live(spec: str, file: Path, *command: str) -> str:
     """Record four processes; options of `fastps run` may come first. Returns the line about the last weights."""
-    found = fastps("run", "-n", "4", "--sync", spec, "--trace", str(file), *command, timeout=300)
+    found = fastps("run", "-n", "4", "--sync", spec, "--trace", str(file), *command)
     assert found.returncode == 0, found.stderr
     return next(line for line in found.stdout.splitlines() if "weights" in line)
 
@@ -330,7 +330,7 @@ def test_live_processes_one_of_them_killed_and_replaced_are_replayed_bit_by_bit(
             patched.setenv(name, value)
         line = recorded_live(spec, file, *(["--restarts", "1"] if variables else []), script, "40")
     assert not check(read(file))
-    found = fastps("replay", str(file), script, "40", timeout=300)
+    found = fastps("replay", str(file), script, "40")
     assert found.returncode == 0, found.stderr
     assert line in found.stdout.splitlines()
     assert variables or "160 pushes of 4 workers" in " ".join(found.stdout.split())
@@ -341,10 +341,10 @@ def test_live_processes_one_of_them_killed_and_replaced_are_replayed_bit_by_bit(
 def test_an_unseeded_dropout_is_named_at_its_first_step(script: str, tmp_path: Path) -> None:
     file = tmp_path / "run.trace"
     recorded_live("asp", file, script, "20", "unseeded")
-    found = fastps("replay", str(file), script, "20", "unseeded", timeout=300)
+    found = fastps("replay", str(file), script, "20", "unseeded")
     assert found.returncode == 1
     assert found.stderr.startswith("fastps: worker 1, step 5: it pushes another gradient") and found.stderr.count("\n") == 1
     until = ("--until", "3", "--checkpoint", str(tmp_path / "at"))
-    found = fastps("replay", *until, str(file), script, "20", "unseeded", timeout=300)
+    found = fastps("replay", *until, str(file), script, "20", "unseeded")
     assert found.returncode == 0, found.stderr
     assert load(tmp_path / "at").description["version"] in (1, 2, 3)  # what is folded in one commit is not divided

@@ -73,9 +73,9 @@ def written(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
-def simulated(*arguments: str, workers: int = 4, timeout: float = 300, **variables: str) -> list[dict]:
+def simulated(*arguments: str, workers: int = 4, **variables: str) -> list[dict]:
     """The rows of `fastps simulate --script`."""
-    found = fastps("simulate", "--script", "-n", str(workers), "--json", "-", *arguments, timeout=timeout, **variables)
+    found = fastps("simulate", "--script", "-n", str(workers), "--json", "-", *arguments, **variables)
     assert found.returncode == 0, found.stderr
     return json.loads(found.stdout)["rows"]
 
@@ -175,7 +175,7 @@ FAILS = BUILT_IN.replace(
     (FAILS, "worker 1 failed first: exit code 1"),
 ], ids=["no fastps", "wraps twice", "other server", "averages", "fails"])  # fmt: skip
 def test_a_script_that_cannot_be_simulated_ends_with_a_sentence(text: str, message: str, written: Callable[[str], str]) -> None:
-    found = fastps("simulate", "--script", "-n", "3", "--sync", "asp", written(text), "3", "5", timeout=200)
+    found = fastps("simulate", "--script", "-n", "3", "--sync", "asp", written(text), "3", "5")
     assert found.returncode != 0
     assert message in " ".join(found.stderr.split()), found.stderr[-2000:]
 
