@@ -67,7 +67,7 @@ struct fps_value {
     size_t nbytes = 0;
     caffe2::TypeMeta dtype;
     at::DimVector form;               /* sizes, then strides */
-    at::Tensor held;                  /* the value: else each second holder, such as a grad, counts a Python object's reference, too */
+    at::Tensor held;                  /* the value: else a second holder counts a Python object's reference, with the GIL */
 
     fps_value() = default;
     explicit fps_value(PyObject *object) : impl(fps_impl(object)), place(fps_place(object)) {
@@ -232,7 +232,7 @@ static inline Py_ssize_t fps_next_held(PyObject *list, const std::vector<fps_val
 }
 
 /* The same for each tensor of a list, from the i-th on. They return the index of the first for which one of the functions above
- * returns false, or finds a difference; the list's length: none. Not inline: among the caller's variables they lack registers. */
+ * returns false, or finds a difference; the list's length: none. They are not inline, so that they have all registers. */
 static C10_NOINLINE Py_ssize_t fps_point_all(PyObject *list, std::vector<fps_parameter> &known,
                                              const std::vector<fps_value> &values, bool is_write,
                                              std::vector<Py_ssize_t> &uncounted, Py_ssize_t i) {
