@@ -208,7 +208,7 @@ static inline bool fps_has_new_grad(PyObject *tensor) {
            (!grad->unsafeGetTensorImpl()->unsafe_storage() || grad->storage().use_count() == 1);
 }
 
-/* The references to a Python object of a tensor that it and C++ hold: since some version torch counts one for C++. */
+/* The references to a tensor's Python object, if one list and C++ hold it: newer versions of torch count one for all of C++. */
 static Py_ssize_t fps_references_if_held() {
     at::Tensor tensor = at::empty({0});
     PyObject *object = THPVariable_Wrap(tensor);
