@@ -7,10 +7,12 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/Storage.h>
 #include <torch/csrc/api/include/torch/version.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -127,6 +129,22 @@ static inline bool fps_point(PyObject *tensor, fps_parameter &owned, const fps_v
     return true;
 }
 
+/* What counts the holders of a tensor's storage: of its C++ and of its Python object. Torch keeps the latter once a script has
+ * asked for it (tensor.is_shared() does), and some versions count it as a holder, so it is made if there is none. */
+static std::pair<size_t, Py_ssize_t> fps_holders(const at::Tensor &tensor) {
+    PyObject *object = THPStorage_Wrap(tensor.storage());
+    std::pair<size_t, Py_ssize_t> found{tensor.storage().use_count(), Py_REFCNT(object)};
+    Py_DECREF(object);
+    return found;
+}
+
+/* Whether anybody but the tensor holds its storage. */
+static bool fps_is_shared(const at::Tensor &tensor) {
+    static const std::pair<size_t, Py_ssize_t> alone = fps_holders(at::empty({0}));
+    const std::pair<size_t, Py_ssize_t> found = fps_holders(tensor);
+    return found.first > alone.first || found.second > alone.second;
+}
+
 /* tensor.data = values: the same shape and strides over other memory, in an owned storage if that memory is the CPU's: the present
  * one at the first time, if others share it, so that they follow, or else a new one. The version counter stays unchanged. */
 static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_parameter &owned, const fps_value &value) {
@@ -148,7 +166,7 @@ static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_parameter 
     owned.data = value.data;
     owned.borrows = false;
     const c10::Storage &present = shown->unsafe_storage();
-    if (is_first && present.use_count() > 1 && present.nbytes() == value.nbytes) {
+    if (is_first && present.nbytes() == value.nbytes && fps_is_shared(THPVariable_Unpack(tensor))) {
         owned.storage = present;
         kept->before = owned.storage.set_data_ptr(std::move(own));
         return true;

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastps
 from fastps.job.update_rules import UPDATE_RULES
@@ -164,6 +165,13 @@ def test_what_shares_a_parameters_memory_follows_it_as_in_torch() -> None:
         assert all(torch.equal(alias, parameter) for alias, parameter in zip(aliases, model.parameters(), strict=True))
 
     _both(run)
+
+
+def test_memory_of_the_weights_before_wrapping_that_nobody_holds_is_let_go() -> None:
+    model = new_model()
+    before = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)):
+        assert all(each.expired() for each in before)
 
 
 # -- behaves as torch ------------------------------------------------------------------------------
