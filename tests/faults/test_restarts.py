@@ -252,9 +252,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, object]) -> N
 def _train(folder: Path, *arguments: str) -> dict[str, Any]:
     """Train on digits by the command line; the row of the result."""
     file = folder / "row.json"
-    ended = commands.fastps(
-        "train", "--data", "digits", "--no-progress", "--json", str(file), *arguments, timeout=300, FASTPS_TIMEOUT="200"
-    )
+    ended = commands.fastps("train", "--data", "digits", "--no-progress", "--json", str(file), *arguments, FASTPS_TIMEOUT="200")
     assert ended.returncode == 0, ended.stderr
     row: dict[str, Any] = json.loads(file.read_text())["rows"][0]
     return row
