@@ -11,7 +11,7 @@ import socket
 import struct
 from typing import NamedTuple
 
-from fastps.errors import ProtocolError, UsageError
+from fastps.errors import UsageError, WorkerDiedError
 from fastps.job import environment
 from fastps.kernels.protocol.lane import KIND_LEAVE
 from fastps.kernels.protocol.worker_lane import WorkerLane
@@ -30,6 +30,7 @@ BEGINS, STOPS = b">", b"."
 STORE, SERVED = b"store", b"served"
 """The message that brings a new store, and the answer of a driver that takes it; any other answer is why it does not."""
 _LONGEST = 1 << 16
+_ENDED = "the driver of virtual time has ended: see the error of the command"
 
 
 class Push(NamedTuple):
@@ -52,6 +53,7 @@ class DriverLink:
 
     def __init__(self, store: JobMemory, lane: WorkerLane, buffers: list[int]) -> None:
         self._lane, self._buffers, self._clock = lane, buffers, store.clock
+        self._driver = store.arena.server_lane
         self._socket = _connected(store.job)
         self._socket.send(RANK.pack(lane.index))
         self._has_said_leave = False
@@ -59,11 +61,11 @@ class DriverLink:
         self._take_word()
 
     def hand_over(self, push: Push) -> None:
-        """Hand over what the worker would post. Raises ProtocolError if the driver has ended."""
+        """Hand over what the worker would post. Raises WorkerDiedError if the driver has ended."""
         try:
             self._socket.send(PUSH.pack(*push))
         except OSError:
-            raise _ended() from None
+            raise WorkerDiedError(_ENDED, self._driver) from None
 
     def advance(self) -> None:
         """Wait until the worker's next step begins in virtual time, and take the weights that it reads."""
@@ -96,7 +98,7 @@ class DriverLink:
         except ConnectionError:
             word = b""
         if not word:
-            raise _ended()
+            raise WorkerDiedError(_ENDED, self._driver)
         if word == STOPS:
             self._has_said_leave = self.is_over = True
             raise SystemExit(0)
@@ -123,7 +125,7 @@ def offer(store: JobMemory, *, on_devices: bool) -> None:
     finally:
         os.close(descriptor)
     if answer != SERVED:
-        raise UsageError(answer.decode() or str(_ended()))
+        raise UsageError(answer.decode() or _ENDED)
 
 
 def _connected(job: str) -> socket.socket:
@@ -141,7 +143,3 @@ def _connected(job: str) -> socket.socket:
         connection.close()
         raise
     return connection
-
-
-def _ended() -> ProtocolError:
-    return ProtocolError("the driver of virtual time has ended: see the error of the command")
