@@ -151,16 +151,19 @@ class FarHome:
 
     def _open_within(self, cut_s: float, silent_s: float, loss: str, is_over: Callable[[], bool] | None = None) -> None:
         """Try to open an edge: for `cut_s` while nothing answers, for `silent_s` while only the home does not."""
-        clock = self._leaf.clock
+        clock, reason = self._leaf.clock, loss
         began_ns = reached_ns = clock.now_ns()
-        while (found := self._loss_in(self._open)) is not None:
-            now_ns = clock.now_ns()
+        while is_over is None or not is_over():  # asked first, because an attempt to open takes seconds
+            if (found := self._loss_in(self._open)) is None:
+                return
+            now_ns, reason = clock.now_ns(), f"{loss}; {found}"
             if isinstance(found, UnreachableError):
                 reached_ns = now_ns
             is_late = now_ns - reached_ns >= silent_s * 1e9 or now_ns - began_ns >= max(cut_s, silent_s) * 1e9
-            if self._has_left or is_late or (is_over is not None and is_over()):
-                raise self._lost(f"{loss}; {found}")
+            if self._has_left or is_late:
+                break
             clock.sleep_ns(_PAUSE_NS)
+        raise self._lost(reason)
 
     def _open(self) -> None:
         """Open an edge and agree on the step to go on with. Raises LinkLostError, and NodeLostError if none can be had."""
