@@ -180,13 +180,13 @@ class Fastps(Peer):
         if choose is not None:
             choose(self.optimizer.worker.lane)
         self.gradient = job.gradient(rank)
-        self.unwritten = self.optimizer.worker.store.arena.slots
+        self.written: set[int] = set()  # slots, which then stay unchanged
 
     def step(self) -> None:
-        """Step like a training script without backward: the first steps write the slots, which then stay unchanged."""
+        """Step like a training script without backward, which writes its gradients once into each slot."""
         self.optimizer.expose_gradients()
-        if self.unwritten:
-            self.unwritten -= 1
+        if (slot := self.optimizer.worker.lane.slot) not in self.written:
+            self.written.add(slot)
             for parameter in self.parameters:
                 assert parameter.grad is not None
                 parameter.grad.fill_(self.gradient)

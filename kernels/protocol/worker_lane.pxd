@@ -32,5 +32,6 @@ cdef class WorkerLane(Lane):
     cdef int _push(self, int64_t now_ns, double scale, uint32_t samples, bint null) noexcept nogil
     cdef void _count_push(self, int64_t now_ns, uint32_t samples, bint null) noexcept nogil
     cdef bint _advance(self, int64_t now_ns, bint at_once) noexcept nogil
+    cdef void _choose_slot(self) noexcept nogil
     cdef void _advance_late(self, int64_t now_ns) noexcept nogil
     cdef void _publish(self) noexcept nogil

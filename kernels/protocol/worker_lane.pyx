@@ -95,7 +95,6 @@ cdef class WorkerLane(Lane):
         self.awaits = self.has_pushed = True
         if not null:
             self.free_at[self.slot] = self.posts
-            self.slot = (self.slot + 1) % self.n_slots
 
     def advance(self, int64_t now_ns, bint at_once):
         """Begin the next step if it may begin now: it is granted (or, `at_once`, needs no grant), and its slot is free."""
@@ -106,17 +105,29 @@ cdef class WorkerLane(Lane):
         if self.pushed_ns:
             self.push_ns += now_ns - self.pushed_ns
             self.pushed_ns = 0
+        self._choose_slot()
         if not self._reached(0 if at_once else self.steps + 1, self.free_at[self.slot], self.n_shards):
             return False
         self.awaits = False
         self._publish()
         return True
 
+    cdef void _choose_slot(self) noexcept nogil:
+        """Stay at the slot if it is free, which keeps one in the cache and in memory; else take the one that is free first."""
+        cdef uint64_t done = self._done()
+        cdef uint32_t other
+        for other in range(self.n_slots):
+            if self.free_at[self.slot] <= done:
+                return
+            if self.free_at[other] < self.free_at[self.slot]:
+                self.slot = other
+
     def advance_late(self, int64_t now_ns):
         """Begin the next step after a wait for it."""
         self._advance_late(now_ns)
 
     cdef void _advance_late(self, int64_t now_ns) noexcept nogil:
+        self._choose_slot()
         self.wait_ns += now_ns - self.granted_ns
         self.granted_ns = now_ns
         self.awaits = False

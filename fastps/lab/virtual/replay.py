@@ -80,7 +80,6 @@ class _Worker:
     handed: int = 0
     pulled: set[int] = field(default_factory=set)  # shards whose weights for the next step are pinned
     free_at: dict[int, int] = field(default_factory=dict)  # by slot: descriptors to be done with before it is written again
-    gradients: int = 0  # of those pushes
     admitted: set[int] = field(default_factory=set)  # shards that count it
     is_started: bool = True
     is_here: bool = True
@@ -229,12 +228,12 @@ class Player:
         return True
 
     def _is_let_go(self, worker: int) -> bool:
-        """Whether a worker's next step may begin here: the slot of its push is free, and its batch is tuned."""
+        """Whether a worker's next step may begin here: a slot is free for its push, and its batch is tuned."""
         at, layout = self._workers[worker], self._driver.store.layout
-        slot = at.gradients % layout.slots
+        free_at = min(at.free_at.get(slot, 0) for slot in range(layout.slots))
         number = int(self._recorded.steps[worker].numbers[at.begun])
         is_granted = layout.policy.grant != "round-robin" or self._driver.is_granted(worker, number + 1)
-        return is_granted and self._driver.is_free(worker, at.free_at.get(slot, 0))
+        return is_granted and self._driver.is_free(worker, free_at)
 
     def _take(self, worker: int, *, compares: bool = True) -> None:
         """Take what a worker has computed, and compare it. Raises ReplayDiffersError."""
@@ -264,7 +263,6 @@ class Player:
         self._slots[place] = -1 if push.kind == KIND_NULL or is_left_out else push.slot
         self._pushes += 1
         if push.kind != KIND_NULL:
-            at.gradients += 1
             at.free_at[push.slot] = at.handed
 
     # -- commits -----------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_a_push_is_folded_granted_and_tallied() -> None:
     assert lane.push(130, 1.0, 16, False) == turn.DONE
     assert (job.arena.version, job.current(), job.arena.counters(0)["staleness_max"]) == (1, 0.75, 0)
     assert lane.advance(150, False)
-    assert steps.tally() == (1, 1, 1, 0, 30, 0, 16)
+    assert steps.tally() == (1, 1, 0, 1, 30, 0, 16)
     counters = job.arena.counters(0)
     found = [counters[name] for name in ("posted", "steps", "wait_ns", "compute_ns", "push_ns", "samples", "loss")]
     assert found == [1, 41, 0, 30, 20, 16, 0.5]
@@ -81,8 +81,24 @@ def test_a_slot_that_is_still_read_is_waited_for_even_where_no_grant_is() -> Non
         steps.write(0.0)
         assert steps.lane.push(now_ns, 1.0, 0, False) == turn.BUSY
         assert steps.lane.advance(now_ns, True) == (now_ns == 1)
+    assert (steps.lane.slot, steps.lane.slot_free_at) == (0, 1), "the one that is free first"
     assert job.lanes[1].release(False) == turn.DONE
     assert steps.lane.advance(3, True)
+
+
+def test_a_worker_leaves_its_slot_only_while_a_fold_may_read_it() -> None:
+    job = Job(2, ASP)
+    steps = Steps(job)
+    slots = []
+    for now_ns, is_held in enumerate((False, True, False, False, True, False), 1):
+        assert not is_held or job.lanes[1].hold()
+        steps.write(1.0)
+        assert steps.lane.push(now_ns, 1.0, 0, False) == (turn.BUSY if is_held else turn.DONE)
+        assert steps.lane.advance(now_ns, True)
+        slots.append(steps.lane.slot)
+        assert not is_held or job.lanes[1].release(False) == turn.DONE
+        assert steps.lane.advance(now_ns, True) and steps.lane.slot == slots[-1], "a slot that is being written stays the same"
+    assert (slots, job.current()) == ([0, 1, 1, 1, 0, 0], 1.0 - 6.0)
 
 
 def test_a_full_ring_is_told_and_nothing_is_done() -> None:
