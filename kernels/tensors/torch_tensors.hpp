@@ -227,7 +227,7 @@ static inline bool fps_has_new_grad(PyObject *tensor) {
 }
 
 /* The references to a tensor's Python object, if one list and C++ hold it: newer versions of torch count one for all of C++. */
-static Py_ssize_t fps_references_if_held() {
+static Py_ssize_t fps_count_if_held() {
     at::Tensor tensor = at::empty({0});
     PyObject *object = THPVariable_Wrap(tensor);
     const Py_ssize_t references = Py_REFCNT(object);
@@ -235,12 +235,16 @@ static Py_ssize_t fps_references_if_held() {
     return references;
 }
 
+/* Whether Python holds a list's i-th tensor elsewhere, too. */
+static inline bool fps_is_referred(PyObject *list, Py_ssize_t i) {
+    static const Py_ssize_t references = fps_count_if_held();
+    return Py_REFCNT(PyList_GET_ITEM(list, i)) > references;
+}
+
 /* Whether anybody but this list and its facts hold its i-th tensor, or the tensor's memory through another tensor (a view). */
 static inline bool fps_is_held(PyObject *list, const std::vector<fps_value> &known, Py_ssize_t i) {
-    static const Py_ssize_t references = fps_references_if_held();
     const c10::TensorImpl *impl = fps_plain(PyList_GET_ITEM(list, i));
-    return impl && (Py_REFCNT(PyList_GET_ITEM(list, i)) > references || known[i].held.use_count() > 2 ||
-                    impl->unsafe_storage().use_count() > 1);
+    return impl && (fps_is_referred(list, i) || known[i].held.use_count() > 2 || impl->unsafe_storage().use_count() > 1);
 }
 
 /* The first such index from `i` on; the list's length: none. */
@@ -289,26 +293,28 @@ static C10_NOINLINE Py_ssize_t fps_drop_grads(PyObject *list, Py_ssize_t i) {
 using fps_mapping = std::shared_ptr<at::DataPtr>;
 static void fps_unmap(void *mapping) { delete static_cast<fps_mapping *>(mapping); }
 
-/* What tensors keep that were parted from mapped memory: their copy, and the mapping, in which a NumPy array may still look. */
+/* What tensors keep that were parted from mapped memory: their copy, and the mapping, into which a NumPy array may still look. */
 struct fps_parted {
     at::DataPtr copy;
     fps_mapping mapping;
 };
 static void fps_free_parted(void *parted) { delete static_cast<fps_parted *>(parted); }
 
-/* Move all tensors that share this one's storage to a copy of their values. Returns what keeps the memory mapped that they had. */
-static inline fps_mapping fps_move(const at::Tensor &old) {
+/* Move all tensors that share this one's storage to a copy of their values. Returns what keeps the memory mapped that they had;
+ * they keep it, too, if they are `seen` by a script, which may have made an array of them. */
+static inline fps_mapping fps_move(const at::Tensor &old, bool is_seen) {
     c10::InferenceMode inference(false);
     at::NoGradGuard no_grad;
     c10::StorageImpl *storage = old.storage().unsafeGetStorageImpl();
     int64_t count = storage->nbytes() / old.element_size();
     at::Tensor copy = at::empty({0}, old.options()).set_(old.storage(), 0, {count}, {1}).clone();
-    void *copied = copy.storage().mutable_data();
+    at::DataPtr own = copy.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, old.device()));
     at::DataPtr memory = storage->set_data_ptr(at::DataPtr(nullptr, old.device()));
     fps_mapping mapping = memory.get_deleter() == fps_unmap ? *static_cast<fps_mapping *>(memory.get_context())
                                                             : std::make_shared<at::DataPtr>(std::move(memory));
-    auto *parted = new fps_parted{copy.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, old.device())), mapping};
-    storage->set_data_ptr(at::DataPtr(copied, parted, fps_free_parted, old.device()));
+    void *copied = own.get();
+    if (is_seen) own = at::DataPtr(copied, new fps_parted{std::move(own), mapping}, fps_free_parted, old.device());
+    storage->set_data_ptr(std::move(own));
     return mapping;
 }
 
@@ -318,7 +324,8 @@ static inline void fps_part(PyObject *list, Py_ssize_t i) {
     at::NoGradGuard no_grad;
     at::Tensor old = THPVariable_Unpack(PyList_GET_ITEM(list, i));
     void *data = old.storage().mutable_data();
-    at::DataPtr shared(data, new fps_mapping(fps_move(old)), fps_unmap, old.device());
+    const bool is_seen = fps_is_referred(list, i) || fps_is_shared(old);
+    at::DataPtr shared(data, new fps_mapping(fps_move(old, is_seen)), fps_unmap, old.device());
     c10::Storage fresh(c10::Storage::use_byte_size_t(), old.storage().nbytes(), std::move(shared), nullptr, false);
     at::Tensor made = at::empty({0}, old.options()).set_(fresh, old.storage_offset(), old.sizes(), old.strides());
     PyList_SetItem(list, i, THPVariable_Wrap(made));
@@ -327,10 +334,10 @@ static inline void fps_part(PyObject *list, Py_ssize_t i) {
 /* If others share a tensor's owned storage, move it and them to a copy. */
 static inline bool fps_move_along(PyObject *tensor, fps_parameter &owned) {
     c10::TensorImpl *impl = fps_plain(tensor);
-    if (!impl || !owned.storage || owned.storage.use_count() < 3) return false;  /* the tensor's, and `owned` */
-    if (impl->unsafe_storage().unsafeGetStorageImpl() != owned.storage.unsafeGetStorageImpl()) return false;
+    if (!impl || impl->unsafe_storage().unsafeGetStorageImpl() != owned.storage.unsafeGetStorageImpl()) return false;
     owned.drop();
     owned.borrows = false;
-    fps_move(THPVariable_Unpack(tensor));
+    if (!fps_is_shared(THPVariable_Unpack(tensor))) return false;
+    fps_move(THPVariable_Unpack(tensor), true);
     return true;
 }

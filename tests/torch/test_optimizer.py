@@ -1,10 +1,12 @@
 """DistributedOptimizer against the plain torch optimizer, and what it refuses."""
 
 import copy
+import gc
 import mmap
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -172,6 +174,31 @@ def test_memory_of_the_weights_before_wrapping_that_nobody_holds_is_let_go() -> 
     before = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
     with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)):
         assert all(each.expired() for each in before)
+
+
+def _mapped_arenas() -> int:
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("fastps-arena")
+
+
+@pytest.mark.skipif(why_not_compiled() is not None, reason="by attributes p.grad is a copy")
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_closed_job_stays_mapped_only_for_arrays_that_a_script_may_have_made(sync: str) -> None:
+    before, model = _mapped_arenas(), new_model()
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync=sync) as optimizer:
+        train_on(model, optimizer, batches_of(3, BATCH))
+        assert not any(parameter.is_shared() for parameter in model.parameters()), "which makes their storages' objects"
+        assert _mapped_arenas() > before
+    del optimizer
+    assert _mapped_arenas() == before
+    model = new_model()
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync=sync) as optimizer:
+        array = next(model.parameters()).detach().numpy()
+        values = array.tolist()
+    del optimizer, model
+    assert _mapped_arenas() > before and array.tolist() == values
+    del array
+    assert _mapped_arenas() == before
 
 
 # -- behaves as torch ------------------------------------------------------------------------------
