@@ -71,7 +71,7 @@ class Row:
         expect: the expectations; all must hold.
         learns: whether gradients are computed, which takes much longer than virtual time alone.
         full_only: whether fewer seeds or steps do not decide, so that a quick effort skips the row.
-        is_live: whether real processes are timed, so that the numbers differ from run to run.
+        is_live: whether real processes are timed, so that the numbers differ from run to run; a quick effort skips it, too.
         missing: why the row cannot be measured on this machine; "" if it can.
         assumed: parameters that the paper's text does not give, with the reason for each.
         tried: each other setting that was tried for this row, with its outcome.
@@ -93,6 +93,14 @@ class Row:
     tried: Sequence[str] = ()
     why_not: str = ""
     cause: Cause | None = None
+
+    @property
+    def why_not_quick(self) -> str:
+        """Why a quick effort skips the row; "" if it does not."""
+        if not (self.full_only or self.is_live):
+            return ""
+        reason = "fewer seeds and steps do not decide" if self.full_only else "real processes take minutes"
+        return f"{reason}, so leave --quick out"
 
     @property
     def paper(self) -> str:

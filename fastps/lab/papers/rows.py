@@ -40,8 +40,7 @@ def reproduce(
         if before is not None:
             before(row)
         began_ns = clock.now_ns()
-        undecided = "fewer seeds and steps do not decide, so leave --quick out" if effort.quick and row.full_only else ""
-        if reason := row.missing() or undecided:
+        if reason := row.missing() or (row.why_not_quick if effort.quick else ""):
             verdicts.append(row.skip(reason))
         else:
             verdicts.append(row.judge(row.measure(effort), (clock.now_ns() - began_ns) / 1e9))

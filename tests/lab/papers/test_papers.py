@@ -216,6 +216,7 @@ def test_a_row_that_cannot_be_measured_is_skipped_and_counts_for_nothing() -> No
 @pytest.mark.timing
 @pytest.mark.timeout(300)
 def test_live_rows_hold() -> None:
-    for verdict in reproduce([row for row in ROWS if row.is_live], Effort(quick=True)):
+    for row in [row for row in ROWS if row.is_live and not row.missing()]:
+        verdict = row.judge(row.measure(Effort(quick=True)))
         print(verdict.as_json())
-        assert verdict.ok or verdict.skipped, verdict.note
+        assert verdict.ok, verdict.note
