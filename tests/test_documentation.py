@@ -30,7 +30,7 @@ def _environment() -> dict[str, str]:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, env=_environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=_environment(), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -23,9 +23,7 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train.py")
 
 def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     environment = {name: value for name, value in os.environ.items() if name not in commands.OF_A_JOB}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=100, check=False, env=environment
-    )
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment)
 
 
 @pytest.mark.sampled(4)

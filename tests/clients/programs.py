@@ -31,7 +31,7 @@ def run(script: str, folder: Path, *arguments: str, workers: int = 0, env: str =
         command = [*launch, str(file), *arguments]
     # The programs import the task; the repository's root also has a package `kernels`, as other projects may.
     (folder / "tests").symlink_to(_TESTS)
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def results(folder: Path) -> list[dict[str, Any]]:

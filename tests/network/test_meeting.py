@@ -165,7 +165,7 @@ def test_a_real_mpiexec_starts_two_nodes(tmp_path: Path) -> None:
     }
     ended = subprocess.run(
         [*command, "-n", "3", sys.executable, str(SCRIPT)],
-        capture_output=True, text=True, timeout=100, env={**os.environ, **variables},
+        capture_output=True, text=True, env={**os.environ, **variables},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     # The lines of processes that end at once may have lost the ends that part them.

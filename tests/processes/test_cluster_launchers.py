@@ -75,7 +75,7 @@ def _sbatch(folder: Path, step: int) -> str:
     variables = environment(SLURM_JOB_ID=str(os.getpid()), SLURM_CPUS_PER_TASK="2", STEP=str(step))
     variables["PATH"] = f"{stand_ins}:{variables['PATH']}"
     command = ["bash", str(EXAMPLES / "train.sbatch")]
-    ended = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=180, check=False)
+    ended = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

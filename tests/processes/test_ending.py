@@ -188,7 +188,7 @@ def test_the_handlers_of_before_are_back_after_a_run(tmp_path: Path) -> None:
         "assert Launcher([sys.executable, '-c', '0'], 1).run().exit_code == 0\n"
         "assert before == [signal.getsignal(number) for number in numbers]\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -118,7 +118,7 @@ def test_a_reader_that_is_slower_than_the_workers_gets_every_line(tmp_path: Path
 def test_closed_streams_of_the_command_take_no_pipe_of_a_worker(tmp_path: Path) -> None:
     text = "print('lost', flush=True)\nopen(folder + '/done', 'w').close()"
     command = subprocess.list2cmdline([*RUN, "-n", "2", _script(tmp_path, text)])
-    ended = subprocess.run(f"exec {command} <&- >&- 2>&-", shell=True, timeout=60, check=False)
+    ended = subprocess.run(f"exec {command} <&- >&- 2>&-", shell=True, check=False)
     assert (ended.returncode, (tmp_path / "done").exists()) == (0, True)
 
 

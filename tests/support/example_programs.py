@@ -24,7 +24,7 @@ def run(way: str, program: str, *arguments: str) -> "subprocess.CompletedProcess
         ended = commands.fastps("run", "-n", "2", file, *arguments)
     else:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        ended = subprocess.run([*launch, file, *arguments], capture_output=True, text=True, timeout=100, check=False)
+        ended = subprocess.run([*launch, file, *arguments], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended
 

@@ -27,7 +27,7 @@ exit_handlers.forget(closed)
 ])  # fmt: skip
 def test_an_owner_that_is_open_is_told_how_the_program_ended(ending: str, exit_code: int, told: str) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM + ending], capture_output=True, text=True, check=False, timeout=60, env=os.environ.copy()
+        [sys.executable, "-c", PROGRAM + ending], capture_output=True, text=True, check=False, env=os.environ.copy()
     )
     assert (ended.returncode, ended.stdout) == (exit_code, told)
     assert ended.stderr.count("Traceback") == exit_code, "Python's own report stays"

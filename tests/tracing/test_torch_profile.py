@@ -150,7 +150,7 @@ def test_torchs_range_of_a_step_contains_fastps_push_and_wait_of_that_step(tmp_p
         ["run", "-n", "2", "--trace", str(recorded), str(script), str(tmp_path)],
         ["trace", str(recorded), "--perfetto", str(merged), "--with", profiles[0], "--with", profiles[1]],
     ):
-        outcome = subprocess.run([*fastps_command, *command], capture_output=True, text=True, check=False, timeout=100)
+        outcome = subprocess.run([*fastps_command, *command], capture_output=True, text=True, check=False)
         assert outcome.returncode == 0, outcome.stderr
     events = json.loads(merged.read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
