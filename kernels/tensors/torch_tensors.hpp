@@ -129,8 +129,8 @@ static inline bool fps_point(PyObject *tensor, fps_parameter &owned, const fps_v
     return true;
 }
 
-/* What counts the holders of a tensor's storage: of its C++ and of its Python object. Torch keeps the latter once a script has
- * asked for it (tensor.is_shared() does), and some versions count it as a holder, so it is made if there is none. */
+/* The reference counts of a tensor's storage and of the storage's Python object. Torch keeps that object once a script has asked
+ * for it (tensor.is_shared() does), and some versions then count it as a holder. So it is made here if there is none. */
 static std::pair<size_t, Py_ssize_t> fps_holders(const at::Tensor &tensor) {
     PyObject *object = THPStorage_Wrap(tensor.storage());
     std::pair<size_t, Py_ssize_t> found{tensor.storage().use_count(), Py_REFCNT(object)};

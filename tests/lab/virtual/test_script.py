@@ -182,7 +182,7 @@ def test_a_script_that_cannot_be_simulated_ends_with_a_sentence(text: str, messa
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_worker_that_failed_is_named_and_not_one_that_ended_in_consequence(written: Callable[[str], str]) -> None:
-    """The launcher may find all of them ended at once: those that the driver's end ended say so by the error's name."""
+    """The launcher may find that all have ended at once. It knows by the error's name which ones the driver ended."""
     found = fastps("simulate", "--script", "-n", "3", "--sync", "asp", written(FAILS), "3", "5")
     assert "worker 1 failed first: exit code 1" in found.stderr, found.stderr[-2000:]
     assert found.stderr.count("WorkerDiedError: the driver of virtual time has ended") == 2, found.stderr[-2000:]
