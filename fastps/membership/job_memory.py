@@ -153,6 +153,14 @@ class JobMemory(WeightsMemory):
             for parameter in self.layout.parameters
         ]
 
+    def pushed_rows(self, lane: int, slot: int, parameter: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]:
+        """The numbers of a table's rows in a slot of a lane, and their values, of shape (rows, width)."""
+        table, width = self.tables.index(parameter), self.layout.parameters[parameter].shape[1]
+        (begin, header), (values, _) = self.arena.table_slot_ranges(lane, slot, table, 0)
+        count = int(np.frombuffer(self.memory, np.int64, 1, begin)[0])
+        numbers = np.frombuffer(self.memory, np.uint32, count, begin + header)
+        return numbers, np.frombuffer(self.memory, np.float32, count * width, values).reshape(count, width)
+
     def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
         """A flat view of each parameter in an optimizer-state tensor, of one state buffer or of one per shard.
 

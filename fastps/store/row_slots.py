@@ -63,21 +63,16 @@ class RowSlots:
 
     def values(self, slot: int, parameter: int) -> npt.NDArray[np.float32]:
         """The values of a table's rows in a slot, one row for each different number. Valid until the next push."""
-        table, width = self._store.tables.index(parameter), self._store.layout.parameters[parameter].shape[1]
-        (begin, _), (values, _) = self._store.arena.table_slot_ranges(self._lane, slot, table, 0)
-        count = int(np.frombuffer(self._store.memory, np.int64, 1, begin)[0])
-        return np.frombuffer(self._store.memory, np.float32, count * width, values).reshape(count, width)
+        return self._store.pushed_rows(self._lane, slot, parameter)[1]
 
     def counts(self, slot: int, present: bytes) -> list[int]:
         """How many rows of each shard's tables a push of this slot has; none without tables. `present`: its presence bitmap."""
         if not self._store.tables:
             return []
         found, bits = [0] * self._store.arena.shards, int.from_bytes(present, "little")
-        for table, parameter in enumerate(self._store.tables):
+        for parameter in self._store.tables:
             if bits >> parameter & 1:
-                (begin, _), _ = self._store.arena.table_slot_ranges(self._lane, slot, table, 0)
-                count = int(np.frombuffer(self._store.memory, np.int64, 1, begin)[0])
-                found[self._store.layout.parameters[parameter].shard] += count
+                found[self._store.layout.parameters[parameter].shard] += len(self.values(slot, parameter))
         return found
 
     def _reserve(self, slot: int, table: int, count: int, most: int) -> None:

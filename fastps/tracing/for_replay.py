@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from fastps.job import environment
 from fastps.job.layout import Layout
@@ -48,7 +47,9 @@ def reason_against(layout: Layout) -> str:
         "in virtual time already": environment.is_virtual(),
         "of several nodes": layout.is_leaf,
         "whose weights or gradients lie on devices": bool(layout.owner_lanes or layout.slot_owners),
-        "with tables (sparse=True)": bool(layout.tables),
+        f"with tables (sparse=True) under {layout.policy.spec}, whose workers may read rows while they change,": bool(
+            layout.tables and not (layout.policy.is_level and layout.policy.pull == 1)
+        ),
         "whose pulls overlap with computing": layout.policy.overlap,
         'under sync="auto"': bool(layout.policy.warm_up),
     }
@@ -87,16 +88,19 @@ def model_digest(layout: Layout) -> str:
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
-def sampled_words(store: JobMemory, lane: int, slot: int) -> npt.NDArray[np.uint32]:
-    """At most 1,024 words of the gradient in a slot, evenly spaced."""
+def gradient_sample(store: JobMemory, lane: int, slot: int) -> int:
+    """CRC-32 of up to 1,024 words of the gradient in a slot, and of each table's rows: tells steps apart, in microseconds."""
     words = store.layout.buffer_floats // (1 if store.layout.gradient_type in ("float32", "float64") else 2)
-    found = np.frombuffer(store.memory, np.uint32, words, store.arena.gradient_offset(lane, slot))
-    return found[:: -(-words // _SAMPLE_WORDS) | 1]
-
-
-def gradient_sample(words: npt.NDArray[np.uint32]) -> int:
-    """CRC-32 of sampled words: costs microseconds, and tells two steps apart."""
-    return zlib.crc32(np.ascontiguousarray(words))
+    pushed = [np.frombuffer(store.memory, np.uint32, words, store.arena.gradient_offset(lane, slot))]
+    if store.tables:
+        present = store.slot_words(lane, slot)[1]
+        pushed += [
+            store.pushed_rows(lane, slot, table)[1].reshape(-1).view(np.uint32) for table in store.tables if present[table]
+        ]
+    found = 0
+    for each in pushed:
+        found = zlib.crc32(np.ascontiguousarray(each[:: -(-len(each) // _SAMPLE_WORDS) | 1]), found)
+    return found
 
 
 def weights_checksum(store: JobMemory, buffers: Sequence[int], shard: int) -> int:
@@ -144,7 +148,6 @@ class ReplayRecords:
 
     def __init__(self, worker: Sampled, part: Part) -> None:
         self._worker, self._tables = worker, part.more
-        self._words = [sampled_words(worker.store, worker.rank, slot) for slot in range(worker.store.layout.slots)]
         self._next = [0] * worker.store.arena.shards  # worker 0's next checksum, by shard
         try:
             log_events(worker.lane, part.folder, part.name)
@@ -156,7 +159,7 @@ class ReplayRecords:
     def computed(self, position: int, slot: int, timestamp: int) -> None:
         """Record what a push was computed with, and the version that it names; `slot`: -1 for one without a gradient."""
         worker, lane = self._worker, self._worker.lane
-        sample = gradient_sample(self._words[slot]) if slot >= 0 else 0
+        sample = gradient_sample(worker.store, worker.rank, slot) if slot >= 0 else 0
         for shard in range(worker.store.arena.shards):
             self._tables["inputs"].append((position, lane.shard_version(shard), timestamp, sample, worker.rank, shard, 1))
         self.collect()
@@ -164,7 +167,8 @@ class ReplayRecords:
     def end(self) -> None:
         """Write what is due, and record no more."""
         self._worker.lane.log_events([])
-        self.collect()
+        if not self._worker.store.tables:  # whose rows others may change by now
+            self.collect()
 
     def collect(self) -> None:
         """Write the checksums that are due, as worker 0."""

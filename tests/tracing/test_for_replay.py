@@ -47,7 +47,10 @@ def test_a_trace_has_every_event_every_read_and_the_last_weights(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("spec", "options", "reason"),
-    [("asp", {"tables": ["t"]}, "with tables (sparse=True)"), ("adv*:1,groups=1", {}, "whose pulls overlap with computing")],
+    [
+        ("asp", {"tables": ["t"]}, "with tables (sparse=True) under asp, whose workers may read rows while they change,"),
+        ("adv*:1,groups=1", {}, "whose pulls overlap with computing"),
+    ],
 )
 def test_a_job_that_cannot_be_replayed_says_so_and_records_no_more_than_before(
     spec: str, options: dict[str, list[str]], reason: str, tmp_path: Path

@@ -69,6 +69,7 @@ class Driver:
         self._combines = policy.combine
         self._shards = range(store.arena.shards)
         self._granted: dict[tuple[int, int], tuple[int, int]] = {}
+        self._computing: set[int] = set()  # workers that have begun a step, and whose push is not posted
         self._news = {
             worker: {shard: self._pin(self._lanes[worker], shard) for shard in self._shards} for worker in self._links
         }
@@ -90,6 +91,7 @@ class Driver:
             elif event.kind == PULL:
                 self._pull(event.worker, event.shard)
             elif event.kind == BEGIN:
+                self._computing.add(event.worker)
                 self._say(event.worker)
         if drain:
             self.commit(drain)
@@ -99,7 +101,12 @@ class Driver:
         return self._combines and (event.shard, event.time_ns) == (first.shard, first.time_ns)
 
     def commit(self, events: Sequence[Event]) -> None:
-        """Let a shard take the next push of each event's worker, or its LEAVE, its changes, and its timers, in one commit."""
+        """Let a shard take the next push of each event's worker, or its LEAVE, its changes, and its timers, in one commit.
+
+        Rows of tables change in place, and a step reads them as it computes: so a commit waits for every step that has begun.
+        """
+        for worker in self._computing if self.store.tables else ():
+            self.await_any((worker,))
         played = [(_lane_of(event), event.time_ns) for event in events]
         while (outcome := self._combiner.play(events[0].shard, played)) == BUSY:
             self._clock.sleep_ns(_HELD_NS)
@@ -169,6 +176,7 @@ class Driver:
 
     def lose(self, worker: int, *, dies: bool) -> None:
         """Let a worker's process end here, marked dead if it `dies`; else it has left."""
+        self._computing.discard(worker)
         if not dies:
             return self._say(worker)
         self.store.arena.mark_dead(worker, self.store.arena.generation(worker))
@@ -186,6 +194,7 @@ class Driver:
             message = b""
         if len(message) != PUSH.size:
             raise WorkerLostError(f"worker {worker} has ended without leaving")
+        self._computing.discard(worker)
         push = Push._make(PUSH.unpack(message))
         kind, step, slot, version, scale, loss, samples = push
         version = read_version if read_version >= 0 else version
@@ -328,8 +337,4 @@ class Listener:
 
 def _refusal(store: Store) -> str:
     """Why a driver cannot serve a store; "" if it can."""
-    if store.tables:
-        return "virtual time: expected no tables (sparse=True), whose rows change in place, found some"
-    if store.version:
-        return f"virtual time begins at version 0: expected no resume, found version {store.version}"
-    return ""
+    return f"virtual time begins at version 0: expected no resume, found version {store.version}" if store.version else ""

@@ -22,7 +22,7 @@ from fastps.lab.virtual.hosting import Hosting, job_options
 from fastps.lab.virtual.recorded import Owner
 from fastps.membership.job_memory import JobMemory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
-from fastps.tracing.for_replay import gradient_sample, model_digest, sampled_words, weights_checksum
+from fastps.tracing.for_replay import gradient_sample, model_digest, weights_checksum
 
 Row = dict[str, Any]
 
@@ -255,7 +255,7 @@ class Player:
         if position >= count:
             raise self._differs(worker, push.step, "it pushes, and the recorded worker left")
         store = self._driver.store
-        sample = gradient_sample(sampled_words(store, worker, push.slot)) if push.kind != KIND_NULL else 0
+        sample = gradient_sample(store, worker, push.slot) if push.kind != KIND_NULL else 0
         is_compared = not (self._has_changed or place in self._change.fresh)
         if is_compared and sample != steps.samples[position]:
             raise self._differs(worker, int(steps.numbers[position]), "it pushes another gradient than the recorded worker")
@@ -370,8 +370,9 @@ class Player:
         for event in commit:
             if event.kind != RECEIVE or (slot := self._slots[event.worker, event.detail]) < 0:
                 continue
-            present = store.slot_words(event.worker, slot)[1]
-            views = store.gradient_views(event.worker, slot)
+            present, views = store.slot_words(event.worker, slot)[1], store.gradient_views(event.worker, slot)
+            for table in store.tables:
+                views[table] = store.pushed_rows(event.worker, slot, table)[1]
             for parameter, is_there, view in zip(store.parameters, present, views, strict=True):
                 if parameter.shard == event.shard and is_there and not _is_finite(view) and self._nonfinite is None:
                     step = int(self._recorded.steps[event.worker].numbers[event.detail])

@@ -32,6 +32,8 @@ Arrays = dict[str, np.ndarray]
 
 WORKERS, STEPS, SAMPLES = 3, 12, 16
 FIRST = {name: np.linspace(-1, 1, 5, dtype=np.float32) + index for index, name in enumerate("abcd")}
+ROWS = "pqrstu"  # of the table, each with a name of its own
+TABLE = np.linspace(-2, 2, 5 * len(ROWS), dtype=np.float32).reshape(-1, 5)
 DISCIPLINES = (
     "bsp", "asp", "ssp:3", "dssp:3,15", "softsync:2", "backup:1", "psp:2,0.75", "psp:3,0.75,push_timeout=0.01", "r2sp:0.8",
     "hardsync:64", "adv:1,groups=2", "ssp:1,shards=2", "asp,combine=true", "dssp:1,4,shards=2,combine=true",
@@ -72,28 +74,42 @@ def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert threading.active_count() <= before
 
 
+def pushed_rows(worker: int, step: int) -> list[int]:
+    """The rows of the table that a step reads and pushes."""
+    return sorted({worker, (worker + step) % len(ROWS), step % len(ROWS)})
+
+
 def work(worker: Worker, steps: int, pauses: bool = False) -> None:
     with worker:
         for step in range(steps):
             time.sleep(random.random() * 0.004 if pauses else 0)
             for name, view in worker.gradients.items():
                 view[...] = gradient(worker.weights[name], name, worker.rank, step)
+            if worker.store.tables:
+                rows, table = pushed_rows(worker.rank, step), worker.weights["t"]
+                worker.put_rows("t", rows, [gradient(table[row], ROWS[row], worker.rank, step) for row in rows])
             worker.push(worker.store.hypers, samples=SAMPLES)
             worker.advance()
             worker.pull()
 
 
 def trained(
-    spec: str, simulation: Simulation, steps: tuple[int, ...] = (STEPS,) * WORKERS, pauses: bool = False
+    spec: str,
+    simulation: Simulation,
+    steps: tuple[int, ...] = (STEPS,) * WORKERS,
+    pauses: bool = False,
+    tables: Arrays | None = None,
 ) -> tuple[Arrays, dict[str, Any]]:
     """The final weights of a job whose workers are threads here, and the run's row."""
+    first, options = FIRST | (tables or {}), {"sync": spec, "workers": WORKERS, "server": "process"}
     job = f"virtual-{spec.replace(',', '-')}-{os.getpid()}"
     run, listener = _Run(parse_policy(spec), simulation, SYSTEM_CLOCK), Listener(job)
     hosting = Hosting([], WORKERS, spec, JobOptions(), run.play)
     threads = [threading.Thread(target=hosting.drive, args=(listener,), daemon=True)]
     threads[0].start()
     try:
-        with Store.create(FIRST, SGD(lr=0.1, momentum=0.5), sync=spec, workers=WORKERS, server="process", job=job) as store:
+        rule = SGD(lr=0.1, momentum=0.0 if tables else 0.5)
+        with Store.create(first, rule, job=job, tables=tables or (), **options) as store:
             threads += [
                 threading.Thread(target=lambda rank=rank: work(store.attach(rank), steps[rank], pauses), daemon=True)
                 for rank in range(WORKERS)
@@ -104,7 +120,7 @@ def trained(
                 thread.join(60)
                 assert not thread.is_alive()
             found = store.weight_views(store.committed()[0])
-            weights = {name: view.copy() for name, view in zip(FIRST, found, strict=True)}
+            weights = {name: view.copy() for name, view in zip(first, found, strict=True)}
     finally:
         listener.close()
         threads[0].join(60)
@@ -118,14 +134,17 @@ def trained(
 
 
 class Loop:
-    """A plain loop over a simulation's events: NumPy's gradients, and the fold's reference."""
+    """A plain loop over a simulation's events: NumPy's gradients, and the fold's reference.
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        names = sorted(FIRST)
+    Rows of a table are parameters here, of which a step reads the newest when it begins, and pushes some.
+    """
+
+    def __init__(self, policy: Policy, rows: Arrays | None = None) -> None:
+        self.policy, first, self.rows = policy, FIRST | (rows or {}), rows or {}
+        names = sorted(first)
         bounds = np.linspace(0, len(names), policy.shards + 1).astype(int)
         self.names = [names[first:last] for first, last in pairwise(bounds)]
-        self.kept = [[{name: FIRST[name] for name in own}] for own in self.names]  # by shard and version
+        self.kept = [[{name: first[name] for name in own}] for own in self.names]  # by shard and version
         self.state = {name: (np.zeros((1, 5), np.float32), np.zeros(1, np.int64)) for name in names}
         self.reads = [dict.fromkeys(range(policy.shards), 0) for _ in range(WORKERS)]
         self.begun = [0] * WORKERS
@@ -141,9 +160,11 @@ class Loop:
                 self.reads[worker][shard] = line["version"]
             elif kind == BEGIN:
                 for number, own in enumerate(self.names):
-                    weights = self.kept[number][self.reads[worker][number]]
-                    computed = {name: gradient(weights[name], name, worker, self.begun[worker]) for name in own}
-                    self.made[worker][number].append(computed)
+                    weights = dict(self.kept[number][self.reads[worker][number]])
+                    weights |= {name: self.kept[number][-1][name] for name in own if name in self.rows}
+                    step = self.begun[worker]
+                    pushed = {*FIRST, *(ROWS[row] for row in pushed_rows(worker, step))}.intersection(own)
+                    self.made[worker][number].append({name: gradient(weights[name], name, worker, step) for name in pushed})
                 self.begun[worker] += 1
             elif kind == RECEIVE:
                 self.received[worker][shard].append(self.made[worker][shard].popleft())
@@ -154,14 +175,20 @@ class Loop:
     def fold(self, update: list[dict[str, int]]) -> None:
         shard, policy = update[0]["shard"], self.policy
         pushes = [self.received[line["worker"]][shard].popleft() for line in sorted(update, key=lambda line: line["worker"])]
-        count, hyper = len(pushes), reference.Hyper(0.1, 0.5, 0, 0, 0, 0, 0)
+        count, hyper = len(pushes), reference.Hyper(0.1, 0.0 if self.rows else 0.5, 0, 0, 0, 0, 0)
         rates = {"linear": count, "square-root": sqrt(count * SAMPLES / 64), "divisor": 1 / (policy.divisor or 1)}
         mode, scale = folding.FOLD_SUM if policy.is_sum else folding.FOLD_EACH, 1.0 / count if policy.is_mean else 1.0
-        made = {}
+        rate_scale, made = rates.get(policy.scale, 1.0), {}
         for name, weights in self.kept[shard][-1].items():
+            if name in self.rows:
+                pushed = [push[name] for push in pushes if name in push]
+                made[name] = weights
+                for each in [sum(pushed[1:], pushed[0])] if policy.is_sum and pushed else pushed:
+                    made[name] = made[name] + np.float32(-0.1 * rate_scale) * (each * np.float32(scale))
+                continue
             made_of = [reference.Push(push[name], [hyper], [True], 1.0) for push in pushes]
             job = (folding.RULE_SGD, mode, [(0, 5, 0)], made_of, weights, *self.state[name])
-            made[name], *self.state[name] = reference.fold(*job, scale=scale, rate_scale=rates.get(policy.scale, 1.0))
+            made[name], *self.state[name] = reference.fold(*job, scale=scale, rate_scale=rate_scale)
         self.kept[shard].append(made)
 
 
@@ -176,6 +203,19 @@ def test_weights_are_those_of_a_plain_loop_over_the_same_events(spec: str, netwo
         np.testing.assert_array_equal(weights[name], expected[name])
     for key in ("seconds", "updates", "staleness", "dropped", "stale_blocks", "wait_share", "events"):
         assert row[key] == outcome.row[key]
+
+
+@pytest.mark.parametrize("network", ["instant", "busy"])
+@pytest.mark.parametrize("spec", ["bsp", "asp", "dssp:3,15", "softsync:2", "backup:1"])
+def test_a_step_reads_the_rows_of_the_moment_when_it_begins_however_long_it_takes(spec: str, network: str) -> None:
+    policy = parse_policy(spec)
+    weights, _ = trained(spec, simulation_of(network), pauses=True, tables={"t": TABLE})
+    outcome = simulate(policy, simulation_of(network, leave=True), trace=True)
+    expected = Loop(policy, dict(zip(ROWS, TABLE, strict=True))).play(outcome.trace)
+    for name, row in zip(ROWS, weights["t"].reshape(TABLE.shape), strict=True):
+        np.testing.assert_array_equal(row, expected[name])
+    for name in FIRST:
+        np.testing.assert_array_equal(weights[name], expected[name])
 
 
 @pytest.mark.sampled(4)

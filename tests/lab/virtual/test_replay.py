@@ -28,6 +28,7 @@ from tests.support.commands import fastps
 
 WORKERS, STEPS, SAMPLES = 3, 12, 16
 FIRST = {name: np.linspace(-1, 1, 5, dtype=np.float32) + index for index, name in enumerate("abcd")}
+TABLES = {"t": np.linspace(-2, 2, 30, dtype=np.float32).reshape(6, 5)}
 Arrays = dict[str, np.ndarray]
 Gradient = Callable[[np.ndarray, int, int], np.ndarray]
 Deaths = dict[int, tuple[int, bool]]
@@ -51,6 +52,9 @@ def work(worker: Worker, steps: int, made: Gradient, joined: threading.Event, di
             time.sleep(0.0005 * ((worker.rank * 7 + step * 3) % 5))
             for name, view in worker.gradients.items():
                 view[...] = made(worker.weights[name], worker.rank, step)
+            if worker.store.tables:
+                rows = sorted({worker.rank, step % 6})
+                worker.put_rows("t", rows, made(worker.weights["t"][rows], worker.rank, step))
             if dies_at == (step, False):
                 die(worker)
             worker.push(worker.store.hypers, samples=worker.batch_size or SAMPLES)
@@ -82,7 +86,9 @@ class Job:
         self._joined = threading.Event()
         if deaths or joins:
             options |= {"on_worker_loss": "continue", "max_workers": max([WORKERS, *(rank + 1 for rank in joins)])}
-        self.store = Store.create(FIRST, SGD(lr=0.1, momentum=0.5), sync=spec, workers=WORKERS, timeout_s=60, **options)
+        tables = options.setdefault("tables", {})
+        self._first, rule = FIRST | tables, SGD(lr=0.1, momentum=0.0 if tables else 0.5)
+        self.store = Store.create(self._first, rule, sync=spec, workers=WORKERS, timeout_s=60, **options)
 
     def join(self, rank: int, attached: Worker | None = None, dies_at: tuple[int, bool] | None = None) -> None:
         """Let a worker begin."""
@@ -113,7 +119,7 @@ class Job:
                 thread.join(60)
                 assert not thread.is_alive()
             assert not self._failures, self._failures
-            return {name: view.copy() for name, view in zip(FIRST, store.weight_views(store.committed()[0]), strict=True)}
+            return {name: view.copy() for name, view in zip(self._first, store.weight_views(store.committed()[0]), strict=True)}
 
 
 def record(
@@ -122,7 +128,7 @@ def record(
     made: Gradient = gradient,
     deaths: Deaths | None = None,
     joins: Sequence[int] = (),
-    **options: str,
+    **options: Any,
 ) -> tuple[Arrays, Trace]:
     with recording(file):
         weights = Job(spec, made, deaths or {}, joins, **options).weights()
@@ -134,6 +140,7 @@ def replayed(
     monkeypatch: pytest.MonkeyPatch,
     made: Gradient = gradient,
     joins: Sequence[int] = (),
+    tables: Arrays | None = None,
     **options: Any,
 ) -> tuple[Arrays, Row]:
     """The last weights of a replay, and its row."""
@@ -146,7 +153,7 @@ def replayed(
     thread = threading.Thread(target=hosting.drive, args=(listener,), daemon=True)
     thread.start()
     try:
-        job = Job(recorded.sync, made, {}, joins, server="process", job=name)
+        job = Job(recorded.sync, made, {}, joins, server="process", job=name, tables=tables or {})
         player.start = job.join
         weights = job.weights()
     finally:
@@ -202,6 +209,26 @@ def test_deaths_and_joins_come_where_they_came_also_with_a_server_process(
     assert row["joined"] == len(joins) and (trace.events["kind"] == EVENT_DEATH).sum() >= len(deaths)
 
 
+@pytest.mark.parametrize(("spec", "deaths", "joins"), [
+    ("bsp", {}, ()), ("hardsync:64", {}, ()), ("bsp,shards=2", {}, ()), ("bsp", *CHANGES[1]), ("hardsync:64", *CHANGES[2]),
+])  # fmt: skip
+def test_rows_of_tables_are_those_of_the_recorded_run(
+    spec: str, deaths: Deaths, joins: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, trace = record(spec, tmp_path / "run.trace", deaths=deaths, joins=joins, tables=TABLES)
+    recorded = recorded_of(trace, tmp_path / "run.trace")
+    found, row = replayed(recorded, monkeypatch, joins=joins, tables=TABLES)
+    for name in weights:
+        np.testing.assert_array_equal(found[name], weights[name])
+    assert row["checksums"] >= 2 * trace.header["shards"]
+
+    def other(weights: np.ndarray, worker: int, step: int) -> np.ndarray:
+        return gradient(weights, worker, step) + np.float32(worker == 1 and step == 4 and weights.ndim == 2)
+
+    with pytest.raises(ReplayDiffersError, match=r"^worker 1, step 4: it pushes another gradient than the recorded worker"):
+        replayed(recorded, monkeypatch, other, joins=joins, tables=TABLES)
+
+
 @pytest.fixture
 def asp(tmp_path: Path) -> Recorded:
     return recorded_of(record("asp", tmp_path / "run.trace")[1], tmp_path / "run.trace")
@@ -254,6 +281,7 @@ def test_what_cannot_be_replayed_is_refused(asp: Recorded, tmp_path: Path, monke
         (without(trace, "weights"), "the trace has no checksum of the last weights"),
         (replace(trace, header={**trace.header, "replay": {"against": "of several nodes"}}), "a job of several nodes cannot"),
         (replace(trace, header={**trace.header, "sync": "unheard-of"}), "expected a discipline that this fastps knows"),
+        (record("asp", tmp_path / "rows.trace", tables=TABLES)[1], r"a job with tables \(sparse=True\) under asp, whose"),
         (replace(trace, events=old), "which did not record who died or joined: record the run again"),
         (replace(trace, events=expelled), "a worker was expelled because its memory was damaged"),
     ):
@@ -275,7 +303,10 @@ import fastps, torch
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.ReLU(), torch.nn.Linear(16, 1))
-optimizer = fastps.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), batch_size=16)
+if has_table := sys.argv[2:] == ["table"]:
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(40, 8, sparse=True), torch.nn.Linear(8, 1))
+made = torch.optim.Adagrad if has_table else torch.optim.Adam
+optimizer = fastps.DistributedOptimizer(made(model.parameters(), lr=0.01), batch_size=16)
 rank = fastps.rank()
 torch.manual_seed(rank)
 for step in range(int(sys.argv[1])):
@@ -287,10 +318,10 @@ for step in range(int(sys.argv[1])):
         os.kill(os.getpid(), signal.SIGKILL)
     while step == 20 and "KILLED" in os.environ and not os.path.exists(sys.argv[0] + ".replaced"):
         time.sleep(0.01)
-    inputs = torch.randn(16, 8)
+    inputs = torch.randint(40, (16, 5)) if has_table else torch.randn(16, 8)
     time.sleep(random.random() * 0.002 * (1 + 2 * (rank == 0)))
     optimizer.zero_grad()
-    (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+    (model(inputs) - inputs.float().sum(1, keepdim=True)).square().mean().backward()
     optimizer.step()
 if rank == 0:
     optimizer.wait_for_others()
@@ -315,22 +346,24 @@ def recorded_live(spec: str, file: Path, *command: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("spec", "variables"), [
-    ("ssp:3,shards=2", {}),
-    ("psp:3,0.75,push_timeout=0.02", {}),
-    ("ssp:3,shards=2", {"KILLED": "0", "FASTPS_SERVER": "workers"}),
-    ("dssp:3,15", {"KILLED": "2", "FASTPS_SERVER": "process"}),
+@pytest.mark.parametrize(("spec", "variables", "arguments"), [
+    ("ssp:3,shards=2", {}, ()),
+    ("psp:3,0.75,push_timeout=0.02", {}, ()),
+    ("bsp", {}, ("table",)),
+    ("ssp:3,shards=2", {"KILLED": "0", "FASTPS_SERVER": "workers"}, ()),
+    ("dssp:3,15", {"KILLED": "2", "FASTPS_SERVER": "process"}, ()),
+    ("bsp", {"KILLED": "2"}, ("table",)),
 ])  # fmt: skip
 def test_live_processes_one_of_them_killed_and_replaced_are_replayed_bit_by_bit(
-    spec: str, variables: dict[str, str], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec: str, variables: dict[str, str], arguments: Sequence[str], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "run.trace"
+    file, command = tmp_path / "run.trace", (script, "40", *arguments)
     with monkeypatch.context() as patched:
         for name, value in variables.items():
             patched.setenv(name, value)
-        line = recorded_live(spec, file, *(["--restarts", "1"] if variables else []), script, "40")
+        line = recorded_live(spec, file, *(["--restarts", "1"] if variables else []), *command)
     assert not check(read(file))
-    found = fastps("replay", str(file), script, "40")
+    found = fastps("replay", str(file), *command)
     assert found.returncode == 0, found.stderr
     assert line in found.stdout.splitlines()
     assert variables or "160 pushes of 4 workers" in " ".join(found.stdout.split())

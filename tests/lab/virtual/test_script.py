@@ -59,6 +59,21 @@ while optimizer.version < 60:
 print(f"{optimizer.policy.spec}: {optimizer.version} updates, loss {loss.item()}")
 """
 """With dropout, a discipline of its own, and a number of updates for all workers together."""
+TABLE = """
+import fastps, torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.EmbeddingBag(20, 8, sparse=True), torch.nn.Linear(8, 1))
+optimizer = fastps.DistributedOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
+torch.manual_seed(fastps.rank())
+for _ in range(15):
+    inputs = torch.randint(20, (16, 5))
+    optimizer.zero_grad()
+    loss = (model(inputs) - inputs.float().sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    optimizer.step()
+print(f"asp: {loss.item()}")
+"""
 UNEVEN = ("--compute", "lognormal:10ms,0.4", "--straggler", "0:3", "--seed", "7")
 SAME = ("seconds", "steps", "updates", "dropped", "wait_share", "grant_wait_share", "zero_gap_share")
 
@@ -108,10 +123,10 @@ def _burn() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("spec", ["dssp:3,15", "psp:3,0.75"])
-def test_a_run_repeats_bit_by_bit_on_idle_and_on_busy_cores(spec: str, written: Callable[[str], str]) -> None:
+@pytest.mark.parametrize(("spec", "script"), [("dssp:3,15", DROPS_OUT), ("psp:3,0.75", DROPS_OUT), ("asp", TABLE)])
+def test_a_run_repeats_bit_by_bit_on_idle_and_on_busy_cores(spec: str, script: str, written: Callable[[str], str]) -> None:
     """test_driver has more disciplines, without a script."""
-    arguments = (*UNEVEN, "--sync", spec, written(DROPS_OUT))
+    arguments = (*UNEVEN, "--sync", spec, written(script))
     [idle] = simulated(*arguments)
     others = [multiprocessing.Process(target=_burn, daemon=True) for _ in range(3)]
     for other in others:
