@@ -1,0 +1,20 @@
+"""The memory of a whole job: no process of it keeps a model that it does not need."""
+
+import pytest
+
+from fastps.bench import memory
+
+WORKERS, WIDTH = 3, 512
+MODEL_BYTES = 4 * memory.LAYERS * WIDTH * (WIDTH + 1)
+# Gradients, versions and momenta, as docs/benchmarks.md counts them: a worker that never waits has two gradients, and may read
+# a version of its own.
+MODELS = {"bsp": WORKERS + 2 + 2, "asp": 2 * WORKERS + WORKERS + 1 + 2}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_has_the_models_that_its_discipline_needs_and_no_other() -> None:
+    torch_bytes, _ = memory._run(("torch", ""), "sgd", WORKERS, 1)
+    for sync, models in MODELS.items():
+        taken, _ = memory._run(("fastps", sync), "sgd", WORKERS, WIDTH)
+        assert (taken - torch_bytes) / MODEL_BYTES < models + 1.5  # where each worker keeps one more: WORKERS
