@@ -39,6 +39,7 @@ def test_three_sentences_say_whether_more_workers_help_what_bounds_them_and_what
 
 
 @pytest.mark.slow
+@pytest.mark.timing  # workers that others keep from a core wait for each other, and then this is what bounds them
 @pytest.mark.timeout(300)
 def test_a_script_that_sleeps_for_its_data_is_told_that_more_workers_help(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
