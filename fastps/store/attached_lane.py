@@ -56,7 +56,6 @@ class AttachedLane:
         self.buffers = [0] * self._shards
         self.closed = self._left = False
         self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[Any]]] = {}
-        self._named_gradients: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
 
     def _make_lane(self) -> WorkerLane:
         try:
@@ -136,16 +135,6 @@ class AttachedLane:
                 self._named_weights.clear()  # the shards' buffers combine in many ways
             self._named_weights[key] = named
         return named
-
-    @property
-    def gradients(self) -> Mapping[str, npt.NDArray[Any]]:
-        """Name to array in the slot of the next push, without tables. The slot holds old contents: write every array."""
-        if self.slot not in self._named_gradients:
-            named = zip(self.store.layout.parameters, self.store.gradient_views(self.rank, self.slot), strict=True)
-            self._named_gradients[self.slot] = MappingProxyType(
-                {parameter.name: view.reshape(parameter.shape) for parameter, view in named if not parameter.is_table}
-            )
-        return self._named_gradients[self.slot]
 
     def _named(self, views: Sequence[npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:
         pairs = zip(self.store.layout.parameters, views, strict=True)

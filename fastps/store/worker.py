@@ -6,6 +6,8 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +75,7 @@ class Worker(AttachedLane):
         self._is_partial = self._needed_shards < self._shards
         self._background: Background | None = None
         self.rows = RowSlots(store, rank)
+        self._named_gradients: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
         self._presence = Presence(store.layout.parameters)
         self.recorder: Recorder | None = None
         self._membership = Membership(self, generation)
@@ -315,6 +318,21 @@ class Worker(AttachedLane):
         lane.publish()
 
     # -- the slot ----------------------------------------------------------------------------------
+
+    @property
+    def gradients(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Name to array in the slot of the next push, without tables. The slot holds old contents: write every array.
+
+        Between a push and `advance` this is a slot that is free, or if all hold pushes, it waits as `advance` does.
+        """
+        if self.lane.awaits and not self.lane.choose_slot():
+            self.advance()
+        if self.slot not in self._named_gradients:
+            named = zip(self.store.layout.parameters, self.store.gradient_views(self.rank, self.slot), strict=True)
+            self._named_gradients[self.slot] = MappingProxyType(
+                {parameter.name: view.reshape(parameter.shape) for parameter, view in named if not parameter.is_table}
+            )
+        return self._named_gradients[self.slot]
 
     def _write_slot_header(self, slot: int, hypers: Sequence[Hyper], presence: bytes) -> None:
         """Write the hyper-parameters and the presence bitmap into the slot, unless the slot already holds them."""

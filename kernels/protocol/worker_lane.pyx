@@ -25,7 +25,7 @@ cdef class WorkerLane(Lane):
         steps: steps pushed so far, as the scheduler counts them; the owner sets the first value.
         earlier_steps: added to `steps` in the tally.
         posts: pushes and null pushes so far; some may still be on their way.
-        slot: the slot of the next push.
+        slot: the slot of the next push, once `advance` or `choose_slot` has chosen it.
         awaits: whether a push was begun since the last completed `advance`.
         granted_ns: when the present step could begin, by its worker's clock.
         wait_ns, compute_ns: time waited, and between grants and pushes.
@@ -111,6 +111,11 @@ cdef class WorkerLane(Lane):
         self.awaits = False
         self._publish()
         return True
+
+    def choose_slot(self):
+        """Choose the slot of the next push. Returns whether it is free, so that it may be written before `advance`."""
+        self._choose_slot()
+        return self.free_at[self.slot] <= self._done()
 
     cdef void _choose_slot(self) noexcept nogil:
         """Stay at the slot if it is free, which keeps one in the cache and in memory; else take the one that is free first."""

@@ -149,6 +149,26 @@ def test_a_wait_that_is_too_long_says_who_waits_for_whom() -> None:
         assert "worker 0 waited 0.2 s at step 1 under bsp for worker 1 (at step 0, not attached), worker 2" in text
 
 
+def test_gradients_that_are_written_before_the_grant_are_those_of_the_next_push() -> None:
+    with fastps.Store.create({"w": np.zeros(1, np.float32)}, fastps.SGD(lr=1.0), sync="softsync:1", workers=2) as store:
+        with store.attach(0) as first, store.attach(1) as second:
+            first.gradients["w"][:] = 1
+            first.push(store.hypers)  # kept until the other's push comes
+            first.gradients["w"][:] = 100
+            second.gradients["w"][:] = 0
+            second.push(store.hypers)
+            second.advance()
+            second.pull()
+            assert second.weights["w"] == -0.5
+            first.advance()
+            first.push(store.hypers)
+            second.gradients["w"][:] = 0
+            second.push(store.hypers)
+            second.advance()
+            second.pull()
+            assert second.weights["w"] == -50.5
+
+
 def test_ctrl_c_ends_a_wait() -> None:
     with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0), workers=2) as store:
         with store.attach(0) as worker:
