@@ -30,3 +30,4 @@ cdef class LockWord:
 
     cdef void _hold(self, uint64_t held, uint64_t workspace) noexcept nogil
     cdef bint _is_spare_free(self, uint64_t seen, uint64_t workspace) noexcept nogil
+    cdef bint _is_over_in(self, uint64_t workspace) noexcept nogil

@@ -22,6 +22,7 @@ from fastps.kernels.base.atomics cimport (
     fps_state_acquire,
 )
 from fastps.kernels.base.failpoints cimport FPS_MUTANT_BACK_EARLY, fps_mutant
+from fastps.kernels.protocol.shared_fold cimport close_ticket
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
     FPS_BY_HAND,
@@ -170,7 +171,15 @@ cdef class LockWord:
         cdef uint64_t left = fps_lock_left(seen)
         if left and (fps_lock_left_workspace(seen) == workspace or not (left == self.lane + 1 or self._has_ended(left))):
             return False  # of the present one: the owner has not moved on yet, and may be about to
-        return not self.is_helped_in(1 - workspace)
+        return self._is_over_in(1 - workspace)
+
+    cdef bint _is_over_in(self, uint64_t workspace) noexcept nogil:
+        """Whether no lane has a chunk of a fold in that workspace, nor can claim one.
+
+        An owner that was passed by may have issued its ticket when it woke, and died then. So the ticket is closed first.
+        """
+        close_ticket(self.arena.work(self.shard, workspace))
+        return not self.is_helped_in(workspace)
 
     cdef bint is_helped_in(self, uint64_t workspace) noexcept nogil:
         """Whether another lane may have a chunk of a fold in that workspace."""
@@ -189,7 +198,7 @@ cdef class LockWord:
         cdef uint64_t left = fps_lock_left(self.held)
         if left != self.lane + 1 and not self._has_ended(left):
             return False
-        return not self.is_helped_in(fps_lock_left_workspace(self.held)) or fps_mutant(FPS_MUTANT_BACK_EARLY)
+        return self._is_over_in(fps_lock_left_workspace(self.held)) or fps_mutant(FPS_MUTANT_BACK_EARLY)
 
     cdef bint _has_ended(self, uint64_t left) noexcept nogil:
         """Whether the owner of lane `left` - 1 writes nothing any more. The lane of an expelled one does not say so."""

@@ -14,6 +14,9 @@ cdef enum:
     FOLD_REFUSED = -1
     FOLD_NONFINITE = -2   # results that are not finite, in buffers that nobody reads
 
+cdef void close_ticket(fps_work *work) noexcept nogil
+
+
 cdef class SharedFold:
     cdef Arena arena
     cdef fps_work *work

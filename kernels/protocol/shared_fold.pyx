@@ -84,6 +84,15 @@ cdef inline bint _is_exhausted(uint64_t ticket) noexcept nogil:
     return fps_ticket_left(ticket) == 0 or fps_ticket_chunks(ticket) > FPS_MAX_CHUNKS
 
 
+cdef void close_ticket(fps_work *work) noexcept nogil:
+    """Take the remaining chunks off a ticket, so that no lane claims one."""
+    cdef uint64_t ticket
+    while True:
+        ticket = fps_ticket_acquire(&work.ticket)
+        if _is_exhausted(ticket) or fps_ticket_claim(&work.ticket, ticket, fps_ticket_pack(fps_ticket_chunks(ticket), 0)):
+            return
+
+
 cdef class SharedFold:
     """The fold of shard `shard`, as lane `lane` makes it or helps with it. Only one thread may use it."""
 
@@ -206,13 +215,8 @@ cdef class SharedFold:
         return count
 
     cdef void close(self) noexcept nogil:
-        """Take the remaining chunks off the ticket, so that no lane claims one."""
-        cdef uint64_t ticket
-        while True:
-            ticket = fps_ticket_acquire(&self.work.ticket)
-            if _is_exhausted(ticket) or fps_ticket_claim(
-                    &self.work.ticket, ticket, fps_ticket_pack(fps_ticket_chunks(ticket), 0)):
-                return
+        """Let no lane claim another chunk of this fold."""
+        close_ticket(self.work)
 
     cdef uint64_t _cut(self) noexcept nogil:
         """Write the size of a chunk, in whole tiles, and return the number of chunks. All but the last have that size.

@@ -160,3 +160,43 @@ def test_who_writes_by_hand_is_not_passed_by() -> None:
     assert job.lanes[0].hold(0)
     assert job.lanes[2].pass_by(0, 10) == BUSY
     job.lanes[0].release(False, 0)
+
+
+# -- a stop, and then a death ----------------------------------------------------------------------------------------------
+
+
+def _weights(job: Job) -> list[bytes]:
+    """The published weights of each shard."""
+    return [job.numbers(job.arena.weights_offset(job.arena.committed(shard)[1])).tobytes() for shard in range(SHARDS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deaths_after", [1, 3])
+def test_what_one_that_woke_late_and_died_left_begun_is_helped_with_by_nobody(deaths_after: int) -> None:
+    """It may die with a ticket issued, for chunks of buffers that are published again later."""
+    case = next(case for case in CASES if case.name == LINEAR)
+    died = 0
+    for store in range(1, _stores(partial(_live, _begun(case)))):
+        job = _begun(case)
+        child = os.fork()
+        if child == 0:
+            hooks.stop_at(store)
+            hooks.die_at(store + deaths_after)
+            _live(job)
+            os._exit(0)
+        _, status = os.waitpid(child, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            job.lanes[0].pass_by(VICTIM, 50)
+            os.kill(child, signal.SIGCONT)
+            _, status = os.waitpid(child, 0)
+        died += os.WIFSIGNALED(status)
+        job.lanes[0].recover_lock(VICTIM, 60)
+        job.arena.mark_dead(VICTIM, 0)
+        assert job.lanes[0].try_combine(61) == DONE
+        for step in range(3 * OTHERS_PUSHES):  # until every buffer was published again
+            job.push(0, 100 + 10 * step)
+            assert job.lanes[0].try_combine(100 + 10 * step) == DONE
+            before = _weights(job)
+            job.lanes[2].wait(1 << 39, 0, 0, 1)  # it waits for a grant, and helps with what it finds
+            assert _weights(job) == before, f"stopped at store {store}"
+    assert died > 20
