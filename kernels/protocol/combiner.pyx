@@ -426,7 +426,7 @@ cdef class Combiner:
         cdef int64_t began_ns = state.folded_ns
         cdef int32_t arrived = state.n_arrived
         cdef int action = scheduler_push(
-            state, lane, descriptor.post_ns, descriptor.read_version, descriptor.samples)
+            state, lane, descriptor.post_ns, descriptor.read_version, descriptor.samples if descriptor.kind == FPS_PUSH else 0)
         if began_ns > 0 and action != ACTION_DROP and state.policy.fold in (FOLD_ALL, FOLD_QUORUM):
             self.batch.count_arrival(arrived, state.now_ns - began_ns)
         return action

@@ -43,12 +43,16 @@ cdef void round_robin_expect(const scheduler_t *state, int32_t worker) noexcept 
 
 
 cdef void round_robin_measure(scheduler_t *state, int32_t worker, int64_t samples) noexcept nogil:
-    """Learn from a push's time since its worker's grant. The first step has no grant to count from."""
+    """Learn from a push's time since its worker's grant. The first step has no grant to count from.
+
+    `samples`: its batch, from which nothing is learned if it is 0: the push has no gradient.
+    """
     cdef worker_t *w = &state_workers(state)[worker]
     cdef int64_t took_ns = state.now_ns - w.granted_ns
     state_mark_dirty(state, worker)
-    if w.history == 0:
+    if w.base_batch == NO_BATCH:
         w.base_batch = samples
+    if w.history == 0:
         return
     if w.measured:
         w.iteration_ns += (took_ns - w.iteration_ns) // NEWEST_WEIGHT
@@ -57,7 +61,7 @@ cdef void round_robin_measure(scheduler_t *state, int32_t worker, int64_t sample
         w.iteration_ns = took_ns
     tournament_set(state_iterations(state), worker, w.iteration_ns)
     round_robin_space(state)
-    if state.policy.tune_batches:
+    if state.policy.tune_batches and samples > 0:
         _learn(state, worker, <double> samples, <double> took_ns)
 
 

@@ -209,6 +209,20 @@ def test_batch_tuning_takes_the_fast_workers_blocking_away() -> None:
     assert all(row["samples"] > 1.5 * tuned.counters[0]["samples"] for row in tuned.counters[1:])
 
 
+def test_a_step_without_a_gradient_is_no_workers_first_batch() -> None:
+    """R2SP, Algorithm 1, worker, line 5: the rate is that of the first batch, and a null push has none."""
+    with fastps.Store.create({"w": np.zeros(1, np.float32)}, fastps.SGD(lr=1.0), sync="r2sp:0,tune=true", workers=1) as store:
+        with store.attach(0) as worker:
+            worker.push_nothing()
+            worker.advance()
+            worker.pull()
+            worker.gradients["w"][:] = 1.0
+            worker.push(store.hypers, samples=32)
+            worker.advance()
+            worker.pull()
+            assert (worker.weights["w"].tolist(), worker.batch_size) == ([-1.0], 32)
+
+
 @pytest.mark.timing
 def test_one_backup_worker_doubles_the_speed_beside_a_straggler_of_factor_4() -> None:
     factors = {2: 4.0}
