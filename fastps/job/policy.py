@@ -157,6 +157,8 @@ class Policy:
             yield "a quorum is a count or the workers less the backups: expected one of the two"
         if self.relay and not self.groups:
             yield f"a leaf relays in a tree: expected groups of at least 1 with relay, found {self.groups}"
+        if self.groups and self.grant == "next-version":
+            yield "a leaf keeps pushes for a sum: groups need workers that go on meanwhile, found grant 'next-version'"
         if self.pull < 1 and self.shards == 1:
             yield f"a partial pull needs parts to choose from: expected shards of 2 to {MAX_SHARDS}, found 1"
         if self.shards > 1 and self.grant == "round-robin":

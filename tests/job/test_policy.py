@@ -162,6 +162,9 @@ REFUSED = {
     "policy:fold=count,grant=at-once": "expected divisor of 1 to 1000000, and to the number of workers, found 0",
     "policy:fold=each,grant=at-once,count=2": "count is read with fold 'quorum' only, found fold 'each'",
     "policy:fold=all,grant=next-version,groups=2": "groups is read with fold 'count' only, found fold 'all'",
+    "policy:fold=count,grant=next-version,divisor=1,groups=2": (
+        "a leaf keeps pushes for a sum: groups need workers that go on meanwhile, found grant 'next-version'"
+    ),
     "policy:fold=each,grant=at-once,tune=true": "tune is read with grant 'round-robin' only, found grant 'at-once'",
     "policy:fold=quorum,grant=next-version,count=2,backups=1": (
         "a quorum is a count or the workers less the backups: expected one of the two"
@@ -313,7 +316,7 @@ def _policies_of_values(draw: st.DrawFn) -> fastps.Policy:
         values |= {draw(st.sampled_from(["count", "backups"])): draw(_small), "push_timeout": draw(_seconds)}
         values |= {"pull_timeout": draw(_seconds)} | ({"pull": draw(_fraction)} if values["shards"] > 1 else {})
     if fold == "count":
-        values |= {"divisor": draw(_from_1), "groups": draw(_small)}
+        values |= {"divisor": draw(_from_1), "groups": 0 if grant == "next-version" else draw(_small)}
         values["relay"] = draw(_share) if values["groups"] else 0.0
         values["overlap"] = grant in ("at-once", "round-robin") and values.get("shards", 1) == 1 and draw(st.booleans())
     if scale == "square-root":
