@@ -208,7 +208,7 @@ class AttachedLane:
 
         If an exception interrupts this method, it releases every lock.
         """
-        self._check_not_forked()
+        self.try_combine()  # which ends a fold of this worker whose wait was interrupted
         for shard in range(self._shards):
             try:
                 self.wait_until(partial(self.lane.hold, shard), 100_000, partial(self._held_text, shard))

@@ -189,7 +189,7 @@ cdef class Combiner:
         way when the lock was recovered or resumed.
         """
         cdef int rounds = 0
-        if self.hands_over:
+        if self.hands_over and outcome in (_RUN, COMBINE_DONE):
             return self._hand_over()
         self.commit.is_checked = False
         while True:

@@ -187,6 +187,23 @@ def test_turns_that_are_let_go_of_are_free_although_a_helper_was_away() -> None:
         assert (store.version, holder.lane.owner()) == (1, -1)
 
 
+def test_a_fold_whose_wait_for_a_helper_was_interrupted_ends_before_all_locks_are_taken() -> None:
+    clock = Interrupting()
+    with _store("asp", floats=400_000) as store, _interrupted_worker(store, 0, clock) as owner, store.attach(1) as helper:
+        owner.lane.share_folds(1)
+        set_helping(store.memory, helper.rank, 1)
+        owner.gradients["w"][:] = 1.0
+        clock.arm(2)
+        with pytest.raises(KeyboardInterrupt):
+            owner.push(store.hypers)
+        clock.arm(0)
+        assert owner.lane.owner(0) == owner.rank
+        set_helping(store.memory, helper.rank, 0)
+        with owner.locked():
+            assert store.version == 1
+        assert owner.lane.owner(0) == -1
+
+
 def test_a_served_worker_lets_go_of_a_turn_that_it_broke_while_a_helper_was_away() -> None:
     with _store("asp", max_workers=3, server="process") as store, store.attach(0) as worker:
 
