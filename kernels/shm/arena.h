@@ -69,7 +69,7 @@ static inline uint64_t fps_damage_pack(uint64_t generation, uint64_t what, uint6
 /* One push as posted: exactly one cache line. */
 typedef struct {
     uint64_t step;         /* which step of its worker this is, from 0 */
-    uint64_t read_version; /* its timestamp: the newest version that the gradient was computed with */
+    uint64_t read_version; /* its timestamp: the oldest version of any shard that came for its step */
     int64_t post_ns;       /* when it was posted, on the clock that all workers share */
     double scale;          /* multiplies the gradient: 1, or 1 / the loss scale */
     double loss;           /* the worker's last loss, for observers; NaN if never told */
