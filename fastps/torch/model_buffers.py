@@ -68,9 +68,9 @@ class ModelBuffers:
     def average(self, slots: Sequence[Slot]) -> None:
         """Set the module's buffers to the average of the published slots.
 
-        A variance is averaged by its moments about the common mean: mean(var + mean^2) - mean(mean)^2. A counter (any integer
-        buffer) takes the maximum. Any other buffer is averaged elementwise. One that is not of one shape in all workers stays
-        each worker's own, and a warning names it.
+        A variance is averaged about the common mean: it is the mean of the variances and the variance of the means. A counter
+        (any integer buffer) takes the maximum. Any other buffer is averaged elementwise. One that is not of one shape in all
+        workers, or cannot be written to, stays each worker's own, and a warning names it.
         """
         published = [_published(slot[: self.nbytes]) for slot in slots if _header(slot)[_VALID]]
         for name, buffer in self._now().items():
@@ -81,7 +81,13 @@ class ModelBuffers:
                 continue
             of_mean = name.removesuffix("running_var") + "running_mean" if name.endswith("running_var") else ""
             means = [each[of_mean] for each in published if of_mean in each]
-            buffer.copy_(_mean(values, means if len(means) == len(values) else []))
+            means = means if len(means) == len(values) else []
+            if _are_equal(values) and _are_equal(means):
+                continue
+            try:
+                buffer.copy_(_mean(values, means))
+            except RuntimeError as error:  # an expanded tensor, say
+                self._say(f"buffer {name!r} cannot be written to, so it is not averaged: each worker keeps its own ({error})")
 
     def _say(self, text: str) -> None:
         if text not in self._said:
@@ -89,18 +95,18 @@ class ModelBuffers:
             logger.warning("%s", text)
 
 
+def _are_equal(values: list[torch.Tensor]) -> bool:
+    """Whether all values have the same bits."""
+    found = [each.reshape(-1).view(torch.uint8) for each in values]
+    return all(torch.equal(each, found[0]) for each in found)
+
+
 def _mean(values: list[torch.Tensor], means: list[torch.Tensor]) -> torch.Tensor:
     """The average of a buffer's values; of a variance, about these means."""
-    first, *others = [each.reshape(-1).view(torch.uint8) for each in values]
-    if all(torch.equal(each, first) for each in others):
-        return values[0]
     if not values[0].is_floating_point() and not values[0].is_complex():
         return torch.stack([each.long() for each in values]).amax(0)
-    stacked = _stacked(values)
-    if not means:
-        return stacked.mean(0)
-    about = _stacked(means)
-    return (stacked + about**2).mean(0) - about.mean(0) ** 2
+    mean = _stacked(values).mean(0)
+    return mean + _stacked(means).var(0, unbiased=False) if means else mean
 
 
 def _stacked(values: list[torch.Tensor]) -> torch.Tensor:

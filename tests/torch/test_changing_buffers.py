@@ -46,6 +46,25 @@ def _averaged(keep: Callable[[Any, torch.Tensor], None]) -> list[dict[str, Any]]
     return processes.results(processes.start_each(work, 2), 60)
 
 
+def test_a_variance_is_averaged_about_means_far_from_zero() -> None:
+    """The means are 3001 and 3003, and in single precision their squares differ by more than the variance."""
+
+    def keep(module: Any, mean: torch.Tensor) -> None:
+        module.register_buffer("running_mean", 3000 + mean)
+        module.register_buffer("running_var", torch.full((2,), 0.1))
+
+    for found in _averaged(keep):
+        assert found["0.running_mean"] == [3002.0, 3002.0]
+        assert found["0.running_var"] == pytest.approx([1.1, 1.1], rel=1e-6)
+
+
+def test_a_buffer_that_cannot_be_written_to_stays_each_workers_own() -> None:
+    def keep(module: Any, mean: torch.Tensor) -> None:
+        module.mean = mean[:1].expand(4)
+
+    assert [found["0.mean"] for found in _averaged(keep)] == [[1.0, 1.0], [3.0, 3.0]]
+
+
 OWN_MEANS = [{"0.mean": [mean, mean], "0.count": [1]} for mean in (1.0, 3.0)]
 
 
