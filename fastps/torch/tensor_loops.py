@@ -9,6 +9,7 @@ attributes; `why_not_compiled` tells the reason.
 import functools
 import importlib
 import logging
+import weakref
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,8 @@ except ImportError as _error:  # built against a torch with other symbols
 
 logger = logging.getLogger("fastps.torch")
 
+_all: "weakref.WeakSet[TensorLoops]" = weakref.WeakSet()  # views of one tensor have one version counter, also in two optimizers
+
 TORCH = torch.__version__.partition("+")[0]
 
 
@@ -48,6 +51,7 @@ class TensorLoops:
         self._grad = Attribute("grad", tensors)
         self._counters = Attribute("_version", tensors)
         self.remember()
+        _all.add(self)
 
     def prepare(self, values: list[torch.Tensor], memory: object = None) -> Any:
         """Convert these values, one per tensor, to the form that the other loops take. The values must not change afterwards.
@@ -73,11 +77,12 @@ class TensorLoops:
             tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
 
     def count_writes(self, written: list[torch.Tensor]) -> None:
-        """Let autograd know that these tensors have new values, as a write would. `changed` does not see it."""
-        before = self._counters.get(self._tensors)
+        """Let autograd know that these tensors have new values, as a write would. No loops' `changed` sees it."""
+        before = [(loops, loops._counters.get(loops._tensors)) for loops in _all]
         increment_version(written)
-        counted = zip(self._remembered, before, self._counters.get(self._tensors), strict=True)
-        self._remembered = [count - old + new for count, old, new in counted]
+        for loops, versions in before:
+            counted = zip(loops._remembered, versions, loops._counters.get(loops._tensors), strict=True)
+            loops._remembered = [count - old + new for count, old, new in counted]
 
     def remember(self) -> None:
         """Accept all writes to the tensors, and their addresses, so that `changed` does not report them."""

@@ -138,11 +138,28 @@ static std::pair<size_t, Py_ssize_t> fps_holders(const at::Tensor &tensor) {
     return found;
 }
 
+/* The references to a tensor's Python object, if one list and C++ hold it: newer versions of torch count one for all of C++. */
+static Py_ssize_t fps_count_if_held() {
+    at::Tensor tensor = at::empty({0});
+    PyObject *object = THPVariable_Wrap(tensor);
+    const Py_ssize_t references = Py_REFCNT(object);
+    Py_DECREF(object);
+    return references;
+}
+
+/* What these counts are where nobody else holds a tensor. They are set while the module is loaded: torch may release the GIL
+ * meanwhile, and a function's static would then deadlock with a thread that waits for its initialization and has the GIL. */
+static std::pair<size_t, Py_ssize_t> fps_alone;
+static Py_ssize_t fps_references;
+static void fps_set_counts() {
+    fps_alone = fps_holders(at::empty({0}));
+    fps_references = fps_count_if_held();
+}
+
 /* Whether anybody but the tensor holds its storage. */
 static bool fps_is_shared(const at::Tensor &tensor) {
-    static const std::pair<size_t, Py_ssize_t> alone = fps_holders(at::empty({0}));
     const std::pair<size_t, Py_ssize_t> found = fps_holders(tensor);
-    return found.first > alone.first || found.second > alone.second;
+    return found.first > fps_alone.first || found.second > fps_alone.second;
 }
 
 /* tensor.data = values: the same shape and strides over other memory, in an owned storage if that memory is the CPU's: the present
@@ -218,27 +235,17 @@ static inline bool fps_drop_grad(PyObject *tensor) {
     return true;
 }
 
-/* Whether tensor.grad is a tensor that nobody else holds, nor its memory. */
+/* Whether tensor.grad is a tensor of the tensor's type that nobody else holds, nor its memory. */
 static inline bool fps_has_new_grad(PyObject *tensor) {
     const c10::TensorImpl *impl = fps_plain(tensor);
     const at::Tensor *grad = impl ? fps_grad(impl) : nullptr;
-    return grad && grad->use_count() == 1 &&
+    return grad && grad->use_count() == 1 && grad->dtype() == impl->dtype() &&
            (!grad->unsafeGetTensorImpl()->unsafe_storage() || grad->storage().use_count() == 1);
-}
-
-/* The references to a tensor's Python object, if one list and C++ hold it: newer versions of torch count one for all of C++. */
-static Py_ssize_t fps_count_if_held() {
-    at::Tensor tensor = at::empty({0});
-    PyObject *object = THPVariable_Wrap(tensor);
-    const Py_ssize_t references = Py_REFCNT(object);
-    Py_DECREF(object);
-    return references;
 }
 
 /* Whether Python holds a list's i-th tensor elsewhere, too. */
 static inline bool fps_is_referred(PyObject *list, Py_ssize_t i) {
-    static const Py_ssize_t references = fps_count_if_held();
-    return Py_REFCNT(PyList_GET_ITEM(list, i)) > references;
+    return Py_REFCNT(PyList_GET_ITEM(list, i)) > fps_references;
 }
 
 /* Whether anybody but this list and its facts hold its i-th tensor, or the tensor's memory through another tensor (a view). */

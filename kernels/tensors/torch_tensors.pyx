@@ -5,6 +5,8 @@ The loops over Python's attributes have the same effect. These replace them if t
 built against. No other compiled module depends on torch.
 """
 
+import weakref
+
 from libc.stdint cimport int64_t
 from libcpp.vector cimport vector
 
@@ -39,8 +41,22 @@ cdef extern from "tensors/torch_tensors.hpp":
     bint fps_is_held(object tensors, const vector[fps_value] &known, Py_ssize_t i) except +
     Py_ssize_t fps_next_held(object tensors, const vector[fps_value] &known, Py_ssize_t i) except +
     void fps_part(object tensors, Py_ssize_t i) except +
+    void fps_set_counts() except +
 
 BUILT_FOR = TORCH_VERSION.decode()  # without torch's suffix for a kind of build: "2.13.0", not "2.13.0+cpu"
+
+
+fps_set_counts()
+
+cdef object _all = weakref.WeakSet()  # of the loops: views of one tensor have one version counter, also in two optimizers
+
+
+cdef const void *_place(object tensor) except? NULL:
+    """Where a tensor's first element lies; NULL if that is nowhere."""
+    cdef const void *place = fps_place(tensor)
+    if place == NULL:  # of a subclass, say
+        place = <const void *> <size_t> tensor.data_ptr()
+    return place
 
 
 cdef class Values:
@@ -72,6 +88,7 @@ cdef class CompiledLoops:
 
     can_own = True
 
+    cdef object __weakref__
     cdef list tensors
     cdef vector[fps_parameter] known
     cdef object memory  # which the parameters' own storages point into
@@ -80,6 +97,7 @@ cdef class CompiledLoops:
         self.tensors = tensors
         self.known.resize(len(tensors))
         self.remember()
+        _all.add(self)
 
     def prepare(self, list values not None, memory=None):
         """Return these tensors, one for each parameter, in the form that the loops take. `memory`: they are views of it."""
@@ -105,7 +123,7 @@ cdef class CompiledLoops:
             if not fps_settle(self.tensors[i], values.tensors[i], self.known[i], values.known[i]):
                 self.tensors[i].data = values.tensors[i]
                 self.known[i].borrows = True
-                self.known[i].place = fps_place(self.tensors[i])
+                self.known[i].place = _place(self.tensors[i])
             if is_write:
                 uncounted.push_back(i)
         if not uncounted.empty():
@@ -119,15 +137,23 @@ cdef class CompiledLoops:
                 self.tensors[i].data = self.tensors[i].data.clone()
 
     def count_writes(self, list written not None):
-        """Let autograd know that these tensors have new values, as a write would. `changed` does not see it."""
-        cdef Py_ssize_t i
-        for i in range(len(self.tensors)):
-            self.known[i].version -= self._version(i)
+        """Let autograd know that these tensors have new values, as a write would. No loops' `changed` sees it."""
+        cdef CompiledLoops loops
+        cdef list present = list(_all)
+        for loops in present:
+            loops._count_versions(-1)
         for each in written:
             if not fps_count_write(each, False):
                 increment_version(each)
-        for i in range(len(self.tensors)):  # all, because views of one tensor have one counter
-            self.known[i].version += self._version(i)
+        for loops in present:
+            loops._count_versions(1)
+
+    cdef int _count_versions(self, int64_t times) except -1:
+        """Add the tensors' present versions to the remembered ones, so many times."""
+        cdef Py_ssize_t i
+        for i in range(len(self.tensors)):
+            self.known[i].version += times * self._version(i)
+        return 0
 
     cdef void _drop_storages(self):
         """Drop all storages, because each keeps only the memory mapped in which it was made."""
@@ -146,7 +172,7 @@ cdef class CompiledLoops:
         cdef Py_ssize_t i
         for i in range(len(self.tensors)):
             self.known[i].version = self._version(i)
-            self.known[i].place = fps_place(self.tensors[i])
+            self.known[i].place = _place(self.tensors[i])
 
     def changed(self):
         """Return the index of the first tensor written to or pointed elsewhere since `remember`, except by `show`, or -1."""
@@ -158,7 +184,7 @@ cdef class CompiledLoops:
 
     def has_moved(self, Py_ssize_t index):
         """Return whether a tensor was pointed at other memory since `remember`, except by `show`."""
-        return fps_place(self.tensors[index]) != self.known[index].place
+        return _place(self.tensors[index]) != self.known[index].place
 
     def set_gradients(self, Values gradients not None):
         """Set `grad` of each tensor to its gradient."""

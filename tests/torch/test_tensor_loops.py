@@ -1,6 +1,8 @@
 """The loops over a model's tensors: both kinds do what the attributes do, for plain tensors and for subclasses."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -209,6 +211,31 @@ def test_a_counted_write_is_told_to_autograd_alone(kind: Callable[[list[Any]], T
     loops.count_writes(parts[:1])
     loops.show(loops.prepare([torch.ones(3), torch.ones(3)]), True)
     assert loops.changed() == -1, "views of one tensor have one counter"
+    first, second = (kind([torch.nn.Parameter(each)]) for each in torch.zeros(2, 3).unbind())
+    first.show(first.prepare([torch.ones(3)]), True)
+    assert second.changed() == -1, "also in two optimizers"
+
+
+def test_loops_that_several_threads_use_first_at_once_do_not_hang() -> None:
+    text = """if True:
+        import threading, torch
+        from fastps.torch.tensor_loops import tensor_loops
+
+        def use(barrier: threading.Barrier) -> None:
+            parameter = torch.nn.Parameter(torch.zeros(2))
+            loops, gradients = tensor_loops([parameter]), [torch.ones(2)]
+            values = loops.prepare(gradients)
+            barrier.wait()
+            loops.own(values, 0)
+
+        barrier = threading.Barrier(8)
+        threads = [threading.Thread(target=use, args=(barrier,), daemon=True) for _ in range(8)]
+        [thread.start() for thread in threads]
+        [thread.join(60) for thread in threads]
+        assert not any(thread.is_alive() for thread in threads)
+    """
+    found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
 
 
 @both
