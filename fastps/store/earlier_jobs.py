@@ -62,7 +62,8 @@ def register(worker: Worker, parts: list[Any], close: Callable[[], None], finish
 
 
 def leave(worker: Worker, parts: Iterable[Any]) -> None:
-    """Say how many others still train when worker 0 closes, and remember the job for `end`."""
+    """Forget an open job that a worker closes. As worker 0, say how many others still train, and remember the job for `end`."""
+    _open[:] = [each for each in _open if each.worker() not in (worker, None)]  # torch may refuse weak references
     states, initial = worker.store.arena.lane_states(), worker.store.layout.workers
     others = sum(
         state in (LANE_LIVE, LANE_JOINING) or (state == LANE_FREE and lane < initial) for lane, state in enumerate(states)

@@ -263,6 +263,10 @@ def hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Remova
         tensor.requires_grad_(trains)
 
 
+OF_A_SCALER = ("grad_scale", "found_inf")
+"""What a GradScaler sets on an optimizer for one step."""
+
+
 def loss_scaling(left: Mapping[str, Any]) -> tuple[float, bool]:
     """What a GradScaler set on an optimizer: the factor that undoes its scale, and whether it found infs (a null push)."""
     found_inf, grad_scale = left.get("found_inf"), left.get("grad_scale")

@@ -40,7 +40,7 @@ from fastps.system.malloc import keep_freed_memory
 from fastps.torch import foreign, join, profiling, state, tables
 from fastps.torch.attachment import Attachment
 from fastps.torch.checkpoint import described_group, saved_buffers
-from fastps.torch.gradients import loss_scaling
+from fastps.torch.gradients import OF_A_SCALER, loss_scaling
 from fastps.torch.join import Joining
 from fastps.torch.model_buffers import ModelBuffers
 from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_calls
@@ -140,11 +140,11 @@ class DistributedOptimizer(OptimizerState):
         foreign.keep_untraced()
         self._identity = environment.identity(job, rank, workers, instance=instances.count_next() if job is None else 0)
         self._names_job, self._is_told = job is not None, workers is not None
+        self._rule = rule_of(optimizer)
         self._left_out, self._tensors = join.tensors_of(optimizer, timeout_s, clock)
         pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors), self._tensors)
         self._inner = optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else its lr schedulers warn that step() was not called
-        self._rule = rule_of(optimizer)
         self._hypers_read = Hypers(self._rule)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._share_state()
@@ -242,11 +242,11 @@ class DistributedOptimizer(OptimizerState):
 
         Several backwards before one `step()` accumulate without this, too; it exists for loops written for DDP.
         """
-        self._job.gradients.accumulates = True
+        outer, self._job.gradients.accumulates = self._job.gradients.accumulates, True
         try:
             yield
         finally:
-            self._job.gradients.accumulates = False
+            self._job.gradients.accumulates = outer
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -256,13 +256,18 @@ class DistributedOptimizer(OptimizerState):
         Parameters without a gradient stay unchanged, as in torch. Raises WorkerDiedError, TimeoutExceededError,
         ParameterChangedError, UsageError. If an error or Ctrl-C ends the wait, the next call resumes it before it pushes.
         """
-        if profiler._is_profiler_enabled:
-            with profiling.ranges(self._job.worker, self._job):
+        try:
+            if profiler._is_profiler_enabled:
+                with profiling.ranges(self._job.worker, self._job):
+                    return self._hooked_step(closure)
+            hooks = self._optimizer_step_post_hooks or _GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1]
+            if hooks or len(self._optimizer_step_pre_hooks) > 1:  # one refuses step() of the wrapped optimizer
                 return self._hooked_step(closure)
-        # One hook refuses step() of the wrapped optimizer.
-        if len(self._optimizer_step_pre_hooks) > 1 or self._optimizer_step_post_hooks or _GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1]:
-            return self._hooked_step(closure)
-        return self._step(closure)
+            return self._step(closure)
+        except BaseException:
+            for name in OF_A_SCALER:  # which removes them after a step that ends well
+                self.__dict__.pop(name, None)
+            raise
 
     # torch wraps step() in a profiler record and its hooks, which costs 50 us a call; a step without hooks needs neither.
     step.hooked = True  # type: ignore[attr-defined]
@@ -396,6 +401,7 @@ class DistributedOptimizer(OptimizerState):
         ...     model.weight.item() == before
         True
         """
+        self._job.worker.check_open()
         self._job.refuse_writes()
         try:
             with self.shown_weights([tensor.detach().clone(memory_format=torch.preserve_format) for tensor in self._tensors]):

@@ -1,5 +1,6 @@
 """Gradients, graphs and tensors that a script holds across wrapping, steps and close are what torch makes of them."""
 
+import contextlib
 import copy
 import mmap
 from typing import Any
@@ -34,6 +35,26 @@ def test_a_grad_scaler_unscales_and_skips_as_in_torch() -> None:
         assert run(model, optimizer) == expected
         assert optimizer.version == 4, "a skipped step counts, so that nobody waits for it"
     assert relative_difference(model, plain) == 0.0
+
+
+def test_a_scaled_step_that_is_interrupted_does_not_scale_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # type: ignore[attr-defined]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0)) as optimizer:
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+            with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+                if step == 1:
+                    patched.setattr(optimizer.worker, "advance", interrupt)
+                scaler.step(optimizer)
+            scaler.update()
+        assert model.weight.item() == -3.0
 
 
 @pytest.mark.parametrize("loops", ["auto", "attributes"])

@@ -209,3 +209,87 @@ def test_too_little_memory_beside_the_arena_for_the_workers_gradients_is_warned_
         fastps.DistributedOptimizer(torch.optim.SGD(torch.nn.Linear(1000, 1).parameters(), lr=0.1)).close()
         found = [record.getMessage() for record in caplog.records if "the kernel may kill a worker" in record.getMessage()]
         assert len(found) == told, found
+
+
+# -- parameters and calls that are rare -----------------------------------------------------------------------------------
+
+
+def test_parameters_cut_from_one_tensor_train_in_two_optimizers() -> None:
+    first, second = (torch.nn.Parameter(each) for each in torch.ones(2, 3).unbind())
+    one, other = (fastps.DistributedOptimizer(torch.optim.SGD([each], lr=0.25)) for each in (first, second))
+    for _ in range(2):
+        one.zero_grad()
+        other.zero_grad()
+        (first + 2 * second).sum().backward()
+        one.step()
+        other.step()
+    assert (first.tolist(), second.tolist()) == ([0.5] * 3, [0.0] * 3)
+    one.close()
+    other.close()
+
+
+class Named(torch.nn.Parameter):
+    """A parameter of a library that has a class of its own for them."""
+
+
+def test_a_parameter_of_a_subclass_that_is_pointed_elsewhere_is_told_of() -> None:
+    parameter = Named(torch.ones(2))
+    with fastps.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.5)) as optimizer:
+        for _ in range(2):
+            optimizer.zero_grad()
+            parameter.sum().backward()
+            optimizer.step()
+        assert parameter.tolist() == [0.0, 0.0]
+        weights, parameter.data = parameter.data, torch.full((2,), 5.0)
+        with pytest.raises(fastps.ParameterChangedError, match="was pointed at other memory"):
+            optimizer.step()
+        parameter.data = weights
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.Parameter(torch.ones(1)), "grad_dtype"), reason="this torch has no grad_dtype")
+def test_a_gradient_may_be_of_another_type_than_its_parameter() -> None:
+    def train(wrap: Callable[[Any], Any]) -> list[float]:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        parameter.grad_dtype = torch.bfloat16  # type: ignore[attr-defined]
+        optimizer = wrap(torch.optim.SGD([parameter], lr=0.1))
+        for _ in range(2):
+            optimizer.zero_grad()
+            (parameter * 1.7).sum().backward()
+            optimizer.step()
+        getattr(optimizer, "close", lambda: None)()
+        return parameter.tolist()
+
+    assert train(fastps.DistributedOptimizer) == pytest.approx(train(lambda optimizer: optimizer), rel=1e-6)
+
+
+def test_an_optimizer_that_cannot_be_wrapped_leaves_the_job_of_its_parameters_as_it_was() -> None:
+    model = torch.nn.Linear(2, 1)
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
+        with pytest.raises(fastps.UnsupportedError, match="LBFGS is not supported"):
+            fastps.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
+        steps_on(model, optimizer, torch.ones(1, 2))
+        assert optimizer.version == 1
+
+
+def test_the_end_of_an_inner_block_without_sync_does_not_end_the_outer_one() -> None:
+    model = torch.nn.Linear(2, 1)
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer, optimizer.no_sync():
+        with optimizer.no_sync():
+            pass
+        with pytest.raises(fastps.UsageError, match=r"step\(\) was called inside no_sync"):
+            optimizer.step()
+
+
+def test_what_a_closed_optimizer_leaves_to_a_script() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    steps_on(model, optimizer, torch.ones(1, 2))
+    optimizer.close()
+    with pytest.raises(fastps.UsageError, match="worker 0 is closed"), optimizer.private_weights():
+        pass
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # which torch refuses for a tensor with a weak reference
+    try:
+        assert model.half().weight.dtype == torch.float16
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
