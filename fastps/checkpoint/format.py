@@ -188,9 +188,9 @@ def read(folder: Path) -> Checkpoint:
     Raises CheckpointError that names the missing, damaged or foreign field or tensor, what was expected and what was found.
     """
     description = read_description(folder)
-    if not (folder / TENSORS_FILE).is_file():  # opening a pipe would block
-        raise refused(folder, TENSORS_FILE, "a whole safetensors file", "no file")
     try:
+        if not (folder / TENSORS_FILE).is_file():  # opening a pipe would block
+            raise refused(folder, TENSORS_FILE, "a whole safetensors file", "no file")
         tensors, header = read_tensors(folder / TENSORS_FILE), header_sum(folder / TENSORS_FILE)
     except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise refused(folder, TENSORS_FILE, "a whole safetensors file", f"a damaged one ({error})") from None
@@ -209,9 +209,9 @@ def sealed(description: Mapping[str, Any]) -> bytes:
 
 def read_description(folder: Path) -> dict[str, Any]:
     """Read and check the JSON file of a checkpoint's folder. Raises CheckpointError, as `read` does."""
-    if not (folder / JSON_FILE).is_file():
-        raise refused(folder, JSON_FILE, "JSON as save wrote it", "no file")
     try:
+        if not (folder / JSON_FILE).is_file():
+            raise refused(folder, JSON_FILE, "JSON as save wrote it", "no file")
         text = (folder / JSON_FILE).read_bytes()
         description: dict[str, Any] = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:

@@ -50,6 +50,8 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             f"checkpoint {path}: expected it to be read within {limit_s:g} s, found that its disk hangs, or is slow: raise"
             " FASTPS_TIMEOUT if it is slow"
         ) from None
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path}: expected a folder that can be read, found {error}") from error
 
 
 def _load(folder: Path) -> Checkpoint:

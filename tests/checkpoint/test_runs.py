@@ -104,6 +104,26 @@ def test_a_script_may_begin_one_job_after_the_other_in_its_folder_and_keeps_the_
     assert sorted(found.name for found in tmp_path.iterdir()) == ["checkpoint-000001", "checkpoint-000002"]
 
 
+def test_a_checkpoint_of_another_user_that_cannot_be_read_is_passed_over_and_does_not_fail_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _saved(tmp_path, 2)
+    is_file, private = Path.is_file, tmp_path / "checkpoint-000002"
+
+    def refusing(path: Path) -> bool:
+        if path.parent == private:
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refusing)
+    assert fastps.load(tmp_path).folder.name == "checkpoint-000001"
+    with pytest.raises(fastps.CheckpointError, match="Permission denied"):
+        fastps.load(private)
+    with pytest.raises(fastps.CheckpointError, match="of an earlier run"):
+        check_folder(tmp_path, None, overwrite=False)
+    assert _saved(tmp_path, 3) == [f"checkpoint-00000{number}" for number in (1, 2, 4, 5)]
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(fastps.CheckpointError, match=r"checkpoints in .*file: expected a folder that can be written, found"):
