@@ -86,13 +86,9 @@ def check_folder(
     """
     limit_s = limits.timeout_s(timeout_s)
     try:
-        call_within(limit_s, lambda: _try(directory, needed_bytes), f"the folder {directory} answers")
+        others = call_within(limit_s, lambda: _others(directory, resumed, needed_bytes), f"the folder {directory} answers")
     except TimeoutError:
         raise _refused(directory, "an answer", f"none within {limit_s:g} s: its disk hangs") from None
-    of_shares = [each for each in directory.glob("share-*-of-*") if each.is_dir()]
-    found = [folder for each in (directory, *of_shares) for folder in whole(each)]
-    known = {*_begun, *earlier_runs(resumed), _of_launch() or None}
-    others = [folder for folder in found if run_of(folder) not in known]
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # of torchrun: the same launch
     if not others or is_restart or (resumed is not None and _is_in(resumed.folder, directory)):
         return
@@ -102,8 +98,23 @@ def check_folder(
             f" go on from it (--resume {directory}, resume=), delete what is there (--overwrite, FASTPS_OVERWRITE=1), or give"
             " another folder"
         )
-    for folder in others:
-        shutil.rmtree(folder)
+    try:
+        for folder in others:
+            if folder.is_symlink():
+                folder.unlink()
+            else:
+                shutil.rmtree(folder)
+    except OSError as error:
+        raise _refused(directory, "other runs' checkpoints that can be deleted", str(error)) from error
+
+
+def _others(directory: Path, resumed: Checkpoint | None, needed_bytes: int) -> list[Path]:
+    """The checkpoints of other runs in a directory that can be written, and the damaged ones. Raises CheckpointError."""
+    _try(directory, needed_bytes)
+    of_shares = [each for each in directory.glob("share-*-of-*") if each.is_dir()]
+    found = [folder for each in (directory, *of_shares) for folder in whole(each)]
+    known = {*_begun, *earlier_runs(resumed), *([launch] if (launch := _of_launch()) else [])}
+    return [folder for folder in found if run_of(folder) not in known]
 
 
 def _is_in(folder: Path, directory: Path) -> bool:

@@ -124,6 +124,29 @@ def test_a_checkpoint_of_another_user_that_cannot_be_read_is_passed_over_and_doe
     assert _saved(tmp_path, 3) == [f"checkpoint-00000{number}" for number in (1, 2, 4, 5)]
 
 
+def test_a_damaged_checkpoint_is_refused_in_a_launch_and_in_a_script_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _saved(tmp_path)
+    (tmp_path / "checkpoint-000001" / "checkpoint.json").write_text("{")
+    for launch in ("", "4711"):
+        monkeypatch.setenv("FASTPS_RUN", launch)
+        with pytest.raises(fastps.CheckpointError, match="found checkpoint-000001 of an earlier run"):
+            check_folder(tmp_path, None, overwrite=False)
+
+
+def test_overwriting_removes_a_link_and_not_what_it_leads_to_and_names_what_cannot_be_deleted(tmp_path: Path) -> None:
+    _saved(tmp_path / "elsewhere")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "checkpoint-000001").symlink_to(tmp_path / "elsewhere" / "checkpoint-000001")
+    check_folder(folder, None, overwrite=True)
+    assert (list(folder.iterdir()), fastps.load(tmp_path / "elsewhere").version) == ([], 0)
+    (folder / "checkpoint-000002").write_text("no folder")
+    with pytest.raises(fastps.CheckpointError, match="expected other runs' checkpoints that can be deleted, found"):
+        check_folder(folder, None, overwrite=True)
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(fastps.CheckpointError, match=r"checkpoints in .*file: expected a folder that can be written, found"):
