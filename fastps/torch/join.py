@@ -79,14 +79,15 @@ def check_checkpoints(
 ) -> None:
     """Raise UsageError if the job cannot move to another arena, as sync="auto" requires.
 
-    Worker 0 raises CheckpointError as well, if the folder for checkpoints is another run's, or cannot be used.
+    Worker 0 raises CheckpointError as well, if the folder for checkpoints is another run's, or cannot be used. One that joins
+    a running job does not look: another run may have begun there meanwhile.
     """
     if layout.policy.warm_up and (wanted or resumed or layout.faults.continues):
         raise UsageError(
             'sync="auto" moves the job to a new arena after its warm-up: expected no checkpoints, no resume and'
             ' on_worker_loss="stop" beside it; take what it recommends (fastps advise) as sync instead'
         )
-    if wanted is not None and rank == 0:
+    if wanted is not None and rank == 0 and not environment.joins():
         overwrite = value_of("FASTPS_OVERWRITE") == "1"
         tables = [parameter for parameter in layout.parameters if parameter.is_table]  # whose rows may have less state
         floats = layout.buffer_floats * (1 + layout.planes) + sum(table.size for table in tables)

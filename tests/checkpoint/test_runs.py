@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import fastps
 from fastps.checkpoint import runs, snapshot
@@ -145,6 +146,19 @@ def test_overwriting_removes_a_link_and_not_what_it_leads_to_and_names_what_cann
     (folder / "checkpoint-000002").write_text("no folder")
     with pytest.raises(fastps.CheckpointError, match="expected other runs' checkpoints that can be deleted, found"):
         check_folder(folder, None, overwrite=True)
+
+
+@pytest.mark.parametrize("overwrite", ["0", "1"])
+def test_a_worker_that_joins_a_running_job_refuses_and_deletes_nothing_of_a_run_that_shares_the_folder(
+    overwrite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _saved(tmp_path)
+    monkeypatch.setenv("FASTPS_JOINS", "1")
+    monkeypatch.setenv("FASTPS_OVERWRITE", overwrite)
+    sgd = torch.optim.SGD(torch.nn.Linear(4, 1).parameters(), lr=0.1)
+    with pytest.raises(fastps.AttachError, match="no-such-job"):  # it comes as far as the job
+        fastps.DistributedOptimizer(sgd, checkpoint=tmp_path, job="no-such-job", rank=0, workers=2, timeout_s=0.1)
+    assert sorted(found.name for found in tmp_path.iterdir()) == before
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
