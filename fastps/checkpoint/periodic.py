@@ -23,7 +23,7 @@ from fastps.job.options import value_of
 from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE
 from fastps.store.worker import Worker
 from fastps.system.noted_signals import EndedBySignalError, NotedSignals
-from fastps.system.time_limit import ends_within
+from fastps.system.time_limit import call_within, ends_within
 
 logger = logging.getLogger("fastps.checkpointing")
 
@@ -62,7 +62,7 @@ class Checkpointing:
         self._exact = exact
         # Nodes' shares of different versions make no checkpoint.
         self._signals = NotedSignals(*(() if exact else (signal.SIGTERM, signal.SIGUSR1)))
-        self._last = self._version()  # the newest version that was read at the start, or written
+        self._last = self._run.begins  # the newest version that the run began with, or this worker has written
         self._next = ((worker.store.version if version is None else version()) // every + 1) * every
         self._thread: threading.Thread | None = None
         self._began = 0  # the version that the thread writes
@@ -191,15 +191,29 @@ class Checkpointing:
             clock.sleep_ns(_LOOK_NS)
         for _ in range(2):
             version = self._version()
-            if not self._is_writer or version <= max(self._last, self._newest()) or self.failures > failures:
+            if not self._is_writer or self.failures > failures or self._is_written(version):
                 return
             self._start(version)
             self._join()
 
-    def _newest(self) -> int:
-        """The version of this run's newest checkpoint in the directory; -1 if there is none that can be read."""
-        own = [folder for folder in whole(self._directory) if self._run.owns(folder)]
-        return int(read_description(own[-1])["version"]) if own else -1
+    def _is_written(self, version: int) -> bool:
+        """Whether the run began with this version, or has written it or a later one.
+
+        If the disk does not answer, the version is missed, and nothing more can be written.
+        """
+
+        def newest() -> int:
+            own = (folder for folder in reversed(whole(self._directory)) if self._run.wrote(folder))
+            return next((int(read_description(folder)["version"]) for folder in own), -1)
+
+        if version <= self._last:
+            return True
+        limit_s = self._worker.store.timeout_s
+        try:
+            return version <= call_within(limit_s, newest, f"the checkpoints in {self._directory} are read")
+        except TimeoutError:
+            self._miss(version)
+            return True
 
     def _join(self) -> bool:
         """Wait for the checkpoint in progress, at most the job's timeout; then it is missed. Returns whether none is left."""
@@ -210,9 +224,12 @@ class Checkpointing:
         if ends_within(self._thread, store.timeout_s, what, store.clock):
             self._thread = None
             return True
-        self._failed.add(self._began)
+        self._miss(self._began)
+        return False
+
+    def _miss(self, version: int) -> None:
+        self._failed.add(version)
         logger.warning(
             "the checkpoint of version %d was not written to %s within %g s, and is missed: the disk hangs, or is slow",
-            self._began, self._directory, store.timeout_s,
+            version, self._directory, self._worker.store.timeout_s,
         )  # fmt: skip
-        return False

@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,24 +26,29 @@ _begun: set[str] = set()  # by this process: a script may wrap one optimizer aft
 
 @dataclass(frozen=True)
 class Run:
-    """A run, and the runs from whose checkpoints it goes on."""
+    """A run, the runs from whose checkpoints it goes on, and the version with which it begins."""
 
     id: str
     earlier: tuple[str, ...] = ()
+    begins: int = 0
 
     @classmethod
-    def of(cls, store: JobMemory, earlier: Sequence[str] = ()) -> "Run":
+    def of(cls, store: JobMemory, resumed: Checkpoint | None = None) -> "Run":
         """The run of a job, the same in all its workers."""
         found = _of_launch()
         if not found:  # the memory of an arena has a number that no other has until the machine starts again
             memory = os.fstat(store.descriptor)
             found = _hashed(f"{boot_id()}/{memory.st_dev}/{memory.st_ino}/{store.job}")
         _begun.add(found)
-        return cls(found, tuple(earlier)[-_MOST_EARLIER:])
+        return cls(found, earlier_runs(resumed)[-_MOST_EARLIER:], resumed.version if resumed is not None else 0)
 
     def described(self) -> dict[str, Any]:
         """Its part of the checkpoint's JSON file."""
         return {"run": self.id, "earlier_runs": list(self.earlier)}
+
+    def wrote(self, folder: Path) -> bool:
+        """Whether this run wrote a checkpoint."""
+        return run_of(folder) == self.id
 
     def owns(self, folder: Path) -> bool:
         """Whether this run, or one with which it goes on, wrote a checkpoint. A damaged one is nobody's."""

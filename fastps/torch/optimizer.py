@@ -20,7 +20,7 @@ from torch.optim import optimizer as torch_optimizer
 from fastps.advice.auto_sync import WarmUp, move, room_bytes
 from fastps.checkpoint.format import Array
 from fastps.checkpoint.periodic import Checkpointing
-from fastps.checkpoint.runs import Run, earlier_runs
+from fastps.checkpoint.runs import Run
 from fastps.checkpoint.snapshot import Pinned
 from fastps.errors import UsageError
 from fastps.job import environment
@@ -162,7 +162,7 @@ class DistributedOptimizer(OptimizerState):
         versions = start.beginning(layout)["versions"] if start is not None else []
         self._job = Attachment(self._placement, self._tensors, self._buffers, self.close, versions)
         joined = self._join(layout, Joining(self._identity, self._names_job, start, timeout_s, clock))
-        self.run = Run.of(joined.store, earlier_runs(resumed))
+        self.run = Run.of(joined.store, resumed)
         self._begin(joined, batch_size, wanted)
         join.limit_threads(layout.workers)
         keep_freed_memory(4 * layout.buffer_floats)

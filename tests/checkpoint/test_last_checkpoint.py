@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,10 @@ def _versions(folder: Path) -> list[int]:
     return [json.loads(file.read_text())["version"] for file in files]
 
 
-def _job(folder: Path, every: int = 1000) -> tuple[torch.nn.Module, fastps.DistributedOptimizer]:
+def _job(folder: Path, every: int = 1000, **options: Any) -> tuple[torch.nn.Module, fastps.DistributedOptimizer]:
     model = torch.nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    return model, fastps.DistributedOptimizer(inner, checkpoint=folder, every=every, workers=1)
+    return model, fastps.DistributedOptimizer(inner, checkpoint=folder, every=every, **{"workers": 1, **options})
 
 
 def _step(model: torch.nn.Module, optimizer: fastps.DistributedOptimizer, steps: int = 1) -> None:
@@ -53,6 +54,39 @@ def test_a_version_that_is_written_is_not_written_again(tmp_path: Path) -> None:
     _, resumed = _job(tmp_path)  # another run, which makes no step
     resumed.close()
     assert _versions(tmp_path) == [1]
+
+
+def test_a_job_that_goes_on_from_an_older_checkpoint_leaves_one_of_its_last_version_below_the_newest_there(
+    tmp_path: Path,
+) -> None:
+    model, optimizer = _job(tmp_path)
+    _step(model, optimizer, 3)
+    older = fastps.save(optimizer, tmp_path)
+    _step(model, optimizer, 2)
+    optimizer.close()
+    for steps, expected in ((0, [3, 5]), (1, [5, 4])):  # without a step there is nothing new
+        model, optimizer = _job(tmp_path, resume=older)
+        _step(model, optimizer, steps)
+        optimizer.close()
+        assert _versions(tmp_path)[-2:] == expected
+
+
+def test_a_worker_that_joins_late_and_is_the_last_leaves_a_checkpoint_of_the_version_at_which_it_joined(tmp_path: Path) -> None:
+    job = {"job": f"late-{os.getpid()}", "workers": 2, "on_worker_loss": "continue"}
+    model, first = _job(tmp_path, rank=0, sync="asp", **job)
+    _, second = _job(tmp_path, rank=1, sync="asp", **job)
+    _step(model, first, 5)
+    second.close()
+    with pytest.MonkeyPatch.context() as replaced:
+        replaced.setenv("FASTPS_JOINS", "1")
+        _, late = _job(tmp_path, rank=1, sync="asp", **job)
+    assert late.version == 5
+    assert first._job.checkpointing is not None
+    first._job.checkpointing.close(failed=True)  # it has died
+    first._job.checkpointing = None
+    first.close()
+    late.close()
+    assert _versions(tmp_path) == [5]
 
 
 def test_a_failed_job_leaves_no_last_checkpoint(tmp_path: Path) -> None:

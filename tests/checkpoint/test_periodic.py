@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastps
-from fastps.checkpoint import loading, runs, snapshot
+from fastps.checkpoint import loading, periodic, runs, snapshot
 from fastps.checkpoint.periodic import Checkpointing
 from fastps.checkpoint.runs import check_folder
 from tests.support.table_models import TableModel, batches_of, train_on
@@ -61,6 +61,24 @@ def test_the_end_of_a_job_waits_for_a_hung_disk_as_long_as_the_timeout_and_says_
     assert f"waiting for at most 0.4 s until the checkpoint of version 2 is written to {tmp_path}" in caplog.text
     assert f"the checkpoint of version 2 was not written to {tmp_path} within 0.4 s, and is missed" in caplog.text
     assert not disk.is_set()
+
+
+def test_a_folder_whose_reads_hang_holds_up_the_end_of_a_job_and_the_start_of_the_next_as_long_as_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = threading.Event()
+    with _job(tmp_path) as (worker, checkpointing):
+        fastps.save(worker, tmp_path)
+        _steps(worker, checkpointing, 1)
+        for module in (runs, periodic):
+            monkeypatch.setattr(module, "read_description", lambda folder: answers.wait(30) and pytest.fail("it waited"))
+        checkpointing.close()
+        assert checkpointing.failures == 1
+    assert f"the checkpoint of version 1 was not written to {tmp_path} within 0.4 s, and is missed" in caplog.text
+    with pytest.raises(fastps.CheckpointError, match=r"expected an answer, found none within 0.2 s: its disk hangs"):
+        check_folder(tmp_path, None, overwrite=False, timeout_s=0.2)
+    assert not answers.is_set()
+    answers.set()
 
 
 def test_save_and_load_wait_for_a_hung_disk_as_long_as_the_timeout_and_say_so(

@@ -40,11 +40,11 @@ def test_a_run_deletes_its_own_old_checkpoints_and_none_of_another_run(tmp_path:
 def test_a_run_that_resumes_deletes_the_checkpoints_that_it_goes_on_with(tmp_path: Path) -> None:
     _saved(tmp_path)
     _saved(tmp_path)
-    earlier = runs.earlier_runs(fastps.load(tmp_path))
+    resumed = fastps.load(tmp_path)
     with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
-        snapshot.write(snapshot.pin(worker, {}), {}, tmp_path, Run.of(store, earlier), keep=1)
+        snapshot.write(snapshot.pin(worker, {}), {}, tmp_path, Run.of(store, resumed), keep=1)
     assert sorted(found.name for found in tmp_path.iterdir()) == ["checkpoint-000001", "checkpoint-000003"]
-    assert runs.earlier_runs(fastps.load(tmp_path))[0] == earlier[0]
+    assert runs.earlier_runs(fastps.load(tmp_path))[0] == resumed.description["run"]
 
 
 def test_damaged_checkpoints_and_those_of_format_1_are_nobodys_until_they_are_resumed(tmp_path: Path) -> None:
