@@ -26,10 +26,11 @@ _begun: set[str] = set()  # by this process: a script may wrap one optimizer aft
 
 @dataclass(frozen=True)
 class Run:
-    """A run, the runs from whose checkpoints it goes on, and the version with which it begins."""
+    """A run, the runs from whose checkpoints it goes on, and the checkpoint and the version with which it begins."""
 
     id: str
     earlier: tuple[str, ...] = ()
+    resumed: Path | None = None
     begins: int = 0
 
     @classmethod
@@ -40,7 +41,9 @@ class Run:
             memory = os.fstat(store.descriptor)
             found = _hashed(f"{boot_id()}/{memory.st_dev}/{memory.st_ino}/{store.job}")
         _begun.add(found)
-        return cls(found, earlier_runs(resumed)[-_MOST_EARLIER:], resumed.version if resumed is not None else 0)
+        if resumed is None:
+            return cls(found)
+        return cls(found, earlier_runs(resumed)[-_MOST_EARLIER:], resumed.folder.resolve(), resumed.version)
 
     def described(self) -> dict[str, Any]:
         """Its part of the checkpoint's JSON file."""
@@ -53,6 +56,10 @@ class Run:
     def owns(self, folder: Path) -> bool:
         """Whether this run, or one with which it goes on, wrote a checkpoint. A damaged one is nobody's."""
         return run_of(folder) in (self.id, *self.earlier)
+
+    def may_delete(self, folder: Path) -> bool:
+        """Whether this run owns a checkpoint and did not begin with it: a lost worker's replacement reads that one again."""
+        return self.owns(folder) and folder.resolve() != self.resumed
 
 
 def earlier_runs(resumed: Checkpoint | None) -> tuple[str, ...]:

@@ -241,7 +241,7 @@ def save(
     """Write a checkpoint of the job of `source`, a DistributedOptimizer or a Worker between two steps. Return its folder.
 
     This worker waits until the checkpoint is written; the others go on. `extra` is saved with it and may hold anything that
-    JSON can. Of this run's checkpoints in the directory the newest `keep` stay, of other runs' all.
+    JSON can. Of this run's checkpoints in the directory the newest `keep` stay and the one that it resumed, of other runs' all.
 
     Raises CheckpointError if the checkpoint cannot be written (a full disk, for example), or not within the job's timeout, and
     then leaves the earlier ones as they were; UsageError after close or in a forked child.
@@ -280,7 +280,7 @@ def save(
 def write(
     pinned: Pinned, buffers: Mapping[str, Array], directory: Path, run: Run, keep: int = KEPT, limit_s: float | None = None
 ) -> Path:
-    """Write a pinned version as the newest checkpoint of a directory, unpin it, and delete old ones of the same run.
+    """Write a pinned version as the newest checkpoint of a directory, unpin it, and delete old ones that its run may delete.
 
     Waits for another writer of the directory for at most `limit_s`, by default FASTPS_TIMEOUT. Raises CheckpointError.
     """
@@ -301,7 +301,7 @@ def write(
             except BaseException:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 raise
-            for old in [found for found in whole(directory) if run.owns(found)][: -max(1, keep)]:
+            for old in [found for found in whole(directory) if run.may_delete(found)][: -max(1, keep)]:
                 shutil.rmtree(old, ignore_errors=True)
             return folder
     except (OSError, safetensors.SafetensorError) as error:

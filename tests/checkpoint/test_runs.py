@@ -37,13 +37,15 @@ def test_a_run_deletes_its_own_old_checkpoints_and_none_of_another_run(tmp_path:
     assert _saved(tmp_path, 3) == ["checkpoint-000002", "checkpoint-000003", "checkpoint-000005", "checkpoint-000006"]
 
 
-def test_a_run_that_resumes_deletes_the_checkpoints_that_it_goes_on_with(tmp_path: Path) -> None:
+def test_a_run_that_resumes_deletes_the_checkpoints_of_the_run_before_and_keeps_the_one_that_it_resumed(tmp_path: Path) -> None:
+    """A lost worker's replacement reads that one again."""
     _saved(tmp_path)
-    _saved(tmp_path)
+    _saved(tmp_path, 2)
     resumed = fastps.load(tmp_path)
     with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
-        snapshot.write(snapshot.pin(worker, {}), {}, tmp_path, Run.of(store, resumed), keep=1)
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["checkpoint-000001", "checkpoint-000003"]
+        for _ in range(2):
+            snapshot.write(snapshot.pin(worker, {}), {}, tmp_path, Run.of(store, resumed), keep=1)
+    assert sorted(found.name for found in tmp_path.iterdir()) == [f"checkpoint-00000{number}" for number in (1, 3, 5)]
     assert runs.earlier_runs(fastps.load(tmp_path))[0] == resumed.description["run"]
 
 
