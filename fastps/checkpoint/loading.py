@@ -4,6 +4,7 @@ With homes="spread" every node writes its share of the model into a folder of it
 that all nodes see. The shares of one version of one run are one checkpoint. A version that some node has not written is none.
 """
 
+import heapq
 import logging
 import math
 import os
@@ -39,7 +40,8 @@ def share_folder(number: int, count: int) -> str:
 def load(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a checkpoint: a folder that `save` returned, or the newest whole one in a directory of checkpoints.
 
-    A warning names each newer one that is damaged. Raises CheckpointError that names the missing, damaged or foreign field or
+    The newest has the highest number, and of whole checkpoints and the shares of several nodes the higher version. A warning
+    names each newer one that is damaged. Raises CheckpointError that names the missing, damaged or foreign field or
     tensor, what was expected and what was found, for each checkpoint of a directory, or that its disk hangs (FASTPS_TIMEOUT).
     """
     limit_s = limits.timeout_s()
@@ -57,15 +59,16 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
 def _load(folder: Path) -> Checkpoint:
     if (folder / JSON_FILE).is_file():
         return read(folder)
-    candidates: list[list[Path]] = [[found] for found in reversed(whole(folder))] if folder.is_dir() else []
-    shares = _shares(folder) if folder.is_dir() and not candidates else {}
-    if not (candidates or shares):
+    alone = [[found] for found in reversed(whole(folder))] if folder.is_dir() else []
+    shares = _shares(folder) if folder.is_dir() else {}
+    if not (alone or shares):
         raise CheckpointError(f"checkpoint {folder}: expected {JSON_FILE} or folders {PREFIX}NUMBER there, found neither")
     damage: list[str] = []
-    for parts in _of_all_nodes(folder, shares, damage) if shares else candidates:
+    candidates = [alone, *(_of_all_nodes(folder, shares, damage) if shares else [])]  # each kind has numbers of its own
+    for parts in heapq.merge(*candidates, key=_version_of, reverse=True):
         try:
             found = [read(part) for part in parts]
-            checkpoint = _joined(folder, found) if shares else found[0]
+            checkpoint = _joined(folder, found) if parts[0].parent != folder else found[0]
         except CheckpointError as error:
             damage.append(str(error))
             continue
@@ -73,6 +76,14 @@ def _load(folder: Path) -> Checkpoint:
             logger.warning("%s; the newest whole one is taken: %s, version %d", "; ".join(damage), parts[0], checkpoint.version)
         return checkpoint
     raise CheckpointError(f"checkpoint {folder}: expected a whole one, found none: {'; '.join(damage)}")
+
+
+def _version_of(parts: Sequence[Path]) -> float:
+    """The version of a checkpoint; infinite for one that cannot be read, which is then the next to be tried, and named."""
+    try:
+        return int(read_description(parts[0])["version"])
+    except CheckpointError:
+        return math.inf
 
 
 def _shares(directory: Path) -> dict[int, dict[int, list[Path]]]:
@@ -86,21 +97,25 @@ def _shares(directory: Path) -> dict[int, dict[int, list[Path]]]:
     return found
 
 
-def _of_all_nodes(directory: Path, shares: dict[int, dict[int, list[Path]]], damage: list[str]) -> list[list[Path]]:
-    """The shares of each version that all nodes have written, the newest first. Adds what cannot be read to `damage`."""
-    complete: list[list[Path]] = []
+def _of_all_nodes(directory: Path, shares: dict[int, dict[int, list[Path]]], damage: list[str]) -> list[list[list[Path]]]:
+    """For each number of nodes the shares of each version that all have written, the newest first.
+
+    Adds what cannot be read to `damage`, and that no version is complete.
+    """
+    complete: list[list[list[Path]]] = []
     seen = []
     for count, by_number in shares.items():
         saved = [_saved(by_number.get(number, []), damage) for number in range(count)]
         versions = [", ".join(str(version) for _, version in each) or "none" for each in saved]
         seen += [f"{share_folder(number, count)} has {text}" for number, text in enumerate(versions)]
-        complete += [[each[key] for each in saved] for key in (saved[0] if saved else ()) if all(key in each for each in saved)]
-    if not complete:
-        raise CheckpointError(
+        of_all = [[each[key] for each in saved] for key in (saved[0] if saved else ()) if all(key in each for each in saved)]
+        complete.append(of_all[::-1])  # as the first node has numbered them
+    if not any(complete):
+        damage[:] = [
             f"checkpoint {directory}: expected a version that every node has written, found none ({'; '.join(seen + damage)}):"
             " all nodes write into one directory that they share, or copy their share folders into one"
-        )
-    return sorted(complete, key=lambda folders: folders[0].stat().st_mtime_ns, reverse=True)
+        ]
+    return complete
 
 
 def _saved(folders: Sequence[Path], damage: list[str]) -> dict[_Saved, Path]:

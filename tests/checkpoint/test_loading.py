@@ -1,5 +1,6 @@
 """The shares that several nodes have written are one checkpoint, if all have written the same version of the same run."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,32 @@ def test_newest_version_that_all_nodes_have_counts(tmp_path: Path) -> None:
     (newest[1] / "checkpoint.json").unlink()
     newest[1].rename(tmp_path / "elsewhere")
     assert fastps.load(tmp_path).version == 5
+
+
+def test_a_copy_of_shares_that_keeps_no_times_has_the_same_newest_version(tmp_path: Path) -> None:
+    memory = np.zeros(_layout().buffer_floats, np.float32)
+    older = _write(tmp_path, 2, memory, version=5)
+    _write(tmp_path, 2, memory + 1, version=10)
+    for folder in older:
+        os.utime(folder, (2**32, 2**32))
+    assert fastps.load(tmp_path).version == 10
+
+
+def test_the_newest_of_whole_checkpoints_and_of_shares_is_the_one_of_the_higher_version(tmp_path: Path) -> None:
+    memory = np.zeros(_layout().buffer_floats, np.float32)
+    with fastps.Store.create({"w": np.ones(3, np.float32)}, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
+        for _ in range(7):
+            worker.step({"w": np.ones(3)})
+        whole = fastps.save(worker, tmp_path)
+    _write(tmp_path, 2, memory, version=5)
+    assert (fastps.load(tmp_path).version, list(fastps.load(tmp_path).weights())) == (7, ["w"])
+    _write(tmp_path, 3, memory, version=6)
+    two, _ = _write(tmp_path, 2, memory + 1, version=10)
+    assert (fastps.load(tmp_path).version, fastps.load(tmp_path).weights()["b"][0]) == (10, 1.0)
+    (two / "tensors.safetensors").unlink()
+    assert fastps.load(tmp_path).version == 7
+    (whole / "checkpoint.json").write_text("{")
+    assert fastps.load(tmp_path).version == 6
 
 
 def test_shares_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
