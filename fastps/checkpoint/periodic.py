@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fastps.checkpoint.format import Array, read_description, whole
-from fastps.checkpoint.runs import Run
+from fastps.checkpoint.runs import Run, folder_of
 from fastps.checkpoint.snapshot import Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
 from fastps.job.options import value_of
@@ -71,12 +71,16 @@ class Checkpointing:
         self.written = 0  # the number of checkpoints that this worker has written
 
     @staticmethod
-    def wanted(directory: str | os.PathLike[str] | None, every: int | None) -> tuple[Path, int] | None:
-        """The arguments, or FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY where they are None; None for no checkpoints."""
+    def wanted(directory: str | os.PathLike[str] | None, every: int | None, instance: int = 0) -> tuple[Path, int] | None:
+        """The arguments, or FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY where they are None; None for no checkpoints.
+
+        `instance` is the number of the optimizer in its script, each of which has its own folder in FASTPS_CHECKPOINT.
+        """
         given = directory if directory is not None else os.environ.get("FASTPS_CHECKPOINT")
         if not given:
             return None
-        return Path(given), value_of("FASTPS_CHECKPOINT_EVERY") if every is None else every
+        folder = Path(given) if directory is not None else folder_of(Path(given), instance)
+        return folder, value_of("FASTPS_CHECKPOINT_EVERY") if every is None else every
 
     def after_step(self) -> None:
         """Start a checkpoint if one is due and this worker writes it. While one is being written, the next waits.

@@ -1,7 +1,7 @@
 """The run that wrote a checkpoint: a folder of checkpoints belongs to one run, and another run deletes none of them.
 
-A run is one launch of fastps with the workers that it replaces, or else one arena. A run that resumes goes on with those before
-it: each checkpoint names its run and the earlier ones.
+A run is one job of a launch of fastps with the workers that it replaces, or else one arena. A run that resumes goes on with
+those before it: each checkpoint names its run and the earlier ones. Each further optimizer of a script has a folder of its own.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastps.checkpoint.format import Checkpoint, read_description, whole
+from fastps.checkpoint.format import Checkpoint, number_of, read_description, whole
 from fastps.errors import CheckpointError
 from fastps.job import limits
 from fastps.membership.job_memory import JobMemory
@@ -21,6 +21,7 @@ from fastps.system.machine import boot_id
 from fastps.system.time_limit import call_within
 
 _MOST_EARLIER = 100  # of a run that is resumed again and again
+_OF_JOB = "."  # between a run's launch and its job
 _begun: set[str] = set()  # by this process: a script may wrap one optimizer after the other
 
 
@@ -36,8 +37,10 @@ class Run:
     @classmethod
     def of(cls, store: JobMemory, resumed: Checkpoint | None = None) -> "Run":
         """The run of a job, the same in all its workers."""
-        found = _of_launch()
-        if not found:  # the memory of an arena has a number that no other has until the machine starts again
+        launch = _of_launch()
+        if launch:
+            found = f"{launch}{_OF_JOB}{_hashed(store.job)}"
+        else:  # the memory of an arena has a number that no other has until the machine starts again
             memory = os.fstat(store.descriptor)
             found = _hashed(f"{boot_id()}/{memory.st_dev}/{memory.st_ino}/{store.job}")
         _begun.add(found)
@@ -60,6 +63,17 @@ class Run:
     def may_delete(self, folder: Path) -> bool:
         """Whether this run owns a checkpoint and did not begin with it: a lost worker's replacement reads that one again."""
         return self.owns(folder) and folder.resolve() != self.resumed
+
+
+def folder_of(given: Path, instance: int) -> Path:
+    """Where the script's optimizer number `instance` has its checkpoints, if the launch names this folder or checkpoint.
+
+    >>> folder_of(Path("runs/a"), 0).as_posix(), folder_of(Path("runs/a/checkpoint-000003"), 1).as_posix()
+    ('runs/a', 'runs/a/optimizer1')
+    """
+    if instance == 0:
+        return given
+    return (given.parent if number_of(given) else given) / f"optimizer{instance}"
 
 
 def earlier_runs(resumed: Checkpoint | None) -> tuple[str, ...]:
@@ -125,8 +139,9 @@ def _others(directory: Path, resumed: Checkpoint | None, needed_bytes: int) -> l
     _try(directory, needed_bytes)
     of_shares = [each for each in directory.glob("share-*-of-*") if each.is_dir()]
     found = [folder for each in (directory, *of_shares) for folder in whole(each)]
-    known = {*_begun, *earlier_runs(resumed), *([launch] if (launch := _of_launch()) else [])}
-    return [folder for folder in found if run_of(folder) not in known]
+    known = {*_begun, *earlier_runs(resumed)} | ({launch} if (launch := _of_launch()) else set())
+    runs = {folder: run_of(folder) for folder in found}
+    return [folder for folder, run in runs.items() if run is None or known.isdisjoint((run, run.partition(_OF_JOB)[0]))]
 
 
 def _is_in(folder: Path, directory: Path) -> bool:

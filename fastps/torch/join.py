@@ -16,8 +16,8 @@ import torch
 
 from fastps.checkpoint.format import Checkpoint
 from fastps.checkpoint.loading import load
-from fastps.checkpoint.runs import check_folder
-from fastps.errors import UnsupportedError, UsageError
+from fastps.checkpoint.runs import check_folder, folder_of
+from fastps.errors import CheckpointError, UnsupportedError, UsageError
 from fastps.job import environment, limits
 from fastps.job.environment import Identity
 from fastps.job.layout import GradientType, Layout
@@ -95,13 +95,25 @@ def check_checkpoints(
 
 
 def resumed_from(
-    path: str | os.PathLike[str] | None, layout: Layout, model: torch.nn.Module | None, groups: Sequence[dict[str, Any]]
+    path: str | os.PathLike[str] | None,
+    layout: Layout,
+    model: torch.nn.Module | None,
+    groups: Sequence[dict[str, Any]],
+    instance: int = 0,
 ) -> Checkpoint | None:
     """Load the checkpoint to resume from, if any, and restore the options of the param_groups and the model's buffers.
 
-    The checkpoint is `path`, else FASTPS_RESUME. Raises CheckpointError, LayoutError.
+    The checkpoint is `path`, else that of the script's optimizer number `instance` in FASTPS_RESUME. Raises CheckpointError,
+    LayoutError.
     """
-    path = path if path is not None else os.environ.get("FASTPS_RESUME")
+    given = os.environ.get("FASTPS_RESUME")
+    if path is None and given:
+        path = folder_of(Path(given), instance)
+        if instance and not path.is_dir():
+            raise CheckpointError(
+                f"checkpoint {given}: expected the checkpoints of the script's optimizer number {instance} in {path}, found no"
+                ' such folder; give this optimizer resume=, the folder of its checkpoints, or resume="" to begin it anew'
+            )
     if not path:
         return None
     found = load(path)

@@ -88,7 +88,7 @@ class DistributedOptimizer(OptimizerState):
         server: the processes that fold: "workers" (those that wait), or "process" (a server process that worker 0 starts);
             default: FASTPS_SERVER, else "workers". docs/architecture/decisions/013-optional-server.md compares them.
         checkpoint, every: write a checkpoint into this directory after every so many updates, while the workers go on;
-            default: FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY.
+            default: FASTPS_CHECKPOINT (a script's next optimizers: optimizer1 there, ...) and FASTPS_CHECKPOINT_EVERY.
         resume: a checkpoint, or a directory of checkpoints, to resume from; default: FASTPS_RESUME.
         seeds: seeds to save with each checkpoint, for a resumed run to read.
         push_dtype: the type of pushed gradients; default: that of all parameters, else float32. torch.bfloat16 or float16
@@ -154,8 +154,8 @@ class DistributedOptimizer(OptimizerState):
         self._server, self._max_readers = value_of("FASTPS_SERVER", server), value_of("FASTPS_MAX_READERS", max_readers)
         layout = self._layout(model, policy, faults, pushed)
         join.check_parameters(self._tensors, layout)
-        wanted = Checkpointing.wanted(checkpoint, every)
-        resumed = join.resumed_from(resume, stated := self._placement.stated_layout(layout), model, self.param_groups)
+        wanted = Checkpointing.wanted(checkpoint, every, number := self._identity.instance)
+        resumed = join.resumed_from(resume, stated := self._placement.stated_layout(layout), model, self.param_groups, number)
         join.check_checkpoints(wanted, resumed, self._identity.rank, stated, timeout_s)
         self._model, self._seeds, self._earlier_versions = model, dict(seeds or {}), 0
         start = self._placement.start(resumed) if resumed is not None else None

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 import fastps
 from fastps.checkpoint import snapshot
 from fastps.checkpoint.format import JSON_FILE, TENSORS_FILE, sealed
+from fastps.store import instances
 from tests.support import commands, processes
 from tests.support.torch_optimizers import steps_on
 
@@ -312,6 +313,39 @@ def test_a_checkpoint_goes_on_in_fastps_and_in_plain_torch(tmp_path: Path, name:
     _train(plain, torch_optimizer, 10, 15)
     for (key, ours), theirs in zip(with_fastps.state_dict().items(), plain.state_dict().values(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6), key
+
+
+def test_each_optimizer_of_a_script_has_a_folder_and_goes_on_with_its_own_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(first: float, second: float) -> list[tuple[int, list[float]]]:
+        """Two optimizers at once, as a GAN has them: the version and the weights with which each begins."""
+        monkeypatch.setattr(instances, "_next", [0])
+        models = [torch.nn.Linear(2, 1, bias=False) for _ in range(2)]
+        for model, value in zip(models, (first, second), strict=True):
+            torch.nn.init.constant_(model.weight, value)
+        with contextlib.ExitStack() as stack:
+            optimizers = [
+                stack.enter_context(fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model=model))
+                for model in models
+            ]
+            found = [(each.version, model.weight.flatten().tolist()) for each, model in zip(optimizers, models, strict=True)]
+            for _ in range(3):
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    model(torch.ones(1, 2)).sum().backward()
+                    optimizer.step()
+        return found
+
+    monkeypatch.setenv("FASTPS_RUN", "4711")
+    monkeypatch.setenv("FASTPS_CHECKPOINT", str(tmp_path))
+    trained(1.0, 2.0)
+    monkeypatch.delenv("FASTPS_CHECKPOINT")
+    for given in (tmp_path, tmp_path / "checkpoint-000001"):  # the launcher gives the newest checkpoint
+        monkeypatch.setenv("FASTPS_RESUME", str(given))
+        assert trained(0.0, 0.0) == [(3, [1.0, 1.0]), (3, [2.0, 2.0])]
+    (tmp_path / "optimizer1").rename(tmp_path / "elsewhere")
+    with pytest.raises(fastps.CheckpointError, match=r'number 1 in .*optimizer1, found no such folder; .* resume="" to begin'):
+        trained(0.0, 0.0)
 
 
 def test_checkpoints_every_so_many_updates_and_a_failure_goes_on(tmp_path: Path) -> None:

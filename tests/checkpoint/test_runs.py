@@ -23,9 +23,9 @@ def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "_begun", set())
 
 
-def _saved(folder: Path, times: int = 1) -> list[str]:
+def _saved(folder: Path, times: int = 1, job: str | None = None) -> list[str]:
     """Save some times from a job of its own; returns what the folder has then."""
-    with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
+    with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0), job=job) as store, store.attach(0) as worker:
         for _ in range(times):
             fastps.save(worker, folder)
     runs._begun.clear()
@@ -79,11 +79,14 @@ def test_a_folder_with_another_runs_checkpoints_is_refused_with_both_ways_out(
     assert [found.name for found in tmp_path.iterdir()] == ["elsewhere"]
 
 
-def test_a_launch_is_one_run_whatever_jobs_it_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_knows_the_checkpoints_of_its_jobs_and_each_job_deletes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FASTPS_RUN", "4711")
-    assert _saved(tmp_path, 3) == ["checkpoint-000002", "checkpoint-000003"]
+    assert _saved(tmp_path, 3, "4711") == ["checkpoint-000002", "checkpoint-000003"]
     check_folder(tmp_path, None, overwrite=False)  # a replaced worker 0 that makes a new arena
-    assert _saved(tmp_path) == ["checkpoint-000003", "checkpoint-000004"]
+    assert _saved(tmp_path, 1, "4711") == ["checkpoint-000003", "checkpoint-000004"]
+    assert _saved(tmp_path, 3, "4711.1") == [f"checkpoint-00000{number}" for number in (3, 4, 6, 7)]
     monkeypatch.setenv("FASTPS_RUN", "4712")
     with pytest.raises(fastps.CheckpointError, match="an earlier run"):
         check_folder(tmp_path, None, overwrite=False)

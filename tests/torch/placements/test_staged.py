@@ -290,20 +290,17 @@ def test_a_job_on_several_gpus_writes_checkpoints_and_resumes(
     found, saved, first = [], [], Path()
     for kind in (fastps.DistributedOptimizer, SeveralDevicesOptimizer):
         monkeypatch.setenv("FASTPS_SERVER", server if kind is SeveralDevicesOptimizer else "workers")
-        monkeypatch.setenv("FASTPS_CHECKPOINT", str(tmp_path / kind.__name__))
-        found.append(run_ranks([kind] * 3, "bsp"))
+        found.append(run_ranks([kind] * 3, "bsp", checkpoint=tmp_path / kind.__name__))
         first, last = sorted((tmp_path / kind.__name__).iterdir())
         assert (fastps.load(first).version, fastps.load(last).version) == (15, 20)
         saved.append(fastps.load(last).tensors)
     assert found[0] == found[1]
     assert saved[0].keys() == saved[1].keys()
     assert all((saved[0][name] == saved[1][name]).all() for name in saved[0])
-    monkeypatch.delenv("FASTPS_CHECKPOINT")
-    monkeypatch.setenv("FASTPS_RESUME", str(first))
     resumed = []
     for kind in (fastps.DistributedOptimizer, SeveralDevicesOptimizer):
         monkeypatch.setenv("FASTPS_SERVER", server if kind is SeveralDevicesOptimizer else "workers")
-        resumed.append(run_ranks([kind] * 3, "bsp", begun=15))
+        resumed.append(run_ranks([kind] * 3, "bsp", begun=15, resume=first))
     assert resumed[0] == resumed[1]
 
 
