@@ -82,17 +82,22 @@ class AgentServer(Server):
         self._has_finished = False
 
     def _is_over(self) -> bool:
+        """Not before the other nodes know that this one makes no more steps, unless a worker of this node never came.
+
+        The workers may post and leave between the last fold and this look.
+        """
+        are_gone = super()._is_over()
         if not self._has_finished and self._is_done():
             self._has_finished = True
             self._finish()
-        return super()._is_over()
+        return are_gone and (self._has_finished or LANE_FREE in self._arena.lane_states()[: self.store.layout.workers])
 
     def _is_done(self) -> bool:
-        """Whether every worker of this node has left, and everything that it pushed is folded."""
-        states = self._arena.lane_states()[: self.store.layout.workers]
-        if any(state in (LANE_FREE, LANE_JOINING, LANE_LIVE) for state in states):
+        """Whether every worker of this node has left, and what it pushed is folded. Nothing of an expelled one will be."""
+        states = self._arena.lane_states()
+        if any(state in (LANE_FREE, LANE_JOINING, LANE_LIVE) for state in states[: self.store.layout.workers]):
             return False
-        counted = [self._arena.counters(lane) for lane in range(self.store.layout.lanes)]
+        counted = [self._arena.counters(lane) for lane in range(self.store.layout.lanes) if states[lane] != LANE_EXPELLED]
         return all(each["done"] >= each["posted"] for each in counted)
 
     def _finish(self) -> None:

@@ -17,6 +17,7 @@ import torch
 import fastps
 from fastps.job.disciplines import DISCIPLINES
 from fastps.job.specs import parse_policy
+from fastps.network.agent import AgentServer
 from tests.support import nodes, processes
 from tests.support.torch_optimizers import steps_on
 
@@ -244,3 +245,32 @@ def test_a_reader_shows_its_own_node_skipped_steps_hold_up_nobody_and_what_needs
             return found
 
     assert nodes.train((1, 1), work) == [("node0", 6, True), ("node1", 6, True)]
+
+
+@pytest.mark.parametrize(("variables", "last"), [
+    pytest.param({"FASTPS_SYNC": "asp", "FASTPS_WITHIN": "asp", "FASTPS_ON_NODE_LOSS": "continue"}, -12.0, id="asp"),
+    pytest.param({"FASTPS_SYNC": "bsp"}, -9.0, id="bsp", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_an_agent_that_gets_no_core_when_its_workers_leave_folds_what_they_pushed(
+    variables: dict[str, str], last: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 1 makes 3 steps and node 0 makes 9; each gradient of each node is 1, and bsp takes the mean of those that come."""
+    look = AgentServer._is_over
+
+    def look_late(agent: AgentServer) -> bool:
+        if agent._leaf.nodes.number == 1:
+            time.sleep(0.2)
+        return look(agent)
+
+    def work(rank: int) -> float:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        with fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), timeout_s=30) as optimizer:
+            for _ in range(3 if rank else 9):
+                steps_on(lambda value: value, optimizer, weight, 1)
+                time.sleep(0 if rank else 0.05)
+            if rank == 0:
+                optimizer.wait_for_others()
+            return weight.item()
+
+    monkeypatch.setattr(AgentServer, "_is_over", look_late)
+    assert nodes.train((1, 1), work, **variables)[0] == last
