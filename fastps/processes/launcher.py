@@ -104,7 +104,7 @@ class Launcher:
         self._injector = options.injector(self.job, workers, clock) if options.injector is not None else None
         self._output, self._silent = JobOutput(clock), silent
         self._trace = trace.resolve() if trace is not None else None
-        self._clock = clock
+        self._clock, self._since_ns = clock, clock.unix_ns()
         self._workers: list[LaunchedWorker] = []
         self._selector = selectors.DefaultSelector()
         self._tracebacks = "--debug" in sys.argv if tracebacks is None else tracebacks
@@ -161,7 +161,7 @@ class Launcher:
         self._selector.close()
         if self._trace is not None:
             own = self._trace if self._rendezvous is None else trace_parts.of_node(self._trace, self._rendezvous.place.number)
-            trace_parts.end(own, self.arena, self._endings())
+            trace_parts.end(own, self.arena, self._endings(), self._since_ns)
 
     @property
     def arena(self) -> str:

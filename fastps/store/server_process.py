@@ -76,7 +76,7 @@ class ServerProcess:
             module, inherited, start_s = agent.module, [*inherited, *agent.inherited], _START_S + store.timeout_s
         if devices is not None:
             inherited.append(devices.first)
-        trace = folder_of_next(store.job) if agent is None else ""
+        trace = folder_of_next(store) if agent is None else ""
         order = Order(store.job, layout, store.timeout_s, store.descriptor, rule, devices, agent and agent.order, trace)
         # In a session of its own: Ctrl-C and SIGHUP must reach only the workers.
         self._process = start_module(module, stdout=subprocess.DEVNULL, pass_fds=inherited, start_new_session=True)

@@ -47,7 +47,7 @@ class NodePart:
 
     def __init__(self, file: Path, leaf: JobMemory, note: dict[str, Any]) -> None:
         self._file, self._leaf, self._note = file, leaf, note
-        self._folder = folder_of(file, leaf.job)
+        self._folder = folder_of(file, leaf)
         self._adding = threading.Lock()
         self._last_ns = 0
         self._is_full = False

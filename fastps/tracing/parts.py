@@ -7,7 +7,9 @@ no lock.
 
 import contextlib
 import fcntl
+import glob
 import hashlib
+import itertools
 import json
 import logging
 import mmap
@@ -16,6 +18,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import numpy as np
 
 from fastps.job import limits
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_JOINING, LANE_LEAVING, LANE_LIVE, OUTCOME_DROPPED, OUTCOME_REJECTED, Arena
+from fastps.membership.job_memory import JobMemory
 from fastps.system.file_locks import lock
 from fastps.tracing.file import DROPPED, DTYPES, FOLDED, REJECTED, UNDECIDED, Lines, Trace, TraceError, read, write
 
@@ -39,15 +43,19 @@ _CLOCKS = ("process_id", "unix_offset_ns", "unix_offset_end_ns")  # which place 
 _OF_WORKER = ("began_ns", "transfer_ns", "posted", "failure", "load", "loss", *_CLOCKS)
 
 
-def folder_of(file: Path, job: str) -> Path:
-    """Return the folder of a job's parts, beside the trace; one a job, so that an earlier crash's parts are never mixed in."""
-    return file.with_name(f"{file.name}.{hashlib.sha256(job.encode()).hexdigest()[:12]}{_SUFFIX}")
+def folder_of(file: Path, store: JobMemory) -> Path:
+    """Return the folder of a job's parts, beside the trace; one an arena, so that an earlier crash's are never mixed in."""
+    return file.with_name(f"{_begin_of(file, store.job)}-{os.fstat(store.descriptor).st_ino}{_SUFFIX}")
 
 
-def folders_of(file: Path) -> list[Path]:
-    """Return the folders with unmerged parts of this trace, the newest last."""
+def _begin_of(file: Path, job: str) -> str:
+    return f"{file.name}.{hashlib.sha256(job.encode()).hexdigest()[:12]}"
+
+
+def folders_of(file: Path, job: str | None = None) -> list[Path]:
+    """Return the folders with unmerged parts of this trace, or of one job's, the newest last."""
     found = []
-    for folder in file.parent.glob(f"{file.name}.*{_SUFFIX}"):
+    for folder in file.parent.glob(f"{glob.escape(f'{file.name}.' if job is None else _begin_of(file, job))}*{_SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):  # merged meanwhile
             found.append((folder.stat().st_mtime, folder))
     return [folder for _, folder in sorted(found)]
@@ -71,41 +79,57 @@ def of_node(file: Path, node: int) -> Path:
     return file.with_stem(f"{file.stem}.node{node}")
 
 
-def finish(file: Path, job: str) -> list[Path]:
-    """Merge the parts that dead workers left, after all of a launch's workers have ended. Returns the traces that this wrote.
+def finish(file: Path, job: str, since_ns: int) -> list[Path]:
+    """Merge the parts that dead workers left, after all of a launch's workers have ended. Returns the launch's traces in order.
 
-    A node's agent that still serves other nodes merges them when it ends.
+    Its workers began after the Unix time `since_ns`. A node's agent that still serves other nodes merges parts when it ends.
     """
-    number, written = 0, []
-    while (folder := folder_of(numbered(file, number), f"{job}.{number}" if number else job)).exists() or number == 0:
-        if merge(folder, numbered(file, number), lambda notes, folder=folder: not agent_runs(folder)):  # type: ignore[misc]
-            written.append(numbered(file, number))
-        number += 1
-    return written
+    found: list[Path] = []
+    for number in itertools.count():
+        own, name = numbered(file, number), f"{job}.{number}" if number else job
+        left = folders_of(own, name)[-1:]  # a node that was lost and started again has an older one
+        if not left and not own.exists():
+            break
+        if any(merge(folder, own, partial(_is_left, folder, since_ns)) for folder in left) or _has_begun(own, since_ns):
+            found.append(own)
+    return found
 
 
-def end(file: Path, job: str, notes: Mapping[int, Mapping[str, Any]]) -> None:
+def _is_left(folder: Path, since_ns: int, notes: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the parts that workers with these notes left are ready to be merged; see `finish`."""
+    return _are_since(notes, since_ns) and not agent_runs(folder)
+
+
+def _has_begun(file: Path, since_ns: int) -> bool:
+    """Whether this is a trace of workers that began after a Unix time."""
+    try:
+        return _are_since(read(file).notes, since_ns)
+    except TraceError:
+        return False
+
+
+def _are_since(notes: Sequence[Mapping[str, Any]], since_ns: int) -> bool:
+    return all((note.get("began_ns") or 0) + (note.get("unix_offset_ns") or 0) >= since_ns for note in notes)
+
+
+def end(file: Path, job: str, notes: Mapping[int, Mapping[str, Any]], since_ns: int) -> None:
     """Finish a launch's traces, and add notes on workers to them. A warning tells if that fails: the job is over."""
     try:
-        annotate(finish(file, job) or [file], notes)
+        annotate(finish(file, job, since_ns), notes)
     except (TraceError, OSError) as error:
         logger.warning("%s; the records of the trace stay beside %s", error, file)
 
 
 def annotate(files: Sequence[Path], notes: Mapping[int, Mapping[str, Any]]) -> None:
-    """Add notes on workers, by their ranks, to traces that are written. Raises TraceError.
-
-    A file that does not exist is passed over: the job has not begun to train.
-    """
-    for file in files if notes else ():
-        if not file.exists():
-            continue
+    """Add notes on workers, by their ranks, to a launch's traces: each to the last that has the worker. Raises TraceError."""
+    left = dict(notes)
+    for file in reversed(files) if left else ():
         trace = read(file)
         of_worker = dict(trace.header["of_worker"])
-        for rank, note in notes.items():
-            if str(rank) in of_worker:
-                of_worker[str(rank)] = {**(of_worker[str(rank)] or {}), **note}
-        write(replace(trace, header={**trace.header, "of_worker": of_worker}), file)
+        own = {str(rank): left.pop(rank) for rank in list(left) if str(rank) in of_worker}
+        if own:
+            of_worker |= {rank: {**(of_worker[rank] or {}), **note} for rank, note in own.items()}
+            write(replace(trace, header={**trace.header, "of_worker": of_worker}), file)
 
 
 def agent_runs(folder: Path) -> bool:
@@ -170,12 +194,14 @@ def settle(arena: Arena, pushes: Lines) -> None:
 
 
 def load(file: Path) -> Trace:
-    """Read a trace, or if there is none yet, the parts of its last job. Raises TraceError."""
-    left = folders_of(file)
-    if left and not file.exists():
-        with _locked(left[-1]) as there:
-            if there:
-                return _gathered(left[-1], _notes_of(left[-1]))
+    """Read a trace, or the parts of its last job if they are newer or there is no trace yet, or a folder of parts.
+
+    Raises TraceError.
+    """
+    for folder in [file] if file.is_dir() else folders_of(file)[-1:]:
+        with _locked(folder) as there:
+            if there and not (file.is_file() and file.stat().st_mtime >= folder.stat().st_mtime):
+                return _gathered(folder, _notes_of(folder))
     return read(file)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fastps.job.environment import TRACE_VARIABLE
+from fastps.membership.job_memory import JobMemory
 from fastps.system.clock import unix_offset_ns
 from fastps.system.machine import machine
 from fastps.tracing.file import STEP_DTYPE, TraceError
@@ -132,10 +133,10 @@ def file_of_next(node: int | None) -> Path | None:
     return None if recording is None else recording.next_file(node)
 
 
-def folder_of_next(job: str) -> str:
+def folder_of_next(store: JobMemory) -> str:
     """The folder of the parts of a job that this process makes, on one node; "" if this process does not record."""
     file = file_of_next(None)
-    return str(folder_of(file, job)) if file is not None else ""
+    return str(folder_of(file, store)) if file is not None else ""
 
 
 def _recording() -> Recording | None:
@@ -163,7 +164,7 @@ class Recorder:
         self.kept: list[tuple[Any, ...]] | None = None  # records of steps kept in memory
         self._worker = worker
         self._file = file
-        self._folder = folder_of(file, worker.store.job) if file is not None else None
+        self._folder = folder_of(file, worker.store) if file is not None else None
         self._clock = worker.store.clock
         self._arena = worker.store.arena
         self._part: Part | None = None

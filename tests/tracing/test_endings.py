@@ -35,7 +35,7 @@ def test_short_steps_are_no_pauses() -> None:
 def test_notes_are_added_to_a_trace_that_is_written(tmp_path: Path) -> None:
     file = tmp_path / "run.trace"
     write(bsp([5, 5], 20, {1: 10}), file)
-    annotate([file, tmp_path / "none.trace"], {1: {"end": {"at_ns": 7, "exit_code": -9}}, 5: {"stops": [(1, 2)]}})
+    annotate([file], {1: {"end": {"at_ns": 7, "exit_code": -9}}, 5: {"stops": [(1, 2)]}})
     notes = read(file).header["of_worker"]
     assert notes["1"]["end"] == {"at_ns": 7, "exit_code": -9} and notes["1"]["posted"] == 0
     assert "5" not in notes and "end" not in notes["0"]

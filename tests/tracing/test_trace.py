@@ -195,7 +195,7 @@ def test_workers_that_end_at_the_same_time_write_one_trace(tmp_path: Path, hones
     def end(rank: int) -> int:
         written = 0
         for job in range(rounds):
-            folder = folder_of(file, str(job))
+            folder = tmp_path / f"run.trace.{job}.parts"
             part = Part(folder, rank, {"job": honest["asp"].header, "began_ns": 0})
             begun.wait(30)
             part.finish()
@@ -292,9 +292,9 @@ def test_a_trace_that_cannot_be_merged_keeps_its_records_and_ends_no_job(
     monkeypatch.setattr(parts, "write", fill)
     with fastps.trace(file), fastps.Store.create(_weights(), fastps.SGD(lr=0.1)) as store, store.attach(0) as worker:
         worker.step()
-        name = store.job
-    parts.end(file, name, {})  # as the launcher does
-    assert f"no room; its records stay in {folder_of(file, name)}" in caplog.text
+        name, folder = store.job, folder_of(file, store)
+    parts.end(file, name, {}, 0)  # as the launcher does
+    assert f"no room; its records stay in {folder}" in caplog.text
     assert f"no room; the records of the trace stay beside {file}" in caplog.text
     assert len(parts.load(file).steps) == 1
 
@@ -416,7 +416,7 @@ def test_a_run_whose_worker_is_killed_leaves_a_trace(tmp_path: Path) -> None:
     assert trace.header["unfinished"] == [1]
     assert check(trace) == []
     assert len(trace.steps_of(1)) >= 19
-    assert not folder_of(file, trace.header["job"]).exists()
+    assert not folders_of(file)
 
 
 @pytest.mark.parametrize("command", ["trace", "advise"])

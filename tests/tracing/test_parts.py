@@ -1,0 +1,86 @@
+"""The parts of a trace: those of an earlier job stay apart, and the launcher's notes reach the right trace."""
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+import fastps
+from fastps.tracing.file import read
+from fastps.tracing.parts import end, folders_of, load
+from tests.support import processes
+
+FAILED = {0: {"end": {"at_ns": 7, "exit_code": 3}}}
+
+
+def _job(workers: int = 1, name: str = "again") -> fastps.Store:
+    return fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=0.1), sync="asp", workers=workers, job=name)
+
+
+def _steps(store: fastps.Store, rank: int, steps: int, *, dies: bool = False) -> None:
+    worker = store.attach(rank)
+    for _ in range(steps):
+        worker.step()
+    if dies:
+        os._exit(3)
+    worker.close()
+
+
+def _die(file: Path, workers: int, steps: int) -> None:
+    """Let all workers of a job die."""
+    with fastps.trace(file), _job(workers) as store:
+        processes.finish(processes.start_each(lambda rank: _steps(store, rank, steps, dies=True), workers), 60)
+
+
+def _end_well(file: Path, steps: int) -> None:
+    with fastps.trace(file), _job() as store:
+        _steps(store, 0, steps)
+
+
+def test_what_a_crashed_job_left_is_no_part_of_the_next_one_of_its_name(tmp_path: Path) -> None:
+    """The next one has fewer workers. The earlier records stay where they are, and can be read."""
+    file = tmp_path / "run.trace"
+    _die(file, workers=3, steps=5)
+    _end_well(file, 2)
+    found = load(file)
+    assert (found.header["recorded"], found.header["unfinished"], len(found.steps)) == ([0], [], 2)
+    (earlier,) = folders_of(file)
+    assert load(earlier).header["unfinished"] == [0, 1, 2]
+    end(file, "again", {}, time.time_ns())  # as the launcher of the next one does
+    assert len(read(file).steps) == 2 and folders_of(file) == [earlier]
+
+
+def test_what_a_newer_job_left_is_shown_instead_of_an_older_trace(tmp_path: Path) -> None:
+    file = tmp_path / "run.trace"
+    _end_well(file, 2)
+    time.sleep(0.02)  # file systems count in hundredths of a second
+    _die(file, workers=1, steps=5)
+    assert (len(load(file).steps), len(read(file).steps)) == (5, 2)
+
+
+def test_a_launch_that_fails_before_it_trains_changes_no_earlier_trace(tmp_path: Path) -> None:
+    file, began_ns = tmp_path / "run.trace", time.time_ns()
+    _end_well(file, 2)
+    end(file, "again", FAILED, time.time_ns())
+    assert "end" not in read(file).header["of_worker"]["0"]
+    end(file, "again", FAILED, began_ns)
+    assert read(file).header["of_worker"]["0"]["end"] == FAILED[0]["end"]
+
+
+def test_what_became_of_a_worker_is_told_in_the_trace_of_its_last_job(tmp_path: Path) -> None:
+    """Its jobs before have ended well, so their traces are written."""
+    file = tmp_path / "run.trace"
+
+    def work(rank: int) -> None:
+        for name in ("again", "again.1"):
+            with _job(name=name) as store:
+                _steps(store, rank, 1)
+        _steps(_job(name="again.2"), rank, 3, dies=True)
+
+    with fastps.trace(file):
+        processes.finish(processes.start_each(work, 1), 60)
+    end(file, "again", FAILED, 0)
+    traces = [read(tmp_path / name) for name in ("run.trace", "run-1.trace", "run-2.trace")]
+    assert [len(trace.steps) for trace in traces] == [1, 1, 3]
+    assert ["end" in trace.header["of_worker"]["0"] for trace in traces] == [False, False, True]
