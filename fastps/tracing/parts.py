@@ -281,7 +281,16 @@ class Part:
 
 def _notes_of(folder: Path) -> list[dict[str, Any]]:
     """Return the workers' notes by rank, then generation. The caller must hold the folder's lock: a merge removes them."""
-    return [json.loads(file.read_text()) for file in _files_of(folder, "json")]
+    return [_note_in(file) for file in _files_of(folder, "json")]
+
+
+def _note_in(file: Path) -> dict[str, Any]:
+    """The note of a worker or of an agent. Raises TraceError."""
+    try:
+        note: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:  # a machine that goes down may leave it empty
+        raise TraceError(f"expected a note in {file}, found none: {error}; remove it to read the records of others") from None
+    return note
 
 
 def _files_of(folder: Path, name: str) -> list[Path]:
@@ -344,7 +353,7 @@ def _gathered(folder: Path, notes: list[dict[str, Any]]) -> Trace:
     }
     agent = folder / f"{AGENT}.note"
     if agent.exists():
-        header["node"] = json.loads(agent.read_text())
+        header["node"] = _note_in(agent)
     return Trace(header, **tables)
 
 

@@ -7,6 +7,7 @@ clock was set meanwhile, which states the error.
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,10 +94,11 @@ def _read(file: Path) -> dict[str, Any]:
         document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     except OSError as error:
         raise TraceError(f"--with {file}: cannot be read: {error}") from None
-    except ValueError as error:
+    except (ValueError, EOFError, zlib.error) as error:
         raise TraceError(f"--with {file}: expected the JSON of torch.profiler's export_chrome_trace, found: {error}") from None
-    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
+    events = document.get("traceEvents") if isinstance(document, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise TraceError(f"--with {file}: expected the JSON of torch.profiler's export_chrome_trace, found another document")
-    if "baseTimeNanoseconds" not in document:
+    if not isinstance(document.get("baseTimeNanoseconds"), int):
         raise TraceError(f"--with {file}: expected baseTimeNanoseconds in torch's file, found none: use a newer torch")
-    return document
+    return dict(document)

@@ -1,13 +1,14 @@
-"""The parts of a trace: those of an earlier job stay apart, and the launcher's notes reach the right trace."""
+"""The parts of a trace: those of an earlier job stay apart, the launcher's notes reach the right trace, and damage is told."""
 
 import os
 import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import fastps
-from fastps.tracing.file import read
+from fastps.tracing.file import TraceError, read
 from fastps.tracing.parts import end, folders_of, load
 from tests.support import processes
 
@@ -84,3 +85,12 @@ def test_what_became_of_a_worker_is_told_in_the_trace_of_its_last_job(tmp_path: 
     traces = [read(tmp_path / name) for name in ("run.trace", "run-1.trace", "run-2.trace")]
     assert [len(trace.steps) for trace in traces] == [1, 1, 3]
     assert ["end" in trace.header["of_worker"]["0"] for trace in traces] == [False, False, True]
+
+
+def test_a_note_that_a_machine_left_empty_when_it_went_down_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "run.trace"
+    _die(file, workers=1, steps=3)
+    (note,) = folders_of(file)[0].glob("*.json")
+    note.write_text("")
+    with pytest.raises(TraceError, match=r"expected a note in .*0.json, found .*; remove it"):
+        load(file)

@@ -97,6 +97,7 @@ def test_of_two_nodes_with_equal_process_numbers_the_host_decides(trace: Trace, 
 @pytest.mark.parametrize(("change", "message"), [
     ({"traceEvents": []}, r"whose processes are \d+; found 0 of them in it"),
     ({"traceEvents": None}, "found another document"),
+    ({"traceEvents": [3]}, "found another document"),
     ({"baseTimeNanoseconds": None}, "expected baseTimeNanoseconds in torch's file, found none"),
 ])  # fmt: skip
 def test_what_is_no_profile_of_this_run_is_said(trace: Trace, tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -111,6 +112,11 @@ def test_other_files_and_older_traces_are_said(trace: Trace, tmp_path: Path) -> 
     (tmp_path / "text.json").write_text("text")
     with pytest.raises(TraceError, match=r"expected the JSON of torch.profiler's export_chrome_trace, found: "):
         profile_of(tmp_path / "text.json", trace)
+    whole = gzip.compress(b'{"traceEvents": []}' * 100)
+    for damaged in (whole[:-9], whole[:12] + bytes(8)):
+        (tmp_path / "torch.json.gz").write_bytes(damaged)
+        with pytest.raises(TraceError, match=r"expected the JSON of torch.profiler's export_chrome_trace, found: "):
+            profile_of(tmp_path / "torch.json.gz", trace)
     older = replace(trace, header={**trace.header, "of_worker": {"0": {"process_id": os.getpid()}}})
     with pytest.raises(TraceError, match="expected a trace that knows the Unix time, found an older one; record it again"):
         profile_of(_write(tmp_path, _document(trace)), older)
