@@ -74,7 +74,7 @@ def _ending(trace: Trace, worker: int) -> Ending:
         return Ending(worker, FAILED, at_ns, str(note["failure"]), is_exact)
     if code:
         return Ending(worker, FAILED, at_ns, f"exit code {code}", is_exact)
-    if worker in trace.header["unfinished"]:
+    if not note.get("finished", worker not in trace.header["unfinished"]):  # the last owner of a lane, also of a replaced one
         return Ending(worker, CUT_SHORT, at_ns, "", is_exact)
     return Ending(worker, ENDED, last_ns)
 

@@ -40,7 +40,7 @@ FOR_REPLAY = ("inputs", "checksums")
 PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
 _FATES = {OUTCOME_DROPPED: DROPPED, OUTCOME_REJECTED: REJECTED}
 _CLOCKS = ("process_id", "unix_offset_ns", "unix_offset_end_ns")  # which place the times of other recordings
-_OF_WORKER = ("began_ns", "transfer_ns", "posted", "failure", "load", "loss", *_CLOCKS)
+_OF_WORKER = ("finished", "began_ns", "transfer_ns", "posted", "failure", "load", "loss", *_CLOCKS)
 
 
 def folder_of(file: Path, store: JobMemory) -> Path:

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import fastps
+from fastps.tracing.endings import CUT_SHORT, ENDED, endings
 from fastps.tracing.file import TraceError, read
-from fastps.tracing.parts import end, folders_of, load
+from fastps.tracing.parts import Part, end, folders_of, load
+from tests.report.traces import header
 from tests.support import processes
 
 FAILED = {0: {"end": {"at_ns": 7, "exit_code": 3}}}
@@ -85,6 +87,17 @@ def test_what_became_of_a_worker_is_told_in_the_trace_of_its_last_job(tmp_path: 
     traces = [read(tmp_path / name) for name in ("run.trace", "run-1.trace", "run-2.trace")]
     assert [len(trace.steps) for trace in traces] == [1, 1, 3]
     assert ["end" in trace.header["of_worker"]["0"] for trace in traces] == [False, False, True]
+
+
+def test_a_worker_that_was_replaced_has_the_end_of_its_replacement(tmp_path: Path) -> None:
+    folder = tmp_path / "run.trace.1.parts"
+    note = {"job": header("bsp", 1)}
+    Part(folder, 0, note).close()
+    replacement = Part(folder, 0, note, generation=1)
+    assert endings(load(folder))[0].kind == CUT_SHORT
+    replacement.finish()
+    assert endings(load(folder))[0].kind == ENDED
+    assert load(folder).header["unfinished"] == [0], "its records have a gap"
 
 
 def test_a_note_that_a_machine_left_empty_when_it_went_down_is_named(tmp_path: Path) -> None:
