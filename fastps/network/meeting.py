@@ -125,7 +125,10 @@ def await_keys(store: Store, keys: list[str], timeout_s: float, number: int) -> 
 
 
 def _of(store: Store, node: int) -> Introduction:
-    return Introduction(**json.loads(store.get(f"introduction/{node}")))
+    """A node's introduction. That of another version may have other fields; its version is an obstacle by itself."""
+    said = json.loads(store.get(f"introduction/{node}"))
+    unsaid = asdict(Introduction(node, "another version", "", "", 0))
+    return Introduction(**{name: said.get(name, value) for name, value in unsaid.items()})
 
 
 def _obstacle(own: Introduction, other: Introduction) -> str:

@@ -40,6 +40,7 @@ def test_nodes_learn_of_each_other(connect: Connect) -> None:
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"version": "0.0.1 (1)"}, "has 0.0.1 (1): expected one version; install the same"),
+    ({"version": "9.0 (1)", "of_later_versions": 1}, "has 9.0 (1): expected one version; install the same"),
     ({"port": 0}, "although the rendezvous answers: a firewall is between them"),
     ({"address": "10.0.0.2"}, "listens at a loopback address, which no other machine reaches"),
 ])  # fmt: skip
