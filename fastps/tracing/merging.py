@@ -164,10 +164,12 @@ def _header(traces: Sequence[Trace], nodes: Sequence[NodeOfTrace]) -> Mapping[st
 
 
 def _note_at(note: Mapping[str, Any] | None, offset_ns: int) -> Mapping[str, Any] | None:
-    """A worker's note with the times that the launcher saw moved to node 0's clock."""
+    """A worker's note with its begin, and the times that the launcher saw, moved to node 0's clock."""
     if not note:
         return note
     moved = dict(note)
+    if note.get("began_ns"):
+        moved["began_ns"] = note["began_ns"] + offset_ns
     if note.get("end"):
         moved["end"] = {**note["end"], "at_ns": note["end"]["at_ns"] + offset_ns}
     if note.get("stops"):

@@ -58,10 +58,11 @@ def test_what_a_launcher_saw_moves_with_a_nodes_clock() -> None:
     parts = dict(_pair(Clocks(10**9, 0)))
     file = next(file for file, trace in parts.items() if trace.header["node"]["node"] == 1)
     at_ns = int(parts[file].steps["end_ns"].max())
-    note = {"end": {"at_ns": at_ns, "exit_code": -9}, "stops": [[at_ns - 5 * MS, at_ns - MS]]}
+    note = {"began_ns": at_ns - 9 * MS, "end": {"at_ns": at_ns, "exit_code": -9}, "stops": [[at_ns - 5 * MS, at_ns - MS]]}
     notes = {**parts[file].header["of_worker"], "2": note}
     parts[file] = replace(parts[file], header={**parts[file].header, "of_worker": notes})
     merged = merge_nodes(list(parts.items()))
+    assert merged.header["of_worker"]["4"]["began_ns"] == pytest.approx(at_ns - 9 * MS - 10**9, abs=MS)
     ending = endings(merged)[4]  # node 0 has workers 0 and 1
     assert ending.kind == KILLED and ending.at_ns == pytest.approx(at_ns - 10**9, abs=MS)
     (pause,) = pauses(merged)
