@@ -56,11 +56,15 @@ class Beginning:
         self.is_watched = self._arena is None and not self._is_shared
 
     def is_over(self) -> bool:
-        """Whether the job has ended, so a replacement could not join it: one that a lost worker alone had begun has not."""
+        """Whether a replacement could not join: the job, which it would join first, has ended.
+
+        One that a lost worker alone had begun has not.
+        """
         if self._arena is not None:
             self.look()
         has_left = self._arena is not None and any(state in _GONE for state in self._arena.lane_states())
-        return (self._is_shared or has_left) and not discovery.arenas_of(self._job)
+        running = discovery.instances_of(self._job)
+        return 0 not in running and (self._is_shared or has_left or bool(running))
 
     def replaced(self, rank: int) -> int | None:
         """If this worker's replacement begins the job anew, say so. Returns the number of lost steps; None: it is unknown."""

@@ -342,10 +342,12 @@ class Launcher:
         elif self._restarts_left and not self._is_over():
             self._replace(worker)
         else:
+            if self._restarts_left:
+                logger.warning("worker %d %s; it is not replaced: the script's first job has ended", worker.rank, worker.ending)
             self._beginning.lose(worker.rank)
 
     def _is_over(self) -> bool:
-        """Whether no other worker trains, so a replacement could not join them."""
+        """Whether no other worker trains, or a replacement could not join: it would begin with the script's first job."""
         codes = [worker.exit_code for worker in self._workers]
         return (0 in codes and None not in codes) or self._beginning.is_over()
 

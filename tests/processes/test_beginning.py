@@ -58,6 +58,15 @@ def test_a_job_that_two_workers_have_joined_is_over_once_its_arena_is_gone(tmp_p
     assert beginning.is_over()
 
 
+def test_worker_lost_in_a_later_job_of_the_script_is_not_replaced(tmp_path: Path) -> None:
+    job = f"later-{tmp_path.name}"
+    beginning = Beginning(job, SYSTEM_CLOCK)
+    with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0), sync="asp", workers=2, job=f"{job}.1") as later, later.attach(1):
+        assert beginning.is_over(), "a replacement would make the first job, in which it would train alone"
+        with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0), sync="asp", workers=2, job=job) as first, first.attach(1):
+            assert not beginning.is_over(), "both jobs run (two optimizers), and a replacement joins both"
+
+
 def test_a_job_that_its_only_worker_has_left_is_over(tmp_path: Path) -> None:
     job = f"left-{tmp_path.name}"
     beginning = Beginning(job, SYSTEM_CLOCK)
