@@ -18,7 +18,7 @@ from fastps.job.launchers import MOST, launched, whole
 from fastps.job.options import OPTIONS, value_of
 
 TRACE_VARIABLE = "FASTPS_TRACE"  # the file that a launch records its trace into
-# The first variable that is set counts. Lightning sets only LOCAL_RANK, which on one machine is the rank.
+# The first variable that is set counts. Lightning sets only LOCAL_RANK, the rank on one machine; others set it on each node.
 _RANKS, _WORKERS = ("FASTPS_RANK", "RANK", "LOCAL_RANK"), ("FASTPS_WORKERS", "WORLD_SIZE")
 LONGEST_JOB = 64  # bytes; the rest of a socket's name says which node, optimizer and place it is
 _SPAWN = "fastps.spawn(fn, args, workers=N) starts processes that find each other"
@@ -27,16 +27,16 @@ _SPAWN = "fastps.spawn(fn, args, workers=N) starts processes that find each othe
 def rank() -> int:
     """This worker's number, from 0; 0 when alone.
 
-    If no variable of fastps or torchrun has the rank, this is the rank in torch's process group, if there is one, else that of
-    SLURM or MPI. Raises UsageError if the environment has a number of workers above 1 and no rank.
+    If neither FASTPS_RANK nor RANK has it, this is the rank in torch's process group, if there is one, else that of SLURM or
+    MPI, else LOCAL_RANK. Raises UsageError if the environment has a number of workers above 1 and no rank.
     """
-    if not any(name in os.environ for name in _RANKS):
+    if not any(name in os.environ for name in _RANKS[:2]):
         group = _process_group()
         if group is not None:
             return int(group.get_rank())
         if (found := launched()) is not None:
             return found.rank
-        if _number(_WORKERS, 1) > 1:
+        if "LOCAL_RANK" not in os.environ and _number(_WORKERS, 1) > 1:
             raise UsageError(
                 f"the environment says {world_size()} workers, but not which one this is: set FASTPS_RANK (or RANK), or give"
                 " rank= and workers="

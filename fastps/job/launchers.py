@@ -129,7 +129,8 @@ def launched(variables: Mapping[str, str] | None = None) -> Launched | None:
     for launcher in WITHOUT_STORE:
         if _value(launcher.rank, own) and _value(launcher.workers, own):
             found = _launched(launcher, own)
-            return found if found.workers > 1 and _is_own(found, own) else None
+            if found.workers > 1:  # mpiexec inside a step of one task starts several
+                return found if _is_own(found, own) else None
     return None
 
 

@@ -103,6 +103,24 @@ def test_a_step_of_one_task_is_alone(environment: pytest.MonkeyPatch) -> None:
     assert identity().job != identity().job, "several may run side by side"
 
 
+@pytest.mark.parametrize("variables", [OPEN_MPI, HYDRA])
+def test_several_processes_that_mpi_starts_inside_a_step_of_one_task_are_one_job(
+    environment: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    one = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+    _set(environment, SLURM, one, variables)
+    assert (rank(), world_size()) == (2, 3)
+
+
+def test_a_local_rank_beside_slurms_numbers_is_not_the_rank(environment: pytest.MonkeyPatch) -> None:
+    _set(environment, SLURM, {"LOCAL_RANK": SLURM["SLURM_LOCALID"]})
+    assert (rank(), world_size()) == (5, 11)
+    environment.setenv("SLURM_STEP_NUM_TASKS", "1")
+    environment.setenv("SLURM_STEP_TASKS_PER_NODE", "1")
+    environment.setenv("SLURM_NODEID", "0")
+    assert rank() == 1, "Lightning started this process"
+
+
 @pytest.mark.parametrize(("variables", "message"), [
     ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "SLURM_STEP_TASKS_PER_NODE to give the 11 tasks of each node, found"),
     ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "four"}, "tasks of nodes such as 4(x2),3, as SLURM gives them, found 'four'"),
