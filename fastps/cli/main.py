@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import pkgutil
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -86,6 +87,7 @@ def _occupy_standard_streams() -> None:
 def main() -> None:
     """Run the command line and exit with its code; an error is one sentence, or with --debug a traceback."""
     _occupy_standard_streams()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, a child that has ended has no exit code
     try:
         with naming_isa():
             app()

@@ -22,6 +22,7 @@ def main() -> int:
 
     Returns its exit code; 128 and the signal's number for one that a signal ended.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, a child that has ended has no exit code
     process = start_child(sys.argv[2:], env={**os.environ, **_variables()})
     ended = os.pidfd_open(process.pid)
     with selectors.DefaultSelector() as selector:

@@ -141,6 +141,11 @@ def _check(fn: Any, args: Any, workers: Any, start_method: str) -> None:
             "start_method='fork': expected a process that may have children, found a daemon of multiprocessing (a pool's"
             " process, say); use 'forkserver' or 'spawn', or start the process with daemon=False"
         )
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        raise UsageError(
+            "spawn needs the exit codes of its workers: expected SIGCHLD to have its default action or a handler, found it"
+            " ignored; call signal.signal(signal.SIGCHLD, signal.SIG_DFL) before spawn"
+        )
     _check_signature(fn, args)
 
 

@@ -1,14 +1,18 @@
 """An exit code of 0 means: every rank ended with 0, was replaced by one that did, or is said to have been lost on the way."""
 
 import logging
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from fastps.errors import UsageError
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
 from fastps.processes.outcome import Outcome, failure_panel
+from fastps.processes.spawn import spawn
 from tests.support.scripts import program
 
 CONTINUE = JobOptions(on_worker_loss="continue")
@@ -67,3 +71,32 @@ def test_replacement_that_fails_last_fails_the_job() -> None:
     assert outcome.exit_code == 1
     assert outcome.first_failure is not None
     assert outcome.first_failure.restart == 1
+
+
+@pytest.mark.parametrize(("command", "code"), [
+    (["-m", "fastps", "run", "-n", "1"], 1), (["-m", "fastps.processes.on_host", "40", sys.executable], 3),
+])  # fmt: skip
+def test_exit_codes_hold_where_the_caller_ignores_sigchld(command: list[str], code: int, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, *command, program(tmp_path, "import sys\nsys.exit(3)")[1]],
+        stdin=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        process.stdin.write(b"{}\n")  # the variables that on_host reads; its end would end the command
+        process.stdin.flush()
+        assert process.wait(60) == code
+
+
+def test_spawn_is_refused_where_children_have_no_exit_code() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(UsageError, match=r"expected SIGCHLD to have .* found it ignored; call signal.signal"):
+            spawn(print, workers=1)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_worker_that_a_real_time_signal_ends_is_reported_by_its_number() -> None:
+    outcome = _run("os.kill(os.getpid(), signal.SIGRTMIN + 6)", JobOptions(), 1)
+    assert outcome.first_failure is not None
+    assert outcome.first_failure.ending == f"ended by signal {signal.SIGRTMIN + 6}"
