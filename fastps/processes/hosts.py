@@ -26,7 +26,7 @@ from fastps.processes.options import GRACE_S
 from fastps.processes.output_thread import StandardStreams
 from fastps.processes.worker_output import Lines
 from fastps.system.clock import SYSTEM_CLOCK, Clock
-from fastps.system.processes import start_child
+from fastps.system.processes import name_of_signal, start_child
 
 SSH = "ssh -o BatchMode=yes"
 DEFAULT_PORT = 29400
@@ -235,7 +235,7 @@ class HostsLauncher:
                 f"{host.host}: ssh could not run the command there ({host.last or 'it gave no reason'}): expected `{tried}` to"
                 " work without a question; check the host's name and the keys"
             )
-        ending = f"exit code {code}" if code > 0 else f"its ssh ended by {signal.Signals(-code).name}"
+        ending = f"exit code {code}" if code > 0 else f"its ssh ended by {name_of_signal(-code)}"
         return f"{host.host}: {ending}: see its output above"
 
     def _kill_all(self) -> None:

@@ -13,6 +13,7 @@ from rich.text import Text
 from fastps.errors import NodeLostError, WorkerDiedError
 from fastps.processes.worker_output import ErrorLines
 from fastps.system.memory_limits import OUT_OF_MEMORY, oom_reason
+from fastps.system.processes import name_of_signal
 
 # A traceback's last line names the type so.
 _CONSEQUENCES = tuple(f"{kind.__module__}.{kind.__qualname__}:" for kind in (WorkerDiedError, NodeLostError))
@@ -20,7 +21,7 @@ _CONSEQUENCES = tuple(f"{kind.__module__}.{kind.__qualname__}:" for kind in (Wor
 
 def how_it_ended(code: int) -> str:
     """A process's exit code in words; -N if signal N ended it."""
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"was ended by {name_of_signal(-code)}" if code < 0 else f"ended with exit code {code}"
 
 
 class Child(Protocol):
@@ -80,7 +81,7 @@ class LaunchedWorker:
         if self.exit_code is None:
             return "still running"
         if self.exit_code < 0:
-            return f"ended by {signal.Signals(-self.exit_code).name}{oom_reason() if self.was_out_of_memory else ''}"
+            return f"ended by {name_of_signal(-self.exit_code)}{oom_reason() if self.was_out_of_memory else ''}"
         return f"exit code {self.exit_code}"
 
 

@@ -46,6 +46,15 @@ def start_module(module: str, *arguments: str, **how: Any) -> "subprocess.Popen[
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, **how)
 
 
+def name_of_signal(number: int) -> str:
+    """What messages call a signal; most real-time signals have no name.
+
+    >>> name_of_signal(9), name_of_signal(40)
+    ('SIGKILL', 'signal 40')
+    """
+    return signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
+
+
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
     """Within this context, descendants whose parents end become children of this process. Raises Error if Linux refuses."""

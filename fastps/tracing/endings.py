@@ -4,13 +4,13 @@ The launcher adds what it saw of each process to the trace's header: the exit co
 it injected. Without a launcher of fastps the end of a worker is that of its last record.
 """
 
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from fastps.system.processes import name_of_signal
 from fastps.tracing.file import Trace
 from fastps.tracing.summary import blocked_ns
 
@@ -69,7 +69,7 @@ def _ending(trace: Trace, worker: int) -> Ending:
     code = end.get("exit_code")
     at_ns, is_exact = (int(end["at_ns"]), True) if "at_ns" in end else (last_ns, False)
     if code is not None and code < 0:
-        return Ending(worker, KILLED, at_ns, signal.Signals(-code).name, is_exact)
+        return Ending(worker, KILLED, at_ns, name_of_signal(-code), is_exact)
     if note.get("failure"):
         return Ending(worker, FAILED, at_ns, str(note["failure"]), is_exact)
     if code:

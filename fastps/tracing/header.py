@@ -57,8 +57,8 @@ def check_header(header: Mapping[str, Any]) -> None:
         raise ValueError(f"versions of {len(header['versions'])} shards of {shards}")
     for note in header["of_worker"].values():
         code = ((note or {}).get("end") or {}).get("exit_code") or 0
-        if code < 0:
-            signal.Signals(-code)
+        if -code >= signal.NSIG:
+            raise ValueError(f"a worker ended by signal {-code}")
         if any(len(stop) != 2 for stop in (note or {}).get("stops") or ()):
             raise ValueError("a stop without a begin and an end")
 
