@@ -216,6 +216,7 @@ class Description:
 
     parameters: tuple[Parameter, ...]
     workers: int
+    continues: bool  # without a lost worker
 
     @staticmethod
     def of(text: str) -> "Description":
@@ -226,7 +227,7 @@ class Description:
                 Parameter(**{**row, "shape": tuple(row["shape"]), "stride": tuple(row["stride"])})
                 for row in found["parameters"]
             )
-            return Description(parameters, int(found["workers"]))
+            return Description(parameters, int(found["workers"]), found["faults"]["on_worker_loss"] == "continue")
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"expected the description of a job, found {text[:60]!r}") from error
 

@@ -10,6 +10,7 @@ import logging
 import os
 
 from fastps.errors import ArenaError, AttachError
+from fastps.job.layout import Description
 from fastps.kernels.shm.arena import LANE_FREE, LANE_LEAVING, LANE_LEFT, Arena
 from fastps.membership import discovery
 from fastps.system.clock import Clock
@@ -65,6 +66,15 @@ class Beginning:
         has_left = self._arena is not None and any(state in _GONE for state in self._arena.lane_states())
         running = discovery.instances_of(self._job)
         return 0 not in running and (self._is_shared or has_left or bool(running))
+
+    def continues(self) -> bool:
+        """Whether a running arena of the job goes on without a lost worker: the script's own on_worker_loss= says so."""
+        for name in discovery.arenas_of(self._job):
+            with contextlib.suppress(AttachError, ArenaError, ValueError):  # it has ended, or is of another fastps
+                offer, text = discovery.find_described(name, _ASK_S, self._clock)
+                with offer:
+                    return Description.of(text).continues
+        return False
 
     def replaced(self, rank: int) -> int | None:
         """If this worker's replacement begins the job anew, say so. Returns the number of lost steps; None: it is unknown."""

@@ -95,7 +95,7 @@ class Launcher:
         self._program = Program(self._command)
         self._forks = start_method == "fork" and self._program.can_fork
         self._imports = imports
-        self._restarts_left = options.restarts
+        self._restarts_left, self._continues = options.restarts, options.continues
         self._port, self._nodes = 0, nodes
         self._rendezvous: LaunchRendezvous | None = None
         self._oom_kills = oom_kills()
@@ -128,7 +128,7 @@ class Launcher:
                     self._handle_events(min(tick_s, _FAULT_TICK_S) if is_quick else tick_s)
                     if self._injector is not None and not self._ending.interrupts:
                         self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
-                    if self._options.continues:
+                    if self._continues:
                         self._beginning.tick()
                     self._left.look(self._own)
                     if on_tick is not None:
@@ -186,7 +186,7 @@ class Launcher:
         lasts = {worker.rank: worker for worker in self._workers}  # of those that replace each other, the last
         failed = [worker for worker in lasts.values() if worker.failed]
         done_ns = max((worker.ended_ns for worker in self._workers if worker.exit_code == 0), default=0)
-        survived = [worker for worker in failed if self._options.continues and worker.ended_ns < done_ns]
+        survived = [worker for worker in failed if self._continues and worker.ended_ns < done_ns]
         for worker in survived:
             logger.warning("worker %d (%s) was not replaced; the job went on without it", worker.rank, worker.ending)
         others = [worker for worker in failed if worker not in survived]
@@ -337,7 +337,8 @@ class Launcher:
         self._streams.on_terminal(self._output.hide_bars)  # log lines would be written into the bars
         worker.was_out_of_memory = worker.exit_code == -signal.SIGKILL and oom_kills() > self._oom_kills
         self._oom_kills += worker.was_out_of_memory  # each kill explains one death
-        if self._ending.interrupts or not self._options.continues:
+        self._continues = self._continues or self._beginning.continues()
+        if self._ending.interrupts or not self._continues:
             self._ending.begin(are_on_gpus=self._are_on_gpus)
         elif self._restarts_left and not self._is_over():
             self._replace(worker)

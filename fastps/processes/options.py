@@ -67,8 +67,8 @@ class JobOptions:
 
     @property
     def continues(self) -> bool:
-        """Whether the job goes on after a loss, as far as the launcher knows."""
-        return self.restarts > 0 or self.on_worker_loss == "continue"
+        """Whether the job goes on after a loss, as far as the launcher knows: a script may say so itself. Raises UsageError."""
+        return self.restarts > 0 or value_of("FASTPS_ON_WORKER_LOSS", self.on_worker_loss) == "continue"
 
     def environment(self) -> Mapping[str, str]:
         """Return the environment variables that pass these options to the workers."""

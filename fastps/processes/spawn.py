@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastps.errors import UsageError, WorkerDiedError
 from fastps.job.environment import check_main_guard, rank, world_size
+from fastps.job.options import value_of
 from fastps.job.specs import parse_policy
 from fastps.kernels.shm.arena import MAX_LANES
 from fastps.processes import handover
@@ -95,6 +96,7 @@ def spawn(
     _check(fn, args, workers, start_method)
     if model is None:
         _warn_of_copies(args)
+    continues = value_of("FASTPS_ON_WORKER_LOSS", on_worker_loss) == "continue"
     spec = parse_policy(sync).spec if sync is not None else None
     reserve(4 * workers + 16, f"{workers} workers")
     base = {**inherited(), **({"FASTPS_ON_WORKER_LOSS": on_worker_loss} if on_worker_loss is not None else {})}
@@ -109,7 +111,7 @@ def spawn(
             try:
                 crew.start(work, file, start_method)
                 logger.info("job %s: started %d workers", job, workers)
-                _await(crew, on_worker_loss == "continue", tick)
+                _await(crew, continues, tick)
             finally:
                 crew.end()
     finally:

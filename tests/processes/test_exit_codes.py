@@ -47,6 +47,31 @@ def test_workers_that_a_job_goes_on_without_are_named(caplog: pytest.LogCaptureF
     assert _said(caplog) == [f"worker {rank} (exit code 1) was not replaced; the job went on without it" for rank in (1, 2)]
 
 
+OF_THE_SCRIPT = """
+import os, time, torch, fastps
+from fastps.kernels.shm.arena import LANE_LIVE
+opt = fastps.DistributedOptimizer(torch.optim.SGD(torch.nn.Linear(4, 1).parameters(), lr=0.01), sync="asp", on_worker_loss=%s)
+opt.wait_for_start()
+if fastps.rank() == 1:
+    os.kill(os.getpid(), 9)
+while opt.worker.store.arena.lane_state(1) == LANE_LIVE:
+    opt.worker.check_peers()
+    time.sleep(0.01)
+time.sleep(3)  # longer than the launcher lets others end by themselves
+"""
+
+
+@pytest.mark.parametrize("says", ["script", "variable", "neither"])
+def test_job_goes_on_after_a_loss_where_the_script_or_the_variable_says_so(
+    says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if says == "variable":
+        monkeypatch.setenv("FASTPS_ON_WORKER_LOSS", "continue")
+    outcome = Launcher(program(tmp_path, OF_THE_SCRIPT % ("'continue'" if says == "script" else "None")), 2).run()
+    assert outcome.exit_code == (says == "neither")
+    assert [worker.exit_code for worker in outcome.workers] == [int(says == "neither"), -9]
+
+
 @pytest.mark.parametrize(("env", "is_said"), [("auto", True), ("torchrun", False)])
 def test_failure_over_a_process_group_names_the_cure_where_the_launcher_chose_the_variables(
     env: str, is_said: bool, tmp_path: Path
