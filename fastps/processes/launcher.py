@@ -352,9 +352,11 @@ class Launcher:
         codes = [worker.exit_code for worker in self._workers]
         return (0 in codes and None not in codes) or self._beginning.is_over()
 
-    def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: Stream, cut: Lines) -> None:
-        """Pass on whole lines, each with its worker's number; keep the last lines of stderr for the report."""
-        data = os.read(key.fd, 65536)
+    def _pass_on(
+        self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: Stream, cut: Lines, at_end: bool = False
+    ) -> None:
+        """Pass on whole lines, each with its worker's number, and `at_end` the rest; keep the last of stderr for the report."""
+        data = os.read(key.fd, 65536) if not at_end else b""
         lines = cut.feed(data) if data else cut.rest()
         if sink is self._streams.err:
             lines = worker.errors.feed(lines) + ([] if data else worker.errors.rest())
@@ -381,6 +383,9 @@ class Launcher:
         deadline_ns = self._clock.now_ns() + _DRAIN_NS
         while self._open_pipes and self._clock.now_ns() < deadline_ns:
             self._handle_events(0.05)
+        for key in [key for key in self._selector.get_map().values() if key.data is not None and key.data[1] is not None]:
+            worker, sink, cut = key.data
+            self._pass_on(key, worker, sink, cut, at_end=True)
 
     def _kill_all(self) -> None:
         self._end_forkserver()

@@ -1,7 +1,9 @@
 """What a terminal, or a file, shows of several workers that write at the same time."""
 
 import io
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -260,3 +262,18 @@ def test_panel_tells_of_the_memory_whatever_is_written_after_the_worker_has_ende
     assert f"worker 0 failed first: ended by SIGKILL{oom_reason()}" in shown
     assert "memory ran out: use fewer workers" in shown
     assert "its last line: its daemon" in shown
+
+
+def test_text_without_an_end_of_line_is_passed_on_although_a_child_keeps_the_pipe_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "import os, subprocess, sys\nchild = subprocess.Popen(['sleep', '60'])\nprint(child.pid, flush=True)\n"
+        "for number, word in enumerate(['result', 'warning'], 1): os.write(number, b'the last ' + word.encode())\n"
+    )
+    outcome = Launcher(program(tmp_path, text), 1, start_method="spawn").run()
+    captured = capsys.readouterr()
+    child, last = captured.out.splitlines()
+    os.kill(int(child.removeprefix("[0] ")), signal.SIGKILL)
+    assert (last, captured.err) == ("[0] the last result", "[0] the last warning\n")
+    assert list(outcome.workers[0].errors.tail) == ["the last warning"]
