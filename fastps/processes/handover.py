@@ -24,6 +24,7 @@ from typing import IO, Any, ClassVar
 import cloudpickle
 
 from fastps.errors import Error, UsageError
+from fastps.system.processes import import_path
 
 _COMPLETE = b"\1"
 
@@ -107,7 +108,7 @@ def memory_file(name: str) -> IO[bytes]:
 def write(work: Work) -> IO[bytes]:
     """Return a new file with the work and the caller's setting. Raises UsageError if a part does not pickle."""
     file = memory_file("work")
-    setting = Setting(list(sys.path), list(sys.argv), _cells(), name_of(work.fn))
+    setting = Setting(import_path(), list(sys.argv), _cells(), name_of(work.fn))
     try:
         pickle.dump(setting, file)
         pickler = _Pickler(file)

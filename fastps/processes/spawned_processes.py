@@ -25,7 +25,7 @@ from fastps.processes.outcome import Child, LaunchedWorker
 from fastps.processes.program import TORCH_IMPORTS
 from fastps.system.clock import Clock
 from fastps.system.memory_limits import oom_kills
-from fastps.system.processes import adopting_orphans, ask_to_die_with_parent
+from fastps.system.processes import adopting_orphans, ask_to_die_with_parent, import_path
 
 logger = logging.getLogger("fastps.spawn")
 
@@ -167,7 +167,7 @@ def _new_process(
     program: str, arguments: Sequence[str], environment: Mapping[str, str], passed: Sequence[int]
 ) -> "subprocess.Popen[bytes]":
     """Start a Python process that inherits the descriptors `passed`, and standard output."""
-    setting = json.dumps([sys.path, os.getpid()])
+    setting = json.dumps([import_path(), os.getpid()])
     command = [sys.executable, "-c", program, setting, *arguments]
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=passed, process_group=0)
 

@@ -38,9 +38,14 @@ def start_child(command: Sequence[str], **how: Any) -> "subprocess.Popen[bytes]"
     return subprocess.Popen(command, process_group=0, preexec_fn=die_with_parent(os.getpid()), **how)
 
 
+def import_path() -> list[str]:
+    """The entries of sys.path that Python looks at: it passes by what is no text, such as a Path."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
+
+
 def start_module(module: str, *arguments: str, **how: Any) -> "subprocess.Popen[bytes]":
     """Start a module in a Python that finds what this one does. It reads a pipe; `how` has other arguments of Popen."""
-    path = os.pathsep.join(filter(None, sys.path))
+    path = os.pathsep.join(filter(None, import_path()))
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-P", "-m", module, *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, **how)

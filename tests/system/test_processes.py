@@ -2,11 +2,15 @@
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import psutil
+import pytest
 
-from fastps.system.processes import adopting_orphans, ask_to_die_with_parent
+from fastps.processes.spawn import spawn
+from fastps.system.processes import adopting_orphans, ask_to_die_with_parent, start_module
 from tests.support import processes
 
 
@@ -64,3 +68,15 @@ def test_a_child_whose_parent_is_another_ends_at_once() -> None:
     child = processes.start(lambda: ask_to_die_with_parent(1 << 30))
     processes.finish([child], 60)
     assert (child.exit_code, child.outcome) == (1, None)
+
+
+def test_entry_of_the_import_path_that_is_no_text_is_left_out_as_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/tmp")])
+    with start_module("this") as process:
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    spawn(_nothing, workers=1)
+
+
+def _nothing(rank: int) -> None:
+    pass
