@@ -120,7 +120,7 @@ class Ending:
                     self._await(now_ns)
             else:
                 self._due.append((now_ns + _WITNESS_NS, number))
-        while self._due and now_ns >= self._due[0][0]:
+        while self._members and self._due and now_ns >= self._due[0][0]:  # until the first has begun, signals wait
             self._pass_on(self._due.popleft()[1], now_ns)
         self._enforce(now_ns)
 
