@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from fastps.cli import commands
 from fastps.errors import Error, PolicyError, UsageError, naming_isa
+from fastps.system.descriptors import occupy_standard_streams
 from fastps.version import __version__
 
 
@@ -73,20 +74,11 @@ for group in sorted(groups, key=lambda each: each.ORDER):  # the order that they
     app.add_typer(group.commands)
 
 
-def _occupy_standard_streams() -> None:
-    """Open what is closed of 0, 1 and 2: a pipe of a worker would get the number, and what is written there would end in it."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
-    if sys.stderr is None:
-        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for as long as the process lasts
-
-
 def main() -> None:
     """Run the command line and exit with its code; an error is one sentence, or with --debug a traceback."""
-    _occupy_standard_streams()
+    occupy_standard_streams()
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for as long as the process lasts
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, a child that has ended has no exit code
     try:
         with naming_isa():

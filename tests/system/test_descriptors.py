@@ -1,9 +1,13 @@
 """A job that needs more descriptors than the soft limit raises it; the hard one is a named error before anything starts."""
 
+import os
 import resource
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fastps import SGD, Store
 from fastps.errors import UsageError
 from fastps.processes.launcher import Launcher
 from fastps.system.descriptors import reserve
@@ -53,3 +57,15 @@ def test_enough_is_left_alone() -> None:
     if before[1] != resource.RLIM_INFINITY:
         with pytest.raises(UsageError, match="ulimit -n"):
             reserve(before[1], "a test")
+
+
+def test_arena_is_no_standard_stream_of_a_process_that_has_closed_them() -> None:
+    def work() -> list[str]:
+        for number in range(3):
+            os.close(number)
+        with Store.create({"w": np.zeros(3, np.float32)}, SGD(lr=1.0)):
+            return [str(Path(f"/proc/self/fd/{number}").readlink()) for number in range(3)]
+
+    child = processes.start(work)
+    processes.finish([child], 60)
+    assert child.outcome == [os.devnull] * 3
