@@ -71,7 +71,7 @@ def write(page: Page, file: Path) -> None:
     """Write the page. Raises UsageError if a package of the extra is missing or the file cannot be written."""
     text = html(page)
     try:
-        file.write_text(text, encoding="utf-8")
+        file.write_text(text, encoding="utf-8", errors="replace")  # a file name may be no text
     except OSError as error:
         raise UsageError(f"{file}: the report cannot be written: {error.strerror}; choose another file") from None
 

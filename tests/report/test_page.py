@@ -92,3 +92,9 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypa
     monkeypatch.setattr(module, "html", lambda page: "text")
     with pytest.raises(UsageError, match="the report cannot be written: Is a directory; choose another file"):
         write(Page("", "", "", [], [], []), tmp_path)
+
+
+def test_name_of_a_file_that_is_no_text_is_shown_with_question_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "html", lambda page: page.heading)
+    write(Page("", "bad\udcff.trace", "", [], [], []), tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text() == "bad?.trace"

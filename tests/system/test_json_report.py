@@ -1,10 +1,12 @@
 """The JSON of every command."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from fastps.errors import UsageError
 from fastps.system.json_report import write_json
 
 
@@ -19,3 +21,11 @@ def test_file_has_the_command_the_version_the_machine_and_the_rows(tmp_path: Pat
 def test_a_dash_writes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     write_json("bench lane", [], "-")
     assert json.loads(capsys.readouterr().out)["rows"] == []
+
+
+def test_report_that_cannot_be_written_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"^--json /dev/full: cannot be written: No space left on device; choose"):
+        write_json("bench lane", [], "/dev/full")
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(UsageError, match="expected an open standard output, found a closed one"):
+        write_json("bench lane", [], "-")
