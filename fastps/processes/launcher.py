@@ -248,6 +248,7 @@ class Launcher:
     def _start_forkserver(self) -> None:
         """Start the fork server and wait for its imports, handling events meanwhile."""
         variables = self._variables(0, 0)
+        del variables["FASTPS_RANK"]  # /proc would show it of each worker, and of what a worker forks
         imports = self._program.imports if self._imports is None else self._imports
         server = self._forkserver = ForkServer(variables, self._program.path, imports)
         with server.inherited as inherited:
@@ -318,8 +319,14 @@ class Launcher:
         """Reap a worker that has ended. What it has started ends with it, unless it ended well."""
         ended = os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
         if ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status):
-            self._left.end_with(worker.process.pid, self._own)
+            rank = self._first_rank + worker.rank if worker is not self._forkserver_worker else -1
+            self._left.end_with(worker.process.pid, self.job, rank, self._own)
         return worker.process.wait()
+
+    @property
+    def _first_rank(self) -> int:
+        """The first rank of this launcher's workers, among the workers of all nodes."""
+        return self._rendezvous.place.first_rank if self._rendezvous is not None else 0
 
     @property
     def _started(self) -> list[LaunchedWorker]:
@@ -367,8 +374,7 @@ class Launcher:
             self._selector.unregister(key.fileobj)
             cast("IO[bytes]", key.fileobj).close()
             self._open_pipes -= 1
-        first_rank = self._rendezvous.place.first_rank if self._rendezvous is not None else 0
-        rank = first_rank + worker.rank  # among the workers of all nodes
+        rank = self._first_rank + worker.rank
         texts = [line.decode("utf-8", "surrogateescape") for line in [*lines, *([cut.bar + b"\r"] if cut.bar else [])]]
         if texts:
             write = partial(self._output.write_all, rank, texts, sink)

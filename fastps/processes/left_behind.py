@@ -1,15 +1,17 @@
 """What workers leave behind: their own processes, which end with a worker that failed, and zombies.
 
 A worker leads a process group, which its children are in. A child that has left the group (a session of its own) becomes this
-process's child when its parent ends, since the launcher adopts orphans.
+process's child when its parent ends, since the launcher adopts orphans. Its variables name the worker that has started it.
+Where they do not (in a fork, or after `env -i`), an orphan that was seen before a worker's end is not from it.
 """
 
 import contextlib
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
+from fastps.system import proc
 from fastps.system.clock import Clock
 
 _LOOK_NS = 100_000_000  # between two looks
@@ -41,19 +43,25 @@ class LeftBehind:
         running = self._running(own)
         self._known, self._seen = running & self._seen, running
 
-    def end_with(self, worker: int, own: Collection[int]) -> None:
-        """Kill what a worker has left that has failed. It is not yet reaped, so that nobody else has its group."""
+    def end_with(self, worker: int, job: str, rank: int, own: Collection[int]) -> None:
+        """Kill what the worker of this rank has left, which has failed. It is not yet reaped: nobody else has its group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker, signal.SIGKILL)
-        self._kill(own, self._known, _ROUNDS)
+        self._kill(own, lambda orphan: self._is_from(orphan, job, rank), _ROUNDS)
 
     def end(self, own: Collection[int]) -> None:
         """Kill all orphans, at the end of a job that did not end well."""
-        self._kill(own, set(), _LAST_ROUNDS)
+        self._kill(own, lambda orphan: True, _LAST_ROUNDS)
 
-    def _kill(self, own: Collection[int], spared: set[int], rounds: int) -> None:
+    def _is_from(self, orphan: int, job: str, rank: int) -> bool:
+        found = proc.variables(orphan, ("FASTPS_JOB", "FASTPS_RANK"))
+        if found.get("FASTPS_JOB") == job and "FASTPS_RANK" in found:
+            return found["FASTPS_RANK"] == str(rank)
+        return orphan not in self._known
+
+    def _kill(self, own: Collection[int], is_meant: Callable[[int], bool], rounds: int) -> None:
         for _ in range(rounds):
-            orphans = self._running(own) - spared
+            orphans = set(filter(is_meant, self._running(own)))
             for orphan in orphans:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(orphan, signal.SIGKILL)

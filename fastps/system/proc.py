@@ -1,7 +1,10 @@
 """What is read from /proc about processes. Their names hold any bytes, and a process may end before or while it is read."""
 
+import os
+from collections.abc import Collection
 from pathlib import Path
 
+_MOST_BYTES = 1 << 20  # that are read of a process's variables
 _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12  # columns of /proc/PID/stat behind the name in brackets
 
 
@@ -35,3 +38,18 @@ def processor_time_in(stat: bytes) -> str:
     if columns[_STATE] in (b"T", b"t"):  # by a signal, by a debugger
         return "stopped"
     return b" ".join((columns[_USER_TICKS], columns[_SYSTEM_TICKS])).decode("ascii", "replace")
+
+
+def variables(process_id: int, names: Collection[str]) -> dict[str, str]:
+    """Those of these variables that a process's program has begun with; none if they cannot be read. A fork keeps its parent's.
+
+    >>> variables(0, ["PATH"])
+    {}
+    """
+    try:
+        with Path(f"/proc/{process_id}/environ").open("rb") as file:
+            entries = os.fsdecode(file.read(_MOST_BYTES)).split("\0")
+    except OSError:
+        return {}
+    pairs = (entry.partition("=") for entry in entries)
+    return {name: value for name, _, value in pairs if name in names}

@@ -54,6 +54,30 @@ def test_the_children_of_a_killed_worker_end_with_it_and_those_of_others_do_not(
             os.waitpid(int((tmp_path / name).read_text()), 0)  # this program has adopted them
 
 
+def test_orphan_ends_with_the_worker_that_its_variables_name_however_long_it_has_run(tmp_path: Path) -> None:
+    script = (
+        "def orphan(name):\n"
+        "    command = f'echo $$ > {folder}/{name}.tmp; mv {folder}/{name}.tmp {folder}/{name}; exec sleep 300'\n"
+        "    subprocess.run(['setsid', '-f', 'sh', '-c', command])\n"
+        "if rank == '0':\n    wait_for('early'); time.sleep(0.5); orphan('others'); wait_for('looked')\n"
+        "elif fresh:\n    orphan('early'); wait_for('others'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "else:\n    (folder / 'replaced').touch(); wait_for('looked')\n"
+    )
+    seen: dict[str, bool] = {}
+
+    def look() -> None:
+        if (tmp_path / "replaced").exists() and not seen:
+            seen.update({name: _runs(tmp_path, name) for name in ("early", "others")})
+            (tmp_path / "looked").touch()
+
+    try:
+        assert _launcher(tmp_path, script, JobOptions(restarts=1)).run(look).exit_code == 0
+        assert seen == {"early": False, "others": True}
+    finally:
+        os.kill(int((tmp_path / "others").read_text()), signal.SIGKILL)
+        os.waitpid(int((tmp_path / "others").read_text()), 0)  # this program has adopted it
+
+
 def test_a_job_that_a_signal_ends_leaves_no_process(tmp_path: Path) -> None:
     script = (
         "signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))\n"

@@ -3,6 +3,9 @@
 import ctypes
 import os
 import signal
+import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +39,13 @@ def test_a_name_with_anything_in_it_does_not_hide_what_a_process_does(name: byte
 @pytest.mark.parametrize("stat", [b"", b"7 (x)", b"7 (x) R 1 2", b"\xff" * 100, b"7 (x) R" + b" 1" * 10])
 def test_a_file_that_ends_early_tells_nothing(stat: bytes) -> None:
     assert proc.processor_time_in(stat) == ""
+
+
+def test_variables_of_a_process_are_those_that_its_program_has_begun_with() -> None:
+    environment = {b"A": b"x=\xff", b"B" * 9: b"y" * (1 << 16), b"C": b""}
+    with subprocess.Popen(["sleep", "60"], env=environment) as child:
+        while Path(f"/proc/{child.pid}/comm").read_text() != "sleep\n":
+            time.sleep(0.01)
+        assert proc.variables(child.pid, ["A", "C", "D"]) == {"A": "x=\udcff", "C": ""}
+        child.kill()
+    assert proc.variables(child.pid, ["A"]) == {}
