@@ -3,7 +3,7 @@
 import re
 from collections import deque
 
-_MAX_LINE_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 20  # a longer line is passed on in parts
 _TRACEBACK = b"Traceback (most recent call last):"
 _OWN_ERROR = b"fastps."
 _INTERRUPT = b"KeyboardInterrupt"

@@ -101,6 +101,14 @@ def _pass_on(pieces: list[bytes], output: JobOutput, sink: io.StringIO, clock: S
             output.write(0, line.decode(), sink)
 
 
+def test_long_line_stays_whole_up_to_a_mebibyte_and_is_passed_on_in_parts_beyond() -> None:
+    lines = Lines()
+    pieces = [lines.feed(b"x" * (1 << 16)) for _ in range(16)]
+    assert pieces == [[]] * 16
+    assert lines.feed(b"y\n") == [b"x" * (1 << 20) + b"y\n"]
+    assert [*lines.feed(b"z" * (1 << 20)), *lines.feed(b"z")] == [b"z" * ((1 << 20) + 1)]
+
+
 def test_bar_that_begins_with_its_carriage_return_is_shown_at_once() -> None:
     for shown, until in (["[0]   0%"], 1), (["[0]  50%"], 2), (["[0] 100%"], 4):
         terminal, output = Terminal(), JobOutput(Steps())
