@@ -242,7 +242,8 @@ static void fps_block_read(const fps_exchange *x, const fps_collective *c, uint6
     case FPS_GATHER:
     case FPS_ALL_TO_ALL:
         if (c->kind == FPS_GATHER && x->rank != c->root) break;
-        for (int j = 0; j < x->size; j++) {
+        for (int step = 0; step < x->size; step++) {
+            const int j = (x->rank + step) % x->size; /* its own part first: the input may be another rank's output, too */
             const char *own = c->inputs[c->kind == FPS_ALL_TO_ALL ? j : 0] + span.offset;
             const char *theirs = fps_block_of(x, j, number) + (c->kind == FPS_ALL_TO_ALL ? x->rank * c->piece : 0);
             char *to = c->outputs[j] + span.offset;

@@ -92,6 +92,9 @@ def _use_all_functions(rank: int, size: int) -> None:
     outs = [torch.empty(2) for _ in range(size)]
     dist.gather(torch.full((2,), float(rank)), outs if rank == 0 else None, dst=0)
     assert rank or [out[0].item() for out in outs] == [float(other) for other in range(size)]
+    outs = [torch.full((2,), float(rank)), *(torch.empty(2) for _ in range(size - 1))]
+    dist.all_gather(outs, outs[0])  # another rank's output is this one's input
+    assert [out[0].item() for out in outs] == [float(other) for other in range(size)]
     dist.scatter(part, [torch.full((2,), float(10 * other)) for other in range(size)] if rank == 1 else None, src=1)
     assert part.tolist() == [10.0 * rank] * 2
     dist.all_to_all_single(out := torch.empty(size), torch.arange(float(size)) + 10 * rank)
