@@ -98,7 +98,7 @@ def resumed_from(
     path: str | os.PathLike[str] | None,
     layout: Layout,
     model: torch.nn.Module | None,
-    groups: Sequence[dict[str, Any]],
+    optimizer: torch.optim.Optimizer,
     instance: int = 0,
 ) -> Checkpoint | None:
     """Load the checkpoint to resume from, if any, and restore the options of the param_groups and the model's buffers.
@@ -120,8 +120,9 @@ def resumed_from(
     found.check_layout(layout)
     if model is not None:
         restore_buffers(model, found)
-    for group, described in zip(groups, found.description["param_groups"], strict=True):
+    for group, described in zip(optimizer.param_groups, found.description["param_groups"], strict=True):
         restore_group(group, described)
+    optimizer.__setstate__({})  # torch's AdamW stays AdamW after it has loaded Adam's options
     return found
 
 

@@ -155,7 +155,7 @@ class DistributedOptimizer(OptimizerState):
         layout = self._layout(model, policy, faults, pushed)
         join.check_parameters(self._tensors, layout)
         wanted = Checkpointing.wanted(checkpoint, every, number := self._identity.instance)
-        resumed = join.resumed_from(resume, stated := self._placement.stated_layout(layout), model, self.param_groups, number)
+        resumed = join.resumed_from(resume, stated := self._placement.stated_layout(layout), model, optimizer, number)
         join.check_checkpoints(wanted, resumed, self._identity.rank, stated, timeout_s)
         self._model, self._seeds, self._earlier_versions = model, dict(seeds or {}), 0
         start = self._placement.start(resumed) if resumed is not None else None

@@ -76,10 +76,15 @@ class OptimizerState(torch.optim.Optimizer):
         self._state.replace(entries)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take these attributes, as torch's optimizers do; "state" becomes the job's at the next step."""
+        """Take these attributes, as torch's optimizers do; "state" becomes the job's at the next step.
+
+        The wrapped optimizer's class adds the options that an older state dict lacks, and sets its own: AdamW's kind of decay.
+        """
         others = dict(state)
         self.state = others.pop("state", self.state)
         super().__setstate__(others)
+        self._inner.__setstate__({"state": self._state, "param_groups": self.param_groups})
+        self._groups = self.param_groups
 
     def _entries(self) -> list[Entry]:
         """Each parameter's entry in the torch optimizer's state; empty if it has none."""
@@ -188,7 +193,6 @@ class OptimizerState(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         self._keep_floats(taken[0])
         self._hypers_read = Hypers(self._rule)
-        self._inner.param_groups = self._groups = self.param_groups
         self._publish_state(self._entries())
         self._state.forget()
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,42 @@ def test_a_state_dict_of_adagrad_before_its_first_step_loads_both_ways() -> None
         train_on(model, optimizer, batches_of(10, BATCH))
     expected.load_state_dict(saved)
     train_on(plain, expected, batches_of(10, BATCH))
+    assert relative_difference(model, plain) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["adamw", "nesterov", "rmsprop-all"])
+def test_a_state_dict_of_an_older_torch_loads_with_the_options_that_torch_adds(name: str) -> None:
+    batches, plain, model = batches_of(20, BATCH), new_model(), new_model()
+    saving, expected = OPTIMIZERS[name](plain.parameters()), OPTIMIZERS[name](plain.parameters())
+    train_on(plain, saving, batches[:10])
+    model.load_state_dict(plain.state_dict())
+    saved = copy.deepcopy(saving.state_dict())
+    for option in ("decoupled_weight_decay", "nesterov", "centered", "maximize", "foreach", "fused", "differentiable"):
+        saved["param_groups"][0].pop(option, None)
+    expected.load_state_dict(copy.deepcopy(saved))
+    with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters())) as optimizer:
+        optimizer.load_state_dict(saved)
+        train_on(model, optimizer, batches[10:])
+        assert optimizer.state_dict()["param_groups"] == expected.state_dict()["param_groups"]
+    train_on(plain, expected, batches[10:])
+    assert relative_difference(model, plain) < 1e-6
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_adamw_stays_adamw_when_it_goes_on_from_adam(resumes: bool, tmp_path: Path) -> None:
+    batches, model = batches_of(20, BATCH), new_model()
+    with fastps.DistributedOptimizer(torch.optim.Adam(model.parameters(), weight_decay=0.5), model=model) as optimizer:
+        train_on(model, optimizer, batches[:10])
+        saved, folder = optimizer.state_dict(), fastps.save(optimizer, tmp_path)
+    plain = copy.deepcopy(model)
+    inner, expected = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](plain.parameters())
+    with fastps.DistributedOptimizer(inner, model=model, resume=folder if resumes else None) as optimizer:
+        if not resumes:
+            optimizer.load_state_dict(saved)
+        train_on(model, optimizer, batches[10:])
+    expected.load_state_dict(saved)
+    train_on(plain, expected, batches[10:])
+    assert expected.param_groups[0]["decoupled_weight_decay"]
     assert relative_difference(model, plain) < 1e-6
 
 
