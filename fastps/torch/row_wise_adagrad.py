@@ -61,8 +61,8 @@ class RowWiseAdagradOptimizer(torch.optim.Optimizer):
             values = -values
         entry = self.state[table]
         if not entry:
-            entry["step"] = torch.tensor(0.0)
-            entry["sum"] = torch.zeros(len(table), 1)
+            entry["step"] = torch.tensor(0.0, dtype=torch.float32)
+            entry["sum"] = table.new_zeros(len(table), 1)
         entry["step"] += 1
         entry["sum"][rows] += values.square().mean(1, keepdim=True)
         table[rows] -= group["lr"] * values / (entry["sum"][rows].sqrt() + group["eps"])

@@ -177,7 +177,9 @@ def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[
     names = row.used_state(group)  # what torch keeps for a parameter of this group; the fold may keep more, for other groups
     if not names or (not steps and rule.name != "adagrad"):  # torch's Adagrad alone has state before its first step
         return None
-    entry: dict[str, Any] = {"step": torch.tensor(float(steps))} if row.has_steps else {}
+    # torch counts in single precision also where the default type is a half, which ends at 256 or 2048.
+    count = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    entry: dict[str, Any] = {"step": torch.tensor(float(steps), dtype=count)} if row.has_steps else {}
     planes = {name: plane(name) for name in names}
     precise = _with_precision(group, [tensor.dtype for tensor in planes.values()])
     dtype = torch.float64 if DOUBLE_PRODUCT in precise else torch.float32

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastps
-from tests.support.torch_optimizers import BATCH, OPTIMIZERS, batches_of, new_model, relative_difference, train_on
+from tests.support.torch_optimizers import BATCH, OPTIMIZERS, batches_of, new_model, relative_difference, steps_on, train_on
 
 
 @pytest.mark.sampled(4)
@@ -50,6 +50,24 @@ def test_state_dict_has_the_keys_of_plain_torch(name: str) -> None:
         assert set(found.get(index, {})) == theirs
         if "step" in theirs:
             assert found[index]["step"] == entry["step"]
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_steps_are_counted_in_single_precision_whatever_the_default_type(wraps: bool) -> None:
+    model, table = torch.nn.Linear(2, 1), torch.nn.Embedding(3, 2, sparse=True)
+    inner, of_rows = torch.optim.Adam(model.parameters()), fastps.RowWiseAdagradOptimizer(table.parameters())
+    torch.set_default_dtype(torch.bfloat16)  # as scripts for language models do
+    try:
+        optimizer: Any = fastps.DistributedOptimizer(inner) if wraps else inner
+        steps_on(model, optimizer, torch.ones(1, 2, dtype=torch.float32), 259)
+        saved = optimizer.state_dict()
+        steps_on(table, of_rows, torch.tensor([1]))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        if wraps:
+            optimizer.close()
+    assert (saved["state"][0]["step"], saved["state"][0]["step"].dtype) == (259, torch.float32)
+    assert {value.dtype for value in of_rows.state[table.weight].values()} == {torch.float32}
 
 
 def test_a_state_dict_of_adagrad_before_its_first_step_loads_both_ways() -> None:
