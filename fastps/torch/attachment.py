@@ -14,7 +14,7 @@ from fastps.store import earlier_jobs
 from fastps.store.equal_gradients import EqualGradients
 from fastps.store.worker import Worker
 from fastps.system import exit_handlers
-from fastps.torch import foreign, tables
+from fastps.torch import foreign, state, tables
 from fastps.torch.gradients import hooked
 from fastps.torch.model_buffers import BufferRounds, ModelBuffers
 from fastps.torch.placements.host import HostPlacement
@@ -124,8 +124,14 @@ class Attachment:
         if self.total_steps == 0 and (self.is_late or pulled != (self._first_versions or [0] * len(pulled))):
             self.is_late = True
             self.weights.show_copies()  # so that a script that loads weights now does not write into the job's
-        self.weights.remember()  # writes before the first step are allowed
+        self._accept_writes()
+        self.weights.remember()
         self.has_begun = self.total_steps > 0
+
+    def _accept_writes(self) -> None:
+        """Take what a script has written before the first step for the job's first weights, with which the average begins."""
+        if not self.is_late and self.store.layout.policy.ema and self.weights.changed() >= 0:
+            state.begin_average(self.worker, self.tensor_views)
 
     def refuse_writes(self) -> None:
         """Raise ParameterChangedError for a write outside of step().
@@ -141,6 +147,7 @@ class Attachment:
         is_first = self.total_steps == 0 and (self.is_late or self.store.layout.shown_type == "float32")
         if undone or moved or not is_first:
             raise foreign.write_error(self.store.parameters[changed].name, is_undone=undone, has_moved=moved)
+        self._accept_writes()
 
     def begins_void(self) -> bool:
         """Whether this worker joined a running job and its script then loaded other weights.

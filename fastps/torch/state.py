@@ -30,6 +30,23 @@ def averages(worker: Worker, tensors_of: MakeTensors) -> Tensors:
         return [average.clone() for average in tensors_of(views)]
 
 
+def begin_average(worker: Worker, tensors_of: MakeTensors) -> None:
+    """Let the moving average begin with the present weights, which a script has written before the first update."""
+    with worker.locked():
+        weights, buffers = worker.store.committed()
+        _begin_average(worker.store, tensors_of, tensors_of(worker.store.weight_views(weights)), buffers)
+
+
+def _begin_average(store: JobMemory, tensors_of: MakeTensors, weights: Tensors, buffers: Sequence[int]) -> None:
+    """Write these weights over the moving average in the shards that have had no update. Nothing without `ema`."""
+    if not store.layout.policy.ema:
+        return
+    averages = tensors_of(store.plane_views(buffers, store.layout.planes - 1))
+    for parameter, average, values in zip(store.parameters, averages, weights, strict=True):
+        if store.arena.shard_version(parameter.shard) == 0:
+            average.copy_(values)
+
+
 @torch.inference_mode(mode=False)
 def entries(
     worker: Worker, tensors_of: MakeTensors, rule: Rule, groups: Sequence[Mapping[str, Any]]
@@ -122,7 +139,7 @@ def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Ten
 
     Raises ValueError for tensors of another number or shape, and the errors of `make`; nothing changes then.
     """
-    with _republished(worker, tensors_of) as (weights, _), torch.no_grad():
+    with _republished(worker, tensors_of) as (weights, buffers), torch.no_grad():
         values = list(make([tensor.clone() for tensor in weights]))
         if [value.shape for value in values] != [tensor.shape for tensor in weights]:
             raise ValueError(
@@ -131,6 +148,7 @@ def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Ten
             )
         for target, value in zip(weights, values, strict=True):
             target.copy_(value)
+        _begin_average(worker.store, tensors_of, weights, buffers)
 
 
 def write_first(store: JobMemory, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:

@@ -87,6 +87,24 @@ def test_the_average_of_the_weights_is_that_of_torchs_averaged_model(sync: str, 
         assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
+@pytest.mark.parametrize("sync", ["bsp", "asp,shards=2"])
+@pytest.mark.parametrize("way", ["model", "model, then optimizer", "replace_weights"])
+def test_the_average_begins_with_weights_that_are_loaded_after_wrapping(way: str, sync: str) -> None:
+    model, loaded = new_model(), new_model(seed=1)
+    expected = torch.nn.utils.parameters_to_vector(loaded.parameters())
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    with fastps.DistributedOptimizer(inner, sync=f"{sync},ema=0.9", model=model) as optimizer:
+        if way == "replace_weights":
+            optimizer.replace_weights(loaded.state_dict())
+        else:
+            model.load_state_dict(loaded.state_dict())
+        if way == "model, then optimizer":
+            optimizer.load_state_dict(optimizer.state_dict())
+        train_on(model, optimizer, batches_of(3, BATCH))
+        with optimizer.averaged_weights():
+            assert torch.allclose(torch.nn.utils.parameters_to_vector(model.parameters()), expected)
+
+
 def test_a_global_schedule_counts_the_jobs_updates_not_the_workers_steps() -> None:
     model = new_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.5)
