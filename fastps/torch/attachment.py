@@ -115,7 +115,7 @@ class Attachment:
         return self.placement.tensor_views(self.store, views)
 
     def take_weights(self, written: Collection[int] = ()) -> None:
-        """Update every parameter to the newest version. `written`: those that an own push updates; autograd is told of them."""
+        """Update every parameter to the newest version. Autograd is told of those that this worker has `written`."""
         self.placement.pull(self.weights, self.worker, written)
         if self.has_begun or not self.placement.shows_arena:
             return
@@ -127,6 +127,13 @@ class Attachment:
         self._accept_writes()
         self.weights.remember()
         self.has_begun = self.total_steps > 0
+
+    def take_newest(self) -> None:
+        """Take weights that only others have pushed. Autograd is told of every parameter in a shard with a new version."""
+        versions = [self.worker.lane.shard_version(shard) for shard in range(self.store.arena.shards)]
+        self.take_weights()
+        fresh = {shard for shard, version in enumerate(versions) if self.worker.lane.shard_version(shard) != version}
+        self.weights.count_writes({index for index, each in enumerate(self.store.parameters) if each.shard in fresh})
 
     def _accept_writes(self) -> None:
         """Take what a script has written before the first step for the job's first weights, with which the average begins."""

@@ -383,7 +383,7 @@ class DistributedOptimizer(OptimizerState):
         self._job.worker.try_combine()
         lane, arena = self._job.worker.lane, self._job.store.arena
         if any(lane.shard_version(shard) != arena.shard_version(shard) for shard in range(arena.shards)):
-            self._job.take_weights()
+            self._job.take_newest()
 
     @contextlib.contextmanager
     def private_weights(self) -> Iterator[None]:

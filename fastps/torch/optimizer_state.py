@@ -43,7 +43,7 @@ class OptimizerState(torch.optim.Optimizer):
         """
         self._job.worker.check_open()
         if self._job.worker.store.version != self._job.worker.version:
-            self._job.take_weights()
+            self._job.take_newest()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise UsageError: pickle and copy would make an optimizer that belongs to no job."""
@@ -233,7 +233,7 @@ class OptimizerState(torch.optim.Optimizer):
         with torch.no_grad():
             for tensor, value in others:
                 tensor.copy_(value)
-        self._job.take_weights()
+        self._job.take_weights(range(len(self._tensors)))
         self._job.weights.remember()
 
     def _publish_state(self, entries: Sequence[Entry | None]) -> None:
@@ -243,7 +243,7 @@ class OptimizerState(torch.optim.Optimizer):
         """
         if self._job.worker.rank == 0 and (not self._job.worker.generation or self._job.worker.own_steps):
             state.publish(self._job.worker, self._job.tensor_views, self._rule, entries)
-            self._job.take_weights()
+            self._job.take_newest()
 
 
 def check_kind(optimizer: object) -> None:

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import mmap
+import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,6 +80,33 @@ def test_a_backward_through_a_graph_of_earlier_weights_is_refused_as_in_torch(
         optimizer.step()  # pushes nothing at all
         fresh.backward()
         assert other.grad is not None
+
+
+@pytest.mark.parametrize("loops", ["auto", "attributes"])
+@pytest.mark.parametrize("way", ["replace_weights", "take_newest", "take_newest_weights", "load_state_dict"])
+def test_a_backward_through_a_graph_of_weights_that_others_have_changed_is_refused(
+    way: str, loops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", loops)
+    own, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    job: dict[str, Any] = {"sync": "asp", "job": f"graph-{os.getpid()}", "workers": 2}
+    optimizer = fastps.DistributedOptimizer(torch.optim.SGD([own], lr=0.1), rank=0, **job)
+    with fastps.DistributedOptimizer(torch.optim.SGD([other], lr=0.1), rank=1, **job) as pushing, optimizer:
+        ways: dict[str, Callable[[], Any]] = {
+            "replace_weights": lambda: optimizer.replace_weights([torch.full((3,), 100.0)]),
+            "load_state_dict": lambda: optimizer.load_state_dict(optimizer.state_dict()),
+        }
+        change = ways.get(way, getattr(optimizer, way))
+        if way != "replace_weights":
+            fresh = own.square().sum()
+            change()
+            fresh.backward()  # nothing has changed
+            other.grad = torch.ones(3)
+            pushing.step()
+        stale = own.square().sum()
+        change()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            stale.backward()
 
 
 def test_inference_mode_leaves_nothing_that_a_later_backward_cannot_use() -> None:
