@@ -10,7 +10,7 @@ from fastps.job.update_rules import Rule
 from fastps.torch import named_weights, state
 from fastps.torch.attachment import Attachment
 from fastps.torch.job_state import Entry, JobState
-from fastps.torch.update_rules import WRAP_ANEW, Hypers, check_scalars, names_of
+from fastps.torch.update_rules import HALVES, WRAP_ANEW, Hypers, check_scalars, names_of
 
 _HOOKS = [f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
 
@@ -87,8 +87,9 @@ class OptimizerState(torch.optim.Optimizer):
         self._groups = self.param_groups
 
     def _entries(self) -> list[Entry]:
-        """Each parameter's entry in the torch optimizer's state; empty if it has none."""
-        return [self.state.get(tensor, {}) for tensor in self._tensors]
+        """The job's part of each parameter's entry in the torch optimizer's state; empty if it has none."""
+        names, found = names_of(self._rule, self.param_groups), [self.state.get(tensor, {}) for tensor in self._tensors]
+        return [{name: value for name, value in entry.items() if name in names} for entry in found]
 
     def _read_state(self) -> Iterable[tuple[Any, Entry]]:
         """The entries of the job's state, each with its parameter. In a job of several nodes none: no worker reaches them."""
@@ -113,7 +114,7 @@ class OptimizerState(torch.optim.Optimizer):
         """Read the state from the job from now on. `is_late`: the entries up to now become the job's first."""
         if is_late and any(self._entries()):
             self._publish_state(self._entries())
-        self._state.attach(self._read_state, self._tensors, names_of(self._rule, self.param_groups[0]))
+        self._state.attach(self._read_state, self._tensors, names_of(self._rule, self.param_groups))
 
     def _take_writes(self) -> None:
         """Check gradients of what was left out, and make what the script has changed in `state` the job's."""
@@ -200,7 +201,7 @@ class OptimizerState(torch.optim.Optimizer):
         """Give the state of parameters in half precision back the digits that torch rounds off when it loads."""
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         for index, tensor in zip(saved, (each for group in self.param_groups for each in group["params"]), strict=True):
-            if tensor.dtype not in (torch.float16, torch.bfloat16):
+            if tensor.dtype not in HALVES:
                 continue
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, torch.Tensor) and value.dtype == torch.float32:

@@ -49,6 +49,7 @@ WRAP_ANEW = (
 )
 MASTER = "master"
 """The name of a half's float32 weights in its entry of torch's state."""
+HALVES = (torch.float16, torch.bfloat16)
 _OF_PARAMETERS = ("params", "param_names")  # a param_group's keys that describe parameters, not the rule
 
 
@@ -187,10 +188,17 @@ def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[
     return entry | scalars | planes
 
 
-def names_of(rule: Rule, group: Mapping[str, Any]) -> list[str]:
-    """The names that entries of torch's state have for this rule, and `MASTER`; `group`: any param_group."""
+def names_of(rule: Rule, groups: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The names that entries of torch's state have for this rule, and `MASTER` if there are halves. Others are a script's own.
+
+    >>> group = {"params": [torch.zeros(1)], "momentum": 0.9}
+    >>> names_of(rule_for("sgd", [group], {}), [group])
+    {'momentum_buffer'}
+    """
     row = _row_of(rule)
-    return ["step", MASTER, *row.state, *row.scalars(group, 0)]
+    are_halves = any(tensor.dtype in HALVES for group in groups for tensor in group["params"])
+    extra = [name for name, is_used in (("step", row.has_steps), (MASTER, are_halves)) if is_used]
+    return {*extra, *rule.planes, *row.scalars(groups[0], 0)}
 
 
 def check_scalars(rule: Rule, entries: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
@@ -200,7 +208,7 @@ def check_scalars(rule: Rule, entries: Iterable[tuple[Mapping[str, Any], Mapping
     """
     row = _row_of(rule)
     for group, entry in entries:
-        if "step" not in entry:
+        if not row.has_steps or "step" not in entry:
             continue
         for name, value in row.scalars(group, int(entry["step"])).items():
             if name in entry and not math.isclose(float(entry[name]), value, rel_tol=1e-4, abs_tol=1e-30):

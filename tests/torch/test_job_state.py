@@ -129,6 +129,33 @@ def test_values_that_cannot_be_the_jobs_are_refused(write: Any, error: type[Exce
         assert torch.equal(model.weight, before)
 
 
+OWN: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] = {
+    "momentum": (MAKERS["momentum"], {"step": -1, "master": 7}),
+    "sgd": (lambda parameters: torch.optim.SGD(parameters, lr=0.1), {"momentum_buffer": 3, "step": torch.ones(2)}),
+    "adam": (MAKERS["adam"], {"master": 5, "max_exp_avg_sq": torch.zeros(1)}),
+}
+
+
+@pytest.mark.parametrize("name", list(OWN))
+def test_names_that_the_rule_does_not_use_are_the_scripts_own(name: str) -> None:
+    make, own = OWN[name]
+    plain, model = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    model.load_state_dict(plain.state_dict())
+    expected, inner = make(plain.parameters()), make(model.parameters())
+    steps_on(plain, expected, torch.ones(1, 3))
+    steps_on(model, inner, torch.ones(1, 3))
+    inner.state[model.weight].update(own)
+    with fastps.DistributedOptimizer(inner) as optimizer:
+        steps_on(model, optimizer, torch.ones(1, 3), 2)
+        optimizer.load_state_dict(optimizer.state_dict())
+        steps_on(model, optimizer, torch.ones(1, 3), 2)
+        found = optimizer.state[model.weight]
+        assert all(torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)) for key, value in own.items())
+    steps_on(plain, expected, torch.ones(1, 3), 4)
+    assert set(inner.state[model.weight]) == set(expected.state[plain.weight]) | set(own)
+    assert torch.allclose(model.weight, plain.weight, rtol=1e-6)
+
+
 def test_worker_0s_write_is_that_of_all_workers() -> None:
     def work(rank: int, job: str) -> list[float]:
         torch.manual_seed(0)
