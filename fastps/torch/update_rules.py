@@ -125,6 +125,7 @@ class Hypers:
         self._rule = rule
         self._groups: list[dict[str, Any]] | None = None  # the last groups; None if they cannot be compared
         self._made: tuple[Hyper, ...] = ()
+        self._numbers: list[tuple[int, int, torch.Tensor]] = []  # the group, the place and the parameter, of one number each
         self._first: list[tuple[list[torch.Tensor], dict[str, Any]]] = []  # each group's parameters, and options that must stay
 
     def of(self, groups: list[dict[str, Any]]) -> tuple[Hyper, ...]:
@@ -133,14 +134,20 @@ class Hypers:
             are_same = groups == self._groups
         except RuntimeError:  # two tensors of several numbers were compared, so one was exchanged for another
             are_same = False
-        if not are_same:
+        if not are_same or (self._numbers and self._are_exchanged(groups)):
             self._check_same(groups)
             self._made = tuple([hyper_of(group, self._rule) for group in groups])
             options = [value for group in groups for key, value in group.items() if key not in _OF_PARAMETERS]
-            # A comparison of lists looks into no tensor that is the same object in both.
+            # A comparison of lists looks into no tensor that is the same object in both. Others of one number can be equal.
             kept = [{**group, "params": list(group["params"])} for group in groups]
             self._groups = kept if all(map(_cannot_change, options)) else None
+            places = [(group, index, each) for group, of in enumerate(kept) for index, each in enumerate(of["params"])]
+            self._numbers = [place for place in places if place[2].numel() == 1]
         return self._made
+
+    def _are_exchanged(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether another parameter is in the place of one of a single number, to which it can be equal."""
+        return any(groups[group]["params"][index] is not each for group, index, each in self._numbers)
 
     def _check_same(self, groups: list[dict[str, Any]]) -> None:
         """Raise UsageError if a group has other parameters than at the first call, for which the arena has no place.

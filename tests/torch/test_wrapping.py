@@ -77,6 +77,17 @@ def test_a_group_that_is_added_to_the_wrapped_optimizer_is_refused_at_the_next_s
             _train(model, optimizer, range(1))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+def test_a_parameter_in_place_of_an_equal_one_is_refused(shape: tuple[int, ...]) -> None:
+    first, equal = torch.nn.Parameter(torch.ones(shape)), torch.nn.Parameter(torch.ones(shape))
+    with fastps.DistributedOptimizer(torch.optim.SGD([first], lr=0.0)) as optimizer:
+        optimizer.step()
+        optimizer.param_groups[0]["params"][0] = equal
+        equal.sum().backward()
+        with pytest.raises(fastps.UsageError, match=r"expected the 1 parameters .* found 1, or others in their place"):
+            optimizer.step()
+
+
 @pytest.mark.parametrize(("slot", "group"), [(0, 1), (1, 0), (2**32 - 1, 0), (0, 2**32 - 1)])
 def test_hyper_parameters_are_written_into_slots_only(slot: int, group: int) -> None:
     _, inner = _fresh(MAKERS["momentum"])
