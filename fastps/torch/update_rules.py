@@ -132,7 +132,7 @@ class Hypers:
         """The current hyper-parameters, one per group."""
         try:
             are_same = groups == self._groups
-        except RuntimeError:  # two tensors of several numbers were compared, so one was exchanged for another
+        except Exception:  # of any kind: values that cannot be compared (tensors of several numbers, arrays) are not the same
             are_same = False
         if not are_same or (self._numbers and self._are_exchanged(groups)):
             self._check_same(groups)

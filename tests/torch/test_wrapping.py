@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,6 +87,17 @@ def test_a_parameter_in_place_of_an_equal_one_is_refused(shape: tuple[int, ...])
         equal.sum().backward()
         with pytest.raises(fastps.UsageError, match=r"expected the 1 parameters .* found 1, or others in their place"):
             optimizer.step()
+
+
+def test_a_group_may_keep_values_of_any_kind() -> None:
+    model, inner = _fresh(MAKERS["momentum"])
+    inner.param_groups[0]["history"] = None
+    with fastps.DistributedOptimizer(inner) as optimizer:
+        for value in (np.arange(2), np.arange(3), None, torch.arange(2), None):
+            _train(model, optimizer, range(1))
+            optimizer.param_groups[0]["history"] = value
+        _train(model, optimizer, range(1))
+        assert optimizer.version == 6
 
 
 @pytest.mark.parametrize(("slot", "group"), [(0, 1), (1, 0), (2**32 - 1, 0), (0, 2**32 - 1)])
