@@ -16,13 +16,14 @@ class GlobalStepLR(torch.optim.lr_scheduler.LambdaLR):
     Call `step()` after each `optimizer.step()`, as for any torch scheduler. With several shards the least advanced one counts.
     """
 
+    optimizer: DistributedOptimizer  # torch leaves it out of state_dict()
+
     def __init__(self, optimizer: DistributedOptimizer, factor: Callable[[int], float]) -> None:
-        self._job = optimizer
         super().__init__(optimizer, factor)
 
     def step(self, epoch: int | None = None) -> None:
         """Set the learning rates for the job's updates so far."""
-        self.last_epoch = self._job.version - 1
+        self.last_epoch = self.optimizer.version - 1
         super().step()
 
 

@@ -1,5 +1,6 @@
 """What the papers add to a torch loop: own rules, clipping, averages, schedules over updates, batches that are tuned."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +117,21 @@ def test_a_global_schedule_counts_the_jobs_updates_not_the_workers_steps() -> No
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
         with pytest.raises(ValueError, match="found decay=0, updates=1"):
             fastps.exponential_decay(optimizer, 0, 1)
+
+
+def test_a_global_schedule_is_saved_and_loaded_as_torchs_are(tmp_path: Path) -> None:
+    model, path = new_model(), tmp_path / "schedule.pt"
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5)) as optimizer:
+        schedule = fastps.exponential_decay(optimizer, 0.1, updates=10)
+        train_on(model, optimizer, batches_of(10, BATCH))
+        schedule.step()
+        torch.save(schedule.state_dict(), path)
+        again = fastps.exponential_decay(optimizer, 0.1, updates=10)
+        again.load_state_dict(torch.load(path))
+        assert again.state_dict() == schedule.state_dict()
+        train_on(model, optimizer, batches_of(10, BATCH))
+        again.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
 
 
 def test_batches_follow_the_size_that_the_grant_carries() -> None:
