@@ -7,10 +7,11 @@ import torch
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.update_rules import Rule
+from fastps.job.user_rules import UserRule
 from fastps.torch import named_weights, state
 from fastps.torch.attachment import Attachment
 from fastps.torch.job_state import Entry, JobState
-from fastps.torch.update_rules import HALVES, WRAP_ANEW, Hypers, check_scalars, names_of
+from fastps.torch.update_rules import HALVES, MASTER, WRAP_ANEW, Hypers, check_scalars, names_of, round_state
 
 _HOOKS = [f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
 
@@ -115,6 +116,9 @@ class OptimizerState(torch.optim.Optimizer):
         if is_late and any(self._entries()):
             self._publish_state(self._entries())
         self._state.attach(self._read_state, self._tensors, names_of(self._rule, self.param_groups))
+        hooks = self._inner._optimizer_step_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is round_state]:
+            del hooks[key]  # of an earlier job
 
     def _take_writes(self) -> None:
         """Check gradients of what was left out, and make what the script has changed in `state` the job's."""
@@ -170,6 +174,8 @@ class OptimizerState(torch.optim.Optimizer):
             self._job.worker.store.layout.check_has_state("the optimizer's state")
             self._state.detach()
             self._untaken = None
+            if MASTER in names_of(self._rule, self.param_groups) and not isinstance(self._rule, UserRule):
+                self._inner.register_step_pre_hook(round_state)
         except Exception as error:  # of any kind: param_groups may have changed since the last step
             self._untaken = f"the state could not be taken at close: {type(error).__name__}: {error}"
 

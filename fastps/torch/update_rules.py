@@ -195,6 +195,15 @@ def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[
     return entry | scalars | planes
 
 
+def round_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A hook before steps of a torch optimizer whose job has ended: torch computes in halves, and has no masters."""
+    for tensor, entry in optimizer.state.items():
+        if isinstance(tensor, torch.Tensor) and tensor.dtype in HALVES and entry.pop(MASTER, None) is not None:
+            for name in UPDATE_RULES[_KNOWN[type(optimizer)]].state:
+                if name in entry:
+                    entry[name] = entry[name].to(tensor.device, tensor.dtype)
+
+
 def names_of(rule: Rule, groups: Sequence[Mapping[str, Any]]) -> set[str]:
     """The names that entries of torch's state have for this rule, and `MASTER` if there are halves. Others are a script's own.
 

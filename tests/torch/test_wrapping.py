@@ -17,7 +17,7 @@ import torch
 import fastps
 from fastps.kernels.protocol.lane import Lane
 from tests.support import processes
-from tests.support.torch_optimizers import mean_square, steps_on
+from tests.support.torch_optimizers import OPTIMIZERS, mean_square, steps_on
 
 Make = Callable[[Any], torch.optim.Optimizer]
 MAKERS: dict[str, Make] = {
@@ -58,6 +58,25 @@ def test_the_state_of_an_optimizer_goes_on_when_it_is_wrapped(name: str, sync: s
         _train(model, wrapped, range(10, 20))
         for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["adam", "adamw-amsgrad", "nadam", "radam", "adamax", "momentum", "sgd", "rmsprop-all"])
+def test_the_torch_optimizer_of_halves_steps_by_itself_after_the_job(name: str, dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(3, 2, dtype=dtype)
+    optimizer = fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()))
+    steps_on(model, optimizer, torch.ones(1, 3, dtype=dtype), 3)
+    plain, saved = copy.deepcopy(model), optimizer.state_dict()
+    inner, expected = optimizer.unwrap(), OPTIMIZERS[name](plain.parameters())
+    assert torch.equal(inner.state[model.weight]["master"], saved["state"][0]["master"])
+    expected.load_state_dict({**saved, "state": saved["state"] if len(saved["state"][0]) > 1 else {}})
+    for each, of in ((inner, model), (expected, plain)):
+        steps_on(of, each, torch.ones(1, 3, dtype=dtype), 3)
+    assert torch.allclose(model.weight, plain.weight, rtol=0.02)  # torch rounds NAdam's product when it loads
+    assert {each.dtype for each in inner.state[model.weight].values() if each.dim()} <= {dtype}
+    fastps.DistributedOptimizer(inner).close()
+    assert len(inner._optimizer_step_pre_hooks) == 1
 
 
 def test_state_is_not_loaded_into_an_optimizer_while_it_is_wrapped() -> None:
