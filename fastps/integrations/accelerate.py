@@ -85,6 +85,7 @@ class JobOptimizer(DistributedOptimizer):
             self.replace_weights(loaded)
         together()
         self._job.take_weights()  # replaced weights have no new version
+        self._job.weights.remember()  # what the script loaded is no write of a step
         if self._kept is not None:
             kept, self._kept = self._kept, None
             self.load_state_dict(kept)

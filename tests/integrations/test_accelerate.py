@@ -48,6 +48,33 @@ def test_run_that_stopped_goes_on_from_its_saved_state(tmp_path: Path) -> None:
     assert whole["processes"] == 2 and len(set(whole["weights"])) == 1
 
 
+LOADS = """
+import torch
+from fastps.integrations.accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def step():
+    accelerator.backward(model(torch.ones(2, 4)).sum()); optimizer.step(); optimizer.zero_grad()
+step()
+accelerator.save_state("saved")
+saved = model.weight.detach().clone()
+step()
+accelerator.load_state("saved")
+assert torch.equal(model.weight, saved)
+step()
+accelerator.wait_for_everyone()
+assert torch.allclose(model.weight, saved - 0.2), (model.weight, saved)  # the gradient is 2 in every worker
+accelerator.end_training()
+"""
+
+
+def test_state_is_loaded_between_steps_in_every_worker(tmp_path: Path) -> None:
+    ended = programs.run(programs.command("fastps run", programs.program(LOADS, tmp_path)), tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 CALLS = """
 import json, sys, torch
 from fastps.integrations.accelerate import Accelerator
