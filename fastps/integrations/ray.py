@@ -154,7 +154,7 @@ class FastpsConfig(TorchConfig):  # type: ignore[misc]
     @property
     def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
         """See ray.train.BackendConfig: what surrounds the loop on each worker."""
-        return partial(_closes_optimizers, super().train_func_context)
+        return partial(_closes_optimizers, super().train_func_context, self.sync)
 
     def to_dict(self) -> dict[str, Any]:
         return {"sync": self.sync}
@@ -175,7 +175,7 @@ class FastpsBackend(Backend):  # type: ignore[misc]
             host = f"[{places[0].address}]" if ":" in places[0].address else places[0].address
             rendezvous = f"{host}:{port}"
         job = secrets.token_hex(8)
-        variables = variables_of(places, job, backend_config.sync, rendezvous)
+        variables = variables_of(places, job, rendezvous)
         ray.get([worker_group.execute_single_async(rank, _set_variables, own) for rank, own in enumerate(variables)])
 
 
@@ -222,13 +222,13 @@ def check_places(places: Sequence[Place], *, uses_gpus: bool) -> None:
             )
 
 
-def variables_of(places: Sequence[Place], job: str, sync: str | None, rendezvous: str = "") -> list[dict[str, str | None]]:
+def variables_of(places: Sequence[Place], job: str, rendezvous: str = "") -> list[dict[str, str | None]]:
     """The environment variables of each worker, in the order of ranks; None removes one.
 
     `rendezvous` is HOST:PORT, where the agents of several nodes meet.
 
     >>> place = Place("a", "10.0.0.1", 0, 0, 1, ("", ""), "1", False)
-    >>> variables_of([place], "j", "asp")[0]["FASTPS_WORKERS"]
+    >>> variables_of([place], "j")[0]["FASTPS_WORKERS"]
     '1'
     """
     nodes = places[-1].node + 1
@@ -243,7 +243,6 @@ def variables_of(places: Sequence[Place], job: str, sync: str | None, rendezvous
             "FASTPS_NODE_RANK": str(place.node),
             "FASTPS_RENDEZVOUS": rendezvous or None,
             "FASTPS_JOINS": None,
-            **({} if sync is None else {"FASTPS_SYNC": sync}),
         }
         for rank, place in enumerate(places)
     ]
@@ -278,14 +277,22 @@ def _set_variables(variables: Mapping[str, str | None]) -> None:
 
 
 @contextmanager
-def _closes_optimizers(device: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Close the loop's optimizers at its end. If the loop fails, the other workers end with an error that quotes why."""
+def _closes_optimizers(device: Callable[[], AbstractContextManager[None]], sync: str | None) -> Iterator[None]:
+    """Close the loop's optimizers at its end. If the loop fails, the other workers end with an error that quotes why.
+
+    The loop has its discipline from here, because Ray's local mode, `num_workers=0`, starts no backend.
+    """
+    before = os.environ.get("FASTPS_SYNC")
     with device():
         try:
+            if sync is not None:
+                _set_variables({"FASTPS_SYNC": sync})
             yield
         except BaseException as error:
             exit_handlers.close_all(f"{type(error).__name__}: {error}")
             raise
+        finally:
+            _set_variables({"FASTPS_SYNC": before})
         exit_handlers.close_all()
 
 

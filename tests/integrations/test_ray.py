@@ -118,6 +118,7 @@ def test_a_group_shares_its_samples_a_lost_worker_is_named_and_missing_gpus_are_
     assert not [job for job in discovery.listening() if job.startswith(returned["job"])], "the loop's end closes it"
     alone = _fit(_passes_over_shares, tmp_path, sync="asp", workers=0, datasets=datasets).return_value
     assert (alone["workers"], alone["rows"], alone["version"]) == (1, 120, 16 + 15), "Ray's local mode: the loop runs here"
+    assert alone["sync"] == "asp" and "FASTPS_SYNC" not in os.environ, "and the discipline is the trainer's there, too"
 
     for end, pattern in ((_kill, "worker 1 .*died"), (_fail, "worker 1 (.*) failed: ValueError: bad data")):
         with pytest.raises(train.WorkerGroupError) as caught:
@@ -176,12 +177,12 @@ def test_workers_that_cannot_be_one_job_are_refused_in_one_sentence() -> None:
 
 
 def test_variables_number_the_workers_of_all_nodes() -> None:
-    own = integration.variables_of(_places(("10.0.0.1", 1), ("10.0.0.2", 2)), "job", None, "10.0.0.1:4000")
+    own = integration.variables_of(_places(("10.0.0.1", 1), ("10.0.0.2", 2)), "job", "10.0.0.1:4000")
     names = ("FASTPS_RANK", "FASTPS_NODE_RANK", "FASTPS_LOCAL_RANK", "FASTPS_LOCAL_WORKERS", "FASTPS_NNODES", "FASTPS_WORKERS")
     assert [[each[name] for name in names] for each in own] == [list("000123"), list("110223"), list("211223")]
-    assert {each["FASTPS_RENDEZVOUS"] for each in own} == {"10.0.0.1:4000"} and "FASTPS_SYNC" not in own[0]
-    alone = integration.variables_of(_places(("10.0.0.1", 1)), "job", "asp")[0]
-    assert (alone["FASTPS_NNODES"], alone["FASTPS_RENDEZVOUS"], alone["FASTPS_SYNC"]) == ("1", None, "asp")
+    assert {each["FASTPS_RENDEZVOUS"] for each in own} == {"10.0.0.1:4000"}
+    alone = integration.variables_of(_places(("10.0.0.1", 1)), "job")[0]
+    assert (alone["FASTPS_NNODES"], alone["FASTPS_RENDEZVOUS"]) == ("1", None)
 
 
 def test_wrong_arguments_are_refused_before_anything_starts() -> None:
