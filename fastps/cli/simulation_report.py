@@ -41,10 +41,11 @@ def simulate_all(
 
 def simulation_table(rows: Sequence[Row], title: str) -> Rows:
     """Make a table with one row per policy; speed is relative to the first."""
+    first = rows[0]["steps_per_s"]  # 0 if its workers were killed before they pushed
     columns = [
         Column("sync"),
         Column("steps/s", "steps_per_s", ",.1f"),
-        Column("speed", lambda row: f"{row['steps_per_s'] / rows[0]['steps_per_s']:.2f}x"),
+        Column("speed", lambda row: f"{row['steps_per_s'] / first:.2f}x" if first else "-"),
         Column("waiting", "wait_share", ".1%"),
         Column("for grants", "grant_wait_share", ".1%", wide=True),
         Column("staleness", "staleness_mean", ".2f"),

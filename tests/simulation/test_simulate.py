@@ -461,6 +461,14 @@ def test_a_simulation_in_which_all_wait_for_ever_ends_with_an_error() -> None:
         simulator.run(1000)
 
 
+def test_a_simulation_whose_workers_are_all_killed_before_they_push_has_a_row_of_zeros() -> None:
+    outcome = commands.fastps("simulate", "-n", "1", "--sync", "asp,bsp", "--kill", "0@1ms", "--json", "-")
+    assert outcome.returncode == 0, outcome.stderr
+    assert [(row["steps"], row["steps_per_s"], row["samples_per_s"]) for row in json.loads(outcome.stdout)["rows"]] == [
+        (0, 0, 0)
+    ] * 2
+
+
 def test_the_command_writes_rows_trace_and_table(tmp_path: Path) -> None:
     trace = tmp_path / "trace.npy"
     arguments = ["--sync", "ssp:3", "--steps", "50", "--straggler", "0:3", "--seed", "4", "--trace", str(trace), "--json", "-"]
