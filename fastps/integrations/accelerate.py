@@ -65,8 +65,9 @@ class JobOptimizer(DistributedOptimizer):
 
     def finish(self) -> torch.optim.Optimizer:
         """Leave once all workers have pushed all; return the torch optimizer with the job's last state. A collective call."""
-        self.wait_for_others()
-        self.close()
+        if not self.worker.closed:
+            self.wait_for_others()
+            self.close()
         return self._inner
 
     @contextlib.contextmanager
@@ -294,9 +295,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # its package 
     def end_jobs(self) -> None:
         """Leave the jobs once all workers have made their last push; the models keep the final weights. A collective call."""
         for job in self._jobs:
-            if not job.worker.closed:
-                job.wait_for_others()
-                job.close()
+            job.finish()
         self._jobs.clear()
         self._given.clear()
 

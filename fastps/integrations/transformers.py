@@ -133,6 +133,8 @@ class TrainerMixin(_Base):  # type: ignore[misc]
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
         """Make the optimizer. Raises UnsupportedError if every step would wait for all workers, and the discipline does not."""
+        if isinstance(job := getattr(self.optimizer, "optimizer", None), fastps_accelerate.JobOptimizer):
+            self.optimizer = job.finish()  # the training before was interrupted
         made = super().create_optimizer(*arguments, **options)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             sync = parse_policy(self.args.sync or os.environ.get("FASTPS_SYNC", "bsp"))

@@ -90,6 +90,49 @@ def test_language_model_trains_twice_and_evaluates_in_between(options: str, sync
     assert output.count("'eval_loss'") == 3, "worker 0 alone logs"
 
 
+INTERRUPTED = """
+import sys, torch
+import transformers
+from fastps.integrations import transformers as with_fastps
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def forward(self, x, labels):
+        return {"loss": (self.layer(x) - labels).square().mean()}
+
+class Stop(transformers.TrainerCallback):
+    steps = 0
+    def on_step_end(self, *arguments, **options):
+        self.steps += 1
+        if self.steps == 3:
+            raise KeyboardInterrupt
+
+def weights(package, **more):
+    torch.manual_seed(0)
+    model = Model()
+    options = {"report_to": [], "max_steps": 4, "save_strategy": "no", "learning_rate": 0.1, "use_cpu": True}
+    rows = [{"x": torch.ones(2) * 0.1 * row, "labels": torch.ones(1)} for row in range(32)]
+    arguments = package.TrainingArguments("out", **{**options, **more})
+    trainer = package.Trainer(model, arguments, train_dataset=rows, callbacks=[Stop()])
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        trainer.train()
+    return model.layer.weight.detach(), trainer.optimizer.state_dict()["state"][0]["step"]
+"""
+
+
+def test_training_goes_on_after_one_that_was_interrupted_as_that_of_transformers(tmp_path: Path) -> None:
+    check = (
+        "found, expected = weights(with_fastps), weights(transformers)\n"
+        "assert found[1] == expected[1] == 7 and torch.allclose(found[0], expected[0], atol=1e-6), (found, expected)\n"
+    )
+    ended = programs.run(programs.command("alone", programs.program(INTERRUPTED + check, tmp_path)), tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp16": True}, "expected bf16=True or full precision, found fp16=True"),
     ({"fsdp": "full_shard"}, "FSDP shards or averages itself"),
