@@ -61,11 +61,20 @@ class _ArgumentsMixin(_Base):  # type: ignore[misc]
         given: Any = self
         if isinstance(given.fastps_options, str):  # of a command line
             given.fastps_options = json.loads(given.fastps_options)
+        if isinstance(name := (given.fastps_options or {}).get("push_dtype"), str):
+            given.fastps_options = {**given.fastps_options, "push_dtype": getattr(torch, name.removeprefix("torch."), name)}
         _refuse(given)
         given.use_cpu = fastps_accelerate.begin(given.use_cpu)
         if torch.distributed.is_initialized():
             given.ddp_backend = "gloo"
         super().__post_init__()
+
+    def to_dict(self) -> dict[str, Any]:
+        """See transformers.TrainingArguments. Types of torch are in it by name, as JSON needs them."""
+        found: dict[str, Any] = super().to_dict()
+        given = found["fastps_options"] or {}
+        named = {name: str(each).removeprefix("torch.") for name, each in given.items() if isinstance(each, torch.dtype)}
+        return {**found, "fastps_options": {**given, **named} or None}
 
 
 def _refuse(given: Any) -> None:
@@ -99,7 +108,8 @@ class TrainingArguments(_ArgumentsMixin, transformers.TrainingArguments):  # typ
 
     Args:
         sync: as for fastps.DistributedOptimizer; default: FASTPS_SYNC, else "bsp".
-        fastps_options: further arguments of DistributedOptimizer, as a dict.
+        fastps_options: further arguments of DistributedOptimizer, as a dict; a type may be a name, as in a file of JSON:
+            {"push_dtype": "bfloat16"}.
     """
 
 

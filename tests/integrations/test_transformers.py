@@ -1,5 +1,6 @@
 """transformers' Trainer with fastps: the example, checkpoints, the best model, a second training, and what is refused."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,19 @@ def test_training_goes_on_after_one_that_was_interrupted_as_that_of_transformers
     )
     ended = programs.run(programs.command("alone", programs.program(INTERRUPTED + check, tmp_path)), tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_types_in_the_options_are_written_and_read_by_name(tmp_path: Path) -> None:
+    import torch
+
+    from fastps.integrations.transformers import TrainingArguments
+
+    given = TrainingArguments(str(tmp_path), use_cpu=True, fastps_options={"push_dtype": torch.bfloat16, "nonfinite": "drop"})
+    written = json.loads(given.to_json_string())["fastps_options"]
+    assert written == {"push_dtype": "bfloat16", "nonfinite": "drop"}
+    assert given.fastps_options["push_dtype"] is torch.bfloat16
+    for options in (written, json.dumps(written)):
+        assert TrainingArguments(str(tmp_path), use_cpu=True, fastps_options=options).fastps_options == given.fastps_options
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
