@@ -248,7 +248,7 @@ def _check_positions(lines: Lines, worker: int) -> None:
 
 
 def _commits_of(trace: Trace) -> list[list[list[Event]]]:
-    """Each shard's commits. Raises ValueError if a commit or an event is missing."""
+    """Each shard's commits. Raises UsageError if a commit is missing, and ValueError if an event is."""
     events = np.sort(trace.events, order=["shard", "commit", "order"])
     owned = events[events["kind"] != EVENT_TIMER]
     if len(owned) and not 0 <= int(owned["worker"].min()) <= int(owned["worker"].max()) < trace.workers:
@@ -259,7 +259,11 @@ def _commits_of(trace: Trace) -> list[list[list[Event]]]:
         numbers, firsts = np.unique(lines["commit"], return_index=True)
         if not np.array_equal(numbers, np.arange(len(numbers)) + _FIRST_COMMIT):
             missing = next(number for number, have in enumerate(numbers, _FIRST_COMMIT) if number != have)
-            raise ValueError(f"commit {missing} of shard {shard} is missing")
+            raise UsageError(
+                f"commit {missing} of shard {shard} has no record: the script changed weights or the optimizer's state between"
+                " steps (replace_weights, load_state_dict, optimizer.state), which cannot be replayed yet, or a worker was"
+                " killed before it could record it"
+            )
         commits = np.split(lines, firsts[1:]) if len(lines) else []
         if commits and int(commits[0]["version"][0]) > len(commits[0]):
             raise ValueError("it begins from a checkpoint, which cannot be replayed yet")

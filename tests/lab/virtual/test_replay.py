@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from fastps import SGD, Store
+from fastps import SGD, DistributedOptimizer, Store
 from fastps.checkpoint.loading import load
 from fastps.errors import UsageError
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_FREE
@@ -287,12 +288,27 @@ def test_what_cannot_be_replayed_is_refused(asp: Recorded, tmp_path: Path, monke
     ):
         with pytest.raises(UsageError, match=message):
             recorded_of(found, tmp_path / "run.trace")
-    with pytest.raises(TraceError, match=r"is damaged: commit \d+ of shard 0 is missing"):
-        recorded_of(replace(trace, events=trace.events[trace.events["commit"] != 3]), tmp_path / "run.trace")
+    damaged = trace.events.copy()
+    damaged["order"][damaged["commit"] == 3] += 1
+    with pytest.raises(TraceError, match=r"is damaged: an event of commit 3 is missing"):
+        recorded_of(replace(trace, events=damaged), tmp_path / "run.trace")
     with pytest.raises(UsageError, match="the trace is of another script: expected its model"):
         replayed(replace(asp, about={**asp.about, "model": "another"}), monkeypatch)
     with pytest.raises(UsageError, match=r"expected the arguments that the run was recorded with .*, found --lr 2"):
         asp.check_command(["python", "train.py", "--lr", "2"])
+
+
+@pytest.mark.parametrize("change", ["load_state_dict(optimizer.state_dict())", "replace_weights(lambda weights: weights)"])
+def test_changes_between_steps_are_named_as_what_cannot_be_replayed(change: str, tmp_path: Path) -> None:
+    inner = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1, momentum=0.5)
+    with recording(tmp_path / "run.trace"), DistributedOptimizer(inner) as optimizer:
+        for step in range(4):
+            sum(each.sum() for each in inner.param_groups[0]["params"]).backward()
+            optimizer.step()
+            if step == 1:
+                eval(f"optimizer.{change}", {"optimizer": optimizer})
+    with pytest.raises(UsageError, match=r"commit \d of shard 0 has no record: the script changed weights or"):
+        recorded_of(read(tmp_path / "run.trace"), tmp_path / "run.trace")
 
 
 # -- real processes ------------------------------------------------------------------------------------
