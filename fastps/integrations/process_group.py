@@ -11,7 +11,15 @@ from functools import partialmethod
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, ScatterOptions, Store, Work  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    ReduceOptions,
+    ScatterOptions,
+    Store,
+    Work,
+)
 
 from fastps.errors import Error, UnsupportedError, UsageError, WorkerDiedError
 from fastps.integrations import attendance
@@ -94,13 +102,33 @@ class JobGroup(ProcessGroup):
             work = self.run("scatter", [tensor], [sent] if root == self.rank() else [], options)
         return work
 
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any = None) -> Work:
+        """Each worker's part of the sums, by reduces: Gloo's own work does not say when it is over."""
+        for output, parts in zip(outputs, inputs, strict=True):
+            for root, part in enumerate(parts):
+                to_root, reduced = ReduceOptions(), part.detach().clone()
+                to_root.rootRank = root
+                if options is not None:
+                    to_root.reduceOp = options.reduceOp
+                work = self.run("reduce", [reduced], to_root)
+                if root == self.rank():
+                    output.detach().copy_(reduced)
+        return work
+
+    def reduce_scatter_single(self, output: torch.Tensor, parts: torch.Tensor, options: Any = None) -> Work:
+        """`reduce_scatter` of one tensor, which holds the parts of all workers."""
+        return self.reduce_scatter([output], [list(parts.reshape(self.size(), *output.shape))], options)
+
+    _reduce_scatter_base = reduce_scatter_single  # of torch before 2.13
+
 
 _COLLECTIVES = (
     *("allgather", "allgather_coalesced", "_allgather_base", "allreduce", "allreduce_coalesced", "alltoall_base"),
-    *("barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"),
+    *("barrier", "broadcast", "gather", "reduce", "scatter"),
 )
 for _name in _COLLECTIVES:  # the methods of Gloo's group, as methods that return when the collective is over
     setattr(JobGroup, _name, partialmethod(JobGroup.run, _name))
+JobGroup.all_gather_single = JobGroup._allgather_base  # the name of torch 2.13
 
 
 def barrier() -> None:

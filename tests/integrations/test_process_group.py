@@ -29,6 +29,15 @@ assert rank or [each.item() for each in parts] == [1.0, 2.0]
 share = torch.zeros(1)
 distributed.scatter(share, [torch.tensor([3.0]), torch.tensor([4.0])] if rank == 0 else None)
 assert share.item() == 3.0 + rank
+summed = torch.zeros(1)
+parts = [torch.tensor([rank + 1.0]), torch.tensor([rank + 5.0])]
+distributed.reduce_scatter(summed, parts)
+assert summed.item() == 3.0 + 8 * rank and parts[0].item() == rank + 1.0
+distributed.reduce_scatter_tensor(summed, torch.cat(parts), distributed.ReduceOp.MAX)
+assert summed.item() == 2.0 + 4 * rank
+joined = torch.zeros(2)
+distributed.all_gather_into_tensor(joined, torch.tensor([rank + 1.0]))
+assert joined.tolist() == [1.0, 2.0]
 objects = [None, None]
 distributed.all_gather_object(objects, {"rank": rank})
 assert objects == [{"rank": 0}, {"rank": 1}]
