@@ -11,11 +11,17 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed import AllreduceOptions, BarrierOptions, BroadcastOptions, ProcessGroup
+from torch.distributed import (  # type: ignore[attr-defined]
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroup,
+    Store,
+)
 
 from fastps.collectives import tensors as of
 from fastps.collectives.group import Collective, Group
-from fastps.collectives.group_memory import KeyStore
 from fastps.collectives.works import GroupWork, Sequencer
 from fastps.errors import UnsupportedError, UsageError
 from fastps.kernels.collectives.exchange import KINDS, NO_REDUCTION
@@ -273,6 +279,10 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         return self._sequencer.give(work, calls, at_once=not getattr(opts, "asyncOp", True))
 
 
-def create(store: KeyStore, rank: int, size: int, timeout: timedelta) -> SharedMemoryProcessGroup:
-    """The creator that `torch.distributed.Backend.register_backend` calls, on every rank of a new group."""
+def create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryProcessGroup:
+    """The creator that `torch.distributed.Backend.register_backend` calls, on every rank of a new group.
+
+    A group that is made again after it was destroyed may have the same name, and then finds the first one's keys.
+    """
+    store = PrefixStore(str(store.add(f"groups/{rank}", 1)), store)
     return SharedMemoryProcessGroup(Group(store, rank, size, _nanoseconds(timeout)))

@@ -159,6 +159,19 @@ def test_several_gathers_in_one_call_agree_with_gloo(tmp_path: Path, count: int)
     _run(tmp_path, 3, member)
 
 
+def test_a_group_is_made_again_under_the_name_of_one_that_was_destroyed(tmp_path: Path) -> None:
+    def member(rank: int) -> list[float]:
+        sums = []
+        for _ in range(3):
+            group = dist.new_group([0, 1], use_local_synchronization=True)  # which names a group by its ranks
+            dist.all_reduce(tensor := torch.ones(1) + rank, group=group)
+            dist.destroy_process_group(group)
+            sums.append(tensor.item())
+        return sums
+
+    assert _run(tmp_path, 2, member) == [[3.0, 3.0, 3.0]] * 2
+
+
 def test_one_process_is_a_group(tmp_path: Path) -> None:
     def member(rank: int) -> list[float]:
         dist.all_reduce(tensor := torch.ones(3))
