@@ -42,13 +42,25 @@ class JobGroup(ProcessGroup):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub has another constructor
+        # A group that is made again may have the name, and the keys, of one that was destroyed.
+        store = PrefixStore(str(store.add(f"groups/{rank}", 1)), store)
         self._gloo: Any = ProcessGroupGloo(store, rank, size, timeout)
+        self._name: Any = ""
         self._store, self._number = PrefixStore("fastps", store), 0
         self.limit_s = timeout.total_seconds()
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         """The name of this kind of group."""
         return BACKEND
+
+    def _set_group_name(self, name: Any) -> None:
+        super()._set_group_name(name)
+        self._name = name
+
+    @property
+    def group_name(self) -> Any:
+        """The name that torch gave the group. Its base class keeps none for a group without torch's own backends."""
+        return self._name
 
     def run(self, name: str, *arguments: Any, pushes: bool = True, **options: Any) -> Work:
         """Take part in a collective, wait for the others, and return its completed work.
@@ -102,7 +114,7 @@ class JobGroup(ProcessGroup):
             work = self.run("scatter", [tensor], [sent] if root == self.rank() else [], options)
         return work
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any = None) -> Work:
+    def reduce_scatter(self, outputs: Any, inputs: Any, options: Any = None) -> Work:  # type: ignore[override]
         """Each worker's part of the sums, by reduces: Gloo's own work does not say when it is over."""
         for output, parts in zip(outputs, inputs, strict=True):
             for root, part in enumerate(parts):
@@ -119,16 +131,16 @@ class JobGroup(ProcessGroup):
         """`reduce_scatter` of one tensor, which holds the parts of all workers."""
         return self.reduce_scatter([output], [list(parts.reshape(self.size(), *output.shape))], options)
 
-    _reduce_scatter_base = reduce_scatter_single  # of torch before 2.13
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # its name before torch 2.13
 
 
 _COLLECTIVES = (
     *("allgather", "allgather_coalesced", "_allgather_base", "allreduce", "allreduce_coalesced", "alltoall_base"),
     *("barrier", "broadcast", "gather", "reduce", "scatter"),
 )
-for _name in _COLLECTIVES:  # the methods of Gloo's group, as methods that return when the collective is over
-    setattr(JobGroup, _name, partialmethod(JobGroup.run, _name))
-JobGroup.all_gather_single = JobGroup._allgather_base  # the name of torch 2.13
+_RENAMED = {"all_gather_single": "_allgather_base"}  # by torch 2.13; Gloo's group has the old name
+for _name in (*_COLLECTIVES, *_RENAMED):  # the methods of Gloo's group, as methods that return when the collective is over
+    setattr(JobGroup, _name, partialmethod(JobGroup.run, _RENAMED.get(_name, _name)))
 
 
 def barrier() -> None:
