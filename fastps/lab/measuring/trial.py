@@ -99,7 +99,7 @@ def _try(command: Sequence[str], workers: int) -> Trial:
 
 
 class _Watch:
-    """Ends a trial by SIGTERM, as a user would, once each worker has made enough steps; counts the memory before."""
+    """Ends a trial by SIGTERM, as a user would, once each worker has made enough steps; counts the memory in its steps."""
 
     def __init__(self, job: str, workers: int) -> None:
         self._job, self._workers = job, workers
@@ -115,7 +115,7 @@ class _Watch:
         with contextlib.suppress(AttachError), contextlib.closing(observe(self._job, timeout_s=0.0)) as observer:
             steps = min(worker.steps for worker in observer.statistics()[: self._workers])
         if steps and not self._first_s:
-            self._first_s = now_s
+            self._first_s, self.memory_bytes = now_s, _memory_of_descendants()  # a short script ends before the next look
         if not self._first_s and now_s - self._began_s > FIRST_STEP_S:
             raise UsageError(
                 f"expected a step of fastps within {FIRST_STEP_S:g} s, found none: does the script wrap its optimizer?"

@@ -52,6 +52,15 @@ def test_a_script_that_sleeps_for_its_data_is_told_that_more_workers_help(tmp_pa
     assert all(row["memory_bytes"] > 20_000_000 and row["blocked_ms"] > 10 for row in rows)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_memory_of_a_script_of_few_steps_is_known(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("while True", "for _ in range(60)"))
+    outcome = commands.fastps("doctor", "--script", "--json", str(tmp_path / "rows"), str(tmp_path / "train.py"))
+    assert outcome.returncode == 0, outcome.stderr
+    assert all(row["memory_bytes"] > 20_000_000 for row in json.loads((tmp_path / "rows").read_text())["rows"])
+
+
 @pytest.mark.parametrize(("script", "said"), [
     ("print('no step of fastps')", "expected a script that makes 200 steps of fastps or more, found:"),
     ("raise SystemExit(3)", "expected a script that trains with -n 1, found that worker 0 ended (exit code 3)"),
