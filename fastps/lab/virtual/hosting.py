@@ -28,7 +28,14 @@ def job_options(
 
     `threads`: of a worker's arithmetic, unless the environment says. `changes`: whether workers die or join.
     `pause`: the worker and the step that runs under pdb.
+
+    Raises UsageError for a folder that has checkpoints: these commands can neither go on from them nor delete them.
     """
+    if checkpoint is not None and (others := sorted(checkpoint.glob("checkpoint-*"))):
+        raise UsageError(
+            f"--checkpoint: expected a folder without another run's checkpoints, found {others[-1]}: delete it, or give another"
+            " folder"
+        )
     variables = {
         "FASTPS_VIRTUAL": "1",
         "FASTPS_PAUSE": pause,

@@ -194,6 +194,17 @@ def test_a_script_that_cannot_be_simulated_ends_with_a_sentence(text: str, messa
     assert message in " ".join(found.stderr.split()), found.stderr[-2000:]
 
 
+def test_a_folder_that_has_checkpoints_is_refused_with_what_the_command_can_do(
+    written: Callable[[str], str], tmp_path: Path
+) -> None:
+    (tmp_path / "asp" / "checkpoint-000001").mkdir(parents=True)
+    found = fastps(
+        "simulate", "--script", "-n", "2", "--sync", "asp", "--checkpoint", str(tmp_path), written(BUILT_IN), "2", "3"
+    )
+    sentence = " ".join(found.stderr.split())
+    assert found.returncode == 2 and "checkpoint-000001: delete it, or give another folder" in sentence, found.stderr[-2000:]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_worker_that_failed_is_named_and_not_one_that_ended_in_consequence(written: Callable[[str], str]) -> None:
