@@ -474,7 +474,7 @@ cdef class InvariantChecker:
             self.fail(b"push log: worker %ld posted %ld descriptors, done with are %ld", index, self.posted[index],
                       known.cursor[index])
         if left and fps_member_state(self.arena.lane(left - 1).state) == FPS_LANE_EXPELLED:
-            return  # it was passed by and may have written counters late, which the next combiner writes again once it has ended
+            return  # it may have written counters late, which the next combiner writes again once it has ended
         if (not known.folded[index] - uncertain <= words.folded <= known.folded[index]
                 or (counted > passed if self.miscounted[index] else counted != passed)):
             self.fail(b"push log: worker %ld's counters say that %ld are folded or dropped, seen were %ld", index, counted,

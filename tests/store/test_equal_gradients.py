@@ -26,7 +26,7 @@ def _warnings(sync: str, inputs: Callable[[int, int], torch.Tensor], steps: int 
         with fastps.DistributedOptimizer(inner, sync, job=job, rank=rank, workers=workers, timeout_s=30) as optimizer:
             optimizer.wait_for_start()
             for step in range(steps):
-                time.sleep(0.4 if step else 0.0)  # the first gradients stay until the next ones come
+                time.sleep(0.5 if step < 2 else 0.05)  # all have the first weights, and the first gradients stay for a while
                 optimizer.zero_grad()
                 model(inputs(rank, step)).square().mean().backward()
                 optimizer.step()
