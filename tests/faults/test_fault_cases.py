@@ -318,11 +318,12 @@ def test_case_19_another_model_is_refused_before_a_byte_is_written() -> None:
 
 
 def test_case_20_another_format_and_a_second_job_of_the_same_name_are_refused() -> None:
-    with _store(1, job="case-20") as store:
+    job = f"case-20-{os.getpid()}"
+    with _store(1, job=job) as store:
         with pytest.raises(rendezvous.AbiDiffers, match=f"expected the job's arena format to be {ABI + 1}.*found {ABI}"):
-            rendezvous.connect("case-20", "host", 5, abi=ABI + 1)
+            rendezvous.connect(job, "host", 5, abi=ABI + 1)
         with pytest.raises((OSError, fastps.Error), match="case-20"):
-            _store(1, job="case-20")
+            _store(1, job=job)
         assert store.version == 0
 
 

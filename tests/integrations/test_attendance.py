@@ -96,7 +96,7 @@ def test_without_a_job_the_wait_ends_at_its_own_limit() -> None:
 
 
 def test_nothing_is_pushed_while_a_third_worker_neither_waits_nor_has_come() -> None:
-    store = fastps.Store.create({"w": torch.zeros(2).numpy()}, fastps.SGD(lr=1.0), sync="bsp", workers=3, job="meeting-third")
+    store = fastps.Store.create({"w": torch.zeros(2).numpy()}, fastps.SGD(lr=1.0), sync="bsp", workers=3)
     with store:
         first, second, _third = (store.attach(rank) for rank in range(3))
         _push(second)

@@ -115,8 +115,8 @@ def test_periodic_checkpoints_have_one_version_of_all_parts_and_are_resumed_with
 def test_one_process_one_home_and_shares_go_on_from_each_others_checkpoints(tmp_path: Path) -> None:
     """Sums of one process have another order; jobs of the same workers end with the same bits, wherever the weights are."""
     alone, shares, one_home = tmp_path / "alone", tmp_path / "shares", tmp_path / "one home"
-    model = _model(SMALL)
-    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model, job="alone", rank=0, workers=1) as optimizer:
+    model, job = _model(SMALL), f"alone-{os.getpid()}"
+    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model, job=job, rank=0, workers=1) as optimizer:
         for _ in range(2):
             model(torch.ones(4, 12)).square().mean().backward()
             optimizer.step()
@@ -130,7 +130,7 @@ def test_one_process_one_home_and_shares_go_on_from_each_others_checkpoints(tmp_
     assert len({digest for end in ends for _, digest in end}) == 1
     resumed = _model(SMALL)
     inner = ADAM(resumed.parameters())
-    with fastps.DistributedOptimizer(inner, model=resumed, job="alone", rank=0, workers=1, resume=one_home) as optimizer:
+    with fastps.DistributedOptimizer(inner, model=resumed, job=job, rank=0, workers=1, resume=one_home) as optimizer:
         assert (optimizer.version, optimizer.worker.steps) == (6, 6)
     assert fastps.load(one_home).description["workers"] == 2
 

@@ -55,7 +55,7 @@ def _results(folder: Path, method: str, arguments: list[str], monkeypatch: pytes
     results = folder / f"results-{method}"
     results.mkdir()
     monkeypatch.setenv("RESULTS", str(results))
-    launcher = Launcher([sys.executable, *arguments], 2, start_method=method, job="same")
+    launcher = Launcher([sys.executable, *arguments], 2, start_method=method, job=f"same-{os.getpid()}")
     outcome = launcher.run()
     assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
     found = [json.loads((results / str(rank)).read_text()) for rank in range(2)]

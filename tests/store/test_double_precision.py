@@ -90,8 +90,8 @@ def test_a_job_of_the_other_precision_does_not_resume_and_names_both(tmp_path: P
 
 
 def test_readers_see_doubles() -> None:
-    store = fastps.Store.create(WEIGHTS, fastps.SGD(lr=0.1), job="doubles-read")
-    with store, store.attach(0) as worker, fastps.reader("doubles-read") as reader:
+    store = fastps.Store.create(WEIGHTS, fastps.SGD(lr=0.1))
+    with store, store.attach(0) as worker, fastps.reader(store.job) as reader:
         for step in range(5):
             worker.step(_gradient(0, step))
             reader.pull()

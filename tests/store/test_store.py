@@ -86,11 +86,11 @@ def test_an_observer_sees_the_counters_and_holds_nothing() -> None:
 
 def test_an_observer_finds_a_job_of_which_only_a_high_lane_answers() -> None:
     weights = {"w": np.ones(4, np.float32)}
-    with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="asp", workers=100, job="high-lane") as store:
+    with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="asp", workers=100) as store:
         for listener in list(store._listeners):
             store.stop_answering(listener)
         listener = store.answer_at(99)
-        observer = fastps.observe("high-lane")
+        observer = fastps.observe(store.job)
         assert len(observer.statistics()) == 100
         observer.close()
         store.stop_answering(listener)

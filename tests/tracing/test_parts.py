@@ -14,10 +14,11 @@ from fastps.tracing.parts import Part, end, folders_of, load
 from tests.report.traces import header
 from tests.support import processes
 
+JOB = f"again-{os.getpid()}"  # other processes run other tests of this file at the same time
 FAILED = {0: {"end": {"at_ns": 7, "exit_code": 3}}}
 
 
-def _job(workers: int = 1, name: str = "again") -> fastps.Store:
+def _job(workers: int = 1, name: str = JOB) -> fastps.Store:
     return fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=0.1), sync="asp", workers=workers, job=name)
 
 
@@ -50,7 +51,7 @@ def test_what_a_crashed_job_left_is_no_part_of_the_next_one_of_its_name(tmp_path
     assert (found.header["recorded"], found.header["unfinished"], len(found.steps)) == ([0], [], 2)
     (earlier,) = folders_of(file)
     assert load(earlier).header["unfinished"] == [0, 1, 2]
-    end(file, "again", {}, time.time_ns())  # as the launcher of the next one does
+    end(file, JOB, {}, time.time_ns())  # as the launcher of the next one does
     assert len(read(file).steps) == 2 and folders_of(file) == [earlier]
 
 
@@ -65,9 +66,9 @@ def test_what_a_newer_job_left_is_shown_instead_of_an_older_trace(tmp_path: Path
 def test_a_launch_that_fails_before_it_trains_changes_no_earlier_trace(tmp_path: Path) -> None:
     file, began_ns = tmp_path / "run.trace", time.time_ns()
     _end_well(file, 2)
-    end(file, "again", FAILED, time.time_ns())
+    end(file, JOB, FAILED, time.time_ns())
     assert "end" not in read(file).header["of_worker"]["0"]
-    end(file, "again", FAILED, began_ns)
+    end(file, JOB, FAILED, began_ns)
     assert read(file).header["of_worker"]["0"]["end"] == FAILED[0]["end"]
 
 
@@ -76,14 +77,14 @@ def test_what_became_of_a_worker_is_told_in_the_trace_of_its_last_job(tmp_path: 
     file = tmp_path / "run.trace"
 
     def work(rank: int) -> None:
-        for name in ("again", "again.1"):
+        for name in (JOB, f"{JOB}.1"):
             with _job(name=name) as store:
                 _steps(store, rank, 1)
-        _steps(_job(name="again.2"), rank, 3, dies=True)
+        _steps(_job(name=f"{JOB}.2"), rank, 3, dies=True)
 
     with fastps.trace(file):
         processes.finish(processes.start_each(work, 1), 60)
-    end(file, "again", FAILED, 0)
+    end(file, JOB, FAILED, 0)
     traces = [read(tmp_path / name) for name in ("run.trace", "run-1.trace", "run-2.trace")]
     assert [len(trace.steps) for trace in traces] == [1, 1, 3]
     assert ["end" in trace.header["of_worker"]["0"] for trace in traces] == [False, False, True]

@@ -24,7 +24,7 @@ def events_of(file: Path) -> np.ndarray:
 
 
 def test_a_lane_logs_the_events_of_its_commits_in_order(tmp_path: Path) -> None:
-    with Store.create({"w": np.ones(3, np.float32)}, SGD(lr=1.0), sync="bsp", workers=2, job="logged") as store:
+    with Store.create({"w": np.ones(3, np.float32)}, SGD(lr=1.0), sync="bsp", workers=2) as store:
         lanes, combiner = [Lane(store.arena, rank) for rank in range(2)], Lane(store.arena, 0)
         lanes[0].post(KIND_NULL, 0, 0, 0, 100)
         assert combiner.try_combine(1_000) == DONE

@@ -237,7 +237,7 @@ def test_the_others_go_on_without_a_worker_that_leaves(spec: str) -> None:
 def test_a_push_that_is_not_played_waits_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's lane takes the named lanes' pushes in the given order, and no other."""
     monkeypatch.delenv("FASTPS_VIRTUAL")
-    with Store.create(FIRST, SGD(lr=1.0), sync="asp", workers=3, job="played") as store:
+    with Store.create(FIRST, SGD(lr=1.0), sync="asp", workers=3) as store:
         lanes, combiner = [Lane(store.arena, rank) for rank in range(3)], Lane(store.arena, 0)
         for rank, lane in enumerate(lanes):
             lane.set_hyper(0, 0, 1.0, 0, 0, 0, 0, 0, 0, 0, 0)
