@@ -25,6 +25,25 @@ def test_the_page_is_what_the_figures_give() -> None:
     assert tables.main(["--check", "--docs", str(DOCS)]) == 0
 
 
+@pytest.mark.skipif(not (DOCS / "benchmarks.md").exists(), reason="tests run without the source tree")
+@pytest.mark.parametrize(
+    ("column", "figures", "chosen"),
+    [
+        ("cnn", "training", {"model": "CNN", "workers": 4}),
+        ("mlp", "training", {"model": "MLP", "workers": 4}),
+        ("memory", "memory", {"optimizer": "SGD, momentum", "workers": 4}),
+    ],
+)
+def test_the_table_beside_others_repeats_figures_of_other_tables(column: str, figures: str, chosen: dict[str, object]) -> None:
+    of_file = tables.read_figures(DOCS / "benchmarks")
+    (row,) = (row for row in of_file[figures]["rows"] if chosen.items() <= row.items())
+    beside = {each["system"]: each[column] for each in of_file["beside"]["rows"]}
+    systems = {"bsp": "fastps `bsp`", "dssp": "fastps `dssp:3,15`", "ddp": "DDP on Gloo", "hogwild": "Hogwild"}
+    systems["single"] = "one process, all cores"
+    repeated = {key: beside[system] for key, system in systems.items() if key in row}
+    assert len(repeated) >= 3 and repeated == {key: row[key] for key in repeated}
+
+
 def test_a_changed_page_is_told_of_and_rewritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     docs = _docs(tmp_path, "before\n<!-- table: step -->\n1.2\n<!-- end of table -->\nafter\n")
     assert tables.main(["--check", "--docs", str(docs)]) == 1
