@@ -9,6 +9,7 @@ attributes; `why_not_compiled` tells the reason.
 import functools
 import importlib
 import logging
+import threading
 import weakref
 from collections.abc import Sequence
 from types import ModuleType
@@ -32,6 +33,7 @@ except ImportError as _error:  # built against a torch with other symbols
 logger = logging.getLogger("fastps.torch")
 
 _all: "weakref.WeakSet[TensorLoops]" = weakref.WeakSet()  # views of one tensor have one version counter, also in two optimizers
+_counting = threading.RLock()  # held where versions are remembered: each of two threads may train with its own optimizer
 
 TORCH = torch.__version__.partition("+")[0]
 
@@ -50,8 +52,9 @@ class TensorLoops:
         self._data = Attribute("data", tensors)
         self._grad = Attribute("grad", tensors)
         self._counters = Attribute("_version", tensors)
-        self.remember()
-        _all.add(self)
+        with _counting:
+            self.remember()
+            _all.add(self)
 
     def prepare(self, values: list[torch.Tensor], memory: object = None) -> Any:
         """Convert these values, one per tensor, to the form that the other loops take. The values must not change afterwards.
@@ -78,22 +81,26 @@ class TensorLoops:
 
     def count_writes(self, written: list[torch.Tensor]) -> None:
         """Let autograd know that these tensors have new values, as a write would. No loops' `changed` sees it."""
-        before = [(loops, loops._counters.get(loops._tensors)) for loops in _all]
-        increment_version(written)
-        for loops, versions in before:
-            counted = zip(loops._remembered, versions, loops._counters.get(loops._tensors), strict=True)
-            loops._remembered = [count - old + new for count, old, new in counted]
+        with _counting:
+            before = [(loops, loops._counters.get(loops._tensors)) for loops in _all]
+            increment_version(written)
+            for loops, versions in before:
+                counted = zip(loops._remembered, versions, loops._counters.get(loops._tensors), strict=True)
+                loops._remembered = [count - old + new for count, old, new in counted]
 
     def remember(self) -> None:
         """Accept all writes to the tensors, and their addresses, so that `changed` does not report them."""
-        self._remembered = self._counters.get(self._tensors)
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        with _counting:
+            self._remembered = self._counters.get(self._tensors)
+            self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
     def changed(self) -> int:
         """The index of the first tensor written to or pointed elsewhere since `remember`, or -1. `show` is no change."""
-        written = self._counters.are(self._tensors, self._remembered)
-        if written >= 0:
-            return written
+        if self._counters.are(self._tensors, self._remembered) >= 0:
+            with _counting:  # another thread may have been in `count_writes`
+                written = self._counters.are(self._tensors, self._remembered)
+            if written >= 0:
+                return written
         return next((index for index in range(len(self._tensors)) if self.has_moved(index)), -1)
 
     def has_moved(self, index: int) -> bool:

@@ -5,6 +5,7 @@ The loops over Python's attributes have the same effect. These replace them if t
 built against. No other compiled module depends on torch.
 """
 
+import threading
 import weakref
 
 from libc.stdint cimport int64_t
@@ -49,6 +50,7 @@ BUILT_FOR = TORCH_VERSION.decode()  # without torch's suffix for a kind of build
 fps_set_counts()
 
 cdef object _all = weakref.WeakSet()  # of the loops: views of one tensor have one version counter, also in two optimizers
+cdef object _counting = threading.RLock()  # while versions are remembered: a version read in Python lets other threads run
 
 
 cdef const void *_place(object tensor) except? NULL:
@@ -96,8 +98,9 @@ cdef class CompiledLoops:
     def __init__(self, list tensors not None):
         self.tensors = tensors
         self.known.resize(len(tensors))
-        self.remember()
-        _all.add(self)
+        with _counting:
+            self.remember()
+            _all.add(self)
 
     def prepare(self, list values not None, memory=None):
         """Return these tensors, one for each parameter, in the form that the loops take. `memory`: they are views of it."""
@@ -118,16 +121,17 @@ cdef class CompiledLoops:
         if values.memory is None or values.memory is not self.memory:
             self._drop_storages()
             self.memory = values.memory
-        while (i := fps_point_all(self.tensors, self.known, values.known, is_write, uncounted, i + 1)) < len(self.tensors):
-            self.known[i].place = values.known[i].place
-            if not fps_settle(self.tensors[i], values.tensors[i], self.known[i], values.known[i]):
-                self.tensors[i].data = values.tensors[i]
-                self.known[i].borrows = True
-                self.known[i].place = _place(self.tensors[i])
-            if is_write:
-                uncounted.push_back(i)
-        if not uncounted.empty():
-            self.count_writes([self.tensors[i] for i in uncounted])
+        with _counting:
+            while (i := fps_point_all(self.tensors, self.known, values.known, is_write, uncounted, i + 1)) < len(self.tensors):
+                self.known[i].place = values.known[i].place
+                if not fps_settle(self.tensors[i], values.tensors[i], self.known[i], values.known[i]):
+                    self.tensors[i].data = values.tensors[i]
+                    self.known[i].borrows = True
+                    self.known[i].place = _place(self.tensors[i])
+                if is_write:
+                    uncounted.push_back(i)
+            if not uncounted.empty():
+                self.count_writes([self.tensors[i] for i in uncounted])
 
     def show_copies(self):
         """Give each tensor a private copy of its values. What shares its owned storage goes along."""
@@ -139,14 +143,16 @@ cdef class CompiledLoops:
     def count_writes(self, list written not None):
         """Let autograd know that these tensors have new values, as a write would. No loops' `changed` sees it."""
         cdef CompiledLoops loops
-        cdef list present = list(_all)
-        for loops in present:
-            loops._count_versions(-1)
-        for each in written:
-            if not fps_count_write(each, False):
-                increment_version(each)
-        for loops in present:
-            loops._count_versions(1)
+        cdef list present
+        with _counting:
+            present = list(_all)
+            for loops in present:
+                loops._count_versions(-1)
+            for each in written:
+                if not fps_count_write(each, False):
+                    increment_version(each)
+            for loops in present:
+                loops._count_versions(1)
 
     cdef int _count_versions(self, int64_t times) except -1:
         """Add the tensors' present versions to the remembered ones, so many times."""
@@ -170,16 +176,18 @@ cdef class CompiledLoops:
     def remember(self):
         """Start detecting changes: writes and pointer moves up to now do not count."""
         cdef Py_ssize_t i
-        for i in range(len(self.tensors)):
-            self.known[i].version = self._version(i)
-            self.known[i].place = _place(self.tensors[i])
+        with _counting:
+            for i in range(len(self.tensors)):
+                self.known[i].version = self._version(i)
+                self.known[i].place = _place(self.tensors[i])
 
     def changed(self):
         """Return the index of the first tensor written to or pointed elsewhere since `remember`, except by `show`, or -1."""
         cdef Py_ssize_t i = -1
         while (i := fps_next_changed(self.tensors, self.known, i + 1)) < len(self.tensors):
-            if self._version(i) != self.known[i].version or self.has_moved(i):
-                return i
+            with _counting:  # another thread may have been in `count_writes`
+                if self._version(i) != self.known[i].version or self.has_moved(i):
+                    return i
         return -1
 
     def has_moved(self, Py_ssize_t index):

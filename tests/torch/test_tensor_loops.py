@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd.graph import increment_version
 
 from fastps.kernels.tensors import torch_tensors
 from fastps.torch import tensor_loops
@@ -214,6 +216,25 @@ def test_a_counted_write_is_told_to_autograd_alone(kind: Callable[[list[Any]], T
     first, second = (kind([torch.nn.Parameter(each)]) for each in torch.zeros(2, 3).unbind())
     first.show(first.prepare([torch.ones(3)]), True)
     assert second.changed() == -1, "also in two optimizers"
+
+
+@both
+def test_a_thread_does_not_take_anothers_counting_for_a_write(
+    kind: Callable[[list[Any]], TensorLoops], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameter = torch.zeros(3).as_subclass(Renamed).requires_grad_()  # counted in Python, where threads take turns
+    loops, found = kind([parameter]), []
+    looking = threading.Thread(target=lambda: found.append(loops.changed()))
+
+    def count(written: Any) -> None:
+        increment_version(written)
+        looking.start()
+        looking.join(0.2)
+
+    monkeypatch.setattr(tensor_loops if kind is TensorLoops else torch_tensors, "increment_version", count)
+    loops.count_writes([parameter])
+    looking.join()
+    assert found == [-1]
 
 
 def test_loops_that_several_threads_use_first_at_once_do_not_hang() -> None:
