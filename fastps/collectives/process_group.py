@@ -284,5 +284,6 @@ def create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemo
 
     A group that is made again after it was destroyed may have the same name, and then finds the first one's keys.
     """
+    store = PrefixStore(str(size), store)  # each rank of a group counts as often as the others of its size
     store = PrefixStore(str(store.add(f"groups/{rank}", 1)), store)
     return SharedMemoryProcessGroup(Group(store, rank, size, _nanoseconds(timeout)))

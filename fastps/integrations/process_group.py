@@ -43,6 +43,7 @@ class JobGroup(ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub has another constructor
         # A group that is made again may have the name, and the keys, of one that was destroyed.
+        store = PrefixStore(str(size), store)  # each rank of a group counts as often as the others of its size
         store = PrefixStore(str(store.add(f"groups/{rank}", 1)), store)
         self._gloo: Any = ProcessGroupGloo(store, rank, size, timeout)
         self._name: Any = ""

@@ -172,6 +172,26 @@ def test_a_group_is_made_again_under_the_name_of_one_that_was_destroyed(tmp_path
     assert _run(tmp_path, 2, member) == [[3.0, 3.0, 3.0]] * 2
 
 
+def test_a_group_is_made_again_with_more_ranks(tmp_path: Path) -> None:
+    """Torch gives both the same name after all groups were destroyed. Rank 2 was not in the first."""
+
+    def member(rank: int) -> list[float]:
+        store, sums = dist.FileStore(str(tmp_path / "store"), 3), []
+        for ranks in ([0, 1], [0, 1, 2]):
+            dist.init_process_group("fastps", store=store, rank=rank, world_size=3, timeout=TIMEOUT)
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                dist.all_reduce(tensor := torch.ones(1) + rank, group=group)
+                sums.append(tensor.item())
+            dist.barrier()
+            dist.destroy_process_group()
+        return sums
+
+    children = processes.start_each(member, 3)
+    processes.finish(children, 60)
+    assert [child.outcome for child in children] == [[3.0, 6.0], [3.0, 6.0], [6.0]]
+
+
 def test_one_process_is_a_group(tmp_path: Path) -> None:
     def member(rank: int) -> list[float]:
         dist.all_reduce(tensor := torch.ones(3))
