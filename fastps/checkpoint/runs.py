@@ -6,6 +6,7 @@ those before it: each checkpoint names its run and the earlier ones. Each furthe
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from fastps.system.time_limit import call_within
 
 _MOST_EARLIER = 100  # of a run that is resumed again and again
 _OF_JOB = "."  # between a run's launch and its job
+_OF_NODE = re.compile(r"\.node\d+(?=(\.\d+)?$)")  # in the name of a leaf's job
 _begun: set[str] = set()  # by this process: a script may wrap one optimizer after the other
 
 
@@ -39,7 +41,7 @@ class Run:
         """The run of a job, the same in all its workers."""
         launch = _of_launch()
         if launch:
-            found = f"{launch}{_OF_JOB}{_hashed(store.job)}"
+            found = f"{launch}{_OF_JOB}{_hashed(_OF_NODE.sub('', store.job))}"
         else:  # the memory of an arena has a number that no other has until the machine starts again
             memory = os.fstat(store.descriptor)
             found = _hashed(f"{boot_id()}/{memory.st_dev}/{memory.st_ino}/{store.job}")

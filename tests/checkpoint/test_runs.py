@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -77,6 +78,13 @@ def test_a_folder_with_another_runs_checkpoints_is_refused_with_both_ways_out(
         check_folder(tmp_path, None, overwrite=False)
     check_folder(tmp_path, None, overwrite=True)
     assert [found.name for found in tmp_path.iterdir()] == ["elsewhere"]
+
+
+def test_a_job_of_several_nodes_is_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_RUN", "4711")
+    names = ("job", "job.node0", "job.node12", "job.1", "job.node0.1")
+    found = {name: Run.of(Mock(job=name)).id for name in names}
+    assert found["job"] == found["job.node0"] == found["job.node12"] != found["job.1"] == found["job.node0.1"]
 
 
 def test_a_launch_knows_the_checkpoints_of_its_jobs_and_each_job_deletes_its_own(
