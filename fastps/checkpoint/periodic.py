@@ -50,8 +50,6 @@ class Checkpointing:
         run: Run | None = None,
         exact: bool = False,
     ) -> None:
-        if every < 1:
-            raise UsageError(f"expected a checkpoint every 1 update or more, found every={every}")
         self._worker = worker
         self._directory = directory
         self._every = every
@@ -74,13 +72,17 @@ class Checkpointing:
     def wanted(directory: str | os.PathLike[str] | None, every: int | None, instance: int = 0) -> tuple[Path, int] | None:
         """The arguments, or FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY where they are None; None for no checkpoints.
 
-        `instance` is the number of the optimizer in its script, each of which has its own folder in FASTPS_CHECKPOINT.
+        `instance` is the number of the optimizer in its script, each of which has its own folder in FASTPS_CHECKPOINT. Raises
+        UsageError.
         """
         given = directory if directory is not None else os.environ.get("FASTPS_CHECKPOINT")
         if not given:
             return None
         folder = Path(given) if directory is not None else folder_of(Path(given), instance)
-        return folder, value_of("FASTPS_CHECKPOINT_EVERY") if every is None else every
+        every = value_of("FASTPS_CHECKPOINT_EVERY") if every is None else every
+        if every < 1:
+            raise UsageError(f"expected a checkpoint every 1 update or more, found every={every}")
+        return folder, every
 
     def after_step(self) -> None:
         """Start a checkpoint if one is due and this worker writes it. While one is being written, the next waits.

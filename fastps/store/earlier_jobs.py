@@ -61,9 +61,18 @@ def register(worker: Worker, parts: list[Any], close: Callable[[], None], finish
     _open.append(_Open(weakref.ref(worker), found, weakref.WeakMethod(close), weakref.WeakMethod(finish)))
 
 
-def leave(worker: Worker, parts: Iterable[Any]) -> None:
-    """Forget an open job that a worker closes. As worker 0, say how many others still train, and remember the job for `end`."""
+def is_any_open() -> bool:
+    """Whether this process is in a job of these."""
+    return any((worker := each.worker()) is not None and not worker.closed for each in _open)
+
+
+def forget(worker: Worker) -> None:
+    """Forget an open job that a worker has left."""
     _open[:] = [each for each in _open if each.worker() not in (worker, None)]  # torch may refuse weak references
+
+
+def leave(worker: Worker, parts: Iterable[Any]) -> None:
+    """As worker 0, which leaves a job: say how many others still train, and remember the job for `end`."""
     states, initial = worker.store.arena.lane_states(), worker.store.layout.workers
     others = sum(
         state in (LANE_LIVE, LANE_JOINING) or (state == LANE_FREE and lane < initial) for lane, state in enumerate(states)

@@ -153,6 +153,8 @@ class Attachment:
         moved = not undone and self.weights.has_moved(changed)
         is_first = self.total_steps == 0 and (self.is_late or self.store.layout.shown_type == "float32")
         if undone or moved or not is_first:
+            if not self.has_begun:
+                foreign.check_not_averaged(self.tensors)  # the wrapper may have moved them
             raise foreign.write_error(self.store.parameters[changed].name, is_undone=undone, has_moved=moved)
         self._accept_writes()
 
@@ -204,4 +206,5 @@ class Attachment:
             self.worker.close(failure, stays=True)
         finally:
             exit_handlers.forget(self.worker)
+            earlier_jobs.forget(self.worker)
             self.store.close()

@@ -40,15 +40,10 @@ logger = logging.getLogger("fastps.torch")
 _JOIN_S = 10.0  # how long a lost worker's replacement looks for the remaining workers
 
 
-def tensors_of(optimizer: torch.optim.Optimizer, timeout_s: float | None, clock: Clock) -> tuple[dict[int, str], list[Any]]:
-    """What `left_out` leaves out, and the parameters that the job holds, after earlier jobs of theirs have ended.
-
-    Raises UsageError and TimeoutExceededError, as earlier_jobs.end does.
-    """
+def tensors_of(optimizer: torch.optim.Optimizer) -> tuple[dict[int, str], list[Any]]:
+    """What `left_out` leaves out, and the parameters that the job holds."""
     ids = left_out(optimizer.param_groups)
-    tensors = [tensor for group in without(optimizer.param_groups, ids) for tensor in group["params"]]
-    earlier_jobs.end(tensors, limits.timeout_s(timeout_s), clock)
-    return ids, tensors
+    return ids, [tensor for group in without(optimizer.param_groups, ids) for tensor in group["params"]]
 
 
 def gradient_type(push_dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> GradientType:
@@ -109,11 +104,14 @@ def resumed_from(
     given = os.environ.get("FASTPS_RESUME")
     if path is None and given:
         path = folder_of(Path(given), instance)
-        if instance and not path.is_dir():
+        if instance and not path.is_dir() and earlier_jobs.is_any_open():
             raise CheckpointError(
                 f"checkpoint {given}: expected the checkpoints of the script's optimizer number {instance} in {path}, found no"
                 ' such folder; give this optimizer resume=, the folder of its checkpoints, or resume="" to begin it anew'
             )
+        if instance and not path.is_dir():  # the script's optimizers train one after the other, and the run ended before this
+            logger.warning("resume: the run had no checkpoint of the script's optimizer number %d, which begins anew", instance)
+            return None
     if not path:
         return None
     found = load(path)
@@ -122,7 +120,9 @@ def resumed_from(
         restore_buffers(model, found)
     for group, described in zip(optimizer.param_groups, found.description["param_groups"], strict=True):
         restore_group(group, described)
-    optimizer.__setstate__({})  # torch's AdamW stays AdamW after it has loaded Adam's options
+    state = optimizer.state
+    optimizer.__setstate__({"state": {}})  # torch's AdamW stays AdamW after it has loaded Adam's options
+    optimizer.state = state
     return found
 
 

@@ -23,7 +23,7 @@ from fastps.checkpoint.periodic import Checkpointing
 from fastps.checkpoint.runs import Run
 from fastps.checkpoint.snapshot import Pinned
 from fastps.errors import UsageError
-from fastps.job import environment
+from fastps.job import environment, limits
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import GradientType, Layout, place
 from fastps.job.options import value_of
@@ -138,25 +138,28 @@ class DistributedOptimizer(OptimizerState):
         policy = parse_policy(environment.sync_of(sync))
         foreign.check_model(model)
         foreign.keep_untraced()
-        self._identity = environment.identity(job, rank, workers, instance=instances.count_next() if job is None else 0)
+        self._identity = environment.identity(job, rank, workers)
         self._names_job, self._is_told = job is not None, workers is not None
         self._rule = rule_of(optimizer)
-        self._left_out, self._tensors = join.tensors_of(optimizer, timeout_s, clock)
+        self._left_out, self._tensors = join.tensors_of(optimizer)
         pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors), self._tensors)
         self._inner = optimizer
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # else its lr schedulers warn that step() was not called
-        self._hypers_read = Hypers(self._rule)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._share_state()
         self._buffers = ModelBuffers(model)
         self._placement = self._place(push_dtype)
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         self._server, self._max_readers = value_of("FASTPS_SERVER", server), value_of("FASTPS_MAX_READERS", max_readers)
         layout = self._layout(model, policy, faults, pushed)
-        join.check_parameters(self._tensors, layout)
+        if job is None and workers is None:
+            self._identity = self._identity.of_instance(instances.count_next())
         wanted = Checkpointing.wanted(checkpoint, every, number := self._identity.instance)
+        earlier_jobs.end(self._tensors, limits.timeout_s(timeout_s), clock)
+        join.check_parameters(self._tensors, layout)
         resumed = join.resumed_from(resume, stated := self._placement.stated_layout(layout), model, optimizer, number)
         join.check_checkpoints(wanted, resumed, self._identity.rank, stated, timeout_s)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # else its lr schedulers warn that step() was not called
+        self._hypers_read = Hypers(self._rule)
+        self._share_state()
         self._model, self._seeds, self._earlier_versions = model, dict(seeds or {}), 0
         start = self._placement.start(resumed) if resumed is not None else None
         versions = start.beginning(layout)["versions"] if start is not None else []
@@ -352,17 +355,14 @@ class DistributedOptimizer(OptimizerState):
         """Each shard's histograms: gaps between updates, staleness, arrivals within a version."""
         return [self._job.store.arena.histograms(shard) for shard in range(self._job.store.arena.shards)]
 
-    @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Show the moving average of the weights as the parameters inside the block; without `ema` they stay unchanged.
 
         theta_bar of Chen et al. 2017, section 1.1: "we will often evaluate performance on" it.
         """
         if not self._job.store.layout.policy.ema:
-            yield
-            return
-        with shown(self._tensors, state.averages(self._job.worker, self._job.tensor_views)):
-            yield
+            return contextlib.nullcontext()
+        return shown(self._tensors, state.averages(self._job.worker, self._job.tensor_views))
 
     def average_buffers(self) -> None:
         """Set this model's buffers to the average over all workers, for evaluation. A collective call.
@@ -471,7 +471,7 @@ class DistributedOptimizer(OptimizerState):
         The parameters are private copies of the weights. Worker 0 waits until the others have called it or closed, so it has
         what all of them pushed. To go on with more parameters, add them to the torch optimizer, and wrap it again: the new job
         begins with worker 0's weights and state. If every worker calls `wait_for_others()` before, all have the job's last
-        weights and state.
+        weights and state. After `close()`, the torch optimizer has the state of that moment.
 
         >>> import fastps
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -479,8 +479,6 @@ class DistributedOptimizer(OptimizerState):
         >>> inner = optimizer.unwrap()
         >>> inner.add_param_group({"params": model.append(torch.nn.Linear(2, 1))[1].parameters(), "lr": 0.01})
         >>> fastps.DistributedOptimizer(inner).close()
-
-        After `close()`, the torch optimizer has the state of that moment.
 
         Raises UnsupportedError in a job of several nodes, WorkerDiedError, TimeoutExceededError.
         """

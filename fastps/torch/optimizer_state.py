@@ -40,9 +40,11 @@ class OptimizerState(torch.optim.Optimizer):
         >>> with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
         ...     optimizer.take_newest_weights()
 
-        Raises UsageError after close, and after many calls without a step under a discipline that waits for the slowest worker.
+        Raises UsageError after close, and after many calls without a step under a discipline that waits for the slowest worker;
+        ParameterChangedError as step() does.
         """
         self._job.worker.check_open()
+        self._job.refuse_writes()
         if self._job.worker.store.version != self._job.worker.version:
             self._job.take_newest()
 
@@ -185,9 +187,11 @@ class OptimizerState(torch.optim.Optimizer):
         Worker 0's state becomes the job's, under all shard locks: each fold sees the old state or the new one. The options (lr
         and others) are each worker's own, and travel with its next push. Weights, version and the number of updates stay.
 
-        Raises ValueError for another model's state, and UnsupportedError for state that the fold would compute differently.
+        Raises ValueError for another model's state, UnsupportedError for state that the fold would compute differently, and
+        ParameterChangedError as step() does.
         """
         self._job.worker.check_usable()
+        self._job.refuse_writes()
         taken = [state_dict]
 
         def check(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
@@ -227,10 +231,12 @@ class OptimizerState(torch.optim.Optimizer):
         `optimizer.replace_weights(lambda weights: [w.clamp(-c, c) for w in weights])` clamps as WGAN does. The optimizer's
         state, the version and the step counts stay.
 
-        Raises ValueError for tensors of other shapes or names, UsageError for names without `model=`, and the errors of waiting
-        for the shard locks; nothing changes then.
+        Raises ValueError for tensors of other shapes or names, UsageError for names without `model=`, for a function
+        ParameterChangedError as step() does, and the errors of waiting for the shard locks; nothing changes then.
         """
         self._job.worker.check_usable()
+        if callable(values):  # others take the place of what a script has written
+            self._job.refuse_writes()
         given: Any = values
         others: list[named_weights.Pair] = []
         if isinstance(values, Mapping):

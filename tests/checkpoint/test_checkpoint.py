@@ -348,6 +348,28 @@ def test_each_optimizer_of_a_script_has_a_folder_and_goes_on_with_its_own_weight
         trained(0.0, 0.0)
 
 
+def test_an_optimizer_that_the_resumed_run_did_not_reach_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The script trains one model after the other, as for a pretraining and a fine-tuning."""
+
+    def stage(**arguments: Any) -> tuple[int, list[float]]:
+        model = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.constant_(model.weight, 1.0)
+        with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model=model, **arguments) as optimizer:
+            found = optimizer.version, model.weight.flatten().tolist()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        return found
+
+    monkeypatch.setattr(instances, "_next", [0])
+    stage(checkpoint=tmp_path)
+    monkeypatch.setattr(instances, "_next", [0])
+    monkeypatch.setenv("FASTPS_RESUME", str(tmp_path))
+    assert [stage() for _ in range(2)] == [(1, [0.5, 0.5]), (0, [1.0, 1.0])]
+    assert "no checkpoint of the script's optimizer number 1, which begins anew" in caplog.text
+
+
 def test_checkpoints_every_so_many_updates_and_a_failure_goes_on(tmp_path: Path) -> None:
     model = _model()
     folder = tmp_path / "saved"

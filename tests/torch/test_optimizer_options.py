@@ -120,6 +120,17 @@ def test_adamw_stays_adamw_when_it_goes_on_from_adam(resumes: bool, tmp_path: Pa
     assert relative_difference(model, plain) < 1e-6
 
 
+def test_a_script_that_keeps_its_own_entry_in_the_state_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    model = new_model()
+    with fastps.DistributedOptimizer(OPTIMIZERS["adamw"](model.parameters()), model=model) as optimizer:
+        train_on(model, optimizer, batches_of(2, BATCH))
+        folder = fastps.save(optimizer, tmp_path)
+    inner, first = OPTIMIZERS["adamw"](model.parameters()), next(model.parameters())
+    inner.state[first]["mine"] = 1
+    with fastps.DistributedOptimizer(inner, model=model, resume=folder) as optimizer:
+        assert optimizer.version == 2 and optimizer.state[first]["mine"] == 1
+
+
 def _rmsprop(model: torch.nn.Module) -> torch.optim.Optimizer:
     first, second, *rest = model.parameters()
     groups = [{"params": [first], "momentum": 0.9}, {"params": [second], "centered": True}, {"params": rest}]

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 import fastps
 from fastps.kernels.protocol.lane import Lane
+from fastps.store import instances
 from tests.support import processes
 from tests.support.torch_optimizers import OPTIMIZERS, mean_square, steps_on
 
@@ -304,13 +306,59 @@ def test_a_gradient_may_be_of_another_type_than_its_parameter() -> None:
     assert train(fastps.DistributedOptimizer) == pytest.approx(train(lambda optimizer: optimizer), rel=1e-6)
 
 
-def test_an_optimizer_that_cannot_be_wrapped_leaves_the_job_of_its_parameters_as_it_was() -> None:
+WRONG: dict[str, dict[str, Any]] = {
+    "push_dtype": {"push_dtype": torch.complex64},
+    "on_worker_loss": {"on_worker_loss": "other"},
+    "server": {"server": "other"},
+    "every": {"checkpoint": "here", "every": 0},
+}
+
+
+@pytest.mark.parametrize("wrong", ["LBFGS", *WRONG])
+def test_an_optimizer_that_cannot_be_wrapped_leaves_the_job_of_its_parameters_as_it_was(wrong: str) -> None:
+    """And is not counted: a script that falls back to another optimizer resumes from that one's checkpoints."""
     model = torch.nn.Linear(2, 1)
+    inner = torch.optim.LBFGS(model.parameters()) if wrong == "LBFGS" else torch.optim.SGD(model.parameters(), lr=0.1)
     with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
-        with pytest.raises(fastps.UnsupportedError, match="LBFGS is not supported"):
-            fastps.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
+        counted = instances._next[0]
+        with pytest.raises(fastps.Error, match="LBFGS is not supported" if wrong == "LBFGS" else wrong):
+            fastps.DistributedOptimizer(inner, **WRONG.get(wrong, {}))
+        assert instances._next[0] == counted or wrong == "every"
         steps_on(model, optimizer, torch.ones(1, 2))
         assert optimizer.version == 1
+
+
+def test_a_job_whose_close_was_interrupted_ends_before_the_next_of_its_parameters() -> None:
+    model = torch.nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = fastps.DistributedOptimizer(inner)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first._job, "leave", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            first.close()
+    assert not first.worker.closed
+    with fastps.DistributedOptimizer(inner):
+        assert first.worker.closed
+    steps_on(model, inner, torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda optimizer: optimizer.replace_weights(lambda weights: weights),
+        lambda optimizer: optimizer.take_newest_weights(),
+    ],
+)
+def test_weights_in_half_precision_that_were_loaded_after_wrapping_are_refused_before_they_are_lost(
+    call: Callable[[Any], None], dtype: torch.dtype
+) -> None:
+    model = torch.nn.Linear(2, 1, bias=False, dtype=dtype)
+    with fastps.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), model=model) as optimizer:
+        model.load_state_dict({"weight": torch.full((1, 2), 2.0, dtype=dtype)})
+        with pytest.raises(fastps.ParameterChangedError, match="parameter 'weight' was written to"):
+            call(optimizer)
 
 
 def test_the_end_of_an_inner_block_without_sync_does_not_end_the_outer_one() -> None:
