@@ -17,7 +17,7 @@ from fastps.job import environment, limits
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE, KIND_NULL, KIND_PUSH
 from fastps.kernels.protocol.wait import Wait
-from fastps.kernels.protocol.worker_lane import EARLY, FULL
+from fastps.kernels.protocol.worker_lane import FULL
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership import rendezvous
 from fastps.membership.job_memory import JobMemory
@@ -154,7 +154,10 @@ class Worker(AttachedLane):
                 f"{self._policy.spec} scales by samples: expected the size of the batch with each push, found none;"
                 " tell it by report_loss(loss, samples) or DistributedOptimizer(batch_size=)"
             )
-        now_ns, lane = self._clock.now_ns(), self.lane
+        lane = self.lane
+        if lane.awaits:
+            self.advance()  # the slot still holds the push before
+        now_ns = self._clock.now_ns()
         if not null:
             slot, present = lane.slot, self._presence.take() if presence is None else presence
             if self._sent_hypers[slot] is not hypers or self._sent_presence[slot] is not present:
@@ -183,10 +186,7 @@ class Worker(AttachedLane):
         return True
 
     def _push_late(self, outcome: int, scale: float, samples: int, null: bool) -> None:
-        """Handle the outcome of a push: an error while combining, a step before that is not granted yet, or a full ring."""
-        if outcome == EARLY:
-            self.advance()
-            outcome = self.lane.push(self._clock.now_ns(), scale, samples, null)
+        """Handle the outcome of a push: an error while combining, or a full ring."""
         while outcome == FULL:
             began_ns = self._clock.now_ns()
             self._wait_for_room()
@@ -198,8 +198,6 @@ class Worker(AttachedLane):
 
     def _push_on_its_way(self, now_ns: int, scale: float, samples: int, null: bool, read: int = -1) -> None:
         """Push with a push thread, a driver, a recorder or a profiler. `read`: the version, if not the pulled one."""
-        if self.lane.awaits:
-            self.advance()
         recorder, posts, loss = self.recorder, self.lane.posts, self.lane.loss
         step, slot, version = self.lane.begin_push(now_ns, samples, null)
         version = read if read >= 0 else version

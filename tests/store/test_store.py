@@ -81,6 +81,24 @@ def test_an_observer_sees_the_counters_and_holds_nothing() -> None:
         assert store.arena.pins() == [-1, -1]
 
 
+def test_a_second_push_waits_for_the_grant_before_it_writes_its_hyper_parameters() -> None:
+    with fastps.Store.create({"w": np.zeros(2, np.float32)}, fastps.SGD(lr=1.0), sync="bsp", workers=2) as store:
+        workers = [store.attach(rank) for rank in range(2)]
+        for worker in workers:
+            worker.gradients["w"][:] = 1.0
+        workers[0].push(store.hypers)
+        again = threading.Thread(
+            target=workers[0].push, args=([hyper._replace(learning_rate=100.0) for hyper in store.hypers],)
+        )
+        again.start()
+        again.join(0.2)
+        workers[1].push(store.hypers)
+        again.join()
+        assert store.version == 1 and store.weight_views(store.committed()[0])[0].tolist() == [-1.0, -1.0]
+        for worker in workers:
+            worker.close()
+
+
 # -- deaths ----------------------------------------------------------------------------------------
 
 
