@@ -209,10 +209,10 @@ class Player:
 
     def _begin(self, worker: int) -> bool:
         at, steps = self._workers[worker], self._recorded.steps[worker]
-        is_last = at.begun >= at.owner.end  # in which it leaves: nobody recorded what it read
+        is_last = at.begun >= at.owner.end  # in which it leaves
         if at.owner.died if is_last else not self._is_let_go(worker):
             return False
-        wanted = steps.reads[at.begun].tolist() if not is_last else at.reads if at.reads[0] >= 0 else list(self._versions)
+        wanted = steps.reads[at.begun].tolist() if not is_last else self._last_reads(worker)
         pinned = False
         for shard, version in enumerate(wanted):
             if shard not in at.pulled and version in (at.reads[shard], self._versions[shard]):
@@ -221,11 +221,22 @@ class Player:
                     self._driver.play([Event(0, newest, 0, worker, shard, kind) for kind in (GRANT, PULL)])
                 at.pulled.add(shard)
                 pinned = True
-        if len(at.pulled) < len(wanted):
+        if len(at.pulled) < self._recorded.shards:
             return pinned
         self._driver.play([Event(0, 0, 0, worker, 0, BEGIN)])
         at.begun, at.reads, at.pulled = at.begun + 1, wanted, set()
         return True
+
+    def _last_reads(self, worker: int) -> list[int]:
+        """The versions that the step reads in which a worker leaves, which nobody recorded; none while they are not there.
+
+        Workers that make the same steps have waited for the commit of their last push. Any other reads what it read before, so
+        that a script does the same in every replay.
+        """
+        at, is_level = self._workers[worker], self._driver.store.layout.policy.is_level
+        if is_level and self.played < self.of and not self._driver.is_free(worker, at.handed):
+            return []
+        return list(self._versions) if is_level or at.reads[0] < 0 else at.reads
 
     def _is_let_go(self, worker: int) -> bool:
         """Whether a worker's next step may begin here: a slot is free for its push, and its batch is tuned."""

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,28 @@ def test_rows_of_tables_are_those_of_the_recorded_run(
 
     with pytest.raises(ReplayDiffersError, match=r"^worker 1, step 4: it pushes another gradient than the recorded worker"):
         replayed(recorded, monkeypatch, other, joins=joins, tables=TABLES)
+
+
+@pytest.mark.parametrize("tables", [{}, TABLES])
+def test_after_its_last_step_each_worker_of_a_level_policy_has_the_weights_that_it_had_live(
+    tables: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: dict[int, Arrays] = {}
+    close = Worker.close
+
+    def closed(worker: Worker, *arguments: Any, **options: Any) -> None:
+        if not worker.closed:
+            taken[worker.rank] = {name: worker.weights[name].copy() for name in FIRST | tables}
+        close(worker, *arguments, **options)
+
+    monkeypatch.setattr(Worker, "close", closed)
+    _, trace = record("bsp", tmp_path / "run.trace", tables=tables)
+    live = taken.copy()
+    taken.clear()
+    replayed(recorded_of(trace, tmp_path / "run.trace"), monkeypatch, tables=tables)
+    assert sorted(taken) == sorted(live) == list(range(WORKERS))
+    for rank, name in product(live, FIRST | tables):
+        np.testing.assert_array_equal(taken[rank][name], live[rank][name])
 
 
 @pytest.fixture
