@@ -211,6 +211,7 @@ class Launcher:
             self._start_forkserver()
         if self._rendezvous is not None and self._rendezvous.wait(self._is_interrupted):
             self.job = self._rendezvous.place.job
+            self._beginning = Beginning(self.arena, self._clock)
         for rank in range(self._count):
             if self._ending.interrupts:
                 return

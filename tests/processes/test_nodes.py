@@ -45,6 +45,35 @@ def test_launchers_number_the_workers_of_all_nodes(tmp_path: Path) -> None:
     assert rows == expected
 
 
+OF_THE_SCRIPT = """
+import os, time, torch, fastps
+rank = fastps.rank()
+if rank == 1 and not %d:
+    raise SystemExit(3)
+weights = torch.nn.Linear(4, 1)
+optimizer = fastps.DistributedOptimizer(torch.optim.SGD(weights.parameters(), lr=0.01), timeout_s=60, on_worker_loss="continue")
+optimizer.wait_for_start()
+for step in range(4):
+    weights(torch.randn(2, 4)).sum().backward()
+    if (rank, step) == (1, 1):
+        os.kill(os.getpid(), 9)
+    optimizer.step()
+time.sleep(3 * (rank == 0))  # longer than the launcher lets others end by themselves
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attaches", [True, False])
+def test_launchers_of_several_nodes_let_a_job_go_on_after_a_loss_as_that_of_one_node(tmp_path: Path, attaches: bool) -> None:
+    script, port = tmp_path / "train.py", free_port()
+    script.write_text(OF_THE_SCRIPT % attaches)
+    says = [] if attaches else ["--on-worker-loss", "continue"]  # the script's word is seen once it has attached
+    launched = [_launch("--node-rank", str(node), "-n", str(2 - node), *says, str(script), port=port) for node in range(2)]
+    errors = [process.communicate(timeout=90)[1] for process in launched]
+    assert [process.returncode for process in launched] == [0, 0], errors
+    assert "was not replaced; the job went on without it" in errors[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "message"), [
     ([["--node-rank", "0"], ["--node-rank", "0"]], "cannot listen on port"),
