@@ -121,15 +121,34 @@ def end(file: Path, job: str, notes: Mapping[int, Mapping[str, Any]], since_ns: 
 
 
 def annotate(files: Sequence[Path], notes: Mapping[int, Mapping[str, Any]]) -> None:
-    """Add notes on workers, by their ranks, to a launch's traces: each to the last that has the worker. Raises TraceError."""
-    left = dict(notes)
-    for file in reversed(files) if left else ():
-        trace = read(file)
-        of_worker = dict(trace.header["of_worker"])
-        own = {str(rank): left.pop(rank) for rank in list(left) if str(rank) in of_worker}
-        if own:
-            of_worker |= {rank: {**(of_worker[rank] or {}), **note} for rank, note in own.items()}
-            write(replace(trace, header={**trace.header, "of_worker": of_worker}), file)
+    """Add notes on workers, by their ranks, to a launch's traces. Raises TraceError.
+
+    An end is of every trace that the worker had not finished, otherwise of the last one that has the worker. A stop is of every
+    trace in whose time it lies.
+    """
+    traces = {file: read(file) for file in files} if notes else {}
+    added: dict[Path, dict[str, Any]] = {file: {} for file in traces}
+    for rank, note in notes.items():
+        known = {file: trace.header["of_worker"][f"{rank}"] or {} for file, trace in traces.items() if _has(trace, rank)}
+        unfinished = [file for file, own in known.items() if not own.get("finished")] or list(known)[-1:]
+        for file, own in known.items():
+            more = {"end": note["end"]} if "end" in note and file in unfinished else {}
+            if stops := [stop for stop in note.get("stops", ()) if _is_beside(stop, own, traces[file])]:
+                more["stops"] = stops
+            if more:
+                added[file][f"{rank}"] = {**own, **more}
+    for file, trace in traces.items():
+        if added[file]:
+            write(replace(trace, header={**trace.header, "of_worker": {**trace.header["of_worker"], **added[file]}}), file)
+
+
+def _has(trace: Trace, rank: int) -> bool:
+    return f"{rank}" in trace.header["of_worker"]
+
+
+def _is_beside(stop: Sequence[int], note: Mapping[str, Any], trace: Trace) -> bool:
+    """Whether a stop of a worker, of which the trace has this note, lies in the trace's time."""
+    return bool((note.get("began_ns") or 0) < stop[1] and stop[0] < trace.steps["end_ns"].max(initial=0))
 
 
 def agent_runs(folder: Path) -> bool:

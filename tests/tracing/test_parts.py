@@ -90,6 +90,29 @@ def test_what_became_of_a_worker_is_told_in_the_trace_of_its_last_job(tmp_path: 
     assert ["end" in trace.header["of_worker"]["0"] for trace in traces] == [False, False, True]
 
 
+def test_how_a_worker_ended_is_told_in_the_traces_of_all_its_jobs_that_were_open(tmp_path: Path) -> None:
+    file, stop_ns = tmp_path / "run.trace", time.monotonic_ns()
+
+    def work(rank: int) -> None:
+        with _job(name=JOB) as store:
+            _steps(store, rank, 1)
+        first, second = (_job(name=f"{JOB}.{number}").attach(rank) for number in (1, 2))
+        for worker in (first, second):
+            worker.step()
+        with _job(name=f"{JOB}.3") as store:
+            _steps(store, rank, 1)
+        os._exit(3)
+
+    with fastps.trace(file):
+        processes.finish(processes.start_each(work, 1), 60)
+    stops = [(stop_ns, stop_ns + 1), (stop_ns, time.monotonic_ns()), (time.monotonic_ns(), time.monotonic_ns() + 1)]
+    end(file, JOB, {0: {**FAILED[0], "stops": stops}}, 0)
+    traces = [read(tmp_path / name) for name in ("run.trace", "run-1.trace", "run-2.trace", "run-3.trace")]
+    notes = [trace.header["of_worker"]["0"] for trace in traces]
+    assert ["end" in note for note in notes] == [False, True, True, False]
+    assert [note["stops"] for note in notes] == [[list(stops[1])]] * 4
+
+
 def test_a_worker_that_was_replaced_has_the_end_of_its_replacement(tmp_path: Path) -> None:
     folder = tmp_path / "run.trace.1.parts"
     note = {"job": header("bsp", 1)}
