@@ -7,13 +7,13 @@ no lock.
 
 import contextlib
 import fcntl
-import glob
 import hashlib
 import itertools
 import json
 import logging
 import mmap
 import os
+import re
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,10 +54,12 @@ def _begin_of(file: Path, job: str) -> str:
 
 def folders_of(file: Path, job: str | None = None) -> list[Path]:
     """Return the folders with unmerged parts of this trace, or of one job's, the newest last."""
-    found = []
-    for folder in file.parent.glob(f"{glob.escape(f'{file.name}.' if job is None else _begin_of(file, job))}*{_SUFFIX}"):
-        with contextlib.suppress(FileNotFoundError):  # merged meanwhile
-            found.append((folder.stat().st_mtime, folder))
+    begin = rf"{re.escape(file.name)}\.[0-9a-f]{{12}}" if job is None else re.escape(_begin_of(file, job))
+    own, found = re.compile(rf"{begin}-\d+{re.escape(_SUFFIX)}"), []
+    for folder in file.parent.glob(f"*{_SUFFIX}"):
+        if own.fullmatch(folder.name):  # run.trace.1 has folders of its own
+            with contextlib.suppress(FileNotFoundError):  # merged meanwhile
+                found.append((folder.stat().st_mtime, folder))
     return [folder for _, folder in sorted(found)]
 
 

@@ -63,6 +63,14 @@ def test_what_a_newer_job_left_is_shown_instead_of_an_older_trace(tmp_path: Path
     assert (len(load(file).steps), len(read(file).steps)) == (5, 2)
 
 
+def test_a_trace_shows_no_parts_of_another_file_whose_name_begins_with_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "run"
+    _end_well(file, 2)
+    time.sleep(0.02)  # file systems count in hundredths of a second
+    _die(tmp_path / "run.1", workers=1, steps=5)
+    assert (len(load(file).steps), len(load(tmp_path / "run.1").steps)) == (2, 5)
+
+
 def test_a_launch_that_fails_before_it_trains_changes_no_earlier_trace(tmp_path: Path) -> None:
     file, began_ns = tmp_path / "run.trace", time.time_ns()
     _end_well(file, 2)
