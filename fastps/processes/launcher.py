@@ -209,7 +209,7 @@ class Launcher:
             self._rendezvous = LaunchRendezvous(self._nodes, self._count)
         if self._forks:
             self._start_forkserver()
-        if self._rendezvous is not None and self._rendezvous.wait(self._is_interrupted):
+        if self._rendezvous is not None and self._rendezvous.wait(self._is_interrupted, partial(self._handle_events, 0)):
             self.job = self._rendezvous.place.job
             self._beginning = Beginning(self.arena, self._clock)
         for rank in range(self._count):

@@ -87,8 +87,8 @@ class LaunchRendezvous:
         self.process_id = self._process.pid
         self.place = Place(0, 0, workers, "", 0)
 
-    def wait(self, is_over: Callable[[], bool]) -> bool:
-        """Wait until all nodes are there. Returns False if `is_over` becomes true first.
+    def wait(self, is_over: Callable[[], bool], on_tick: Callable[[], None]) -> bool:
+        """Wait until all nodes are there, and call `on_tick` meanwhile. Returns False if `is_over` becomes true first.
 
         Raises AttachError, UsageError.
         """
@@ -96,6 +96,7 @@ class LaunchRendezvous:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while not selector.select(_TICK_S):
+                on_tick()
                 if is_over():
                     return False
         try:

@@ -1,5 +1,6 @@
 """Launchers of several nodes, all on this machine: they find each other, number their workers, and say what is wrong."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from fastps.errors import UsageError
 from fastps.processes.nodes import NodeOptions
 from fastps.processes.options import JobOptions
 from fastps.system.ports import free_port
-from tests.support.processes import wait_until
+from tests.support.processes import is_stopped, wait_until
 
 SHOW = """
 import os
@@ -91,6 +92,28 @@ def test_launchers_that_do_not_fit_together_are_told_why(tmp_path: Path, argumen
     errors = [process.communicate(timeout=30)[1] for process in launched]
     assert any(message in text for text in errors), errors
     assert 2 in [process.returncode for process in launched]
+
+
+def _listens(port: int) -> bool:
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+    return any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in rows)
+
+
+@pytest.mark.slow
+def test_a_launcher_that_waits_for_other_nodes_obeys_ctrl_z_and_then_sigterm(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    port = free_port()
+    launched = _launch("--node-rank", "0", "-n", "1", "--start-method", "spawn", str(tmp_path / "train.py"), port=port)
+    try:
+        wait_until(lambda: _listens(port), 90, "nobody listens at the rendezvous")
+        launched.send_signal(signal.SIGTSTP)
+        wait_until(lambda: is_stopped(launched.pid), 30, "it goes on")
+        launched.send_signal(signal.SIGCONT)
+        launched.send_signal(signal.SIGTERM)
+        assert launched.wait(30) == 128 + signal.SIGTERM
+    finally:
+        launched.kill()
+        launched.communicate()
 
 
 @pytest.mark.parametrize(("options", "message"), [
