@@ -21,6 +21,7 @@ from fastps.job.options import value_of
 from fastps.job.specs import parse_policy
 from fastps.kernels.shm.arena import MAX_LANES
 from fastps.processes import handover
+from fastps.processes.beginning import Beginning
 from fastps.processes.outcome import how_it_ended
 from fastps.processes.spawned_processes import Crew, SpawnedWorker
 from fastps.processes.worker_environment import environment_of, inherited
@@ -80,7 +81,8 @@ def spawn(
         sync: a spec such as "dssp:3,15" for optimizers without one.
         model: after the last step it gets the final weights, and worker 0's buffers: those of this model among worker 0's
             arguments, as `fn` leaves them there. An optimizer that is still open then waits for the other workers first.
-        on_worker_loss: "continue" lets the other workers go on after a failure; default: all end.
+        on_worker_loss: "continue" lets the other workers go on after a failure; default: all end, unless the optimizer says
+            "continue".
         start_method: "forkserver": a new process imports torch and forks the workers. "spawn": a new process each. "fork":
             forks of this process, which pickle nothing; it must not have computed with several threads, nor used a GPU.
         tensorboard: a folder for the job's figures as TensorBoard reads them; this process writes them.
@@ -111,7 +113,7 @@ def spawn(
             try:
                 crew.start(work, file, start_method)
                 logger.info("job %s: started %d workers", job, workers)
-                _await(crew, continues, tick)
+                _await(crew, Beginning(job, clock), continues, tick)
             finally:
                 crew.end()
     finally:
@@ -195,17 +197,22 @@ def _error_of(worker: SpawnedWorker, killed_before: int) -> BaseException | None
     return WorkerDiedError(f"{who} {how}: expected its function to return, found its process gone{why}", worker.rank)
 
 
-def _await(crew: Crew, continues: bool, on_tick: Callable[[], None] | None) -> None:
+def _await(crew: Crew, beginning: Beginning, continues: bool, on_tick: Callable[[], None] | None) -> None:
     """Wait until all workers have ended; a failure and Ctrl-C end them. Calls `on_tick` meanwhile. Raises the first failure."""
     errors: dict[int, BaseException] = {}  # in the order of the failures, by rank
     while running := crew.running:
         crew.look()
+        if continues:
+            beginning.tick()
         if on_tick is not None:
             on_tick()
-        found = {worker.rank: _error_of(worker, crew.killed_before) for worker in running}
-        errors |= {rank: error for rank, error in found.items() if error is not None}
-        if errors and not continues:
-            crew.ending.begin()
+        for worker in running:
+            if (error := _error_of(worker, crew.killed_before)) is not None:
+                errors[worker.rank] = error
+                continues = continues or beginning.continues()
+                beginning.lose(worker.rank)
+                if not continues:
+                    crew.ending.begin()
     if not errors or crew.ending.interrupts:
         return
     if continues and len(errors) < len(crew.workers):

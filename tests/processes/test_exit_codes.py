@@ -72,6 +72,18 @@ def test_job_goes_on_after_a_loss_where_the_script_or_the_variable_says_so(
     assert [worker.exit_code for worker in outcome.workers] == [int(says == "neither"), -9]
 
 
+@pytest.mark.parametrize("says", ["script", "argument"])
+def test_spawn_goes_on_after_a_loss_as_a_launcher_does(says: str, tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        if rank == 1 and says == "argument":
+            raise ValueError("before it attaches")  # the others would wait for it
+        exec(OF_THE_SCRIPT % "'continue', timeout_s=20", {})
+        (tmp_path / f"{rank}").touch()
+
+    spawn(work, workers=2, start_method="fork", on_worker_loss="continue" if says == "argument" else None)
+    assert (tmp_path / "0").exists()
+
+
 @pytest.mark.parametrize(("env", "is_said"), [("auto", True), ("torchrun", False)])
 def test_failure_over_a_process_group_names_the_cure_where_the_launcher_chose_the_variables(
     env: str, is_said: bool, tmp_path: Path
