@@ -53,8 +53,9 @@ class Profile:
                 moved["ts"] = float(event["ts"]) + shift_us
             if "id" in event:
                 moved["id"] = f"{first_process}/{event['id']}"
-            if event.get("ph") == "M" and event.get("name") == "process_name":
-                moved["args"] = {"name": f"worker {self.worker}, torch: {event['args']['name']}"}
+            told = event.get("args")
+            if event.get("ph") == "M" and event.get("name") == "process_name" and isinstance(told, dict) and "name" in told:
+                moved["args"] = {"name": f"worker {self.worker}, torch: {told['name']}"}
             elif event.get("ph") == "M" and event.get("name") == "process_sort_index":
                 moved["args"] = {"sort_index": process}
             yield moved
@@ -94,11 +95,18 @@ def _read(file: Path) -> dict[str, Any]:
         document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     except OSError as error:
         raise TraceError(f"--with {file}: cannot be read: {error}") from None
-    except (ValueError, EOFError, zlib.error) as error:
+    except (ValueError, EOFError, zlib.error, RecursionError) as error:
         raise TraceError(f"--with {file}: expected the JSON of torch.profiler's export_chrome_trace, found: {error}") from None
     events = document.get("traceEvents") if isinstance(document, dict) else None
-    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+    if not isinstance(events, list) or not all(map(_is_event, events)):
         raise TraceError(f"--with {file}: expected the JSON of torch.profiler's export_chrome_trace, found another document")
     if not isinstance(document.get("baseTimeNanoseconds"), int):
         raise TraceError(f"--with {file}: expected baseTimeNanoseconds in torch's file, found none: use a newer torch")
     return dict(document)
+
+
+def _is_event(event: Any) -> bool:
+    """Whether this is an event whose process and time can be changed; both may be absent."""
+    if not isinstance(event, dict):
+        return False
+    return isinstance(event.get("pid"), int | str | None) and isinstance(event.get("ts", 0), int | float)

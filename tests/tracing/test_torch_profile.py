@@ -71,6 +71,14 @@ def test_times_are_from_the_first_step_and_numbers_meet_no_others(trace: Trace, 
     assert len({event["id"] for event in events if event.get("cat") == "fwdbwd"}) == 2
 
 
+def test_a_processs_name_that_is_missing_stays_missing(trace: Trace, tmp_path: Path) -> None:
+    document = _document(trace)
+    for more in ({}, {"args": {}}, {"args": 3}):
+        document["traceEvents"].append({"ph": "M", "name": "process_name", "pid": 2, **more})
+    moved = list(profile_of(_write(tmp_path, document), trace).events(0, 5))
+    assert [event.get("args") for event in moved[-3:]] == [None, {}, 3]
+
+
 def test_a_wall_clock_that_was_set_is_stated_as_the_error(trace: Trace, tmp_path: Path) -> None:
     note = {**trace.header["of_worker"]["0"], "unix_offset_end_ns": _offset_ns(trace) + 2_500_000}
     moved = replace(trace, header={**trace.header, "of_worker": {"0": note}})
@@ -98,6 +106,8 @@ def test_of_two_nodes_with_equal_process_numbers_the_host_decides(trace: Trace, 
     ({"traceEvents": []}, r"whose processes are \d+; found 0 of them in it"),
     ({"traceEvents": None}, "found another document"),
     ({"traceEvents": [3]}, "found another document"),
+    ({"traceEvents": [{"pid": [3]}]}, "found another document"),
+    ({"traceEvents": [{"pid": 3, "ts": "soon"}]}, "found another document"),
     ({"baseTimeNanoseconds": None}, "expected baseTimeNanoseconds in torch's file, found none"),
 ])  # fmt: skip
 def test_what_is_no_profile_of_this_run_is_said(trace: Trace, tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -109,9 +119,10 @@ def test_what_is_no_profile_of_this_run_is_said(trace: Trace, tmp_path: Path, ch
 def test_other_files_and_older_traces_are_said(trace: Trace, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"--with .*: cannot be read: "):
         profile_of(tmp_path / "none.json", trace)
-    (tmp_path / "text.json").write_text("text")
-    with pytest.raises(TraceError, match=r"expected the JSON of torch.profiler's export_chrome_trace, found: "):
-        profile_of(tmp_path / "text.json", trace)
+    for text in ("text", "[" * 200_000):
+        (tmp_path / "text.json").write_text(text)
+        with pytest.raises(TraceError, match=r"expected the JSON of torch.profiler's export_chrome_trace, found: "):
+            profile_of(tmp_path / "text.json", trace)
     whole = gzip.compress(b'{"traceEvents": []}' * 100)
     for damaged in (whole[:-9], whole[:12] + bytes(8)):
         (tmp_path / "torch.json.gz").write_bytes(damaged)
