@@ -4,6 +4,7 @@ Errors are one sentence. Exit codes: 0 done, 1 the run failed, 2 wrong usage, 13
 numpy only when it needs them, so help and usage errors appear at once.
 """
 
+import errno
 import importlib
 import logging
 import os
@@ -88,3 +89,9 @@ def main() -> None:
             raise
         sys.stderr.write(f"fastps: {error}\n")
         sys.exit(getattr(error, "exit_code", 2 if isinstance(error, PolicyError | UsageError) else 1))
+    except OSError as error:
+        if error.errno != errno.ENOSPC or "--debug" in sys.argv:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes at its end what the standard output still has
+        sys.stderr.write(f"fastps: expected room for the output, found: {error.strerror}; make room, or choose another place\n")
+        sys.exit(2)

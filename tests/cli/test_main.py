@@ -79,6 +79,18 @@ def test_a_policy_that_is_refused_is_one_line_and_exit_code_2(arguments: list[st
     assert outcome.stdout == ""
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_standard_output_is_one_sentence_and_exit_code_2(unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        found = subprocess.run(
+            [sys.executable, "-m", "fastps", "simulate", "-n", "2", "--sync", "bsp", "--steps", "10"],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment,
+        )  # fmt: skip
+    assert found.returncode == 2
+    assert found.stderr.startswith("fastps: expected room for the output, found: ") and found.stderr.count("\n") == 1
+
+
 def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in commands.fastps("--debug", "train", "--sync", "foo").stderr
 
