@@ -84,8 +84,6 @@ class Checkpoint:
     def _named(self, prefix: str) -> dict[str, Array]:
         return {name.removeprefix(prefix): array for name, array in self.tensors.items() if name.startswith(prefix)}
 
-    # -- the interface for a store that resumes ----------------------------------------------------
-
     def check_layout(self, layout: Layout) -> None:
         """Raise CheckpointError that names the first difference from this model or rule."""
         saved = self.description["parameters"]
@@ -177,9 +175,6 @@ def number_of(folder: Path) -> int:
     """The number in a checkpoint's name; 0 for any other folder."""
     text = folder.name.removeprefix(PREFIX)
     return int(text) if text.isdecimal() else 0
-
-
-# -- reading ------------------------------------------------------------------------------------------
 
 
 def read(folder: Path) -> Checkpoint:

@@ -50,8 +50,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         self._name: Any = ""
         self._desc = ""
 
-    # -- what torch asks about a group
-
     def size(self) -> int:
         return self._group.size
 
@@ -98,8 +96,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         self._group.fail("called abort")
         self._sequencer.cancel(UnsupportedError("the process group was aborted"))
         self.shutdown()
-
-    # -- collectives
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         opts = AllreduceOptions() if opts is None else opts
@@ -243,8 +239,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         )
 
     recv = recv_anysource = send
-
-    # -- how they run
 
     def _all_gather(self, memory: of.Memory, outputs: Tensors, tensor: torch.Tensor) -> Collective:
         here = memory.read(tensor)

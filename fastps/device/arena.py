@@ -87,8 +87,6 @@ class DeviceArena(DeviceMemory):
         """The stream on which the calling thread computes."""
         return self._device.compute_stream()
 
-    # -- order ---------------------------------------------------------------------------------------
-
     def mark_computed(self, shard: int) -> None:
         """Order a shard's gradients in the slot of the next push, written by work queued up to now, before the shard's fold.
 
@@ -236,8 +234,6 @@ class DeviceArena(DeviceMemory):
     def _folds(self, owner: int, home: int) -> bool:
         """Whether an owner folds the shards of a home: the server's device there, or each worker on the home's device."""
         return owner == home if self.layout.has_server else self._identity(owner) == self._identity(home)
-
-    # -- the fold ------------------------------------------------------------------------------------
 
     def fold(self, call: FoldCall) -> list[int] | None:
         """Queue a fold; the function given to Lane.fold_with. Returns immediately; the combiner then flips the commit word.

@@ -153,8 +153,6 @@ class CudaDevice:
                 return index == self.index or bool(runtime.deviceCanAccessPeer(self.index, index))
         return False
 
-    # -- memory ------------------------------------------------------------------------------------
-
     def allocate(self, size: int) -> int:
         """Allocate zeroed memory, aligned to 256 bytes; returns its address. Raises DeviceMemoryError."""
         runtime = self._use()
@@ -217,8 +215,6 @@ class CudaDevice:
         """Memory as an array of a NumPy dtype that does not own it (CuPy's), in a form that torch.from_dlpack takes."""
         return self._cuda.array(self.index, address, length, dtype, self)
 
-    # -- streams and events ------------------------------------------------------------------------
-
     def compute_stream(self) -> int:
         """The stream on which this process computes now: torch's current stream on this GPU."""
         return self._cuda.compute_stream(self.index)
@@ -273,8 +269,6 @@ class CudaDevice:
         if status not in (SUCCESS, NOT_READY):
             raise of_status(status, self._runtime.gpu, "eventQuery")
         return status == SUCCESS
-
-    # -- work --------------------------------------------------------------------------------------
 
     def copy(self, to: int, source: int, size: int, stream: int) -> None:
         """Queue a copy between any two of: this device, a device that it can reach, memory from host_memory."""

@@ -65,8 +65,6 @@ class DeviceMemory:
         self._identities: dict[int, bytes] = {}
         self._staging: npt.NDArray[np.uint8] | None = None
 
-    # -- setup: memory and handle tables -------------------------------------------------------------
-
     def know(self, siblings: "Mapping[int, DeviceMemory]") -> None:
         """Use the memory of the other devices of this process, by their owners' numbers. Raises DeviceError."""
         self._siblings = siblings
@@ -194,8 +192,6 @@ class DeviceMemory:
             self._staging[:size].view(np.float32)[:] = values
             self._device.copy(address, int(self._staging.ctypes.data), size, self._device.compute_stream())
             self._device.synchronize(self._device.compute_stream())
-
-    # -- addresses -----------------------------------------------------------------------------------
 
     def weights_address(self, buffer: int, index: int) -> int:
         """This process's address of a parameter in a weights buffer at its home."""

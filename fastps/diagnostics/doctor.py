@@ -92,9 +92,6 @@ def _instruction_sets() -> Finding:
     return Finding("instruction sets", used, f"{', '.join(available)}; folds use {used}")
 
 
-# -- checks by real use --------------------------------------------------------------------------------------------------
-
-
 def _make_arena() -> str:
     """Make a sealed memfd, as for an arena's memory."""
     size = 1 << 20
@@ -151,9 +148,6 @@ def _two_workers_step() -> str:
     if found != [-1.5]:
         raise Error(f"expected weights of -1.5 after a step, found {found[:3]}: please report this, with the lines above")
     return "an arena was made, and two workers took a step together"
-
-
-# -- what a model needs --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

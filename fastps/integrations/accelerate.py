@@ -226,8 +226,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # its package 
         """The optimizers that `prepare` has wrapped, each a worker of a job."""
         return tuple(self._jobs)
 
-    # -- prepare -----------------------------------------------------------------------------------
-
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers, in any order. See accelerate.Accelerator."""
         for given in args:
@@ -269,8 +267,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # its package 
         self._jobs.append(job)
         attendance.keep_going(job)
         return super().prepare_optimizer(job, device_placement=False)
-
-    # -- together ----------------------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
         """Wait for the other workers; then all of them show one version of the weights."""

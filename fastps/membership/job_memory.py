@@ -116,8 +116,6 @@ class JobMemory(WeightsMemory):
         self._process_id = os.getpid()
         self._listeners: list[rendezvous.Listener] = []
 
-    # -- listeners ---------------------------------------------------------------------------------
-
     def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Listener:
         """Start a listener at a place ("host" or a lane). Joiners get the memory from it, and peers this process's pidfd."""
         name = rendezvous.place_name(self.job, place_of)
@@ -135,8 +133,6 @@ class JobMemory(WeightsMemory):
     def foreign_layout(self) -> str | None:
         """The layout text of a joiner that a listener of this process refused, or None."""
         return next((text for listener in self._listeners if (text := listener.foreign_layout()) is not None), None)
-
-    # -- views -------------------------------------------------------------------------------------
 
     def gradient_views(self, lane: int, slot: int) -> list[npt.NDArray[Any]]:
         """A flat view of each parameter's gradient in a slot of a lane, in the layout's dtype; bfloat16 is viewed as uint16.
@@ -232,8 +228,6 @@ class JobMemory(WeightsMemory):
     def version(self) -> int:
         """The number of updates so far."""
         return self.arena.version
-
-    # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close the listeners and release the memory. Views that still exist keep it mapped. May be called twice."""

@@ -219,9 +219,6 @@ def _ask(name: bytes, hello: bytes, abi: int, deadline: "_Deadline") -> Offer:
         deadline.pause()
 
 
-# -- the connecting side ---------------------------------------------------------------------------
-
-
 class _Deadline:
     """The time left for one `connect`. Raises Silent if none is left."""
 

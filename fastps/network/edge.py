@@ -60,8 +60,6 @@ class Edge:
         for thread in self._threads:
             thread.start()
 
-    # -- headers -----------------------------------------------------------------------------------
-
     def send_header(self, header: Header) -> None:
         """Send a header. Raises LinkLostError."""
         self.check()
@@ -139,8 +137,6 @@ class Edge:
     def _lose(self, reason: str) -> None:
         self._loss = self._loss or reason
         self._inbox.put(None)
-
-    # -- floats ------------------------------------------------------------------------------------
 
     def send(self, chunks: Iterable[Memory]) -> None:
         """Send chunks in this order. Each is taken from the iterator just before its send, so it may be computed then.

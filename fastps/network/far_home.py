@@ -100,8 +100,6 @@ class FarHome:
         if not self._has_finished:
             self._until_done(lambda: self._open_edge.check())
 
-    # -- the edge ----------------------------------------------------------------------------------
-
     @property
     def _open_edge(self) -> Edge:
         assert self._edge is not None
@@ -183,8 +181,6 @@ class FarHome:
     def _lost(self, reason: str) -> NodeLostError:
         held = "the weights" if self._nodes.policy.homes == "first" else "a share of the weights"
         return NodeLostError(f"node {self._home}, which holds {held}, was lost: {reason}", self._home)
-
-    # -- what travels ------------------------------------------------------------------------------
 
     def _exchange(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
         """Send what the home does not have of the pending step, and take the weights that it grants."""

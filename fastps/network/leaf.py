@@ -23,7 +23,6 @@ class Upstream(Protocol):
 
     def coming(self) -> tuple[int, int]:
         """The range of floats that the next step carries: all of them, or with `local_fragments` the next fragment."""
-        ...
 
     def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> tuple[int, int]:
         """Hand a sum to the home, or a step without one, and write the granted weights into `after`.
@@ -31,23 +30,18 @@ class Upstream(Protocol):
         `before` has the weights of the step before. Returns the range of floats that is written: the one that the step carries,
         or all of them for a node that was lost and has joined again.
         """
-        ...
 
     def finish(self, after: torch.Tensor) -> None:
         """Make no more steps, wait for the other nodes, and write the final weights into `after`."""
-        ...
 
     def check(self) -> None:
         """Raise NodeLostError if the home is lost or has failed."""
-        ...
 
     def abort(self, failure: str) -> None:
         """End a step that another thread makes."""
-        ...
 
     def leave(self, failure: str | None) -> None:
         """End. The other nodes get `failure` as the reason, if there is one. May be called twice."""
-        ...
 
 
 class Leaf:

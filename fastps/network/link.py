@@ -54,25 +54,21 @@ class Link(Protocol):
 
     def send(self, memory: Memory) -> Transfer:
         """Begin to send; the memory must not change until `wait` returns. Raises LinkLostError."""
-        ...
 
     def receive(self, memory: Memory) -> Transfer:
         """Begin to receive exactly this many bytes. Raises LinkLostError.
 
         Receives that begin early let the peer send at once. The sizes of sends and receives must agree in their order.
         """
-        ...
 
     def wait(self, transfer: Transfer, timeout_s: float) -> None:
         """Wait for the end of a transfer. After an error or the timeout the link is closed.
 
         Raises LinkLostError, and TimedOutError after the timeout.
         """
-        ...
 
     def close(self) -> None:
         """Close the link. The peer's transfers then fail. May be called twice."""
-        ...
 
 
 logger = logging.getLogger("fastps.network")

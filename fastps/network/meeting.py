@@ -162,9 +162,6 @@ _known: dict[tuple[int, Nodes], Nodes] = {}  # by process: a forked child meets 
 _hosts: dict[int, "subprocess.Popen[bytes]"] = {}
 
 
-# -- of launchers ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Met:
     """What the nodes have agreed on. On node 0 the rendezvous lasts as long as `store`.
@@ -305,9 +302,6 @@ def _place(store: Store, given: Meeting, number: int) -> Place:
     await_keys(store, [f"workers/{each}" for each in range(given.nodes)], given.timeout_s, number)
     counts = [int(store.get(f"workers/{each}")) for each in range(given.nodes)]
     return Place(number, sum(counts[:number]), sum(counts), job, port)
-
-
-# -- of workers --------------------------------------------------------------------------------
 
 
 def join_meeting(nodes: Nodes, timeout_s: float) -> Nodes:

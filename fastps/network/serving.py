@@ -180,8 +180,6 @@ class Serving(threading.Thread):
                 edge.send_header(Header(Kind.FAILED, text=reason))
             edge.abandon()
 
-    # -- one edge ----------------------------------------------------------------------------------
-
     def _lanes_of_node(self) -> NodeLanes:
         assert self._lanes is not None
         return self._lanes

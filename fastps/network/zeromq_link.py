@@ -131,8 +131,6 @@ class ZeromqLink:
             socket.curve_serverkey = key
             socket.connect(there)
 
-    # -- Link --------------------------------------------------------------------------------------
-
     def send(self, memory: Memory) -> Transfer:
         return self._begin(self._sends, memory)
 
@@ -179,8 +177,6 @@ class ZeromqLink:
     def _lose(self, reason: str) -> None:
         with self._lock:
             self._loss = self._loss or reason
-
-    # -- the link's thread -------------------------------------------------------------------------
 
     def _run(self, side: int) -> None:
         try:

@@ -160,9 +160,6 @@ def become(order: dict[str, Any]) -> None:
         raise  # the interpreter ends as after any exception: exit code 1, or SIGINT after KeyboardInterrupt
 
 
-# -- the launcher's side -----------------------------------------------------------------------------------------------
-
-
 class ForkServer:
     """The launcher's side: `command` starts the server, with `environment`, and inherits the socket `inherited`."""
 

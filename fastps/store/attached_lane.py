@@ -66,8 +66,6 @@ class AttachedLane:
         lane.leave_to_server(self.store.arena.is_served())
         return lane
 
-    # -- what this process reads ---------------------------------------------------------------------
-
     @property
     def steps(self) -> int:
         """Steps pushed so far, as the scheduler counts them: a late joiner begins at the slowest worker's count."""
@@ -140,8 +138,6 @@ class AttachedLane:
         pairs = zip(self.store.layout.parameters, views, strict=True)
         return MappingProxyType({parameter.name: view.reshape(parameter.shape) for parameter, view in pairs})
 
-    # -- what a driver asks for ----------------------------------------------------------------------
-
     def check_peers(self, now_ns: int | None = None) -> None:
         """Handle every peer that has died. Raises WorkerDiedError if the job ends with a lost worker, and as `check`."""
         if self.check is not None:
@@ -172,8 +168,6 @@ class AttachedLane:
     def explain_failure(self) -> bool:
         """A worker knows no cause; a DeviceWorker looks for one where it calls."""
         return False
-
-    # -- shard locks ---------------------------------------------------------------------------------
 
     def try_combine(self) -> None:
         """Combine on every shard whose lock is free. Raises ProtocolError; UsageError in a forked child or if fenced."""
@@ -235,8 +229,6 @@ class AttachedLane:
         with self.combine_lock:
             for outcome in [self.lane.release(publish, shard, self._clock.now_ns()) for shard in shards]:
                 self._settle(outcome)
-
-    # -- waits ---------------------------------------------------------------------------------------
 
     def wait_until(self, reached: Callable[[], _Found | None], pause_ns: int, timeout_text: Callable[[], str]) -> _Found:
         """Poll `reached` every `pause_ns` until its result is true, check the peers meanwhile, and return the result.

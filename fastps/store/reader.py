@@ -81,8 +81,6 @@ class WeightsReader:
             " the job with a larger max_readers"
         )
 
-    # -- reading -----------------------------------------------------------------------------------
-
     @property
     def version(self) -> int:
         """The version that this reader reads; of several shards the lowest."""
@@ -157,8 +155,6 @@ class WeightsReader:
         )
         is_folded = not self._memory.arena.is_served()  # a server folds what the workers left behind, and then ends
         return not listening or (is_left and is_folded and LANE_FREE not in states[: self._workers])
-
-    # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give the buffers and the place back. May be called twice; does nothing in a forked child."""

@@ -68,8 +68,6 @@ class Store(JobMemory):
         if is_open and self.server is not None:
             self.server.let_go(self.arena.lane_states())
 
-    # -- making and finding ------------------------------------------------------------------------
-
     @classmethod
     def create(
         cls,

@@ -94,8 +94,6 @@ class Worker(AttachedLane):
         if self.driver is not None:
             self.driver.pause_if_wanted()
 
-    # -- one step ----------------------------------------------------------------------------------
-
     def step(self, gradients: Mapping[str, npt.ArrayLike] | None = None) -> None:
         """Push the gradients in the slot, wait for the grant, and pull. `gradients`, if given, are first copied into the slot.
 
@@ -315,8 +313,6 @@ class Worker(AttachedLane):
         lane.push_ns, lane.stale_blocks, lane.loss = earlier.push_ns, earlier.stale_blocks, earlier.loss
         lane.publish()
 
-    # -- the slot ----------------------------------------------------------------------------------
-
     @property
     def gradients(self) -> Mapping[str, npt.NDArray[Any]]:
         """Name to array in the slot of the next push, without tables. The slot holds old contents: write every array.
@@ -347,8 +343,6 @@ class Worker(AttachedLane):
         if self._sent_presence[slot] != presence:
             self.lane.set_presence(slot, presence)
         self._sent_presence[slot] = presence
-
-    # -- beginning and ending together ---------------------------------------------------------------
 
     def wait_for_start(self) -> None:
         """Wait until every worker of the job has attached, as a common start for measurements."""
@@ -392,8 +386,6 @@ class Worker(AttachedLane):
             self.wait_until(are_served, 5_000_000, lambda: text)
         except Error as error:
             logger.warning("%s", str(error))  # not its traceback, which holds the arena
-
-    # -- the end -----------------------------------------------------------------------------------
 
     def check_usable(self) -> None:
         """Raise UsageError in a forked child or after close."""

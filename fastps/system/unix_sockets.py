@@ -113,9 +113,6 @@ def in_table(table: bytes, prefix: bytes = b"") -> list[Named]:
     return [Named(name, bool(int(flags, 16) & _LISTENS), None) for flags, name in found]
 
 
-# -- diagnostics ---------------------------------------------------------------------------------------------------------
-
-
 def _diagnosed(prefix: bytes) -> list[Named]:
     """The sockets whose abstract names begin with `prefix`. Raises OSError if the kernel has no diagnostics of Unix sockets."""
     states = 1 << _CLOSE_STATE | 1 << _LISTEN_STATE

@@ -185,8 +185,6 @@ class DistributedOptimizer(OptimizerState):
                 worker, *checkpointing, pin, self.model_buffers, version, run=run, exact=exact
             )
 
-    # -- joining -----------------------------------------------------------------------------------
-
     def _take_advice(self, warm_up: WarmUp) -> None:
         """End the warm-up: continue under the discipline that it recommends, in a new arena if the discipline changes."""
         self._warm_up = None
@@ -221,8 +219,6 @@ class DistributedOptimizer(OptimizerState):
         hypers = list(self._hypers_read.of(self.param_groups))
         return self._placement.join(layout, hypers, to, write_state if any(self._entries()) else None)
 
-    # -- gradients ---------------------------------------------------------------------------------
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as torch does; with set_to_none=False existing gradients become zeros."""
         self._job.gradients.zero(set_to_none)
@@ -250,8 +246,6 @@ class DistributedOptimizer(OptimizerState):
             yield
         finally:
             self._job.gradients.accumulates = outer
-
-    # -- the step ----------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push this worker's gradients, wait for the grant, take the newest weights. Returns the closure's loss, if any.
@@ -322,8 +316,6 @@ class DistributedOptimizer(OptimizerState):
         return loss
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
-
-    # -- looking -----------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -435,8 +427,6 @@ class DistributedOptimizer(OptimizerState):
     def batch_size(self) -> int:
         """The next step's batch size: the grant's if it carries one (R2SP's tuning), else the one given at wrapping."""
         return self._job.worker.batch_size or self._batch_size
-
-    # -- the end -----------------------------------------------------------------------------------
 
     def wait_for_start(self) -> None:
         """Wait until every worker of the job has attached."""

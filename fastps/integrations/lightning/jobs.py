@@ -42,8 +42,6 @@ class Jobs:
             attendance.keep_going(begun[-1])
         return begun
 
-    # -- what the model shows --------------------------------------------------------------------------
-
     def show_newest(self) -> None:
         """Show the newest weights, and the average of all workers' buffers (BatchNorm). All workers call it at one place."""
         if self._private is not None:
@@ -65,8 +63,6 @@ class Jobs:
         if self._private is not None:
             private, self._private = self._private, None
             private.close()
-
-    # -- the end -----------------------------------------------------------------------------------------
 
     def end(self, optimizers: Sequence[Any]) -> list[Any]:
         """Wait for the others, take the final weights and state, and return the torch optimizers with them."""

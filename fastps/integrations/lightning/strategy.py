@@ -97,8 +97,6 @@ class FastpsStrategy(ParallelStrategy):
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description="fastps, the embedded parameter server", start_method=method)
 
-    # -- workers ---------------------------------------------------------------------------------------
-
     @property
     def is_distributed(self) -> bool:
         return True
@@ -139,8 +137,6 @@ class FastpsStrategy(ParallelStrategy):
         self.set_world_ranks()
         limit_s = timeout_s(self._options.get("timeout_s"))
         process_group.begin(self.global_rank, self.world_size, limit_s=limit_s, look=self._launcher.check_started)
-
-    # -- the beginning and the end of training -----------------------------------------------------------
 
     @property
     def optimizers(self) -> list[Any]:
@@ -201,8 +197,6 @@ class FastpsStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
 
-    # -- steps -------------------------------------------------------------------------------------------
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Tell disciplines that count samples the size of the batch."""
         for optimizer in self._jobs.optimizers:
@@ -215,8 +209,6 @@ class FastpsStrategy(ParallelStrategy):
         if isinstance(loss, torch.Tensor) and loss.numel() == 1 and optimizer in self._jobs.optimizers:
             optimizer.worker.loss = float(loss)
         return loss
-
-    # -- what all workers do together ----------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every worker comes here, and make the null pushes that slower workers wait for meanwhile."""
@@ -255,8 +247,6 @@ class FastpsStrategy(ParallelStrategy):
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         is_interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         return dist.is_available() and dist.is_initialized() and not is_interrupted
-
-    # -- evaluation and checkpoints --------------------------------------------------------------------------
 
     def _show_newest(self) -> None:
         if self._jobs.optimizers and self._meets():
