@@ -154,13 +154,11 @@ def _connect(worker: Worker, layout: Layout, hypers: list[Hyper], job: str) -> S
 
 
 def _write_weights(worker: Worker, views: list[Any]) -> None:
-    """Write the worker's last pulled weights into a new arena."""
     for view, source in zip(views, worker.store.weight_views(worker.buffers), strict=True):
         view[:] = source
 
 
 def _write_state(worker: Worker, store: Store) -> None:
-    """Copy the rule's state into a new store: its tensors, and each parameter's step count."""
     with worker.locked():
         _, buffers = worker.store.committed()
         for plane in range(store.layout.planes):  # the moving average of the weights is the last

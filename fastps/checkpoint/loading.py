@@ -133,7 +133,6 @@ def _saved(folders: Sequence[Path], damage: list[str]) -> dict[_Saved, Path]:
 
 
 def _joined(directory: Path, shares: Sequence[Checkpoint]) -> Checkpoint:
-    """One checkpoint of the whole model."""
     first = shares[0].description
     parameters = _whole_model(directory, first["share"].get("whole"))
     pieces: dict[str, list[Array]] = {}
@@ -163,8 +162,6 @@ def _joined(directory: Path, shares: Sequence[Checkpoint]) -> Checkpoint:
 
 
 def _whole_model(directory: Path, found: Any) -> list[dict[str, Any]]:
-    """What a share says of the model's parameters."""
-
     def are_numbers(value: Any, count: int) -> bool:
         return isinstance(value, list) and len(value) == count and all(type(each) is int and each >= 0 for each in value)
 

@@ -10,7 +10,6 @@ from fastps.system.machine import machine
 
 
 def _seconds(seconds: float) -> str:
-    """Format a time with three digits and a fitting unit."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
@@ -22,7 +21,6 @@ def _time(heading: str, key: str, *, wide: bool = False) -> Column:
 
 
 def _ratio(heading: str, key: str = "ratio", *, wide: bool = False) -> Column:
-    """A ratio that some rows lack."""
     return Column(heading, lambda row: row.get(key), ".2f", wide=wide)
 
 

@@ -31,7 +31,6 @@ _TRAINING = (
 
 
 def _chosen(row: Row) -> Any:
-    """The discipline that a run ended with."""
     return row.get("chosen", row["sync"])
 
 

@@ -134,7 +134,6 @@ def rows_of(before: Look | None, now: Look) -> list[Row]:
 
 
 def _picked(figures: object, *names: str) -> Row:
-    """The figures that a row has as they are."""
     return {name: getattr(figures, name) for name in names}
 
 
@@ -221,7 +220,6 @@ def clock_cell(offset_ns: int | None, error_ns: int | None) -> str:
 
 
 def _shard_table(shards: Sequence[Row]) -> Rows:
-    """A row for each shard, or if they are many one for all of them."""
     has_rows = any("rows_written" in row for row in shards)
     columns = [
         Column("shard"),
@@ -251,7 +249,6 @@ def _all_of(shards: Sequence[Row]) -> Row:
 
 
 def _rows_per_fold(row: Row) -> float | None:
-    """Rows of tables that an update has written, in the mean."""
     return row["rows_written"] / row["updates"] if row["updates"] else None
 
 

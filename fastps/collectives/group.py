@@ -119,7 +119,6 @@ class Group:
         mine.fail(f"rank {self.rank}: {type(error).__name__ if interrupted else error}")
 
     def _wait(self, mine: exchange.Exchange, timeout_ns: int, *, first: bool = False) -> None:
-        """Wait until the collective, or its first block, is done."""
         status = mine.advance(_SLICE_NS, first)
         if status == exchange.DONE:
             return

@@ -190,7 +190,6 @@ class DeviceArena(DeviceMemory):
 
     @functools.cached_property
     def _copies(self) -> Stream:
-        """The stream of copies into the replica, made for the first one."""
         return self._device.make_stream()
 
     def synchronize_all(self) -> None:
@@ -223,7 +222,6 @@ class DeviceArena(DeviceMemory):
                     yield owner
 
     def _event(self, owner: int, name: str, wave: int) -> Event:
-        """An owner's event of a wave, by its name in the handle table."""
         if owner == self._rank:
             return (self._folded if name == "folded" else self._computed)[wave]
         key = owner, name, wave

@@ -168,7 +168,6 @@ class DeviceMemory:
         return self._identity(self.owner_lanes[shard]) == self._device.identity.encode()
 
     def _identity(self, owner: int) -> bytes:
-        """The device of an owner that has shown its handles."""
         if owner not in self._identities:
             self._identities[owner] = bytes(self.handle_table(owner)["identity"].item())
         return self._identities[owner]
@@ -229,7 +228,6 @@ class DeviceMemory:
         return self._slot_address(lane, slot, self.layout.parameters[index].offset)
 
     def _slot_address(self, lane: int, slot: int, first: int = 0) -> int:
-        """The address of float `first` of a lane's slot."""
         return self._open_slots(lane) + self._slots[self._slot_owners[lane]].offset(lane, slot, first)
 
     def _place(self, index: int) -> tuple[int, Region, int]:

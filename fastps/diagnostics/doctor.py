@@ -93,7 +93,6 @@ def _instruction_sets() -> Finding:
 
 
 def _make_arena() -> str:
-    """Make a sealed memfd, as for an arena's memory."""
     size = 1 << 20
     descriptor = shared_memory.create(size, "a check")
     try:

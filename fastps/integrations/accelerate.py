@@ -155,7 +155,6 @@ def _refuse_precision(precision: Any) -> None:
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for arguments of an Accelerator that cannot go with fastps."""
     refuse_environment()
     for name, (_, what) in _SHARDING.items():
         if options.get(name) is not None:

@@ -138,8 +138,6 @@ class Attendance:
 
 
 class _Job:
-    """The other workers of one worker's job, as that worker sees them."""
-
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._arena, self._layout = worker.store.arena, worker.store.layout

@@ -194,7 +194,6 @@ def begin(
 
 
 def _refuse_launch() -> None:
-    """Raise UnsupportedError for launches whose workers cannot be one group of one machine."""
     if nodes_of_environment() is not None:
         raise UnsupportedError(
             "expected workers of one node, found a launch on several: frameworks that begin a process group train on one node"

@@ -36,8 +36,6 @@ _Base: Any = object  # in place of the class beside a mixin, which `super()` lea
 
 @dataclass
 class _ArgumentsMixin(_Base):  # type: ignore[misc]
-    """What the arguments of a training with fastps have in common."""
-
     sync: str | None = field(default=None, metadata={"help": "The discipline of fastps, such as ssp:3."})
     fastps_options: dict[str, Any] | str | None = field(default=None, metadata={"help": "Further arguments of the optimizer."})
     average_tokens_across_devices: bool = field(
@@ -78,7 +76,6 @@ class _ArgumentsMixin(_Base):  # type: ignore[misc]
 
 
 def _refuse(given: Any) -> None:
-    """Raise UnsupportedError for arguments that cannot go with fastps."""
     fastps_accelerate.refuse_environment()
     for name, what in (("fsdp", "FSDP"), ("deepspeed", "DeepSpeed"), ("parallelism_config", "ParallelismConfig")):
         if getattr(given, name, None):

@@ -198,7 +198,6 @@ def sync_of(given: Any) -> Any:
 
 
 def _number(names: tuple[str, ...], default: int) -> int:
-    """The number in the first of these variables that is set, else the default."""
     name = next((name for name in names if name in os.environ), None)
     if name is None:
         return default

@@ -101,7 +101,6 @@ def check_secret(policy: NodePolicy, secret: Secret | None) -> None:
 
 
 def _nodes_without_store() -> Nodes | None:
-    """The nodes of a job whose launcher only starts processes."""
     found = launchers.launched()
     if found is None or found.nodes == 1 or (found.rank, found.workers) != (environment.rank(), environment.world_size()):
         return None
@@ -181,7 +180,6 @@ def outer_hyper(policy: NodePolicy) -> Hyper:
 
 
 def _outer(policy: NodePolicy) -> Update:
-    """The home's rule with local_steps."""
     return SGD(policy.outer_lr, policy.outer_momentum, nesterov=policy.outer_momentum > 0)
 
 

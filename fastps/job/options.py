@@ -125,7 +125,6 @@ OPTIONS = {
 
 
 def _field(variable: str, default: Any, values: tuple[str, ...] | Range, help_: str, metavar: str = "") -> Any:
-    """A field of a record, which is an option of `fastps run`."""
     return field(default=default, metadata={"option": Option(variable, default, values, help_, metavar)})
 
 

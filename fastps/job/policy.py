@@ -119,7 +119,6 @@ class Policy:
             raise PolicyError(f"{self.spec}: {fault}")
 
     def _called(self, name: str) -> str:
-        """The name of a value in this policy's spec."""
         return NUMBERS.get(self.spec.partition(":")[0], {}).get(name, name)
 
     def _faults(self) -> Iterator[str]:

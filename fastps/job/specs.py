@@ -17,7 +17,6 @@ _NEXT_SPEC = re.compile(rf",(?=\s*(?:{_NAMES})\s*(?:[:,]|$))", re.IGNORECASE)
 
 
 def _modified(policy: Policy, key: str, value: Any) -> dict[str, Any]:
-    """The values of a policy that a modifier changes."""
     if key == "scale":
         return {"scale": _SCALE_NAMES.get(value, value)}
     if key == "stagger":

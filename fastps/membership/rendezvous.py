@@ -207,7 +207,6 @@ def connect(
 
 
 def _ask(name: bytes, hello: bytes, abi: int, deadline: "_Deadline") -> Offer:
-    """The offer of the listener at a name."""
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             _connect(connection, name, deadline)
@@ -229,7 +228,6 @@ class _Deadline:
         self._whom = whom
 
     def limit(self, connection: socket.socket) -> None:
-        """Set the connection's timeout to the time that is left."""
         connection.settimeout(self._left_ns() / 1e9)
 
     def pause(self) -> None:

@@ -57,7 +57,6 @@ class Blocks:
 
     @staticmethod
     def _halves(data: Memory, floats: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The numbers, and behind them the scales."""
         return torch.from_numpy(data[:floats]).view(torch.int8), torch.from_numpy(data[floats:]).view(torch.float32)
 
 

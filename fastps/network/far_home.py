@@ -226,7 +226,6 @@ class FarHome:
         self._open_edge.send(memory[4 * first : 4 * last] for first, last in self._chunks(range(len(self._cut.parts))))
 
     def _fetch(self, after: torch.Tensor) -> None:
-        """Take the weights with which a new lane begins."""
         self._open_edge.send_header(Header(Kind.FETCH))
         self._take_weights(0, after)
         for sent, (first, last) in zip(self._sent, self._cut.spans, strict=False):

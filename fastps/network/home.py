@@ -240,8 +240,6 @@ def store_name(leaf: str, part: int) -> str:
 
 
 def _store(job: str, part: Part, first: Floats, leaf: JobMemory, hypers: list[Hyper], resume: StartState | None) -> Store:
-    """The arena of one part, with its range of the first weights."""
-
     def write(views: Views) -> None:
         for view, parameter in zip(views, part.layout.parameters, strict=True):
             begin = part.first + parameter.offset
@@ -252,14 +250,12 @@ def _store(job: str, part: Part, first: Floats, leaf: JobMemory, hypers: list[Hy
 
 
 def _slot(worker: Worker) -> Memory:
-    """All bytes of the slot of the worker's next push."""
     store = worker.store
     offset = store.arena.gradient_offset(worker.rank, worker.lane.slot)
     return np.frombuffer(store.memory, np.uint8, 4 * store.layout.buffer_floats, offset)
 
 
 def _weights(worker: Worker) -> list[Memory]:
-    """The pulled weights of each shard."""
     store = worker.store
     return [
         np.frombuffer(store.memory, np.uint8, 4 * (last - first), store.arena.weights_offset(buffer) + 4 * first)

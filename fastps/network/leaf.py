@@ -67,7 +67,6 @@ class Leaf:
         self._store.all_steps(call.state_out)[:] = self._store.all_steps(call.state_in) + 1
 
     def _exchange(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> tuple[int, int]:
-        """Make a step of the home; see Upstream."""
         began_ns = self._store.clock.now_ns()
         try:
             return self._upstream.step(header, sent, before, after)

@@ -83,7 +83,6 @@ class LocalLeaf(Leaf):
         self._store.write_halves(call.weights_out)
 
     def _apply(self, call: FoldCall) -> None:
-        """Apply the job's update rule to the pushes, from buffer to buffer."""
         store, rule = self._store, self._store.layout.rule
         weights, weights_out = (self._sums.weights(buffer).numpy() for buffer in (call.weights_in, call.weights_out))
         state, state_out = self._planes(call.state_in), self._planes(call.state_out)
@@ -143,12 +142,10 @@ class LocalLeaf(Leaf):
         torch.lerp(own, home, self.nodes.policy.local_mix, out=own)
 
     def _take_arrived(self, weights: torch.Tensor) -> None:
-        """Take the weights of the exchange under way, if there is one."""
         if self._under_way:
             self._take(self._under_way.pop().result(), weights)
 
     def _last_exchange(self, first: int) -> "_Done":
-        """What was done at the start of the last exchange of a fragment."""
         return self._exchanged.get(first, self._fetched)
 
     def check(self) -> None:

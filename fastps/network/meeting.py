@@ -240,7 +240,6 @@ class _Beats(threading.Thread):
                 return
 
     def end(self) -> None:
-        """Make the number free."""
         self._ends.set()
         self.join(3 * _BEAT_S)
 
@@ -285,7 +284,6 @@ def _take(store: Store, numbers: Sequence[int]) -> int:
 
 
 def _beats_key(number: int) -> str:
-    """The key at which a node's launcher shows that it lives."""
     return f"beats/{number}"
 
 

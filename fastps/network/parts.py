@@ -127,7 +127,6 @@ def _part(layout: Layout, first: int, last: int) -> Part:
 
 
 def _cut(parameter: Parameter, first: int, last: int) -> Parameter:
-    """The floats of a parameter that lie in a part, as a flat parameter."""
     begin, end = max(first, parameter.offset), min(last, parameter.offset + parameter.length)
     length = max(0, end - begin)
     return replace(parameter, shape=(length,), stride=(1,), offset=begin - first, shard=0)

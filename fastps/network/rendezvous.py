@@ -269,10 +269,8 @@ def open_s(nodes: Nodes, epoch: int) -> float:
 
 
 def _port_key(node: int) -> str:
-    """The key at which an agent says where its open port is."""
     return f"port/{node}"
 
 
 def _refused_key(node: int) -> str:
-    """The key at which a node says why it does not come."""
     return f"refused/{node}"

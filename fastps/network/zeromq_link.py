@@ -201,7 +201,6 @@ class ZeromqLink:
             self._context.destroy(linger=LINGER_MS if is_orderly else 0)
 
     def _open(self, side: int) -> None:
-        """Wait until the other side has come, with its key."""
         poller = self._poller(zmq.POLLIN if side == 0 else 0)
         is_greeted = False
         while not is_greeted and not (self._closes or self._loss):
@@ -226,7 +225,6 @@ class ZeromqLink:
             self._is_open.set()
 
     def _serve(self) -> None:
-        """Send and receive until the link is closed or lost."""
         wants, poller = -1, zmq.Poller()
         while not (self._closes or self._loss):
             now_wants = (zmq.POLLIN if self._receives else 0) | (zmq.POLLOUT if self._sends else 0)

@@ -96,8 +96,6 @@ def variables_line(variables: Mapping[str, str]) -> bytes:
 
 @dataclass
 class _Host:
-    """One host's ssh, and what it has written. It is a Member."""
-
     host: str
     process: "subprocess.Popen[bytes]"
     last: str = ""

@@ -285,7 +285,6 @@ class Launcher:
             self._end_forkserver()
 
     def _forked(self, variables: dict[str, str]) -> AdoptedProcess | None:
-        """Register a worker that the fork server forked."""
         if self._forkserver is None or not self._forkserver.is_ready:
             return None
         forked = self._forkserver.fork(variables, self._program.arguments)
@@ -326,17 +325,14 @@ class Launcher:
 
     @property
     def _first_rank(self) -> int:
-        """The first rank of this launcher's workers, among the workers of all nodes."""
         return self._rendezvous.place.first_rank if self._rendezvous is not None else 0
 
     @property
     def _started(self) -> list[LaunchedWorker]:
-        """All workers, and the fork server."""
         return self._workers if self._forkserver_worker is None else [*self._workers, self._forkserver_worker]
 
     @property
     def _own(self) -> set[int]:
-        """The processes that this launcher has started and waits for."""
         running = {worker.process.pid for worker in self._started if worker.exit_code is None}
         return running | {self._ending.witness_id, self._rendezvous.process_id if self._rendezvous is not None else 0}
 

@@ -70,7 +70,6 @@ class LeftBehind:
             self._clock.sleep_ns(_ROUND_NS)
 
     def _running(self, own: Collection[int]) -> set[int]:
-        """The orphans that run; the others are reaped."""
         return {orphan for orphan in _adopted(own) if orphan not in self._before and not _is_reaped(orphan)}
 
 

@@ -90,5 +90,4 @@ class JobOutput:
 
 
 def _is_terminal(sink: Sink) -> bool:
-    """Whether a stream is a terminal that can move the cursor."""
     return sink.isatty() and os.environ.get("TERM") != "dumb"

@@ -33,8 +33,6 @@ _NOBODY = "nobody has taken them"
 
 
 class _Lost:
-    """Lines that were not written."""
-
     def __init__(self) -> None:
         self.lines = 0
         self.reason = ""  # why the first of them was not

@@ -86,7 +86,6 @@ class ProgressLines:
 
 
 def _size(sink: Sink) -> tuple[int, int]:
-    """Return columns and rows of a stream's terminal."""
     try:
         size = os.get_terminal_size(sink.fileno())
     except (OSError, ValueError):

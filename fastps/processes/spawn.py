@@ -166,7 +166,6 @@ def _warn_of_copies(args: Sequence[Any]) -> None:
 
 
 def _check_signature(fn: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Raise UsageError if `fn` does not take the rank and the arguments."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # some functions of C say nothing about their parameters

@@ -65,8 +65,6 @@ class SpawnedWorker(LaunchedWorker):
 
 
 class _Forked:
-    """A child that multiprocessing forked."""
-
     def __init__(self, process: Any) -> None:
         self.pid: int = process.pid
         self._process = process
@@ -166,14 +164,12 @@ class Crew:
 def _new_process(
     program: str, arguments: Sequence[str], environment: Mapping[str, str], passed: Sequence[int]
 ) -> "subprocess.Popen[bytes]":
-    """Start a Python process that inherits the descriptors `passed`, and standard output."""
     setting = json.dumps([import_path(), os.getpid()])
     command = [sys.executable, "-c", program, setting, *arguments]
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=passed, process_group=0)
 
 
 def _work(work: handover.Work, rank: int, environment: Mapping[str, str], outcome: int, parent: int) -> None:
-    """Run a worker that was forked from the caller."""
     os.setpgid(0, 0)
     ask_to_die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.default_int_handler)

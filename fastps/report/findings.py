@@ -142,7 +142,6 @@ def _lost(facts: Facts) -> Iterator[Finding]:
 
 
 def _aftermath(facts: Facts, ending: Ending) -> str:
-    """What the other workers did after the end of one."""
     made = int(facts.workers[ending.worker]["steps"])
     reason = f"{ending.how.rstrip('.')}. " if ending.kind == FAILED else ""
     later = facts.trace.steps[(facts.trace.steps["begin_ns"] > ending.at_ns) & (facts.trace.steps["worker"] != ending.worker)]
@@ -191,7 +190,6 @@ def _straggler(facts: Facts) -> Iterator[Finding]:
 
 
 def _why_slow(mine: Row, others: Sequence[Row]) -> str:
-    """Where the straggler's extra time goes."""
     names = {
         "cpu_ms_mean": "computing on a core",
         "queue_ms_mean": "waiting for a core",
@@ -323,7 +321,6 @@ def _bound(facts: Facts) -> Iterator[Finding]:
 
 
 def _faster(facts: Facts) -> Iterator[Finding]:
-    """What would speed the run up: another discipline, or what bounds this one."""
     own = next((row for row in facts.advice if row["sync"] == facts.trace.header["policy"].get("spec")), None)
     chosen = next((row for row in facts.advice if row["recommended"]), None)
     if own is not None and chosen is not None and chosen is not own:
@@ -338,7 +335,6 @@ def _faster(facts: Facts) -> Iterator[Finding]:
 
 
 def _bounded_by(facts: Facts) -> Iterator[Finding]:
-    """What bounds the speed, if no other discipline would raise it much."""
     try:
         rows = limits(facts.trace)
     except Error:

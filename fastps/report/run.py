@@ -54,7 +54,6 @@ def page_of(trace: Trace, name: str, result: Row | None = None, tick: Callable[[
 
 
 def _plots(facts: Facts) -> list[Figure]:
-    """The plots that this trace has something for."""
     made = [plots.time_of_workers(facts), plots.waits(facts), plots.steps(facts), plots.store(facts)]
     made += [updates.staleness(facts), updates.staleness_by_worker(facts), updates.gaps(facts), disciplines.disciplines(facts)]
     return [each for each in made if each is not None]
@@ -68,7 +67,6 @@ def _parted(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
 
 
 def _advice(trace: Trace, tick: Callable[[int, int], None] | None) -> tuple[list[dict[str, Any]], str]:
-    """The replay of the run under each discipline, or why there is none."""
     if trace.workers == 1:
         return [], "One worker waits for no other, so no other discipline was replayed."
     try:
@@ -98,7 +96,6 @@ def _facts(facts: Facts, result: Row | None) -> list[Fact]:
 
 
 def _workers(facts: Facts) -> Part:
-    """The summary of `fastps trace`, a row a worker."""
     headings = ["worker", "steps", "compute", "median", "95%", "on a core", "no core", "blocked", "store"]
     headings += ["waiting", "staleness", "at most", "dropped", "ended"]
     names = ("compute_ms_mean", "compute_ms_median", "compute_ms_p95", "cpu_ms_mean", "queue_ms_mean", "blocked_ms_mean")
@@ -114,7 +111,6 @@ def _workers(facts: Facts) -> Part:
 
 
 def _nodes(trace: Trace) -> list[Part]:
-    """The nodes of a merged trace, and how well their clocks are known."""
     nodes = nodes_of(trace)
     if len(nodes) < 2:
         return []
@@ -143,7 +139,6 @@ def _messages(trace: Trace) -> Part:
 
 
 def _log(trace: Trace, why_not: str) -> Part:
-    """What the push log says of itself, and what this page leaves out."""
     log = push_log_row(trace)
     counts = f"{log['pushes']:,} pushes: {log['folded']:,} folded, {log['dropped']:,} dropped, {log['undecided']:,} undecided."
     whole = (

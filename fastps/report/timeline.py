@@ -78,7 +78,6 @@ def _lanes(facts: Facts, findings: Sequence[Finding]) -> list[int]:
 
 
 def _lane(facts: Facts, worker: int, findings: Sequence[Finding]) -> Json:
-    """A worker's names, and its marks: where it ended or stood still, and whether it is the straggler."""
     ending = facts.endings[worker]
     node = next((each for each in nodes_of(facts.trace) if 0 <= worker - each.first_worker < each.workers), None)
     found = straggler_of(facts)

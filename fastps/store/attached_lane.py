@@ -272,7 +272,6 @@ class AttachedLane:
         return now_ns
 
     def _is_fresh(self, shard: int, granted: int) -> bool:
-        """Whether a shard has granted the step."""
         return self.lane.granted(shard) >= granted
 
     def _timeout_text(self) -> str:
@@ -304,7 +303,6 @@ class AttachedLane:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
-        """Raise the error of a call in a forked child, or after close."""
         if self.forked:
             raise UsageError(
                 f"this process ({os.getpid()}) was forked from worker {self.rank} and may only read: call fastps in the worker"

@@ -33,7 +33,6 @@ def pause(worker: int, step: int) -> None:
 
 
 def _script_frame() -> FrameType:
-    """The innermost frame that is not a library's."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame = frame.f_back

@@ -190,7 +190,6 @@ class Store(JobMemory):
         return store
 
     def _write_beginning(self, write_weights: Callable[[Views], None], resume: StartState | None) -> None:
-        """Write version 0, or the state to resume from."""
         if resume is None:
             self.write_first(write_weights)
         else:

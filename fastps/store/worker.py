@@ -217,7 +217,6 @@ class Worker(AttachedLane):
         self.lane.wait_ns += self.lane.pushed_ns - since_ns
 
     def _deliver(self, push: Push) -> None:
-        """Transfer one push, post it, and combine if the shard locks are free."""
         transfer_ns = self._make_transfer()
         recorder = self.recorder  # the worker's thread may end it meanwhile
         if recorder is not None:

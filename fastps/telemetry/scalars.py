@@ -49,12 +49,10 @@ class Scalar:
 
 
 def _sum(name: str) -> Callable[[Look], float]:
-    """The sum of a figure over the workers."""
     return lambda look: sum(getattr(row, name) for row in look.workers)
 
 
 def _workers_in(*states: str) -> Callable[[Look], float]:
-    """The number of workers in one of these states."""
     return lambda look: sum(row.state in states for row in look.workers)
 
 

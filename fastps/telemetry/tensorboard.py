@@ -121,8 +121,6 @@ class JobWriter:
 
 
 class _Followed:
-    """One arena, and the files of its figures."""
-
     def __init__(self, observer: Observer, folder: Path, clock: Clock) -> None:
         self._observer = observer
         self._folder = folder
@@ -147,7 +145,6 @@ class _Followed:
         self._before = look
 
     def close(self) -> None:
-        """Close the files."""
         self._observer.close()
         for file in self._files.values():
             file.close()

@@ -79,7 +79,6 @@ class Gradients:
         return tensor.grad is self.slots[slot][index]
 
     def _copy(self, index: int, slot: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Copy a gradient into the slot, and return the tensor over the slot."""
         self.check(index, gradient)
         return self._loops.own(self._prepared[slot], index).copy_(gradient)
 

@@ -67,14 +67,12 @@ class JobState(defaultdict[Any, Any]):
             dict.update(self, entries)
 
     def _fill(self) -> None:
-        """Have the job's entries, with what the script has added."""
         assert self._read is not None
         dict.update(self, dict(self._read()))
         for key, own in self._added.items():
             dict.__setitem__(self, key, {**dict.get(self, key, {}), **own} if key in self._keys else own)
 
     def _job_part(self, key: Any) -> Entry:
-        """What of an entry is the job's."""
         return {name: value for name, value in dict.get(self, key, {}).items() if name in self._names}
 
     def forget(self) -> None:
@@ -130,7 +128,6 @@ class JobState(defaultdict[Any, Any]):
 
 
 def _copies(entry: Entry) -> Entry:
-    """An entry with copies of its tensors; anything else as it is."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
 
 

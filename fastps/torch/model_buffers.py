@@ -182,7 +182,6 @@ class BufferRounds:
         return self._number
 
     def _others(self) -> list[int]:
-        """The lanes of the other live workers."""
         states = self._arena.lane_states()[: len(self._slots)]
         return [lane for lane, state in enumerate(states) if state in (LANE_LIVE, LANE_JOINING) and lane != self._worker.rank]
 

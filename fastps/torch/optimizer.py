@@ -172,7 +172,6 @@ class DistributedOptimizer(OptimizerState):
         self._follow_state(self._placement.state_follows)
 
     def _begin(self, worker: Worker, batch_size: int, checkpointing: tuple[Path, int] | None) -> None:
-        """Take the job's weights and hook into backward."""
         self._job.use(worker)
         self._warm_up = WarmUp(worker.store, worker) if self.policy.warm_up else None
         self._batch_size = batch_size

@@ -106,7 +106,6 @@ class OptimizerState(torch.optim.Optimizer):
         return [group for group in self.param_groups for each in group["params"] if id(each) not in self._left_out]
 
     def _share_state(self) -> None:
-        """Have one state, one list of param_groups and the same hooks as the wrapped optimizer."""
         self.param_groups = self._groups = self._inner.param_groups
         self.state = self._inner.state
         self._inner.state = self._state

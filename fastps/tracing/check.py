@@ -73,7 +73,6 @@ def _of_versions(pushes: Lines) -> Lines:
 
 
 def _begins(trace: Trace, worker: int) -> list[int]:
-    """The positions of the first descriptors of a worker's replacements."""
     return [position for rank, _, position in trace.header.get("owners") or () if rank == worker]
 
 
@@ -83,7 +82,6 @@ def _is_one_push_a_version(trace: Trace) -> bool:
 
 
 def _first(wrong: np.ndarray) -> list[int]:
-    """Return the index of the first True, if there is one."""
     return [int(place) for place in np.flatnonzero(wrong)[:1]]
 
 
@@ -172,7 +170,6 @@ def _versions_of(trace: Trace, shard: int) -> Iterator[Violation]:
 
 
 def _missing(trace: Trace) -> Iterator[Violation]:
-    """Check that in a complete trace each version has a push."""
     if not is_complete(trace):
         return
     for shard, most in enumerate(push_log_row(trace)["versions"]):

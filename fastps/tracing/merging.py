@@ -90,7 +90,6 @@ def _number(file: Path, trace: Trace) -> int:
 
 
 def _check_alike(file: Path, trace: Trace, other_file: Path, other: Trace) -> None:
-    """Raise TraceError if two traces are of different jobs."""
     jobs = [re.sub(r"\.node\d+", "", str(each.header.get("job")), count=1) for each in (trace, other)]
     differs = jobs[0] != jobs[1] or any(trace.header.get(name) != other.header.get(name) for name in _EQUAL)
     if differs:
@@ -141,7 +140,6 @@ def _offsets(samples: Sequence[Offset], times: Times, number: int) -> tuple[Time
 
 
 def _header(traces: Sequence[Trace], nodes: Sequence[NodeOfTrace]) -> Mapping[str, Any]:
-    """The header of the whole: what is the same in all, and what is counted, for all workers and shards."""
     headers = [trace.header for trace in traces]
     found = {name: value for name, value in headers[0].items() if name not in ("node", "committed", "versions")}
     found["job"] = re.sub(r"\.node\d+", "", str(found["job"]), count=1)

@@ -26,8 +26,6 @@ _FIRST_SHARD, _FIRST_MESSAGE = 100_000, 200_000  # the tracks of a node's proces
 
 
 class _Places:
-    """The process and the track of each worker, shard and message."""
-
     def __init__(self, trace: Trace) -> None:
         self.nodes = nodes_of(trace)
 

@@ -280,7 +280,6 @@ class Recorder:
                 part.more["rows"].append((position, rows[shard] if rows else 0, rank, shard, 1))
 
     def _give_up(self, error: Exception) -> None:
-        """End this worker's part, which cannot be written any more."""
         logger.warning("%s; the trace of worker %d ends, and training goes on", error, self._worker.rank)
         assert self._part is not None
         self._part.close()

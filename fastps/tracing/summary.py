@@ -102,7 +102,6 @@ def _worker_row(trace: Trace, worker: int) -> Row:
 
 
 def _rows_of(trace: Trace, rows: Lines, steps: int) -> Row:
-    """Return how many rows of tables were pushed and folded; nothing for a job without tables."""
     if not len(trace.rows):
         return {}
     folded = folded_rows(replace(trace, rows=rows))

@@ -48,7 +48,6 @@ def waiting_matrix(trace: Trace) -> Times:
 
 
 def _last_posts(posts: list[Times], worker: int, steps: Lines) -> _Causes:
-    """The last post of another worker within the wait."""
     others = [(other, times) for other, times in enumerate(posts) if other != worker and len(times)]
     if not others:
         return np.full(len(steps), _NOBODY), np.zeros(len(steps), np.int64)
@@ -107,7 +106,6 @@ def _last_of_version(trace: Trace, completed: Lines, worker: int, steps: Lines) 
 
 
 def _at(lines: Lines, steps: Times, name: str, missing: int) -> Times:
-    """The field of one worker's records at these steps."""
     if not len(lines):
         return np.full(len(steps), missing)
     place = np.minimum(np.searchsorted(lines["step"], steps), len(lines) - 1)

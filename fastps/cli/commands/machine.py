@@ -82,7 +82,6 @@ def _names_python(argument: str) -> bool:
 
 
 def _outcome(launcher: "Launcher", tensorboard: Path | None) -> "Outcome":
-    """Run the job, and write its figures if they are asked for."""
     from fastps.telemetry.tensorboard import TICK_S, written
 
     with written(tensorboard, lambda: launcher.arena) as tick:
@@ -90,7 +89,6 @@ def _outcome(launcher: "Launcher", tensorboard: Path | None) -> "Outcome":
 
 
 def _report(outcome: "Outcome", json_file: str | None) -> int:
-    """Print what went wrong, and write the exits of all workers. Returns the exit code."""
     from fastps.processes.outcome import failure_panel
 
     if outcome.faults is not None:
@@ -103,7 +101,6 @@ def _report(outcome: "Outcome", json_file: str | None) -> int:
 
 
 def _run_on_hosts(context: typer.Context) -> int:
-    """Run this command as a node on each host. Returns the exit code."""
     from fastps.processes.hosts import HostsLauncher, HostsOptions
 
     given = context.params
@@ -218,7 +215,6 @@ def top(
 
 
 def _serve(address: str, job: str | None) -> NoReturn:
-    """Serve figures until Ctrl-C."""
     from fastps.telemetry.prometheus import served
 
     with served(address, job) as url:
@@ -348,7 +344,6 @@ def doctor(
 
 
 def _try_script(script: bool, arguments: list[str], json_file: str | None) -> None:
-    """Run a script's first steps with some numbers of workers, and say what more workers would bring."""
     if not script or not arguments:
         raise UsageError("expected --script SCRIPT ARGUMENTS, or neither --script nor a script")
     from fastps.lab.measuring.trial import try_script, verdict

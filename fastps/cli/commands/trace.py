@@ -166,7 +166,6 @@ def replay(
 
 
 def _save_perfetto(found: "Trace", perfetto: Path, profiles: list[Path], console: Console) -> Row:
-    """Write the events of a trace and of torch's profiles. Returns a row about them."""
     from fastps.tracing.perfetto import save
     from fastps.tracing.torch_profile import profile_of
 
@@ -245,7 +244,6 @@ Advice = tuple[Callable[..., list[Row]], Callable[[], Row | None], str]
 
 
 def _of_run(file: Path, cores: float) -> Advice:
-    """Other disciplines for a recorded run."""
     from fastps.advice.advise import advise, self_test
     from fastps.advice.replay import cores_left
     from fastps.tracing.parts import load
@@ -256,7 +254,6 @@ def _of_run(file: Path, cores: float) -> Advice:
 
 
 def _of_nodes(context: typer.Context) -> Advice:
-    """Every discipline on many nodes, from the traces of a few and measured links."""
     from fastps.lab.measuring.advised_nodes import advise_nodes, model_of, self_test
     from fastps.lab.measuring.simulated_links import read_links
     from fastps.tracing.parts import load
@@ -310,7 +307,6 @@ def report(
 
 
 def _rows_of(file: Path) -> list[dict[str, object]]:
-    """The rows of a JSON report of another command."""
     try:
         rows = json.loads(file.read_text())["rows"]
         if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):

@@ -26,7 +26,6 @@ ORDER = 10
 
 
 def _title(given: Mapping[str, Any]) -> str:
-    """The title of a table of trainings."""
     return f"{given['data']}, {given['epochs']} epochs, seed {given['seed']}"
 
 

@@ -91,7 +91,6 @@ class Jobs:
 
 
 def _refuse_wrapped(optimizers: Sequence[Any]) -> None:
-    """Close optimizers that the module has wrapped itself, and raise UsageError."""
     wrapped = [optimizer for optimizer in optimizers if isinstance(optimizer, DistributedOptimizer)]
     for optimizer in wrapped:
         optimizer.close("it was wrapped twice")

@@ -91,7 +91,6 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
 @contextlib.contextmanager
 def _variables(given: dict[str, str]) -> Iterator[None]:
-    """Set these variables, and what Lightning sets beside them, inside the block alone."""
     names = [*given, "MASTER_PORT"]
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(given)

@@ -27,7 +27,6 @@ class _Shard:
         self.begin()
 
     def begin(self) -> None:
-        """Begin another backward, or another step."""
         self.missing = set(self.members)
         self.streams: set[int] = set()
         self.versions = None
