@@ -56,20 +56,18 @@ class ParameterChangedError(Error, RuntimeError):
     """The script wrote to a parameter outside of step()."""
 
 
-class WorkerDiedError(Error):
+class _OfWorkerError(Exception):
+    def __init__(self, message: str, worker: int) -> None:
+        super().__init__(message)
+        self.worker = worker
+
+
+class WorkerDiedError(_OfWorkerError, Error):
     """Another worker of the job failed, or died without leaving. The attribute `worker` is its lane."""
 
-    def __init__(self, message: str, worker: int) -> None:
-        super().__init__(message)
-        self.worker = worker
 
-
-class ExpelledError(Error):
+class ExpelledError(_OfWorkerError, Error):
     """A worker's words in shared memory are damaged, and the others go on without it. The attribute `worker` is its lane."""
-
-    def __init__(self, message: str, worker: int) -> None:
-        super().__init__(message)
-        self.worker = worker
 
 
 class NodeLostError(Error):
@@ -80,15 +78,11 @@ class NodeLostError(Error):
         self.node = node
 
 
-class NonFiniteGradientError(Error, ArithmeticError):
+class NonFiniteGradientError(_OfWorkerError, Error, ArithmeticError):
     """A push had a non-finite gradient, or would have made the weights non-finite; it was not folded.
 
     The attribute `worker` is the rank of the worker that pushed.
     """
-
-    def __init__(self, message: str, worker: int) -> None:
-        super().__init__(message)
-        self.worker = worker
 
 
 class NonFiniteWeightsError(Error, ArithmeticError):

@@ -72,12 +72,9 @@ class Peers:
             for lane, (generation, state) in enumerate(members)
             if state == LANE_FAILED and lane != self._own and (lane, generation) not in self._dismissed
         ]
-        lane = min(failed, key=self._is_consequence, default=-1)
+        # A lane that failed because another worker had died comes last.
+        lane = min(failed, key=lambda lane: self._arena.failure(lane).startswith(WorkerDiedError.__name__), default=-1)
         return (lane, members[lane][0]) if lane >= 0 else None
-
-    def _is_consequence(self, lane: int) -> bool:
-        """Whether a lane failed because another worker had died."""
-        return self._arena.failure(lane).startswith(WorkerDiedError.__name__)
 
     def error(self, owner: Owner) -> WorkerDiedError:
         """The error that names an owner that `dead` returned."""

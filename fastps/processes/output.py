@@ -46,7 +46,7 @@ class JobOutput:
             return  # the carriage return before a bar
         shown = "" if is_update and not text.strip() else f"[{rank}] {text}"
         stream = self._stream(rank, sink)
-        if not _is_terminal(sink):
+        if not sink.isatty() or os.environ.get("TERM") == "dumb":
             self._write_to_file(stream, shown, is_update, sink)
         elif is_update:
             self._on_terminal.update(stream, shown, sink)
@@ -87,7 +87,3 @@ class JobOutput:
             self._last[stream] = text
         if not is_written:
             sink.write(f"{text}\n")
-
-
-def _is_terminal(sink: Sink) -> bool:
-    return sink.isatty() and os.environ.get("TERM") != "dumb"

@@ -15,16 +15,9 @@ ORDER = 50
 @commands.command(rich_help_panel=CHOOSE, epilog="Examples:  fastps disciplines   |   fastps disciplines --json -")
 def disciplines(wide: Wide = False, json_file: Json = None) -> None:
     """Show every synchronization discipline: its spec for --sync, its paper, what it does, and when to use it."""
+    told = ("paper", "does", "use", "staleness")
     rows = [
-        {
-            "kind": "discipline",
-            "spec": row.usage,
-            "paper": row.paper,
-            "does": row.does,
-            "use": row.use,
-            "staleness": row.staleness,
-        }
-        for row in DISCIPLINES.values()
+        {"kind": "discipline", "spec": row.usage, **{name: getattr(row, name) for name in told}} for row in DISCIPLINES.values()
     ]
     modifiers = [{"kind": "modifier", "option": f"{name}={usage}"} for name, usage in MODIFIERS.items()]
     console = console_of(json_file)
