@@ -20,8 +20,7 @@ from fastps.lab.measuring.advised_nodes import simulation_of_nodes
 from fastps.lab.measuring.namespaces import Cluster, cluster, missing_reason
 from fastps.lab.measuring.simulated_links import MeasuredLinks, ModelOnNodes, on_links, read_links
 from fastps.lab.papers.live_nodes import LiveJob, LiveRunError, run_live
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import Simulation, simulate
+from fastps.simulation.simulate import ComputeModel, Simulation, simulate
 from fastps.system.json_report import write_json
 from fastps.system.ports import free_port
 from fastps.tracing.file import Trace

@@ -12,8 +12,7 @@ from fastps.bench.measure import BenchOptions, Row, Spread, check, elapsed, inte
 from fastps.bench.scheduler import SPECS
 from fastps.job.specs import parse_policy
 from fastps.kernels.simulation.totals import totals
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import Simulation, build, simulate
+from fastps.simulation.simulate import ComputeModel, Simulation, build, simulate
 
 WORKERS = 1_000
 LATENCY: dict[str, Any] = {"latency_ns": 50_000}

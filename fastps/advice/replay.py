@@ -13,8 +13,7 @@ import numpy.typing as npt
 from fastps.errors import UsageError
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import Simulation
+from fastps.simulation.simulate import ComputeModel, Simulation
 from fastps.tracing.file import Lines, Trace, TraceError
 from fastps.tracing.merging import nodes_of
 from fastps.tracing.summary import blocked_ns

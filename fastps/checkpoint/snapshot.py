@@ -26,14 +26,15 @@ from fastps.checkpoint.format import (
     described,
     described_rule,
     has_values,
+    header_sum,
     number_of,
     planes_of,
     sealed,
     shaped,
     whole,
+    write_tensors,
 )
 from fastps.checkpoint.runs import Run
-from fastps.checkpoint.tensors_file import header_sum, write_tensors
 from fastps.errors import CheckpointError, ProtocolError
 from fastps.job import limits
 from fastps.job.layout import Parameter

@@ -28,9 +28,8 @@ import numpy as np
 
 from fastps.device.cuda import CudaDevice
 from fastps.device.finite_check import FiniteCheck, ResultsCheck
-from fastps.device.first import FirstVersion
 from fastps.device.interface import Event, Stream
-from fastps.device.memory import DeviceMemory
+from fastps.device.memory import DeviceMemory, FirstVersion
 from fastps.device.plan import FILLED, LEAST_BYTES, SHOWN, WAVES, owners_at
 from fastps.errors import UnsupportedError
 from fastps.kernels.cuda import launch_args

@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from fastps.device import users_rule
 from fastps.device.arena import PRESENT, DeviceArena
 from fastps.device.cuda import CudaDevice
-from fastps.device.first import FirstVersion
 from fastps.device.interface import DeviceError, DeviceFailedError, DeviceLostError, DeviceMemoryError
-from fastps.device.snapshot import Snapshots
+from fastps.device.memory import FirstVersion
 from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDiedError
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import Lane
@@ -24,10 +26,61 @@ from fastps.membership.job_memory import VersionCopy, Views
 from fastps.membership.peers import Peers
 from fastps.membership.rendezvous import Listener
 from fastps.store.server_process import AgentPlan, DevicePlan
-from fastps.store.start import StartState
-from fastps.store.store import Store
+from fastps.store.store import StartState, Store
 from fastps.store.worker import Worker
 from fastps.system.deadline import Deadline
+
+
+class Snapshots(VersionCopy):
+    """One lane's copies of pinned versions, with a stream and page-locked memory of their own, while folds and steps go on.
+
+    One at a time: the arena lets one worker at a time pin a version. The copies are queued behind the folds that make it, and
+    the process waits for them, maybe in another thread than the worker's, before it unpins.
+    """
+
+    def __init__(self, arena: DeviceArena, device: CudaDevice) -> None:
+        self._arena = arena
+        self.device = device
+        self.stream: Any = device.make_stream()
+        self.copied: Any = device.make_event()  # behind the copies
+        floats = arena.layout.buffer_floats * (1 + arena.layout.planes)
+        self._is_done = True
+        self._floats = device.host_memory(4 * max(1, floats)).view(np.float32)
+
+    def begin(self, weights: Sequence[int], state: Sequence[int]) -> VersionCopy:
+        """Queue the copies of these buffers, one of weights and of state for each shard.
+
+        Raises UnsupportedError without peer access to all homes.
+        """
+        arena, layout = self._arena, self._arena.layout
+        pieces = []
+        for index, parameter in enumerate(layout.parameters):
+            shard = parameter.shard
+            sources = [arena.weights_address(weights[shard], index)]
+            sources += [arena.plane_address(state[shard], plane, index) for plane in range(layout.planes)]
+            pieces += [(number, index, source) for number, source in enumerate(sources) if parameter.length]
+        arena.await_folds(self.stream)
+        for number, index, source in pieces:
+            target = self._view(number, index)
+            self.device.copy(target.ctypes.data, source, target.nbytes, self.stream)
+        self.device.record(self.copied, self.stream)
+        self._is_done = False
+        return self
+
+    def views(self, number: int) -> Views:
+        """Wait for the copies. Raises DeviceError if one has failed."""
+        self.end()
+        return [self._view(number, index) for index in range(len(self._arena.layout.parameters))]
+
+    def end(self) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self.device.synchronize_event(self.copied)
+
+    def _view(self, number: int, index: int) -> npt.NDArray[np.float32]:
+        layout, parameter = self._arena.layout, self._arena.layout.parameters[index]
+        return self._floats[layout.buffer_floats * number + parameter.offset :][: parameter.length]
+
 
 _PAUSE_NS = 2_000_000
 _SLICE_NS = 50_000  # between two looks at whether a worker's own work is done; the device may be idle that long

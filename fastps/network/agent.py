@@ -36,8 +36,7 @@ from fastps.network.spread import SpreadHomes
 from fastps.network.sums import Sums
 from fastps.store.server_loop import Server, answer_as_server, run_from_order, with_rule
 from fastps.store.server_process import AgentPlan, Order, picklable
-from fastps.store.start import StartState
-from fastps.store.store import Store
+from fastps.store.store import StartState, Store
 from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.descriptors import reserve_all

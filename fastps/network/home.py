@@ -24,8 +24,7 @@ from fastps.network.messages import Header
 from fastps.network.parts import Cut, Part, cut_of
 from fastps.network.session import HomeSession
 from fastps.network.sums import Outgoing, Terms
-from fastps.store.start import StartState
-from fastps.store.store import Store
+from fastps.store.store import StartState, Store
 from fastps.store.worker import Worker
 
 _LOOK_S = 0.1

@@ -9,8 +9,8 @@ on the CPU; on devices it owns the memory, and the job ends with it.
 import os
 import sys
 
-from fastps.device.first import FirstVersion
 from fastps.device.interface import DeviceError
+from fastps.device.memory import FirstVersion
 from fastps.device.store import DeviceStore
 from fastps.errors import Error
 from fastps.store.server_loop import Server, answer_as_server, run_from_order, with_rule

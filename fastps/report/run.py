@@ -7,7 +7,7 @@ import numpy as np
 
 from fastps.advice.advise import advise
 from fastps.errors import Error, UsageError
-from fastps.report import disciplines, plots, updates
+from fastps.report import plots
 from fastps.report.figure import Figure, Table, listed, number_text, paired, seconds_text
 from fastps.report.findings import GOOD, NOTE, Facts, Finding, facts_of, findings_of
 from fastps.report.page import Fact, Page, Part
@@ -55,7 +55,7 @@ def page_of(trace: Trace, name: str, result: Row | None = None, tick: Callable[[
 
 def _plots(facts: Facts) -> list[Figure]:
     made = [plots.time_of_workers(facts), plots.waits(facts), plots.steps(facts), plots.store(facts)]
-    made += [updates.staleness(facts), updates.staleness_by_worker(facts), updates.gaps(facts), disciplines.disciplines(facts)]
+    made += [plots.staleness(facts), plots.staleness_by_worker(facts), plots.gaps(facts), plots.disciplines(facts)]
     return [each for each in made if each is not None]
 
 

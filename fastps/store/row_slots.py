@@ -1,11 +1,12 @@
-"""The rows that a worker pushes of a job's tables: checks, memory, and the collection of equal rows."""
+"""What a push has: rows of a job's tables (checks, memory, the collection of equal rows), and the bitmap of its parameters."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import UnsupportedError, UsageError
+from fastps.job.layout import Parameter
 from fastps.job.policy import Policy
 from fastps.job.update_rules import UPDATE_RULES, Hyper, Rule
 from fastps.kernels.protocol.row_writer import RowWriter
@@ -141,3 +142,35 @@ def check_rows(rule: Rule, policy: Policy, tables: Sequence[tuple[str, tuple[int
                 f" weight_decay={hyper.weight_decay:g}, which would change rows without a gradient; give the tables a"
                 " param_group or an optimizer of their own"
             )
+
+
+def presence_of(present: Iterable[int], parameters: int) -> bytes:
+    """The bitmap of the parameters that have a gradient, as little-endian uint64 words.
+
+    >>> presence_of([0, 2], 3)[0]
+    5
+    """
+    bits = sum(1 << index for index in present)
+    return bits.to_bytes(8 * -(-parameters // 64), "little")
+
+
+class Presence:
+    """What a push has whose caller says nothing: all dense parameters, and the tables whose rows were given."""
+
+    def __init__(self, parameters: tuple[Parameter, ...]) -> None:
+        self._dense = [index for index, parameter in enumerate(parameters) if not parameter.is_table]
+        self._count = len(parameters)
+        self._everything = presence_of(range(self._count), self._count)
+        self._given: set[int] = set()
+
+    def add(self, table: int) -> None:
+        """Let the next push have rows of this table."""
+        self._given.add(table)
+
+    def take(self) -> bytes:
+        """The bitmap of the next push; the one after it begins without rows."""
+        if len(self._dense) == self._count:
+            return self._everything
+        found = presence_of([*self._dense, *self._given], self._count)
+        self._given.clear()
+        return found

@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,10 @@ import numpy.typing as npt
 from fastps.errors import ArenaError, AttachError, UnsupportedError, UsageError
 from fastps.job import environment, limits
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import GradientType, Layout, place
+from fastps.job.layout import GradientType, Layout, check_double, place
 from fastps.job.options import value_of
 from fastps.job.plan import plan, remedy
 from fastps.job.policy import Policy
-from fastps.job.precision import check_double
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper, Update, write_initial_state
 from fastps.kernels.shm import arena
@@ -33,11 +32,28 @@ from fastps.membership.job_memory import JobMemory, Views
 from fastps.store import virtual_time
 from fastps.store.row_slots import check_tables
 from fastps.store.server_process import AgentPlan, DevicePlan, ServerProcess
-from fastps.store.start import StartState
 from fastps.store.worker import Worker
 from fastps.system import numa, shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.descriptors import reserve
+
+
+class StartState(Protocol):
+    """A state from which a new store can resume. `fastps.Checkpoint` implements it."""
+
+    @property
+    def has_average(self) -> bool:
+        """Whether the state has the moving average of the weights."""
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raise CheckpointError if the state belongs to another model or rule."""
+
+    def beginning(self, layout: Layout) -> dict[str, Any]:
+        """The versions of the shards, the clocks of the workers, and the samples drawn, as keyword arguments."""
+
+    def write_into(self, store: JobMemory) -> None:
+        """Write weights and optimizer state into the first buffers of a store that no worker has joined yet."""
+
 
 _DESCRIPTORS = 24  # of a worker, beside a pidfd of each other one
 _GONE = (arena.LANE_LEFT, arena.LANE_DEAD, arena.LANE_FAILED, arena.LANE_EXPELLED)

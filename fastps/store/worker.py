@@ -25,8 +25,7 @@ from fastps.membership.membership import Membership
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.background import Background
 from fastps.store.drive import drive
-from fastps.store.presence import Presence
-from fastps.store.row_slots import RowSlots
+from fastps.store.row_slots import Presence, RowSlots
 from fastps.store.virtual_time import DriverLink, Push
 from fastps.tracing.recorder import Recorder, recorder_for
 

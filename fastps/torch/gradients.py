@@ -14,7 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fastps.errors import UnsupportedError, UsageError
-from fastps.store.presence import presence_of
+from fastps.store.row_slots import presence_of
 from fastps.torch.tensor_loops import tensor_loops
 
 _bitmap = functools.lru_cache(presence_of)  # the steps of a script often have the same parameters

@@ -20,14 +20,12 @@ from fastps.checkpoint.runs import check_folder, folder_of
 from fastps.errors import CheckpointError, UnsupportedError, UsageError
 from fastps.job import environment, limits
 from fastps.job.environment import Identity
-from fastps.job.layout import GradientType, Layout
+from fastps.job.layout import GradientType, Layout, check_double
 from fastps.job.options import value_of
-from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
 from fastps.membership import discovery
 from fastps.store import earlier_jobs, instances
-from fastps.store.start import StartState
-from fastps.store.store import Store
+from fastps.store.store import StartState, Store
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
 from fastps.system.memory_limits import available_bytes

@@ -13,8 +13,7 @@ from fastps.advice import replay
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
 from fastps.lab.virtual.compute_texts import parse_compute
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import TRACE_KINDS, Outcome, Simulation, simulate
+from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Outcome, Simulation, simulate
 from fastps.system.clock import Clock
 from fastps.tracing import summary as trace_summary
 from fastps.tracing.check import check

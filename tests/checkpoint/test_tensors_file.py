@@ -8,7 +8,7 @@ import pytest
 import safetensors
 from safetensors.numpy import load_file, save_file
 
-from fastps.checkpoint.tensors_file import read_tensors, write_tensors
+from fastps.checkpoint.format import read_tensors, write_tensors
 
 
 def test_tensors_are_written_and_read_without_a_copy_in_memory(tmp_path: Path) -> None:

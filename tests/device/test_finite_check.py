@@ -16,7 +16,7 @@ from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Update
 from fastps.lab.gpus.cuda_on_host import Faults, HostDevice
-from fastps.store.presence import presence_of
+from fastps.store.row_slots import presence_of
 from tests.device.test_device import ROWS, SHAPES, first_weights, gradient
 from tests.support import processes
 

@@ -9,7 +9,7 @@ from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.fold_call import FoldedPush
 from fastps.network.edge import CHUNK_FLOATS
 from fastps.network.sums import Sums, pack, payload_bytes, unpack
-from fastps.store.presence import presence_of
+from fastps.store.row_slots import presence_of
 
 SHAPES = {"a": (3, 5), "b": (CHUNK_FLOATS + 7,), "c": (2,)}
 

@@ -3,8 +3,7 @@
 import pytest
 
 from fastps.job.specs import parse_policy
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
+from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Simulation, simulate
 from tests.oracles.psp_worker import PspWorker
 
 MS = 1_000_000

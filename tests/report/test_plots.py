@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fastps.advice.advise import advise
-from fastps.report import disciplines, plots, updates
+from fastps.report import plots
 from fastps.report.figure import Figure, paired
 from fastps.report.findings import Facts, facts_of, findings_of
 from fastps.report.timeline import timeline
@@ -23,7 +23,7 @@ def _facts(trace: Trace) -> Facts:
 
 def _all(facts: Facts) -> list[Figure]:
     made = [plots.time_of_workers(facts), plots.waits(facts), plots.steps(facts), plots.store(facts)]
-    made += [updates.staleness(facts), updates.staleness_by_worker(facts), updates.gaps(facts), disciplines.disciplines(facts)]
+    made += [plots.staleness(facts), plots.staleness_by_worker(facts), plots.gaps(facts), plots.disciplines(facts)]
     return [timeline(facts, findings_of(facts)), *(each for each in made if each is not None)]
 
 
@@ -72,10 +72,10 @@ def test_one_worker_has_no_matrix_no_staleness_and_no_other_discipline(traces: d
 
 
 def test_staleness_is_drawn_where_there_is_some(traces: dict[str, Trace]) -> None:
-    assert updates.staleness(_facts(traces["killed"])) is None, "bsp"
-    figure = updates.staleness(_facts(traces["asp"]))
+    assert plots.staleness(_facts(traces["killed"])) is None, "bsp"
+    figure = plots.staleness(_facts(traces["asp"]))
     assert figure is not None and len(figure.spec["data"]) == 2
-    by_worker = updates.staleness_by_worker(_facts(traces["asp"]))
+    by_worker = plots.staleness_by_worker(_facts(traces["asp"]))
     assert by_worker is not None and by_worker.sentence.startswith("Worker 2's pushes are the stalest")
 
 
@@ -86,7 +86,7 @@ def test_the_slowest_box_stands_out(traces: dict[str, Trace]) -> None:
 
 
 def test_the_run_and_the_recommendation_are_among_the_disciplines(traces: dict[str, Trace]) -> None:
-    figure = disciplines.disciplines(_facts(traces["killed"]))
+    figure = plots.disciplines(_facts(traces["killed"]))
     assert figure is not None and figure.table is not None
     labels: list[Any] = figure.spec["data"][0]["y"]
     assert "<b>bsp</b> (this run)" in labels and any(label.endswith("✓") for label in labels)

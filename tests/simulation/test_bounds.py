@@ -16,8 +16,7 @@ from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.lab.worlds.chaos_worlds import bound_of
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
+from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Simulation, simulate
 from tests.job.test_policy import SCALES, SENSIBLE
 from tests.support.sizes import sample_and_full
 

@@ -5,8 +5,7 @@ import numpy.typing as npt
 import pytest
 
 from fastps.job.specs import parse_policy
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
+from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Simulation, simulate
 from tests.oracles.broadcast import arrivals
 
 MS = 1_000_000

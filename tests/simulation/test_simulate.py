@@ -20,8 +20,7 @@ from fastps.kernels.simulation.network import Network
 from fastps.kernels.simulation.simulator import Simulator
 from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.lab.virtual.options import SimulationTexts, read_policies, read_simulation
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import TRACE_KINDS, Outcome, Simulation, simulate
+from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Outcome, Simulation, simulate
 from tests.oracles.table import SIMULATED, Play, play
 from tests.support import commands
 

@@ -15,8 +15,7 @@ import pytest
 import fastps
 from fastps.job.specs import parse_policy
 from fastps.lab.demo.delays import Delays, delay
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
+from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Simulation, simulate
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.tracing.file import read
 from tests.support import processes

@@ -1,7 +1,7 @@
 """The presence bitmap of a push: dense parameters always, tables only where rows were given."""
 
 from fastps.job.layout import place
-from fastps.store.presence import Presence, presence_of
+from fastps.store.row_slots import Presence, presence_of
 
 ROWS = [("d", (3,), (1,), 0), ("t", (4, 2), (2, 1), 0), ("u", (4, 2), (2, 1), 0)]
 

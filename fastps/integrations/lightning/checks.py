@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import (
 )
 
 from fastps.errors import UnsupportedError, UsageError
-from fastps.integrations.lightning.environment import FastpsEnvironment, is_launched
+from fastps.integrations.lightning.launchers import FastpsEnvironment, is_launched
 from fastps.job import environment, launchers
 from fastps.job.options import value_of
 

@@ -12,12 +12,13 @@ import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 from fastps.errors import WorkerDiedError
-from fastps.integrations.lightning.environment import JOB, WORKERS, is_launched
+from fastps.job import environment, launchers
 from fastps.job.limits import timeout_s
 from fastps.processes.outcome import how_it_ended
 from fastps.system.processes import ask_to_die_with_parent
@@ -101,3 +102,56 @@ def _variables(given: dict[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+JOB, WORKERS = "FASTPS_JOB", "FASTPS_WORKERS"
+_TOLD_BY = ("FASTPS_RANK", "RANK", "LOCAL_RANK")
+
+
+def is_launched() -> bool:
+    """Whether something has started this process as a worker: `fastps run`, torchrun, srun, mpirun, or the Trainer itself."""
+    return any(name in os.environ for name in _TOLD_BY) or launchers.launched() is not None
+
+
+class FastpsEnvironment(ClusterEnvironment):
+    """The environment of one worker on one machine. Before the Trainer has started its workers, this process is worker 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._workers = 1
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return is_launched()
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """0: the workers meet at a socket that the job names, and no port is agreed on before."""
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether Lightning should choose this environment by itself: no, the strategy brings it."""
+        return False
+
+    def world_size(self) -> int:
+        return environment.world_size() if is_launched() else self._workers
+
+    def set_world_size(self, size: int) -> None:
+        self._workers = size
+
+    def global_rank(self) -> int:
+        return environment.rank() if is_launched() else 0
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the launcher gives the rank."""
+
+    def local_rank(self) -> int:
+        return self.global_rank()
+
+    def node_rank(self) -> int:
+        return 0

@@ -22,9 +22,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only as shared_rank_zer
 
 from fastps.integrations import process_group
 from fastps.integrations.lightning import checks
-from fastps.integrations.lightning.environment import FastpsEnvironment, is_launched
 from fastps.integrations.lightning.jobs import Jobs
-from fastps.integrations.lightning.launchers import ProcessLauncher, ScriptLauncher
+from fastps.integrations.lightning.launchers import FastpsEnvironment, ProcessLauncher, ScriptLauncher, is_launched
 from fastps.job.limits import timeout_s
 from fastps.job.policy import Policy
 

@@ -15,8 +15,7 @@ from fastps.errors import PolicyError, UsageError
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.lab.measuring.simulated_links import MeasuredLinks, ModelOnNodes, on_links
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import Simulation
+from fastps.simulation.simulate import ComputeModel, Simulation
 from fastps.tracing.file import Trace
 
 _LEAST_STEPS = 4

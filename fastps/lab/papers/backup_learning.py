@@ -10,8 +10,7 @@ from fastps.lab.papers.expectations import InOrder, Near
 from fastps.lab.papers.harder import SEEDS, TRAINING_IMAGES
 from fastps.lab.papers.row import Cause, Effort, Row
 from fastps.lab.papers.runs import MS, SECOND, Found, error, learn, lognormal, spread, time_to
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import Simulation
+from fastps.simulation.simulate import ComputeModel, Simulation
 
 MNIST = "fastps train's small CNN on 5,000 of MNIST's images in place of all 70,000"
 

@@ -19,8 +19,7 @@ from fastps.lab.papers.expectations import Between, InOrder, Near
 from fastps.lab.papers.items import Item
 from fastps.lab.papers.row import Cause, Effort, Row
 from fastps.lab.papers.runs import SECOND
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
+from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Simulation, simulate
 
 MACHINES = 100
 # The body: of 100 machines the first arrives after 1.4 s and the 97th after 1.8 s (section 3.1); of 100 normal draws the first

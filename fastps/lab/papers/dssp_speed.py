@@ -7,8 +7,7 @@ from fastps.lab.papers.dssp_theory import READINGS
 from fastps.lab.papers.expectations import Between, InOrder, Near
 from fastps.lab.papers.row import Cause, Effort, Row
 from fastps.lab.papers.runs import MS, lognormal, play
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import Simulation
+from fastps.simulation.simulate import ComputeModel, Simulation
 
 # Peak single-precision rates of the two cards of section V.A.1: 11.34 and 4.37 TFLOP/s.
 RATIO = 11.34 / 4.37

@@ -17,8 +17,7 @@ from fastps.kernels.scheduling.scheduler import Scheduler
 from fastps.lab.papers.expectations import Between, Near
 from fastps.lab.papers.row import Cause, Effort, Row
 from fastps.lab.papers.runs import MS, lognormal
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
+from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Simulation, simulate
 
 LOW, HIGH = 3, 15  # s_L and s_U of the paper's experiments
 READINGS = {

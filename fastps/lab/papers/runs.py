@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import Simulation, simulate
+from fastps.simulation.simulate import ComputeModel, Simulation, simulate
 
 if TYPE_CHECKING:
     from fastps.lab.demo.data import Dataset

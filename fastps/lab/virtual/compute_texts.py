@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fastps.errors import UsageError
 from fastps.lab.virtual.units import read_ns
-from fastps.simulation.compute_models import ComputeModel
+from fastps.simulation.simulate import ComputeModel
 
 USAGE = {
     "constant": "constant:TIME",

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from fastps.device.arena import DeviceArena
-from fastps.device.first import FirstVersion
 from fastps.device.interface import DeviceError
+from fastps.device.memory import FirstVersion
 from fastps.device.placement import BUCKET_MB
 from fastps.device.plan import handle_table_bytes, homes, shards_of
 from fastps.job.fault_policy import FaultPolicy
@@ -35,7 +35,7 @@ from fastps.lab.gpus.fake_cuda import Work
 from fastps.lab.gpus.stepped import SteppedCuda, SteppedDevice, SteppedNode, SteppedStream
 from fastps.lab.worlds.device_workers import parts_of
 from fastps.membership.job_memory import JobMemory
-from fastps.store.presence import presence_of
+from fastps.store.row_slots import presence_of
 from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK
 

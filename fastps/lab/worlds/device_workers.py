@@ -19,7 +19,7 @@ from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.update import fold
 from fastps.lab.gpus.stepped import SteppedDevice, SteppedNode
-from fastps.store.presence import presence_of
+from fastps.store.row_slots import presence_of
 
 POST_FIRST, RELEASE_FIRST = "post before the record", "release before the reads"
 FORGET_NOTHING, ONE_SIDE = "forget no changed gradients", "copy over what is shown"

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.device.arena import DeviceArena
-from fastps.device.first import FirstVersion
 from fastps.device.interface import DeviceError
+from fastps.device.memory import FirstVersion
 from fastps.device.plan import handle_table_bytes, homes, waits_before_posting
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import GradientType, Layout, place

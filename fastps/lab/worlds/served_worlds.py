@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from fastps.device.arena import DeviceArena
-from fastps.device.first import FirstVersion
+from fastps.device.memory import FirstVersion
 from fastps.device.plan import placed_on
-from fastps.device.snapshot import Snapshots
+from fastps.device.store import Snapshots
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.policy import Policy

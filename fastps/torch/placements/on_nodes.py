@@ -20,7 +20,7 @@ from fastps.network.home_checkpoint import HomeView, LeafStart, Share
 from fastps.network.meeting import kept_descriptors
 from fastps.network.parts import shares_of
 from fastps.network.rendezvous import agree_on_run
-from fastps.store.start import StartState
+from fastps.store.store import StartState
 from fastps.store.worker import Worker
 from fastps.torch import join
 from fastps.torch.join import Joining

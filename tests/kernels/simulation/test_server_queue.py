@@ -10,8 +10,7 @@ from fastps.errors import UsageError
 from fastps.kernels.simulation.network import Network
 from fastps.kernels.simulation.server_queue import ServerQueue
 from fastps.lab.virtual.options import SimulationTexts, read_simulation
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
+from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Simulation, simulate
 from tests.oracles.asp import Asp
 from tests.oracles.bsp import Bsp
 from tests.oracles.serving import play

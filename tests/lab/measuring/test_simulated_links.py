@@ -13,8 +13,7 @@ from fastps.lab.measuring.links import LinksReport, bound_of
 from fastps.lab.measuring.links import MeasuredLink as Link
 from fastps.lab.measuring.rates import LinkRates
 from fastps.lab.measuring.simulated_links import MeasuredEdge, MeasuredHome, MeasuredLinks, ModelOnNodes, on_links, read_links
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import Simulation, simulate
+from fastps.simulation.simulate import ComputeModel, Simulation, simulate
 from fastps.system.json_report import write_json
 from tests.support import commands
 

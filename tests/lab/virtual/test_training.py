@@ -17,8 +17,7 @@ from fastps.lab.demo.options import TrainingOptions
 from fastps.lab.demo.worker_main import Batches
 from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.lab.virtual.training import VirtualTraining, _Pushed, _Replay, _Shard, train_virtually
-from fastps.simulation.compute_models import ComputeModel
-from fastps.simulation.simulate import Outcome, Simulation, simulate
+from fastps.simulation.simulate import ComputeModel, Outcome, Simulation, simulate
 from tests.support import commands
 
 VARIED = parse_compute("lognormal:10ms,0.4")
