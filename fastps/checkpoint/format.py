@@ -147,10 +147,7 @@ def _expect(holds: object, folder: Path, what: str, expected: str, found: str = 
 
 
 def shaped(view: Array, parameter: Parameter) -> Array:
-    """A view with the parameter's shape and strides over a flat view of its memory.
-
-    State with one value for each row of a table is a column.
-    """
+    """A view with the parameter's shape and strides over flat memory; a column for state with one value a row."""
     if parameter.is_table and view.size != parameter.size:
         return view.reshape(-1, 1)
     return strided(view, parameter.shape, parameter.stride)
@@ -178,10 +175,7 @@ def number_of(folder: Path) -> int:
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read one checkpoint's folder.
-
-    Raises CheckpointError that names the missing, damaged or foreign field or tensor, what was expected and what was found.
-    """
+    """Read one checkpoint's folder. Raises CheckpointError that names what is missing, damaged or foreign."""
     description = read_description(folder)
     try:
         if not (folder / TENSORS_FILE).is_file():  # opening a pipe would block

@@ -85,10 +85,7 @@ class Checkpointing:
         return folder, every
 
     def after_step(self) -> None:
-        """Start a checkpoint if one is due and this worker writes it. While one is being written, the next waits.
-
-        Raises EndedBySignalError after SIGTERM.
-        """
+        """Start a checkpoint if one is due and this worker writes it. Raises EndedBySignalError after SIGTERM."""
         version = self._version()
         if self._signals.take(signal.SIGUSR1):
             self._next = version

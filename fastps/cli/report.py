@@ -104,10 +104,7 @@ def arrivals_table(arrivals: Sequence[Arrival]) -> Rows:
 
 
 def splits_table(splits: Sequence[Split], known: str) -> Rows:
-    """Make a table with one row per split of the workers, the best first; times relative to the best.
-
-    `known` says whence the iterations are.
-    """
+    """Make a row per split, the best first; times relative to the best. `known` says whence the iterations are."""
     columns = (
         Column("wait for N", "waited_for"),
         Column("backups b", "backups"),

@@ -1,7 +1,4 @@
-"""`fastps top`: a live view of a running job's nodes, workers and shards, from the job's own counters.
-
-A read-only observer provides the counters; ending the view does not affect the job.
-"""
+"""`fastps top`: a live view of a running job's nodes, workers and shards, from the job's own counters."""
 
 import math
 import re
@@ -77,10 +74,7 @@ def look_once(job: str, console: Console, *, interval_s: float = 1.0, wide: bool
 
 
 def watch(job: str, console: Console, *, interval_s: float = 1.0, wide: bool = False, clock: Clock = SYSTEM_CLOCK) -> list[Row]:
-    """Show the job until it ends, which a last line says, or until Ctrl-C; returns the last rows.
-
-    Without a terminal only the last look is printed.
-    """
+    """Show the job until it ends or Ctrl-C; returns the last rows. Without a terminal only the last look is printed."""
     with closing(_attach(job, clock)) as observer:
         before, now = None, observer.look()
         live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None

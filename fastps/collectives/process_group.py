@@ -143,7 +143,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
-        """`all_gather_single` of several tensors."""
         memory = of.Memory("all_gather")
         steps = [
             self._all_gather(memory, self._parts(memory.written(out), each, "all_gather"), each)
@@ -181,7 +180,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
-        """`reduce_scatter_single` of several tensors."""
         memory = of.Memory("reduce_scatter")
         steps = [
             self._reduce_scatter(memory, out, self._parts(memory.read(each), out, "reduce_scatter"), opts)

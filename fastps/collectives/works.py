@@ -149,7 +149,6 @@ class Sequencer:
             self._thread.join()
 
     def cancel(self, error: BaseException) -> None:
-        """Finish all pending works with an error."""
         with self._changed:
             pending = list(self._pending)
             self._pending.clear()

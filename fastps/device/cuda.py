@@ -38,10 +38,7 @@ SHARED_BYTES = 1 << 21  # the runtime's advice for memory that is shared between
 
 
 class CupyCuda:
-    """What a CudaDevice calls: CUDA through CuPy, and torch's streams. A simulated CUDA has the same methods.
-
-    Raises DeviceError without CuPy or a GPU.
-    """
+    """What a CudaDevice calls: CUDA through CuPy, and torch's streams. Raises DeviceError without CuPy or a GPU."""
 
     def __init__(self) -> None:
         try:
@@ -280,10 +277,7 @@ class CudaDevice:
         self._launch(self.index, kernel, launch, stream)
 
     def prepare(self, *kernels: str, users: str = "") -> None:
-        """Compile and load kernels, so that no launch does. Raises DeviceError.
-
-        `users`: the text that the kernels of a user's rule include.
-        """
+        """Compile and load kernels, so that no launch does; `users` is the text of a user's rule. Raises DeviceError."""
         self._use()
         self._cuda.prepare(self.index, kernels, users)
 

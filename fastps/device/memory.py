@@ -246,10 +246,7 @@ class DeviceMemory:
         return [buffer if self._is_near(shard) else self._sides[shard] for shard, buffer in enumerate(buffers)]
 
     def shown_address(self, number: int, index: int) -> int:
-        """The address at which the model sees a parameter whose shard is shown by that number.
-
-        A parameter in half precision is seen in that.
-        """
+        """The address at which the model sees a parameter, in its own precision, whose shard is shown by that number."""
         parameter, is_half = self.layout.parameters[index], self.shows_half(index)
         if self._is_near(parameter.shard):
             base, region, offset = self._place(index)

@@ -48,10 +48,7 @@ class Snapshots(VersionCopy):
         self._floats = device.host_memory(4 * max(1, floats)).view(np.float32)
 
     def begin(self, weights: Sequence[int], state: Sequence[int]) -> VersionCopy:
-        """Queue the copies of these buffers, one of weights and of state for each shard.
-
-        Raises UnsupportedError without peer access to all homes.
-        """
+        """Queue the copies of these buffers, one of each a shard. Raises UnsupportedError without peer access to all homes."""
         arena, layout = self._arena, self._arena.layout
         pieces = []
         for index, parameter in enumerate(layout.parameters):
@@ -157,7 +154,6 @@ class DeviceWorker(Worker):
 
     @property
     def devices(self) -> DeviceArena:
-        """This lane's side of the arena on devices."""
         if self._devices is None:
             raise UsageError(f"worker {self.rank} is closed, or has not begun")
         return self._devices
@@ -442,7 +438,6 @@ class DeviceStore(Store):
         return [(index, buffers if isinstance(buffers, int) else buffers[each.shard]) for index, each in parameters]
 
     def close(self) -> None:
-        """Also release the devices' remaining memory."""
         super().close()
         if self._first is not None:
             self._first.close()

@@ -248,10 +248,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # its package 
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Wrap an optimizer in a DistributedOptimizer, the `optimizer` of the result, which joins the job here.
-
-        Raises what DistributedOptimizer raises.
-        """
+        """Wrap an optimizer in a DistributedOptimizer, the `optimizer` of the result. It joins the job, and may raise."""
         if isinstance(optimizer, accelerate.optimizer.AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         if isinstance(optimizer, DistributedOptimizer):

@@ -1,7 +1,4 @@
-"""The nodes of a job, as data: how many there are, which one this is, and where they find each other.
-
-Launchers set the variables that describe them.
-"""
+"""The nodes of a job, as data: how many there are, which one this is, and where they find each other."""
 
 import os
 from dataclasses import dataclass, field, replace

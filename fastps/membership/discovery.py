@@ -24,10 +24,7 @@ Found = TypeVar("Found")
 
 
 def listening() -> dict[str, set[rendezvous.Place]]:
-    """The running jobs, each with the places at which a process listens; a stranger's where the kernel shows no users.
-
-    Raises AttachError.
-    """
+    """The running jobs and their listening places, also strangers' where the kernel shows no users. Raises AttachError."""
     try:
         sockets = unix_sockets.named(b"fastps/")
     except OSError as error:

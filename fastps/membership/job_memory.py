@@ -158,10 +158,7 @@ class JobMemory(WeightsMemory):
         return numbers, np.frombuffer(self.memory, np.float32, count * width, values).reshape(count, width)
 
     def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
-        """A flat view of each parameter in an optimizer-state tensor, of one state buffer or of one per shard.
-
-        The caller must hold the shard locks.
-        """
+        """A flat view of each parameter in a state tensor, of one buffer or one a shard. The caller holds the shard locks."""
         return [
             self.floats_at(self.arena.plane_offset(_buffer_of(buffers, parameter), plane), parameter)
             if not parameter.is_table
@@ -185,10 +182,7 @@ class JobMemory(WeightsMemory):
         ]
 
     def slot_words(self, lane: int, slot: int) -> tuple[list[Hyper], npt.NDArray[np.bool_]]:
-        """The hyper-parameters of each group and the presence bit of each parameter in a slot.
-
-        struct fps_hyper of fold.h is the format of the former.
-        """
+        """The hyper-parameters (struct fps_hyper of fold.h) of each group and the presence bit of each parameter in a slot."""
         begin, groups, count = self.arena.slot_offset(lane, slot), self.layout.groups, len(self.layout.parameters)
         words = np.frombuffer(self.memory, np.float64, 16 * groups, begin).reshape(groups, 16)
         flags = words[:, 15].copy().view(np.uint64)

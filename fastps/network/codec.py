@@ -30,7 +30,6 @@ class Half:
         torch.from_numpy(out).view(self._dtype).copy_(values)
 
     def decode(self, data: Memory, out: torch.Tensor) -> None:
-        """Write the values that the bytes represent."""
         out.copy_(torch.from_numpy(data).view(self._dtype))
 
 
@@ -148,7 +147,6 @@ class RoundedReceiver:
         self._values = torch.zeros(CHUNK_FLOATS)
 
     def memory(self, lengths: Iterable[int]) -> Iterator[Memory]:
-        """Yield memory for messages of these numbers of floats, in order."""
         for number, floats in enumerate(lengths):
             yield self._message(number, floats)
 

@@ -49,10 +49,7 @@ class NodeLanes:
             worker.check = check
 
     def slots(self, step: int) -> list[tuple[int, Memory]]:
-        """The number of each part that a step carries, and the slot of its push.
-
-        A slot may be written once the part's step before is granted.
-        """
+        """The number of each part of a step, and its slot, which may be written once the part's step before is granted."""
         return [(part, _slot(self._workers[part])) for part in self.cut.numbers(step)]
 
     def push(self, part: int, terms: Terms, header: Header) -> None:
@@ -129,7 +126,6 @@ class NodeLanes:
             yield part, _weights(worker)
 
     def pulled(self) -> Iterator[tuple[Part, list[Memory]]]:
-        """The weights of the last pull."""
         for part, worker in zip(self.parts, self._workers, strict=True):
             yield part, _weights(worker)
 
@@ -228,7 +224,6 @@ class Home:
         return NodeLostError(str(error))
 
     def close(self) -> None:
-        """Release the arenas."""
         for store in self.stores:
             store.close()
 

@@ -64,7 +64,6 @@ class HomeView:
 
     @property
     def version(self) -> int:
-        """The home's version."""
         return self._arenas()[0].version
 
     def pin(self, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> "PinnedParts":
@@ -97,7 +96,6 @@ class HomeView:
             clock.sleep_ns(_POLL_NS)
 
     def close(self) -> None:
-        """Release the arenas."""
         for store in self._stores:
             store.close()
         self._stores = []
@@ -120,12 +118,10 @@ class PinnedParts:
 
     @property
     def is_level(self) -> bool:
-        """Whether all parts have one version."""
         return len({each.description["version"] for each in self.versions}) == 1
 
     @property
     def description(self) -> dict[str, Any]:
-        """The contents of the checkpoint's JSON file."""
         first = dict(self.versions[0].description)
         if self._share is not None:
             first["share"] = self._share.described()

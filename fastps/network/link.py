@@ -62,10 +62,7 @@ class Link(Protocol):
         """
 
     def wait(self, transfer: Transfer, timeout_s: float) -> None:
-        """Wait for the end of a transfer. After an error or the timeout the link is closed.
-
-        Raises LinkLostError, and TimedOutError after the timeout.
-        """
+        """Wait for a transfer's end. Raises LinkLostError, TimedOutError after the timeout; either closes the link."""
 
     def close(self) -> None:
         """Close the link. The peer's transfers then fail. May be called twice."""
@@ -82,10 +79,7 @@ _libc = ctypes.PyDLL(None)  # its calls keep the GIL: to get it back beside busy
 
 
 class GlooLink:
-    """A link whose two sides meet under a name in a store. `side` is 0 or 1.
-
-    Raises LinkLostError if the other side does not come within the timeout.
-    """
+    """A link whose sides, 0 and 1, meet under a name in a store. Raises LinkLostError if the other one comes too late."""
 
     def __init__(self, store: Store, name: str, side: int, address: str, timeout_s: float) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]

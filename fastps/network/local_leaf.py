@@ -149,7 +149,7 @@ class LocalLeaf(Leaf):
         return self._exchanged.get(first, self._fetched)
 
     def check(self) -> None:
-        """See Leaf."""
+        """Raise the error of the exchange under way, if it has ended with one, or that of the home."""
         if not self._under_way:  # its own thread notices that
             super().check()
         elif self._under_way[0].done() and self._under_way[0].exception() is not None:

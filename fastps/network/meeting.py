@@ -256,10 +256,7 @@ def _connect(given: Meeting) -> tuple[Store, int]:
 
 
 def _take(store: Store, numbers: Sequence[int]) -> int:
-    """Take the first number that is free: nobody has it, or its launcher has ended, is lost, or shows no sign of life.
-
-    Raises UsageError.
-    """
+    """Take the first free number: nobody has it, or its launcher has ended or shows no sign of life. Raises UsageError."""
     own = secrets.token_hex(8)
     first: dict[int, int] = {}
     for look in range(_LOOKS):

@@ -225,10 +225,7 @@ class Requests:
         return edge, hello
 
     def _ask(self) -> tuple[int, Store] | None:
-        """The epoch of a new request, if there is one, and the store.
-
-        Raises LinkLostError if the node refuses to come, or the rendezvous has ended.
-        """
+        """A new request's epoch, and the store. Raises LinkLostError if the node refuses, or the rendezvous has ended."""
         if self._store is None:
             try:
                 self._store = self._rendezvous.store()

@@ -158,10 +158,7 @@ class HostsLauncher:
         self.failure = ""
 
     def run(self) -> int:
-        """Start all nodes and wait for them. Returns the exit code: 0, 1, 2 for wrong usage, or 128 + the number of a signal.
-
-        A signal that the shell has set to be ignored stays ignored.
-        """
+        """Start all nodes and wait for them. Returns the exit code: 0, 1, 2 for wrong usage, or 128 + a signal's number."""
         code = 0
         self._streams = StandardStreams()
         with self._ending.listening(), self._streams.carrying_logs(lambda: self._ending.interrupts > 0):

@@ -104,10 +104,7 @@ class Outcome:
 
 
 def failure_panel(outcome: Outcome) -> Panel:
-    """Format the first failure of a job, the worker's last line, and how the other workers ended.
-
-    Earlier output, such as a traceback, has been passed on already.
-    """
+    """Format the first failure of a job, the worker's last line, and how the other workers ended."""
     first = outcome.first_failure
     assert first is not None
     lines = [f"worker {first.rank} failed first: {first.ending}"]

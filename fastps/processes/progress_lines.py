@@ -1,7 +1,4 @@
-"""Progress bars of several workers on one terminal: a block of lines at the bottom, and whole lines that scroll above it.
-
-The caller names new and ended bars; this file knows neither workers nor time.
-"""
+"""Progress bars of several workers on one terminal: a block of lines at the bottom, and whole lines that scroll above it."""
 
 import os
 import re

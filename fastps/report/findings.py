@@ -1,7 +1,4 @@
-"""What a trace shows, in plain sentences, the worst first: lost workers, stragglers, waits, bounds, drops, and what would help.
-
-A finding says what is so and how much; it measures nothing by itself.
-"""
+"""What a trace shows, in sentences, the worst first: lost workers, stragglers, waits, bounds, drops, and what would help."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -226,10 +226,7 @@ def simulate(
 
 
 def build(policy: Policy, simulation: Simulation, *, trace: bool = False, asks: bool = False) -> Simulator:
-    """Make the compiled simulator of one run, not yet started. `asks`: it stops wherever a worker has computed.
-
-    Raises PolicyError and UsageError.
-    """
+    """Make a run's compiled simulator; with `asks` it stops wherever a worker has computed. Raises PolicyError, UsageError."""
     if policy.warm_up:
         raise UsageError(
             f"{policy.spec}: what is chosen after a warm-up is not simulated: use fastps advise, and name a discipline"

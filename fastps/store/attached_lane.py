@@ -231,10 +231,7 @@ class AttachedLane:
                 self._settle(outcome)
 
     def wait_until(self, reached: Callable[[], _Found | None], pause_ns: int, timeout_text: Callable[[], str]) -> _Found:
-        """Poll `reached` every `pause_ns` until its result is true, check the peers meanwhile, and return the result.
-
-        Raises TimeoutExceededError with `timeout_text`, and the errors of `check_peers`.
-        """
+        """Poll `reached` as `drive.poll` does. Raises TimeoutExceededError with `timeout_text`, and errors of `check_peers`."""
         return drive.poll(self, reached, pause_ns, timeout_text)
 
     def wait_to_join(self, timeout_text: Callable[[], str]) -> None:

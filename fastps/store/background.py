@@ -35,10 +35,7 @@ class Background:
             thread.start()
 
     def send(self, deliver: Callable[[], None]) -> None:
-        """Wait until the last gradient was delivered, then hand the next to the push thread.
-
-        Raises the exception of a delivery that failed.
-        """
+        """Hand the next gradient to the push thread, once the last was delivered. Raises the exception of its delivery."""
         self.wait_until_delivered()
         with self._changed:
             self._delivery = deliver

@@ -1,7 +1,4 @@
-"""The loop of a server: on a lane of its own it folds due pushes, fires due timers, and rests until a worker posts.
-
-It pushes nothing, and no scheduler counts it. All its decisions lie in the arena.
-"""
+"""The loop of a server: on a lane of its own it folds due pushes, fires due timers, and rests until a worker posts."""
 
 import logging
 import os

@@ -9,10 +9,7 @@ _POLL_NS = 10_000_000
 
 
 def lock(descriptor: int, limit_s: float) -> None:
-    """Lock an open file or folder for its descriptor alone. The kernel releases the lock when the descriptor is closed.
-
-    Raises TimeoutError if another process keeps it for longer than the limit.
-    """
+    """Lock an open file or folder until its descriptor is closed. Raises TimeoutError if another process keeps it longer."""
     deadline = Deadline(SYSTEM_CLOCK.now_ns(), int(limit_s * 1e9))
     while True:
         try:

@@ -1,7 +1,4 @@
-"""Checkpoints in torch's terms: param_groups as JSON and back, model buffers, and the plain optimizer's state dict.
-
-This module reads and writes no files; fastps.checkpoint does.
-"""
+"""Checkpoints in torch's terms: param_groups as JSON and back, model buffers, and the plain optimizer's state dict."""
 
 from typing import Any
 

@@ -81,7 +81,6 @@ class TableGradients(Gradients):
         self._dense.release(slot)
 
     def norm(self) -> float:
-        """The norm of the push's gradient over all parameters, with equal rows summed."""
         rows = [self._rows.values(self._slot, index) for index in self._tables if index in self.present]
         return math.hypot(self._dense.norm(), norm_of([torch.from_numpy(values) for values in rows]))
 

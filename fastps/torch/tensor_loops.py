@@ -39,10 +39,7 @@ TORCH = torch.__version__.partition("+")[0]
 
 
 class TensorLoops:
-    """Loops over a fixed list of tensors, here over Python attributes, for any version of torch; the compiled ones do the same.
-
-    Their arguments are prepared once, by `prepare`.
-    """
+    """Loops over a fixed list of tensors, here over Python attributes for any torch; the compiled ones do the same."""
 
     can_own = False  # whether `own` parts a value from all others, and `own_all` all values; here only each `grad` is parted
     _remembered: list[int]

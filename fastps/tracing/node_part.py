@@ -40,10 +40,7 @@ def node_of(job: str) -> int | None:
 
 
 class NodePart:
-    """An agent's part of the trace in `file`. Any thread may add records. A full disk ends it, with a warning.
-
-    Raises TraceError if it cannot begin.
-    """
+    """An agent's part of the trace in `file`, for any thread; a full disk ends it. Raises TraceError if it cannot begin."""
 
     def __init__(self, file: Path, leaf: JobMemory, note: dict[str, Any]) -> None:
         self._file, self._leaf, self._note = file, leaf, note

@@ -215,10 +215,7 @@ def settle(arena: Arena, pushes: Lines) -> None:
 
 
 def load(file: Path) -> Trace:
-    """Read a trace, or the parts of its last job if they are newer or there is no trace yet, or a folder of parts.
-
-    Raises TraceError.
-    """
+    """Read a trace, or parts: a folder of them, or those of its last job if they are newer. Raises TraceError."""
     for folder in [file] if file.is_dir() else folders_of(file)[-1:]:
         with _locked(folder) as there:
             if there and not (file.is_file() and file.stat().st_mtime >= folder.stat().st_mtime):

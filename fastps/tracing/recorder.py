@@ -192,10 +192,7 @@ class Recorder:
     def computed(
         self, now_ns: int, position: int, step: int, read_version: int, samples: int, slot: int, rows: Sequence[int] = ()
     ) -> None:
-        """Record that the worker begins to push a step's gradient, in `slot`, or -1: a step without one.
-
-        `rows`: those of its tables in each shard, if it has any.
-        """
+        """Record that a push begins: of the gradient in `slot`, or -1, and of so many `rows` of tables in each shard."""
         cpu_ns, queue_ns = self._clock.thread_cpu_ns(), self._clock.thread_queue_ns()
         self._step = self._open[step] = _NO_STEP | {
             "begin_ns": self._begin_ns,

@@ -90,10 +90,7 @@ def check_plugins(precision: Any, layer_sync: Any) -> None:
 
 
 def check_workers(cluster: Any, devices: list[torch.device]) -> int:
-    """The number of workers: the launcher's if one has started this process, else that of the devices.
-
-    Raises UsageError if they differ.
-    """
+    """The number of workers: the launcher's, else that of the devices. Raises UsageError if they differ."""
     count = len(devices)
     if not isinstance(cluster, FastpsEnvironment) or not is_launched():
         return count

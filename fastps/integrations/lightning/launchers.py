@@ -37,7 +37,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             ask_to_die_with_parent(os.getppid())
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the other workers unless they run, then call the function."""
         if not is_launched() and self.num_processes > 1:
             os.environ[JOB], os.environ[WORKERS] = secrets.token_hex(8), str(self.num_processes)
             os.environ[_STARTER] = str(os.getpid())

@@ -176,7 +176,6 @@ class FastpsStrategy(ParallelStrategy):
             self.optimizers = self._jobs.end(self.optimizers)
 
     def teardown(self) -> None:
-        """Leave what is still open."""
         self._jobs.close()
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         if trainer is not None and self._meeting in trainer.callbacks:
@@ -197,7 +196,6 @@ class FastpsStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Tell disciplines that count samples the size of the batch."""
         for optimizer in self._jobs.optimizers:
             if optimizer.policy.needs_samples and not self._options.get("batch_size"):
                 optimizer.report_loss(optimizer.worker.loss, int(extract_batch_size(batch)))

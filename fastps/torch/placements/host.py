@@ -1,7 +1,4 @@
-"""Where a wrapped model's memory is: the base class, which places parameters in an arena in host memory.
-
-A `DistributedOptimizer` holds one placement. Subclasses place models on GPUs.
-"""
+"""Where a wrapped model's memory is: the base class, which places parameters in an arena in host memory."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

@@ -45,10 +45,6 @@ class DevicePlacement(HostPlacement):
         return partial(_gpus, range(count) if count > 1 else [self._tensors[0].device.index or 0])
 
     def layout(self, layout: Layout) -> Layout:
-        """Give each shard a home, and each lane room for its handles: see fastps.device.plan.placed_on.
-
-        A layout of one shard is cut: see FASTPS_BUCKET_MB.
-        """
         return placed_on(layout, gpus_of_workers(), bucket_bytes())
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:

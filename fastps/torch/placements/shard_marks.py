@@ -61,7 +61,6 @@ class ShardMarks:
                 self._arena.forget(number)
 
     def clear(self) -> None:
-        """Take back all marks, and begin anew."""
         for number, shard in enumerate(self._shards):
             self._arena.forget(number)
             shard.begin()
