@@ -15,24 +15,15 @@ _BORDER = 3  # between two columns
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its heading, and which value of a row it shows.
-
-    Attributes:
-        value: the value's key, or a function of the row; by default the key is the heading.
-        form: the value's format, as in an f-string.
-        unit: what a number is divided by.
-        missing: the cell of a value that is None.
-        wide: whether it is left out where the table does not fit the width, unless all are asked for.
-        left: whether its cells begin at the left; the first column's always do.
-    """
+    """A column: its heading, and which value of a row it shows."""
 
     heading: str
-    value: str | Callable[[Any], object] = ""
-    form: str = ""
-    unit: float = 1
-    missing: str = "-"
-    wide: bool = False
-    left: bool = False
+    value: str | Callable[[Any], object] = ""  # the value's key, or a function of the row; by default the key is the heading
+    form: str = ""  # the value's format, as in an f-string
+    unit: float = 1  # what a number is divided by
+    missing: str = "-"  # the cell of a value that is None
+    wide: bool = False  # whether it is left out where the table does not fit the width, unless all are asked for
+    left: bool = False  # whether its cells begin at the left; the first column's always do
 
     def cell(self, row: Row) -> str:
         """The text of this column in a row.
@@ -48,19 +39,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a table shows.
+    """What a table shows."""
 
-    Attributes:
-        title: the line above the table.
-        columns: the first one names the row.
-        cells: the cells of each row, in the order of the columns.
-        marked: the numbers of the rows in bold.
-    """
-
-    title: str
-    columns: Sequence[Column]
-    cells: Sequence[Sequence[str]]
-    marked: Sequence[int] = ()
+    title: str  # the line above the table
+    columns: Sequence[Column]  # the first one names the row
+    cells: Sequence[Sequence[str]]  # the cells of each row, in the order of the columns
+    marked: Sequence[int] = ()  # the numbers of the rows in bold
 
     @classmethod
     def of(cls, title: str, columns: Sequence[Column], rows: Iterable[Row], marked: Sequence[int] = ()) -> "Rows":

@@ -228,35 +228,22 @@ def R2SP(relax: float = 0.8, *, tune: bool = False) -> Policy:  # noqa: N802
 
 @dataclass(frozen=True)
 class Discipline:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        usage: the form of the spec, options in brackets.
-        build: makes the policy from the spec's numbers and options.
-        paper: where the discipline is from, with the place in the paper; "-" for none.
-        does: what it does, one sentence, and what each of its options changes.
-        staleness: the versions between the weights of a gradient and those that it changes, in words; N is the workers.
-        use: when to use it, one sentence.
-        examples: specs that show every option; tests build and schedule each for 4 workers.
-        numbers: the values of the policy that are the spec's numbers, and the letters of the usage for them.
-        defaults: how many trailing numbers may be omitted.
-        options: the names that may follow as name=value.
-        advised: returns the specs that `fastps advise` tries for so many workers and such a batch; none by default.
-        chaos: the specs that `fastps chaos` plays. One more changes the history of every seed.
-    """
-
-    usage: str
-    build: Callable[..., Policy]
-    paper: str
-    does: str
-    staleness: str
-    use: str
-    examples: tuple[str, ...]
+    usage: str  # the form of the spec, options in brackets
+    build: Callable[..., Policy]  # makes the policy from the spec's numbers and options
+    paper: str  # where the discipline is from, with the place in the paper; "-" for none
+    does: str  # what it does, one sentence, and what each of its options changes
+    staleness: str  # the versions between the weights of a gradient and those that it changes, in words; N is the workers
+    use: str  # when to use it, one sentence
+    examples: tuple[str, ...]  # specs that show every option; tests build and schedule each for 4 workers
+    # The values of the policy that are the spec's numbers, and the letters of the usage for them.
     numbers: Mapping[str, str] = field(default_factory=dict)
-    defaults: int = 0
-    options: tuple[str, ...] = ()
+    defaults: int = 0  # how many trailing numbers may be omitted
+    options: tuple[str, ...] = ()  # the names that may follow as name=value
+    # Returns the specs that `fastps advise` tries for so many workers and such a batch; none by default.
     advised: Callable[[int, int], Sequence[str]] = lambda workers, batch: ()
-    chaos: tuple[str, ...] = ()
+    chaos: tuple[str, ...] = ()  # the specs that `fastps chaos` plays. One more changes the history of every seed.
 
 
 def _divisors(workers: int) -> list[int]:

@@ -66,18 +66,12 @@ _rank = rank  # `identity` has an argument of that name
 
 @dataclass(frozen=True)
 class Identity:
-    """The job and the rank of a process.
+    """The job and the rank of a process."""
 
-    Attributes:
-        job: the job's name, or the common prefix of the names of a launch's jobs; see `name`.
-        rank, workers: the worker's number, from 0, and the number of workers.
-        instance: the number, from 0, of this optimizer in a script that names none of its jobs.
-    """
-
-    job: str
-    rank: int
+    job: str  # the job's name, or the common prefix of the names of a launch's jobs; see `name`
+    rank: int  # the worker's number, from 0
     workers: int
-    instance: int = 0
+    instance: int = 0  # the number, from 0, of this optimizer in a script that names none of its jobs
 
     @property
     def name(self) -> str:

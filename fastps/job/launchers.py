@@ -19,29 +19,18 @@ _STEPS = 64  # consecutive jobs of SLURM get ports that are so far apart
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables of one launcher. Of several names, the first that is set counts.
+    """The variables of one launcher. Of several names, the first that is set counts."""
 
-    Attributes:
-        name: the launcher, as errors call it.
-        rank, workers: this process's number in the job, from 0, and how many there are. The job is this launcher's if it
-            sets both.
-        local_rank, local_workers: the same on this node.
-        node, nodes: this node's number, and how many there are; empty where the launcher does not say.
-        tasks: the processes of each node, such as "4(x2),3"; empty where the launcher does not say.
-        hosts: the names of the nodes, such as "node[01-03]"; empty where the launcher does not say.
-        job: together they name the launch on each of its machines; the first must be set.
-    """
-
-    name: str
-    rank: Names
+    name: str  # the launcher, as errors call it
+    rank: Names  # this process's number in the job, from 0. The job is this launcher's if it sets this and `workers`.
     workers: Names
-    local_rank: Names
+    local_rank: Names  # the same on this node
     local_workers: Names = ()
-    node: Names = ()
-    nodes: Names = ()
-    tasks: Names = ()
-    hosts: Names = ()
-    job: Names = ()
+    node: Names = ()  # this node's number; empty where the launcher does not say
+    nodes: Names = ()  # how many there are; empty where the launcher does not say
+    tasks: Names = ()  # the processes of each node, such as "4(x2),3"; empty where the launcher does not say
+    hosts: Names = ()  # the names of the nodes, such as "node[01-03]"; empty where the launcher does not say
+    job: Names = ()  # together they name the launch on each of its machines; the first must be set
 
 
 FASTPS = Launcher(
@@ -96,24 +85,17 @@ WITHOUT_STORE = (SLURM, OPEN_MPI, HYDRA)
 
 @dataclass(frozen=True)
 class Launched:
-    """What a launcher without a store says about this process.
-
-    Attributes:
-        rank, workers, local_rank, local_workers: as in Launcher.
-        node, nodes: this node's number and how many there are; -1 and 0 where the launcher does not say.
-        job: the launch's name, the same in all its processes on a machine; "" where the launcher gives none.
-        rendezvous: the host and port at which worker 0 can keep a store; "" where the launcher does not say.
-    """
+    """What a launcher without a store says about this process."""
 
     launcher: str
-    rank: int
+    rank: int  # as in Launcher
     workers: int
     local_rank: int
     local_workers: int
-    node: int
-    nodes: int
-    job: str
-    rendezvous: str
+    node: int  # this node's number; -1 where the launcher does not say
+    nodes: int  # how many there are; 0 where the launcher does not say
+    job: str  # the launch's name, the same in all its processes on a machine; "" where the launcher gives none
+    rendezvous: str  # the host and port at which worker 0 can keep a store; "" where the launcher does not say
 
 
 def launched(variables: Mapping[str, str] | None = None) -> Launched | None:
@@ -172,16 +154,11 @@ def _is_own(found: Launched, own: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class LauncherPlace:
-    """The place of a `fastps run` that something else starts on every node; 0, -1 and "" for what that does not say.
+    """The place of a `fastps run` that something else starts on every node; 0, -1 and "" for what that does not say."""
 
-    Attributes:
-        nodes, node: how many nodes there are, and this one's number.
-        rendezvous: HOST:PORT of node 0.
-    """
-
-    nodes: int = 0
-    node: int = -1
-    rendezvous: str = ""
+    nodes: int = 0  # how many there are
+    node: int = -1  # the number of this one
+    rendezvous: str = ""  # HOST:PORT of node 0
 
 
 def launcher_place(variables: Mapping[str, str] | None = None) -> LauncherPlace:

@@ -69,18 +69,7 @@ LEAF = "leaf"
 
 @dataclass(frozen=True)
 class Layout:
-    """Everything that a job's workers share: parameters, rule, discipline, number of workers, room for model buffers, and more.
-
-    Attributes:
-        gradient_type: the precision in which gradients are pushed. They are summed and applied in single precision; "float64"
-            says that all numbers of the job are in double precision.
-        owner_lanes: for each shard its owner lane, on whose device its floats lie; () if all floats lie in the arena. Numbers
-            from `lanes` on are the devices of the server.
-        slot_owners: for each lane the owner of its slots on devices; (): the lane itself, or the server's first device.
-        server: which processes combine: "workers" that wait, a server "process", or a node's "agent", in whose place none can.
-        max_readers: the most readers at a time. The creator decides alone, so the layouts of others may differ in it.
-        lanes_are: what errors call the owners of lanes: "workers", or "nodes" in a home.
-    """
+    """All that a job's workers share: parameters, rule, discipline, number of workers, room for model buffers, and more."""
 
     parameters: tuple[Parameter, ...]
     groups: int
@@ -89,12 +78,19 @@ class Layout:
     workers: int
     extra_bytes: int = 0
     faults: FaultPolicy = DEFAULT_FAULTS
+    # The precision in which gradients are pushed. They are summed and applied in single precision; "float64" says that all
+    # numbers of the job are in double precision.
     gradient_type: GradientType = "float32"
+    # For each shard its owner lane, on whose device its floats lie; () if all floats lie in the arena. Numbers from `lanes` on
+    # are the devices of the server.
     owner_lanes: tuple[int, ...] = ()
+    # For each lane the owner of its slots on devices; (): the lane itself, or the server's first device.
     slot_owners: tuple[int, ...] = ()
+    # Which processes combine: "workers" that wait, a server "process", or a node's "agent", in whose place none can.
     server: str = "workers"
+    # The most readers at a time. The creator decides alone, so the layouts of others may differ in it.
     max_readers: int = OPTIONS["FASTPS_MAX_READERS"].default
-    lanes_are: str = "workers"
+    lanes_are: str = "workers"  # what errors call the owners of lanes: "workers", or "nodes" in a home
 
     @property
     def lanes(self) -> int:

@@ -22,28 +22,21 @@ _LEAF_RULE = Rule(LEAF, fold.RULES["sgd"], ())  # without state: the home has it
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a job, from the point of view of one worker.
+    """The nodes of a job, from the point of view of one worker."""
 
-    Attributes:
-        count: the number of nodes; 0 before the nodes have met, if the launcher does not say.
-        number: this node's number, from 0. Node 0 holds the weights and the optimizer's state, or the first share of them.
-            -1 before the nodes have met, if the launcher does not say.
-        local_rank, local_workers: this worker's number on its node, and the workers of the node.
-        host, port: the rendezvous, at which the nodes find each other.
-        interface: the name or address of this node's interface to the others; "" for the one that leads to the rendezvous.
-        trusts_network: whether this node may listen at a public address.
-        launched: how this process was started, if its launcher keeps no store at the rendezvous. Worker 0 then keeps it.
-    """
-
-    count: int
+    count: int  # the number of nodes; 0 before the nodes have met, if the launcher does not say
+    # This node's number, from 0. Node 0 holds the weights and the optimizer's state, or the first share of them. -1 before the
+    # nodes have met, if the launcher does not say.
     number: int
-    local_rank: int
-    local_workers: int
-    host: str
+    local_rank: int  # this worker's number on its node
+    local_workers: int  # the workers of the node
+    host: str  # of the rendezvous, at which the nodes find each other
     port: int
     policy: NodePolicy = field(default_factory=NodePolicy)
+    # The name or address of this node's interface to the others; "" for the one that leads to the rendezvous.
     interface: str = ""
-    trusts_network: bool = False
+    trusts_network: bool = False  # whether this node may listen at a public address
+    # How this process was started, if its launcher keeps no store at the rendezvous. Worker 0 then keeps it.
     launched: Launched | None = None
 
     def __post_init__(self) -> None:

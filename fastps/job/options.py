@@ -27,21 +27,13 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """One option."""
 
-    Attributes:
-        variable: its variable of the environment.
-        default: the value where nothing says another. Every value has its type.
-        values: what it may be: words, or a range.
-        help: the help of the command line's option; "": there is none, or its command has another.
-        metavar: the value in the help, if it is not one of the words.
-    """
-
-    variable: str
-    default: Any
-    values: tuple[str, ...] | Range
-    help: str = ""
-    metavar: str = ""
+    variable: str  # its variable of the environment
+    default: Any  # the value where nothing says another. Every value has its type.
+    values: tuple[str, ...] | Range  # what it may be: words, or a range
+    help: str = ""  # the help of the command line's option; "": there is none, or its command has another
+    metavar: str = ""  # the value in the help, if it is not one of the words
 
     @property
     def name(self) -> str:

@@ -26,21 +26,14 @@ class Hyper(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """The arithmetic of a fold: its number in the compiled core, and its optimizer-state tensors.
-
-    Attributes:
-        planes: the names of the optimizer-state tensors, as in torch.
-        initial: the value that fills each of them before the first step; () if all begin at 0.
-        digest: the digest of a user rule's code; "" for a built-in rule.
-        address: the address of that code in this process, or 0.
-    """
+    """The arithmetic of a fold: its number in the compiled core, and its optimizer-state tensors."""
 
     name: str
     number: int
-    planes: tuple[str, ...]
-    initial: tuple[float, ...] = ()
-    digest: str = ""
-    address: int = field(default=0, compare=False)
+    planes: tuple[str, ...]  # the names of the optimizer-state tensors, as in torch
+    initial: tuple[float, ...] = ()  # the value that fills each of them before the first step; () if all begin at 0
+    digest: str = ""  # the digest of a user rule's code; "" for a built-in rule
+    address: int = field(default=0, compare=False)  # the address of that code in this process, or 0
 
     def initial_value(self, plane: int) -> float:
         """The value that fills an optimizer-state tensor before the first step."""
@@ -72,34 +65,21 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """One row of the table: a rule of the fold, by its name in kernels/update/rules.h, and the torch optimizers that it is.
+    """One row of the table: a rule of the fold, by its name in kernels/update/rules.h, and the torch optimizers that it is."""
 
-    Attributes:
-        hyper: a param_group's options as hyper-parameters.
-        state: the names of the optimizer-state tensors, as in torch.
-        optimizers: the classes of torch.optim.
-        examples: updates by name, which `fastps doctor` sizes and the checks of a GPU run.
-        only_with: the option without which a group does not use a state tensor.
-        squares: the state tensors that are never negative.
-        initial_option: the option whose value fills the state tensors before the first step.
-        has_steps: whether torch's state counts steps.
-        fixed_options: the options that must stay the same, because state is computed from them and the count of steps.
-        row_rule: the rule of kernels/update/rows.h for rows of tables; "": the rule has none.
-        only_rows: whether the rule updates nothing but rows of tables.
-        scalars: what torch's state has for a parameter of a group beside tensors and steps, by name, after so many steps.
-    """
-
-    hyper: Callable[[Options], Hyper]
-    state: tuple[str, ...]
-    optimizers: tuple[str, ...]
-    examples: Callable[[], dict[str, Update]]
-    only_with: Mapping[str, str] = field(default_factory=dict)
-    squares: tuple[str, ...] = ()
-    initial_option: str = ""
-    has_steps: bool = True
+    hyper: Callable[[Options], Hyper]  # a param_group's options as hyper-parameters
+    state: tuple[str, ...]  # the names of the optimizer-state tensors, as in torch
+    optimizers: tuple[str, ...]  # the classes of torch.optim
+    examples: Callable[[], dict[str, Update]]  # updates by name, which `fastps doctor` sizes and the checks of a GPU run
+    only_with: Mapping[str, str] = field(default_factory=dict)  # the option without which a group does not use a state tensor
+    squares: tuple[str, ...] = ()  # the state tensors that are never negative
+    initial_option: str = ""  # the option whose value fills the state tensors before the first step
+    has_steps: bool = True  # whether torch's state counts steps
+    # The options that must stay the same, because state is computed from them and the count of steps.
     fixed_options: tuple[str, ...] = ()
-    row_rule: str = ""
-    only_rows: bool = False
+    row_rule: str = ""  # the rule of kernels/update/rows.h for rows of tables; "": the rule has none
+    only_rows: bool = False  # whether the rule updates nothing but rows of tables
+    # What torch's state has for a parameter of a group beside tensors and steps, by name, after so many steps.
     scalars: Callable[[Options, int], dict[str, float]] = lambda options, steps: {}
 
     def used_state(self, group: Options) -> list[str]:

@@ -27,31 +27,18 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """One plot.
+    """One plot."""
 
-    Attributes:
-        name: its id on the page.
-        title: what it shows, as a heading.
-        sentence: what to see in it: the text beside the plot.
-        description: the text in place of the plot.
-        spec: `data` and `layout` of plotly.js.
-        height: in pixels.
-        table: the numbers, for readers of text.
-        note: how the numbers are made, or what they leave out.
-        extra: what the page's script needs to draw more than `spec`.
-        is_wide: whether it has a row of its own on a wide page.
-    """
-
-    name: str
-    title: str
-    sentence: str
-    description: str
-    spec: Json
-    height: int
-    table: Table | None = None
-    note: str = ""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    is_wide: bool = False
+    name: str  # its id on the page
+    title: str  # what it shows, as a heading
+    sentence: str  # what to see in it: the text beside the plot
+    description: str  # the text in place of the plot
+    spec: Json  # `data` and `layout` of plotly.js
+    height: int  # in pixels
+    table: Table | None = None  # the numbers, for readers of text
+    note: str = ""  # how the numbers are made, or what they leave out
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what the page's script needs to draw more than `spec`
+    is_wide: bool = False  # whether it has a row of its own on a wide page
 
 
 def paired(figures: Sequence[Figure]) -> list[Figure]:

@@ -25,23 +25,14 @@ _MUCH_WAITING, _MUCH_QUEUEING, _MUCH_STORE, _MUCH_BLOCKED, _MUCH_FASTER = 0.05, 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a reader should know.
+    """One thing that a reader should know."""
 
-    Attributes:
-        kind: a word for programs, such as "killed", "straggler" or "drops".
-        level: "bad", "warning", "note" or "good".
-        title: the sentence.
-        detail: more of it; may be empty.
-        worker: the worker that it is about; -1: none in particular.
-        at_s: when, in seconds from the first step; -1: at no time in particular.
-    """
-
-    kind: str
-    level: str
-    title: str
-    detail: str = ""
-    worker: int = -1
-    at_s: float = -1.0
+    kind: str  # a word for programs, such as "killed", "straggler" or "drops"
+    level: str  # "bad", "warning", "note" or "good"
+    title: str  # the sentence
+    detail: str = ""  # more of it; may be empty
+    worker: int = -1  # the worker that it is about; -1: none in particular
+    at_s: float = -1.0  # when, in seconds from the first step; -1: at no time in particular
 
 
 @dataclass(frozen=True)

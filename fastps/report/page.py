@@ -42,29 +42,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Page:
-    """What a page shows, from the top down.
+    """What a page shows, from the top down."""
 
-    Attributes:
-        title: of the browser's tab.
-        heading: the first heading.
-        what: the line below it.
-        facts: the numbers below that.
-        findings: what a reader should see first, the worst first.
-        notes: what else is worth knowing, below the first plot.
-        figures: the plots.
-        tables: sections of text.
-        made: the last line: how the page was made.
-    """
-
-    title: str
-    heading: str
-    what: str
-    facts: Sequence[Fact]
-    findings: Sequence[Finding]
-    figures: Sequence[Figure]
-    tables: Sequence[Part] = ()
-    notes: Sequence[Finding] = ()
-    made: str = ""
+    title: str  # of the browser's tab
+    heading: str  # the first heading
+    what: str  # the line below it
+    facts: Sequence[Fact]  # the numbers below that
+    findings: Sequence[Finding]  # what a reader should see first, the worst first
+    figures: Sequence[Figure]  # the plots
+    tables: Sequence[Part] = ()  # sections of text
+    notes: Sequence[Finding] = ()  # what else is worth knowing, below the first plot
+    made: str = ""  # the last line: how the page was made
 
 
 def write(page: Page, file: Path) -> None:

@@ -27,24 +27,18 @@ from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 @dataclass(frozen=True)
 class ComputeModel:
-    """How long each worker computes.
+    """How long each worker computes."""
 
-    Attributes:
-        kind: "constant"; "normal"; "lognormal", whose sigma is the standard deviation of the logarithm; "pareto"; "replay".
-        location_ns: the time, mean, median or least time, in ns.
-        spread: of "normal" the standard deviation in ns, of "lognormal" sigma, of "pareto" the shape.
-        factors: worker to the factor of its times; default 1.
-        bursts: (mean ns from one burst to the next, mean ns of a burst, factor during a burst), or None.
-        replay: for "replay" the times in ns: one list for all workers, or one for each; lists repeat.
-        blocked: ns that each replayed step waits without a core; `replay` then has the step's time on a core. Empty: none.
-    """
-
+    # "constant"; "normal"; "lognormal", whose sigma is the standard deviation of the logarithm; "pareto"; "replay".
     kind: str = "constant"
-    location_ns: float = 10e6
-    spread: float = 0.0
-    factors: Mapping[int, float] = field(default_factory=dict)
+    location_ns: float = 10e6  # the time, mean, median or least time, in ns
+    spread: float = 0.0  # of "normal" the standard deviation in ns, of "lognormal" sigma, of "pareto" the shape
+    factors: Mapping[int, float] = field(default_factory=dict)  # worker to the factor of its times; default 1
+    # (mean ns from one burst to the next, mean ns of a burst, factor during a burst), or None.
     bursts: tuple[float, float, float] | None = None
+    # For "replay" the times in ns: one list for all workers, or one for each; lists repeat.
     replay: Sequence[Sequence[int]] = ()
+    # The ns that each replayed step waits without a core; `replay` then has the step's time on a core. Empty: none.
     blocked: Sequence[Sequence[int]] = ()
 
     def build(self, workers: int, seed: int) -> ComputeTimes:
@@ -93,69 +87,46 @@ class DeadlockError(Error, RuntimeError):
 
 @dataclass(frozen=True)
 class Routes:
-    """The links of a cluster's nodes, in place of those that a discipline's transfers would share.
+    """The links of a cluster's nodes, in place of those that a discipline's transfers would share."""
 
-    Attributes:
-        bandwidth: of each link, in bytes per second and direction; 0: unbounded.
-        most: of one transfer on each link, in bytes per second; 0: unbounded.
-        latency_ns: of each link.
-        of_worker: the number of each worker's link. Workers of one link share it.
-    """
-
-    bandwidth: tuple[float, ...]
-    most: tuple[float, ...]
-    latency_ns: tuple[int, ...]
-    of_worker: tuple[int, ...]
+    bandwidth: tuple[float, ...]  # of each link, in bytes per second and direction; 0: unbounded
+    most: tuple[float, ...]  # of one transfer on each link, in bytes per second; 0: unbounded
+    latency_ns: tuple[int, ...]  # of each link
+    of_worker: tuple[int, ...]  # the number of each worker's link. Workers of one link share it.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The description of a simulation.
+    """The description of a simulation."""
 
-    Attributes:
-        workers, steps: workers, and steps of each. The run ends when the shards have received workers x steps pushes from any
-            workers, like a training run on a budget of samples.
-        leave: instead each worker leaves after its own steps, when its next push would come, and the run ends with the last.
-        compute: the model of compute times.
-        batch: samples of a step; compute times scale with batches that R2SP tunes.
-        model_bytes: size of a push and of a pull over all shards, which have equal parts.
-        bandwidth: bytes per second of each server's port in each direction; 0: unbounded.
-        worker_bandwidth: bytes per second of each worker's port; each shard's transfer gets at most an even part; 0: unbounded.
-        latency_ns: time from a transfer's last byte sent to its arrival.
-        service_ns: a server's time for each message, a push or an answer, one at a time.
-        service_rate: bytes per second at which a server sums a gradient or sends weights; 0: infinite.
-        update_ns: a server's time for each update.
-        slow_servers: shard to the factor that divides its bandwidth and multiplies its latency and its server's times.
-        late_pushes, late_pulls: (share of the messages, delay in ns).
-        changes: (time in ns, worker, whether one joins in its place; else the worker is killed), in order of time.
-        cores: cores that all workers share while they compute; 0: each has its own.
-        slice_ns: time slice of a worker on a core while others wait for one.
-        routes: each worker's link, in place of the three bandwidths and latencies above. All shards share it evenly.
-        half_duplex: pushes and pulls share their server's port, like injected transfers.
-        seed: determines all draws: one seed, one trace, on any machine.
-    """
-
+    # Workers, and steps of each. The run ends when the shards have received workers x steps pushes from any workers, like a
+    # training run on a budget of samples.
     workers: int = 4
     steps: int = 100
+    # Whether instead each worker leaves after its own steps, when its next push would come, and the run ends with the last.
     leave: bool = False
-    compute: ComputeModel = field(default_factory=ComputeModel)
-    batch: int = 32
-    model_bytes: float = 0.0
-    bandwidth: float = 0.0
+    compute: ComputeModel = field(default_factory=ComputeModel)  # the model of compute times
+    batch: int = 32  # samples of a step; compute times scale with batches that R2SP tunes
+    model_bytes: float = 0.0  # size of a push and of a pull over all shards, which have equal parts
+    bandwidth: float = 0.0  # bytes per second of each server's port in each direction; 0: unbounded
+    # Bytes per second of each worker's port; each shard's transfer gets at most an even part; 0: unbounded.
     worker_bandwidth: float = 0.0
-    latency_ns: int = 0
-    service_ns: int = 0
-    service_rate: float = 0.0
-    update_ns: int = 0
+    latency_ns: int = 0  # time from a transfer's last byte sent to its arrival
+    service_ns: int = 0  # a server's time for each message, a push or an answer, one at a time
+    service_rate: float = 0.0  # bytes per second at which a server sums a gradient or sends weights; 0: infinite
+    update_ns: int = 0  # a server's time for each update
+    # Shard to the factor that divides its bandwidth and multiplies its latency and its server's times.
     slow_servers: Mapping[int, float] = field(default_factory=dict)
-    late_pushes: tuple[float, int] = (0.0, 0)
-    late_pulls: tuple[float, int] = (0.0, 0)
+    late_pushes: tuple[float, int] = (0.0, 0)  # (share of the messages, delay in ns)
+    late_pulls: tuple[float, int] = (0.0, 0)  # the same
+    # (time in ns, worker, whether one joins in its place; else the worker is killed), in order of time.
     changes: Sequence[tuple[int, int, bool]] = ()
-    cores: float = 0.0
-    slice_ns: int = CORE_SLICE_NS
+    cores: float = 0.0  # cores that all workers share while they compute; 0: each has its own
+    slice_ns: int = CORE_SLICE_NS  # time slice of a worker on a core while others wait for one
+    # Each worker's link, in place of the three bandwidths and latencies above. All shards share it evenly.
     routes: Routes | None = None
-    half_duplex: bool = False
-    seed: int = 0
+    half_duplex: bool = False  # pushes and pulls share their server's port, like injected transfers
+    seed: int = 0  # determines all draws: one seed, one trace, on any machine
 
     def __post_init__(self) -> None:
         most = {"workers": (self.workers, MOST_WORKERS), "steps": (self.steps, 10**12), "batch-size": (self.batch, 10**9)}

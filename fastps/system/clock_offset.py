@@ -24,9 +24,6 @@ Times = npt.NDArray[np.int64]
 class Offset:
     """At the time `at_ns` of this clock the other clock shows `at_ns + offset_ns`, give or take `error_ns`.
 
-    Attributes:
-        round_trip_ns: the exchange without the time that the other side held the message.
-
     >>> Offset(at_ns=0, offset_ns=500, error_ns=20, round_trip_ns=40).error_at(1_000_000)
     120
     """
@@ -34,7 +31,7 @@ class Offset:
     at_ns: int
     offset_ns: int
     error_ns: int
-    round_trip_ns: int
+    round_trip_ns: int  # the exchange without the time that the other side held the message
 
     def error_at(self, now_ns: int) -> int:
         """The bound of the error at another time: clocks drift."""

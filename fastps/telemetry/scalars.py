@@ -19,22 +19,15 @@ OWNERS = (JOB, WORKER, SHARD, NODE)
 
 @dataclass(frozen=True)
 class Scalar:
-    """One figure.
+    """One figure."""
 
-    Attributes:
-        owner: whose figure it is: "job", "worker", "shard" or "node".
-        name: its name, with the unit at the end.
-        kind: "counter", which only grows, or "gauge".
-        help: a sentence for the reader.
-        value: the value of an owner's row of a look, or of the look itself for the job; None while it is not known.
-        rate: the name of a counter's growth per second, which TensorBoard shows and Prometheus computes itself; "": none.
-    """
-
-    owner: str
-    name: str
-    kind: str
-    help: str
+    owner: str  # whose figure it is: "job", "worker", "shard" or "node"
+    name: str  # its name, with the unit at the end
+    kind: str  # "counter", which only grows, or "gauge"
+    help: str  # a sentence for the reader
+    # The value of an owner's row of a look, or of the look itself for the job; None while it is not known.
     value: Callable[[Any], float | None]
+    # The name of a counter's growth per second, which TensorBoard shows and Prometheus computes itself; "": none.
     rate: str = ""
 
     @property

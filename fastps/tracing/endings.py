@@ -22,22 +22,15 @@ _FIRST_STEPS = 2  # they include one-time costs of libraries
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of one worker.
+    """The end of one worker."""
 
-    Attributes:
-        worker: its number in the trace.
-        kind: "ended" by itself; "failed" with an error; "killed" by a signal; "cut short": its records end, for an unknown
-            reason; "absent": it recorded nothing.
-        at_ns: when the process ended, or where that is unknown, the last time of the worker's records; -1: no record.
-        how: the signal's name, the exit code or the error; may be empty.
-        is_exact: whether `at_ns` is the end of the process.
-    """
-
-    worker: int
+    worker: int  # its number in the trace
+    # "ended" by itself; "failed" with an error; "killed" by a signal; "cut short": its records end, for an unknown reason;
+    # "absent": it recorded nothing.
     kind: str
-    at_ns: int
-    how: str = ""
-    is_exact: bool = False
+    at_ns: int  # when the process ended, or where that is unknown, the last time of the worker's records; -1: no record
+    how: str = ""  # the signal's name, the exit code or the error; may be empty
+    is_exact: bool = False  # whether `at_ns` is the end of the process
 
     @property
     def is_lost(self) -> bool:

@@ -161,25 +161,17 @@ class TraceError(Error, ValueError):
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded run.
+    """A recorded run."""
 
-    Attributes:
-        header: what recording.py says of the job; "sync", "workers", "shards" and more.
-        steps: records of STEP_DTYPE, by worker, then step.
-        pushes: records of PUSH_DTYPE, by worker, then position, then shard.
-        messages: records of MESSAGE_DTYPE; none in a job of one node.
-        clock: records of CLOCK_DTYPE; none in a job of one node.
-        rows: records of ROWS_DTYPE, by worker, then position, then shard; none in a job without tables.
-        events, inputs, checksums: records of EVENT_DTYPE, INPUT_DTYPE and CHECKSUM_DTYPE, in no order; none in a job that
-            cannot be replayed.
-    """
-
-    header: Mapping[str, Any]
-    steps: Lines
-    pushes: Lines
+    header: Mapping[str, Any]  # what the recorders say of the job: "sync", "workers", "shards" and more
+    steps: Lines  # records of STEP_DTYPE, by worker, then step
+    pushes: Lines  # records of PUSH_DTYPE, by worker, then position, then shard
+    # Records of MESSAGE_DTYPE; none in a job of one node.
     messages: Lines = field(default_factory=lambda: np.empty(0, MESSAGE_DTYPE))
-    clock: Lines = field(default_factory=lambda: np.empty(0, CLOCK_DTYPE))
+    clock: Lines = field(default_factory=lambda: np.empty(0, CLOCK_DTYPE))  # records of CLOCK_DTYPE; none in a job of one node
+    # Records of ROWS_DTYPE, by worker, then position, then shard; none in a job without tables.
     rows: Lines = field(default_factory=lambda: np.empty(0, ROWS_DTYPE))
+    # Records of EVENT_DTYPE, INPUT_DTYPE and CHECKSUM_DTYPE, in no order; none in a job that cannot be replayed.
     events: Lines = field(default_factory=lambda: np.empty(0, EVENT_DTYPE))
     inputs: Lines = field(default_factory=lambda: np.empty(0, INPUT_DTYPE))
     checksums: Lines = field(default_factory=lambda: np.empty(0, CHECKSUM_DTYPE))

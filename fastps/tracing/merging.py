@@ -24,24 +24,16 @@ _EQUAL = ("sync", "policy", "parameters", "slots")
 
 @dataclass(frozen=True)
 class NodeOfTrace:
-    """One node in a trace.
+    """One node in a trace."""
 
-    Attributes:
-        node, host: its number, and its machine's name.
-        first_worker, workers: its workers, by their numbers in this trace.
-        first_shard, shards: the shards of its arena, by their numbers in this trace.
-        offset_ns: node 0's clock less the node's, at the beginning of the trace.
-        error_ns: the largest error of a time of the node on node 0's clock.
-    """
-
-    node: int
-    host: str
-    first_worker: int
+    node: int  # its number
+    host: str  # its machine's name
+    first_worker: int  # the first of its workers, by the numbers in this trace
     workers: int
-    first_shard: int
+    first_shard: int  # the first of its arena's shards, by the numbers in this trace
     shards: int
-    offset_ns: int = 0
-    error_ns: int = 0
+    offset_ns: int = 0  # node 0's clock less the node's, at the beginning of the trace
+    error_ns: int = 0  # the largest error of a time of the node on node 0's clock
 
 
 @dataclass(frozen=True)

@@ -21,21 +21,13 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Profile:
-    """One file of torch's profiler.
+    """One file of torch's profiler."""
 
-    Attributes:
-        file: where it was.
-        worker: the worker that recorded it.
-        base_ns: the time of its microsecond 0 on the clock of the trace.
-        error_ns: how far the wall clock moved against the trace's clock during the run.
-        found: its events.
-    """
-
-    file: Path
-    worker: int
-    base_ns: int
-    error_ns: int
-    found: list[Event]
+    file: Path  # where it was
+    worker: int  # the worker that recorded it
+    base_ns: int  # the time of its microsecond 0 on the clock of the trace
+    error_ns: int  # how far the wall clock moved against the trace's clock during the run
+    found: list[Event]  # its events
 
     @property
     def line(self) -> str:
