@@ -119,7 +119,6 @@ def _of_all_nodes(directory: Path, shares: dict[int, dict[int, list[Path]]], dam
 
 
 def _saved(folders: Sequence[Path], damage: list[str]) -> dict[_Saved, Path]:
-    """The checkpoints of one share by run and version."""
     found = {}
     for folder in folders:
         try:

@@ -226,7 +226,6 @@ def _shard_table(shards: Sequence[Row]) -> Rows:
 
 
 def _all_of(shards: Sequence[Row]) -> Row:
-    """One row for all shards: the mean of their rates, and the sums of what is counted."""
     versions = [row["version"] for row in shards]
     rates = [row["folds_per_s"] for row in shards if row["folds_per_s"] is not None]
     counts: Counter[int] = Counter()

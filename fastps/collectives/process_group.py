@@ -251,7 +251,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         return memory.collective(here, memory.read_all(inputs, here), [here], op=opts.reduceOp)
 
     def _parts(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> Tensors:
-        """The parts of all ranks of a contiguous tensor."""
         if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
             raise UnsupportedError(
                 f"{what} takes one tensor that is {self.size()} times as large as the other, found {whole.numel():,} of"
@@ -260,7 +259,6 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         return self._split(whole)
 
     def _split(self, whole: torch.Tensor) -> Tensors:
-        """A contiguous tensor in equal parts, one for each rank."""
         return list(whole.view(-1).chunk(self.size())) if whole.numel() else [whole.view(-1)] * self.size()
 
     def _begin(self, steps: list[Collective], memory: of.Memory, opts: Any, result: list[Any]) -> GroupWork:

@@ -182,7 +182,6 @@ class DeviceMemory:
                 self._replica = self._device.allocate(max(LEAST_BYTES, self._side_bytes * self.sides))
 
     def _open_slots(self, lane: int) -> int:
-        """Map a lane's slots; returns the address of their owner's allocation."""
         owner = self._slot_owners[lane]
         if owner in self._siblings:
             return self._siblings[owner]._lane_slots[owner]

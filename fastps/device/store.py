@@ -104,7 +104,6 @@ class DeviceWorker(Worker):
         self._devices = arena
 
     def _begin(self, arena: DeviceArena) -> None:
-        """Publish this lane's handles, wait until the memory that it needs exists, and map it."""
         self.lane.fold_with(arena.fold, ())  # fold no shard until the memory exists
         with self.locked():
             arena.show(is_first=self.generation == 0)

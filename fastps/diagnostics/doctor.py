@@ -55,7 +55,6 @@ def examine() -> list[Finding]:
 
 
 def _checked(name: str, check: Callable[[], str]) -> Finding:
-    """Return the check's result as a finding, or the error that it raised."""
     try:
         return Finding(name, "works", check())
     except (Error, OSError) as error:

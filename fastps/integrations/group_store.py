@@ -22,15 +22,9 @@ _HOST = "127.0.0.1"
 
 
 def meet(job: str, rank: int, workers: int, limit_s: float, look: Callable[[], None] = lambda: None) -> Store:
-    """Wait for the other workers of a launch, and return the store.
+    """Wait for the other workers of the launch `job`, `limit_s` at most, and return the store.
 
-    Args:
-        job: the name that all workers of the launch have in common.
-        rank, workers: this worker's number, from 0, and the number of workers.
-        limit_s: the longest wait for the others.
-        look: raises an error if the others need not be waited for any longer.
-
-    Raises TimeoutExceededError if one does not come.
+    `look` raises an error if the others need not be waited for any longer. Raises TimeoutExceededError if one does not come.
     """
     clock = SYSTEM_CLOCK
     deadline = Deadline(clock.now_ns(), int(limit_s * 1e9))

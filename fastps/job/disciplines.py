@@ -247,7 +247,6 @@ class Discipline:
 
 
 def _divisors(workers: int) -> list[int]:
-    """Values of n-softsync's n below the number of workers."""
     return [n for n in (1, 2, 4, 8, 16, 32) if n < workers]
 
 

@@ -23,15 +23,10 @@ _TRUSTED = tuple(
 
 
 def own_address(host: str, port: int, interface: str = "", trusts_network: bool = False) -> str:
-    """The address at which this node listens.
+    """The address at which this node listens: of an interface by its name or address, or of the one that leads to a rendezvous.
 
-    Args:
-        host, port: the rendezvous.
-        interface: the name or an address of an interface of this machine; "" for the one that leads to the rendezvous.
-        trusts_network: whether to listen at a public address, too, if no interface is named.
-
-    Raises UsageError for an interface that this machine does not have, and for a public address; AttachError if no interface
-    leads to the rendezvous.
+    Raises UsageError for an interface that this machine does not have, and unless `trusts_network` for a public address of one
+    that is not named; AttachError if no interface leads to the rendezvous.
 
     >>> own_address("127.0.0.1", 29400)
     '127.0.0.1'

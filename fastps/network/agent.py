@@ -152,7 +152,6 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory, report: Report
 
 
 def _near(order: AgentOrder, layout: Layout, share: Part, edges: Rendezvous, leaf: JobMemory, report: Report) -> NearHome:
-    """This node's own home, and the threads that serve the other nodes."""
     nodes = order.nodes
     home = Home.create(share, nodes, leaf, order.hypers, _start(order, layout, share))
     if nodes.is_first:

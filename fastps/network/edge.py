@@ -33,9 +33,7 @@ MOST_HEADERS = 1000  # that wait for this side; a peer that follows the protocol
 class Edge:
     """One side of an edge. Only one thread at a time may call `next_header`, `send` or `receive`; any thread may call the rest.
 
-    Args:
-        timeout_s: a peer that sends nothing for this long is lost.
-        clock: gives the stamps of headers.
+    A peer that sends nothing for `timeout_s` is lost. `clock` gives the stamps of headers.
     """
 
     is_over: Callable[[], bool] | None = None  # says whether the peer's process has ended; None where that cannot be told

@@ -250,7 +250,6 @@ class FarHome:
         self._session.took(version)
 
     def _take_weights(self, step: int, after: torch.Tensor) -> None:
-        """Wait for the home's answer, and receive its weights straight into the leaf's memory."""
         version = self._await_weights(step)
         weights = _memory(after)
         self._open_edge.receive(weights[4 * first : 4 * last] for first, last in self._chunks(range(len(self._cut.parts))))

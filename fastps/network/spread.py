@@ -29,11 +29,9 @@ def share_of(sent: Outgoing, share: Part) -> Outgoing:
 
 
 class SpreadHomes:
-    """The homes of all shares; `near` is that of this node, if it has one.
+    """The homes of all shares, in the order of `shares`, their ranges.
 
-    Args:
-        shares: the range of each home, in the same order as `homes`.
-        give_up_s: how long a thread that waits for a lost link may take to end.
+    `give_up_s`: how long a thread that waits for a lost link may take to end.
     """
 
     def __init__(self, shares: Sequence[Part], homes: Sequence[FarHome | NearHome], give_up_s: float) -> None:

@@ -58,11 +58,9 @@ class Transfer:
 class ZeromqLink:
     """A link whose two sides meet under a name in a store. `side` is 0 or 1; side 0 listens.
 
-    Args:
-        largest: the most bytes of a message. A peer that sends more is disconnected before this side has memory for it.
-
-    Raises LinkLostError if the other side does not come within the timeout, or does not know the secret, UnsupportedError
-    without pyzmq, and UsageError without a secret.
+    A peer whose message has more than `largest` bytes is disconnected before this side has memory for it. Raises LinkLostError
+    if the other side does not come within the timeout, or does not know the secret, UnsupportedError without pyzmq, and
+    UsageError without a secret.
     """
 
     def __init__(

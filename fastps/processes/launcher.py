@@ -337,7 +337,6 @@ class Launcher:
         return running | {self._ending.witness_id, self._rendezvous.process_id if self._rendezvous is not None else 0}
 
     def _on_loss(self, worker: LaunchedWorker) -> None:
-        """Handle a failed worker: end the others, go on without it, or replace it while restarts are left."""
         self._streams.on_terminal(self._output.hide_bars)  # log lines would be written into the bars
         worker.was_out_of_memory = worker.exit_code == -signal.SIGKILL and oom_kills() > self._oom_kills
         self._oom_kills += worker.was_out_of_memory  # each kill explains one death

@@ -369,7 +369,6 @@ def _table(rows: list[Row], own: str) -> Table:
 
 
 def _bounds(facts: Facts) -> list[tuple[str, float]]:
-    """The bounds that a reader may compare with: what the run made, what the cores allow."""
     try:
         rows = limits(facts.trace)
     except Error:

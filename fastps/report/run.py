@@ -151,7 +151,6 @@ def _log(trace: Trace, why_not: str) -> Part:
 
 
 def _bandwidth(trace: Trace) -> str:
-    """What the trace knows of the machine's memory: how much a fold has to move."""
     if not trace.header.get("model_bytes"):
         return ""
     megabytes = trace.header["model_bytes"] / 1e6

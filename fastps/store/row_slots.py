@@ -36,14 +36,9 @@ class RowSlots:
     def put(self, slot: int, parameter: int, numbers: npt.ArrayLike, values: npt.ArrayLike) -> int:
         """Write rows of a table into a slot, in place of those that it had. Returns how many different rows these are.
 
-        Args:
-            slot: the slot.
-            parameter: the table's number among the parameters.
-            numbers: int64, one a row; values of equal numbers are summed.
-            values: float32 of shape (rows, width of the table).
-
-        Raises UsageError for a number out of range or values of another shape, and ArenaError without memory; the slot then
-        has the rows that it had.
+        `parameter` is the table's number among the parameters. `numbers` are int64, one a row, and `values` float32 of shape
+        (rows, width of the table); those of equal numbers are summed. Raises UsageError for a number out of range or values of
+        another shape, and ArenaError without memory; the slot then has the rows that it had.
         """
         table, described = self._store.tables.index(parameter), self._store.layout.parameters[parameter]
         wanted = np.ascontiguousarray(numbers, np.int64).reshape(-1)

@@ -21,16 +21,12 @@ _bitmap = functools.lru_cache(presence_of)  # the steps of a script often have t
 
 
 class Gradients:
-    """The gradients of `tensors` in the slots of a worker.
+    """The gradients of the parameters `tensors` in the slots of a worker.
 
-    Args:
-        tensors: the parameters.
-        views: makes the tensors over a slot, one per parameter.
-        slots: the number of slots.
-        keeps: whether p.grad may stay a view of the slot after a push, because the worker waits for the fold.
-        name: gives a parameter's name for errors.
-        is_hooked: whether hooks of backward call `put`. Without them `collect` copies all gradients at once, and p.grad stays
-            autograd's tensor: on a GPU each copy is a launch.
+    `views` makes the tensors over a slot, one per parameter; `name` gives a parameter's name for errors. `keeps`: whether
+    p.grad may stay a view of the slot after a push, because the worker waits for the fold. `is_hooked`: whether hooks of
+    backward call `put`. Without them `collect` copies all gradients at once, and p.grad stays autograd's tensor: on a GPU each
+    copy is a launch.
     """
 
     is_hooked = True

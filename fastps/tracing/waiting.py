@@ -80,7 +80,6 @@ def _slowest(posts: list[Times], ends_ns: list[int], worker: int, steps: Lines) 
 
 
 def _completions(trace: Trace) -> Lines:
-    """For each version of the first shard, the worker that posted its last push, and when."""
     kind = np.dtype([("version", "<i8"), ("posted_ns", "<i8"), ("worker", "<i8")])
     pushes = trace.pushes[(trace.pushes["fate"] == FOLDED) & (trace.pushes["shard"] == 0)]
     found = np.zeros(len(pushes), kind)

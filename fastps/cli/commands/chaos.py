@@ -63,7 +63,6 @@ def chaos(
 
 
 def _world(nodes: int, devices: int) -> tuple[Callable[..., Any], dict[str, int]]:
-    """What plays seeds: a world of several nodes, or of devices, and how many; or the memory of one host."""
     if devices:
         from fastps.lab.worlds import device_chaos
 

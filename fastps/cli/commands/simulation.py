@@ -109,7 +109,6 @@ def simulate(
 
 
 def _player(context: typer.Context) -> "Player":
-    """What plays a simulation: the simulator alone, with gradients of a model of fastps' own, or with the user's script."""
     given = context.params
     if given["script"]:
         return _script_player(context)

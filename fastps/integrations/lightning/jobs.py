@@ -17,11 +17,7 @@ from fastps.torch.optimizer import DistributedOptimizer
 
 
 class Jobs:
-    """The open DistributedOptimizers of this process; none before and after training.
-
-    Args:
-        options: arguments of DistributedOptimizer, the same for each.
-    """
+    """The open DistributedOptimizers of this process, with the same `options` for each; none before and after training."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)

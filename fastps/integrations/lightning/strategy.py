@@ -117,7 +117,6 @@ class FastpsStrategy(ParallelStrategy):
         rank_zero_only.rank = shared_rank_zero_only.rank = self.global_rank
 
     def _configure_launcher(self) -> None:
-        """Check what the Trainer was given, and choose the launcher."""
         devices = list(self.parallel_devices or [])
         checks.check_nodes(self.num_nodes)
         checks.check_machine(self.accelerator, devices)

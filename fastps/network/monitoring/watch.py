@@ -19,10 +19,8 @@ Message = Callable[[int, int, int, int, int], None]
 class EdgeWatch:
     """The watch over the edges to one node.
 
-    Args:
-        figures: gives what this node says of itself in its next beat.
-        peer: the other node's number.
-        message: records a message of a trace: kind, peer, step, and its beginning and end in ns; None without a trace.
+    `figures` gives what this node says of itself in its next beat. `message` records a message of a trace: kind, peer, step,
+    and its beginning and end in ns; None without a trace.
 
     >>> here, there = EdgeWatch(), EdgeWatch(lambda: NodeFigures(workers=2))
     >>> here.sends(1_000)
