@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from fastps.kernels.shm.plan cimport describe_tables, place_tables, rows_measures_t
+from fastps.kernels.shm.plan cimport describe_tables, place_tables
 from fastps.kernels.shm.view cimport ArenaView
 from fastps.kernels.shm.arena_h cimport FPS_RECORDS, fps_commit_pack, fps_header, fps_shard_header
 from fastps.kernels.update.fold cimport fps_segment
@@ -34,7 +34,6 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
     cdef fps_shard_header *shard_header
     cdef policy_t policy
     cdef uint32_t index
-    cdef rows_measures_t rows
     cdef ArenaView arena
     memcpy(header, <char *> header_bytes, sizeof(fps_header))
     started = started or header.n_lanes
@@ -56,7 +55,7 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
         shard_header.first, shard_header.last = first, last
     if tables:
         describe_tables(<fps_table *> (&memory[0] + header.tables_offset), tables)
-        place_tables(<fps_table *> (&memory[0] + header.tables_offset), len(tables), header.row_rule, header.n_shards, &rows)
+        place_tables(<fps_table *> (&memory[0] + header.tables_offset), header)
     arena = ArenaView(memory)
     versions = versions or [0] * len(shards)
     if len(versions) != len(shards) or not all(0 <= version < 1 << 40 for version in versions):

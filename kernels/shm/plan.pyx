@@ -53,29 +53,39 @@ cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
     return (size + to - 1) // to * to
 
 
-cdef int _check_measures(uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t buffers, uint32_t shards,
-                         double ema_decay, uint32_t gradient_type, uint32_t shown_type, uint32_t servers,
-                         uint32_t readers) except -1:
-    if not 1 <= lanes <= FPS_MAX_LANES:
-        raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
-    if servers > 1:
-        raise ValueError(f"expected one server or none, found {servers}")
-    if not 2 <= buffers <= FPS_MAX_BUFFERS:
-        raise ValueError(f"expected 2 to {FPS_MAX_BUFFERS} weight buffers, found {buffers}")
-    if readers > FPS_MAX_BUFFERS - buffers:
-        raise ValueError(f"expected 0 to {FPS_MAX_BUFFERS - buffers} readers beside {buffers} weight buffers, found {readers}")
-    if ring_size < 2 or ring_size & (ring_size - 1):
-        raise ValueError(f"expected the ring's size to be a power of two, at least 2, found {ring_size}")
-    if slots < 1 or slots >= ring_size:
-        raise ValueError(f"expected 1 to {ring_size - 1} gradient slots in a ring of {ring_size}, found {slots}")
-    if not 1 <= shards <= FPS_MAX_SHARDS:
-        raise ValueError(f"expected 1 to {FPS_MAX_SHARDS} shards, found {shards}")
-    if not 0 <= ema_decay < 1:
-        raise ValueError(f"expected a decay of the weights' moving average of 0 (none) to less than 1, found {ema_decay}")
-    if gradient_type > FPS_FLOAT64:
-        raise ValueError(f"expected a type of gradient of 0 to {FPS_FLOAT64}, found {gradient_type}")
-    if shown_type > FPS_BFLOAT16:
-        raise ValueError(f"expected a type of shown weights of 0 to {FPS_BFLOAT16}, found {shown_type}")
+cdef int _check_measures(const fps_header *header) except -1:
+    """Refuse a measure that is out of range, and what no loop in double precision is compiled for."""
+    if not 1 <= header.n_lanes <= FPS_MAX_LANES:
+        raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {header.n_lanes}")
+    if header.n_servers > 1:
+        raise ValueError(f"expected one server or none, found {header.n_servers}")
+    if not 2 <= header.n_buffers <= FPS_MAX_BUFFERS:
+        raise ValueError(f"expected 2 to {FPS_MAX_BUFFERS} weight buffers, found {header.n_buffers}")
+    if header.n_readers > FPS_MAX_BUFFERS - header.n_buffers:
+        raise ValueError(f"expected 0 to {FPS_MAX_BUFFERS - header.n_buffers} readers beside {header.n_buffers} weight buffers,"
+                         f" found {header.n_readers}")
+    if header.ring_size < 2 or header.ring_size & (header.ring_size - 1):
+        raise ValueError(f"expected the ring's size to be a power of two, at least 2, found {header.ring_size}")
+    if header.n_slots < 1 or header.n_slots >= header.ring_size:
+        raise ValueError(f"expected 1 to {header.ring_size - 1} gradient slots in a ring of {header.ring_size}, found"
+                         f" {header.n_slots}")
+    if not 1 <= header.n_shards <= FPS_MAX_SHARDS:
+        raise ValueError(f"expected 1 to {FPS_MAX_SHARDS} shards, found {header.n_shards}")
+    if header.n_tables > FPS_MAX_TABLES:
+        raise ValueError(f"expected at most {FPS_MAX_TABLES} tables, found {header.n_tables}")
+    if header.row_rule >= FPS_N_ROW_RULES:
+        raise ValueError(f"expected a rule of rows of 0 to {FPS_N_ROW_RULES - 1}, found {header.row_rule}")
+    if not 0 <= header.ema_decay < 1:
+        raise ValueError("expected a decay of the weights' moving average of 0 (none) to less than 1, found"
+                         f" {header.ema_decay}")
+    if header.gradient_type > FPS_FLOAT64:
+        raise ValueError(f"expected a type of gradient of 0 to {FPS_FLOAT64}, found {header.gradient_type}")
+    if header.shown_type > FPS_BFLOAT16:
+        raise ValueError(f"expected a type of shown weights of 0 to {FPS_BFLOAT16}, found {header.shown_type}")
+    if header.gradient_type == FPS_FLOAT64 and (
+            FPS_IS_USERS(<int> header.rule) or header.shown_type != FPS_FLOAT32 or header.n_tables):
+        raise ValueError("expected doubles with a rule of fastps, without halves and without tables, found"
+                         f" rule {header.rule}, shown weights of type {header.shown_type} and {header.n_tables} tables")
     return 0
 
 
@@ -84,91 +94,60 @@ cdef uint64_t _gradient_bytes(uint32_t gradient_type) noexcept:
     return sizeof(float) if gradient_type in (FPS_FLOAT32, FPS_FLOAT64) else sizeof(uint16_t)
 
 
-cdef int _check_doubles(uint32_t gradient_type, uint32_t rule, uint32_t shown_type, uint32_t n_tables) except -1:
-    """Refuse what no loop in double precision is compiled for."""
-    if gradient_type == FPS_FLOAT64 and (FPS_IS_USERS(<int> rule) or shown_type != FPS_FLOAT32 or n_tables):
-        raise ValueError("expected doubles with a rule of fastps, without halves and without tables, found"
-                         f" rule {rule}, shown weights of type {shown_type} and {n_tables} tables")
-    return 0
-
-
-cdef void _set_rows(fps_header *header, const rows_measures_t *rows) noexcept:
-    """Write the measures of the tables."""
-    header.n_tables, header.row_rule = rows.n_tables, rows.row_rule
-    header.rows_bytes, header.undo_bytes, header.row_slot_bytes = rows.rows_bytes, rows.undo_bytes, rows.row_slot_bytes
-
-
 cdef uint64_t _weight_bytes(uint32_t shown_type) noexcept:
     """What a weight takes in a buffer: a float, and with a shown type its half."""
     return sizeof(float) if shown_type == FPS_FLOAT32 else sizeof(float) + sizeof(uint16_t)
 
 
-cdef void _set_slot(fps_header *header, uint64_t gradient_bytes) noexcept:
+cdef void _set_slot(fps_header *header) noexcept:
     """Write the places of a slot's parts."""
     cdef uint64_t bitmap = header.presence_words * sizeof(uint64_t)
     header.slot_presence_offset = header.n_groups * sizeof(fps_hyper)
     header.slot_versions_offset = header.slot_presence_offset + bitmap
     header.slot_nonfinite_offset = header.slot_versions_offset + header.n_shards * sizeof(uint64_t)
     header.slot_gradient_offset = _aligned(header.slot_nonfinite_offset + bitmap, FPS_LINE)
-    header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * gradient_bytes, PAGE)
+    header.slot_bytes = _aligned(
+        header.slot_gradient_offset + header.buffer_floats * _gradient_bytes(header.gradient_type), PAGE)
 
 
-cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
-               uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
-               uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t shown_type,
-               uint32_t servers, uint32_t readers, const rows_measures_t *rows) except -1:
-    """Give every part its place; parts that different processes write begin on a page of their own."""
-    cdef uint64_t offset, gradient_bytes = _gradient_bytes(gradient_type)
-    _check_measures(lanes, slots, ring_size, buffers, shards, ema_decay, gradient_type, shown_type, servers, readers)
-    _check_doubles(gradient_type, rule, shown_type, rows.n_tables)
-    memset(header, 0, sizeof(fps_header))
-    header.magic = FPS_MAGIC
-    header.abi = FPS_ABI
-    header.n_lanes = lanes
-    header.n_buffers = buffers
-    header.n_slots, header.ring_size = slots, ring_size
-    header.n_groups, header.n_parameters = groups, parameters
-    header.presence_words = (parameters + 63) // 64
-    header.rule = rule
-    header.state_planes = state_planes
-    header.n_shards = shards
-    header.checks_finite = checks_finite
-    header.ema_decay = ema_decay
-    header.gradient_type, header.shown_type = gradient_type, shown_type
-    header.n_servers, header.n_readers = servers, readers
-    _set_rows(header, rows)
-    header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
+cdef int _place(fps_header *header) except -1:
+    """Give every part its place, by the header's measures; parts that different processes write begin on their own pages."""
+    cdef uint64_t offset, lanes = header.n_lanes, servers = header.n_servers, shards = header.n_shards
+    cdef uint64_t slots = header.n_slots, ring_size = header.ring_size, parameters = header.n_parameters
+    header.magic, header.abi = FPS_MAGIC, FPS_ABI
+    header.presence_words = <uint32_t> ((parameters + 63) // 64)
+    header.buffer_floats = _aligned(header.buffer_floats, FPS_LINE // sizeof(float))
     offset = header.shard_headers_offset = PAGE
     offset = header.work_offset = offset + _aligned(shards * sizeof(fps_shard_header), PAGE)
     header.work_bytes = _aligned(sizeof(fps_work) + FPS_MAX_PUSHES * sizeof(fps_folded_push), PAGE)
     offset = header.segments_offset = offset + FPS_WORKSPACES * shards * header.work_bytes
     offset = header.tables_offset = offset + _aligned(parameters * sizeof(fps_segment), PAGE)
-    offset = header.lanes_offset = offset + _aligned(rows.n_tables * sizeof(fps_table), PAGE)
+    offset = header.lanes_offset = offset + _aligned(header.n_tables * sizeof(fps_table), PAGE)
     header.lane_shards_offset = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
     header.push_outcomes_offset = header.lane_shards_offset + shards * sizeof(fps_lane_shard)
     header.lane_bytes = header.push_outcomes_offset + shards * ring_size * sizeof(fps_push_outcome)
     offset = header.reader_words_offset = offset + _aligned((lanes + servers) * header.lane_bytes, PAGE)
     offset = header.statistics_offset = offset + _aligned(
-        sizeof(fps_readers) + <uint64_t> readers * shards * sizeof(fps_reader_shard), PAGE)
+        sizeof(fps_readers) + header.n_readers * shards * sizeof(fps_reader_shard), PAGE)
     header.statistics_bytes = sizeof(fps_statistics) + lanes * FPS_GAP_BUCKETS * sizeof(int64_t)
     offset = header.scheduler_offset = offset + _aligned(shards * header.statistics_bytes, PAGE)
     header.scheduler_bytes = _aligned(state_size(lanes), PAGE)
     offset = header.rows_offset = offset + FPS_RECORDS * shards * header.scheduler_bytes
-    offset = header.weights_offset = offset + rows.rows_bytes
-    header.weights_bytes = _aligned(header.buffer_floats * _weight_bytes(shown_type), PAGE)
-    offset = header.state_offset = offset + buffers * header.weights_bytes
+    offset = header.weights_offset = offset + header.rows_bytes
+    header.weights_bytes = _aligned(header.buffer_floats * _weight_bytes(header.shown_type), PAGE)
+    offset = header.state_offset = offset + header.n_buffers * header.weights_bytes
     header.state_steps_bytes = _aligned(parameters * sizeof(int64_t), FPS_LINE)
-    header.state_bytes = _aligned(header.state_steps_bytes + state_planes * header.buffer_floats * sizeof(float), PAGE)
+    header.state_bytes = _aligned(header.state_steps_bytes + header.state_planes * header.buffer_floats * sizeof(float), PAGE)
     offset = header.slots_offset = offset + FPS_STATE_BUFFERS * header.state_bytes
-    _set_slot(header, gradient_bytes)
+    _set_slot(header)
     offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
-    header.extra_bytes = _aligned(extra_bytes, PAGE)
+    header.extra_bytes = _aligned(header.extra_bytes, PAGE)
     offset = header.reader_weights_offset = offset + (lanes + servers) * header.extra_bytes
-    offset = header.spare_weights_offset = offset + readers * header.weights_bytes
+    offset = header.spare_weights_offset = offset + header.n_readers * header.weights_bytes
     offset = header.spare_state_offset = offset + header.weights_bytes
     offset = header.undo_offset = offset + header.state_bytes
     offset = header.row_slots_offset = offset + shards * header.undo_bytes
-    header.total_bytes = offset + <uint64_t> lanes * slots * header.row_slot_bytes
+    header.total_bytes = offset + lanes * slots * header.row_slot_bytes
     return _check_size(header)
 
 
@@ -184,33 +163,28 @@ cdef int describe_tables(fps_table *words, list tables) except -1:
     return 0
 
 
-cdef int place_tables(
-        fps_table *tables, uint32_t n_tables, uint32_t row_rule, uint32_t shards, rows_measures_t *found) except -1:
-    """Complete the descriptions of tables, whose rows, width, parameter, group and shard are set, and measure them."""
+cdef int place_tables(fps_table *tables, fps_header *header) except -1:
+    """Complete the descriptions of tables, whose rows, width, parameter, group and shard are set, and write their measures."""
     cdef uint32_t index, shard
     cdef uint64_t logged
-    if n_tables > FPS_MAX_TABLES:
-        raise ValueError(f"expected at most {FPS_MAX_TABLES} tables, found {n_tables}")
-    if row_rule >= FPS_N_ROW_RULES:
-        raise ValueError(f"expected a rule of rows of 0 to {FPS_N_ROW_RULES - 1}, found {row_rule}")
-    memset(found, 0, sizeof(rows_measures_t))
-    found.n_tables, found.row_rule = n_tables, row_rule
-    for index in range(n_tables):
-        if not 1 <= tables[index].rows <= FPS_MAX_ROWS or tables[index].width < 1 or <uint32_t> tables[index].shard >= shards:
+    header.rows_bytes = header.undo_bytes = header.row_slot_bytes = 0
+    for index in range(header.n_tables):
+        if (not 1 <= tables[index].rows <= FPS_MAX_ROWS or tables[index].width < 1
+                or <uint32_t> tables[index].shard >= header.n_shards):
             raise ValueError(f"expected a table of 1 to {FPS_MAX_ROWS} rows, a width of 1 or more and a shard of 0 to"
-                             f" {shards - 1}, found {tables[index].rows} rows of {tables[index].width} in shard"
+                             f" {header.n_shards - 1}, found {tables[index].rows} rows of {tables[index].width} in shard"
                              f" {tables[index].shard}")
-        found.rows_bytes = fps_place_table(&tables[index], row_rule, found.rows_bytes)
-        tables[index].slot_offset = found.row_slot_bytes
-        found.row_slot_bytes += fps_rows_bytes(&tables[index])
-    found.rows_bytes = _aligned(found.rows_bytes, PAGE)
-    found.row_slot_bytes = _aligned(found.row_slot_bytes, PAGE)
-    for shard in range(shards):
+        header.rows_bytes = fps_place_table(&tables[index], header.row_rule, header.rows_bytes)
+        tables[index].slot_offset = header.row_slot_bytes
+        header.row_slot_bytes += fps_rows_bytes(&tables[index])
+    header.rows_bytes = _aligned(header.rows_bytes, PAGE)
+    header.row_slot_bytes = _aligned(header.row_slot_bytes, PAGE)
+    for shard in range(header.n_shards):
         logged = 0
-        for index in range(n_tables):
+        for index in range(header.n_tables):
             if <uint32_t> tables[index].shard == shard:
                 logged += tables[index].undo_bytes * tables[index].rows
-        found.undo_bytes = max(found.undo_bytes, _aligned(logged, PAGE))
+        header.undo_bytes = max(header.undo_bytes, _aligned(logged, PAGE))
     return 0
 
 
@@ -243,14 +217,20 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
     """
     cdef fps_header header
-    cdef rows_measures_t rows
     cdef fps_table words[FPS_MAX_TABLES]
     if lanes < 1:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
+    memset(&header, 0, sizeof(header))
+    header.n_lanes, header.n_slots, header.ring_size, header.n_buffers = lanes, slots, ring_size, buffers
+    header.n_servers, header.n_readers, header.n_shards = servers, readers, shards
+    header.n_groups, header.n_parameters, header.buffer_floats = groups, parameters, buffer_floats
+    header.rule, header.state_planes, header.ema_decay, header.checks_finite = rule, state_planes, ema_decay, checks_finite
+    header.gradient_type, header.shown_type, header.extra_bytes = gradient_type, shown_type, extra_bytes
+    header.n_tables, header.row_rule = len(tables or []), row_rule
+    _check_measures(&header)
     describe_tables(words, tables or [])
-    place_tables(words, len(tables or []), row_rule, max(shards, 1), &rows)
-    _plan(&header, lanes, slots, ring_size, groups, parameters, buffer_floats, rule, state_planes, extra_bytes, buffers,
-          shards, ema_decay, checks_finite, gradient_type, shown_type, servers, readers, &rows)
+    place_tables(words, &header)
+    _place(&header)
     return bytes((<char *> &header)[:sizeof(fps_header)]), header.total_bytes
 
 
@@ -263,13 +243,9 @@ def reader_weights_offset(bytes header_bytes not None):
 
 cdef int check_header(const fps_header *found, int64_t size) except -1:
     """Compute the header again from its measures: a place that differs would be dereferenced otherwise."""
-    cdef fps_header own
-    cdef rows_measures_t rows
-    rows.n_tables, rows.row_rule, rows.rows_bytes = found.n_tables, found.row_rule, found.rows_bytes
-    rows.undo_bytes, rows.row_slot_bytes = found.undo_bytes, found.row_slot_bytes
-    _plan(&own, found.n_lanes, found.n_slots, found.ring_size, found.n_groups, found.n_parameters, found.buffer_floats,
-          found.rule, found.state_planes, found.extra_bytes, found.n_buffers, found.n_shards, found.ema_decay,
-          found.checks_finite, found.gradient_type, found.shown_type, found.n_servers, found.n_readers, &rows)
+    cdef fps_header own = found[0]
+    _check_measures(found)
+    _place(&own)
     if memcmp(&own, found, sizeof(own)) != 0 or own.total_bytes > <uint64_t> size:
         raise ValueError("the arena's header is damaged: its places do not follow from its measures")
     return 0

@@ -22,7 +22,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_statistics,
     fps_work,
 )
-from fastps.kernels.shm.plan cimport PAGE, check_header, place_tables, rows_measures_t
+from fastps.kernels.shm.plan cimport PAGE, check_header, place_tables
 from fastps.kernels.update.fold cimport FPS_FLOAT32, FPS_FLOAT64, fps_segment
 from fastps.kernels.update.rows_h cimport fps_rows_values_offset, fps_table, fps_undo_log
 
@@ -85,7 +85,7 @@ cdef class ArenaView:
     cdef int _copy_tables(self) except -1:
         """Copy the descriptions of tables, computed again from their measures."""
         cdef const fps_table *found = <const fps_table *> (self.base + self.header.tables_offset)
-        cdef rows_measures_t rows
+        cdef fps_header own = self.own_header
         cdef fps_table *table
         cdef uint32_t index
         self.tables = <fps_table *> calloc(max(1, self.header.n_tables), sizeof(fps_table))
@@ -99,10 +99,9 @@ cdef class ArenaView:
                     or not 0 <= table.group < <int64_t> self.header.n_groups):
                 raise ValueError(f"expected table {index} to be one of {self.header.n_parameters} parameters in one of"
                                  f" {self.header.n_groups} groups, found {table.parameter} in group {table.group}")
-        place_tables(self.tables, self.header.n_tables, self.header.row_rule, self.header.n_shards, &rows)
+        place_tables(self.tables, &own)
         if (memcmp(self.tables, found, self.header.n_tables * sizeof(fps_table)) != 0
-                or rows.rows_bytes != self.header.rows_bytes or rows.undo_bytes != self.header.undo_bytes
-                or rows.row_slot_bytes != self.header.row_slot_bytes):
+                or memcmp(&own, self.header, sizeof(own)) != 0):
             raise ValueError("the arena's tables are damaged: their places do not follow from their measures")
         return 0
 
