@@ -29,6 +29,20 @@ cdef class ArenaView:
     cdef fps_table *tables      # n_tables of them
     cdef int64_t first[FPS_MAX_SHARDS]  # of each shard: its floats of every buffer are [first, last)
     cdef int64_t last[FPS_MAX_SHARDS]
+    # Measures, for Python.
+    cdef readonly uint32_t lanes         # workers that the arena was made for
+    cdef readonly int64_t server_lane    # the lane of the job's server process, behind the workers'; -1: the workers combine
+    cdef readonly uint32_t buffers       # weight buffers, without those of readers
+    cdef readonly uint32_t readers       # the most processes that only read weights; their buffers are behind the others
+    cdef readonly uint32_t slots         # gradient slots of a lane
+    cdef readonly uint32_t shards        # each versioned by itself
+    cdef readonly uint32_t n_tables      # parameters of which pushes carry rows
+    cdef readonly uint64_t buffer_floats  # of a weights buffer, padding included
+    cdef readonly uint64_t total_bytes   # of the whole arena
+    cdef readonly uint32_t shown_type    # the half precision in which buffers have the weights once more; 0: none
+    cdef readonly bint is_double         # whether weights, gradients and state are doubles, each of which takes two floats
+    cdef readonly uint32_t state_planes  # of the rule's state
+    cdef readonly double ema_decay       # of the weights' moving average, the last plane of the state; 0 when none is kept
 
     cdef int _copy_places(self) except -1
     cdef int _copy_tables(self) except -1

@@ -53,6 +53,12 @@ cdef class ArenaView:
         check_header(self.header, view.shape[0])
         self._copy_places()
         self._copy_tables()
+        self.lanes, self.buffers, self.readers = self.header.n_lanes, self.header.n_buffers, self.header.n_readers
+        self.server_lane = <int64_t> self.header.n_lanes if self.header.n_servers else -1
+        self.slots, self.shards, self.n_tables = self.header.n_slots, self.header.n_shards, self.header.n_tables
+        self.buffer_floats, self.total_bytes = self.header.buffer_floats, self.header.total_bytes
+        self.shown_type, self.is_double = self.header.shown_type, self.header.gradient_type == FPS_FLOAT64
+        self.state_planes, self.ema_decay = self.header.state_planes, self.header.ema_decay
 
     def __dealloc__(self):
         free(self.segments)
@@ -269,68 +275,3 @@ cdef class ArenaView:
     def extra_offset(self, int lane):
         """Byte offset of the lane's slot for model buffers."""
         return self.header.extra_offset + lane * self.header.extra_bytes
-
-    @property
-    def lanes(self):
-        """Workers that the arena was made for."""
-        return self.header.n_lanes
-
-    @property
-    def server_lane(self):
-        """The lane of the job's server process, behind the workers'; -1 where the workers combine."""
-        return <int64_t> self.header.n_lanes if self.header.n_servers else -1
-
-    @property
-    def buffers(self):
-        """Weight buffers, without those of readers."""
-        return self.header.n_buffers
-
-    @property
-    def readers(self):
-        """The most processes that only read weights at a time; each has a buffer more, numbered behind the others."""
-        return self.header.n_readers
-
-    @property
-    def slots(self):
-        """Gradient slots of a lane."""
-        return self.header.n_slots
-
-    @property
-    def buffer_floats(self):
-        """Floats of a weights buffer, padding included."""
-        return self.header.buffer_floats
-
-    @property
-    def shown_type(self):
-        """The half precision in which each buffer has the weights once more, a number of kernels.update.fold; 0: none."""
-        return self.header.shown_type
-
-    @property
-    def is_double(self):
-        """Whether weights, gradients and state are doubles, each of which takes two floats."""
-        return self.header.gradient_type == FPS_FLOAT64
-
-    @property
-    def state_planes(self):
-        """Planes of the rule's state."""
-        return self.header.state_planes
-
-    @property
-    def total_bytes(self):
-        """Size of the whole arena."""
-        return self.header.total_bytes
-
-    @property
-    def n_tables(self):
-        """Parameters of which pushes carry rows."""
-        return self.header.n_tables
-
-    @property
-    def shards(self):
-        """Shards, each versioned by itself."""
-        return self.header.n_shards
-
-    @property
-    def ema_decay(self):
-        """Decay of the moving average of the weights, the last plane of the state; 0 when none is kept."""
-        return self.header.ema_decay
