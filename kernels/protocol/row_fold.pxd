@@ -5,7 +5,6 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.protocol.work_item cimport WorkItem
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.update.rows cimport RowScratch
 from fastps.kernels.update.rows_h cimport fps_undo_log
 
 
@@ -16,7 +15,7 @@ cdef class RowFold:
     cdef WorkItem item
     cdef bint has_tables     # whether the shard has any
     cdef fps_undo_log log
-    cdef RowScratch scratch  # None without tables
+    cdef void *scratch       # an fps_row_scratch; NULL without tables
     cdef char **pushed       # of each push of the item: the rows in its slot
     cdef int64_t *counted    # of each push of the item: its rows in this shard's tables
     cdef int64_t written     # different rows that the last fold wrote

@@ -12,8 +12,27 @@ from libc.stdlib cimport calloc, free
 from fastps.kernels.base.atomics cimport fps_counter_get, fps_counter_set
 from fastps.kernels.protocol.shared_fold cimport FOLD_DONE, FOLD_NONFINITE, FOLD_REFUSED
 from fastps.kernels.shm.arena_h cimport fps_folded_push
-from fastps.kernels.update.fold cimport FPS_MAX_PUSHES
-from fastps.kernels.update.rows cimport fold_table, largest_row, pushed_rows, undo_begin, undo_roll_back
+from fastps.kernels.update import fold
+from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, fps_fold_job, fps_push
+from fastps.kernels.update.rows_h cimport fps_table
+
+cdef extern from "update/row_fold.h" nogil:
+    ctypedef void *fps_row_loop
+    ctypedef struct fps_row_scratch:
+        pass
+
+    const fps_row_loop *fps_row_loops(int isa)
+    void fps_row_scratch_free(fps_row_scratch *scratch)
+    void fps_undo_begin(const fps_undo_log *log, uint64_t version)
+    bint fps_undo_roll_back(
+        const fps_undo_log *log, const fps_table *tables, int32_t n_tables, char *base, uint64_t version)
+    int fps_fold_table(const fps_row_loop *loops, const fps_fold_job *job, int row_rule, const fps_table *tables,
+                       int32_t index, char *base, char **pushed, fps_row_scratch *scratch, const fps_undo_log *log,
+                       uint64_t *used)
+    int64_t fps_pushed_rows(const fps_table *table, const fps_push *push, const char *pushed)
+    float fps_largest_row(const fps_table *table, const fps_push *push, const char *pushed)
+
+cdef const fps_row_loop *_chosen = fps_row_loops(fold.CHOSEN_ISA)
 
 cdef enum:
     LONG_BYTES = 1 << 18  # of the log: about 2,000 rows of 16 floats
@@ -32,13 +51,14 @@ cdef class RowFold:
             self.has_tables = self.has_tables or <uint32_t> arena.tables[index].shard == shard
         if self.has_tables:
             self.log = arena.undo_log(shard)
-            self.scratch = RowScratch()
+            self.scratch = calloc(1, sizeof(fps_row_scratch))
             self.pushed = <char **> calloc(FPS_MAX_PUSHES, sizeof(char *))
             self.counted = <int64_t *> calloc(FPS_MAX_PUSHES, sizeof(int64_t))
-            if not self.pushed or not self.counted:
+            if not (self.scratch and self.pushed and self.counted):
                 raise MemoryError()
 
     def __dealloc__(self):
+        fps_row_scratch_free(<fps_row_scratch *> self.scratch)
         free(self.pushed)
         free(self.counted)
 
@@ -55,13 +75,13 @@ cdef class RowFold:
         if not self.item.read() or not self._read_pushes():
             return FOLD_REFUSED
         self.item.nonfinite = 0
-        undo_begin(&self.log, version)
+        fps_undo_begin(&self.log, version)
         for index in range(self.arena.header.n_tables):
             if <uint32_t> self.arena.tables[index].shard != self.shard:
                 continue
             before = used
-            if fold_table(&self.item.job, self.arena.header.row_rule, self.arena.tables, index, self.arena.rows(), self.pushed,
-                          self.scratch.words, &self.log, &used) != 0:
+            if fps_fold_table(_chosen, &self.item.job, self.arena.header.row_rule, self.arena.tables, index, self.arena.rows(),
+                              self.pushed, <fps_row_scratch *> self.scratch, &self.log, &used) != 0:
                 return FOLD_REFUSED
             self._count(index, used - before)
         self.is_long = used >= LONG_BYTES
@@ -72,7 +92,7 @@ cdef class RowFold:
 
     cdef bint roll_back(self, uint64_t version) noexcept nogil:
         """Restore the rows of a fold that began at the shard's present version, if there was one. False for a damaged log."""
-        return not self.has_tables or undo_roll_back(
+        return not self.has_tables or fps_undo_roll_back(
             &self.log, self.arena.tables, self.arena.header.n_tables, self.arena.rows(), version)
 
     cdef void _count(self, uint32_t table, uint64_t logged) noexcept nogil:
@@ -80,7 +100,7 @@ cdef class RowFold:
         cdef int index
         self.written += logged // self.arena.tables[table].undo_bytes
         for index in range(self.item.job.n_pushes):
-            self.counted[index] += pushed_rows(&self.arena.tables[table], &self.item.pushes[index], self.pushed[index])
+            self.counted[index] += fps_pushed_rows(&self.arena.tables[table], &self.item.pushes[index], self.pushed[index])
 
     cdef void publish_counts(self, bint is_committed) noexcept nogil:
         """Add the fold's rows to what observers see if it was committed, or forget them. A death in between loses some."""
@@ -125,7 +145,8 @@ cdef class RowFold:
         for table in range(self.arena.header.n_tables):
             if <uint32_t> self.arena.tables[table].shard != self.shard:
                 continue
-            size = largest_row(&self.arena.tables[table], &self.item.pushes[index], self.arena.row_slot(push.lane, push.slot))
+            size = fps_largest_row(
+                &self.arena.tables[table], &self.item.pushes[index], self.arena.row_slot(push.lane, push.slot))
             if size > most:
                 most, parameter[0] = size, self.arena.tables[table].parameter
         return most
