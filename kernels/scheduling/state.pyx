@@ -229,32 +229,39 @@ cdef void state_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t b
 
 cdef int32_t _bucket_of(scheduler_t *state, int64_t clock) noexcept nogil:
     """The bucket of any clock; created at its place in the order if it does not exist."""
-    cdef int32_t following = state.first_bucket, before = -1, index
-    cdef bucket_t *made
+    cdef int32_t following = state.first_bucket, before = -1
     while following >= 0 and state_buckets(state)[following].clock < clock:
         before = following
         following = state_buckets(state)[following].next
     if following >= 0 and state_buckets(state)[following].clock == clock:
         return following
-    if before >= 0:
-        return _bucket_after(state, before, clock)
-    index = state.free_bucket
+    if before < 0:
+        # The slowest clock falls: buckets that the frontier has passed may get waiting workers again.
+        state.frontier = -1
+    return _make_bucket(state, before, following, clock)
+
+
+cdef inline int32_t _make_bucket(scheduler_t *state, int32_t before, int32_t following, int64_t clock) noexcept nogil:
+    """Create the bucket of `clock` between two buckets that follow each other; -1: there is none on that side."""
+    cdef int32_t index = state.free_bucket
+    cdef bucket_t *made = &state_buckets(state)[index]
     FPS_ASSERT(index >= 0)
-    made = &state_buckets(state)[index]
     state.free_bucket = made.next
     made.clock = clock
     made.first = made.last = made.first_waiting = made.last_waiting = -1
     made.n_waiting = 0
-    made.previous = -1
+    made.previous = before
     made.next = following
+    if before >= 0:
+        state_buckets(state)[before].next = index
+        _mark_bucket_dirty(state, before)
+    else:
+        state.first_bucket = index
     if following >= 0:
         state_buckets(state)[following].previous = index
         _mark_bucket_dirty(state, following)
     else:
         state.last_bucket = index
-    state.first_bucket = index
-    # The slowest clock fell: buckets that the frontier has passed may get waiting workers again.
-    state.frontier = -1
     _mark_bucket_dirty(state, index)
     return index
 
@@ -279,28 +286,10 @@ cdef inline void _unlink_bucket(scheduler_t *state, int32_t bucket) noexcept nog
 
 cdef inline int32_t _bucket_after(scheduler_t *state, int32_t bucket, int64_t clock) noexcept nogil:
     """The bucket of `clock`, which is more than `bucket`'s and at most its next's; created if it does not exist."""
-    cdef bucket_t *b = &state_buckets(state)[bucket]
-    cdef bucket_t *made
-    cdef int32_t index
-    if b.next >= 0 and state_buckets(state)[b.next].clock == clock:
-        return b.next
-    index = state.free_bucket
-    FPS_ASSERT(index >= 0)
-    made = &state_buckets(state)[index]
-    state.free_bucket = made.next
-    made.clock = clock
-    made.first = made.last = made.first_waiting = made.last_waiting = -1
-    made.next = b.next
-    made.previous = bucket
-    if b.next >= 0:
-        state_buckets(state)[b.next].previous = index
-        _mark_bucket_dirty(state, b.next)
-    else:
-        state.last_bucket = index
-    b.next = index
-    _mark_bucket_dirty(state, bucket)
-    _mark_bucket_dirty(state, index)
-    return index
+    cdef int32_t following = state_buckets(state)[bucket].next
+    if following >= 0 and state_buckets(state)[following].clock == clock:
+        return following
+    return _make_bucket(state, bucket, following, clock)
 
 
 cdef void state_advance(scheduler_t *state, int32_t worker) noexcept nogil:
