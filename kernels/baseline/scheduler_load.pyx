@@ -20,6 +20,9 @@ from fastps.kernels.scheduling.state cimport (
 from fastps.kernels.scheduling.decisions cimport scheduler_due, scheduler_expect, scheduler_fire, scheduler_push
 from fastps.kernels.scheduling.scheduler cimport Scheduler
 
+cdef extern from "base/rng.h" nogil:
+    uint64_t fps_next_word(uint64_t *state)
+
 cdef enum:
     STEP_NS = 1000   # from push to push
     SAMPLES = 32     # of a push whose grant carried no batch
@@ -135,13 +138,8 @@ cdef class SchedulerLoad:
             self.ready[index] = self.ready[self.n_ready]
 
     cdef inline uint64_t _draw(self) noexcept nogil:
-        """Draw a number below 2^32 (SplitMix64)."""
-        cdef uint64_t bits
-        self.random += <uint64_t> 0x9E3779B97F4A7C15
-        bits = self.random
-        bits = (bits ^ (bits >> 30)) * <uint64_t> 0xBF58476D1CE4E5B9
-        bits = (bits ^ (bits >> 27)) * <uint64_t> 0x94D049BB133111EB
-        return (bits ^ (bits >> 31)) >> 32
+        """Draw a number below 2^32."""
+        return fps_next_word(&self.random) >> 32
 
     cdef inline int32_t _choose(self) noexcept nogil:
         """Choose a random worker that may push, and prefetch a choice of a few calls later."""

@@ -15,6 +15,9 @@ from libc.string cimport memset
 from fastps.kernels.base.failpoints cimport fps_failpoints
 from fastps.kernels.shm.arena_h cimport FPS_LANE_FREE, fps_lock_owner, fps_member_generation, fps_member_state
 
+cdef extern from "base/rng.h" nogil:
+    uint64_t fps_next_word(uint64_t *state)
+
 cdef enum:
     MOST_RESTART_NS = 200_000_000
     YIELD_NS = 300_000          # what a yielded core is away at most
@@ -115,13 +118,8 @@ cdef class Machine:
     # -- what processes ask for --------------------------------------------------------------------
 
     cdef uint64_t draw(self) noexcept nogil:
-        """64 random bits (splitmix64)."""
-        cdef uint64_t value
-        self.random += <uint64_t> 0x9e3779b97f4a7c15
-        value = self.random
-        value = (value ^ (value >> 30)) * <uint64_t> 0xbf58476d1ce4e5b9
-        value = (value ^ (value >> 27)) * <uint64_t> 0x94d049bb133111eb
-        return value ^ (value >> 31)
+        """64 random bits."""
+        return fps_next_word(&self.random)
 
     cdef int64_t clock(self, int32_t index) noexcept nogil:
         """The time that a process reads."""

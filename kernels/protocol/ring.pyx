@@ -12,17 +12,14 @@ from libc.string cimport memset
 from fastps.kernels.base.atomics cimport fps_head_acquire, fps_head_raise, fps_pause, fps_tail_acquire
 from fastps.kernels.shm.arena_h cimport fps_lane_shard
 
+cdef extern from "base/rng.h" nogil:
+    # A pseudo-random value of a position: a torn or repeated descriptor does not have the right one by chance.
+    uint64_t fps_mix(uint64_t position)
+
 cdef enum:
     LANE_BYTES = sizeof(fps_lane)
     DESCRIPTOR_BYTES = sizeof(fps_descriptor)
     LANE_SHARD_BYTES = sizeof(fps_lane_shard)
-
-
-cdef inline uint64_t _mixed(uint64_t value) noexcept nogil:
-    """A pseudo-random value of a position: a torn or repeated descriptor does not have the right one by chance."""
-    value = (value ^ (value >> 30)) * <uint64_t> 0xbf58476d1ce4e5b9
-    value = (value ^ (value >> 27)) * <uint64_t> 0x94d049bb133111eb
-    return value ^ (value >> 31)
 
 
 cdef class Ring:
@@ -90,8 +87,8 @@ cdef class Ring:
         memset(&descriptor, 0, sizeof(descriptor))
         for i in range(count):
             descriptor.step = i
-            descriptor.read_version = _mixed(seed + i)
-            descriptor.slot = <uint32_t> _mixed(seed ^ i)
+            descriptor.read_version = fps_mix(seed + i)
+            descriptor.slot = <uint32_t> fps_mix(seed ^ i)
             tries = 0
             with nogil:
                 while lane_post(self.lane, self.size, fps_head_acquire(&self.lane_shard.head), &descriptor) != 0:
@@ -123,8 +120,8 @@ cdef class Ring:
                     continue
                 tries = 0
                 descriptor = lane_descriptor(self.lane, self.size, head)
-                wrong = (descriptor.step != i or descriptor.read_version != _mixed(seed + i)
-                         or descriptor.slot != <uint32_t> _mixed(seed ^ i))
+                wrong = (descriptor.step != i or descriptor.read_version != fps_mix(seed + i)
+                         or descriptor.slot != <uint32_t> fps_mix(seed ^ i))
                 if wrong:
                     break
                 head += 1
@@ -163,7 +160,7 @@ cdef class Ring:
         cdef fps_descriptor descriptor
         memset(&descriptor, 0, sizeof(descriptor))
         descriptor.step = step
-        descriptor.read_version = _mixed(step)
+        descriptor.read_version = fps_mix(step)
         lane_post(self.lane, self.size, fps_head_acquire(&self.lane_shard.head), &descriptor)
 
     cdef int _receive(self, uint64_t step, int64_t max_polls) noexcept nogil:
@@ -177,7 +174,7 @@ cdef class Ring:
                 return -1
             fps_pause()
         descriptor = lane_descriptor(self.lane, self.size, head)
-        if descriptor.step != step or descriptor.read_version != _mixed(step):
+        if descriptor.step != step or descriptor.read_version != fps_mix(step):
             return 1
         fps_head_raise(&self.lane_shard.head, head + 1)
         return 0

@@ -9,7 +9,7 @@ from libc.stdlib cimport calloc, free
 
 import numpy as np
 
-cdef extern from "simulation/rng.h" nogil:
+cdef extern from "base/rng.h" nogil:
     uint64_t fps_word(uint64_t key, uint64_t counter)
     uint64_t fps_stream(uint64_t seed, uint64_t stream)
     double fps_uniform(uint64_t key, uint64_t counter)

@@ -19,6 +19,9 @@ static inline uint64_t fps_mix(uint64_t z) {
     return z ^ (z >> 31);
 }
 
+/* The next number of the sequence, whose state moves on. */
+static inline uint64_t fps_next_word(uint64_t *state) { return fps_mix(*state += FPS_GOLDEN); }
+
 /* The number `counter` (from 0) of the SplitMix64 sequence that starts at `key`. */
 static inline uint64_t fps_word(uint64_t key, uint64_t counter) {
     return fps_mix(key + (counter + 1) * FPS_GOLDEN);
