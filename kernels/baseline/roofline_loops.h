@@ -1,9 +1,26 @@
-/* The roofline's loops, compiled once for each instruction set: the includer defines FPS_ISA(name), FPS_VECTOR and its
- * operations.
+/* The roofline's loops, compiled once for each instruction set: the includer defines FPS_ISA(name).
  *
  * The number of gradients is a constant of each inlined call, so that the loop has no branch. For a number without a loop of
  * its own, partial sums of one block at a time stand for one gradient. */
 
+#if defined(__AVX512F__)
+#define FPS_VECTOR __m512
+#define FPS_STORE_STREAMING(address, value) _mm512_stream_ps(address, value)
+#define FPS_ROOT(value) _mm512_sqrt_ps(value)
+#elif defined(__AVX2__)
+#define FPS_VECTOR __m256
+#define FPS_STORE_STREAMING(address, value) _mm256_stream_ps(address, value)
+#define FPS_ROOT(value) _mm256_sqrt_ps(value)
+#elif defined(__x86_64__)
+#define FPS_VECTOR __m128
+#define FPS_STORE_STREAMING(address, value) _mm_stream_ps(address, value)
+#define FPS_ROOT(value) _mm_sqrt_ps(value)
+#else
+typedef float fps_vector __attribute__((vector_size(16)));
+#define FPS_VECTOR fps_vector
+#define FPS_STORE_STREAMING(address, value) (*(fps_vector *)(address) = (value))
+#define FPS_ROOT(value) ((fps_vector){sqrtf((value)[0]), sqrtf((value)[1]), sqrtf((value)[2]), sqrtf((value)[3])})
+#endif
 #define FPS_WIDTH ((int64_t)(sizeof(FPS_VECTOR) / sizeof(float)))
 #define FPS_AT(pointer, i) (*(const FPS_VECTOR *)((pointer) + (i)))
 #define FPS_LINE_VECTORS (16 / FPS_WIDTH) /* non-temporal stores combine into whole lines when they are adjacent */
@@ -147,6 +164,9 @@ static void FPS_ISA(run)(const fps_roofline_job *job, int is_adam, int count, in
 #undef FPS_SGD
 }
 
+#undef FPS_VECTOR
+#undef FPS_STORE_STREAMING
+#undef FPS_ROOT
 #undef FPS_WIDTH
 #undef FPS_AT
 #undef FPS_LINE_VECTORS

@@ -37,36 +37,13 @@ enum {
  * */
 typedef void (*fps_reduce_loop)(char *out, char *second, const char *const *parts, int count, int64_t elements);
 
-#define FPS_ISA(name) name##_baseline
-#include "collectives/reduce_tile.h"
-#undef FPS_ISA
+#define FPS_LOOPS "collectives/reduce_tile.h"
+#include "update/each_isa.h"
 
-#if defined(__x86_64__)
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#define FPS_ISA(name) name##_avx2
-#include "collectives/reduce_tile.h"
-#undef FPS_ISA
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512vl,avx512dq,avx512bw,fma,prefer-vector-width=512")
-#define FPS_ISA(name) name##_avx512
-#include "collectives/reduce_tile.h"
-#undef FPS_ISA
-#pragma GCC pop_options
-#endif
-
-/* The loop of an instruction set by its number among those of the fold: 0 the baseline, 1 AVX2, 2 AVX-512. NULL where a type
- * has no such reduction. */
+/* The loop of an instruction set. NULL where a type has no such reduction. */
 static inline fps_reduce_loop fps_reduce_loop_of(int isa, int element, int reduction) {
     if (element < 0 || element >= FPS_ELEMENTS || reduction < 0 || reduction >= FPS_REDUCTIONS) return NULL;
-#if defined(__x86_64__)
-    if (isa == 1) return reductions_avx2[element][reduction];
-    if (isa == 2) return reductions_avx512[element][reduction];
-#endif
-    (void)isa;
-    return reductions_baseline[element][reduction];
+    return FPS_OF_ISA(isa, reductions)[element][reduction];
 }
 
 static inline int64_t fps_element_bytes(int element) {

@@ -65,66 +65,14 @@ typedef struct {
 #define FPS_ON_LINE __attribute__((aligned(64))) /* begins on one */
 
 #if defined(__x86_64__)
-#define FPS_STREAM_WORD FPS_VECTOR(__m128)
-#define FPS_STREAM(address, from) FPS_OF_VECTOR(_mm_stream_p)(address, FPS_OF_VECTOR(_mm_load_p)(from))
 #define FPS_DRAIN() _mm_sfence()
 #else
-/* C has no portable non-temporal store: plain stores, which are slightly slower because of write allocation. */
-#define FPS_STREAM_WORD FPS_REAL
-#define FPS_STREAM(address, from) (*(address) = *(from))
 #define FPS_DRAIN() ((void)0)
 #endif
-#define FPS_ISA(name) name##_baseline
-#include "update/fold_tile.h"
-#undef FPS_ISA
-#undef FPS_STREAM_WORD
-#undef FPS_STREAM
 
-#if defined(__x86_64__)
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#define FPS_STREAM_WORD FPS_VECTOR(__m256)
-#define FPS_STREAM(address, from) FPS_OF_VECTOR(_mm256_stream_p)(address, FPS_OF_VECTOR(_mm256_load_p)(from))
-#define FPS_ISA(name) name##_avx2
-#include "update/fold_tile.h"
-#undef FPS_ISA
-#undef FPS_STREAM_WORD
-#undef FPS_STREAM
-#pragma GCC pop_options
+#define FPS_LOOPS "update/fold_tile.h"
+#include "update/each_isa.h"
 
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512vl,avx512dq,avx512bw,fma,prefer-vector-width=512")
-#define FPS_STREAM_WORD FPS_VECTOR(__m512)
-#define FPS_STREAM(address, from) FPS_OF_VECTOR(_mm512_stream_p)(address, FPS_OF_VECTOR(_mm512_load_p)(from))
-#define FPS_ISA(name) name##_avx512
-#include "update/fold_tile.h"
-#undef FPS_ISA
-#undef FPS_STREAM_WORD
-#undef FPS_STREAM
-#pragma GCC pop_options
-#endif
-
-#define FPS_ISA_BASELINE 0
-#define FPS_ISA_AVX2 1
-#define FPS_ISA_AVX512 2
-
-static int fps_isa_available(int isa) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (isa == FPS_ISA_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (isa == FPS_ISA_AVX512)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
-               && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("fma");
-#endif
-    return isa == FPS_ISA_BASELINE;
-}
-
-static const fps_tile_functions *fps_isa_functions(int isa) {
-#if defined(__x86_64__)
-    if (isa == FPS_ISA_AVX2) return &tile_functions_avx2;
-    if (isa == FPS_ISA_AVX512) return &tile_functions_avx512;
-#endif
-    return &tile_functions_baseline;
-}
+static inline const fps_tile_functions *fps_isa_functions(int isa) { return FPS_OF_ISA(isa, &tile_functions); }
 
 #endif

@@ -4,6 +4,21 @@
  * where ATen has one; the compiler vectorizes it. The bits are therefore torch's, and the same on every instruction set. An
  * output may alias its input at the same element, never at a shifted one: hence ivdep. */
 
+#if defined(__AVX512F__)
+#define FPS_STREAM_WORD FPS_VECTOR(__m512)
+#define FPS_STREAM(address, from) FPS_OF_VECTOR(_mm512_stream_p)(address, FPS_OF_VECTOR(_mm512_load_p)(from))
+#elif defined(__AVX2__)
+#define FPS_STREAM_WORD FPS_VECTOR(__m256)
+#define FPS_STREAM(address, from) FPS_OF_VECTOR(_mm256_stream_p)(address, FPS_OF_VECTOR(_mm256_load_p)(from))
+#elif defined(__x86_64__)
+#define FPS_STREAM_WORD FPS_VECTOR(__m128)
+#define FPS_STREAM(address, from) FPS_OF_VECTOR(_mm_stream_p)(address, FPS_OF_VECTOR(_mm_load_p)(from))
+#else
+/* C has no portable non-temporal store: plain stores, which are slightly slower because of write allocation. */
+#define FPS_STREAM_WORD FPS_REAL
+#define FPS_STREAM(address, from) (*(address) = *(from))
+#endif
+
 /* a * b + c with one rounding. */
 static inline __attribute__((always_inline)) FPS_REAL FPS_ISA(fma)(FPS_REAL a, FPS_REAL b, FPS_REAL c) {
 #if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__) || defined(FPS_DOUBLE)
@@ -283,3 +298,5 @@ static const fps_tile_functions FPS_ISA(tile_functions) = {
     .is_finite = FPS_ISA(is_finite),
 };
 #undef FPS_RULE_ENTRY
+#undef FPS_STREAM_WORD
+#undef FPS_STREAM

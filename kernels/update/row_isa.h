@@ -18,34 +18,10 @@ typedef int (*fps_row_loop)(const fps_coefficients *by, int64_t width, const fps
 
 #define FPS_ROW_INFINITY_BITS 0x7f800000 /* a magnitude is finite if its bits are below */
 
-#define FPS_ISA(name) name##_baseline
-#include "update/row_tile.h"
-#undef FPS_ISA
+#define FPS_LOOPS "update/row_tile.h"
+#include "update/each_isa.h"
 
-#if defined(__x86_64__)
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#define FPS_ISA(name) name##_avx2
-#include "update/row_tile.h"
-#undef FPS_ISA
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512vl,avx512dq,avx512bw,fma,prefer-vector-width=512")
-#define FPS_ISA(name) name##_avx512
-#include "update/row_tile.h"
-#undef FPS_ISA
-#pragma GCC pop_options
-#endif
-
-/* The loops of an instruction set by its place in fold.pyx: 0 the baseline, 1 AVX2, 2 AVX-512. */
-static const fps_row_loop *fps_row_loops(int isa) {
-#if defined(__x86_64__)
-    if (isa == 1) return row_loops_avx2;
-    if (isa == 2) return row_loops_avx512;
-#endif
-    (void)isa;
-    return row_loops_baseline;
-}
+/* The loops of an instruction set. */
+static inline const fps_row_loop *fps_row_loops(int isa) { return FPS_OF_ISA(isa, row_loops); }
 
 #endif
