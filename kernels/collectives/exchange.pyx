@@ -14,25 +14,18 @@ from fastps.kernels.base.atomics cimport fps_block_load, fps_counter_get, fps_co
 from fastps.kernels.update import fold
 
 cdef extern from "collectives/exchange.h" nogil:
+    """
+    #define FPS_NAME(NAME, name, ...) #name,
+    static const char *const fps_element_names[] = {FPS_ELEMENT_TYPES(FPS_NAME)};
+    static const char *const fps_reduction_names[] = {FPS_REDUCTION_NAMES(FPS_NAME)};
+    #undef FPS_NAME
+    """
+    const char **fps_element_names
+    const char **fps_reduction_names
+
     enum:
-        FPS_ELEMENT_FLOAT32
-        FPS_ELEMENT_FLOAT16
-        FPS_ELEMENT_BFLOAT16
-        FPS_ELEMENT_FLOAT64
-        FPS_ELEMENT_INT8
-        FPS_ELEMENT_UINT8
-        FPS_ELEMENT_INT16
-        FPS_ELEMENT_INT32
-        FPS_ELEMENT_INT64
         FPS_ELEMENTS
-        FPS_REDUCE_SUM
-        FPS_REDUCE_AVERAGE
-        FPS_REDUCE_PRODUCT
-        FPS_REDUCE_MIN
-        FPS_REDUCE_MAX
-        FPS_REDUCE_AND
-        FPS_REDUCE_OR
-        FPS_REDUCE_XOR
+        FPS_REDUCTIONS
         FPS_MAX_RANKS
         FPS_MAX_DEPTH
         FPS_MESSAGE_BYTES
@@ -53,7 +46,6 @@ cdef extern from "collectives/exchange.h" nogil:
         FPS_SCATTER
         FPS_ALL_TO_ALL
         FPS_BROADCAST
-        FPS_KINDS
 
     ctypedef void (*fps_reduce_loop)(char *out, char *second, const char *const *parts, int count, int64_t elements) noexcept
     fps_reduce_loop fps_reduce_loop_of(int isa, int element, int reduction)
@@ -104,27 +96,8 @@ cdef extern from "collectives/exchange.h" nogil:
     int fps_exchange_advance(const fps_exchange *x, fps_collective *c, uint64_t end, int64_t slice_ns, int *other)
     void fps_exchange_end(const fps_exchange *x, uint32_t state, const char *message)
 
-ELEMENTS = {
-    "float32": FPS_ELEMENT_FLOAT32,
-    "float16": FPS_ELEMENT_FLOAT16,
-    "bfloat16": FPS_ELEMENT_BFLOAT16,
-    "float64": FPS_ELEMENT_FLOAT64,
-    "int8": FPS_ELEMENT_INT8,
-    "uint8": FPS_ELEMENT_UINT8,
-    "int16": FPS_ELEMENT_INT16,
-    "int32": FPS_ELEMENT_INT32,
-    "int64": FPS_ELEMENT_INT64,
-}
-REDUCTIONS = {
-    "sum": FPS_REDUCE_SUM,
-    "average": FPS_REDUCE_AVERAGE,
-    "product": FPS_REDUCE_PRODUCT,
-    "min": FPS_REDUCE_MIN,
-    "max": FPS_REDUCE_MAX,
-    "and": FPS_REDUCE_AND,
-    "or": FPS_REDUCE_OR,
-    "xor": FPS_REDUCE_XOR,
-}
+ELEMENTS = {fps_element_names[number].decode(): number for number in range(FPS_ELEMENTS)}
+REDUCTIONS = {fps_reduction_names[number].decode(): number for number in range(FPS_REDUCTIONS)}
 KINDS = {
     "barrier": FPS_BARRIER,
     "all_reduce": FPS_ALL_REDUCE,

@@ -6,30 +6,27 @@
 #include <stdint.h>
 #include <string.h>
 
-/* The types that can be reduced; their numbers are the same in every process of a group. */
-enum {
-    FPS_ELEMENT_FLOAT32,
-    FPS_ELEMENT_FLOAT16,
-    FPS_ELEMENT_BFLOAT16,
-    FPS_ELEMENT_FLOAT64,
-    FPS_ELEMENT_INT8,
-    FPS_ELEMENT_UINT8,
-    FPS_ELEMENT_INT16,
-    FPS_ELEMENT_INT32,
-    FPS_ELEMENT_INT64,
-    FPS_ELEMENTS
-};
-enum {
-    FPS_REDUCE_SUM,
-    FPS_REDUCE_AVERAGE,
-    FPS_REDUCE_PRODUCT,
-    FPS_REDUCE_MIN,
-    FPS_REDUCE_MAX,
-    FPS_REDUCE_AND,
-    FPS_REDUCE_OR,
-    FPS_REDUCE_XOR,
-    FPS_REDUCTIONS
-};
+/* The types that can be reduced, with their bytes, and the reductions. Their numbers, by this order, are the same in every process
+ * of a group. */
+#define FPS_ELEMENT_TYPES(TYPE)                                                                                          \
+    TYPE(FLOAT32, float32, 4)                                                                                            \
+    TYPE(FLOAT16, float16, 2)                                                                                            \
+    TYPE(BFLOAT16, bfloat16, 2)                                                                                          \
+    TYPE(FLOAT64, float64, 8)                                                                                            \
+    TYPE(INT8, int8, 1)                                                                                                  \
+    TYPE(UINT8, uint8, 1)                                                                                                \
+    TYPE(INT16, int16, 2)                                                                                                \
+    TYPE(INT32, int32, 4)                                                                                                \
+    TYPE(INT64, int64, 8)
+#define FPS_REDUCTION_NAMES(NAME)                                                                                        \
+    NAME(SUM, sum) NAME(AVERAGE, average) NAME(PRODUCT, product) NAME(MIN, min) NAME(MAX, max)                           \
+    NAME(AND, and) NAME(OR, or) NAME(XOR, xor)
+#define FPS_ELEMENT_NUMBER(NAME, ...) FPS_ELEMENT_##NAME,
+#define FPS_REDUCTION_NUMBER(NAME, ...) FPS_REDUCE_##NAME,
+enum { FPS_ELEMENT_TYPES(FPS_ELEMENT_NUMBER) FPS_ELEMENTS };
+enum { FPS_REDUCTION_NAMES(FPS_REDUCTION_NUMBER) FPS_REDUCTIONS };
+#undef FPS_ELEMENT_NUMBER
+#undef FPS_REDUCTION_NUMBER
 
 #define FPS_REDUCE_TILE 1024 /* elements */
 
@@ -47,7 +44,9 @@ static inline fps_reduce_loop fps_reduce_loop_of(int isa, int element, int reduc
 }
 
 static inline int64_t fps_element_bytes(int element) {
-    static const int64_t bytes[FPS_ELEMENTS] = {4, 2, 2, 8, 1, 1, 2, 4, 8};
+#define FPS_BYTES_OF(NAME, name, bytes) bytes,
+    static const int64_t bytes[] = {FPS_ELEMENT_TYPES(FPS_BYTES_OF)};
+#undef FPS_BYTES_OF
     return element >= 0 && element < FPS_ELEMENTS ? bytes[element] : 0;
 }
 
