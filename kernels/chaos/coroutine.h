@@ -18,7 +18,7 @@ typedef struct {
     jmp_buf place;
     void *stack;
     void (*body)(int);
-    int number, has_begun, has_ended;
+    int number, has_begun;
 } fps_coroutine;
 
 static jmp_buf fps_coroutine_home;
@@ -35,7 +35,7 @@ static void fps_coroutine_free(fps_coroutine *c) {
 static void fps_coroutine_begin(fps_coroutine *c, void (*body)(int), int number) {
     c->body = body;
     c->number = number;
-    c->has_begun = c->has_ended = 0;
+    c->has_begun = 0;
 }
 /* Switch back to the resumer; returns when resumed again. */
 static void fps_coroutine_yield(fps_coroutine *c) {
@@ -44,7 +44,6 @@ static void fps_coroutine_yield(fps_coroutine *c) {
 static void fps_coroutine_run(unsigned high, unsigned low) {
     fps_coroutine *c = (fps_coroutine *)(((uintptr_t)high << 32) | low);
     c->body(c->number);
-    c->has_ended = 1;
     _longjmp(fps_coroutine_home, 1);
 }
 /* Run until it yields or ends. */

@@ -2,6 +2,8 @@
 
 from libc.stdint cimport int64_t
 
+from fastps.kernels.base.failpoints cimport FPS_N_MUTANTS, fps_failpoints
+
 cdef extern from "base/failpoints.h" nogil:
     """
     static const char *const fps_mutant_names[] = {
@@ -13,18 +15,8 @@ cdef extern from "base/failpoints.h" nogil:
         FPS_MUTANTS(FPS_MUTANT_TEXT)
     };
     """
-    enum:
-        FPS_N_MUTANTS
     const char **fps_mutant_names
     const char **fps_mutant_texts
-
-    ctypedef struct fps_failpoint_table:
-        int64_t accesses
-        int64_t stores
-        int64_t die_at
-        int64_t stop_at
-        int64_t mutant
-    fps_failpoint_table fps_failpoints
 
 # Name to what is wrong.
 MUTANTS = {fps_mutant_names[index].decode(): fps_mutant_texts[index].decode() for index in range(FPS_N_MUTANTS)}

@@ -7,7 +7,7 @@ from fastps.kernels.chaos.invariants cimport MAX_WORKERS, InvariantChecker
 
 cdef extern from "chaos/coroutine.h" nogil:
     ctypedef struct fps_coroutine:
-        bint has_ended
+        pass
     int fps_coroutine_make(fps_coroutine *coroutine)
     void fps_coroutine_free(fps_coroutine *coroutine)
     void fps_coroutine_begin(fps_coroutine *coroutine, void (*body)(int) noexcept nogil, int number)

@@ -1,29 +1,7 @@
+from typing import Any
+
 class Scheduler:
-    def __init__(
-        self,
-        workers: int,
-        *,
-        alternate: bool = False,
-        fold: str,
-        grant: str,
-        scale: str = ...,
-        low: int = 0,
-        high: int = 0,
-        release: str = "next-push",
-        hard_bound: bool = False,
-        bound: str = "grant",
-        credit: str = "listed",
-        count: int = 0,
-        backups: int = 0,
-        timeout_ns: int = 0,
-        divisor: int = 0,
-        relay: float = 0.0,
-        relax: float = 0.0,
-        reference: float = 0.0,
-        tune: bool = False,
-        repeats: bool = False,
-        combine: bool = False,
-    ) -> None: ...
+    def __init__(self, workers: int, *, alternate: bool = False, **values: Any) -> None: ...
     def push(self, worker: int, now_ns: int, timestamp: int | None = None, samples: int = 0) -> tuple[list[int], list[int]]: ...
     def close(self) -> tuple[list[int], list[int]]: ...
     def leave(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]: ...

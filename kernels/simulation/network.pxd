@@ -19,7 +19,6 @@ cdef extern from "simulation/shared_link.h" nogil:
         double bandwidth
         double most
         double carried
-        int64_t updated_ns
         int64_t busy_ns
         int64_t scheduled_ns
         int64_t peak

@@ -5,7 +5,6 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 cdef extern from "update/rows.h" nogil:
     enum:
         FPS_MAX_TABLES
-        FPS_ROW_PLANES
         FPS_ROWS_SGD
         FPS_ROWS_ADAGRAD
         FPS_N_ROW_RULES
@@ -23,7 +22,6 @@ cdef extern from "update/rows.h" nogil:
         uint64_t slot_offset
         uint64_t undo_bytes
         int32_t n_planes
-        int32_t plane_width
 
     ctypedef struct fps_rows:
         int64_t count
@@ -38,7 +36,6 @@ cdef extern from "update/rows.h" nogil:
         char *entries
         uint64_t room
 
-    uint64_t fps_rows_lines(uint64_t bytes)
     uint64_t fps_rows_values_offset(const fps_table *table)
     uint64_t fps_rows_bytes(const fps_table *table)
     uint64_t fps_place_table(fps_table *table, int row_rule, uint64_t offset)
