@@ -22,9 +22,6 @@ from fastps.kernels.update.fold import (
     HYPER_DOUBLE_PRODUCT,
     HYPER_MAXIMIZE,
     HYPER_NESTEROV,
-    MAX_PUSHES,
-    RULE_SUMMING,
-    RULE_USER,
 )
 from fastps.kernels.update.fold import RULES as NUMBERS
 
@@ -417,12 +414,11 @@ def fold(
 ) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
     """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
 
-    With gradients of FLOAT64 weights and state are float64. Arguments, result and errors are those of
-    fastps.kernels.update.fold.fold; under FOLD_SUM the hyper-parameters are those of the first push that has the parameter,
-    with the pushes' mean learning rate. Floats outside all segments are 0 in the result. `user_rule` is a function like the
-    rules here.
+    With gradients of FLOAT64 weights and state are float64. Arguments and result are those of
+    fastps.kernels.update.fold.fold, of a job that it accepts; under FOLD_SUM the hyper-parameters are those of the first push
+    that has the parameter, with the pushes' mean learning rate. Floats outside all segments are 0 in the result. `user_rule` is
+    a function like the rules here.
     """
-    _check(rule, segments, pushes, weights, state, steps, ema_plane)
     apply = RULES[rule] if user_rule is None else user_rule
     named = [
         Push(widened(gradient, gradient_type), [Hyper(*group) for group in groups], presence, *scales)
@@ -444,22 +440,3 @@ def fold(
         for plane, values in zip(state_out, planes_out, strict=True):
             plane[place.span] = values
     return weights_out, state_out, steps_out
-
-
-def _check(
-    rule: int,
-    segments: Sequence[tuple[int, int, int]],
-    pushes: Sequence[tuple[Any, ...]],
-    weights: Floats,
-    state: Floats,
-    steps: npt.NDArray[np.int64],
-    ema_plane: int,
-) -> None:
-    if len(pushes) > MAX_PUSHES or rule not in (*RULES, RULE_USER, RULE_SUMMING):
-        raise ValueError(f"expected at most {MAX_PUSHES} pushes and a known rule")
-    if ema_plane not in (-1, len(state) - 1):
-        raise ValueError(f"expected the average in the last plane of state or none, found plane {ema_plane} of {len(state)}")
-    if len(steps) != len(segments) or state.shape[1] != len(weights):
-        raise ValueError("expected steps for every segment, and state as long as the weights")
-    if any(offset < 0 or length < 0 or offset + length > len(weights) for offset, length, _ in segments):
-        raise ValueError(f"expected segments within {len(weights)} floats")
