@@ -5,22 +5,13 @@ unwritten: another lane decides them again, and logs them.
 """
 
 from libc.stdint cimport int64_t, uint8_t
-from posix.types cimport off_t
+from posix.fcntl cimport posix_fallocate
+from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, mremap, munmap
 from posix.unistd cimport close
-
-cdef extern from "<fcntl.h>" nogil:
-    int posix_fallocate(int descriptor, off_t offset, off_t length)
 
 cdef extern from "<sys/mman.h>" nogil:
     enum:
-        PROT_READ
-        PROT_WRITE
-        MAP_SHARED
         MREMAP_MAYMOVE
-    void *MAP_FAILED
-    void *mmap(void *at, size_t length, int protection, int flags, int descriptor, off_t offset)
-    void *mremap(void *at, size_t length, size_t more, int flags)
-    int munmap(void *at, size_t length)
 
 cdef enum:
     _CHUNK = 4096  # events: a whole number of pages

@@ -10,6 +10,7 @@ from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.exc cimport PyErr_SetFromErrno
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from libc.stdint cimport int64_t, uint8_t
+from posix.mman cimport MADV_DONTDUMP, madvise
 
 cdef extern from "shm/mapping.h" nogil:
     ctypedef struct fps_mapping:
@@ -27,8 +28,6 @@ cdef extern from "shm/mapping.h" nogil:
     fps_mapping *fps_mapping_open(int descriptor, size_t bytes, int writable)
     void fps_mapping_close(fps_mapping *mapping)
     fps_dlpack *fps_dlpack_make(fps_mapping *mapping, void *data, int dimensions, uint8_t code, uint8_t bits)
-    int madvise(void *address, size_t bytes, int advice)
-    int MADV_DONTDUMP
 
 DTYPES = {"float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16), "float64": (2, 64)}  # DLPack's code, and bits
 
