@@ -60,7 +60,6 @@ cdef extern from "base/atomics.h" nogil:
 
     uint64_t fps_undo_reserve(uint64_t *reserved, uint64_t bytes)
 
-    void fps_block_publish(uint64_t *count, uint64_t value)
     uint64_t fps_block_load(const uint64_t *count)
 
     void fps_counter_set(int64_t *counter, int64_t value)

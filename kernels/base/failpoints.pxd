@@ -6,17 +6,13 @@ cdef extern from "base/failpoints.h" nogil:
     void FPS_FAILPOINT()
     bint fps_mutant(int number)
 
+    # The mutants that Cython code names.
     enum:
-        FPS_MUTANT_KEEP_LOCK
-        FPS_MUTANT_TAKE_WITHOUT_COMPARING
-        FPS_MUTANT_FORGET_PENDING
         FPS_MUTANT_FLIP_FIRST
         FPS_MUTANT_FORGET_CURSOR
         FPS_MUTANT_FORGET_RECHECK
-        FPS_MUTANT_FORGET_PINS
         FPS_MUTANT_ACKNOWLEDGE_FIRST
         FPS_MUTANT_TAIL_FIRST
-        FPS_MUTANT_FORGET_HELPERS
         FPS_MUTANT_DONE_FIRST
         FPS_MUTANT_FORGET_HEADS
         FPS_MUTANT_BREAK_AT_ONCE
@@ -34,7 +30,6 @@ cdef extern from "base/failpoints.h" nogil:
         FPS_MUTANT_FORGET_CONFIRM
         FPS_MUTANT_FORGET_LEFT
         FPS_MUTANT_BACK_EARLY
-        FPS_MUTANT_HEADS_BACK
         FPS_MUTANT_FIRST_CLOCK
         FPS_MUTANT_ONE_COUNT
         FPS_MUTANT_FORGET_RING

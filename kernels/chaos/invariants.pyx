@@ -17,26 +17,7 @@ from libc.string cimport memcmp, memcpy, memset
 from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
 from fastps.kernels.scheduling.state cimport scheduler_t, state_slowest_clock, state_workers, worker_t
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_LANE_EXPELLED,
-    FPS_LEAVE,
-    FPS_NULL,
-    FPS_PENDING,
-    FPS_PUSH,
-    fps_commit_buffer,
-    fps_commit_epoch,
-    fps_commit_record,
-    fps_commit_version,
-    fps_granted_generation,
-    fps_granted_steps,
-    fps_lane_shard,
-    fps_lock_epoch,
-    fps_lock_left,
-    fps_lock_owner,
-    fps_member_generation,
-    fps_member_state,
-    fps_record,
-)
+from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport fps_hyper
 from fastps.kernels.update.rows_h cimport fps_rows, fps_rows_values_offset, fps_table
 

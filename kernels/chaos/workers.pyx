@@ -9,11 +9,7 @@ from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport fps_event_sleep
-from fastps.kernels.base.failpoints cimport (
-    FPS_MUTANT_FORGET_TAKING_OVER,
-    FPS_MUTANT_SERVE_ON,
-    fps_mutant,
-)
+from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.chaos.invariants cimport MAX_STEPS, RING_SIZE, InvariantChecker
 from fastps.kernels.chaos.machine cimport DEAD, ENDED, STALLED, Machine
 from fastps.kernels.protocol.combiner cimport Combiner
@@ -39,24 +35,7 @@ from fastps.kernels.protocol.wait cimport (
 )
 from fastps.kernels.protocol.worker_lane cimport PUSH_EXPELLED, PUSH_FULL, WorkerLane
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_LANE_EXPELLED,
-    FPS_LANE_FREE,
-    FPS_LANE_JOINING,
-    FPS_LANE_LEAVING,
-    FPS_LANE_LEFT,
-    FPS_LANE_LIVE,
-    FPS_LEAVE,
-    FPS_NULL,
-    FPS_PUSH,
-    fps_commit_buffer,
-    fps_commit_version,
-    fps_lane,
-    fps_lock_owner,
-    fps_member_generation,
-    fps_member_state,
-    fps_readers,
-)
+from fastps.kernels.shm.arena_h cimport *
 
 cdef enum:
     READER_SLICE_NS = 1_000_000  # of a worker that sleeps as a reader: the others may need its push

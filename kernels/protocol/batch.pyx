@@ -9,7 +9,7 @@ from libc.math cimport INFINITY, sqrt
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.base.atomics cimport fps_counter_get, fps_counter_set, fps_state_acquire
-from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_READ_EXPELLED, fps_mutant
+from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.ring cimport lane_descriptor
 from fastps.kernels.protocol.row_fold cimport RowFold
@@ -31,26 +31,7 @@ from fastps.kernels.scheduling.state cimport (
     worker_t,
 )
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_DAMAGED_KIND,
-    FPS_DAMAGED_SLOT,
-    FPS_LANE_EXPELLED,
-    FPS_LEAVE,
-    FPS_NULL,
-    FPS_OUTCOME_DROPPED,
-    FPS_OUTCOME_FOLDED,
-    FPS_OUTCOME_REJECTED,
-    FPS_PUSH,
-    FPS_STALENESS_BUCKETS,
-    fps_descriptor,
-    fps_folded_push,
-    fps_lane_shard,
-    fps_member_generation,
-    fps_member_state,
-    fps_push_outcome,
-    fps_statistics,
-    fps_time_bucket,
-)
+from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport FPS_FOLD_EACH, FPS_FOLD_SUM, FPS_MAX_PUSHES
 
 

@@ -9,18 +9,8 @@ Python object.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from fastps.kernels.base.atomics cimport (
-    fps_commit_load,
-    fps_event_add,
-    fps_event_wake,
-    fps_head_acquire,
-    fps_help_load,
-    fps_lock_load,
-    fps_sleeping_load,
-    fps_state_acquire,
-    fps_tail_acquire,
-)
-from fastps.kernels.base.failpoints cimport FPS_MUTANT_BREAK_AT_ONCE, FPS_MUTANT_FORGET_CURSOR, fps_mutant
+from fastps.kernels.base.atomics cimport *
+from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.commit cimport (
     COMBINE_AWAITING,
@@ -58,27 +48,7 @@ from fastps.kernels.scheduling.state cimport (
     worker_t,
 )
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_BY_HAND,
-    FPS_DAMAGED_RING,
-    FPS_LANE_DEAD,
-    FPS_LANE_LIVE,
-    FPS_LEFT,
-    FPS_LEAVE,
-    FPS_MAX_BATCH,
-    FPS_PENDING,
-    FPS_PUSH,
-    fps_commit_version,
-    fps_descriptor,
-    fps_help_of,
-    fps_lane,
-    fps_lock_left,
-    fps_lock_left_workspace,
-    fps_lock_own,
-    fps_lock_owner,
-    fps_member_generation,
-    fps_member_state,
-)
+from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport FPS_MAX_PUSHES
 
 cdef enum:

@@ -9,39 +9,8 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.base.atomics cimport (
-    fps_commit_flip,
-    fps_commit_load,
-    fps_counter_set,
-    fps_event_add,
-    fps_event_wake,
-    fps_event_wake_all,
-    fps_grant_raise,
-    fps_head_raise,
-    fps_pin_load,
-    fps_reader_load,
-    fps_readers_load,
-    fps_sleeping_load,
-    fps_state_acquire,
-    fps_wanted_load,
-    fps_wanted_take,
-)
-from fastps.kernels.base.failpoints cimport (
-    FPS_FAILPOINT,
-    FPS_MUTANT_ACKNOWLEDGE_FIRST,
-    FPS_MUTANT_FLIP_FIRST,
-    FPS_MUTANT_FOLLOW_COMMIT,
-    FPS_MUTANT_FORGET_CONFIRM,
-    FPS_MUTANT_FORGET_HEADS,
-    FPS_MUTANT_FORGET_LEFT,
-    FPS_MUTANT_FORGET_READERS,
-    FPS_MUTANT_FORGET_READY,
-    FPS_MUTANT_FORGET_UNDO,
-    FPS_MUTANT_FORGET_WANTED,
-    FPS_MUTANT_ROWS_LATE,
-    FPS_MUTANT_SAME_WORKSPACE,
-    fps_mutant,
-)
+from fastps.kernels.base.atomics cimport *
+from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.row_fold cimport RowFold
@@ -60,25 +29,7 @@ from fastps.kernels.scheduling.state cimport (
 )
 from fastps.kernels.scheduling.state_check cimport state_can_be_followed, state_can_be_walked, state_remember
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_LANE_DEAD,
-    FPS_MAX_BUFFERS,
-    FPS_STATE_BUFFERS,
-    fps_commit_buffer,
-    fps_commit_epoch,
-    fps_commit_pack,
-    fps_commit_record,
-    fps_commit_version,
-    fps_commit_workspace,
-    fps_granted_pack,
-    fps_lane_shard,
-    fps_lock_epoch,
-    fps_member_state,
-    fps_reader_state,
-    fps_reader_weights,
-    fps_record,
-    fps_work,
-)
+from fastps.kernels.shm.arena_h cimport *
 
 
 cdef inline void _mark(uint64_t *pinned, uint64_t pin) noexcept nogil:

@@ -8,28 +8,8 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from fastps.kernels.base.atomics cimport (
-    fps_counter_get,
-    fps_counter_set,
-    fps_event_add,
-    fps_event_load,
-    fps_event_sleep,
-    fps_event_wake,
-    fps_grant_acquire,
-    fps_head_acquire,
-    fps_pause,
-    fps_sleeping_load,
-    fps_sleeping_set,
-    fps_state_acquire,
-    fps_tail_acquire,
-    fps_yield,
-)
-from fastps.kernels.base.failpoints cimport (
-    FPS_FAILPOINT,
-    FPS_MUTANT_FORGET_CALL,
-    FPS_MUTANT_ONE_COUNT,
-    fps_mutant,
-)
+from fastps.kernels.base.atomics cimport *
+from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.protocol.commit cimport (
     COMBINE_AWAITING,
     COMBINE_BAD_DESCRIPTOR,
@@ -43,19 +23,7 @@ from fastps.kernels.protocol.commit cimport (
 from fastps.kernels.protocol.ring cimport lane_post
 from fastps.kernels.protocol.shard_locks cimport ShardLocks
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_LANE_EXPELLED,
-    FPS_LANE_FREE,
-    FPS_LANE_JOINING,
-    FPS_LANE_LIVE,
-    FPS_LEAVE,
-    FPS_NULL,
-    FPS_PUSH,
-    fps_descriptor,
-    fps_granted_steps,
-    fps_lane,
-    fps_member_state,
-)
+from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport fps_hyper
 
 cdef enum:

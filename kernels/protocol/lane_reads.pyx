@@ -9,14 +9,8 @@ cimport cython
 from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.base.atomics cimport (
-    fps_counter_get,
-    fps_grant_acquire,
-    fps_head_acquire,
-    fps_state_acquire,
-    fps_tail_acquire,
-)
-from fastps.kernels.base.failpoints cimport FPS_MUTANT_FIRST_CLOCK, fps_mutant
+from fastps.kernels.base.atomics cimport *
+from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.protocol.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_DONE
 from fastps.kernels.protocol.event_log cimport EVENT_DEATH, EVENT_EXPULSION, EVENT_JOIN
 from fastps.kernels.protocol.ring cimport lane_descriptor
@@ -30,22 +24,7 @@ from fastps.kernels.scheduling.state cimport (
     worker_t,
 )
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_DAMAGED_KIND,
-    FPS_DAMAGED_RING,
-    FPS_DAMAGED_SLOT,
-    FPS_DAMAGED_TURN,
-    FPS_LANE_DEAD,
-    FPS_LANE_EXPELLED,
-    FPS_LANE_JOINING,
-    FPS_LEAVE,
-    fps_damage_pack,
-    fps_descriptor,
-    fps_granted_generation,
-    fps_granted_steps,
-    fps_member_generation,
-    fps_member_state,
-)
+from fastps.kernels.shm.arena_h cimport *
 
 
 @cython.final

@@ -10,41 +10,11 @@ has stopped, its combiner leaves its own workspace, until the helper has ended i
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.base.atomics cimport (
-    fps_commit_load,
-    fps_help_load,
-    fps_lock_clear,
-    fps_lock_confirm,
-    fps_lock_load,
-    fps_lock_release,
-    fps_lock_set_pending,
-    fps_lock_take,
-    fps_state_acquire,
-)
-from fastps.kernels.base.failpoints cimport FPS_MUTANT_BACK_EARLY, fps_mutant
+from fastps.kernels.base.atomics cimport *
+from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.protocol.shared_fold cimport close_ticket
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_BY_HAND,
-    FPS_LANE_DEAD,
-    FPS_LANE_EXPELLED,
-    FPS_LANE_LEFT,
-    FPS_LEFT,
-    FPS_PENDING,
-    fps_commit_workspace,
-    fps_help_of,
-    fps_left_pack,
-    fps_lock_epoch,
-    fps_lock_free,
-    fps_lock_generation,
-    fps_lock_left,
-    fps_lock_left_workspace,
-    fps_lock_own,
-    fps_lock_owner,
-    fps_lock_pack,
-    fps_member_generation,
-    fps_member_state,
-)
+from fastps.kernels.shm.arena_h cimport *
 
 
 cdef class LockWord:

@@ -6,17 +6,8 @@ that pin, the workers have as many buffers as without it.
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from fastps.kernels.base.atomics cimport (
-    fps_commit_load,
-    fps_event_load,
-    fps_event_sleep,
-    fps_pin_exchange,
-    fps_readers_load,
-    fps_readers_raise,
-    fps_wanted_load,
-    fps_wanted_lower,
-)
-from fastps.kernels.base.failpoints cimport FPS_MUTANT_EVENT_LATE, FPS_MUTANT_LOOK_FIRST, fps_mutant
+from fastps.kernels.base.atomics cimport *
+from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.protocol.pins cimport pin_published
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_commit_buffer, fps_commit_version

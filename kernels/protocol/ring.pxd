@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.base.atomics cimport fps_tail_release
-from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_TAIL_FIRST, fps_mutant
+from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.shm.arena_h cimport fps_descriptor, fps_lane
 
 # The ring lies behind its lane's control words, and the lane-shard words behind the ring; `ring_size` is a power of two.

@@ -10,17 +10,7 @@ from fastps.kernels.protocol.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_BUSY
 from fastps.kernels.protocol.pins cimport Reader
 from fastps.kernels.protocol.shared_fold cimport SharedFold
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_BY_HAND,
-    FPS_LANE_DEAD,
-    FPS_LANE_LEFT,
-    FPS_MAX_CHUNKS,
-    fps_lock_generation,
-    fps_lock_left,
-    fps_lock_owner,
-    fps_member_generation,
-    fps_member_state,
-)
+from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport fps_user_rule
 
 

@@ -9,39 +9,10 @@ bits whichever lane folds it, and goes into buffers that nobody reads. The combi
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from fastps.kernels.base.atomics cimport (
-    FPS_ASSERT,
-    fps_chunk_done,
-    fps_chunks_acquire,
-    fps_chunks_clear,
-    fps_event_add,
-    fps_event_wake,
-    fps_help_load,
-    fps_help_set,
-    fps_pause,
-    fps_sleeping_load,
-    fps_ticket_acquire,
-    fps_ticket_claim,
-    fps_ticket_release,
-    fps_yield_again,
-    fps_yields,
-)
-from fastps.kernels.base.failpoints cimport FPS_MUTANT_DONE_FIRST, fps_mutant
+from fastps.kernels.base.atomics cimport *
+from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_MAX_CHUNKS,
-    FPS_WORKSPACES,
-    fps_chunks_of,
-    fps_help_of,
-    fps_lane,
-    fps_member_generation,
-    fps_member_pack,
-    fps_member_state,
-    fps_ticket_choose,
-    fps_ticket_chunks,
-    fps_ticket_left,
-    fps_ticket_pack,
-)
+from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, FPS_RULE_SUMMING, FPS_TILE, FoldScratch, fps_fold, fps_largest
 
 cdef extern from "<sched.h>" nogil:

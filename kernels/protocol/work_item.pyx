@@ -11,7 +11,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport FPS_ASSERT
-from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_STATE_IN_PLACE, fps_mutant
+from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.update.fold cimport FPS_IS_USERS, FPS_MAX_PUSHES, fps_hyper
 
 from fastps.kernels.protocol.fold_call import FoldCall, FoldedPush

@@ -3,65 +3,10 @@
 from libc.stdint cimport UINT64_MAX, int64_t, uint32_t, uint64_t
 from libc.string cimport strncpy
 
-from fastps.kernels.base.atomics cimport (
-    fps_commit_load,
-    fps_counter_get,
-    fps_counter_set,
-    fps_drawn_add,
-    fps_drawn_load,
-    fps_grant_acquire,
-    fps_head_acquire,
-    fps_help_set,
-    fps_pin_exchange,
-    fps_pin_load,
-    fps_reader_change,
-    fps_reader_load,
-    fps_sleeping_set,
-    fps_state_acquire,
-    fps_state_change,
-    fps_tail_acquire,
-    fps_tail_release,
-)
-from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_FORGET_GENERATION, FPS_MUTANT_FORGET_RING, fps_mutant
+from fastps.kernels.base.atomics cimport *
+from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.scheduling.state cimport scheduler_t, state_workers, worker_t
-from fastps.kernels.shm.arena_h cimport (
-    FPS_ABI,
-    FPS_DAMAGED_KIND,
-    FPS_DAMAGED_RING,
-    FPS_DAMAGED_SLOT,
-    FPS_DAMAGED_TURN,
-    FPS_LANE_DEAD,
-    FPS_LANE_EXPELLED,
-    FPS_LANE_FAILED,
-    FPS_LANE_FREE,
-    FPS_LANE_JOINING,
-    FPS_LANE_LEAVING,
-    FPS_LANE_LEFT,
-    FPS_LANE_LIVE,
-    FPS_LANE_SERVING,
-    FPS_LINE,
-    FPS_MAX_BUFFERS,
-    FPS_MAX_LANES,
-    FPS_MAX_SHARDS,
-    FPS_MESSAGE_BYTES,
-    FPS_OUTCOME_DROPPED,
-    FPS_OUTCOME_FOLDED,
-    FPS_OUTCOME_REJECTED,
-    FPS_STATE_BUFFERS,
-    fps_commit_buffer,
-    fps_commit_record,
-    fps_commit_version,
-    fps_granted_generation,
-    fps_granted_steps,
-    fps_lane,
-    fps_member_generation,
-    fps_member_pack,
-    fps_member_state,
-    fps_reader_owner,
-    fps_reader_pack,
-    fps_record,
-    fps_shard_header,
-)
+from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.shm.counters cimport ArenaCounters
 
 ABI = FPS_ABI

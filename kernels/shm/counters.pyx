@@ -7,15 +7,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from fastps.kernels.base.atomics cimport fps_counter_get, fps_counter_set, fps_head_acquire, fps_tail_acquire
-from fastps.kernels.shm.arena_h cimport (
-    FPS_GAP_BUCKETS,
-    FPS_STALENESS_BUCKETS,
-    fps_bucket_time,
-    fps_lane,
-    fps_lane_shard,
-    fps_push_outcome,
-    fps_statistics,
-)
+from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.shm.view cimport ArenaView
 
 

@@ -4,19 +4,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from fastps.kernels.scheduling.state cimport COMBINED_MOST, link_t, scheduler_t, worker_t
-from fastps.kernels.shm.arena_h cimport (
-    fps_descriptor,
-    fps_folded_push,
-    fps_header,
-    fps_lane,
-    fps_lane_shard,
-    fps_push_outcome,
-    fps_reader_shard,
-    fps_readers,
-    fps_record,
-    fps_shard_header,
-    fps_work,
-)
+from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, fps_segment
 
 cdef extern from "shm/arena.h" nogil:

@@ -7,29 +7,7 @@ from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memset
 
 from fastps.kernels.scheduling.state cimport state_size
-from fastps.kernels.shm.arena_h cimport (
-    FPS_ABI,
-    FPS_GAP_BUCKETS,
-    FPS_LINE,
-    FPS_MAGIC,
-    FPS_MAX_BUFFERS,
-    FPS_MAX_LANES,
-    FPS_MAX_SHARDS,
-    FPS_RECORDS,
-    FPS_STATE_BUFFERS,
-    FPS_WORKSPACES,
-    fps_descriptor,
-    fps_folded_push,
-    fps_header,
-    fps_lane,
-    fps_lane_shard,
-    fps_push_outcome,
-    fps_reader_shard,
-    fps_readers,
-    fps_shard_header,
-    fps_statistics,
-    fps_work,
-)
+from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport (
     FPS_BFLOAT16,
     FPS_FLOAT32,
@@ -39,14 +17,7 @@ from fastps.kernels.update.fold cimport (
     fps_hyper,
     fps_segment,
 )
-from fastps.kernels.update.rows_h cimport (
-    FPS_MAX_ROWS,
-    FPS_MAX_TABLES,
-    FPS_N_ROW_RULES,
-    fps_place_table,
-    fps_rows_bytes,
-    fps_table,
-)
+from fastps.kernels.update.rows_h cimport *
 
 
 cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:

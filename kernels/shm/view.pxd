@@ -3,18 +3,7 @@
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 
 from fastps.kernels.scheduling.state cimport scheduler_t
-from fastps.kernels.shm.arena_h cimport (
-    FPS_MAX_SHARDS,
-    fps_header,
-    fps_lane,
-    fps_lane_shard,
-    fps_push_outcome,
-    fps_reader_shard,
-    fps_readers,
-    fps_shard_header,
-    fps_statistics,
-    fps_work,
-)
+from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport fps_segment
 from fastps.kernels.update.rows_h cimport fps_table, fps_undo_log
 

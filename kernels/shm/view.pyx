@@ -5,23 +5,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy
 
 from fastps.kernels.scheduling.state cimport scheduler_t
-from fastps.kernels.shm.arena_h cimport (
-    FPS_ABI,
-    FPS_LINE,
-    FPS_MAGIC,
-    FPS_RECORDS,
-    FPS_STATE_BUFFERS,
-    FPS_WORKSPACES,
-    fps_header,
-    fps_lane,
-    fps_lane_shard,
-    fps_push_outcome,
-    fps_reader_shard,
-    fps_readers,
-    fps_shard_header,
-    fps_statistics,
-    fps_work,
-)
+from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.shm.plan cimport PAGE, check_header, place_tables
 from fastps.kernels.update.fold cimport FPS_FLOAT32, FPS_FLOAT64, fps_segment
 from fastps.kernels.update.rows_h cimport fps_rows_values_offset, fps_table, fps_undo_log
