@@ -26,7 +26,7 @@ from fastps.kernels.protocol.lane_reads cimport NOTHING, LaneReads
 from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.ring cimport lane_descriptor
 from fastps.kernels.protocol.row_fold cimport RowFold
-from fastps.kernels.protocol.shared_fold cimport SharedFold
+from fastps.kernels.protocol.shared_fold cimport SharedFold, close_ticket
 from fastps.kernels.scheduling.decisions cimport (
     ACTION_DROP,
     ACTION_FOLD,
@@ -418,7 +418,7 @@ cdef class Combiner:
             return self.run()
         if not self.commit.change_epoch():
             return self._end_late()
-        self.fold.close()
+        close_ticket(self.fold.work)
         if fps_mutant(FPS_MUTANT_BREAK_AT_ONCE):
             self.commit.repair()
             return self.run()

@@ -14,7 +14,7 @@ from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.row_fold cimport RowFold
-from fastps.kernels.protocol.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_NONFINITE, SharedFold
+from fastps.kernels.protocol.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_NONFINITE, SharedFold, close_ticket
 from fastps.kernels.scheduling.policy cimport policy_check
 from fastps.kernels.scheduling.decisions cimport scheduler_due
 from fastps.kernels.scheduling.state cimport (
@@ -345,7 +345,7 @@ cdef class Commit:
         self.fold.use(source)
         if not self.change_epoch():
             return
-        self.fold.close()
+        close_ticket(self.fold.work)
         commit = fps_commit_load(&self.shard_header.commit)
         active = self.arena.scheduler(self.shard, fps_commit_record(commit))
         if not self._is_sound(active):

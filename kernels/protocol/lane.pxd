@@ -15,7 +15,6 @@ cdef class Lane(ShardLocks):
     cdef readonly bint served    # whether a server combines for this lane
     cdef int64_t *ahead          # of each shard: by how much its clock of this lane is ahead of the first shard's
 
-    cdef int _check_slot(self, uint32_t slot) except -1
     cdef void _set_versions(self, uint32_t slot) noexcept nogil
     cdef void _count(self, int64_t steps, int64_t wait_ns, int64_t compute_ns, int64_t samples, double loss,
                      int64_t stale_blocks, int64_t push_ns) noexcept nogil

@@ -73,7 +73,7 @@ cdef class Lane(ShardLocks):
         cdef fps_hyper *hyper
         if group >= self.arena.header.n_groups:
             raise IndexError(f"expected a group of 0 to {self.arena.header.n_groups - 1}, found {group}")
-        self._check_slot(slot)
+        self.arena._check_slot(slot)
         hyper = <fps_hyper *> self.arena.slot(self.index, slot) + group
         FPS_FAILPOINT()
         hyper.learning_rate = learning_rate
@@ -86,15 +86,10 @@ cdef class Lane(ShardLocks):
         hyper.learning_rate_decay = learning_rate_decay
         hyper.flags = flags
 
-    cdef int _check_slot(self, uint32_t slot) except -1:
-        if slot >= self.arena.header.n_slots:
-            raise IndexError(f"expected a slot of 0 to {self.arena.header.n_slots - 1}, found {slot}")
-        return 0
-
     def set_presence(self, uint32_t slot, bytes words not None):
         """Write the bitmap of the parameters that have a gradient in the slot: uint64 words, little endian."""
         cdef uint64_t size = self.arena.header.presence_words * sizeof(uint64_t)
-        self._check_slot(slot)
+        self.arena._check_slot(slot)
         if <uint64_t> len(words) != size:
             raise ValueError(f"expected {size} bytes of presence, found {len(words)}")
         FPS_FAILPOINT()
@@ -102,7 +97,7 @@ cdef class Lane(ShardLocks):
 
     def set_versions(self, uint32_t slot):
         """Write into the slot the version of each shard that its gradient is computed with: the one that was pulled."""
-        self._check_slot(slot)
+        self.arena._check_slot(slot)
         self._set_versions(slot)
 
     cdef void _set_versions(self, uint32_t slot) noexcept nogil:
@@ -241,7 +236,7 @@ cdef class Lane(ShardLocks):
 
     def granted(self, uint32_t shard=0):
         """Steps that this worker may have begun, as far as a shard is concerned, in the worker's own count."""
-        self._check_shard(shard)
+        self.arena._check_shard(shard)
         return self._granted(shard)
 
     cdef int64_t _granted(self, uint32_t shard) noexcept nogil:

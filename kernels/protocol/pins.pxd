@@ -16,7 +16,6 @@ cdef class Reader:
     cdef uint64_t fresh                     # shards that were pulled since the last push before these pulls, as bits
     cdef bint has_pushed                    # since the last pull
 
-    cdef int _check_shard(self, uint32_t shard) except -1
     cdef void _reads(self, uint32_t shard, uint64_t version) noexcept nogil
     cdef uint64_t _pull(self, uint32_t shard) noexcept nogil
     cdef uint64_t _prefetch(self, uint32_t shard) noexcept nogil

@@ -30,18 +30,13 @@ cdef class Reader:
         self.index = index
         self.n_shards = arena.header.n_shards
 
-    cdef int _check_shard(self, uint32_t shard) except -1:
-        if shard >= self.n_shards:
-            raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
-        return 0
-
     def pull(self, uint32_t shard=0):
         """Pin a shard's published weights and return their buffer; `shard_version` then says which version. Copies nothing.
 
         Returns -1 if the commit word is damaged: it names a buffer that the arena has not.
         """
         cdef uint64_t commit
-        self._check_shard(shard)
+        self.arena._check_shard(shard)
         with nogil:
             commit = self._pull(shard)
         return self._buffer_of(commit)
@@ -83,7 +78,7 @@ cdef class Reader:
         The pulled weights and those that are kept stay pinned. Another thread than the one that pulls may call this.
         """
         cdef uint64_t commit
-        self._check_shard(shard)
+        self.arena._check_shard(shard)
         with nogil:
             commit = self._prefetch(shard)
         return self._buffer_of(commit), fps_commit_version(commit)
@@ -93,7 +88,7 @@ cdef class Reader:
 
     def keep_prefetched(self, uint64_t buffer, uint32_t shard=0):
         """Keep what `prefetch` returned, in place of what was kept before. It stays pinned during the next prefetch."""
-        self._check_shard(shard)
+        self.arena._check_shard(shard)
         self._keep(shard, buffer)
 
     cdef void _keep(self, uint32_t shard, uint64_t buffer) noexcept nogil:
@@ -101,7 +96,7 @@ cdef class Reader:
 
     def take_prefetched(self, uint64_t buffer, uint64_t version, uint32_t shard=0):
         """Read the weights that are kept from now on: a swap of pins. Not during `keep_prefetched`."""
-        self._check_shard(shard)
+        self.arena._check_shard(shard)
         self._take(shard, buffer, version)
 
     cdef void _take(self, uint32_t shard, uint64_t buffer, uint64_t version) noexcept nogil:
@@ -110,7 +105,7 @@ cdef class Reader:
 
     def shard_version(self, uint32_t shard):
         """The version of a shard's last pull."""
-        self._check_shard(shard)
+        self.arena._check_shard(shard)
         return self.versions[shard]
 
     @property

@@ -57,8 +57,7 @@ cdef class RowWriter:
         cdef int64_t count = numbers.shape[0], found
         self.arena._check_table(table)
         words = &self.arena.tables[table]
-        if slot >= self.arena.header.n_slots:
-            raise IndexError(f"expected a slot of 0 to {self.arena.header.n_slots - 1}, found {slot}")
+        self.arena._check_slot(slot)
         if values.shape[0] != count or values.shape[1] != words.width:
             raise ValueError(
                 f"expected {count} rows of {words.width} values, found {values.shape[0]} rows of {values.shape[1]}")

@@ -66,7 +66,7 @@ cdef class ShardLocks(Reader):
         cdef int64_t index, count = len(events)
         cdef played_t *played
         cdef int outcome
-        self._check_shard(shard)
+        self.arena._check_shard(shard)
         for lane, _ in events:
             if lane != -1:
                 self.arena._check_lane(lane if lane >= 0 else -2 - lane)
@@ -97,7 +97,7 @@ cdef class ShardLocks(Reader):
 
     def owner(self, uint32_t shard=0):
         """The lane that holds a shard's lock, or -1."""
-        self._check_shard(shard)
+        self.arena._check_shard(shard)
         return <int64_t> fps_lock_owner(fps_lock_load(&self.arena.shard_header(shard).lock)) - 1
 
     def recover_lock(self, uint32_t dead_lane, int64_t now_ns=0, generation=None):
@@ -209,14 +209,14 @@ cdef class ShardLocks(Reader):
 
     def hold(self, uint32_t shard=0):
         """Take a shard's lock and keep it, to write buffers and then `release` it. False if another lane holds it."""
-        self._check_shard(shard)
+        self.arena._check_shard(shard)
         return (<Combiner> self.combiners[shard]).take(FPS_BY_HAND)
 
     def spare(self, uint32_t shard=0):
         """While holding: (weights buffer, state buffer) that nobody reads, to be written whole and then published."""
         cdef Commit commit
         cdef int64_t buffer
-        self._check_shard(shard)
+        self.arena._check_shard(shard)
         commit = (<Combiner> self.combiners[shard]).commit
         buffer = commit.find_spare()
         if buffer < 0:
@@ -227,7 +227,7 @@ cdef class ShardLocks(Reader):
         """While holding: publish the spare buffers (the version stays), or not; then drain and release as usual."""
         cdef Combiner combiner
         cdef int outcome
-        self._check_shard(shard)
+        self.arena._check_shard(shard)
         combiner = self.combiners[shard]
         with nogil:
             outcome = self._noted(shard, combiner.release(publish, now_ns))

@@ -53,7 +53,6 @@ cdef class SharedFold:
     cdef uint32_t _helpers_now(self) noexcept nogil
     cdef bint _has_enough(self) noexcept nogil
     cdef uint64_t own_part(self, uint64_t chunks) noexcept nogil
-    cdef void close(self) noexcept nogil
 
     cdef uint64_t _cut(self) noexcept nogil
     cdef int _fold(self, uint64_t chunk) noexcept nogil

@@ -133,7 +133,7 @@ cdef class SharedFold:
             chunk = fps_ticket_choose(ticket, own)
             if fps_ticket_claim(&self.work.ticket, ticket, ticket & ~((<uint64_t> 1) << chunk)):
                 if self._fold(chunk) != 0:
-                    self.close()
+                    close_ticket(self.work)
                     return self.finish()  # waits for claimed chunks, before these buffers are written again
                 self.own |= (<uint64_t> 1) << chunk
 
@@ -184,10 +184,6 @@ cdef class SharedFold:
             count += index != self.lane and fps_member_state(fps_help_load(&self.arena.lane(index).helping)) == fps_help_of(
                 self.shard, self.workspace)
         return count
-
-    cdef void close(self) noexcept nogil:
-        """Let no lane claim another chunk of this fold."""
-        close_ticket(self.work)
 
     cdef uint64_t _cut(self) noexcept nogil:
         """Write the size of a chunk, in whole tiles, and return the number of chunks. All but the last have that size.

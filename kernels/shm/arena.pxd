@@ -9,6 +9,7 @@ from fastps.kernels.scheduling.state cimport worker_t
 cdef class Arena(ArenaCounters):
     cdef int _check_lane(self, uint32_t lane) except -1
     cdef int _check_shard(self, uint32_t shard) except -1
+    cdef int _check_slot(self, uint32_t slot) except -1
     cdef tuple _buffers_of(self, uint64_t commit, uint32_t state_buffer)
     cdef int64_t _claim(self, uint32_t lane, int64_t process_id, bint rejoin) noexcept nogil
     cdef bint _is_served(self) noexcept nogil

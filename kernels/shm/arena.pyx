@@ -47,6 +47,11 @@ cdef class Arena(ArenaCounters):
             raise IndexError(f"expected a shard of 0 to {self.header.n_shards - 1}, found {shard}")
         return 0
 
+    cdef int _check_slot(self, uint32_t slot) except -1:
+        if slot >= self.header.n_slots:
+            raise IndexError(f"expected a slot of 0 to {self.header.n_slots - 1}, found {slot}")
+        return 0
+
     # -- what is committed -------------------------------------------------------------------------
 
     @property
