@@ -66,6 +66,7 @@ MODULES = {
     "fastps/lab/worlds/device_workers": "tests/lab/worlds/test_device_chaos.py",
     "fastps/lab/worlds/chaos_worlds": "tests/crash/test_chaos.py",
     "fastps/diagnostics/gpu": "tests/diagnostics/test_doctor.py",
+    "fastps/diagnostics/finding": "tests/diagnostics/test_doctor.py",
     "fastps/job/fault_policy": "tests/membership/test_membership.py",
     "fastps/job/layout": "tests/job/test_limits.py",
     "fastps/job/specs": "tests/job/test_policy.py",

@@ -22,7 +22,7 @@ from fastps.errors import Error, UsageError
 from fastps.job.options import value_of
 from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE
 from fastps.store.worker import Worker
-from fastps.system.exit_handlers import EndedBySignalError, NotedSignals
+from fastps.system.noted_signals import EndedBySignalError, NotedSignals
 from fastps.system.time_limit import call_within, ends_within
 
 logger = logging.getLogger("fastps.checkpointing")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastps.collectives.group_memory import DEPTH, KeyStore, Met, meet
+from fastps.collectives.stores import StoreChoice
 from fastps.errors import Error, TimeoutExceededError, UsageError, WorkerDiedError
 from fastps.kernels.collectives import exchange
 from fastps.system import exit_handlers
@@ -20,48 +21,6 @@ _SLICE_NS = 50_000_000  # how often a waiting rank looks for dead ranks
 _SPINS, _YIELDS = 2000, 200  # before it sleeps; spins only where every rank has a core
 _TIMED_BYTES = 1 << 20  # all-reduces of at least this size choose the kind of stores
 _ALL_REDUCE = exchange.KINDS["all_reduce"]
-_TRIAL = 3  # collectives in a row; only the last counts, because other ranks may have begun with the kind before
-_BETWEEN, _LEAST_BETWEEN = 40, 8  # collectives from one trial of the kind that is not chosen to the next
-_SLOWER = 1.5  # times the mean: a collective that takes so long ends the wait for the next trial
-_NEW = 0.2  # the share of a new time in the mean of the chosen kind
-
-
-class StoreChoice:
-    """The choice between plain stores into shared blocks (False) and non-temporal ones: tries each, and uses the faster.
-
-    Where the cores share a cache, plain stores are up to twice as fast; where they do not, non-temporal stores are up to three
-    times as fast. A virtual machine may move from one case to the other. Rank 0 chooses for all ranks.
-
-    >>> choice = StoreChoice()
-    >>> used = []
-    >>> for _ in range(12):
-    ...     used.append(choice.following())
-    ...     choice.note(2.0 if used[-1] else 3.0)
-    >>> "".join("n" if each else "p" for each in used)
-    'pppnnnnnnnnn'
-    """
-
-    def __init__(self) -> None:
-        self._times: dict[bool, float] = {}
-        self._kind, self._left, self._is_trial = False, _TRIAL, True
-
-    def following(self) -> bool:
-        """The kind of the next large collective."""
-        if self._left == 0 and len(self._times) == 2 and self._is_trial:
-            self._kind, self._left, self._is_trial = self._times[True] < self._times[False], _BETWEEN, False
-        elif self._left == 0:
-            self._kind, self._left, self._is_trial = not self._kind, _TRIAL, True
-        self._left -= 1
-        return self._kind
-
-    def note(self, time_per_byte: float) -> None:
-        """The time of the collective that used the kind last returned."""
-        if not self._is_trial:
-            if time_per_byte > _SLOWER * self._times[self._kind] and self._left <= _BETWEEN - _LEAST_BETWEEN:
-                self._left, self._times[self._kind] = 0, time_per_byte
-            self._times[self._kind] += _NEW * (time_per_byte - self._times[self._kind])
-        elif self._left == 0:
-            self._times[self._kind] = time_per_byte
 
 
 class Collective(NamedTuple):

@@ -18,7 +18,8 @@ import numpy as np
 import psutil
 import torch
 
-from fastps.diagnostics.gpu import Finding, gpu_findings
+from fastps.diagnostics.finding import Finding
+from fastps.diagnostics.gpu import gpu_findings
 from fastps.errors import Error, UsageError
 from fastps.job.layout import GRADIENT_NUMBERS, GradientType, Layout, place
 from fastps.job.plan import plan

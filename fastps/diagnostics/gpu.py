@@ -8,26 +8,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import psutil
 import torch
 
 from fastps.device.cuda import CudaDevice
 from fastps.device.interface import DeviceError
+from fastps.diagnostics.finding import Finding
 from fastps.kernels.cuda.launch_args import fold_kernel
 from fastps.kernels.update.fold import RULE_SGD
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report: `value` for programs (bytes, a number or a text), `shown` for people."""
-
-    name: str
-    value: int | float | str | None
-    shown: str
-    ok: bool = True
-
 
 Handles = tuple[bytes, bytes]
 """Of memory, and of the event behind what was written to it."""

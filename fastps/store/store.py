@@ -19,10 +19,11 @@ import numpy.typing as npt
 from fastps.errors import ArenaError, AttachError, UnsupportedError, UsageError
 from fastps.job import environment, limits
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import GradientType, Layout, check_double, place
+from fastps.job.layout import GradientType, Layout, place
 from fastps.job.options import value_of
 from fastps.job.plan import plan, remedy
 from fastps.job.policy import Policy
+from fastps.job.precision import check_double
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper, Update, write_initial_state
 from fastps.kernels.shm import arena

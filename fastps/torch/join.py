@@ -20,8 +20,9 @@ from fastps.checkpoint.runs import check_folder, folder_of
 from fastps.errors import CheckpointError, UnsupportedError, UsageError
 from fastps.job import environment, limits
 from fastps.job.environment import Identity
-from fastps.job.layout import GradientType, Layout, check_double
+from fastps.job.layout import GradientType, Layout
 from fastps.job.options import value_of
+from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
 from fastps.membership import discovery
 from fastps.store import earlier_jobs, instances

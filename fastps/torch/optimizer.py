@@ -25,9 +25,10 @@ from fastps.checkpoint.snapshot import Pinned
 from fastps.errors import UsageError
 from fastps.job import environment, limits
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import GradientType, Layout, check_types, place
+from fastps.job.layout import GradientType, Layout, place
 from fastps.job.options import value_of
 from fastps.job.policy import Policy
+from fastps.job.precision import check_types
 from fastps.job.specs import parse_policy
 from fastps.membership.job_memory import JobMemory
 from fastps.store import earlier_jobs, instances

@@ -16,7 +16,7 @@ from fastps.bench.gpu_worker import GRADIENT, LEARNING_RATE, GpuJob, first_weigh
 from fastps.bench.measure import SMOKE
 from fastps.device.cuda import CudaDevice
 from fastps.diagnostics import gpu
-from fastps.diagnostics.gpu import Finding
+from fastps.diagnostics.finding import Finding
 from fastps.errors import Error
 from fastps.job.specs import parse_policy
 from fastps.kernels.update import fold, reference

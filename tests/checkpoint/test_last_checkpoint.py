@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fastps
-from fastps.system.exit_handlers import EndedBySignalError
+from fastps.system.noted_signals import EndedBySignalError
 from fastps.system.ports import free_port
 from tests.support.torch_optimizers import steps_on
 

@@ -1,6 +1,6 @@
 """The choice between two kinds of stores: it finds the faster, and notices when the other becomes faster."""
 
-from fastps.collectives.group import StoreChoice
+from fastps.collectives.stores import StoreChoice
 
 
 def _used(choice: StoreChoice, plain: float, streamed: float, times: int) -> list[bool]:

@@ -15,7 +15,7 @@ from fastps.device.cuda import CudaDevice
 from fastps.device.interface import DeviceError
 from fastps.diagnostics import gpu
 from fastps.diagnostics.doctor import OPTIMIZERS, Need, examine, need_findings, need_of
-from fastps.diagnostics.gpu import Finding
+from fastps.diagnostics.finding import Finding
 from fastps.errors import PolicyError, UsageError
 from fastps.lab.gpus.cuda_on_host import Faults, HostCuda
 from tests.support import commands, processes

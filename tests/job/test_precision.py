@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.job.layout import GradientType, Layout, check_double, check_types, place
+from fastps.job.layout import GradientType, Layout, place
 from fastps.job.plan import plan
+from fastps.job.precision import check_double, check_types
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD
 from fastps.kernels.update import fold

@@ -17,7 +17,7 @@ from fastps.bench import gpu_check, gpu_worker, peers, step_cuda
 from fastps.device import cuda
 from fastps.device.placement import gpus_of_workers, placement
 from fastps.diagnostics import gpu
-from fastps.diagnostics.gpu import Finding
+from fastps.diagnostics.finding import Finding
 from fastps.lab.gpus.cuda_on_host import HostCuda, HostDevice
 from tests.torch.placements.test_staged import SeveralDevicesPlacement, StagedOptimizer
 

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 
-from fastps.system.exit_handlers import NotedSignals
+from fastps.system.noted_signals import NotedSignals
 
 
 def test_a_handler_of_the_program_stays() -> None:

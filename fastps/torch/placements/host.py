@@ -7,7 +7,8 @@ import torch
 
 from fastps.checkpoint.format import Checkpoint
 from fastps.checkpoint.snapshot import Pinned, PinnedVersion
-from fastps.job.layout import Layout, check_double
+from fastps.job.layout import Layout
+from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.store.store import StartState
