@@ -4,8 +4,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import time
-from pathlib import Path
 
 import pytest
 
@@ -43,9 +41,10 @@ def test_a_file_that_ends_early_tells_nothing(stat: bytes) -> None:
 
 def test_variables_of_a_process_are_those_that_its_program_has_begun_with() -> None:
     environment = {b"A": b"x=\xff", b"B" * 9: b"y" * (1 << 16), b"C": b""}
-    with subprocess.Popen(["sleep", "60"], env=environment) as child:
-        while Path(f"/proc/{child.pid}/comm").read_text() != "sleep\n":
-            time.sleep(0.01)
+    with subprocess.Popen(["cat"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as child:
+        assert child.stdin and child.stdout
+        child.stdin.write(b"x")
+        assert child.stdout.read(1) == b"x", "the program runs: while it is being started, its variables cannot be read"
         assert proc.variables(child.pid, ["A", "C", "D"]) == {"A": "x=\udcff", "C": ""}
         child.kill()
     assert proc.variables(child.pid, ["A"]) == {}
