@@ -50,7 +50,27 @@ BUILT_FOR = TORCH_VERSION.decode()  # without torch's suffix for a kind of build
 fps_set_counts()
 
 cdef object _all = weakref.WeakSet()  # of the loops: views of one tensor have one version counter, also in two optimizers
-cdef object _counting = threading.RLock()  # while versions are remembered: a version read in Python lets other threads run
+
+
+cdef class _Section:
+    """The code in which versions are remembered: one thread at a time, because a version read in Python lets others run."""
+
+    cdef object lock
+    cdef int inside
+
+    def __cinit__(self):
+        self.lock = threading.RLock()
+
+    def __enter__(self):
+        self.lock.acquire()
+        self.inside += 1
+
+    def __exit__(self, *_):
+        self.inside -= 1
+        self.lock.release()
+
+
+cdef _Section _counting = _Section()
 
 
 cdef const void *_place(object tensor) except? NULL:
@@ -121,8 +141,14 @@ cdef class CompiledLoops:
         if values.memory is None or values.memory is not self.memory:
             self._drop_storages()
             self.memory = values.memory
+        if not _counting.inside:
+            i = fps_point_all(self.tensors, self.known, values.known, is_write, uncounted, 0)  # which lets no other thread run
+            if i == len(self.tensors) and uncounted.empty():
+                return
         with _counting:
-            while (i := fps_point_all(self.tensors, self.known, values.known, is_write, uncounted, i + 1)) < len(self.tensors):
+            if i < 0:
+                i = fps_point_all(self.tensors, self.known, values.known, is_write, uncounted, 0)
+            while i < len(self.tensors):
                 self.known[i].place = values.known[i].place
                 if not fps_settle(self.tensors[i], values.tensors[i], self.known[i], values.known[i]):
                     self.tensors[i].data = values.tensors[i]
@@ -130,6 +156,7 @@ cdef class CompiledLoops:
                     self.known[i].place = _place(self.tensors[i])
                 if is_write:
                     uncounted.push_back(i)
+                i = fps_point_all(self.tensors, self.known, values.known, is_write, uncounted, i + 1)
             if not uncounted.empty():
                 self.count_writes([self.tensors[i] for i in uncounted])
 
