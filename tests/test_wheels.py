@@ -90,6 +90,15 @@ def test_an_interpreter_that_is_not_there_is_named(tool: Any) -> None:
     assert tool.interpreter(sys.executable) == Path(sys.executable)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)  # a wheel takes minutes where its compiler's results are not cached
+def test_two_builds_are_the_same_bytes(tool: Any, wheel: Path, tmp_path: Path) -> None:
+    [source] = wheel.parent.glob("*.tar.gz")
+    again = tool.source_distribution(tmp_path)
+    assert again.read_bytes() == source.read_bytes()
+    assert tool.wheel(Path(sys.executable), again, tmp_path).read_bytes() == wheel.read_bytes()
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this interpreter, built by the tool."""

@@ -9,12 +9,15 @@ missing, or if a wheel is not what it should be. `pip install '.[wheels]'` bring
 
 import argparse
 import fcntl
+import gzip
+import io
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -29,6 +32,7 @@ PLATFORM = f"manylinux_2_28_{platform.machine()}"
 # Libraries that every Linux with that glibc has.
 LIBRARIES = re.compile(r"(libc|libm|libpthread|libdl|librt)\.so\.\d+|ld-linux-[\w-]+\.so\.\d+")
 TORCH_SYMBOL = re.compile(r"_ZNK?(2at|3c10|5torch)|THP")
+EPOCH = os.environ.get("SOURCE_DATE_EPOCH", "315619200")  # or the first time that a zip file can tell in any time zone
 LOOPS = "fastps/kernels/tensors/torch_tensors"
 
 
@@ -48,9 +52,9 @@ def interpreter(name: str) -> Path | None:
 
 def run(*command: str | Path, **variables: str) -> None:
     """Run a command quietly with these variables. Print its output and raise SystemExit if it fails."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **variables}
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "SOURCE_DATE_EPOCH": EPOCH}
     ended = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command, cwd=ROOT, env=environment | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if ended.returncode != 0:
         print(ended.stdout[-20000:], file=sys.stderr)
@@ -65,7 +69,23 @@ def source_distribution(folder: Path) -> Path:
     with (ROOT / "pyproject.toml").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # which ends with the process
         run(sys.executable, "-m", "build", "--sdist", "--outdir", folder, ROOT, FASTPS_WHEEL="1")
-    return only(folder.glob("fastps-*.tar.gz"))
+    made = only(folder.glob("fastps-*.tar.gz"))
+    _settle(made)
+    return made
+
+
+def _settle(path: Path) -> None:
+    """Write an archive again without what its build alone decides: the files' order, times, owners and permissions."""
+    with tarfile.open(path) as archive:
+        members = sorted(archive.getmembers(), key=lambda member: member.name)
+        contents = [archive.extractfile(member).read() if member.isfile() else b"" for member in members]  # type: ignore[union-attr]
+    with path.open("wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            for member, content in zip(members, contents, strict=True):
+                plain = tarfile.TarInfo(member.name)
+                plain.type, plain.size, plain.mtime = member.type, len(content), int(EPOCH)
+                plain.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+                archive.addfile(plain, io.BytesIO(content))
 
 
 def wheel(python: Path, source: Path, out: Path) -> Path:
