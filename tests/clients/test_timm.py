@@ -1,0 +1,101 @@
+"""timm's training loop, as its train.py has it: one worker has plain torch's digits, and timm's own optimizers are refused."""
+
+import copy
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastps
+from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
+
+
+@pytest.fixture(scope="module")
+def timm() -> Any:
+    """The library. It imports torchvision, whose binary of PyPI does not load beside a torch without CUDA."""
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("the extra fastps[clients] is not installed")
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:  # timm.create_model uses neither
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+    import timm.data
+    import timm.loss
+    import timm.models
+    import timm.optim
+    import timm.scheduler
+    import timm.utils
+
+    return timm
+
+
+def _train(timm: Any, name: str, wraps: bool, clip: str = "norm", scaled: bool = False, **options: Any) -> list[torch.Tensor]:
+    """Two epochs: mixed images, a warm-up and a cosine, clipped gradients, a moving average, a checkpoint after each epoch."""
+    torch.manual_seed(0)
+    np.random.seed(0)  # of which Mixup draws
+    draw = torch.Generator().manual_seed(1)
+    # Of the keys' bias the gradient is rounding alone, which Adam makes as large as any.
+    model = timm.create_model(name, num_classes=4, **({"qkv_bias": False} if name == "test_vit" else {}))
+    optimizer = timm.optim.create_optimizer_v2(model, lr=1e-3, weight_decay=0.05, **options)
+    optimizer = fastps.DistributedOptimizer(optimizer) if wraps else optimizer
+    schedule, _ = timm.scheduler.create_scheduler_v2(
+        optimizer, "cosine", 2, warmup_epochs=1, warmup_lr=1e-5, step_on_epochs=False, updates_per_epoch=3
+    )
+    average = timm.utils.ModelEmaV3(model, decay=0.9)
+    mixup = timm.data.Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, num_classes=4)
+    scaler = timm.utils.NativeScaler(device="cpu") if scaled else None
+    clipped = list(timm.models.model_parameters(model, exclude_head="agc" in clip))
+    steps, saved = 0, []
+    schedule.step_update(0)
+    for epoch in range(2):
+        for _ in range(3):
+            images, labels = mixup(torch.randn(4, 3, 160, 160, generator=draw), torch.randint(4, (4,), generator=draw))
+            loss = timm.loss.SoftTargetCrossEntropy()(model(images), labels)
+            if scaler is None:
+                loss.backward()
+                timm.utils.dispatch_clip_grad(clipped, 1.0, mode=clip)
+                optimizer.step()
+            else:
+                scaler(loss, optimizer, 1.0, clip, clipped)
+            optimizer.zero_grad()
+            steps += 1
+            average.update(model, step=steps)
+            schedule.step_update(steps)
+        schedule.step(epoch + 1)
+        saved = copy.deepcopy([model.state_dict(), average.module.state_dict(), optimizer.state_dict()])
+        optimizer.load_state_dict(saved[2])
+    if wraps:
+        optimizer.close()
+    state = [value for entry in saved[2]["state"].values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    return [*saved[0].values(), *saved[1].values(), *state]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "test_resnet", "opt": "sgd"},
+        {"name": "test_vit", "opt": "adamw", "clip": "agc", "layer_decay": 0.7},
+        {"name": "test_vit", "opt": "adamw", "scaled": True},
+        {"name": "test_resnet", "opt": "sgd", "scaled": True},
+    ],
+    ids=["resnet", "vit", "vit-scaled", "resnet-scaled"],
+)
+@pytest.mark.usefixtures("alone")
+def test_one_worker_has_the_digits_of_plain_torch(timm: Any, options: dict[str, Any]) -> None:
+    plain, own = (_train(timm, wraps=wraps, **options) for wraps in (False, True))
+    assert len(plain) == len(own)
+    for expected, found in zip(plain, own, strict=True):
+        assert (
+            torch.equal(found, expected) if options["opt"] == "sgd" else torch.allclose(found, expected, rtol=2e-6, atol=1e-7)
+        )
+
+
+@pytest.mark.parametrize("opt", ["lookahead_adamw", "lamb", "nadamw", "lion"])
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_of_timms_own_is_refused_by_its_name(timm: Any, opt: str) -> None:
+    optimizer = timm.optim.create_optimizer_v2(torch.nn.Linear(2, 2), opt)
+    with pytest.raises(fastps.errors.UnsupportedError, match=rf"found timm\.optim\.\w+\.{type(optimizer).__name__}: the fold"):
+        fastps.DistributedOptimizer(optimizer)
