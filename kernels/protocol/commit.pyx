@@ -260,9 +260,9 @@ cdef class Commit:
             self._publish_lane_shard(state, state_dirty(state)[i])
         if due_ns != self.shard_header.due_ns:
             fps_counter_set(&self.shard_header.due_ns, due_ns)
-            if due_ns != NEVER_NS and state.first_waiting >= 0:
+            if due_ns != NEVER_NS and state.waiting.first >= 0:
                 # One sleeper must wake in time for the new deadline, to combine then.
-                self._queue_wake(state.first_waiting)
+                self._queue_wake(state.waiting.first)
 
     cdef void _publish_lane_shard(self, scheduler_t *state, uint32_t index) noexcept nogil:
         cdef worker_t *worker = &state_workers(state)[index]

@@ -6,26 +6,7 @@ special case without room between the bounds.
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
-from fastps.kernels.scheduling.state cimport (
-    BOUND_NONE,
-    BOUND_PUSH,
-    CREDIT_PROSE,
-    RELEASE_NEXT_PUSH,
-    WAITS_FOR_ALL,
-    policy_t,
-    scheduler_t,
-    state_fastest_clock,
-    state_grant,
-    state_grant_waiting,
-    state_grant_within,
-    state_slowest,
-    state_slowest_clock,
-    state_stop_waiting,
-    state_wait,
-    state_wait_in_bucket,
-    state_workers,
-    worker_t,
-)
+from fastps.kernels.scheduling.state cimport *
 
 
 cdef int64_t _controller(const scheduler_t *state, int32_t worker) noexcept nogil:

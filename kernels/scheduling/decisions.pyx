@@ -21,37 +21,7 @@ from fastps.kernels.scheduling.round_robin cimport (
     round_robin_measure,
     round_robin_space,
 )
-from fastps.kernels.scheduling.state cimport (
-    COMBINED_MOST,
-    FOLD_ALL,
-    FOLD_COUNT,
-    FOLD_EACH,
-    FOLD_IN_ORDER,
-    FOLD_QUORUM,
-    GRANT_AT_ONCE,
-    GRANT_BOUNDED,
-    GRANT_NEXT_VERSION,
-    GRANT_ROUND_ROBIN,
-    MOSTLY,
-    NEVER_NS,
-    link_t,
-    prefetch,
-    scheduler_t,
-    state_add,
-    state_advance,
-    state_folds,
-    state_grant,
-    state_grant_waiting,
-    state_links,
-    state_mark_dirty,
-    state_remove,
-    state_slowest,
-    state_slowest_clock,
-    state_stop_waiting,
-    state_wait,
-    state_workers,
-    worker_t,
-)
+from fastps.kernels.scheduling.state cimport *
 
 
 # -- folds -----------------------------------------------------------------------------------------
@@ -249,14 +219,15 @@ cdef void scheduler_expect(const scheduler_t *state, int32_t worker, bint soon) 
     Among 100,000 workers nearly every decision waits for memory. A caller that knows the next pushes calls this some
     decisions before, and again when a push comes `soon`: the worker's neighbours in its bucket are known only from its links.
     """
-    cdef const link_t *link = &state_links(state)[worker]
+    cdef const link_t *links = state_links(state)
+    cdef const place_t *place = &links[worker].places[OF_CLOCK]
     if soon:
-        if link.previous >= 0:
-            prefetch(&state_links(state)[link.previous])
-        if link.next >= 0:
-            prefetch(&state_links(state)[link.next])
+        if place.previous >= 0:
+            prefetch(&links[place.previous])
+        if place.next >= 0:
+            prefetch(&links[place.next])
         return
-    prefetch(link)
+    prefetch(&links[worker])
     prefetch(&state_workers(state)[worker])
     if state.policy.grant == GRANT_ROUND_ROBIN:
         round_robin_expect(state, worker)

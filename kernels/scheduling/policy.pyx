@@ -4,32 +4,7 @@ from libc.math cimport isfinite
 from libc.stdint cimport int64_t
 from libc.string cimport memset
 
-from fastps.kernels.scheduling.state cimport (
-    BOUND_GRANT,
-    BOUND_NONE,
-    BOUND_PUSH,
-    CREDIT_LISTED,
-    CREDIT_PROSE,
-    FOLD_ALL,
-    FOLD_COUNT,
-    FOLD_EACH,
-    FOLD_IN_ORDER,
-    FOLD_QUORUM,
-    GRANT_AT_ONCE,
-    GRANT_BOUNDED,
-    GRANT_NEXT_VERSION,
-    GRANT_ROUND_ROBIN,
-    RELEASE_NEXT_PUSH,
-    RELEASE_PRINTED,
-    SCALE_BATCH,
-    SCALE_DIVISOR,
-    SCALE_LINEAR,
-    SCALE_MEAN,
-    SCALE_ONE,
-    SCALE_SQUARE_ROOT,
-    SCALE_STALENESS,
-    policy_t,
-)
+from fastps.kernels.scheduling.state cimport *
 
 _FOLDS = {"each": FOLD_EACH, "all": FOLD_ALL, "quorum": FOLD_QUORUM, "count": FOLD_COUNT, "in-order": FOLD_IN_ORDER}
 _GRANTS = {"at-once": GRANT_AT_ONCE, "next-version": GRANT_NEXT_VERSION, "bounded": GRANT_BOUNDED,

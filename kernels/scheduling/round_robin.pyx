@@ -11,18 +11,7 @@ that no decision reads all workers.
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
-from fastps.kernels.scheduling.state cimport (
-    NO_BATCH,
-    prefetch,
-    scheduler_t,
-    state_add,
-    state_equal_times,
-    state_grant,
-    state_iterations,
-    state_mark_dirty,
-    state_workers,
-    worker_t,
-)
+from fastps.kernels.scheduling.state cimport *
 from fastps.kernels.scheduling.tournament cimport tournament_match, tournament_set
 
 cdef enum:

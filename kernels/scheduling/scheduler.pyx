@@ -19,22 +19,7 @@ from fastps.kernels.scheduling.decisions cimport (
     scheduler_push,
 )
 from fastps.kernels.scheduling.policy cimport policy_from_values
-from fastps.kernels.scheduling.state cimport (
-    NEVER_NS,
-    policy_t,
-    scheduler_t,
-    state_begin,
-    state_catch_up,
-    state_copy,
-    state_dirty,
-    state_folds,
-    state_initialise,
-    state_mark_dirty,
-    state_size,
-    state_slowest,
-    state_workers,
-    worker_t,
-)
+from fastps.kernels.scheduling.state cimport *
 
 
 cdef scheduler_t *_on_cache_lines(bytearray memory):

@@ -35,6 +35,9 @@ cdef enum:
     SCALE_STALENESS = 5     # each push times 1 / its staleness (1 where that is 0)
     SCALE_BATCH = 6         # each push's learning rate times its batch / its worker's first batch
 
+    OF_CLOCK = 0            # a worker's place among those of its clock, in order of arrival
+    OF_WAITING = 1          # its place among those that wait, meant only while it waits
+
     WAITS_FOR_ALL = 1       # in the list of all waiting workers
     WAITS_IN_BUCKET = 2     # in the list of its bucket
 
@@ -109,26 +112,28 @@ cdef struct worker_t:
     int32_t generation      # of the latest owner
     int32_t said_leave      # its last descriptor is LEAVE; 0: it lives, or it died
 
+cdef struct ends_t:         # of a list; -1: it is empty
+    int32_t first
+    int32_t last
+
+cdef struct place_t:        # in a list; -1: there is no neighbour
+    int32_t next
+    int32_t previous
+
 # A worker's places in lists. Apart from worker_t, so that a change of a neighbour is a change of few bytes.
 cdef struct link_t:
     int64_t dirty_at
     int32_t bucket          # the bucket of its clock
-    int32_t next            # the bucket's workers in order of arrival
-    int32_t previous
-    int32_t next_waiting    # what follows is meant only while the worker waits
-    int32_t previous_waiting
+    place_t places[2]       # OF_CLOCK and OF_WAITING
     int32_t unused
 
 # All workers of one clock. Buckets form a list in order of their clocks, so that the slowest and the fastest are at its ends.
 cdef struct bucket_t:
     int64_t dirty_at
     int64_t clock
-    int32_t first
-    int32_t last
-    int32_t next
-    int32_t previous
-    int32_t first_waiting   # GRANT_BOUNDED: those of them that wait until the slowest has come nearer
-    int32_t last_waiting
+    ends_t members
+    place_t place
+    ends_t waiting          # GRANT_BOUNDED: those of them that wait until the slowest has come nearer
     int32_t n_waiting
     int32_t unused
 
@@ -155,12 +160,10 @@ cdef struct scheduler_t:
     int32_t fold_next       # FOLD_IN_ORDER: whose push is next, a live worker
     int32_t grant_next      # GRANT_ROUND_ROBIN: whose grant is next, a live worker
     int32_t n_folds         # length of the list that goes with ACTION_FOLD_LIST
-    int32_t first_bucket
-    int32_t last_bucket
+    ends_t buckets
     int32_t free_bucket
     int32_t frontier        # GRANT_BOUNDED: the last bucket whose waiting workers were released by its clock, or -1
-    int32_t first_waiting
-    int32_t last_waiting
+    ends_t waiting          # all that wait for more than a clock
     int32_t n_waiting       # length of that list
     int32_t n_dirty_workers
     int32_t n_dirty_links
@@ -232,25 +235,29 @@ cdef inline void state_begin(scheduler_t *state) noexcept nogil:
         tournament_begin(state_equal_times(state))
 
 
-cdef inline void state_mark_dirty(scheduler_t *state, int32_t worker) noexcept nogil:
-    cdef worker_t *w = &state_workers(state)[worker]
-    if w.dirty_at != state.sequence:
+cdef inline void state_mark(scheduler_t *state, int64_t *dirty_at, int32_t *dirty, int32_t *n_dirty, int32_t index) noexcept nogil:
+    """Add a part of the state to the list of those that changed in this commit, unless it is there."""
+    if dirty_at[0] != state.sequence:
         FPS_FAILPOINT()
-        w.dirty_at = state.sequence
-        state_dirty(state)[state.n_dirty_workers] = worker
-        state.n_dirty_workers += 1
+        dirty_at[0] = state.sequence
+        dirty[n_dirty[0]] = index
+        n_dirty[0] += 1
+
+
+cdef inline void state_mark_dirty(scheduler_t *state, int32_t worker) noexcept nogil:
+    state_mark(state, &state_workers(state)[worker].dirty_at, state_dirty(state), &state.n_dirty_workers, worker)
 
 
 cdef inline int32_t state_slowest(const scheduler_t *state) noexcept nogil:
     """Fewest pushes, and of those the one that arrived there first; -1 when no worker is live."""
-    return state_buckets(state)[state.first_bucket].first if state.first_bucket >= 0 else -1
+    return state_buckets(state)[state.buckets.first].members.first if state.buckets.first >= 0 else -1
 
 
 cdef inline int64_t state_slowest_clock(const scheduler_t *state) noexcept nogil:
     """The fewest pushes of any live worker."""
-    return state_buckets(state)[state.first_bucket].clock
+    return state_buckets(state)[state.buckets.first].clock
 
 
 cdef inline int64_t state_fastest_clock(const scheduler_t *state) noexcept nogil:
     """The most pushes of any live worker."""
-    return state_buckets(state)[state.last_bucket].clock
+    return state_buckets(state)[state.buckets.last].clock

@@ -48,21 +48,11 @@ cdef inline int32_t *_dirty_buckets(const scheduler_t *state) noexcept nogil:
 # -- copies: what changed is written down, so that the other copy can follow without reading everything
 
 cdef inline void _mark_link_dirty(scheduler_t *state, int32_t worker) noexcept nogil:
-    cdef link_t *link = &state_links(state)[worker]
-    if link.dirty_at != state.sequence:
-        FPS_FAILPOINT()
-        link.dirty_at = state.sequence
-        _dirty_links(state)[state.n_dirty_links] = worker
-        state.n_dirty_links += 1
+    state_mark(state, &state_links(state)[worker].dirty_at, _dirty_links(state), &state.n_dirty_links, worker)
 
 
 cdef inline void _mark_bucket_dirty(scheduler_t *state, int32_t bucket) noexcept nogil:
-    cdef bucket_t *b = &state_buckets(state)[bucket]
-    if b.dirty_at != state.sequence:
-        FPS_FAILPOINT()
-        b.dirty_at = state.sequence
-        _dirty_buckets(state)[state.n_dirty_buckets] = bucket
-        state.n_dirty_buckets += 1
+    state_mark(state, &state_buckets(state)[bucket].dirty_at, _dirty_buckets(state), &state.n_dirty_buckets, bucket)
 
 
 cdef void state_copy(scheduler_t *target, const scheduler_t *source) noexcept nogil:
@@ -103,20 +93,18 @@ cdef void state_initialise(scheduler_t *state, int32_t n_workers, const policy_t
     state.n_live = n_workers
     state.policy = policy[0]
     state.sequence = 1
-    state.frontier = state.first_waiting = state.last_waiting = -1
+    state.frontier = state.waiting.first = state.waiting.last = -1
     state.quorum_due_ns = state.last_grant_ns = NEVER_NS
     tournament_initialise(state_iterations(state), n_workers)
     tournament_initialise(state_equal_times(state), n_workers)
     for i in range(n_workers + 1):
-        state_buckets(state)[i].next = i + 1 if i < n_workers else -1
-        state_buckets(state)[i].first = state_buckets(state)[i].last = -1
-        state_buckets(state)[i].first_waiting = state_buckets(state)[i].last_waiting = -1
-    state.free_bucket = 1
-    state.first_bucket = state.last_bucket = 0
-    state_buckets(state)[0].next = state_buckets(state)[0].previous = -1
+        state_buckets(state)[i].place.next = i + 1 if i < n_workers else -1
+        state_buckets(state)[i].members.first = -1
+    state.buckets.first = state.buckets.last = -1
+    _make_bucket(state, -1, -1, 0)
     for i in range(n_workers):
         _initialise_worker(state, i)
-        _append(state, 0, i)
+        _enter(state, 0, i)
 
 
 cdef void _initialise_worker(scheduler_t *state, int32_t worker) noexcept nogil:
@@ -136,49 +124,59 @@ cdef void _initialise_worker(scheduler_t *state, int32_t worker) noexcept nogil:
         state_workers(state)[w.leader].leaf_end = worker + 1
 
 
+# -- lists of workers ------------------------------------------------------------------------------
+
+cdef inline void _append(scheduler_t *state, ends_t *ends, int32_t worker, int which) noexcept nogil:
+    cdef link_t *links = state_links(state)
+    links[worker].places[which].next = -1
+    links[worker].places[which].previous = ends.last
+    if ends.last >= 0:
+        links[ends.last].places[which].next = worker
+        _mark_link_dirty(state, ends.last)
+    else:
+        ends.first = worker
+    ends.last = worker
+    _mark_link_dirty(state, worker)
+
+
+cdef inline void _take_out(scheduler_t *state, ends_t *ends, int32_t worker, int which) noexcept nogil:
+    cdef link_t *links = state_links(state)
+    cdef const place_t *place = &links[worker].places[which]
+    if place.previous >= 0:
+        links[place.previous].places[which].next = place.next
+        _mark_link_dirty(state, place.previous)
+    else:
+        ends.first = place.next
+    if place.next >= 0:
+        links[place.next].places[which].previous = place.previous
+        _mark_link_dirty(state, place.next)
+    else:
+        ends.last = place.previous
+
+
 # -- buckets ---------------------------------------------------------------------------------------
 
-cdef inline void _append(scheduler_t *state, int32_t bucket, int32_t worker) noexcept nogil:
+cdef inline void _enter(scheduler_t *state, int32_t bucket, int32_t worker) noexcept nogil:
     """Append the worker to its clock's bucket, in order of arrival."""
-    cdef bucket_t *b = &state_buckets(state)[bucket]
-    cdef link_t *link = &state_links(state)[worker]
-    link.bucket = bucket
-    link.next = -1
-    link.previous = b.last
-    if b.last >= 0:
-        state_links(state)[b.last].next = worker
-        _mark_link_dirty(state, b.last)
-    else:
-        b.first = worker
-    b.last = worker
-    _mark_link_dirty(state, worker)
+    state_links(state)[worker].bucket = bucket
+    _append(state, &state_buckets(state)[bucket].members, worker, OF_CLOCK)
     _mark_bucket_dirty(state, bucket)
 
 
-cdef inline void _take_out(scheduler_t *state, int32_t worker) noexcept nogil:
+cdef inline void _quit(scheduler_t *state, int32_t worker) noexcept nogil:
     """Take the worker out of its bucket, and an empty bucket out of the list."""
-    cdef link_t *link = &state_links(state)[worker]
-    cdef bucket_t *b = &state_buckets(state)[link.bucket]
-    if link.previous >= 0:
-        state_links(state)[link.previous].next = link.next
-        _mark_link_dirty(state, link.previous)
-    else:
-        b.first = link.next
-    if link.next >= 0:
-        state_links(state)[link.next].previous = link.previous
-        _mark_link_dirty(state, link.next)
-    else:
-        b.last = link.previous
-    _mark_link_dirty(state, worker)
-    _mark_bucket_dirty(state, link.bucket)
-    if b.first < 0:
-        _unlink_bucket(state, link.bucket)
+    cdef int32_t bucket = state_links(state)[worker].bucket
+    cdef bucket_t *b = &state_buckets(state)[bucket]
+    _take_out(state, &b.members, worker, OF_CLOCK)
+    _mark_bucket_dirty(state, bucket)
+    if b.members.first < 0:
+        _unlink_bucket(state, bucket)
 
 
 cdef void state_remove(scheduler_t *state, int32_t worker) noexcept nogil:
     """Remove a live worker from its bucket, its leaf, the order and the tournaments."""
     cdef worker_t *w = &state_workers(state)[worker]
-    _take_out(state, worker)
+    _quit(state, worker)
     w.live = 0
     state.n_live -= 1
     state_workers(state)[w.previous_live].next_live = w.next_live
@@ -204,7 +202,7 @@ cdef void state_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t b
     `before`: the live worker that it follows in the order of all; -1: the one with the next lower number.
     """
     cdef worker_t *w = &state_workers(state)[worker]
-    _append(state, _bucket_of(state, clock), worker)
+    _enter(state, _bucket_of(state, clock), worker)
     w.live = 1
     w.clock = clock
     if state.n_live == 0:
@@ -229,10 +227,10 @@ cdef void state_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t b
 
 cdef int32_t _bucket_of(scheduler_t *state, int64_t clock) noexcept nogil:
     """The bucket of any clock; created at its place in the order if it does not exist."""
-    cdef int32_t following = state.first_bucket, before = -1
+    cdef int32_t following = state.buckets.first, before = -1
     while following >= 0 and state_buckets(state)[following].clock < clock:
         before = following
-        following = state_buckets(state)[following].next
+        following = state_buckets(state)[following].place.next
     if following >= 0 and state_buckets(state)[following].clock == clock:
         return following
     if before < 0:
@@ -246,47 +244,47 @@ cdef inline int32_t _make_bucket(scheduler_t *state, int32_t before, int32_t fol
     cdef int32_t index = state.free_bucket
     cdef bucket_t *made = &state_buckets(state)[index]
     FPS_ASSERT(index >= 0)
-    state.free_bucket = made.next
+    state.free_bucket = made.place.next
     made.clock = clock
-    made.first = made.last = made.first_waiting = made.last_waiting = -1
+    made.members.first = made.members.last = made.waiting.first = made.waiting.last = -1
     made.n_waiting = 0
-    made.previous = before
-    made.next = following
+    made.place.previous = before
+    made.place.next = following
     if before >= 0:
-        state_buckets(state)[before].next = index
+        state_buckets(state)[before].place.next = index
         _mark_bucket_dirty(state, before)
     else:
-        state.first_bucket = index
+        state.buckets.first = index
     if following >= 0:
-        state_buckets(state)[following].previous = index
+        state_buckets(state)[following].place.previous = index
         _mark_bucket_dirty(state, following)
     else:
-        state.last_bucket = index
+        state.buckets.last = index
     _mark_bucket_dirty(state, index)
     return index
 
 
 cdef inline void _unlink_bucket(scheduler_t *state, int32_t bucket) noexcept nogil:
     cdef bucket_t *b = &state_buckets(state)[bucket]
-    if b.previous >= 0:
-        state_buckets(state)[b.previous].next = b.next
-        _mark_bucket_dirty(state, b.previous)
+    if b.place.previous >= 0:
+        state_buckets(state)[b.place.previous].place.next = b.place.next
+        _mark_bucket_dirty(state, b.place.previous)
     else:
-        state.first_bucket = b.next
-    if b.next >= 0:
-        state_buckets(state)[b.next].previous = b.previous
-        _mark_bucket_dirty(state, b.next)
+        state.buckets.first = b.place.next
+    if b.place.next >= 0:
+        state_buckets(state)[b.place.next].place.previous = b.place.previous
+        _mark_bucket_dirty(state, b.place.next)
     else:
-        state.last_bucket = b.previous
+        state.buckets.last = b.place.previous
     if state.frontier == bucket:
-        state.frontier = b.previous
-    b.next = state.free_bucket
+        state.frontier = b.place.previous
+    b.place.next = state.free_bucket
     state.free_bucket = bucket
 
 
 cdef inline int32_t _bucket_after(scheduler_t *state, int32_t bucket, int64_t clock) noexcept nogil:
     """The bucket of `clock`, which is more than `bucket`'s and at most its next's; created if it does not exist."""
-    cdef int32_t following = state_buckets(state)[bucket].next
+    cdef int32_t following = state_buckets(state)[bucket].place.next
     if following >= 0 and state_buckets(state)[following].clock == clock:
         return following
     return _make_bucket(state, bucket, following, clock)
@@ -298,33 +296,23 @@ cdef void state_advance(scheduler_t *state, int32_t worker) noexcept nogil:
     cdef int32_t target
     w.clock += 1
     target = _bucket_after(state, state_links(state)[worker].bucket, w.clock)
-    _take_out(state, worker)
-    _append(state, target, worker)
+    _quit(state, worker)
+    _enter(state, target, worker)
     state_mark_dirty(state, worker)
 
 
 # -- waiting and grants ----------------------------------------------------------------------------
 
-cdef inline void _enqueue(
-        scheduler_t *state, int32_t *first, int32_t *last, int32_t worker, int8_t waits) noexcept nogil:
-    cdef link_t *link = &state_links(state)[worker]
-    link.next_waiting = -1
-    link.previous_waiting = last[0]
-    if last[0] >= 0:
-        state_links(state)[last[0]].next_waiting = worker
-        _mark_link_dirty(state, last[0])
-    else:
-        first[0] = worker
-    last[0] = worker
+cdef inline void _enqueue(scheduler_t *state, ends_t *ends, int32_t worker, int8_t waits) noexcept nogil:
     state_workers(state)[worker].waiting = waits
-    _mark_link_dirty(state, worker)
+    _append(state, ends, worker, OF_WAITING)
     state_mark_dirty(state, worker)
 
 
 cdef void state_wait(scheduler_t *state, int32_t worker) noexcept nogil:
     """Put the worker into the list of all that wait."""
     if not state_workers(state)[worker].waiting:
-        _enqueue(state, &state.first_waiting, &state.last_waiting, worker, WAITS_FOR_ALL)
+        _enqueue(state, &state.waiting, worker, WAITS_FOR_ALL)
         state.n_waiting += 1
 
 
@@ -333,36 +321,25 @@ cdef void state_wait_in_bucket(scheduler_t *state, int32_t worker) noexcept nogi
     cdef int32_t bucket = state_links(state)[worker].bucket
     cdef bucket_t *b = &state_buckets(state)[bucket]
     b.n_waiting += 1
-    _enqueue(state, &b.first_waiting, &b.last_waiting, worker, WAITS_IN_BUCKET)
+    _enqueue(state, &b.waiting, worker, WAITS_IN_BUCKET)
     _mark_bucket_dirty(state, bucket)
 
 
 cdef void state_stop_waiting(scheduler_t *state, int32_t worker) noexcept nogil:
     cdef worker_t *w = &state_workers(state)[worker]
-    cdef link_t *link = &state_links(state)[worker]
-    cdef int32_t *first = &state.first_waiting
-    cdef int32_t *last = &state.last_waiting
+    cdef int32_t bucket = state_links(state)[worker].bucket
+    cdef ends_t *ends = &state.waiting
     if not w.waiting:
         return
     if w.waiting == WAITS_IN_BUCKET:
-        first = &state_buckets(state)[link.bucket].first_waiting
-        last = &state_buckets(state)[link.bucket].last_waiting
-        state_buckets(state)[link.bucket].n_waiting -= 1
-        _mark_bucket_dirty(state, link.bucket)
+        ends = &state_buckets(state)[bucket].waiting
+        state_buckets(state)[bucket].n_waiting -= 1
+        _mark_bucket_dirty(state, bucket)
     else:
         state.n_waiting -= 1
     w.waiting = 0
     state_mark_dirty(state, worker)
-    if link.previous_waiting >= 0:
-        state_links(state)[link.previous_waiting].next_waiting = link.next_waiting
-        _mark_link_dirty(state, link.previous_waiting)
-    else:
-        first[0] = link.next_waiting
-    if link.next_waiting >= 0:
-        state_links(state)[link.next_waiting].previous_waiting = link.previous_waiting
-        _mark_link_dirty(state, link.next_waiting)
-    else:
-        last[0] = link.previous_waiting
+    _take_out(state, ends, worker, OF_WAITING)
 
 
 cdef inline void _grant(scheduler_t *state, int32_t worker) noexcept nogil:
@@ -390,7 +367,7 @@ cdef void _grant_list(scheduler_t *state, int32_t first, int32_t n_waiting, int8
     cdef worker_t *w
     if n_waiting * <int64_t> MOSTLY < state.n_workers:
         while worker >= 0:
-            following = state_links(state)[worker].next_waiting
+            following = state_links(state)[worker].places[OF_WAITING].next
             if following >= 0:
                 prefetch(&state_links(state)[following])
                 prefetch(&state_workers(state)[following])
@@ -407,8 +384,8 @@ cdef void _grant_list(scheduler_t *state, int32_t first, int32_t n_waiting, int8
 
 cdef void state_grant_waiting(scheduler_t *state) noexcept nogil:
     """Grant every worker in the list of all that wait."""
-    _grant_list(state, state.first_waiting, state.n_waiting, WAITS_FOR_ALL, -1)
-    state.first_waiting = state.last_waiting = -1
+    _grant_list(state, state.waiting.first, state.n_waiting, WAITS_FOR_ALL, -1)
+    state.waiting.first = state.waiting.last = -1
     state.n_waiting = 0
 
 
@@ -417,13 +394,13 @@ cdef void state_grant_within(scheduler_t *state, int64_t clock) noexcept nogil:
     cdef int32_t bucket
     cdef bucket_t *b
     while True:
-        bucket = state_buckets(state)[state.frontier].next if state.frontier >= 0 else state.first_bucket
+        bucket = state_buckets(state)[state.frontier].place.next if state.frontier >= 0 else state.buckets.first
         if bucket < 0 or state_buckets(state)[bucket].clock > clock:
             return
         state.frontier = bucket
         b = &state_buckets(state)[bucket]
         if b.n_waiting:
-            _grant_list(state, b.first_waiting, b.n_waiting, WAITS_IN_BUCKET, b.clock)
-            b.first_waiting = b.last_waiting = -1
+            _grant_list(state, b.waiting.first, b.n_waiting, WAITS_IN_BUCKET, b.clock)
+            b.waiting.first = b.waiting.last = -1
             b.n_waiting = 0
             _mark_bucket_dirty(state, bucket)

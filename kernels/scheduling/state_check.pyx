@@ -8,24 +8,7 @@ reads all lanes anyway. Numbers that only count are not checked, and a write whi
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcmp, memcpy
 
-from fastps.kernels.scheduling.state cimport (
-    FOLD_ALL,
-    FOLD_QUORUM,
-    GRANT_ROUND_ROBIN,
-    WAITS_FOR_ALL,
-    WAITS_IN_BUCKET,
-    bucket_t,
-    link_t,
-    scheduler_t,
-    state_buckets,
-    state_dirty,
-    state_equal_times,
-    state_iterations,
-    state_lay_out,
-    state_links,
-    state_workers,
-    worker_t,
-)
+from fastps.kernels.scheduling.state cimport *
 from fastps.kernels.scheduling.tournament cimport tournament_can_be_followed
 
 cdef enum:
@@ -91,7 +74,7 @@ cdef bint state_can_be_walked(const scheduler_t *state, int64_t most_kept) noexc
     cdef int64_t waiting_for_all = 0, waiting_in_buckets = 0
     if not _are_workers_sound(state, most_kept, &waiting_for_all, &waiting_in_buckets):
         return False
-    return (_count_waiting(state, state.first_waiting, state.last_waiting, WAITS_FOR_ALL) == waiting_for_all
+    return (_count(state, &state.waiting, OF_WAITING, WAITS_FOR_ALL) == waiting_for_all
             and _are_buckets_sound(state, waiting_in_buckets))
 
 
@@ -143,65 +126,50 @@ cdef bint _are_buckets_sound(const scheduler_t *state, int64_t waiting) noexcept
     """The buckets in use, in order of their clocks, with their members; then the free ones. Together these are all buckets."""
     cdef const bucket_t *buckets = state_buckets(state)
     cdef const bucket_t *b
-    cdef int32_t bucket = state.first_bucket, before = -1, n_buckets = state.n_workers + 1, used = 0, count = 0
-    cdef int64_t live = 0, found
+    cdef int32_t bucket = state.buckets.first, before = -1, n_buckets = state.n_workers + 1, used = 0
+    cdef int64_t live = 0, count, found
     while bucket != -1:
         if not _is_index(bucket, n_buckets) or used == n_buckets:
             return False
         b = &buckets[bucket]
-        if b.previous != before or (before != -1 and b.clock <= buckets[before].clock):
+        if b.place.previous != before or (before != -1 and b.clock <= buckets[before].clock):
             return False
-        count = _count_members(state, bucket)
-        found = _count_waiting(state, b.first_waiting, b.last_waiting, WAITS_IN_BUCKET)
+        count = _count(state, &b.members, OF_CLOCK, bucket)
+        found = _count(state, &b.waiting, OF_WAITING, WAITS_IN_BUCKET)
         if count < 1 or found == _NO_LIST:
             return False
         live += count
         waiting -= found
         used += 1
         before = bucket
-        bucket = b.next
-    if state.last_bucket != before or live != state.n_live or waiting != 0 or not _is_link(state.frontier, n_buckets):
+        bucket = b.place.next
+    if state.buckets.last != before or live != state.n_live or waiting != 0 or not _is_link(state.frontier, n_buckets):
         return False
     bucket = state.free_bucket
     while bucket != -1:
-        if not _is_index(bucket, n_buckets) or used == n_buckets or buckets[bucket].first != -1:
+        if not _is_index(bucket, n_buckets) or used == n_buckets or buckets[bucket].members.first != -1:
             return False
         used += 1
-        bucket = buckets[bucket].next
+        bucket = buckets[bucket].place.next
     return used == n_buckets
 
 
-cdef int32_t _count_members(const scheduler_t *state, int32_t bucket) noexcept nogil:
-    """How many workers are in a bucket, or _NO_LIST."""
-    cdef const bucket_t *b = &state_buckets(state)[bucket]
+cdef int64_t _count(const scheduler_t *state, const ends_t *ends, int which, int32_t number) noexcept nogil:
+    """How many workers are in a list, all of this bucket, or with this value of `waiting`; or _NO_LIST."""
     cdef const link_t *link
     cdef const worker_t *w
-    cdef int32_t worker = b.first, before = -1, count = 0
-    while worker != -1:
-        if not _is_index(worker, state.n_workers) or count == state.n_workers:
-            return _NO_LIST
-        link = &state_links(state)[worker]
-        w = &state_workers(state)[worker]
-        if link.bucket != bucket or link.previous != before or not w.live or w.clock != b.clock:
-            return _NO_LIST
-        count += 1
-        before = worker
-        worker = link.next
-    return count if b.last == before else _NO_LIST
-
-
-cdef int64_t _count_waiting(const scheduler_t *state, int32_t first, int32_t last, int waits) noexcept nogil:
-    """How many workers are in a list of those that wait, or _NO_LIST."""
-    cdef const link_t *link
-    cdef int32_t worker = first, before = -1
+    cdef int32_t worker = ends.first, before = -1
     cdef int64_t count = 0
     while worker != -1:
         if not _is_index(worker, state.n_workers) or count == state.n_workers:
             return _NO_LIST
         link = &state_links(state)[worker]
-        if state_workers(state)[worker].waiting != waits or link.previous_waiting != before:
+        w = &state_workers(state)[worker]
+        if link.places[which].previous != before or (
+                w.waiting != number if which == OF_WAITING
+                else link.bucket != number or not w.live or w.clock != state_buckets(state)[number].clock):
             return _NO_LIST
         count += 1
         before = worker
-        worker = link.next_waiting
-    return count if last == before else _NO_LIST
+        worker = link.places[which].next
+    return count if ends.last == before else _NO_LIST

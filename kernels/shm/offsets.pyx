@@ -3,7 +3,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from fastps.kernels.scheduling.state cimport COMBINED_MOST, link_t, scheduler_t, worker_t
+from fastps.kernels.scheduling.state cimport COMBINED_MOST, OF_WAITING, link_t, scheduler_t, worker_t
 from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, fps_segment
 
@@ -70,17 +70,17 @@ OFFSETS = {
     "scheduler.n_arrived": <size_t> &(<scheduler_t *> NULL).n_arrived,
     "scheduler.fold_next": <size_t> &(<scheduler_t *> NULL).fold_next,
     "scheduler.grant_next": <size_t> &(<scheduler_t *> NULL).grant_next,
-    "scheduler.first_bucket": <size_t> &(<scheduler_t *> NULL).first_bucket,
-    "scheduler.last_bucket": <size_t> &(<scheduler_t *> NULL).last_bucket,
+    "scheduler.first_bucket": <size_t> &(<scheduler_t *> NULL).buckets.first,
+    "scheduler.last_bucket": <size_t> &(<scheduler_t *> NULL).buckets.last,
     "scheduler.free_bucket": <size_t> &(<scheduler_t *> NULL).free_bucket,
     "scheduler.frontier": <size_t> &(<scheduler_t *> NULL).frontier,
-    "scheduler.first_waiting": <size_t> &(<scheduler_t *> NULL).first_waiting,
+    "scheduler.first_waiting": <size_t> &(<scheduler_t *> NULL).waiting.first,
     "scheduler.n_dirty_workers": <size_t> &(<scheduler_t *> NULL).n_dirty_workers,
     "scheduler.n_dirty_links": <size_t> &(<scheduler_t *> NULL).n_dirty_links,
     "worker.waiting": <size_t> &(<worker_t *> NULL).waiting,
     "worker.cursor": <size_t> &(<worker_t *> NULL).cursor,
     "worker.next_live": <size_t> &(<worker_t *> NULL).next_live,
-    "link.next_waiting": <size_t> &(<link_t *> NULL).next_waiting,
+    "link.next_waiting": <size_t> &(<link_t *> NULL).places[OF_WAITING].next,
 }
 
 
