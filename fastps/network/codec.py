@@ -72,12 +72,7 @@ def _blocks(floats: int) -> Iterator[tuple[slice, int, slice]]:
 Codec = Half | Blocks
 """A way to write float32 as bytes."""
 
-CODECS: dict[str, Codec | None] = {
-    "float32": None,
-    "bfloat16": Half("bfloat16"),
-    "float16": Half("float16"),
-    "int8": Blocks(),
-}
+CODECS: dict[str, Codec | None] = {"float32": None, "bfloat16": Half("bfloat16"), "float16": Half("float16"), "int8": Blocks()}
 """Codecs by the value of `link_dtype`; None sends the floats unchanged, without a copy."""
 
 

@@ -15,7 +15,7 @@ from fastps.job.wire import CHUNK_BYTES
 from fastps.network.codec import CODECS, RoundedReceiver, RoundedSender
 from fastps.network.edge import Edge, chunks_of
 from fastps.network.home import Home, NodeLanes
-from fastps.network.link import LinkLostError, Memory
+from fastps.network.link import LinkLostError, Memory, RefusedError
 from fastps.network.messages import Header, Kind, check_push
 from fastps.network.monitoring.watch import EdgeWatch
 from fastps.network.rendezvous import Requests
@@ -62,7 +62,7 @@ class Serving(threading.Thread):
 
     def run(self) -> None:
         try:
-            edge, hello = self._requests.next(self._timeout_s, self._home.is_closing.is_set)
+            edge, hello = self._next_open(self._timeout_s, self._home.is_closing.is_set)
         except LinkLostError as error:
             self._lose(None, f"node {self._node} was lost: {error}")
             edge = None
@@ -120,17 +120,23 @@ class Serving(threading.Thread):
         """Wait a short time for the node to open the edge again. Raises LinkLostError."""
         edge.ask_to_reopen()
         try:
-            for _ in range(_OPENINGS):
-                asked = self._requests.epoch
-                try:
-                    limit_s = self._home.nodes.policy.timeout_s + _ASKING_S
-                    return self._requests.next(limit_s, self._patience(edge))
-                except LinkLostError:
-                    if self._requests.epoch == asked:
-                        raise
-            raise LinkLostError(f"{_OPENINGS} edges were lost before they were open")
+            return self._next_open(self._home.nodes.policy.timeout_s + _ASKING_S, self._patience(edge))
         finally:
             edge.abandon()
+
+    def _next_open(self, limit_s: float, is_over: Callable[[], bool]) -> tuple[Edge, Header]:
+        """The next edge that opens, each asked for in `limit_s`. Raises LinkLostError, RefusedError if the node is refused."""
+        for _ in range(_OPENINGS):
+            asked = self._requests.epoch
+            try:
+                return self._requests.next(limit_s, is_over)
+            except RefusedError:
+                raise
+            except LinkLostError as error:
+                if self._requests.epoch == asked:
+                    raise
+                logger.info("node %d: an edge was lost before it was open: %s", self._node, error)
+        raise LinkLostError(f"{_OPENINGS} edges were lost before they were open")
 
     def _patience(self, edge: Edge) -> Callable[[], bool]:
         """A function that says whether the node has been silent for too long.

@@ -13,11 +13,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.distributed import Store
 
 import fastps
 from fastps.job.disciplines import DISCIPLINES
 from fastps.job.specs import parse_policy
 from fastps.network.agent import AgentServer
+from fastps.network.link import GlooLink, LinkLostError
 from tests.support import nodes, processes
 from tests.support.torch_optimizers import steps_on
 
@@ -166,6 +168,28 @@ def test_a_killed_node_is_named_everywhere_at_once(victim: int, homes: str, tmp_
         assert ended - killed < 4, "not after the node timeout, of 10 s, nor once the edge could not be opened again"
         if rank != victim:
             assert f"node {victim}" in text
+
+
+def test_an_edge_that_is_lost_while_it_first_opens_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The home finds the new connection closed, as was seen once on busy cores. The agents are forked from here."""
+    opened = GlooLink.__init__
+
+    def open_and_lose(self: GlooLink, store: Store, name: str, side: int, address: str, timeout_s: float) -> None:
+        opened(self, store, name, side, address, timeout_s)
+        if side == 0 and name == "edge/0-1/1/data":
+            self.close()
+            raise LinkLostError(f"link {name}: planted")
+
+    monkeypatch.setattr(GlooLink, "__init__", open_and_lose)
+
+    def work(_rank: int) -> Any:
+        weights = torch.nn.Parameter(torch.zeros(4))
+        with fastps.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), timeout_s=10) as optimizer:
+            steps_on(lambda value: value, optimizer, weights, 3)
+            optimizer.wait_for_others()
+            return weights.tolist()
+
+    assert nodes.train((1, 1), work) == [[-3.0] * 4] * 2
 
 
 @pytest.mark.slow

@@ -6,12 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.plugins.precision import (
-    DeepSpeedPrecision,
-    DoublePrecision,
-    FSDPPrecision,
-    TransformerEnginePrecision,
-)
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, DoublePrecision, FSDPPrecision, TransformerEnginePrecision
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.integrations.lightning.launchers import FastpsEnvironment, is_launched
