@@ -8,7 +8,6 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Collection
-from functools import cached_property
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -169,13 +168,9 @@ class _Job:
         if self._layout.policy.at_once:  # it waits for nothing but a free slot
             counters = self._arena.counters(lane)
             return counters["posted"] - counters["done"] >= self._layout.slots
-        shards = range(self._arena.shards)
-        granted = sum(self._lanes[lane].granted(shard) > self._arena.clock(lane, shard) for shard in shards)
+        shards, words = range(self._arena.shards), Lane(self._arena, lane)
+        granted = sum(words.granted(shard) > self._arena.clock(lane, shard) for shard in shards)
         return granted < math.ceil(self._layout.policy.pull * len(shards) - 1e-9)
-
-    @cached_property
-    def _lanes(self) -> list[Lane]:
-        return [Lane(self._arena, lane) for lane in range(self._layout.lanes)]
 
     def push_nothing(self, stuck: Collection[int]) -> None:
         """Push without a gradient if this worker may begin a step. Its weights stay: it may be inside of one."""

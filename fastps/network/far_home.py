@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -217,7 +218,7 @@ class FarHome:
         is_left = part < len(numbers)
         skipped = -(-(cut.parts[numbers[part]].first - begin) // CHUNK_FLOATS) if is_left else len(self._staging[turn])
         rest = (memory for number, memory in enumerate(messages) if number >= skipped)
-        self._open_edge.send(memory for each in ([_bytes(pack(terms))], rest) for memory in each)
+        self._open_edge.send(chain([np.frombuffer(pack(terms), np.uint8).copy()], rest))
         self._watch.message(PUSH_SENT, self._session.step, began_ns, self._leaf.clock.now_ns())
 
     def _give_first(self, weights: torch.Tensor) -> None:
@@ -300,7 +301,3 @@ def _ring(floats: int) -> list[torch.Tensor]:
 
 def _memory(part: torch.Tensor) -> Memory:
     return part.numpy().view(np.uint8)
-
-
-def _bytes(data: bytes) -> Memory:
-    return np.frombuffer(data, np.uint8).copy()

@@ -130,10 +130,8 @@ class Serving(threading.Thread):
             asked = self._requests.epoch
             try:
                 return self._requests.next(limit_s, is_over)
-            except RefusedError:
-                raise
             except LinkLostError as error:
-                if self._requests.epoch == asked:
+                if isinstance(error, RefusedError) or self._requests.epoch == asked:
                     raise
                 logger.info("node %d: an edge was lost before it was open: %s", self._node, error)
         raise LinkLostError(f"{_OPENINGS} edges were lost before they were open")
