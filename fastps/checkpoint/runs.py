@@ -118,7 +118,8 @@ def check_folder(
     except TimeoutError:
         raise _refused(directory, "an answer", f"none within {limit_s:g} s: its disk hangs") from None
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # of torchrun: the same launch
-    if not others or is_restart or (resumed is not None and _is_in(resumed.folder, directory)):
+    own = [] if resumed is None else [resumed.folder.resolve(), resumed.folder.resolve().parent]
+    if not others or is_restart or directory.resolve() in own:
         return
     if not overwrite:
         raise CheckpointError(
@@ -144,10 +145,6 @@ def _others(directory: Path, resumed: Checkpoint | None, needed_bytes: int) -> l
     known = {*_begun, *earlier_runs(resumed)} | ({launch} if (launch := _of_launch()) else set())
     runs = {folder: run_of(folder) for folder in found}
     return [folder for folder, run in runs.items() if run is None or known.isdisjoint((run, run.partition(_OF_JOB)[0]))]
-
-
-def _is_in(folder: Path, directory: Path) -> bool:
-    return directory.resolve() in (folder.resolve(), folder.resolve().parent)
 
 
 def _try(directory: Path, needed_bytes: int) -> None:

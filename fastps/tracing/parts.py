@@ -131,7 +131,8 @@ def annotate(files: Sequence[Path], notes: Mapping[int, Mapping[str, Any]]) -> N
     traces = {file: read(file) for file in files} if notes else {}
     added: dict[Path, dict[str, Any]] = {file: {} for file in traces}
     for rank, note in notes.items():
-        known = {file: trace.header["of_worker"][f"{rank}"] or {} for file, trace in traces.items() if _has(trace, rank)}
+        notes_of = {file: trace.header["of_worker"] for file, trace in traces.items()}
+        known = {file: own[f"{rank}"] or {} for file, own in notes_of.items() if f"{rank}" in own}
         unfinished = [file for file, own in known.items() if not own.get("finished")] or list(known)[-1:]
         for file, own in known.items():
             more = {"end": note["end"]} if "end" in note and file in unfinished else {}
@@ -142,10 +143,6 @@ def annotate(files: Sequence[Path], notes: Mapping[int, Mapping[str, Any]]) -> N
     for file, trace in traces.items():
         if added[file]:
             write(replace(trace, header={**trace.header, "of_worker": {**trace.header["of_worker"], **added[file]}}), file)
-
-
-def _has(trace: Trace, rank: int) -> bool:
-    return f"{rank}" in trace.header["of_worker"]
 
 
 def _is_beside(stop: Sequence[int], note: Mapping[str, Any], trace: Trace) -> bool:

@@ -73,6 +73,7 @@ def simulate(
     momentum: options.Momentum = 0.5,
     trace: Annotated[Path | None, typer.Option(help="Write every event into this file (NumPy); for one spec.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the staleness into this picture.")] = None,
+    page: Annotated[Path | None, typer.Option("--report", metavar="FILE.html", help="Compare the specs on a page.")] = None,
     wide: options.Wide = False,
     json_file: options.Json = None,
     progress: options.Bar = True,
@@ -81,7 +82,11 @@ def simulate(
     """Play synchronization schemes in virtual time, with as many workers as you like, by the scheduler that the store runs."""
     from fastps.cli import simulation_report as report
     from fastps.lab.measuring.simulated_links import ModelOnNodes, on_links, read_links
+    from fastps.lab.virtual import side_by_side
+    from fastps.report.page import check_installed, write
 
+    if page is not None:
+        check_installed()
     texts = SimulationTexts(**{name: given[name] for name in TEXTS})
     policies = read_policies(sync, shards)
     simulation = read_simulation(texts, workers=workers, steps=steps, leave=leave, batch=batch_size, cores=cores, seed=seed)
@@ -105,6 +110,8 @@ def simulate(
         report.save_trace(outcomes[0], trace)
     if plot is not None:
         plot_staleness(rows, plot)
+    if page is not None:
+        write(side_by_side.page_of(rows, title), page)
     options.save_rows("simulate", rows, json_file)
 
 
