@@ -238,8 +238,10 @@ class ZeromqLink:
                 self._send_queued()
             if found & zmq.POLLIN:
                 self._receive_queued()
-            if self._monitor in ready and self._is_end(*self._event()):
-                self._drain()
+            if self._monitor in ready:
+                event, descriptor = self._event()  # also of strangers, who were refused
+                if event == zmq.EVENT_DISCONNECTED and descriptor == getattr(self, "_descriptor", descriptor):
+                    self._drain()
 
     def _drain(self) -> None:
         """Hand out what came before the end of the connection. Raises LinkLostError after that."""
@@ -269,10 +271,6 @@ class ZeromqLink:
     def _event(self) -> tuple[int, int]:
         found = parse_monitor_message(self._monitor.recv_multipart())
         return found["event"], found["value"]
-
-    def _is_end(self, event: int, descriptor: int) -> bool:
-        """Whether an event is the end of this link's connection, and not that of a stranger's who was refused."""
-        return event == zmq.EVENT_DISCONNECTED and descriptor == getattr(self, "_descriptor", descriptor)
 
     def _authenticate(self) -> None:
         """Answer libzmq's question whether a client may come: only with the expected key."""

@@ -316,10 +316,11 @@ def disciplines(facts: Facts) -> Figure | None:
         return None
     own = str(facts.trace.header["policy"].get("spec"))
     shown = [row for number, row in enumerate(rows) if number < _MOST_BARS or row["sync"] == own or row["recommended"]]
+    names, colours = zip(*(_bar(row, own) for row in shown), strict=True)
     drawn = bars(
-        [_label(row, own) for row in shown],
+        names,
         [row["useful_steps_per_s"] for row in shown],
-        [_colour(row, own) for row in shown],
+        colours,
         _HOVER,
         customdata=[rounded([row["staleness_mean"], 100 * row["wait_share"], 100 * row["dropped_share"]]) for row in shown],
     )
@@ -349,14 +350,10 @@ def disciplines(facts: Facts) -> Figure | None:
     )
 
 
-def _label(row: Row, own: str) -> str:
+def _bar(row: Row, own: str) -> tuple[str, str]:
     if row["sync"] == own:
-        return f"<b>{row['sync']}</b> (this run)"
-    return f"<b>{row['sync']}</b> ✓" if row["recommended"] else str(row["sync"])
-
-
-def _colour(row: Row, own: str) -> str:
-    return "var(--wait)" if row["sync"] == own else "var(--fold)" if row["recommended"] else "var(--muted-bar)"
+        return f"<b>{row['sync']}</b> (this run)", "var(--wait)"
+    return (f"<b>{row['sync']}</b> ✓", "var(--fold)") if row["recommended"] else (str(row["sync"]), "var(--muted-bar)")
 
 
 def _table(rows: list[Row], own: str) -> Table:

@@ -44,6 +44,7 @@ from fastps.torch.gradients import OF_A_SCALER, loss_scaling
 from fastps.torch.join import Joining
 from fastps.torch.model_buffers import ModelBuffers
 from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_calls
+from fastps.torch.placements.host import HostPlacement
 from fastps.torch.placements.placed import placed
 from fastps.torch.update_rules import PARAMETER_TYPES, Hypers, pushed_type, rows_of, rule_of, without
 from fastps.torch.weights import shaped_tensors, shown
@@ -145,7 +146,7 @@ class DistributedOptimizer(OptimizerState):
         self._inner = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._buffers = ModelBuffers(model)
-        self._placement = placed(self._tensors, push_dtype, is_told=self._is_told)
+        self._placement = self._place(push_dtype)
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         self._server, self._max_readers = value_of("FASTPS_SERVER", server), value_of("FASTPS_MAX_READERS", max_readers)
         layout = self._layout(model, policy, faults, pushed)
@@ -205,6 +206,9 @@ class DistributedOptimizer(OptimizerState):
         workers, extra_bytes = self._identity.workers, self._buffers.nbytes + room_bytes(policy)
         layout = Layout(parameters, len(groups), self._rule, policy, workers, extra_bytes, faults, pushed)
         return self._placement.layout(replace(layout, server=self._server, max_readers=self._max_readers))
+
+    def _place(self, push_dtype: torch.dtype) -> HostPlacement:
+        return placed(self._tensors, push_dtype, is_told=self._is_told)
 
     def _join(self, layout: Layout, to: Joining) -> Worker:
         def write_state(store: JobMemory) -> None:

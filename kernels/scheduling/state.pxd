@@ -235,7 +235,8 @@ cdef inline void state_begin(scheduler_t *state) noexcept nogil:
         tournament_begin(state_equal_times(state))
 
 
-cdef inline void state_mark(scheduler_t *state, int64_t *dirty_at, int32_t *dirty, int32_t *n_dirty, int32_t index) noexcept nogil:
+cdef inline void state_mark(
+        scheduler_t *state, int64_t *dirty_at, int32_t *dirty, int32_t *n_dirty, int32_t index) noexcept nogil:
     """Add a part of the state to the list of those that changed in this commit, unless it is there."""
     if dirty_at[0] != state.sequence:
         FPS_FAILPOINT()

@@ -124,7 +124,7 @@ def test_links_leave_no_descriptor_and_no_thread(store: TCPStore) -> None:
 
 def test_different_secrets_do_not_meet(store: TCPStore) -> None:
     secrets = SECRET, Secret(b"another secret of tests")
-    reasons = both(lambda side: reason_of(lambda: _link(store.port, side, secrets[side], 2.0)))
+    reasons = both(lambda side: reason_of(lambda: _link(store.port, side, secrets[side], 20.0)))
     assert all("not made with this job's secret: give all nodes the same" in reason for reason in reasons)
 
 
