@@ -47,7 +47,7 @@ MODULES = {
     "fastps/cli/bench_report": "tests/cli/test_tables.py",
     "fastps/cli/reproduce_report": "tests/cli/test_tables.py",
     "fastps/cli/options": "tests/cli/test_main.py",
-    "fastps/cli/plots": "tests/lab/test_stragglers.py",
+    "fastps/lab/plots": "tests/lab/test_stragglers.py",
     "fastps/cli/report": "tests/cli/test_main.py",
     "fastps/cli/simulation_report": "tests/simulation/test_simulate.py",
     "fastps/cli/trace_report": "tests/tracing/test_trace.py",

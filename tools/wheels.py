@@ -3,8 +3,9 @@
     python tools/wheels.py --out dist [python3.11 python3.12 ...]
 
 The source distribution is built first, and each wheel from it alone, in a new environment. A wheel runs on glibc 2.28 and
-later, as torch's own wheels do. It holds no binary that knows torch: that is checked here. Exit code 1 if an interpreter is
-missing, or if a wheel is not what it should be. `pip install '.[wheels]'` brings what this needs.
+later, as torch's own wheels do. It holds no binary that knows torch: that is checked here. Two builds with the same tools are
+the same bytes: the time of their files is SOURCE_DATE_EPOCH, or else in 1980. Exit code 1 if an interpreter is missing, or if a
+wheel is not what it should be. `pip install '.[wheels]'` brings what this needs.
 """
 
 import argparse
@@ -82,6 +83,8 @@ def _settle(path: Path) -> None:
     with path.open("wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
         with tarfile.open(fileobj=packed, mode="w") as archive:
             for member, content in zip(members, contents, strict=True):
+                if not (member.isfile() or member.isdir()):
+                    raise SystemExit(f"{path.name}: expected files and folders, found a link: {member.name}")
                 plain = tarfile.TarInfo(member.name)
                 plain.type, plain.size, plain.mtime = member.type, len(content), int(EPOCH)
                 plain.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644

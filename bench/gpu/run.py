@@ -20,6 +20,7 @@ from pathlib import Path
 from fastps.bench.gpu.report import Report, not_run
 from fastps.bench.gpu.surroundings import gpu_of_this_machine
 from fastps.bench.measure import Row
+from fastps.system.interrupts import deferred_interrupts
 from fastps.system.memory_limits import oom_kills, oom_reason
 from fastps.system.processes import die_with_parent
 
@@ -112,30 +113,36 @@ def run_part(name: str, part: Part, settings: Settings) -> list[Row]:
 def _run(command: Sequence[str], output: int, limit_s: float) -> str:
     """Run a command in a session of its own; returns how it failed, or nothing. Nothing of its session is left."""
     killed_before = oom_kills()
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-        preexec_fn=die_with_parent(os.getpid()),
-    )
-    try:
-        code = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # faulthandler prints the stack of each thread
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STACK_S)
-        return f"it did not end within {limit_s:g} s,"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_KILL_S)  # one that a driver holds is left to the kernel
+    with contextlib.ExitStack() as stack:
+        with deferred_interrupts(lambda number, frame: None):  # it could come between the start and the next line
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=die_with_parent(os.getpid()),
+            )
+            stack.callback(_end, process)
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # faulthandler prints the stack of each thread
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STACK_S)
+            return f"it did not end within {limit_s:g} s,"
     if code < 0:
         was_out_of_memory = code == -signal.SIGKILL and oom_kills() > killed_before
         return f"it was ended by {signal.Signals(-code).name}{oom_reason() if was_out_of_memory else ''}"
     return f"it ended with exit code {code}" if code else ""
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a process and its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILL_S)  # one that a driver holds is left to the kernel
 
 
 def make_report(file: Path | None, quick: bool) -> tuple[Report, Settings]:

@@ -224,6 +224,10 @@ class Requests:
             raise
         return edge, hello
 
+    def end_of_node(self) -> Callable[[], bool] | None:
+        """See Rendezvous.end_of."""
+        return None if self._store is None else self._rendezvous.end_of(self._store, self._node)
+
     def _ask(self) -> tuple[int, Store] | None:
         """A new request's epoch, and the store. Raises LinkLostError if the node refuses, or the rendezvous has ended."""
         if self._store is None:

@@ -18,7 +18,7 @@ from fastps.network.home import Home, NodeLanes
 from fastps.network.link import LinkLostError, Memory, RefusedError
 from fastps.network.messages import Header, Kind, check_push
 from fastps.network.monitoring.watch import EdgeWatch
-from fastps.network.rendezvous import Requests
+from fastps.network.rendezvous import OPEN_S, Requests
 from fastps.network.session import NodeRecord
 from fastps.network.sums import payload_bytes, unpack
 from fastps.tracing.file import PUSH_POSTED, WEIGHTS_SENT
@@ -120,38 +120,46 @@ class Serving(threading.Thread):
         """Wait a short time for the node to open the edge again. Raises LinkLostError."""
         edge.ask_to_reopen()
         try:
-            return self._next_open(self._home.nodes.policy.timeout_s + _ASKING_S, self._patience(edge))
+            is_over = self._patience(lambda: not edge.is_silent or edge.may_return)
+            return self._next_open(self._home.nodes.policy.timeout_s + _ASKING_S, is_over)
         finally:
             edge.abandon()
 
     def _next_open(self, limit_s: float, is_over: Callable[[], bool]) -> tuple[Edge, Header]:
-        """The next edge that opens, each asked for in `limit_s`. Raises LinkLostError, RefusedError if the node is refused."""
+        """Wait up to `limit_s` for each request, until an edge opens. Raises LinkLostError, RefusedError if this refuses it."""
+        lost: LinkLostError | None = None
         for _ in range(_OPENINGS):
             asked = self._requests.epoch
             try:
                 return self._requests.next(limit_s, is_over)
             except LinkLostError as error:
                 if isinstance(error, RefusedError) or self._requests.epoch == asked:
-                    raise
-                logger.info("node %d: an edge was lost before it was open: %s", self._node, error)
-        raise LinkLostError(f"{_OPENINGS} edges were lost before they were open")
+                    raise (lost or error) from None
+                lost = error
+            limit_s, is_over = min(limit_s, OPEN_S), self._while_it_runs(is_over)
+        raise LinkLostError(f"{_OPENINGS} edges were lost before they were open, the last one by this: {lost}")
 
-    def _patience(self, edge: Edge) -> Callable[[], bool]:
+    def _while_it_runs(self, is_over: Callable[[], bool]) -> Callable[[], bool]:
+        """A function that says whether `is_over`, or whether the node's agent, which has asked before, has ended."""
+        has_ended = self._requests.end_of_node() or (lambda: True)
+        is_silent = self._patience(lambda: not has_ended())
+        return lambda: is_over() or is_silent()
+
+    def _patience(self, runs: Callable[[], bool]) -> Callable[[], bool]:
         """A function that says whether the node has been silent for too long.
 
         A node that has lost a connection may be in a transfer over the other one, which nothing ends but its timeout. So while
-        its agent runs, this waits for as long as that takes. Once the agent has ended, or has been silent for the timeout,
+        its agent `runs`, this waits for as long as that takes. Once the agent has ended, or has been silent for the timeout,
         this waits only a short time.
         """
-        clock = self._clock
         asked_ns, silent_ns = 0, 0
 
         def is_over() -> bool:
             nonlocal asked_ns, silent_ns
-            now_ns = clock.now_ns()
-            if edge.is_silent and not silent_ns and now_ns - asked_ns >= _PROBE_NS:
+            now_ns = self._clock.now_ns()
+            if not silent_ns and now_ns - asked_ns >= _PROBE_NS:
                 asked_ns = now_ns
-                silent_ns = 0 if edge.may_return else now_ns
+                silent_ns = 0 if runs() else now_ns
             return silent_ns > 0 and now_ns - silent_ns >= _SILENT_S * 1e9
 
         return is_over

@@ -239,7 +239,7 @@ class ZeromqLink:
             if found & zmq.POLLIN:
                 self._receive_queued()
             if self._monitor in ready:
-                event, descriptor = self._event()  # also of strangers, who were refused
+                event, descriptor = self._event()  # it may be that of a refused stranger
                 if event == zmq.EVENT_DISCONNECTED and descriptor == getattr(self, "_descriptor", descriptor):
                     self._drain()
 

@@ -36,7 +36,7 @@ cdef enum:
     SCALE_BATCH = 6         # each push's learning rate times its batch / its worker's first batch
 
     OF_CLOCK = 0            # a worker's place among those of its clock, in order of arrival
-    OF_WAITING = 1          # its place among those that wait, meant only while it waits
+    OF_WAITING = 1          # its place among those that wait, valid only while it waits
 
     WAITS_FOR_ALL = 1       # in the list of all waiting workers
     WAITS_IN_BUCKET = 2     # in the list of its bucket

@@ -155,7 +155,7 @@ cdef bint _are_buckets_sound(const scheduler_t *state, int64_t waiting) noexcept
 
 
 cdef int64_t _count(const scheduler_t *state, const ends_t *ends, int which, int32_t number) noexcept nogil:
-    """How many workers are in a list, all of this bucket, or with this value of `waiting`; or _NO_LIST."""
+    """How many workers are in a list, or _NO_LIST. `number`: OF_CLOCK, their bucket; OF_WAITING, their value of `waiting`."""
     cdef const link_t *link
     cdef const worker_t *w
     cdef int32_t worker = ends.first, before = -1

@@ -135,7 +135,7 @@ cdef class CompiledLoops:
 
     def show(self, Values values not None, bint is_write=False):
         """Set `data` of each tensor to its value's: no copy. With `is_write` autograd knows, as by `count_writes` of all."""
-        cdef Py_ssize_t i = -1
+        cdef Py_ssize_t i = -1  # the last one that was tried
         cdef vector[Py_ssize_t] uncounted
         self._check(values)
         if values.memory is None or values.memory is not self.memory:
@@ -146,19 +146,23 @@ cdef class CompiledLoops:
             if i == len(self.tensors) and uncounted.empty():
                 return
         with _counting:
-            if i < 0:
-                i = fps_point_all(self.tensors, self.known, values.known, is_write, uncounted, 0)
             while i < len(self.tensors):
-                self.known[i].place = values.known[i].place
-                if not fps_settle(self.tensors[i], values.tensors[i], self.known[i], values.known[i]):
-                    self.tensors[i].data = values.tensors[i]
-                    self.known[i].borrows = True
-                    self.known[i].place = _place(self.tensors[i])
-                if is_write:
-                    uncounted.push_back(i)
+                if i >= 0:
+                    self._settle(values, i)
+                    if is_write:
+                        uncounted.push_back(i)
                 i = fps_point_all(self.tensors, self.known, values.known, is_write, uncounted, i + 1)
             if not uncounted.empty():
                 self.count_writes([self.tensors[i] for i in uncounted])
+
+    cdef int _settle(self, Values values, Py_ssize_t i) except -1:
+        """Point one tensor that is not plain at its value."""
+        self.known[i].place = values.known[i].place
+        if not fps_settle(self.tensors[i], values.tensors[i], self.known[i], values.known[i]):
+            self.tensors[i].data = values.tensors[i]
+            self.known[i].borrows = True
+            self.known[i].place = _place(self.tensors[i])
+        return 0
 
     def show_copies(self):
         """Give each tensor a private copy of its values. What shares its owned storage goes along."""

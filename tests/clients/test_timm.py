@@ -16,7 +16,7 @@ from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 def timm() -> Any:
     """The library. It imports torchvision, whose binary of PyPI does not load beside a torch without CUDA."""
     if importlib.util.find_spec("timm") is None:
-        pytest.skip("the extra fastps[clients] is not installed")
+        pytest.skip("timm is not installed: pip install timm, in an environment without the other frameworks")
     try:
         import torchvision  # noqa: F401
     except RuntimeError:  # timm.create_model uses neither

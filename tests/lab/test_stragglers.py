@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.cli.plots import shown_of
 from fastps.lab import stragglers
+from fastps.lab.plots import shown_of
 from fastps.lab.stragglers import Arrival, arrivals, cdf, interpolated, mean_s, power_law, quantile_s, splits, width_ns
 from tests.support import commands, processes
 

@@ -13,13 +13,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 import fastps
 from fastps.job.disciplines import DISCIPLINES
 from fastps.job.specs import parse_policy
 from fastps.network.agent import AgentServer
+from fastps.network.edge import Edge
 from fastps.network.link import GlooLink, LinkLostError
+from fastps.network.rendezvous import Rendezvous
 from tests.support import nodes, processes
 from tests.support.torch_optimizers import steps_on
 
@@ -190,6 +192,37 @@ def test_an_edge_that_is_lost_while_it_first_opens_is_opened_again(monkeypatch: 
             return weights.tolist()
 
     assert nodes.train((1, 1), work) == [[-3.0] * 4] * 2
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_node_that_dies_while_its_first_edge_opens_is_lost_at_once(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Rendezvous.open
+
+    def open_and_die(self: Rendezvous, store: Store, node: int, epoch: int, side: int, timeout_s: float) -> Edge:
+        edge = opened(self, store, node, epoch, side, timeout_s)
+        if side == 1:
+            os._exit(9)
+        return edge
+
+    monkeypatch.setattr(Rendezvous, "open", open_and_die)
+
+    def work(_rank: int) -> Any:
+        began = time.monotonic()
+        weights = torch.nn.Parameter(torch.zeros(4))
+        try:
+            with fastps.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), timeout_s=60) as optimizer:
+                steps_on(lambda value: value, optimizer, weights, 3)
+        except fastps.Error as error:
+            return time.monotonic() - began, str(error)
+        return time.monotonic() - began, ""
+
+    with nodes.rendezvous() as port:
+        children = nodes.start((1, 1), port, work, {"FASTPS_ON_NODE_LOSS": policy})
+        processes.finish(children, 100)
+    took_s, text = children[0].outcome
+    assert took_s < 30, "the job's timeout is 60 s"
+    assert text.startswith("node 1 was lost: ") if policy == "stop" else not text
+    assert "did not come" not in text, "it came, and the first loss says why it is gone"
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ def start(work: Callable[[], Any]) -> Child:
             code = 0
         except BaseException as error:
             message = (type(error).__name__, str(error))
+            _kept = error  # and what its frames hold: Gloo's destructors may wait for ever
             if os.environ.get("FASTPS_TEST_TRACE"):
                 traceback.print_exc()
         with os.fdopen(writer, "wb") as pipe:

@@ -8,10 +8,10 @@ import typer
 
 from fastps.cli import options
 from fastps.cli.commands import CHOOSE, MACHINE
-from fastps.cli.plots import plot_staleness
 from fastps.cli.tables import say, show
 from fastps.errors import UsageError
 from fastps.lab.demo.options import LEARNING_RATE
+from fastps.lab.plots import plot_staleness
 from fastps.lab.virtual.options import SimulationTexts, read_policies, read_simulation
 
 if TYPE_CHECKING:
@@ -106,13 +106,13 @@ def simulate(
     title = f"{workers:,} {'nodes' if links is not None else 'workers'} {made} in virtual time, seed {seed}"
     show(console, report.simulation_table(rows, title), wide=wide)
     console.print(report.simulation_footer(rows))
+    options.save_rows("simulate", rows, json_file)
     if trace is not None:
         report.save_trace(outcomes[0], trace)
     if plot is not None:
         plot_staleness(rows, plot)
     if page is not None:
         write(side_by_side.page_of(rows, title), page)
-    options.save_rows("simulate", rows, json_file)
 
 
 def _player(context: typer.Context) -> "Player":

@@ -1,7 +1,10 @@
 """A page that shows the disciplines of one simulation side by side: what is learned by when, how fast, and how stale."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from fastps.report.figure import Figure, Json, Table, bars, lanes_height, layout, paired, rounded, rows_layout, seconds_text
 from fastps.report.page import Fact, Page
@@ -9,6 +12,7 @@ from fastps.version import __version__
 
 Row = dict[str, Any]
 _COLOURS = 8  # of the page's style
+_MOST_POINTS = 400  # of a line
 
 
 def page_of(rows: Sequence[Row], title: str) -> Page:
@@ -27,39 +31,37 @@ def page_of(rows: Sequence[Row], title: str) -> Page:
 
 
 def _line(number: int, name: str, x: Sequence[float], y: Sequence[float], hover: str) -> Json:
-    made: Json = {"type": "scatter", "mode": "lines+markers", "name": name, "x": rounded(x), "y": rounded(y)}
+    """A line in the colour of the discipline with this number. What is not finite is a gap in it."""
+    made: Json = {"type": "scatter", "mode": "lines+markers", "name": name, "x": list(x)}
+    made["y"] = [value if math.isfinite(value) else None for value in rounded(y)]
     made |= {"line": {"color": f"var(--c{number % _COLOURS})"}, "marker": {"size": 4}}
     return {**made, "hovertemplate": f"{name}: {hover}<extra></extra>"}
 
 
 def _learning(rows: Sequence[Row], learned: str) -> Figure:
     """Test accuracy, or the losses that a script reports, over virtual time."""
-    is_loss, shown = learned == "loss_over_time", [row for row in rows if row[learned]]
+    is_loss = learned == "loss_over_time"
     what, hover = ("reported loss", "%{y:.4g} at %{x:.4g} s") if is_loss else ("test accuracy, %", "%{y:.1f} % at %{x:.4g} s")
-    scale = 1.0 if is_loss else 100.0
-    lines = [
-        _line(number, row["sync"], [at_s for at_s, _ in row[learned]], [scale * value for _, value in row[learned]], hover)
-        for number, row in enumerate(rows)
-        if row[learned]
-    ]
-    ends = {row["sync"]: row["train_loss"] if is_loss else 100 * row["test_accuracy"] for row in shown}
-    best = (min if is_loss else max)(ends, key=lambda sync: ends[sync])
-    note = "Each point is the mean of a run of pushes; the table has the mean of the last tenth." if is_loss else ""
+    scale, sign, unit = (1.0, 1.0, "") if is_loss else (100.0, -1.0, " %")
+    lines, ends = [], []
+    for number, row in enumerate(rows):
+        if row[learned]:
+            times, values = zip(*row[learned], strict=True)
+            lines.append(_line(number, row["sync"], rounded(times), [scale * value for value in values], hover))
+            ends.append((scale * row["train_loss" if is_loss else "test_accuracy"], row["sync"], seconds_text(row["seconds"])))
+    finite = [each for each in ends if math.isfinite(each[0])]
+    best = min(finite, key=lambda each: sign * each[0], default=None)
     return Figure(
         "learning",
         f"{'Loss' if is_loss else 'Accuracy'} over virtual time",
-        f"{best} ends best: {ends[best]:.4g}{'' if is_loss else ' %'}, after {_seconds_of(shown, best)}.",
+        f"{best[1]} ends best: {best[0]:.4g}{unit}, after {best[2]}." if best else "No discipline ends with a finite loss.",
         f"A line for each discipline: {what} over virtual seconds.",
         {"data": lines, "layout": layout("virtual seconds", what, showlegend=True)},
         380,
-        Table(["sync", what, "virtual time"], [[sync, f"{end:.4g}", _seconds_of(shown, sync)] for sync, end in ends.items()]),
-        note,
+        Table(["sync", what, "virtual time"], [[sync, f"{end:.4g}", took] for end, sync, took in ends]),
+        "Each point is the mean of a run of pushes; the table has the mean of the last tenth." if is_loss else "",
         is_wide=True,
     )
-
-
-def _seconds_of(rows: Sequence[Row], sync: str) -> str:
-    return seconds_text(next(row["seconds"] for row in rows if row["sync"] == sync))
 
 
 def _speed(rows: Sequence[Row]) -> Figure:
@@ -83,10 +85,12 @@ def _staleness(rows: Sequence[Row]) -> Figure:
     """The share of folded pushes over their staleness."""
     lines = []
     for number, row in enumerate(rows):
-        folded = max(1, sum(count for _, count in row["staleness"]))
-        shares = [100 * count / folded for _, count in row["staleness"]]
-        versions = [versions for versions, _ in row["staleness"]]
-        lines.append(_line(number, row["sync"], versions, shares, "%{y:.1f} % of the pushes are %{x} versions old"))
+        versions, counts = np.array(row["staleness"], np.int64).reshape(-1, 2).T
+        shares = 100 * counts / max(1, counts.sum())
+        parts = range(0, len(versions), -(-len(versions) // _MOST_POINTS) or 1)  # the first version of each, and its mean share
+        sums = np.add.reduceat(shares, parts) if len(versions) else shares
+        means = [float(total) / count for total, count in zip(sums, np.diff([*parts, len(versions)]).tolist(), strict=True)]
+        lines.append(_line(number, row["sync"], versions[parts].tolist(), means, "%{y:.2g} % of pushes are %{x} versions old"))
     most = max(rows, key=lambda row: float(row["staleness_max"]))
     cells = [[row["sync"], f"{row['staleness_mean']:.2f}", f"{row['staleness_max']:,}"] for row in rows]
     return Figure(

@@ -1,6 +1,7 @@
 """The page of a simulation: a line and a bar for each discipline, in words and numbers, too."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -46,6 +47,21 @@ def test_accuracy_takes_the_place_of_losses_and_the_best_is_the_greatest(rows: l
     learning = page_of(trained, "4 workers").figures[0]
     assert learning.title == "Accuracy over virtual time" and learning.sentence.startswith("bsp ends best: 90 %")
     assert [line["y"] for line in learning.spec["data"]] == [[90.0], [50.0]]
+
+
+def test_a_loss_that_is_not_finite_is_a_gap_and_never_the_best(rows: list[dict[str, Any]]) -> None:
+    diverged = rows[0] | {"loss_over_time": [(0.5, 2.0), (1.0, math.inf), (1.5, math.nan)], "train_loss": math.nan}
+    learning = page_of([diverged, rows[1]], "4 workers").figures[0]
+    assert learning.spec["data"][0]["y"] == [2.0, None, None] and learning.sentence.startswith("asp ends best: 0.25")
+    assert page_of([diverged], "4 workers").figures[0].sentence == "No discipline ends with a finite loss."
+    json.dumps(learning.spec, allow_nan=False)
+
+
+def test_thousands_of_versions_become_a_line_of_few_points_that_goes_one_way(rows: list[dict[str, Any]]) -> None:
+    many = rows[0] | {"staleness": [(100_000 + version, 1 + version % 2) for version in range(30_001)]}
+    [line] = page_of([many], "4 workers").figures[-1].spec["data"]
+    assert len(line["x"]) <= 400 and line["x"] == sorted(set(line["x"])) and line["x"][0] == 100_000
+    assert line["y"][0] == pytest.approx(100 / 30_001, rel=0.02)
 
 
 def test_without_losses_there_is_no_plot_of_them(rows: list[dict[str, Any]]) -> None:

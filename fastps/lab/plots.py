@@ -8,14 +8,14 @@ from fastps.errors import UsageError
 from fastps.system.extras import how_to_install
 
 if TYPE_CHECKING:
-    from fastps.cli.report import Row
     from fastps.lab.stragglers import Arrival
 
+Row = dict[str, Any]
 Line = tuple[str, Sequence[tuple[float, float]]]
 """A line's name and its points."""
 
 
-def plot_accuracy(rows: "Sequence[Row]", file: Path) -> None:
+def plot_accuracy(rows: Sequence[Row], file: Path) -> None:
     """Draw test accuracy over seconds, a line a run. Raises UsageError."""
     lines = [(row["sync"], [(at_s, 100 * share) for at_s, share in row["accuracy_over_time"]]) for row in rows]
     save_lines(lines, "seconds", "test accuracy, %", file, marker="o")
@@ -28,7 +28,7 @@ def plot_arrivals(rows: "Sequence[Arrival]", file: Path) -> None:
     save_lines(lines, "ms from the version's beginning", y, file, xscale="log", drawstyle="steps-post")
 
 
-def plot_staleness(rows: "Sequence[Row]", file: Path) -> None:
+def plot_staleness(rows: Sequence[Row], file: Path) -> None:
     """Draw the share of folded pushes over their staleness, a line a policy. Raises UsageError."""
     lines: list[Line] = []
     for row in rows:
