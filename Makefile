@@ -68,6 +68,7 @@ test-fast: $(VENV)/.installed  ## unit tests without torch: neither processes, n
 $(VENV)/.extras: $(VENV)/.installed $(VENV)/.wheels
 	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 		print(*extras["clients"], *extras["peers"])' | xargs $(PIP) install --quiet -c constraints.txt
+	$(PIP) install --quiet --no-deps -c constraints.txt timm  # not torchvision, whose binary does not load beside a torch without CUDA
 	touch $@
 
 system-packages:  ## install the programs that tests use, with apt-get (as root); without them, their tests are skipped

@@ -2,6 +2,9 @@
 
 import copy
 import importlib.util
+import sys
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,24 +15,40 @@ import fastps
 from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
 
-@pytest.fixture(scope="module")
-def timm() -> Any:
-    """The library. It imports torchvision, whose binary of PyPI does not load beside a torch without CUDA."""
-    if importlib.util.find_spec("timm") is None:
-        pytest.skip("timm is not installed: pip install timm, in an environment without the other frameworks")
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError:  # timm.create_model uses neither
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
-    import timm.data
-    import timm.loss
-    import timm.models
-    import timm.optim
-    import timm.scheduler
-    import timm.utils
+class _Named(type):
+    """A class of torchvision's, of which timm's modules want the name, and of an enumeration the members' names."""
 
-    return timm
+    def __getattr__(cls, name: str) -> str:
+        return name
+
+
+def _class_named(name: str) -> type:
+    if not name[0].isupper():  # a module, or what Python asks of one
+        raise AttributeError(name)
+    return _Named(name, (), {})
+
+
+@pytest.fixture(scope="module")
+def timm() -> Iterator[Any]:
+    """The library. Its modules import torchvision, whose binary of PyPI does not load beside a torch without CUDA.
+
+    What these tests run uses none of it: names stand for it, for as long as they run.
+    """
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    parts = ["", ".datasets", ".ops", ".ops.misc", ".transforms", ".transforms.functional"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [f"torchvision{part}" for part in parts]:
+            patch.setitem(sys.modules, name, module := types.ModuleType(name))
+            patch.setattr(module, "__getattr__", _class_named, raising=False)
+        import timm.data
+        import timm.loss
+        import timm.models
+        import timm.optim
+        import timm.scheduler
+        import timm.utils
+
+        yield timm
 
 
 def _train(timm: Any, name: str, wraps: bool, clip: str = "norm", scaled: bool = False, **options: Any) -> list[torch.Tensor]:

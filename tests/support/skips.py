@@ -8,7 +8,6 @@ _MAY_BE_SKIPPED = (
     "nvcc is not installed",
     "nvdisasm is not installed",
     "needs the failpoint build",  # another run of the same slice has it
-    "timm is not installed",  # PyPI's torchvision, which it needs, breaks other frameworks beside a torch without CUDA
     "this kernel",
     "no memory control group can be made here",
     "network namespaces are not allowed here",
