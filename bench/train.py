@@ -1,4 +1,4 @@
-"""Training steps per second: the same loop, images and model under fastps, DistributedDataParallel, Hogwild and one process.
+"""Training steps per second: the same loop, images and model under fastps, what others use, and one process.
 
 It trains two models on MNIST-5k: the demo job's CNN, with short steps, and a perceptron of 20 million parameters, which cost
 more to move. Sides alternate; their first steps must give the same weights, and each must learn. `fastps compare` measures
@@ -6,12 +6,13 @@ accuracy and the time to reach it.
 """
 
 import contextlib
+import importlib.util
 import mmap
 import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fastps.bench import rpc
 from fastps.bench.crew import ForkedCrew
 from fastps.bench.measure import BenchOptions, Floats, Row, Spread, aligned, check, interleaved, whole_lines
 from fastps.bench.member import load_torch
@@ -36,6 +38,7 @@ CHECKED_STEPS, JUDGED_IMAGES = 8, 500
 WIDTH, SMOKE_WIDTH = 4096, 32
 MODELS = ("cnn", "mlp")
 OURS = ("bsp", "dssp:3,15")
+PEERS = {"ddp": "bsp", "hogwild": "asp", "rpc": "bsp", "ray": "bsp"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """Number of processes: 1 for the side of a single process with the batches of all workers."""
+        """Number of processes that compute: 1 for the side of a single process with the batches of all workers."""
         return 1 if self.name == "single" else self.workers
 
 
@@ -68,7 +71,7 @@ class Loop:
     """A side's part of the common loop."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: rpc.Steps
     close: Callable[[], object] = lambda: None
 
 
@@ -83,15 +86,16 @@ def model_of(name: str, data: Dataset, smoke: bool) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers)
 
 
-def _sgd(model: nn.Module, *, fused: bool = True) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, fused=fused)
+def sgd(parameters: Iterable[torch.Tensor], *, fused: bool = True, rate: float = LEARNING_RATE) -> torch.optim.SGD:
+    """Make the optimizer of every side."""
+    return torch.optim.SGD(parameters, lr=rate, momentum=MOMENTUM, fused=fused)
 
 
 def _fastps(job: Job, rank: int, model: nn.Module) -> Loop:
     """Make the two changes that fastps needs in a loop."""
     names = f"{job.folder.name}-{job.model}-{job.workers}-{job.sync}"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.workers), FASTPS_JOB=names)
-    optimizer = DistributedOptimizer(_sgd(model, fused=False), job.sync, model=model)
+    optimizer = DistributedOptimizer(sgd(model.parameters(), fused=False), job.sync, model=model)
     return Loop(model, optimizer, optimizer.close)
 
 
@@ -100,7 +104,7 @@ def _ddp(job: Job, rank: int, model: nn.Module) -> Loop:
     method = f"file://{job.folder}/ddp-{job.model}-{job.workers}"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=job.workers)
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Loop(wrapped, _sgd(wrapped), dist.destroy_process_group)
+    return Loop(wrapped, sgd(wrapped.parameters()), dist.destroy_process_group)
 
 
 def _hogwild(job: Job, rank: int, model: nn.Module) -> Loop:
@@ -113,20 +117,38 @@ def _hogwild(job: Job, rank: int, model: nn.Module) -> Loop:
         parameter.data = view
         first += whole_lines(parameter.numel())
     job.barrier.wait()
-    return Loop(model, _sgd(model))
+    return Loop(model, sgd(model.parameters()))
 
 
-def _single(job: Job, rank: int, model: nn.Module) -> Loop:
-    """Set up plain torch with all cores and the batches of all workers."""
-    return Loop(model, _sgd(model))
+def _rpc(job: Job, rank: int, model: nn.Module) -> Loop:
+    """Set up torch's RPC: worker 0's process has the server beside its own loop."""
+    if rank == 0:
+        weights = nn.utils.parameters_to_vector(model.parameters()).detach().requires_grad_()
+        rpc.serve(weights, sgd([weights], rate=LEARNING_RATE / job.workers), job.workers)
+    rpc.join(rank, job.workers, f"{job.folder}/rpc-{job.model}-{job.workers}")
+    return Loop(model, rpc.Pushed(list(model.parameters())), rpc.leave)
+
+
+def _plain(job: Job, rank: int, model: nn.Module) -> Loop:
+    """Set up plain torch: for one process with all cores and the batches of all workers, and for a worker of Ray's."""
+    return Loop(model, sgd(model.parameters()))
 
 
 MAKERS: dict[str, Callable[[Job, int, nn.Module], Loop]] = {
     "fastps": _fastps,
     "ddp": _ddp,
     "hogwild": _hogwild,
-    "single": _single,
+    "rpc": _rpc,
+    "ray": _plain,
+    "single": _plain,
 }
+
+
+def _missing_reason(peer: str) -> str | None:
+    """Why a peer cannot be measured here, or None."""
+    if peer == "rpc":
+        return rpc.missing_reason()
+    return "ray is not installed: pip install 'fastps[ray]'" if peer == "ray" and not importlib.util.find_spec("ray") else None
 
 
 class Trainer:
@@ -158,11 +180,23 @@ class Trainer:
 
     def step(self) -> None:
         """Take one step like a training script, including reading the batch."""
+        self.compute()
+        self.loop.optimizer.step()
+
+    def compute(self) -> None:
+        """Compute the gradients of the next batch."""
         parts = [batches.next() for batches in self.batches]
         inputs, labels = parts[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*parts, strict=True))
         self.loop.optimizer.zero_grad()
         nn.functional.cross_entropy(self.loop.model(inputs), labels).backward()  # type: ignore[no-untyped-call]
-        self.loop.optimizer.step()
+
+
+def _member(job: Job, rank: int) -> Callable[[int | str], Any]:
+    if job.name != "ray":
+        return Trainer(job, rank)
+    from fastps.bench.integrations.ray_server import Driver
+
+    return Driver(job)
 
 
 class Side:
@@ -170,7 +204,8 @@ class Side:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.crew = ForkedCrew(job.processes, lambda rank: Trainer(job, rank))
+        members = 1 if job.name == "ray" else job.processes
+        self.crew = ForkedCrew(members, lambda rank: _member(job, rank), paused=job.name == "rpc")
         self.steps = 0
         self.steps_a_repeat = 1
         self.first_loss = self.last_loss = float("nan")
@@ -222,8 +257,9 @@ def measure(options: BenchOptions) -> list[Row]:
 
 
 def _rows(model: str, workers: int, data: Dataset, folder: Path, options: BenchOptions) -> list[Row]:
+    missing = {peer: reason for peer in PEERS if peer in options.against and (reason := _missing_reason(peer))}
     names = [("fastps", sync) for sync in OURS]
-    names += [(peer, sync) for peer, sync in (("ddp", "bsp"), ("hogwild", "asp")) if peer in options.against]
+    names += [(peer, sync) for peer, sync in PEERS.items() if peer in options.against and peer not in missing]
     with torch.device("meta"):  # sizes only: nothing is computed before the fork
         sizes = [parameter.numel() for parameter in model_of(model, data, options.smoke).parameters()]
     floats = sum(whole_lines(size) for size in sizes)
@@ -240,7 +276,10 @@ def _rows(model: str, workers: int, data: Dataset, folder: Path, options: BenchO
         spreads = list(interleaved(turns, options.repeats).values())
         for side in sides:
             side.finish()
-    return [_row(side, spread, spreads[0]) for side, spread in zip(sides, spreads, strict=True)]
+    keys = {"bench": "train", "model": model, "workers": workers, "checked": False}
+    return [_row(side, spread, spreads[0]) for side, spread in zip(sides, spreads, strict=True)] + [
+        {**keys, "name": peer, "sync": PEERS[peer], "missing": reason} for peer, reason in missing.items()
+    ]
 
 
 def _check_same(found: list[tuple[Side, Floats]]) -> None:

@@ -1,5 +1,6 @@
 """Every benchmark runs, checks its own result and writes the promised keys. Nothing is timed here."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -103,6 +104,15 @@ def test_peers_are_measured_or_missing_with_a_reason(tmp_path: Path) -> None:
     assert set(missing) == {"ray"} | ({"mpi"} if mpi.missing_reason() else set())
     for name in missing:
         assert f"missing: {name} (" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", ["rpc", "ray"])
+def test_a_training_beside_a_parameter_server_gives_the_same_weights_or_a_reason(tmp_path: Path, peer: str) -> None:
+    document, text = _checked_document("train", "--against", peer, target=tmp_path / "rows.json")
+    assert {row["name"] for row in document["rows"]} == {"fastps", "single", peer}
+    if all("missing" in row for row in document["rows"] if row["name"] == peer):
+        assert peer == "ray" and importlib.util.find_spec("ray") is None and "missing: ray (ray is not installed" in text
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

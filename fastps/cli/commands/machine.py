@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 AGAINST_HELP = (
     "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on GPUs limit, nccl, ddp; of a training: ddp,"
-    " hogwild. A peer that cannot run here is named with the reason. Of a step also ablations of fastps itself:"
-    " alone, plain, streaming, attributes, server. Of nodes: limit, gloo, ddp. Of readers: torchrl."
+    " hogwild, rpc, ray; of memory: ddp, hogwild, rpc. A peer that cannot run here is named with the reason. Of a step also"
+    " ablations of fastps itself: alone, plain, streaming, attributes, server. Of nodes: limit, gloo, ddp. Of readers: torchrl."
 )
 
 GPUS_HELP = (
