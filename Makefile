@@ -95,9 +95,10 @@ slow-times:  ## measure how long the slow tests take, and write it into tests/sl
 	$(MAKE) test-slow
 	$(BIN)/python tools/slices.py renew build/slow/*.xml
 
-SLICES := $(foreach k,1 2 3 4 5 6,$(k)/6)
-test-all: test test-debug test-sanitizers  ## all tests: also the slow ones, in six slices, and those of special builds
-	@failed=; for slice in $(SLICES); do $(MAKE) test-slow SLICE=$$slice || failed+=" $$slice"; done; \
+# Each runs, also after one that failed.
+PARTS := test test-debug test-sanitizers $(foreach k,1 2 3 4 5 6,test-slow,SLICE=$(k)/6)
+test-all: $(VENV)/.installed  ## all tests: also the slow ones, in six slices, and those of special builds
+	@failed=; for part in $(PARTS); do $(MAKE) $${part/,/ } || failed+=" $$part"; done; \
 		[[ -z "$$failed" ]] || { echo "failed:$$failed"; exit 1; }
 
 test-debug: $(VENV)/.installed  ## tests of the core, built with bounds checks and assertions
