@@ -31,6 +31,7 @@ from fastps.lab.demo.data import CLASSES, Dataset, load, open_saved
 from fastps.lab.demo.models import inputs_of, model_for
 from fastps.lab.demo.options import TrainingOptions
 from fastps.lab.demo.worker_main import Batches
+from fastps.system.extras import how_to_install
 from fastps.torch.optimizer import DistributedOptimizer
 
 BATCH_SIZE, LEARNING_RATE, MOMENTUM = 16, 0.02, 0.5
@@ -148,7 +149,8 @@ def _missing_reason(peer: str) -> str | None:
     """Why a peer cannot be measured here, or None."""
     if peer == "rpc":
         return rpc.missing_reason()
-    return "ray is not installed: pip install 'fastps[ray]'" if peer == "ray" and not importlib.util.find_spec("ray") else None
+    is_missing = peer == "ray" and importlib.util.find_spec("ray") is None
+    return f"ray is not installed: {how_to_install('ray')}" if is_missing else None
 
 
 class Trainer:
