@@ -13,7 +13,8 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import nn
 
 from fastps.bench import rpc
 from fastps.bench.crew import ForkedCrew
+from fastps.bench.integrations import ray_server
 from fastps.bench.measure import BenchOptions, Floats, Row, Spread, aligned, check, interleaved, whole_lines
 from fastps.bench.member import load_torch
 from fastps.errors import UsageError
@@ -87,7 +89,7 @@ def model_of(name: str, data: Dataset, smoke: bool) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers)
 
 
-def sgd(parameters: Iterable[torch.Tensor], *, fused: bool = True, rate: float = LEARNING_RATE) -> torch.optim.SGD:
+def _sgd(parameters: Iterable[torch.Tensor], *, fused: bool = True, rate: float = LEARNING_RATE) -> torch.optim.SGD:
     """Make the optimizer of every side."""
     return torch.optim.SGD(parameters, lr=rate, momentum=MOMENTUM, fused=fused)
 
@@ -96,7 +98,7 @@ def _fastps(job: Job, rank: int, model: nn.Module) -> Loop:
     """Make the two changes that fastps needs in a loop."""
     names = f"{job.folder.name}-{job.model}-{job.workers}-{job.sync}"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.workers), FASTPS_JOB=names)
-    optimizer = DistributedOptimizer(sgd(model.parameters(), fused=False), job.sync, model=model)
+    optimizer = DistributedOptimizer(_sgd(model.parameters(), fused=False), job.sync, model=model)
     return Loop(model, optimizer, optimizer.close)
 
 
@@ -105,7 +107,7 @@ def _ddp(job: Job, rank: int, model: nn.Module) -> Loop:
     method = f"file://{job.folder}/ddp-{job.model}-{job.workers}"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=job.workers)
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Loop(wrapped, sgd(wrapped.parameters()), dist.destroy_process_group)
+    return Loop(wrapped, _sgd(wrapped.parameters()), dist.destroy_process_group)
 
 
 def _hogwild(job: Job, rank: int, model: nn.Module) -> Loop:
@@ -118,21 +120,26 @@ def _hogwild(job: Job, rank: int, model: nn.Module) -> Loop:
         parameter.data = view
         first += whole_lines(parameter.numel())
     job.barrier.wait()
-    return Loop(model, sgd(model.parameters()))
+    return Loop(model, _sgd(model.parameters()))
+
+
+def _served(model: nn.Module, rate: float) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+    """The weights of a server, in one flat tensor, and their optimizer."""
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach().requires_grad_()
+    return weights, _sgd([weights], rate=rate)
 
 
 def _rpc(job: Job, rank: int, model: nn.Module) -> Loop:
     """Set up torch's RPC: worker 0's process has the server beside its own loop."""
     if rank == 0:
-        weights = nn.utils.parameters_to_vector(model.parameters()).detach().requires_grad_()
-        rpc.serve(weights, sgd([weights], rate=LEARNING_RATE / job.workers), job.workers)
+        rpc.serve(*_served(model, LEARNING_RATE / job.workers), job.workers)
     rpc.join(rank, job.workers, f"{job.folder}/rpc-{job.model}-{job.workers}")
     return Loop(model, rpc.Pushed(list(model.parameters())), rpc.leave)
 
 
 def _plain(job: Job, rank: int, model: nn.Module) -> Loop:
     """Set up plain torch: for one process with all cores and the batches of all workers, and for a worker of Ray's."""
-    return Loop(model, sgd(model.parameters()))
+    return Loop(model, _sgd(model.parameters()))
 
 
 MAKERS: dict[str, Callable[[Job, int, nn.Module], Loop]] = {
@@ -196,9 +203,12 @@ class Trainer:
 def _member(job: Job, rank: int) -> Callable[[int | str], Any]:
     if job.name != "ray":
         return Trainer(job, rank)
-    from fastps.bench.integrations.ray_server import Driver
+    sent = replace(job, shared=np.empty(0, np.float32), barrier=None)
+    return ray_server.Driver(job.workers, partial(_server, sent), partial(Trainer, sent))
 
-    return Driver(job)
+
+def _server(job: Job) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+    return _served(model_of(job.model, open_saved(job.folder), job.smoke), LEARNING_RATE)
 
 
 class Side:

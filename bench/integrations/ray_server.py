@@ -4,32 +4,40 @@ A loop in the driver's process hands the weights to all workers, and their gradi
 pass them on through Ray's object store, in one flat array each.
 """
 
-import dataclasses
 import os
 import time
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
 from fastps.bench.measure import Floats
-from fastps.bench.train import Job, Trainer, model_of, sgd
-from fastps.lab.demo.data import open_saved
 
 _OBJECT_STORE_BYTES = 3 << 30
 _TIMEOUT_S = 100.0
 
 
-class Server:
-    """The actor of the weights."""
+class Computing(Protocol):
+    """What a worker's actor drives."""
 
-    def __init__(self, job: Job) -> None:
-        model = model_of(job.model, open_saved(job.folder), job.smoke)
-        self.weights = nn.utils.parameters_to_vector(model.parameters()).detach().requires_grad_()
+    model: nn.Module
+
+    def compute(self) -> None:
+        """Compute the gradients of the next batch."""
+
+    def __call__(self, command: str) -> Any:
+        """Return the "loss" on the images that judge."""
+
+
+class Server:
+    """The actor of the weights, one flat tensor."""
+
+    def __init__(self, make: Callable[[], tuple[torch.Tensor, torch.optim.Optimizer]]) -> None:
+        self.weights, self.optimizer = make()
         self.mean = self.weights.grad = torch.zeros_like(self.weights)
-        self.optimizer = sgd([self.weights])
 
     def apply(self, *gradients: Floats) -> Floats:
         """Update with the mean of a step's gradients, if there are any; returns the weights."""
@@ -46,9 +54,9 @@ class Server:
 class Worker:
     """The actor of one worker, with a model and batches of its own."""
 
-    def __init__(self, job: Job, rank: int) -> None:
+    def __init__(self, make: Callable[[int], Computing], rank: int) -> None:
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # as objects of the store are
-        self.trainer = Trainer(job, rank)
+        self.trainer = make(rank)
         self.parameters = list(self.trainer.model.parameters())
 
     def gradient(self, weights: Floats) -> Floats:
@@ -66,18 +74,22 @@ class Worker:
 
 
 class Driver:
-    """The only member of Ray's crew: it has the loop, and answers as `Trainer` does."""
+    """The only member of Ray's crew: it has the loop, and answers as the trainers of other crews do."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(
+        self,
+        workers: int,
+        server: Callable[[], tuple[torch.Tensor, torch.optim.Optimizer]],
+        worker: Callable[[int], Computing],
+    ) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         import ray
 
         self.ray: Any = ray
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
-        ray.init("local", num_cpus=job.workers, object_store_memory=_OBJECT_STORE_BYTES, **options)
-        sent = dataclasses.replace(job, shared=np.empty(0, np.float32), barrier=None)
-        self.server = ray.remote(num_cpus=0)(Server).remote(sent)
-        self.workers = [ray.remote(num_cpus=0)(Worker).remote(sent, rank) for rank in range(job.workers)]
+        ray.init("local", num_cpus=workers, object_store_memory=_OBJECT_STORE_BYTES, **options)
+        self.server = ray.remote(num_cpus=0)(Server).remote(server)
+        self.workers = [ray.remote(num_cpus=0)(Worker).remote(worker, rank) for rank in range(workers)]
         self.weights = self.server.apply.remote()
         self.close = ray.shutdown
 

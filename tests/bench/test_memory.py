@@ -4,7 +4,7 @@ import pytest
 
 from fastps.bench import memory
 
-WORKERS, WIDTH = 3, 512
+WORKERS, WIDTH = 3, 1024  # a model is large beside libraries, of whose memory others take a share while they run
 MODEL_BYTES = 4 * memory.LAYERS * WIDTH * (WIDTH + 1)
 # Gradients, versions and momenta, as docs/benchmarks.md counts them: a worker that never waits has two gradients, and may read
 # a version of its own.
