@@ -9,6 +9,8 @@ import torch
 
 from fastps.checkpoint.periodic import Checkpointing
 from fastps.errors import ArenaError
+from fastps.kernels.protocol.lane import Lane
+from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership.job_memory import JobMemory
 from fastps.store import earlier_jobs
 from fastps.store.equal_gradients import EqualGradients
@@ -21,6 +23,9 @@ from fastps.torch.placements.host import HostPlacement
 from fastps.torch.weights import Weights
 
 logger = logging.getLogger("fastps.torch")
+
+_POLL_NS = 1_000_000
+_SETTLES_NS = 10_000_000_000  # what a worker under a driver waits for worker 0's first weights
 
 
 class Attachment:
@@ -48,8 +53,10 @@ class Attachment:
     ) -> None:
         self.placement, self.tensors = placement, tensors
         self._buffers, self._close, self._first_versions = buffers, close, versions
-        self.is_late = False  # whether the others began without this worker
+        self.is_late = False  # whether the job has weights that this worker's script does not know
         self.has_begun = False  # whether the first step has been made, before which a script may write weights
+        self._first: list[int] | None = None  # the first weights' buffers, while the parameters are the script's own memory
+        self._was_own = self._is_void = False  # whether they were that; whether its first gradient is not at the job's weights
         self.checkpointing: Checkpointing | None = None
         self._hooks: list[Any] = []
 
@@ -116,24 +123,74 @@ class Attachment:
 
     def take_weights(self, written: Collection[int] = ()) -> None:
         """Update every parameter to the newest version. Autograd is told of those that this worker has `written`."""
+        if not self.has_begun and self._stays_own():
+            return
+        self._first = None
         self.placement.pull(self.weights, self.worker, written)
         if self.has_begun or not self.placement.shows_arena:
             return
-        pulled = [self.worker.lane.shard_version(shard) for shard in range(self.store.arena.shards)]
-        # It replaces a lost worker, or its discipline does not wait for it.
-        if self.total_steps == 0 and (self.is_late or pulled != (self._first_versions or [0] * len(pulled))):
-            self.is_late = True
+        if self.total_steps == 0 and (self.is_late or self._first_versions or any(self._pulled_versions())):
+            self.is_late = True  # replaces a lost worker, resumes, or its discipline does not wait for it
             self.weights.show_copies()  # so that a script that loads weights now does not write into the job's
         self._accept_writes()
         self.weights.remember()
         self.has_begun = self.total_steps > 0
 
+    def _pulled_versions(self) -> list[int]:
+        return [self.worker.lane.shard_version(shard) for shard in range(self.store.arena.shards)]
+
+    def _stays_own(self) -> bool:
+        """Whether the parameters are the script's own memory with the first weights, until its first step ends.
+
+        So each worker may write them, also in terms of what they were (`p.mul_(0.5)`), and `_settle` compares.
+        """
+        if self.total_steps or self.is_late or self._first_versions or not self.placement.keeps_own(self.store):
+            return False
+        pulled = list(self.worker.pull())
+        if any(self._pulled_versions()) or pulled != (self._first if self._was_own else pulled):
+            return False  # others have trained, or weights were replaced
+        if not self._was_own:
+            self._first, self._was_own = pulled, True
+            self.weights.remember()
+        return True
+
     def take_newest(self) -> None:
         """Take weights that only others have pushed. Autograd is told of every parameter in a shard with a new version."""
-        versions = [self.worker.lane.shard_version(shard) for shard in range(self.store.arena.shards)]
+        before = self._pulled_versions()
         self.take_weights()
-        fresh = {shard for shard, version in enumerate(versions) if self.worker.lane.shard_version(shard) != version}
+        fresh = {shard for shard, (old, new) in enumerate(zip(before, self._pulled_versions(), strict=True)) if old != new}
         self.weights.count_writes({index for index, each in enumerate(self.store.parameters) if each.shard in fresh})
+
+    def _settle(self, first: list[int]) -> None:
+        """Make what worker 0's script wrote before its first step the job's first weights.
+
+        Every other script writes the same, and its worker waits for worker 0's values. One that has others makes a null push.
+        Raises ParameterChangedError for parameters of another form, and as `Worker.wait_until`.
+        """
+        if (index := self.weights.misfit(first)) >= 0:
+            raise foreign.write_error(self.store.parameters[index].name, is_undone=False, has_moved=True)
+        arena, initial = self.store.arena, range(self.store.layout.workers)
+        if not self.weights.are(first) and self.worker.rank == 0 and not any(self._pulled_versions()):
+            # Each of the others reads the first weights before it attaches.
+            self._wait(lambda: all(arena.lane_states()[lane] not in (LANE_FREE, LANE_JOINING) for lane in initial))
+            self.weights.write(first)
+            self._accept_writes()
+        elif not self.weights.are(first) and self.worker.rank:
+            until_ns = self.store.clock.now_ns() + _SETTLES_NS  # of a worker in virtual time: the driver posts for worker 0
+            others = Lane(arena, 0)
+            self._wait(
+                lambda: (
+                    self.weights.are(first)
+                    or others.posted() > 0
+                    or arena.lane_states()[0] != LANE_LIVE
+                    or (self.worker.driver is not None and self.store.clock.now_ns() > until_ns)
+                )
+            )
+        self._is_void = self.is_late = not self.weights.are(first)
+
+    def _wait(self, reached: Callable[[], bool]) -> None:
+        text = f"worker {self.worker.rank} wrote weights before its first step, and waited for all to attach, or for worker 0's"
+        self.worker.wait_until(lambda: reached() or None, _POLL_NS, lambda: text)
 
     def _accept_writes(self) -> None:
         """Take what a script has written before the first step for the job's first weights, with which the average begins."""
@@ -143,15 +200,17 @@ class Attachment:
     def refuse_writes(self) -> None:
         """Raise ParameterChangedError for a write outside of step().
 
-        Other workers read these buffers, so such a write would reach them at a random moment. Before the first step a write
-        reaches all workers before they begin, so loading a model's state dict right after wrapping is allowed. A parameter
-        that was pointed at other memory reaches no other worker, and the next step would point it back.
+        Other workers read these buffers, so such a write would reach them at a random moment. Before the first step
+        they are worker 0's, so loading a model's state dict right after wrapping is allowed. A parameter that was pointed at
+        other memory reaches no other worker, and the next step would point it back.
         """
+        if self._first is not None:
+            return self._settle(self._first)
         if (changed := self.weights.changed()) < 0:
             return
         undone = not self.placement.shows_arena or self.placement.name == "node"
         moved = not undone and self.weights.has_moved(changed)
-        is_first = self.total_steps == 0 and (self.is_late or self.store.layout.shown_type == "float32")
+        is_first = self.total_steps == 0 and (self.is_late or bool(self.store.tables))
         if undone or moved or not is_first:
             if not self.has_begun:
                 foreign.check_not_averaged(self.tensors)  # the wrapper may have moved them
@@ -159,13 +218,14 @@ class Attachment:
         self._accept_writes()
 
     def begins_void(self) -> bool:
-        """Whether this worker joined a running job and its script then loaded other weights.
+        """Whether this worker's script wrote weights that are not the job's, which it joined or resumed, or had from worker 0.
 
         Its first gradient is then not a gradient at the job's weights, so the worker makes a null push instead.
         """
-        if not self.is_late or self.worker.own_steps or self.weights.changed() < 0:
+        if not self.is_late or self.worker.own_steps or not (self._is_void or self.weights.changed() >= 0):
             return False
-        logger.warning("worker %d joined a running job: what its script wrote to the parameters is not used", self.worker.rank)
+        joined = "worker 0 did not write the same" if self._is_void else "it joined a running job, or resumed one"
+        logger.warning("worker %d: what its script wrote to the parameters is not used: %s", self.worker.rank, joined)
         return True
 
     def wait_for_others(self) -> None:

@@ -180,9 +180,12 @@ def join(
     to: Joining,
     kind: type[Store] = Store,
     attach: Callable[[Any, int], Worker] = Store.attach,
+    read_first: Callable[[Any], None] = lambda store: None,
     **created: Any,
 ) -> Worker:
     """Attach this process's worker to the job's store, of this `kind`. Worker 0 creates it, with the options `created`.
+
+    `read_first` is called by the others before they attach: worker 0 changes the first weights once all are attached.
 
     Raises ArenaError, AttachError, LayoutError.
     """
@@ -198,6 +201,8 @@ def join(
     else:
         store = kind.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
     try:
+        if rank:
+            read_first(store)
         return attach(store, rank)
     except BaseException:
         store.close()

@@ -279,7 +279,7 @@ class DistributedOptimizer(OptimizerState):
             foreign.check_not_averaged(self._tensors)
         if gradients.is_apart:
             worker.advance()  # finishes the previous step, whose wait an error ended
-        if job.weights.changed() >= 0:
+        if not job.has_begun or job.weights.changed() >= 0:
             job.refuse_writes()
         inner, state = self._inner, self._state
         if self._left_out or state.is_lent or inner.state is not state or inner.param_groups is not self.param_groups:

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 
 from fastps.membership.job_memory import WeightsMemory
 from fastps.torch.tensor_loops import tensor_loops
+
+_BITS = torch.int32  # of a float32, of which NaNs differ from themselves
 
 
 class Weights:
@@ -79,6 +82,28 @@ class Weights:
             made = self._tensors_of(views)
             found = self._made[shard, buffer] = [made[index] for index in self._of_shard[shard]]
         return found
+
+    def _pairs(self, buffers: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for shard, buffer in enumerate(buffers):
+            yield from zip((tensor.data for tensor in self.by_shard[shard]), self.of(shard, buffer), strict=True)
+
+    def misfit(self, buffers: list[int]) -> int:
+        """The index of the first parameter that has not the type, shape or device of these buffers' values, or -1."""
+        indices = itertools.chain.from_iterable(self._of_shard)
+        for index, (tensor, value) in zip(indices, self._pairs(buffers), strict=True):
+            if (tensor.dtype, tensor.shape, tensor.device) != (value.dtype, value.shape, value.device):
+                return index
+        return -1
+
+    def are(self, buffers: list[int]) -> bool:
+        """Whether every parameter has the bits of these buffers, one a shard."""
+        return all(torch.equal(tensor.view(_BITS), value.view(_BITS)) for tensor, value in self._pairs(buffers))
+
+    @torch.inference_mode(mode=False)
+    def write(self, buffers: list[int]) -> None:
+        """Write every parameter into these buffers."""
+        for tensor, value in self._pairs(buffers):
+            value.copy_(tensor)
 
     @torch.inference_mode(mode=False)
     def show_copies(self) -> None:

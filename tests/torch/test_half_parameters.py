@@ -322,6 +322,8 @@ def test_weights_and_gradients_are_shown_without_a_copy(dtype: torch.dtype) -> N
     with fastps.DistributedOptimizer(ADAM(model.parameters()), sync="bsp", model=model) as optimizer:
         worker = optimizer.worker
         store, arena = worker.store, worker.store.arena
+        _backward(model, next(iter(batches_of(1, 16))))
+        optimizer.step()
         for batch in batches_of(3, 16):
             optimizer.zero_grad()
             _backward(model, batch)

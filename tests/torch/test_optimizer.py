@@ -119,12 +119,13 @@ def test_no_step_copies_weights_or_gradients_after_backward(sync: str) -> None:
             for buffer in range(arena.buffers)
             for index, parameter in enumerate(store.layout.parameters)
         }
+        train_on(model, optimizer, batches_of(1, BATCH))
         for inputs, labels in batches_of(10, BATCH):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
             for index, parameter in enumerate(model.parameters()):
                 buffer, found = weight_places[parameter.data_ptr()]
                 assert (buffer, found) == (optimizer.worker.buffers[0], index)
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
             slot = base + arena.gradient_offset(0, optimizer.worker.slot)
             offsets = [4 * parameter.offset for parameter in store.layout.parameters]
             addresses = [parameter.grad.data_ptr() for parameter in model.parameters() if parameter.grad is not None]
@@ -172,7 +173,9 @@ def test_what_shares_a_parameters_memory_follows_it_as_in_torch() -> None:
 def test_memory_of_the_weights_before_wrapping_that_nobody_holds_is_let_go() -> None:
     model = new_model()
     before = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)):
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
+        assert not any(each.expired() for each in before), "a script may write them before its first step"
+        train_on(model, optimizer, batches_of(1, BATCH))
         assert all(each.expired() for each in before)
 
 
@@ -193,6 +196,7 @@ def test_a_closed_job_stays_mapped_only_for_arrays_that_a_script_may_have_made(s
     assert _mapped_arenas() == before
     model = new_model()
     with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync=sync) as optimizer:
+        train_on(model, optimizer, batches_of(1, BATCH))
         array = next(model.parameters()).detach().numpy()
         values = array.tolist()
     del optimizer, model

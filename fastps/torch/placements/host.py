@@ -13,10 +13,13 @@ from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.store.store import StartState
 from fastps.store.worker import Worker
+from fastps.system.memory_limits import available_bytes
 from fastps.torch import join
 from fastps.torch.gradients import Gradients
 from fastps.torch.join import Joining
 from fastps.torch.weights import Weights, shaped_tensors
+
+_SHARE = 3  # a model for each worker in addition to the gradients may take one part in so many of the free memory
 
 
 class HostPlacement:
@@ -37,6 +40,7 @@ class HostPlacement:
     def __init__(self, tensors: list[torch.Tensor], push_dtype: torch.dtype = torch.float32) -> None:
         self._tensors = tensors
         self._push_dtype = push_dtype
+        self._keeps_own: bool | None = None
 
     def layout(self, layout: Layout) -> Layout:
         """The job's layout with this placement's additions. Raises UnsupportedError for what float64 excludes."""
@@ -62,7 +66,27 @@ class HostPlacement:
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """Create the job's store or connect to it, and attach."""
         finish = write_state if to.resumed is None else None
-        return join.join(layout, self._tensors, hypers, to, finish=finish)
+        return join.join(layout, self._tensors, hypers, to, read_first=self._read_first, finish=finish)
+
+    def keeps_own(self, store: JobMemory) -> bool:
+        """Whether the parameters stay the script's own memory until its first step ends.
+
+        Not where so much memory is not free beside the gradients of the first step, and not with tables, whose rows change in
+        place.
+        """
+        layout = store.layout
+        if self.name != "host" or layout.shown_type != "float32" or store.tables:
+            return False
+        if self._keeps_own is None:
+            self._keeps_own = _SHARE * 4 * layout.buffer_floats * layout.workers <= available_bytes()[0]
+        return self._keeps_own
+
+    def _read_first(self, store: JobMemory) -> None:
+        """Take the first weights into the script's own memory."""
+        if self.keeps_own(store):
+            values = self.shown_views(store, list(store.weight_views(store.committed()[0])))
+            for tensor, value in zip(self._tensors, values, strict=True):
+                tensor.data.copy_(value)
 
     def begin(self) -> None:
         """Release the previous arena, if any, before a new one takes its place."""
