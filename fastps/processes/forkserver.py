@@ -117,12 +117,12 @@ def _begin_life(control: socket.socket, launcher: int, files: list[int]) -> None
     for target, file in zip((1, 2), files, strict=bool(files)):  # none: the output goes where this process's goes
         os.dup2(file, target)
         os.close(file)
-    _seed_generators()
+    seed_generators()
     control.send(str(os.getpid()).encode())
     control.close()
 
 
-def _seed_generators() -> None:
+def seed_generators() -> None:
     """Seed the worker's generators anew, as in a new process. Python's own generator reseeds itself after a fork."""
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()

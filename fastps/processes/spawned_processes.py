@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from fastps.processes import handover, spawned
 from fastps.processes.ending import Ending
-from fastps.processes.forkserver import ForkServer
+from fastps.processes.forkserver import ForkServer, seed_generators
 from fastps.processes.options import GRACE_S
 from fastps.processes.outcome import Child, LaunchedWorker
 from fastps.processes.program import TORCH_IMPORTS
@@ -176,4 +176,5 @@ def _work(work: handover.Work, rank: int, environment: Mapping[str, str], outcom
     for name in set(os.environ) - set(environment):
         del os.environ[name]
     os.environ.update(environment)
+    seed_generators()
     spawned.run(lambda: work, rank, outcome)

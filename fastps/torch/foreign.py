@@ -176,5 +176,6 @@ def write_error(name: str, *, is_undone: bool, has_moved: bool) -> ParameterChan
         )
     return ParameterChangedError(
         f"parameter {name!r} was written to outside of step() (in place, or by load_state_dict): other workers read the same"
-        f" memory; {_OTHER_WEIGHTS}, and avoid layers that renormalize their weights (max_norm)"
+        f" memory; {_OTHER_WEIGHTS}; to perturb and restore them between steps (SAM) do so inside `with"
+        " optimizer.private_weights():`, backward included; and avoid layers that renormalize their weights (max_norm)"
     )

@@ -20,6 +20,17 @@ _READS = ["__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__rep
 _WRITES = ["__setitem__", "__delitem__", "__ior__", "pop", "popitem", "setdefault", "update", "clear"]
 
 
+class _Entry(dict[str, Any]):
+    """An entry as a script gets it, to which a weak reference may be made."""
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+    def objects(self) -> dict[str, int]:
+        """Which object each name has."""
+        return {name: id(value) for name, value in self.items()}
+
+
 class JobState(defaultdict[Any, Any]):
     """Each parameter's entry in torch's state. An ordinary defaultdict until `attach`, and after `detach`."""
 
@@ -32,6 +43,7 @@ class JobState(defaultdict[Any, Any]):
         self._added: dict[Any, Any] = {}  # the script's own, while the entries are forgotten
         self._lent: dict[Any, Entry] | None = None  # copies of the entries as they were read, since the last step
         self._earlier: list[tuple[weakref.ref[torch.Tensor], int, str]] = []  # tensors of earlier reads, and their versions
+        self._earlier_entries: list[tuple[weakref.ref[_Entry], dict[str, int]]] = []  # likewise, and their objects
 
     def attach(self, read: Callable[[], Iterable[tuple[Any, Entry]]], keys: Iterable[Any], names: Iterable[str]) -> None:
         """Forget the entries; from now on the first access after a step reads them by this function.
@@ -46,9 +58,11 @@ class JobState(defaultdict[Any, Any]):
         try:
             if reads and self._read is not None and self._lent is None:
                 self._fill()
+            dict.update(self, {key: dict(entry) for key, entry in dict.items(self) if isinstance(entry, _Entry)})
         finally:
             self._read, self._lent, self.is_lent = None, None, False
             self._earlier.clear()
+            self._earlier_entries.clear()
 
     @contextlib.contextmanager
     def handed_out(self) -> Iterator[None]:
@@ -56,6 +70,7 @@ class JobState(defaultdict[Any, Any]):
         lent, entries = self._lent, dict(dict.items(self))
         if lent is None:
             self._fill()
+            dict.update(self, {key: dict(entry) for key, entry in dict.items(self) if key in self._keys})
         else:
             dict.update(self, {key: _copies(entry) for key, entry in entries.items() if key in self._keys})
         self._lent = {}
@@ -68,9 +83,9 @@ class JobState(defaultdict[Any, Any]):
 
     def _fill(self) -> None:
         assert self._read is not None
-        dict.update(self, dict(self._read()))
+        dict.update(self, {key: _Entry(entry) for key, entry in self._read()})
         for key, own in self._added.items():
-            dict.__setitem__(self, key, {**dict.get(self, key, {}), **own} if key in self._keys else own)
+            dict.__setitem__(self, key, _Entry({**dict.get(self, key, {}), **own}) if key in self._keys else own)
 
     def _job_part(self, key: Any) -> Entry:
         return {name: value for name, value in dict.get(self, key, {}).items() if name in self._names}
@@ -79,6 +94,8 @@ class JobState(defaultdict[Any, Any]):
         """Read the entries again at the next access."""
         lent, self._lent = self._lent, None
         for key in lent or ():
+            if isinstance(entry := dict.get(self, key), _Entry):
+                self._earlier_entries.append((weakref.ref(entry), entry.objects()))
             for name, value in self._job_part(key).items():
                 if isinstance(value, torch.Tensor) and not value.is_inference():
                     self._earlier.append((weakref.ref(value), value._version, name))
@@ -87,9 +104,11 @@ class JobState(defaultdict[Any, Any]):
                 key: {name: value for name, value in entry.items() if name not in self._names} if key in self._keys else entry
                 for key, entry in dict.items(self)
             }
+        entry = None
         dict.clear(self)
         self._earlier = [each for each in self._earlier if each[0]() is not None]
-        self.is_lent = bool(self._earlier)
+        self._earlier_entries = [each for each in self._earlier_entries if each[0]() is not None]
+        self.is_lent = bool(self._earlier or self._earlier_entries)
 
     def replace(self, entries: Mapping[Any, Entry]) -> None:
         """Take these entries in place of all."""
@@ -100,8 +119,15 @@ class JobState(defaultdict[Any, Any]):
     def take_changes(self, keys: Sequence[Any]) -> list[Entry | None]:
         """For each key its entry if a script has changed it since the last step, else None; then `forget`.
 
-        Raises UsageError if a script has written to a tensor that it took before the last step.
+        Raises UsageError if a script has written to an entry, or a tensor, that it took before the last step.
         """
+        for held, objects in self._earlier_entries:
+            entry = held()
+            if entry is not None and entry.objects() != objects:
+                raise UsageError(
+                    "optimizer.state: an entry that was read before the last step() was changed, and the job has newer values:"
+                    " read optimizer.state[parameter] again, then write"
+                )
         for reference, version, name in self._earlier:
             value = reference()
             if value is not None and value._version != version:
@@ -132,9 +158,13 @@ def _copies(entry: Entry) -> Entry:
 
 
 def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(torch.as_tensor(value), torch.as_tensor(other[name])) for name, value in one.items()
-    )
+    return one.keys() == other.keys() and all(_is_equal(value, other[name]) for name, value in one.items())
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if one is None or other is None:  # SGD's momentum before its first step
+        return one is other
+    return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
 def _reading_first(name: str) -> Any:

@@ -8,6 +8,7 @@ import json
 import linecache
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -222,6 +224,17 @@ def test_workers_are_new_processes_where_an_import_starts_a_thread(
     fastps.spawn(lambda rank: (tmp_path / str(rank)).touch(), workers=2)
     assert (tmp_path / "0").exists() and (tmp_path / "1").exists()
     assert "workers are new processes: the fork server is not ready: an import has started a thread (sleeper)" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_each_worker_draws_other_numbers(tmp_path: Path, method: str) -> None:
+    def draw(rank: int) -> None:
+        drawn = [torch.rand(1).item(), np.random.rand(), random.random()]
+        (tmp_path / str(rank)).write_text(" ".join(map(str, drawn)))
+
+    fastps.spawn(draw, workers=2, start_method=method)
+    one, other = ((tmp_path / rank).read_text().split() for rank in "01")
+    assert all(a != b for a, b in zip(one, other, strict=True))
 
 
 def _spawn_in_a_daemon(method: str, folder: str) -> str:

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import io
 import operator
 import os
 import pickle
@@ -112,6 +113,29 @@ def test_write_to_a_tensor_that_was_read_before_the_last_step_is_refused() -> No
         sentence = r"'exp_avg' that was read before the last step\(\) was written to.*read optimizer.state"
         with pytest.raises(UsageError, match=sentence):
             _train(optimizer, model, 1.0)
+
+
+def test_an_entry_that_was_read_before_the_last_step_may_be_kept_but_not_written_to() -> None:
+    model = torch.nn.Linear(3, 2)
+    with fastps.DistributedOptimizer(MAKERS["adam"](model.parameters())) as optimizer:
+        _train(optimizer, model, 1.0)
+        kept = optimizer.state[model.weight]
+        _train(optimizer, model, 1.0)
+        assert kept["step"] == 4 and optimizer.state[model.weight]["step"] == 8
+        torch.save(optimizer.state_dict(), file := io.BytesIO())
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        kept["mine"] = 7
+        with pytest.raises(UsageError, match=r"an entry that was read before the last step\(\) was changed.*read opt"):
+            _train(optimizer, model, 1.0)
+
+
+def test_a_momentum_of_none_is_that_of_a_first_step_as_in_torch() -> None:
+    def reset(optimizer: Any, model: Any) -> None:
+        for entry in optimizer.state.values():
+            entry["momentum_buffer"] = None
+
+    plain, found = (_weights("momentum", reset, wrap) for wrap in (lambda inner: inner, fastps.DistributedOptimizer))
+    assert torch.allclose(found, plain, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(("write", "error", "sentence"), [
