@@ -61,7 +61,7 @@ class BenchOptions:
             raise UsageError(f"--against: expected some of {', '.join(PEERS)}, found {', '.join(unknown)}")
         for name, values in {"repeats": (self.repeats,), "workers": self.workers, "parameters": self.parameters}.items():
             if not values or min(values) < 1:
-                raise UsageError(f"--{name}: expected at least 1, found {values}")
+                raise UsageError(f"--{name}: expected at least 1, found {', '.join(map(str, values)) or 'none'}")
 
 
 SMOKE = BenchOptions(smoke=True, repeats=2, workers=(2,), parameters=(1_000,), repeat_s=0.001, train_repeat_s=0.02)

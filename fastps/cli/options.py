@@ -27,6 +27,16 @@ def checked(target: Path | str | None, option: typer.CallbackParam) -> Path | st
     return target
 
 
+def checked_picture(target: Path | None, option: typer.CallbackParam) -> Path | None:
+    """Check that a picture can be written, before a run starts."""
+    if target is not None:
+        from fastps.lab.plots import check_picture
+
+        check_picture(target, option.opts[0])
+    checked(target, option)
+    return target
+
+
 def checked_page(target: Path | None, option: typer.CallbackParam) -> Path | None:
     """Check that a page can be written, before a run starts."""
     if target is not None and target.suffix.lower() not in (".html", ".htm"):

@@ -130,12 +130,12 @@ def bar(console: Console, shown: bool, what: str = "simulating") -> Iterator[Cal
         yield lambda done, of: progress.update(task, completed=done, total=of)
 
 
-def replay_line(row: dict[str, Any], file: Path) -> str:
-    """What a replay came to."""
+def replay_line(row: dict[str, Any], file: Path, *, finds: bool = False) -> str:
+    """What a replay came to; `finds`: it looked for numbers that are not finite."""
     compared = f"{row['checksums']} checksums of weights and {row['gradients']:,} of gradients are equal"
     if row["changed"]:
         compared += f", up to what is changed ({'; '.join(row['changed'])})"
-    found = "" if row["nonfinite"] is None else f"; {row['nonfinite']}"
+    found = "; all gradients and weights are finite" * finds if row["nonfinite"] is None else f"; {row['nonfinite']}"
     joined = f" and {row['joined']} that joined" if row["joined"] else ""
     played = f"{row['pushes']:,} pushes of {row['workers']} workers{joined}, {row['updates']:,} updates under {row['sync']}"
     return f"{file}: {played}, played again in {row['seconds']:.1f} s; {compared}; weights {row['weights']}{found}"

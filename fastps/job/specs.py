@@ -70,7 +70,7 @@ def parse_policy(spec: "str | Policy") -> Policy:
         raise PolicyError(f"{spec!r}: expected {discipline.usage} with the options {known}, found the option {unknown!r}")
     most = len(set(discipline.numbers.values()))
     if not most - discipline.defaults <= len(numbers) <= most:
-        raise PolicyError(f"{spec!r}: expected {discipline.usage}, found {len(numbers)} of {most} numbers")
+        raise PolicyError(f"{spec!r}: expected {discipline.usage}, found {', '.join(map(str, numbers)) or 'no numbers'}")
     try:
         policy = discipline.build(*numbers, **own)
     except TypeError:

@@ -15,6 +15,17 @@ Line = tuple[str, Sequence[tuple[float, float]]]
 """A line's name and its points."""
 
 
+def check_picture(file: Path, option: str) -> None:
+    """Raise UsageError, naming the option, if no such picture can be drawn here."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        raise UsageError(f"{option} needs matplotlib: {how_to_install('demo')}") from None
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if file.suffix[1:].lower() not in known:
+        raise UsageError(f"{option} {file}: expected a file whose name ends with one of .{', .'.join(known)}")
+
+
 def plot_accuracy(rows: Sequence[Row], file: Path) -> None:
     """Draw test accuracy over seconds, a line a run. Raises UsageError."""
     lines = [(row["sync"], [(at_s, 100 * share) for at_s, share in row["accuracy_over_time"]]) for row in rows]
@@ -47,10 +58,8 @@ def shown_of(rows: "Sequence[Any]") -> list[Any]:
 
 def save_lines(lines: Sequence[Line], x: str, y: str, file: Path, *, xscale: str = "linear", **style: Any) -> None:
     """Draw lines into one pair of axes, and write the picture. Raises UsageError."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError(f"--plot needs matplotlib: {how_to_install('demo')}") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for name, points in lines:

@@ -305,6 +305,8 @@ def _note_in(file: Path) -> dict[str, Any]:
         note: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:  # a machine that goes down may leave it empty
         raise TraceError(f"expected a note in {file}, found none: {error}; remove it to read the records of others") from None
+    if not isinstance(note, dict) or not note.keys() >= {"rank", "job", "finished"}:
+        raise TraceError(f"expected the parts of a trace in {file.parent}, found {file.name} of something else there")
     return note
 
 

@@ -139,3 +139,10 @@ def test_a_note_that_a_machine_left_empty_when_it_went_down_is_named(tmp_path: P
     note.write_text("")
     with pytest.raises(TraceError, match=r"expected a note in .*0.json, found .*; remove it"):
         load(file)
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"rank": 0}'])
+def test_a_folder_with_other_files_is_no_trace(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(TraceError, match=r"expected the parts of a trace in .*, found rows.json of something else there"):
+        load(tmp_path)

@@ -69,7 +69,9 @@ def _command_of(arguments: list[str], module: bool) -> list[str]:
         if arguments[0].startswith("-"):
             return [sys.executable, *arguments]  # flags of Python's own, -m among them
     if not Path(arguments[0]).is_file():
-        raise UsageError(f"expected a script, found no file {arguments[0]!r}; use -m for a module")
+        if arguments[0].startswith("-"):
+            raise UsageError(f"expected options of fastps run and then a script, found {arguments[0]!r}, which is neither")
+        raise UsageError(f"expected a script, found no file {arguments[0]!r}; fastps run -m runs a module")
     return [sys.executable, *arguments]
 
 
@@ -346,13 +348,13 @@ def doctor(
 def _try_script(script: bool, arguments: list[str], json_file: str | None) -> None:
     if not script or not arguments:
         raise UsageError("expected --script SCRIPT ARGUMENTS, or neither --script nor a script")
-    from fastps.lab.measuring.trial import try_script, verdict
+    from fastps.lab.measuring.trial import others_use, try_script, verdict
 
     console, progress = options.console_of(json_file), Console(stderr=True)
-    command = _command_of(arguments, False)
+    command, caution = _command_of(arguments, False), others_use()
     trials = try_script(command, lambda workers: say(progress, f"workers: {workers} ..."))
     show(console, trials_table(trials))
-    say(console, *verdict(trials))
+    say(console, *verdict(trials), *([caution] if caution else []))
     options.save_rows("doctor", [{"kind": "trial", **asdict(trial)} for trial in trials], json_file)
 
 

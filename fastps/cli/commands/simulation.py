@@ -71,9 +71,17 @@ def simulate(
     data: Annotated[str, typer.Option(help="What --train trains on: " + options.DATA_HELP)] = "digits",
     lr: options.LearningRate = LEARNING_RATE,
     momentum: options.Momentum = 0.5,
-    trace: Annotated[Path | None, typer.Option(help="Write every event into this file (NumPy); for one spec.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the staleness into this picture.")] = None,
-    page: Annotated[Path | None, typer.Option("--report", metavar="FILE.html", help="Compare the specs on a page.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(callback=options.checked, help="Write every event into this file (NumPy); for one spec."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=options.checked_picture, help="Draw the staleness into this picture.")
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE.html", callback=options.checked_page, help="Compare the specs on a page."),
+    ] = None,
     wide: options.Wide = False,
     json_file: options.Json = None,
     progress: options.Bar = True,

@@ -152,7 +152,7 @@ def replay(
     from fastps.lab.virtual.script import command_of
     from fastps.tracing.parts import load
 
-    command = command_of(arguments)
+    command = command_of(arguments, "replay")
     if pause and not sys.stdin.isatty():
         raise UsageError("--pause: expected a terminal, at which pdb asks, found none")
     run = counterfactual_of(recorded_of(load(file), file), without, fresh, pause)
@@ -161,7 +161,7 @@ def replay(
         row = replaying.replay(
             run, command, tick, until=until, checkpoint=checkpoint, find_nonfinite=find_nonfinite, silent=json_file is not None
         )
-    say(console, trace_report.replay_line(row, file))
+    say(console, trace_report.replay_line(row, file, finds=find_nonfinite))
     save_rows("replay", [row], json_file)
 
 

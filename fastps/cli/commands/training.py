@@ -88,7 +88,9 @@ def compare(
             " bsp,dssp:3,15 are two specs. " + options.SYNC_HELP
         ),
     ] = "bsp,asp,ssp:3,dssp:3,15",
-    plot: Annotated[Path | None, typer.Option(help="Draw accuracy over time into this picture.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=options.checked_picture, help="Draw accuracy over time into this picture.")
+    ] = None,
     report: options.Report = None,
     **given: Any,
 ) -> None:
@@ -129,7 +131,10 @@ def stragglers(
     sync: Annotated[str, typer.Option(help="A synchronization that waits for all workers: bsp or hardsync:B.")] = "bsp",
     exponent: Annotated[float, typer.Option(help=EXPONENT_HELP)] = estimate.PAPER_EXPONENT,
     iterations: Annotated[str | None, typer.Option(metavar="N:COUNT,...", help=ITERATIONS_HELP)] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the share of k-th gradients over time into this picture.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(callback=options.checked_picture, help="Draw the share of k-th gradients over time into this picture."),
+    ] = None,
     **given: Any,
 ) -> None:
     """Train, show how long each step waited for its k-th gradient, and estimate the best number of backup workers."""

@@ -26,6 +26,8 @@ WORKERS = (1, 2, 4)
 STEPS, MOST_S = 200, 20.0  # of each worker: a trial ends at the first of the two
 FIRST_STEP_S = 120.0  # until every worker has made one, imports included
 _NEAR = 0.85  # the share of a limit from which on it bounds a job
+_BUSY = 0.15  # the share of the cores that others may use without a word
+_LOOK_S = 0.5
 _GAIN = 1.1  # times the speed: less is no help
 
 
@@ -77,6 +79,10 @@ def _try(command: Sequence[str], workers: int) -> Trial:
             failed = outcome.first_failure
             raise UsageError(
                 f"expected a script that trains with -n {workers}, found that worker {failed.rank} ended ({failed.ending})"
+            )
+        if not trace.exists():
+            raise UsageError(
+                f"expected a script that makes {STEPS} steps of fastps or more, found none: does it wrap its optimizer?"
             )
         try:
             recorded = read(trace)
@@ -134,6 +140,17 @@ def _memory_of_descendants() -> int:
     return total
 
 
+def others_use() -> str:
+    """A sentence about what other programs take of the cores now, if that is enough to change what a trial says; or ""."""
+    share = psutil.cpu_percent(_LOOK_S) / 100
+    if share < _BUSY:
+        return ""
+    return (
+        f"Other programs use {share:.0%} of the cores: a worker of several threads is then slow, so 1 worker may"
+        " look slower than it is; try again while they rest."
+    )
+
+
 def verdict(trials: Sequence[Trial]) -> list[str]:
     """Three sentences: whether more workers help, what bounds them, and what the largest job takes and should run under.
 
@@ -151,7 +168,8 @@ def verdict(trials: Sequence[Trial]) -> list[str]:
         helps = f"More workers do not help: {most.workers} make {most.steps_per_s / alone.steps_per_s:.1f} times the steps of 1"
     else:
         helps = f"More workers help: {best.workers} make {gain:.1f} times the steps of 1"
-    takes = f"{most.workers} workers take {most.memory_bytes / 1e6:,.0f} MB of memory (1: {alone.memory_bytes / 1e6:,.0f} MB)"
+    taken = [f"{trial.memory_bytes / 1e6:,.0f}" if trial.memory_bytes else "an unknown number of" for trial in (most, alone)]
+    takes = f"{most.workers} workers take {taken[0]} MB of memory (1: {taken[1]} MB)"
     advised = f"; their trace advises --sync {most.advised}: {most.reason}" if most.advised else ""
     return [f"{helps} in a second (batches of the same size each).", _bound(alone, most), f"{takes}{advised}."]
 

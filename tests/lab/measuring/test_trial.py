@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fastps.lab.measuring import trial
 from fastps.lab.measuring.trial import Trial, verdict
 from tests.support import commands
 
@@ -61,8 +62,15 @@ def test_the_memory_of_a_script_of_few_steps_is_known(tmp_path: Path) -> None:
     assert all(row["memory_bytes"] > 20_000_000 for row in json.loads((tmp_path / "rows").read_text())["rows"])
 
 
+def test_others_that_use_the_cores_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial.psutil, "cpu_percent", lambda interval: 5.0)
+    assert trial.others_use() == ""
+    monkeypatch.setattr(trial.psutil, "cpu_percent", lambda interval: 60.0)
+    assert trial.others_use().startswith("Other programs use 60% of the cores")
+
+
 @pytest.mark.parametrize(("script", "said"), [
-    ("print('no step of fastps')", "expected a script that makes 200 steps of fastps or more, found:"),
+    ("print('no step of fastps')", "expected a script that makes 200 steps of fastps or more, found none: does it wrap"),
     ("raise SystemExit(3)", "expected a script that trains with -n 1, found that worker 0 ended (exit code 3)"),
 ])  # fmt: skip
 def test_a_script_that_cannot_be_tried_is_refused(tmp_path: Path, script: str, said: str) -> None:
