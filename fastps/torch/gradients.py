@@ -71,11 +71,11 @@ class Gradients:
             assert gradient is not None
             tensor.grad = self._copy(index, slot, gradient)
         elif not self._lends and tensor.grad is not None:
-            self.check(index, tensor.grad)
+            self._check_of_backward(index, tensor.grad)
         return tensor.grad is self.slots[slot][index]
 
     def _copy(self, index: int, slot: int, gradient: torch.Tensor) -> torch.Tensor:
-        self.check(index, gradient)
+        self._check_of_backward(index, gradient)
         return self._loops.own(self._prepared[slot], index).copy_(gradient)
 
     def _copy_all(self, slot: int, gradients: Mapping[int, torch.Tensor]) -> None:
@@ -83,7 +83,7 @@ class Gradients:
         for index, gradient in gradients.items():
             self.check(index, gradient)
         views = [self._loops.own(self._prepared[slot], index) for index in gradients]
-        torch._foreach_copy_(views, list(gradients.values()))
+        torch._foreach_copy_(views, [gradient.detach() for gradient in gradients.values()])  # as torch takes their values
 
     def check(self, index: int, gradient: torch.Tensor) -> None:
         """Raise UnsupportedError for a gradient that cannot be pushed."""
@@ -92,9 +92,9 @@ class Gradients:
                 f"parameter {self._name(index)!r}: expected a dense gradient, found {gradient.layout}; build its layer with"
                 " sparse=True before wrapping, so that fastps keeps it as a table, or give up the sparse gradient"
             )
-        self._check_no_graph(index, gradient)
 
-    def _check_no_graph(self, index: int, gradient: torch.Tensor) -> None:
+    def _check_of_backward(self, index: int, gradient: torch.Tensor) -> None:
+        self.check(index, gradient)
         if gradient.requires_grad:
             raise UnsupportedError(
                 f"parameter {self._name(index)!r}: backward(create_graph=True) is not supported, because the gradient is"
@@ -206,12 +206,13 @@ class CountedGradients(Gradients):
         """Queue a copy of `p.grad`, into which autograd has just accumulated, into the slot. Returns whether it did."""
         if tensor.grad is None or self.is_apart:
             return False
+        self._check_of_backward(index, tensor.grad)
         self._queue_copy(index, slot, tensor.grad)
         return True
 
     def _queue_copy(self, index: int, slot: int, gradient: torch.Tensor) -> None:
         self.check(index, gradient)
-        self.slots[slot][index].copy_(gradient, non_blocking=True)
+        self.slots[slot][index].copy_(gradient.detach(), non_blocking=True)
         self._put[index] = gradient, gradient._version, gradient.data_ptr()
 
     def expose(self, slot: int) -> None:

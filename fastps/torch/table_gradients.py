@@ -62,7 +62,7 @@ class TableGradients(Gradients):
         for index in self._tables:
             gradient = self.tensors[index].grad
             if gradient is not None:
-                self.check(index, gradient)
+                self.check(index, gradient := gradient.detach())
                 self._rows.put(slot, index, gradient._indices()[0].numpy(), gradient._values().numpy())
                 self.present.add(index)
         return self._presence()
@@ -75,7 +75,6 @@ class TableGradients(Gradients):
                 f" {gradient.layout}; let nothing but a layer with sparse=True use it (no tied weights), or build it with"
                 " sparse=False, and give dense parameters an optimizer of their own (Adam beside SparseAdam)"
             )
-        self._check_no_graph(index, gradient)
 
     def release(self, slot: int) -> None:
         self._dense.release(slot)

@@ -366,6 +366,25 @@ def test_a_step_within_no_sync_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("loops", ["auto", "attributes"])
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_gradient_with_a_graph_that_a_script_sets_counts_by_its_values_as_in_torch(
+    sync: str, loops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of autograd.grad(create_graph=True), and of torch.func.grad over the parameters."""
+    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", loops)
+
+    def run(model: torch.nn.Module, optimizer: Any) -> None:
+        for inputs, labels in batches_of(3, BATCH):
+            loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+            gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+
+    _both(run, sync)
+
+
 def test_backward_with_create_graph_is_refused_by_name() -> None:
     def work() -> None:
         model = new_model()

@@ -1,5 +1,6 @@
 """What an optimizer takes over when it is wrapped, and what of the wrapped one it refuses; who ends before others begin."""
 
+import contextlib
 import copy
 import mmap
 import multiprocessing
@@ -219,15 +220,13 @@ def test_a_child_that_multiprocessing_made_leaves_when_it_ends(monkeypatch: pyte
     model, inner = _fresh(MAKERS["momentum"])
     try:
         with fastps.DistributedOptimizer(inner, sync="asp", timeout_s=20) as optimizer:
-            optimizer.wait_for_start()
-            child.join()
-            if ending == "return":
+            what = "RuntimeError: the disk is full" if ending == "raise" else "SystemExit: 3"
+            fails = pytest.raises(fastps.WorkerDiedError, match=f"worker 1 .* failed: {what}")
+            with contextlib.nullcontext() if ending == "return" else fails:
+                optimizer.wait_for_start()  # already tells, if the other has ended by then
+                child.join()
+                time.sleep(0.06)  # beyond the time between two looks
                 _train(model, optimizer, range(3))
-            else:
-                what = "RuntimeError: the disk is full" if ending == "raise" else "SystemExit: 3"
-                with pytest.raises(fastps.WorkerDiedError, match=f"worker 1 .* failed: {what}"):
-                    time.sleep(0.06)  # beyond the time between two looks
-                    _train(model, optimizer, range(3))
     finally:
         child.join()
 
