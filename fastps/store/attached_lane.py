@@ -306,8 +306,8 @@ class AttachedLane:
                 " itself, not in its children (such as DataLoader workers)"
             )
         raise UsageError(
-            f"worker {self.rank} is closed (by close(), or because another optimizer was given its parameters): attach again in"
-            " a new job"
+            f"worker {self.rank} is closed (by close(), or because another optimizer was given its parameters, of which each"
+            " can be in one at a time): wrap a torch optimizer again, or attach in a new job"
         )
 
 

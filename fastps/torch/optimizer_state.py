@@ -1,5 +1,6 @@
 """A wrapped optimizer's state and weights in torch's own terms: state_dict, load_state_dict, param groups."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from fastps.torch import state
 from fastps.torch.attachment import Attachment
 from fastps.torch.job_state import Entry, JobState
 from fastps.torch.update_rules import HALVES, MASTER, WRAP_ANEW, Hypers, check_scalars, names_of, round_state
+
+logger = logging.getLogger("fastps.torch")
 
 _HOOKS = [f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
 
@@ -264,6 +267,12 @@ def check_kind(optimizer: object) -> None:
         raise UsageError(
             "expected a torch optimizer, as in DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)), found"
             f" {type(optimizer).__name__}"
+        )
+    patched = optimizer.__dict__.get("step")
+    if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
+        logger.warning(
+            "step() of the torch optimizer was replaced by %s, which DistributedOptimizer does not call: replace its step()",
+            getattr(patched, "__qualname__", patched),
         )
 
 

@@ -298,6 +298,25 @@ def test_worker_that_only_pulls_is_refused_where_the_others_wait_for_it() -> Non
     assert "worker 1 has pulled 17 times since its last push" in sentence
 
 
+def test_a_step_that_was_replaced_before_wrapping_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    inner = torch.optim.SGD(_model().parameters(), lr=0.01)
+    torch.optim.lr_scheduler.StepLR(inner, 1)  # replaces it, too, to count
+    fastps.DistributedOptimizer(inner).close()
+    assert "was replaced" not in caplog.text
+    inner = torch.optim.SGD(_model().parameters(), lr=0.01)
+    inner.step = lambda closure=None: None  # type: ignore[method-assign,assignment]
+    fastps.DistributedOptimizer(inner).close()
+    assert "step() of the torch optimizer was replaced by" in caplog.text
+
+
+def test_an_optimizer_whose_parameters_another_has_says_so_at_its_next_step() -> None:
+    model, head = _model(), _model()
+    first = _wrap(model)
+    with fastps.DistributedOptimizer(torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.01)):
+        with pytest.raises(fastps.UsageError, match="another optimizer was given its parameters, of which each can be in one"):
+            _train(model, first, 1)
+
+
 def _write(model: torch.nn.Linear) -> None:
     """Write the weights in terms of what they are: in place, uncounted, elsewhere, by a load; and look at others."""
     with torch.no_grad():
