@@ -25,7 +25,7 @@ from fastps.torch.weights import Weights
 logger = logging.getLogger("fastps.torch")
 
 _POLL_NS = 1_000_000
-_SETTLES_NS = 10_000_000_000  # what a worker under a driver waits for worker 0's first weights
+_SETTLES_NS = 10_000_000_000  # how long a worker in virtual time waits for worker 0's weights: the driver posts its push later
 
 
 class Attachment:
@@ -169,23 +169,24 @@ class Attachment:
         """
         if (index := self.weights.misfit(first)) >= 0:
             raise foreign.write_error(self.store.parameters[index].name, is_undone=False, has_moved=True)
-        arena, initial = self.store.arena, range(self.store.layout.workers)
-        if not self.weights.are(first) and self.worker.rank == 0 and not any(self._pulled_versions()):
-            # Each of the others reads the first weights before it attaches.
+        if self.weights.are(first):
+            return
+        arena, clock = self.store.arena, self.store.clock
+        if self.worker.rank == 0 and not any(self._pulled_versions()):
+            initial = range(self.store.layout.workers)  # each of them reads the first weights before it attaches
             self._wait(lambda: all(arena.lane_states()[lane] not in (LANE_FREE, LANE_JOINING) for lane in initial))
             self.weights.write(first)
-            self._accept_writes()
-        elif not self.weights.are(first) and self.worker.rank:
-            until_ns = self.store.clock.now_ns() + _SETTLES_NS  # of a worker in virtual time: the driver posts for worker 0
-            others = Lane(arena, 0)
-            self._wait(
-                lambda: (
-                    self.weights.are(first)
-                    or others.posted() > 0
-                    or arena.lane_states()[0] != LANE_LIVE
-                    or (self.worker.driver is not None and self.store.clock.now_ns() > until_ns)
-                )
-            )
+            if self.store.layout.policy.ema:
+                state.begin_average(self.worker, self.tensor_views)
+            return
+
+        def is_settled() -> bool:
+            has_begun = Lane(arena, 0).posted() > 0 or arena.lane_states()[0] != LANE_LIVE
+            return has_begun or self.weights.are(first) or (self.worker.driver is not None and clock.now_ns() > until_ns)
+
+        until_ns = clock.now_ns() + _SETTLES_NS
+        if self.worker.rank:
+            self._wait(is_settled)
         self._is_void = self.is_late = not self.weights.are(first)
 
     def _wait(self, reached: Callable[[], bool]) -> None:
@@ -200,8 +201,8 @@ class Attachment:
     def refuse_writes(self) -> None:
         """Raise ParameterChangedError for a write outside of step().
 
-        Other workers read these buffers, so such a write would reach them at a random moment. Before the first step
-        they are worker 0's, so loading a model's state dict right after wrapping is allowed. A parameter that was pointed at
+        Other workers read these buffers, so such a write would reach them at a random moment. Before the first step they are
+        the script's own, so loading a model's state dict right after wrapping is allowed. A parameter that was pointed at
         other memory reaches no other worker, and the next step would point it back.
         """
         if self._first is not None:
