@@ -1,4 +1,4 @@
-"""The memory of a whole job, while it trains: fastps and what others use beside the least that is possible.
+"""The memory of a whole job, while it trains: fastps, DistributedDataParallel and Hogwild beside the least that is possible.
 
 The processes of a side are started one by one, as launchers do, and train a perceptron of 25 equal layers. Between two steps,
 when each worker still has its gradients, the proportional set sizes of all are added: memory that several map counts once.
@@ -10,7 +10,7 @@ gradient for each worker, and the weights and the optimizer's state once.
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastps.bench import rpc
 from fastps.bench.crew import ForkedCrew
 from fastps.bench.measure import BenchOptions, Row, check
 from fastps.torch.optimizer import DistributedOptimizer
@@ -27,7 +26,7 @@ from fastps.torch.optimizer import DistributedOptimizer
 LAYERS, BATCH_SIZE, STEPS = 25, 16, 6
 FLOATS_OF_STATE = {"sgd": 1, "adam": 2}  # for each parameter
 OURS = (("fastps", "bsp"), ("fastps", "asp"))
-PEERS = {"ddp": ("ddp", "bsp"), "hogwild": ("hogwild", "asp"), "rpc": ("rpc", "bsp")}
+PEERS = {"ddp": ("ddp", "bsp"), "hogwild": ("hogwild", "asp")}
 
 
 @dataclass(frozen=True)
@@ -52,23 +51,23 @@ class Loop:
     """A side's part of the training loop."""
 
     model: nn.Module
-    optimizer: rpc.Steps
+    optimizer: torch.optim.Optimizer
     close: Callable[[], object] = lambda: None
 
 
-def _optimizer(job: Job, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     if job.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=1e-6)
-    return torch.optim.SGD(parameters, lr=1e-6, momentum=0.9)
+        return torch.optim.Adam(model.parameters(), lr=1e-6)
+    return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
 
 
 def _plain(job: Job, rank: int, model: nn.Module) -> Loop:
-    return Loop(model, _optimizer(job, model.parameters()))
+    return Loop(model, _optimizer(job, model))
 
 
 def _fastps(job: Job, rank: int, model: nn.Module) -> Loop:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.workers), FASTPS_JOB=Path(job.folder).name)
-    optimizer = DistributedOptimizer(_optimizer(job, model.parameters()), job.sync, model=model)
+    optimizer = DistributedOptimizer(_optimizer(job, model), job.sync, model=model)
 
     def close() -> None:
         if rank == 0:
@@ -81,7 +80,7 @@ def _fastps(job: Job, rank: int, model: nn.Module) -> Loop:
 def _ddp(job: Job, rank: int, model: nn.Module) -> Loop:
     dist.init_process_group("gloo", init_method=f"file://{job.folder}/ddp", rank=rank, world_size=job.workers)
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Loop(wrapped, _optimizer(job, wrapped.parameters()), dist.destroy_process_group)
+    return Loop(wrapped, _optimizer(job, wrapped), dist.destroy_process_group)
 
 
 def _hogwild(job: Job, rank: int, model: nn.Module) -> Loop:
@@ -92,19 +91,10 @@ def _hogwild(job: Job, rank: int, model: nn.Module) -> Loop:
         view = shared[first : first + parameter.numel()].view(parameter.shape)
         first += parameter.numel()
         parameter.data = view.copy_(parameter.detach())  # the same values in each worker
-    return Loop(model, _optimizer(job, model.parameters()))
+    return Loop(model, _optimizer(job, model))
 
 
-def _rpc(job: Job, rank: int, model: nn.Module) -> Loop:
-    """Let worker 0's process have the server; the rate is not divided by the workers, whose sum of gradients it gets."""
-    if rank == 0:
-        weights = nn.utils.parameters_to_vector(model.parameters()).detach().requires_grad_()
-        rpc.serve(weights, _optimizer(job, [weights]), job.workers)
-    rpc.join(rank, job.workers, f"{job.folder}/rpc")
-    return Loop(model, rpc.Pushed(list(model.parameters())), rpc.leave)
-
-
-MAKERS = {"torch": _plain, "single": _plain, "fastps": _fastps, "ddp": _ddp, "hogwild": _hogwild, "rpc": _rpc}
+MAKERS = {"torch": _plain, "single": _plain, "fastps": _fastps, "ddp": _ddp, "hogwild": _hogwild}
 
 
 class Member:

@@ -42,9 +42,9 @@ class Server:
     def apply(self, *gradients: Floats) -> Floats:
         """Update with the mean of a step's gradients, if there are any; returns the weights."""
         if gradients:
-            np.add(gradients[0], gradients[-1], out=self.mean.numpy())
-            for gradient in gradients[1:-1]:
-                self.mean += torch.from_numpy(gradient)
+            np.copyto(self.mean.numpy(), gradients[0])
+            for gradient in gradients[1:]:
+                np.add(self.mean.numpy(), gradient, out=self.mean.numpy())
             self.mean /= len(gradients)
             self.optimizer.step()
         weights: Floats = self.weights.detach().numpy()

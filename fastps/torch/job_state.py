@@ -104,7 +104,7 @@ class JobState(defaultdict[Any, Any]):
                 key: {name: value for name, value in entry.items() if name not in self._names} if key in self._keys else entry
                 for key, entry in dict.items(self)
             }
-        entry = None
+        entry = None  # the loop's last one would look as if a script kept it
         dict.clear(self)
         self._earlier = [each for each in self._earlier if each[0]() is not None]
         self._earlier_entries = [each for each in self._earlier_entries if each[0]() is not None]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 AGAINST_HELP = (
     "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on GPUs limit, nccl, ddp; of a training: ddp,"
-    " hogwild, rpc, ray; of memory: ddp, hogwild, rpc. A peer that cannot run here is named with the reason. Of a step also"
+    " hogwild, rpc, ray. A peer that cannot run here is named with the reason. Of a step also"
     " ablations of fastps itself: alone, plain, streaming, attributes, server. Of nodes: limit, gloo, ddp. Of readers: torchrl."
 )
 
