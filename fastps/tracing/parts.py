@@ -16,7 +16,7 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -296,16 +296,16 @@ class Part:
 
 def _notes_of(folder: Path) -> list[dict[str, Any]]:
     """Return the workers' notes by rank, then generation. The caller must hold the folder's lock: a merge removes them."""
-    return [_note_in(file) for file in _files_of(folder, "json")]
+    return [_note_in(file, {"rank", "job", "finished"}) for file in _files_of(folder, "json")]
 
 
-def _note_in(file: Path) -> dict[str, Any]:
-    """The note of a worker or of an agent. Raises TraceError."""
+def _note_in(file: Path, names: Set[str]) -> dict[str, Any]:
+    """The note of a worker or of an agent, which has these names. Raises TraceError."""
     try:
         note: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:  # a machine that goes down may leave it empty
         raise TraceError(f"expected a note in {file}, found none: {error}; remove it to read the records of others") from None
-    if not isinstance(note, dict) or not note.keys() >= {"rank", "job", "finished"}:
+    if not isinstance(note, dict) or not note.keys() >= names:
         raise TraceError(f"expected the parts of a trace in {file.parent}, found {file.name} of something else there")
     return note
 
@@ -370,7 +370,7 @@ def _gathered(folder: Path, notes: list[dict[str, Any]]) -> Trace:
     }
     agent = folder / f"{AGENT}.note"
     if agent.exists():
-        header["node"] = _note_in(agent)
+        header["node"] = _note_in(agent, {"node", "nodes", "host"})
     return Trace(header, **tables)
 
 

@@ -1,5 +1,6 @@
 """The parts of a trace: those of an earlier job stay apart, the launcher's notes reach the right trace, and damage is told."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 import fastps
+from fastps.job.nodes import Nodes
 from fastps.tracing.endings import CUT_SHORT, ENDED, endings
 from fastps.tracing.file import TraceError, read
+from fastps.tracing.node_part import node_note
 from fastps.tracing.parts import Part, end, folders_of, load
 from tests.report.traces import header
 from tests.support import processes
@@ -139,6 +142,16 @@ def test_a_note_that_a_machine_left_empty_when_it_went_down_is_named(tmp_path: P
     note.write_text("")
     with pytest.raises(TraceError, match=r"expected a note in .*0.json, found .*; remove it"):
         load(file)
+
+
+def test_the_parts_of_a_node_are_read_and_the_note_of_something_else_in_their_place_is_named(tmp_path: Path) -> None:
+    folder, note = tmp_path / "run.trace.1.parts", node_note(Nodes(2, 1, 0, 1, "localhost", 29400), "here")
+    Part(folder, 0, {"job": header("bsp", 1)}).close()
+    (folder / "agent.note").write_text(json.dumps(note))
+    assert load(folder).header["node"] == note
+    (folder / "agent.note").write_text(json.dumps({"rank": 0, "job": {}, "finished": True}))
+    with pytest.raises(TraceError, match=r"expected the parts of a trace in .*, found agent.note of something else there"):
+        load(folder)
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", '{"rank": 0}'])
