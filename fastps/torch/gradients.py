@@ -107,6 +107,9 @@ class Gradients:
         if set_to_none:
             self._loops.drop_gradients()
             return
+        for index in self.present if self._lends and not self._keeps else ():  # `release` has dropped them, and torch has not
+            if self.tensors[index].grad is None:
+                self.tensors[index].grad = torch.zeros_like(self.tensors[index])
         for gradient in [tensor.grad for tensor in self.tensors if tensor.grad is not None]:
             if gradient.grad_fn is not None:
                 gradient.detach_()
@@ -156,8 +159,12 @@ class Gradients:
         """Give up the slot after its push; p.grad stays a view of it only if the step waits for the fold."""
         if self._keeps:
             return
-        if self._lends:
+        if self._lends and self._loops.other_gradient(self._prepared[slot]) < 0:
             self._loops.drop_gradients()
+        elif self._lends:  # what a script has set to memory of its own stays
+            for tensor, view in zip(self.tensors, self.slots[slot], strict=True):
+                if tensor.grad is view:
+                    tensor.grad = None
         self._loops.own_all(self._prepared[slot])
 
     def clip_factor(self, most: float, scale: float) -> float:
