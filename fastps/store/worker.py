@@ -164,7 +164,8 @@ class Worker(AttachedLane):
             if outcome != DONE and outcome != BUSY:
                 self._push_late(outcome, scale, samples, null)
         else:
-            if self._policy.overlap and self._background is None:  # not before: a DelayedWorker is made of an attached one
+            if self._policy.overlap and self._background is None and self.driver is None:
+                # Not before: a DelayedWorker is made of an attached one.
                 self._background = Background(lane, self._make_transfer, self._clock)
             self._push_on_its_way(now_ns, scale, samples, null)
         if now_ns - self._checked_ns > limits.LIVENESS_NS and self.driver is None:  # a driver notices each end itself

@@ -50,7 +50,6 @@ def reason_against(layout: Layout) -> str:
         f"with tables (sparse=True) under {layout.policy.spec}, whose workers may read rows while they change,": bool(
             layout.tables and not (layout.policy.is_level and layout.policy.pull == 1)
         ),
-        "whose pulls overlap with computing": layout.policy.overlap,
         'under sync="auto"': bool(layout.policy.warm_up),
     }
     return next((reason for reason, holds in found.items() if holds), "")

@@ -83,6 +83,11 @@ cdef class Reader:
             commit = self._prefetch(shard)
         return self._buffer_of(commit), fps_commit_version(commit)
 
+    def prefetch_kept(self, uint64_t buffer, uint32_t shard=0):
+        """Pin a buffer as the next one. Another lane keeps it pinned meanwhile."""
+        self.arena._check_shard(shard)
+        fps_pin_exchange(&self.arena.lane_shard(self.index, shard).next, buffer + 1)
+
     cdef uint64_t _prefetch(self, uint32_t shard) noexcept nogil:
         return pin_published(&self.arena.shard_header(shard).commit, &self.arena.lane_shard(self.index, shard).next)
 

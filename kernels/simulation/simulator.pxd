@@ -67,8 +67,8 @@ cdef class Simulator(SimulatedShards):
     cdef void _push(self, int32_t worker) noexcept nogil
     cdef void _pulled(self, int32_t index) noexcept nogil
     cdef void _arrive(self, int32_t worker, int32_t shard, int64_t step, int64_t version) noexcept nogil
-    cdef int64_t _newest(self, int32_t worker) noexcept nogil
     cdef void _fetch(self, int32_t worker) noexcept nogil
+    cdef void _record_pull(self, int kind, int32_t worker, int64_t version, int32_t node) noexcept nogil
     cdef void _fetch_all(self) noexcept nogil
     cdef void _kill(self, int32_t worker) noexcept nogil
     cdef void _join(self, int32_t worker) noexcept nogil

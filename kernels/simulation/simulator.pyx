@@ -230,7 +230,11 @@ cdef class Simulator(SimulatedShards):
         if player.steps:
             player.wait_ns += self.now_ns - player.computed_ns
         if self.overlap:
-            view.version = self._newest(worker)
+            view.version = player.ready_version
+            if self.network.instant and self.hop_ns < 0:  # the pull has taken no time
+                view.version = self.records.servers[0].state.version
+                self._record_pull(RECORD_GRANT, worker, view.version, 0)
+                self._record_pull(RECORD_PULL, worker, view.version, 0)
         player.timestamp = view.version
         if self.n_shards > 1:
             player.timestamp = INT64_MAX
@@ -322,6 +326,7 @@ cdef class Simulator(SimulatedShards):
         if not self.overlap:
             self._arrive(message.worker, message.shard, message.step, message.version)
             return
+        self._record_pull(RECORD_PULL, message.worker, message.version, 0)
         self.players[message.worker].ready_version = message.version
         if message.version == self.records.servers[0].state.version:
             self.idle[self.n_idle] = message.worker
@@ -380,11 +385,6 @@ cdef class Simulator(SimulatedShards):
 
     # -- overlapped pulls (Rudra-adv*) ---------------------------------------------------------------
 
-    cdef int64_t _newest(self, int32_t worker) noexcept nogil:
-        if self.network.instant and self.hop_ns < 0:
-            return self.records.servers[0].state.version
-        return self.players[worker].ready_version
-
     cdef void _fetch(self, int32_t worker) noexcept nogil:
         """Begin the worker's pull of the newest version."""
         cdef int32_t index = self.network.allocate()
@@ -395,7 +395,13 @@ cdef class Simulator(SimulatedShards):
         message = &self.network.messages[index]
         message.kind, message.worker, message.shard = EVENT_PULLED, worker, 0
         message.version, message.bytes = self.records.servers[0].state.version, self.shard_bytes
+        self._record_pull(RECORD_GRANT, worker, message.version, 0)
         self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker]))
+
+    cdef void _record_pull(self, int kind, int32_t worker, int64_t version, int32_t node) noexcept nogil:
+        """For a driver, record that a pull in the background from a node begins, as a grant, or that its weights arrive."""
+        if self.records.tracing and self.asks:
+            self.records.record(kind, worker, 0, version, node)
 
     cdef void _fetch_all(self) noexcept nogil:
         """Begin a pull of the new version for every worker without a pull in progress."""
@@ -409,9 +415,12 @@ cdef class Simulator(SimulatedShards):
 
         Node 0 is the server, node k is worker k - 1, and the children of node k are nodes 2 k + 1 and 2 k + 2.
         """
+        cdef int32_t child
         if self.relaying[node] >= 0 or 2 * <int64_t> node + 1 > self.n_workers:
             return
         self.relaying[node] = self.players[node - 1].ready_version if node else self.records.servers[0].state.version
+        for child in range(2 * node + 1, min(2 * node + 2, self.n_workers) + 1):
+            self._record_pull(RECORD_GRANT, child - 1, self.relaying[node], node)
         self._check(fps_queue_push(&self.queue, self.now_ns + self.hop_ns, EVENT_RELAYED, node))
 
     cdef void _relayed(self, int32_t node) noexcept nogil:
@@ -422,6 +431,7 @@ cdef class Simulator(SimulatedShards):
         self.relaying[node] = -1
         for child in range(2 * node + 1, min(2 * node + 2, self.n_workers) + 1):
             self.players[child - 1].ready_version = version
+            self._record_pull(RECORD_PULL, child - 1, version, node)
             self._relay(child)
         if newest > version:
             self._relay(node)
@@ -458,7 +468,7 @@ cdef class Simulator(SimulatedShards):
         player.grant_wait_ns += self.now_ns - w.push_ns[0]
         if w.batch > 0:
             player.granted_batch = w.batch
-        if self.records.tracing:
+        if self.records.tracing and not (self.overlap and self.asks):
             self.records.record(RECORD_GRANT, worker, shard, server.state.version, w.granted)
         if self.overlap:
             self.views[worker].step = w.granted

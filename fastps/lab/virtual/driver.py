@@ -65,10 +65,12 @@ class Driver:
         self._combiner.set_user_rule(store.layout.rule.address)
         self._lanes = [Lane(store.arena, rank) for rank in range(store.arena.lanes)]
         policy = store.layout.policy
-        self._keeps_old = policy.pull < 1  # a step may begin without a shard's newest weights
+        self._overlaps = policy.overlap  # pulls go on while a step computes with the weights before
+        self._keeps_old = policy.pull < 1 or policy.overlap  # a step may begin without a shard's newest weights
         self._combines = policy.combine
         self._shards = range(store.arena.shards)
         self._granted: dict[tuple[int, int], tuple[int, int]] = {}
+        self._kept: dict[int, tuple[int, int]] = {}  # by worker, the newest weights that a pull in the background has brought
         self._computing: set[int] = set()  # workers that have begun a step, and whose push is not posted
         self._news = {
             worker: {shard: self._pin(self._lanes[worker], shard) for shard in self._shards} for worker in self._links
@@ -91,8 +93,7 @@ class Driver:
             elif event.kind == PULL:
                 self._pull(event.worker, event.shard)
             elif event.kind == BEGIN:
-                self._computing.add(event.worker)
-                self._say(event.worker)
+                self._begin(event.worker)
         if drain:
             self.commit(drain)
 
@@ -123,10 +124,14 @@ class Driver:
 
     def _grant(self, event: Event) -> None:
         """Pin the weights of the moment of the grant for the worker, which waits in `step()`."""
-        read = self._pin(self._lanes[event.worker], event.shard)
+        if self._overlaps and event.detail:  # the weights come from another worker, in a tree
+            read = self._kept[event.detail - 1]
+            self._lanes[event.worker].prefetch_kept(read[0])
+        else:
+            read = self._pin(self._lanes[event.worker], event.shard)
         if read[1] != event.version:
             raise ProtocolError(
-                f"worker {event.worker} was granted version {event.version} of shard {event.shard}, and the arena has"
+                f"worker {event.worker} was granted version {event.version} of shard {event.shard}, and finds"
                 f" {read[1]}: this is an error of fastps, please report it"
             )
         self._granted[event.worker, event.shard] = read
@@ -140,8 +145,18 @@ class Driver:
     def _pull(self, worker: int, shard: int) -> None:
         """Let the worker's next step read what it was granted."""
         self._news[worker][shard] = read = self._granted.pop((worker, shard))
-        if self._keeps_old:
+        if self._overlaps:
+            self._lanes[worker].keep_prefetched(read[0])
+            self._kept[worker] = read
+        elif self._keeps_old:
             self._lanes[worker].take_prefetched(*read, shard)
+
+    def _begin(self, worker: int) -> None:
+        """Let the worker's next step begin."""
+        for shard, read in self._news[worker].items() if self._overlaps else ():
+            self._lanes[worker].take_prefetched(*read, shard)  # before the next weights are kept
+        self._computing.add(worker)
+        self._say(worker)
 
     def _say(self, worker: int) -> None:
         """Let the worker's next step begin, or tell it that all is over."""

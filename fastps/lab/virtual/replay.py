@@ -204,13 +204,14 @@ class Player:
 
     def _begin_steps(self) -> bool:
         """Let each worker's next step begin, if what it reads is there. Returns whether anything was done."""
-        free = [worker for worker, at in self._workers.items() if not (at.computes or at.has_left or at.is_lost)]
+        free = [worker for worker, at in self._workers.items() if not (at.has_left or at.is_lost)]
         return any([self._begin(worker) for worker in free if len(self._workers[worker].admitted) == self._recorded.shards])
 
     def _begin(self, worker: int) -> bool:
         at, steps = self._workers[worker], self._recorded.steps[worker]
         is_last = at.begun >= at.owner.end  # in which it leaves
-        if at.owner.died if is_last else not self._is_let_go(worker):
+        may_begin = not at.computes and (not at.owner.died if is_last else self._is_let_go(worker))
+        if not (may_begin or self._driver.store.layout.policy.overlap):  # there weights are received while a step computes
             return False
         wanted = steps.reads[at.begun].tolist() if not is_last else self._last_reads(worker)
         pinned = False
@@ -221,7 +222,7 @@ class Player:
                     self._driver.play([Event(0, newest, 0, worker, shard, kind) for kind in (GRANT, PULL)])
                 at.pulled.add(shard)
                 pinned = True
-        if len(at.pulled) < self._recorded.shards:
+        if not may_begin or len(at.pulled) < self._recorded.shards:
             return pinned
         self._driver.play([Event(0, 0, 0, worker, 0, BEGIN)])
         at.begun, at.reads, at.pulled = at.begun + 1, wanted, set()

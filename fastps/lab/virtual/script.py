@@ -30,15 +30,13 @@ _MOST_IN_A_COMMIT = 64  # pushes that are folded together; the simulator knows n
 
 
 def check_workers(workers: int, option: str = "--script") -> None:
-    """Raise UsageError, naming the option, if so many processes do not fit into memory, or so many workers into an arena."""
+    """Raise UsageError, naming the option, if so many processes do not fit into memory."""
     free, limit = available_bytes()
     if workers * WORKER_BYTES > free:
         raise UsageError(
             f"{option}: {workers} workers take {workers * WORKER_BYTES / 2**30:.1f} GiB at {WORKER_BYTES >> 20} MiB each beside"
             f" the model, and {free / 2**30:.1f} GiB are free ({limit}): use at most {free // WORKER_BYTES} workers"
         )
-    if workers > MAX_BUFFERS - 3:
-        raise UsageError(f"{option}: expected at most {MAX_BUFFERS - 3} workers, as many as a job has, found {workers}")
 
 
 def play(
@@ -91,13 +89,11 @@ class _Run:
         return self._simulator.received
 
     def _build(self, policy: Policy) -> Simulator:
-        if policy.overlap:
-            raise UsageError(f"--script: expected pulls that a step waits for, found {policy.spec}, which pulls meanwhile")
         if policy.pull < 1 and self.simulation.late_pushes[0]:
             raise UsageError(f"--script: {policy.spec} expected pushes in order, but one that --late-push delays is overtaken")
-        workers = self.simulation.workers
-        if policy.combine and workers > _MOST_IN_A_COMMIT:
-            raise UsageError(f"--script: {policy.spec} expected at most {_MOST_IN_A_COMMIT} workers, found {workers}")
+        workers, most = self.simulation.workers, (MAX_BUFFERS - 3) // (3 if policy.overlap else 1)
+        if workers > (most := min(most, _MOST_IN_A_COMMIT) if policy.combine else most):
+            raise UsageError(f"--script: {policy.spec} expected at most {most} workers, found {workers}")
         return build(policy, self.simulation, trace=True, asks=True)
 
     def play(self, driver: Driver) -> None:

@@ -36,7 +36,7 @@ ROWS = "pqrstu"  # of the table, each with a name of its own
 TABLE = np.linspace(-2, 2, 5 * len(ROWS), dtype=np.float32).reshape(-1, 5)
 DISCIPLINES = (
     "bsp", "asp", "ssp:3", "dssp:3,15", "softsync:2", "backup:1", "psp:2,0.75", "psp:3,0.75,push_timeout=0.01", "r2sp:0.8",
-    "hardsync:64", "adv:1,groups=2", "ssp:1,shards=2", "asp,combine=true", "dssp:1,4,shards=2,combine=true",
+    "hardsync:64", "adv:1,groups=2", "adv*:1,groups=2", "ssp:1,shards=2", "asp,combine=true", "dssp:1,4,shards=2,combine=true",
 )  # fmt: skip
 NETWORKS: dict[str, dict[str, Any]] = {
     "instant": {},
@@ -159,6 +159,8 @@ class Loop:
             elif kind == PULL:
                 self.reads[worker][shard] = line["version"]
             elif kind == BEGIN:
+                if self.policy.overlap:
+                    self.reads[worker][0] = line["version"]
                 for number, own in enumerate(self.names):
                     weights = dict(self.kept[number][self.reads[worker][number]])
                     weights |= {name: self.kept[number][-1][name] for name in own if name in self.rows}

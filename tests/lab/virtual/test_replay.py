@@ -170,7 +170,7 @@ def replayed(
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("spec", [
     "bsp", "asp", "ssp:1", "dssp:1,4", "softsync:2", "backup:1", "psp:2,0.75,push_timeout=0.003", "r2sp:0.8", "hardsync:64",
-    "ssp:1,shards=2", "asp,combine=true", "dssp:1,4,shards=2,combine=true",
+    "adv*:1", "ssp:1,shards=2", "asp,combine=true", "dssp:1,4,shards=2,combine=true",
 ])  # fmt: skip
 def test_the_weights_of_a_replay_are_those_of_the_recorded_run(
     spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -197,6 +197,7 @@ SERVED = [("asp", {}, ()), ("ssp:1,shards=2", {}, ()), ("bsp", *CHANGES[2])]
         *(("bsp", *change) for change in CHANGES), *(("dssp:1,4,shards=2", *change) for change in CHANGES),
         ("asp", *CHANGES[0]), ("ssp:1", *CHANGES[1]), ("softsync:2", *CHANGES[2]), ("backup:1", *CHANGES[3]),
         ("r2sp:0.8", *CHANGES[1]), ("psp:2,0.75,push_timeout=0.003", *CHANGES[2]),
+        *(("adv*:1", *change) for change in CHANGES),
     )),
     *((*case, {"server": "process"}) for case in SERVED),
 ])  # fmt: skip
@@ -388,9 +389,11 @@ def recorded_live(spec: str, file: Path, *command: str) -> str:
 @pytest.mark.parametrize(("spec", "variables", "arguments"), [
     ("ssp:3,shards=2", {}, ()),
     ("psp:3,0.75,push_timeout=0.02", {}, ()),
+    ("adv*:1", {}, ()),
     ("bsp", {}, ("table",)),
     ("ssp:3,shards=2", {"KILLED": "0", "FASTPS_SERVER": "workers"}, ()),
     ("dssp:3,15", {"KILLED": "2", "FASTPS_SERVER": "process"}, ()),
+    ("adv*:1", {"KILLED": "2", "FASTPS_SERVER": "process"}, ()),
     ("bsp", {"KILLED": "2"}, ("table",)),
 ])  # fmt: skip
 def test_live_processes_one_of_them_killed_and_replaced_are_replayed_bit_by_bit(
