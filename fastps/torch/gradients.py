@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.store.row_slots import presence_of
+from fastps.torch.foreign import write_error
 from fastps.torch.tensor_loops import tensor_loops
 
 _bitmap = functools.lru_cache(presence_of)  # the steps of a script often have the same parameters
@@ -69,7 +70,13 @@ class Gradients:
         if self._lends and not self.is_apart and self._loops.has_new_gradient(index):
             gradient = tensor.grad
             assert gradient is not None
-            tensor.grad = self._copy(index, slot, gradient)
+            try:
+                tensor.grad = self._copy(index, slot, gradient)
+            except RuntimeError:  # torch's, which names no parameter
+                view = self.slots[slot][index]
+                if (gradient.dtype, gradient.shape) == (view.dtype, view.shape):
+                    raise
+                raise write_error(self._name(index), is_undone=False, has_moved=True) from None
         elif not self._lends and tensor.grad is not None:
             self._check_of_backward(index, tensor.grad)
         return tensor.grad is self.slots[slot][index]

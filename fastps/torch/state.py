@@ -162,17 +162,14 @@ def write(
 ) -> None:
     """Write each parameter's entry of torch's state, or the rule's initial values, into its shard's state buffer.
 
-    Nothing is written where an entry is None. Raises ValueError for a value of another shape, and a negative step.
+    Nothing is written where an entry is None. Raises ValueError for a value of another shape.
     """
     steps = store.rule_steps(buffers)
     for index, entry in enumerate(given):
         if entry is None:
             continue
         has_state = any(entry.get(name) is not None for name in rule.planes)
-        count = int(entry.get("step", 1)) if has_state else 0
-        if count < 0:
-            raise ValueError(f"optimizer.state: expected 'step' of 0 or more, found {count}")
-        steps[index][0] = count
+        steps[index][0] = int(entry.get("step", 1)) if has_state else 0
     for plane, name in enumerate(rule.planes):
         for values, entry in zip(tensors_of(store.plane_views(buffers, plane)), given, strict=True):
             if entry is None:

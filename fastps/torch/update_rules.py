@@ -220,12 +220,14 @@ def names_of(rule: Rule, groups: Sequence[Mapping[str, Any]]) -> set[str]:
 def check_scalars(rule: Rule, entries: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
     """Check the scalars in parameters' entries of torch's state, each after its param_group: the fold computes them itself.
 
-    Raises UnsupportedError for one that the fold would compute differently.
+    Raises UnsupportedError for one that the fold would compute differently, and ValueError for steps that nobody can count.
     """
     row = _row_of(rule)
     for group, entry in entries:
         if not row.has_steps or "step" not in entry:
             continue
+        if not (float(entry["step"]).is_integer() and entry["step"] >= 0):
+            raise ValueError(f"optimizer.state: expected a whole number in 'step', 0 or more, found {float(entry['step']):g}")
         for name, value in row.scalars(group, int(entry["step"])).items():
             if name in entry and not math.isclose(float(entry[name]), value, rel_tol=1e-4, abs_tol=1e-30):
                 raise UnsupportedError(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastps
-from fastps.errors import UnsupportedError, UsageError
+from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
 from tests.support import processes
 from tests.support.torch_optimizers import mean_square, steps_on
 
@@ -140,7 +140,10 @@ def test_a_momentum_of_none_is_that_of_a_first_step_as_in_torch() -> None:
 
 @pytest.mark.parametrize(("write", "error", "sentence"), [
     (lambda entry: entry.update(exp_avg=torch.zeros(5)), ValueError, "expected 'exp_avg' of shape"),
-    (lambda entry: entry["step"].fill_(-1.0), ValueError, "expected 'step' of 0 or more"),
+    *(
+        (lambda entry, step=step: entry["step"].fill_(step), ValueError, "expected a whole number in 'step', 0 or more")
+        for step in (-1.0, 2.5, float("nan"), float("inf"))
+    ),
 ])  # fmt: skip
 def test_values_that_cannot_be_the_jobs_are_refused(write: Any, error: type[Exception], sentence: str) -> None:
     model = torch.nn.Linear(3, 2)
@@ -151,6 +154,23 @@ def test_values_that_cannot_be_the_jobs_are_refused(write: Any, error: type[Exce
         with pytest.raises(error, match=sentence):
             _train(optimizer, model, 1.0)
         assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+@pytest.mark.parametrize("change", [
+    lambda model: model.double(), lambda model: setattr(model.weight, "data", torch.zeros(2, 4)),
+])  # fmt: skip
+def test_a_parameter_that_gets_another_type_or_form_after_wrapping_is_named(change: Any, trained: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    with fastps.DistributedOptimizer(MAKERS["momentum"](model.parameters())) as optimizer:
+        if trained:
+            _train(optimizer, model, 1.0)
+        optimizer.zero_grad()
+        change(model)
+        inputs = torch.ones(1, model.weight.shape[1], dtype=model.weight.dtype)
+        with pytest.raises(ParameterChangedError, match=r"'param_groups.*' was pointed at other memory .*unwrap"):
+            model(inputs).sum().backward()
+            optimizer.step()
 
 
 OWN: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] = {
