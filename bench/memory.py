@@ -10,7 +10,7 @@ gradient for each worker, and the weights and the optimizer's state once.
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -109,9 +109,9 @@ class Member:
         self.close = self.loop.close
 
     def __call__(self, command: str) -> float:
-        """Train, and return the sum of the weights' absolute values; or "measure": the process's share of memory, in bytes."""
-        if command == "measure":
-            return _share_of_memory()
+        """Train, and return the sum of the weights' absolute values; or the process's share of memory of a kind, in bytes."""
+        if command != "train":
+            return _share_of_memory(command)
         for inputs in self.inputs:
             self.loop.optimizer.zero_grad()
             self.loop.model(inputs).square().mean().backward()
@@ -120,10 +120,10 @@ class Member:
             return sum(float(parameter.abs().sum()) for parameter in self.loop.model.parameters())
 
 
-def _share_of_memory() -> int:
-    """The proportional set size of this process: its own pages, and its share of those that others map, too."""
+def _share_of_memory(kind: str) -> int:
+    """The proportional set size of this process, of a kind: its own pages, and its share of those that others map, too."""
     words = Path("/proc/self/smaps_rollup").read_text().split()
-    return int(words[words.index("Pss:") + 1]) * 1024
+    return int(words[words.index(kind) + 1]) * 1024
 
 
 def measure(options: BenchOptions) -> list[Row]:
@@ -150,10 +150,12 @@ def measure(options: BenchOptions) -> list[Row]:
     return rows
 
 
-def _run(side: tuple[str, str], optimizer: str, workers: int, width: int) -> tuple[int, float]:
-    """Train one side; return the bytes of all its processes, and worker 0's sum of weights."""
+def _run(
+    side: tuple[str, str], optimizer: str, workers: int, width: int, kinds: Sequence[str] = ("Pss:",)
+) -> tuple[int, float]:
+    """Train one side; return the bytes of these kinds of all its processes, and worker 0's sum of weights."""
     with tempfile.TemporaryDirectory(prefix="fastps-bench-", dir="/dev/shm") as folder:
         job = Job(*side, optimizer, workers, 1 if side[0] == "torch" else width, folder)
         with ForkedCrew(workers, partial(Member, job), method="spawn") as crew:
             weights = crew.call("train")
-            return sum(int(share) for share in crew.call("measure")), weights[0]
+            return sum(int(share) for kind in kinds for share in crew.call(kind)), weights[0]
