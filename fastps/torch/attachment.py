@@ -162,9 +162,10 @@ class Attachment:
         self.weights.count_writes({index for index, each in enumerate(self.store.parameters) if each.shard in fresh})
 
     def _settle(self, first: list[int]) -> None:
-        """Make what worker 0's script wrote before its first step the job's first weights.
+        """Make what worker 0's script wrote before its first step the job's weights.
 
         Every other script writes the same, and its worker waits for worker 0's values. One that has others makes a null push.
+        If others have trained by then, worker 0's values replace theirs.
         Raises ParameterChangedError for parameters of another form, and as `Worker.wait_until`.
         """
         if (index := self.weights.misfit(first)) >= 0:
@@ -175,8 +176,16 @@ class Attachment:
         if self.worker.rank == 0 and not any(self._pulled_versions()):
             initial = range(self.store.layout.workers)  # each of them reads the first weights before it attaches
             self._wait(lambda: all(arena.lane_states()[lane] not in (LANE_FREE, LANE_JOINING) for lane in initial))
-            self.weights.write(first)
-            if self.store.layout.policy.ema:
+            if any(Lane(arena, lane).posted() for lane in initial[1:]):
+                logger.warning(
+                    "worker 0 wrote weights, the job's from now on, after others had pushed gradients of those before"
+                )
+            with self.worker.locked():  # no fold reads what is written
+                if is_first := not any(arena.shard_version(shard) for shard in range(arena.shards)):
+                    self.weights.write(first)
+            if not is_first:
+                state.publish_weights(self.worker, self.tensor_views, lambda newest: [each.detach() for each in self.tensors])
+            elif self.store.layout.policy.ema:
                 state.begin_average(self.worker, self.tensor_views)
             return
 
@@ -225,7 +234,7 @@ class Attachment:
         """
         if not self.is_late or self.worker.own_steps or not (self._is_void or self.weights.changed() >= 0):
             return False
-        joined = "worker 0 did not write the same" if self._is_void else "it joined a running job, or resumed one"
+        joined = "worker 0 did not write the same" if self._is_void else "the job had begun without it, or was resumed"
         logger.warning("worker %d: what its script wrote to the parameters is not used: %s", self.worker.rank, joined)
         return True
 

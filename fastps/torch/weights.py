@@ -15,7 +15,7 @@ import torch
 from fastps.membership.job_memory import WeightsMemory
 from fastps.torch.tensor_loops import tensor_loops
 
-_BITS = torch.int32  # of a float32, of which NaNs differ from themselves
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by an element's bytes: NaNs differ from themselves
 
 
 class Weights:
@@ -97,7 +97,8 @@ class Weights:
 
     def are(self, buffers: list[int]) -> bool:
         """Whether every parameter has the bits of these buffers, one a shard."""
-        return all(torch.equal(tensor.view(_BITS), value.view(_BITS)) for tensor, value in self._pairs(buffers))
+        pairs = ((_BITS[tensor.element_size()], tensor, value) for tensor, value in self._pairs(buffers))
+        return all(torch.equal(tensor.view(bits), value.view(bits)) for bits, tensor, value in pairs)
 
     @torch.inference_mode(mode=False)
     def write(self, buffers: list[int]) -> None:

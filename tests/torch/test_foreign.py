@@ -22,7 +22,6 @@ from fastps.cli import top
 from fastps.processes.launcher import Launcher
 from fastps.processes.worker_environment import environment_of, style_of
 from fastps.store import instances as job_instances
-from fastps.torch.placements import host
 from tests.support import processes
 from tests.support.scripts import modules_of, program
 from tests.support.torch_optimizers import steps_on
@@ -315,95 +314,6 @@ def test_an_optimizer_whose_parameters_another_has_says_so_at_its_next_step() ->
     with fastps.DistributedOptimizer(torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.01)):
         with pytest.raises(fastps.UsageError, match="another optimizer was given its parameters, of which each can be in one"):
             _train(model, first, 1)
-
-
-def _write(model: torch.nn.Linear) -> None:
-    """Write the weights in terms of what they are: in place, uncounted, elsewhere, by a load; and look at others."""
-    with torch.no_grad():
-        model.weight.mul_(0.5)
-        model.weight.data.mul_(0.5)
-        model.weight.data = model.weight.data + 1.0
-        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
-        kept = model.weight.clone()
-        model.weight.fill_(7.0)
-        time.sleep(0.05)
-        model.weight.copy_(kept)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("loops", ["auto", "attributes"])
-def test_weights_written_before_the_first_gradient_are_written_once_whatever_they_were(
-    workers: int, loops: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", loops)
-
-    def work(rank: int) -> list[float]:
-        model = _model()
-        for _ in range(2):
-            optimizer = _wrap(model, model=model)
-            time.sleep(0.1 * rank)
-            _write(model)
-            _train(model, optimizer, 2)
-            optimizer.unwrap()
-        return [*model.weight.flatten().tolist(), *model.bias.tolist()]
-
-    plain = _model()
-    for _ in range(2):
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
-        _write(plain)
-        _train(plain, optimizer, 2)
-    expected = [*plain.weight.flatten().tolist(), *plain.bias.tolist()]
-    for found in _in_processes(work, workers):
-        assert np.allclose(found, expected, rtol=1e-6)
-
-
-def test_weights_are_not_written_where_a_model_for_each_worker_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "available_bytes", lambda: (100, "a test"))
-    model = _model()
-    with _wrap(model, model=model) as optimizer:
-        torch.nn.init.ones_(model.weight)
-        with pytest.raises(fastps.ParameterChangedError, match="'weight' was written to outside of step"):
-            _train(model, optimizer, 1)
-        optimizer.replace_weights(model.state_dict())
-        _train(model, optimizer, 1)
-
-
-def test_weights_that_worker_0_did_not_write_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    """Each worker draws its own, without a seed: those of worker 0 count, and the other's first gradient does not."""
-
-    def work(rank: int) -> list[float]:
-        model = _model()
-        with _wrap(model, model=model) as optimizer:
-            torch.nn.init.constant_(model.weight, 1.0 + rank)
-            _train(model, optimizer, 1)
-            return [float(model.weight.detach().sum()), optimizer.version, caplog.text.count("worker 0 did not write the same")]
-
-    plain = _model()
-    torch.nn.init.constant_(plain.weight, 1.0)
-    _train(plain, torch.optim.SGD(plain.parameters(), lr=0.01), 1)
-    expected = float(plain.weight.detach().sum())
-    assert _in_processes(work, 2) == [[pytest.approx(expected), 1, 0], [pytest.approx(expected), 1, 1]]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_resumed_job_keeps_its_weights_from_a_script_that_loads_others_after_wrapping(
-    workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def work(rank: int) -> list[float]:
-        model = _model()
-        with _wrap(
-            model, model=model, checkpoint=tmp_path, every=1, resume=tmp_path if any(tmp_path.iterdir()) else None
-        ) as it:
-            model.load_state_dict({"weight": torch.full((1, 4), 10.0), "bias": torch.zeros(1)})
-            _train(model, it, 3)
-            if rank == 0:
-                it.wait_for_others()
-            return [float(model.weight.detach().mean()), it.version, caplog.text.count("is not used")]
-
-    (first, version, _), *_ = _in_processes(work, workers)
-    (resumed, later, warnings), *_ = _in_processes(work, workers)
-    assert first < 10.0 and version == 3
-    assert resumed < first and later == 3 + 3 and warnings == 1
 
 
 @pytest.mark.parametrize("loops", ["auto", "attributes"])

@@ -1,0 +1,148 @@
+"""What a script writes to the weights between wrapping and its first step: each worker its own, of which worker 0's count."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastps
+from fastps.kernels.protocol.lane import Lane
+from fastps.torch.placements import host
+from tests.torch.test_foreign import _in_processes, _model, _train, _wrap
+
+
+def _write(model: torch.nn.Linear) -> None:
+    """Write the weights in terms of what they are: in place, uncounted, elsewhere, by a load; and look at others."""
+    with torch.no_grad():
+        model.weight.mul_(0.5)
+        model.weight.data.mul_(0.5)
+        model.weight.data = model.weight.data + 1.0
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+        kept = model.weight.clone()
+        model.weight.fill_(7.0)
+        time.sleep(0.05)
+        model.weight.copy_(kept)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("loops", ["auto", "attributes"])
+def test_weights_written_before_the_first_gradient_are_written_once_whatever_they_were(
+    workers: int, loops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", loops)
+
+    def work(rank: int) -> list[float]:
+        model = _model()
+        for _ in range(2):
+            optimizer = _wrap(model, model=model)
+            time.sleep(0.1 * rank)
+            _write(model)
+            _train(model, optimizer, 2)
+            optimizer.unwrap()
+        return [*model.weight.flatten().tolist(), *model.bias.tolist()]
+
+    plain = _model()
+    for _ in range(2):
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+        _write(plain)
+        _train(plain, optimizer, 2)
+    expected = [*plain.weight.flatten().tolist(), *plain.bias.tolist()]
+    for found in _in_processes(work, workers):
+        assert np.allclose(found, expected, rtol=1e-6)
+
+
+def test_weights_are_not_written_where_a_model_for_each_worker_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "available_bytes", lambda: (100, "a test"))
+    model = _model()
+    with _wrap(model, model=model) as optimizer:
+        torch.nn.init.ones_(model.weight)
+        with pytest.raises(fastps.ParameterChangedError, match="'weight' was written to outside of step"):
+            _train(model, optimizer, 1)
+        optimizer.replace_weights(model.state_dict())
+        _train(model, optimizer, 1)
+
+
+def test_weights_that_worker_0_did_not_write_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """Each worker draws its own, without a seed: those of worker 0 count, and the other's first gradient does not."""
+
+    def work(rank: int) -> list[float]:
+        model = _model()
+        with _wrap(model, model=model) as optimizer:
+            torch.nn.init.constant_(model.weight, 1.0 + rank)
+            _train(model, optimizer, 1)
+            return [float(model.weight.detach().sum()), optimizer.version, caplog.text.count("worker 0 did not write the same")]
+
+    plain = _model()
+    torch.nn.init.constant_(plain.weight, 1.0)
+    _train(plain, torch.optim.SGD(plain.parameters(), lr=0.01), 1)
+    expected = float(plain.weight.detach().sum())
+    assert _in_processes(work, 2) == [[pytest.approx(expected), 1, 0], [pytest.approx(expected), 1, 1]]
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_weights_that_worker_0_writes_after_others_have_pushed_are_the_jobs(
+    sync: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(rank: int) -> list[float]:
+        model = _model()
+        with _wrap(model, model=model, sync=sync) as optimizer:
+            if rank == 0:
+                store = optimizer._job.store
+                while Lane(store.arena, 1).posted() < 1 or (sync == "asp" and not store.arena.shard_version(0)):
+                    time.sleep(0.001)
+                torch.nn.init.constant_(model.weight, 100.0)
+            _train(model, optimizer, 2)
+            optimizer.wait_for_others()
+            return [float(model.weight.detach().min()), caplog.text.count("after others had pushed")]
+
+    first, second = _in_processes(work, 2)
+    assert first[0] == second[0] > 50.0 and (first[1], second[1]) == (1, 0)
+
+
+def _scalar() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(2.0)))
+    return model
+
+
+@pytest.mark.parametrize("form", [
+    _scalar, lambda: torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), _model,
+])  # fmt: skip
+def test_first_weights_of_float64_may_have_any_form(form: Callable[[], torch.nn.Module]) -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = form().double()
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+        sum(parameter.square().sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+        getattr(optimizer, "close", lambda: None)()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    assert all(map(torch.equal, run(fastps.DistributedOptimizer), run(lambda inner: inner)))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_resumed_job_keeps_its_weights_from_a_script_that_loads_others_after_wrapping(
+    workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(rank: int) -> list[float]:
+        model = _model()
+        with _wrap(
+            model, model=model, checkpoint=tmp_path, every=1, resume=tmp_path if any(tmp_path.iterdir()) else None
+        ) as it:
+            model.load_state_dict({"weight": torch.full((1, 4), 10.0), "bias": torch.zeros(1)})
+            _train(model, it, 3)
+            if rank == 0:
+                it.wait_for_others()
+            return [float(model.weight.detach().mean()), it.version, caplog.text.count("is not used")]
+
+    (first, version, _), *_ = _in_processes(work, workers)
+    (resumed, later, warnings), *_ = _in_processes(work, workers)
+    assert first < 10.0 and version == 3
+    assert resumed < first and later == 3 + 3 and warnings == 1
