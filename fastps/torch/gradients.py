@@ -51,6 +51,7 @@ class Gradients:
         # The parameters that had a gradient at the last `collect`; never shrunk in place: it may be `_everything` itself.
         self.present: set[int] = set()
         self._keeps = keeps
+        self._dropped: set[int] = set()  # of which `release` has taken p.grad, and the script has not cleared it since
         self.is_apart = False  # whether an error ended the last step before its push was folded; see `detach`
         self._name = name
         self._everything, self._whole = set(range(len(tensors))), _bitmap(frozenset(range(len(tensors))), len(tensors))
@@ -90,7 +91,8 @@ class Gradients:
         for index, gradient in gradients.items():
             self.check(index, gradient)
         views = [self._loops.own(self._prepared[slot], index) for index in gradients]
-        torch._foreach_copy_(views, [gradient.detach() for gradient in gradients.values()])  # as torch takes their values
+        with torch.no_grad():  # a script may have let p.grad require a gradient
+            torch._foreach_copy_(views, list(gradients.values()))
 
     def check(self, index: int, gradient: torch.Tensor) -> None:
         """Raise UnsupportedError for a gradient that cannot be pushed."""
@@ -111,12 +113,14 @@ class Gradients:
 
     def zero(self, set_to_none: bool) -> None:
         """Clear the gradients, as torch does; without `set_to_none` existing gradients become zeros."""
+        dropped, self._dropped = self._dropped, set()
         if set_to_none:
             self._loops.drop_gradients()
             return
-        for index in self.present if self._lends and not self._keeps else ():  # `release` has dropped them, and torch has not
-            if self.tensors[index].grad is None:
-                self.tensors[index].grad = torch.zeros_like(self.tensors[index])
+        for tensor in [self.tensors[index] for index in dropped]:
+            if tensor.grad is None and tensor.requires_grad:
+                with torch.inference_mode(mode=False):
+                    tensor.grad = torch.zeros_like(tensor)
         for gradient in [tensor.grad for tensor in self.tensors if tensor.grad is not None]:
             if gradient.grad_fn is not None:
                 gradient.detach_()
@@ -139,7 +143,7 @@ class Gradients:
         A script may also have pointed p.grad at other memory (p.grad.data = tensor), although it is the tensor over the slot.
         Returns the bitmap of the parameters that have a gradient.
         """
-        self.is_apart = False
+        self.is_apart, self._dropped = False, set()
         if self._lends and self._loops.other_gradient(self._prepared[slot]) < 0:
             self.present = self._everything
             return self._whole
@@ -163,16 +167,23 @@ class Gradients:
         return _bitmap(frozenset(self.present), len(self.tensors))
 
     def release(self, slot: int) -> None:
-        """Give up the slot after its push; p.grad stays a view of it only if the step waits for the fold."""
+        """Give up the slot after its push; p.grad stays a view of it only if the step waits for the fold.
+
+        What the script holds stays p.grad: memory of its own, or the slot's view, which then moves to a copy.
+        """
         if self._keeps:
             return
         if self._lends and self._loops.other_gradient(self._prepared[slot]) < 0:
             self._loops.drop_gradients()
-        elif self._lends:  # what a script has set to memory of its own stays
-            for tensor, view in zip(self.tensors, self.slots[slot], strict=True):
-                if tensor.grad is view:
-                    tensor.grad = None
-        self._loops.own_all(self._prepared[slot])
+            self._dropped = self.present
+        elif self._lends:
+            pairs = zip(self.tensors, self.slots[slot], strict=True)
+            self._dropped = {index for index, (tensor, view) in enumerate(pairs) if tensor.grad is view}
+            for index in self._dropped:
+                self.tensors[index].grad = None
+        for index, held in self._loops.own_all(self._prepared[slot]).items():
+            if index in self._dropped:
+                self.tensors[index].grad = held
 
     def clip_factor(self, most: float, scale: float) -> float:
         """The factor that clips the push's gradient, multiplied by `scale`, to a norm of at most `most`, as torch clips.

@@ -124,11 +124,12 @@ class TensorLoops:
         """Part a value from all others that hold it or its memory: they keep its numbers in a copy. Return the value."""
         return values[index]
 
-    def own_all(self, values: list[torch.Tensor]) -> None:
-        """Part all values from others that hold them, each `grad` of a tensor included."""
+    def own_all(self, values: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Part all values from others that hold them, each `grad` of a tensor included. Return what they hold, by index."""
         for tensor, value in zip(self._tensors, values, strict=True):
             if tensor.grad is value:
                 tensor.grad = value.clone(memory_format=torch.preserve_format)
+        return {}
 
 
 def why_not_compiled() -> str | None:

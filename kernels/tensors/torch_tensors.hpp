@@ -325,8 +325,9 @@ static inline fps_mapping fps_move(const at::Tensor &old, bool is_seen) {
     return mapping;
 }
 
-/* Move the list's i-th tensor and all that share its storage to a copy, and put a new tensor over the memory into the list. */
-static inline void fps_part(PyObject *list, Py_ssize_t i) {
+/* Move the list's i-th tensor and all that share its storage to a copy, and put a new tensor over the memory into the list.
+ * Returns the old one. */
+static inline PyObject *fps_part(PyObject *list, Py_ssize_t i) {
     c10::InferenceMode inference(false);
     at::NoGradGuard no_grad;
     at::Tensor old = THPVariable_Unpack(PyList_GET_ITEM(list, i));
@@ -335,7 +336,9 @@ static inline void fps_part(PyObject *list, Py_ssize_t i) {
     at::DataPtr shared(data, new fps_mapping(fps_move(old, is_seen)), fps_unmap, old.device());
     c10::Storage fresh(c10::Storage::use_byte_size_t(), old.storage().nbytes(), std::move(shared), nullptr, false);
     at::Tensor made = at::empty({0}, old.options()).set_(fresh, old.storage_offset(), old.sizes(), old.strides());
+    PyObject *parted = Py_NewRef(PyList_GET_ITEM(list, i));
     PyList_SetItem(list, i, THPVariable_Wrap(made));
+    return parted;
 }
 
 /* If others share a tensor's owned storage, move it and them to a copy. */

@@ -41,7 +41,7 @@ cdef extern from "tensors/torch_tensors.hpp":
     bint fps_has_new_grad(object tensor) except +
     bint fps_is_held(object tensors, const vector[fps_value] &known, Py_ssize_t i) except +
     Py_ssize_t fps_next_held(object tensors, const vector[fps_value] &known, Py_ssize_t i) except +
-    void fps_part(object tensors, Py_ssize_t i) except +
+    object fps_part(object tensors, Py_ssize_t i) except +
     void fps_set_counts() except +
 
 BUILT_FOR = TORCH_VERSION.decode()  # without torch's suffix for a kind of build: "2.13.0", not "2.13.0+cpu"
@@ -263,20 +263,23 @@ cdef class CompiledLoops:
         values.is_lent = True
         return values.tensors[index]
 
-    cdef int _part(self, Values values, Py_ssize_t index) except -1:
+    cdef object _part(self, Values values, Py_ssize_t index):
+        """Part a value from all others, and return the tensor that they hold."""
         cdef const void *place = values.known[index].place  # of the memory, also if the tensor was pointed elsewhere
-        fps_part(values.tensors, index)
+        held = fps_part(values.tensors, index)
         values.known[index] = fps_value(values.tensors[index])
         values.known[index].place = place
-        return 0
+        return held
 
     def own_all(self, Values values not None):
-        """Part all values from others that hold them, each `grad` of a tensor included."""
+        """Part all values from others that hold them, each `grad` of a tensor included. Return what they hold, by index."""
         cdef Py_ssize_t i = 0
+        cdef dict held = {}
         self._check(values)
         if not values.is_lent:
-            return
+            return held
         while (i := fps_next_held(values.tensors, values.known, i)) < len(values.tensors):
-            self._part(values, i)
+            held[i] = self._part(values, i)
             i += 1
         values.is_lent = False
+        return held

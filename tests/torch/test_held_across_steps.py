@@ -14,6 +14,7 @@ import fastps
 from fastps.torch.tensor_loops import why_not_compiled
 from tests.support import processes
 from tests.support.torch_optimizers import BATCH, batches_of, new_model, relative_difference, train_on
+from tests.torch.test_optimizer import _both
 
 
 def test_a_grad_scaler_unscales_and_skips_as_in_torch() -> None:
@@ -151,3 +152,79 @@ def test_tensors_over_a_parameters_memory_follow_it_from_before_wrapping_to_afte
         return [all(found), not before["0.weight"].any(), not during["0.weight"].any()]
 
     assert processes.results(processes.start_job(work, 2), 60) == [[True] * 3] * 2
+
+
+# -- between two steps, under disciplines that do not wait -----------------------------------------
+
+
+def _none_then_zeros(model: torch.nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def _zeros_then_none(model: torch.nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    for parameter in model.parameters():
+        parameter.grad = None
+    optimizer.zero_grad(set_to_none=False)
+
+
+def _frozen(model: torch.nn.Module, optimizer: Any) -> None:
+    parameter = next(model.parameters()).requires_grad_(False)
+    parameter.grad = None
+    optimizer.zero_grad(set_to_none=False)
+
+
+@torch.inference_mode()
+def _zeros_in_inference_mode(model: torch.nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("clear", [_none_then_zeros, _zeros_then_none, _frozen, _zeros_in_inference_mode])
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_gradients_are_cleared_as_in_torch_between_steps(clear: Callable[[torch.nn.Module, Any], None], sync: str) -> None:
+    def run(model: torch.nn.Module, optimizer: Any) -> None:
+        batches = batches_of(4, BATCH)
+        train_on(model, optimizer, batches[:2])
+        clear(model, optimizer)
+        optimizer.step()
+        train_on(model, optimizer, batches[2:])
+
+    _both(run, sync)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_gradients_that_a_script_holds_stay_those_of_the_parameters(sync: str) -> None:
+    """Fetched once, scaled in each step; one of them required a gradient for a while."""
+
+    def run(model: torch.nn.Module, optimizer: Any) -> None:
+        held: list[torch.Tensor] = []
+        for inputs, labels in batches_of(5, BATCH):
+            optimizer.zero_grad(set_to_none=False)
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+            held = held or [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            torch._foreach_mul_(held, 0.5)
+            held[0].requires_grad_(True)
+            optimizer.step()
+
+    _both(run, sync)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:3"])
+def test_gradients_of_zero_and_a_scripts_own_buffer_count_after_a_step_that_does_not_wait(sync: str) -> None:
+    def run(model: torch.nn.Module, optimizer: Any) -> None:
+        for step, (inputs, labels) in enumerate(batches_of(4, BATCH)):
+            optimizer.zero_grad(set_to_none=False)
+            if step == 0:
+                torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()  # without a gradient, a parameter goes on by its momentum
+        flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
+        for parameter, view in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
+            parameter.grad = view.view_as(parameter)
+        for inputs, labels in batches_of(4, BATCH):
+            flat.zero_()
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+            flat.mul_(0.5)
+            optimizer.step()
+
+    _both(run, sync)

@@ -366,26 +366,6 @@ def test_a_step_within_no_sync_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
-@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:3"])
-def test_gradients_of_zero_and_a_scripts_own_buffer_count_after_a_step_that_does_not_wait(sync: str) -> None:
-    def run(model: torch.nn.Module, optimizer: Any) -> None:
-        for step, (inputs, labels) in enumerate(batches_of(4, BATCH)):
-            optimizer.zero_grad(set_to_none=False)
-            if step == 0:
-                torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-            optimizer.step()  # without a gradient, a parameter goes on by its momentum
-        flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
-        for parameter, view in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
-            parameter.grad = view.view_as(parameter)
-        for inputs, labels in batches_of(4, BATCH):
-            flat.zero_()
-            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-            flat.mul_(0.5)
-            optimizer.step()
-
-    _both(run, sync)
-
-
 @pytest.mark.parametrize("loops", ["auto", "attributes"])
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 def test_a_gradient_with_a_graph_that_a_script_sets_counts_by_its_values_as_in_torch(
