@@ -1,10 +1,10 @@
-"""How to install the packages that only some commands need. The hint names a source checkout: no package index has fastps."""
+"""How to install the packages that only some commands need. The hint names no package index, because none has fastps."""
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra of pyproject.toml, and the folder to run it in.
+    """The commands that install an extra of pyproject.toml, from the source or from a wheel.
 
     >>> how_to_install("demo")
-    "pip install '.[demo]' in the folder of fastps' source"
+    "pip install '.[demo]' in the folder of fastps' source, or with its wheel 'fastps-….whl[demo]'"
     """
-    return f"pip install '.[{extra}]' in the folder of fastps' source"
+    return f"pip install '.[{extra}]' in the folder of fastps' source, or with its wheel 'fastps-….whl[{extra}]'"
