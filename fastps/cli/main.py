@@ -1,7 +1,7 @@
 """The command line. Every command parses its options, calls one function of the library, and shows or writes the result.
 
-Errors are one sentence. Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 ended by Ctrl-C. A command imports torch and
-numpy only when it needs them, so help and usage errors appear at once.
+Errors are one sentence. Exit codes: 0 done, 1 the run failed, 2 wrong usage or a wrong file, 130 ended by Ctrl-C. A command
+imports torch and numpy only when it needs them, so help and usage errors appear at once.
 """
 
 import errno
@@ -20,7 +20,7 @@ from rich.logging import RichHandler
 from typer.core import TyperGroup
 
 from fastps.cli import commands
-from fastps.errors import Error, PolicyError, UsageError, naming_isa
+from fastps.errors import Error, UsageError, naming_isa
 from fastps.system.descriptors import occupy_standard_streams
 from fastps.version import __version__
 
@@ -88,7 +88,7 @@ def main() -> None:
         if "--debug" in sys.argv:
             raise
         sys.stderr.write(f"fastps: {error}\n")
-        sys.exit(getattr(error, "exit_code", 2 if isinstance(error, PolicyError | UsageError) else 1))
+        sys.exit(getattr(error, "exit_code", 2 if isinstance(error, ValueError | UsageError) else 1))
     except OSError as error:
         if error.errno != errno.ENOSPC or "--debug" in sys.argv:
             raise

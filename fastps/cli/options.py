@@ -274,6 +274,8 @@ def placed_nodes(context: typer.Context, policy: NodePolicy) -> "NodeOptions | N
 
     given = context.params
     count, rendezvous, rank = given["nnodes"], given["rendezvous"], given["node_rank"]
+    file = given.get("secret_file")
+    secret = secret_of_file(file) if file is not None else None
     if count == 1 and not rendezvous:
         return None  # whatever launched this command
     place = launcher_place()
@@ -283,8 +285,6 @@ def placed_nodes(context: typer.Context, policy: NodePolicy) -> "NodeOptions | N
     rank = str(place.node) if rank == "auto" and place.node >= 0 else rank
     network = given["interface"], given["trusted_network"]
     rendezvous = rendezvous or os.environ.get("FASTPS_RENDEZVOUS", "") or place.rendezvous
-    file = given.get("secret_file")
-    secret = secret_of_file(file) if file is not None else None
     return NodeOptions(count, rendezvous, rank, policy, *network, secret=secret)
 
 

@@ -200,8 +200,9 @@ def test_a_rerun_starts_nothing_until_it_says_what_becomes_of_the_earlier_runs_c
     common = ("--checkpoint", str(saved), "--every", "1")
     assert run(*common)[::2] == (0, 4)
     before = sorted(saved.iterdir())
-    for code, said, _ in (run(*common), run(checkpoint=str(saved))):  # the folder is the launcher's, or the script's
-        assert code == 1 and "--resume" in said and "--overwrite" in said
+    # The folder is the launcher's, or the script's.
+    for expected, (code, said, _) in ((2, run(*common)), (1, run(checkpoint=str(saved)))):
+        assert code == expected and "--resume" in said and "--overwrite" in said
         assert sorted(saved.iterdir()) == before
     assert run(*common, "--resume", str(saved))[::2] == (0, 8)
     assert run(*common, "--overwrite")[::2] == (0, 4)

@@ -36,6 +36,12 @@ def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     (["stragglers", "--plot", "no-such-folder/x.png"], "--plot no-such-folder/x.png: expected a file in a folder that exists"),
     (["simulate", "--trace", "no-such-folder/x.npy"], "--trace no-such-folder/x.npy: expected a file in a folder that exists"),
     (["run", "--snyc", "asp", EXAMPLE], "expected options of fastps run and then a script, found '--snyc', which is neither"),
+    (["trace", "no.trace"], "expected a trace that --trace wrote, found no.trace: No such file"),
+    (["advise", "no.trace", "--links", "no.json"], "expected a trace that --trace wrote, found no.trace: No such file"),
+    (["report", "no.trace"], "expected a trace that --trace wrote, found no.trace: No such file"),
+    (["replay", "no.trace", EXAMPLE], "expected a trace that --trace wrote, found no.trace: No such file"),
+    (["run", "--resume", EXAMPLE, EXAMPLE], "expected checkpoint.json or folders checkpoint-NUMBER there, found neither"),
+    (["run", "--secret-file", "no-secret", EXAMPLE], "--secret-file no-secret: expected a file with the job's secret, found"),
     (["train", "--workers", "0"], "--workers: expected at least 1, found 0"),
     (["train", "--epochs", "0"], "--epochs: expected at least 1"),
     (["train", "--lr", "-1"], "--lr: expected more than 0"),
@@ -201,5 +207,5 @@ def test_resuming_takes_the_newest_whole_checkpoint_and_says_so_and_starts_nothi
     assert f"the newest whole one is taken: {folders[0]}, version 0" in done.stderr
     (folders[0] / "tensors.safetensors").write_text("")
     done = commands.fastps("run", "-n", "2", "--resume", str(saved), str(script))
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert str(folders[0]) in done.stderr and str(folders[1]) in done.stderr

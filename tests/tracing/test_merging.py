@@ -315,5 +315,5 @@ def test_the_command_merges(tmp_path: Path) -> None:
     again = commands.fastps("trace", str(whole), "--json", "-")
     assert [row["kind"] for row in json.loads(again.stdout)["rows"]] == ["node"] * 2 + ["run"] + ["worker"] * 5
     failed = commands.fastps("trace", files[0], files[0])
-    assert failed.returncode == 1
+    assert failed.returncode == 2
     assert "expected traces of different nodes, found two of node 1" in failed.stderr

@@ -423,5 +423,5 @@ def test_a_run_whose_worker_is_killed_leaves_a_trace(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_one_sentence(command: str, tmp_path: Path) -> None:
     (tmp_path / "none").write_text("nothing")
     refused = commands.fastps(command, str(tmp_path / "none"))
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "expected a trace that --trace wrote" in refused.stderr and "Traceback" not in refused.stderr
