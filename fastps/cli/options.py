@@ -1,7 +1,9 @@
 """Options that several commands share: their types, help texts and checks."""
 
 import inspect
+import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from fastps.errors import UsageError
 from fastps.job.launchers import launcher_place
-from fastps.job.options import NodePolicy
+from fastps.job.options import NodePolicy, Range
 from fastps.job.secret import secret_of_file
 from fastps.lab.demo.options import LEARNING_RATE, TrainingOptions
 
@@ -115,6 +117,12 @@ TRAINING: Options = {
     ),
 }
 """Of the commands that train a network of their own."""
+_RANGES = {
+    **dict.fromkeys(("workers", "epochs", "batch_size"), Range("at least 1", 1, math.inf)),
+    "lr": Range("more than 0, and finite", math.ulp(0.0), sys.float_info.max),
+    "momentum": Range("0 to less than 1", 0, math.nextafter(1.0, 0.0)),
+    **dict.fromkeys(("transfer_ms", "compute_ms"), Range("0 to 86400000 ms, which is a day", 0, 86_400_000)),
+}
 PUSH: Options = {
     "push_dtype": option(
         str,
@@ -210,6 +218,18 @@ def with_options(*groups: Options, **defaults: Any) -> Callable[[Callable[..., N
     return give
 
 
+def given_options(context: typer.Context, *names: str) -> list[str]:
+    """Those of these options that the command line itself has, as they are written there."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [f"--{name.replace('_', '-')}" for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+
+
+def check_beside(context: typer.Context, needed: str, *names: str) -> None:
+    """Refuse options that have no effect without another. Raises UsageError."""
+    for option in given_options(context, *names):
+        raise UsageError(f"{option} has no effect alone: expected {needed} beside it, found none")
+
+
 def console_of(json_file: str | None) -> Console:
     """Return the console for tables: stderr if stdout is for JSON; wide if there is no terminal."""
     console = Console(stderr=json_file == "-")
@@ -239,13 +259,11 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingO
             factors[str(int(worker))] = float(factor)
         except ValueError:
             raise UsageError(f"--straggler: expected WORKER:FACTOR such as 0:3, found {text!r}") from None
-        if not 0 <= int(worker) < workers or not float(factor) >= 1:
-            raise UsageError(f"--straggler: expected a worker of 0 to {workers - 1} and a factor of at least 1, found {text!r}")
-    for name in ("workers", "epochs", "batch_size"):
-        if given[name] < 1:
-            raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, found {given[name]}")
-    if not given["lr"] > 0:
-        raise UsageError(f"--lr: expected more than 0, found {given['lr']}")
+        if not (0 <= int(worker) < workers and 1 <= float(factor) <= 1e6):
+            raise UsageError(f"--straggler: expected a worker of 0 to {workers - 1} and a factor of 1 to 1e6, found {text!r}")
+    for name, allowed in _RANGES.items():
+        if not allowed.least <= given[name] <= allowed.most:
+            raise UsageError(f"--{name.replace('_', '-')}: expected {allowed.text}, found {given[name]}")
     push_dtype = given.get("push_dtype", PUSH_DTYPES[0])
     if push_dtype not in PUSH_DTYPES:
         raise UsageError(f"--push-dtype: expected one of {', '.join(PUSH_DTYPES)}, found {push_dtype!r}")

@@ -324,6 +324,9 @@ def doctor(
         return _try_script(script, arguments, json_file)
     if nodes or (given["nnodes"] or 1) > 1 or given["rendezvous"]:
         return _doctor_links(context)
+    options.check_beside(context, "--nodes", "parameters", "output", "link_dtype", "node_rank", "interface", "trusted_network")
+    if model_size is None:
+        options.check_beside(context, "--model-size", "workers", "optimizer", "sync", "dtype")
     from fastps.diagnostics import doctor as examination
 
     sizes = () if model_size is None else _numbers("model-size", model_size)

@@ -99,7 +99,9 @@ def simulate(
     policies = read_policies(sync, shards)
     simulation = read_simulation(texts, workers=workers, steps=steps, leave=leave, batch=batch_size, cores=cores, seed=seed)
     runs = [(policy, simulation) for policy in policies]
-    if links is not None:
+    if links is None:
+        options.check_beside(context, "--links", "parameters", "link_dtype", "homes")
+    else:
         if parameters is None:
             raise UsageError("--links: expected --parameters beside it, such as 25e6, or a checkpoint")
         found = read_links(links)
@@ -138,6 +140,7 @@ def _player(context: typer.Context) -> "Player":
 
         training = VirtualTraining(data=load(given["data"]), learning_rate=given["lr"], momentum=given["momentum"])
         return lambda policy, simulation, tick: train_virtually(policy, simulation, training, tick=tick)
+    options.check_beside(context, "--train", "data", "lr", "momentum")
     from fastps.simulation import simulate as simulation
 
     return lambda policy, described, tick: simulation.simulate(policy, described, trace=given["trace"] is not None, tick=tick)
@@ -147,10 +150,8 @@ def _script_player(context: typer.Context) -> "Player":
     from fastps.lab.virtual import script
 
     given = context.params
-    for name in _NOT_WITH_SCRIPT:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise UsageError(f"--{name} beside --script: expected a script that says what is trained, and for how many steps")
+    for name in options.given_options(context, *_NOT_WITH_SCRIPT):
+        raise UsageError(f"{name} beside --script: expected a script that says what is trained, and for how many steps")
     if not given["arguments"]:
         raise UsageError("--script: expected a script and its arguments behind the options, found none")
     command, folder = script.command_of(given["arguments"]), given["checkpoint"]

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fastps.cli import trace_report
 from fastps.cli.commands import CHOOSE, WATCH
-from fastps.cli.options import ON_LINKS, Bar, Json, Links, Wide, checked_page, console_of, save_rows, with_options
+from fastps.cli.options import ON_LINKS, Bar, Json, Links, Wide, check_beside, checked_page, console_of, save_rows, with_options
 from fastps.cli.tables import say, show
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policies
@@ -218,7 +218,9 @@ def advise(
     """
     if links is None and len(files) != 1:
         raise UsageError(f"expected one trace, or --links with one trace for each node, found {len(files)} traces")
-    if links is not None and train is not None:
+    if links is None:
+        check_beside(context, "--links", "nodes", "link_dtype", "homes")
+    elif train is not None:
         raise UsageError("--train: expected the trace of one node, found --links beside it")
 
     specs = [policy.spec for policy in parse_policies(sync)] if sync is not None else None

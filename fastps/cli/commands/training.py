@@ -54,6 +54,8 @@ def train(
     from fastps.lab.demo.data import load
 
     policy = parse_policy(sync)
+    if given["checkpoint"] is None:
+        options.check_beside(context, "--checkpoint", "overwrite")
     training = options.options_of(
         context,
         sync=policy.spec,
