@@ -18,6 +18,7 @@ from fastps.job.secret import secret_of_file
 from fastps.lab.demo.options import LEARNING_RATE, TrainingOptions
 
 if TYPE_CHECKING:
+    from fastps.job.policy import Policy
     from fastps.processes.nodes import NodeOptions
     from fastps.processes.options import JobOptions
 
@@ -278,6 +279,14 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingO
         **{name: given[name] for name in same},
         **others,
     )
+
+
+def check_workers(policy: "Policy", given: Mapping[str, Any]) -> None:
+    """Check that a job of this discipline can have the workers that are given. Raises PolicyError, LayoutError."""
+    from fastps.job.plan import check_lanes
+
+    policy.check_workers(given["workers"])
+    check_lanes(policy, max(given["workers"], given.get("max_workers", 0)))
 
 
 def nodes_of(context: typer.Context) -> "NodeOptions | None":

@@ -6,8 +6,20 @@ from dataclasses import replace
 from fastps.errors import LayoutError, UsageError
 from fastps.job import limits
 from fastps.job.layout import GRADIENT_NUMBERS, Layout
+from fastps.job.policy import Policy
 from fastps.kernels.shm import plan as arena_plan
 from fastps.kernels.shm.arena import MAX_BUFFERS
+
+
+def most_lanes(policy: Policy) -> int:
+    """The most workers of an arena. Each has one buffer of weights or three, and three are for all."""
+    return (MAX_BUFFERS - 3) // (3 if policy.overlap else 1)
+
+
+def check_lanes(policy: Policy, lanes: int) -> None:
+    """Raise LayoutError for a number of workers that no arena of this discipline has."""
+    if not 1 <= lanes <= (most := most_lanes(policy)):
+        raise LayoutError(f"expected 1 to {most} workers (and max_workers=) in this job, found {lanes}")
 
 
 def plan(layout: Layout) -> tuple[bytes, int, int]:
@@ -18,9 +30,7 @@ def plan(layout: Layout) -> tuple[bytes, int, int]:
     """
     if not layout.parameters:
         raise UsageError("expected at least one parameter, found none")
-    most = (MAX_BUFFERS - 3) // (3 if layout.policy.overlap else 1)  # each has one buffer or three, and three are for all
-    if not 1 <= layout.lanes <= most:
-        raise LayoutError(f"expected 1 to {most} workers (and max_workers=) in this job, found {layout.lanes}")
+    check_lanes(layout.policy, layout.lanes)
     # A reader needs a number of a buffer. Weights on devices have neither buffers in the arena nor readers.
     readers = 0 if layout.owner_lanes else max(0, min(layout.max_readers, MAX_BUFFERS - layout.buffers))
     header, size = arena_plan.plan(

@@ -64,7 +64,7 @@ def train(
     )
     if warm_start is not None and not warm_start.is_file():
         raise UsageError(f"--warm-start {warm_start}: expected a file that --save wrote, found none")
-    policy.check_workers(given["workers"])
+    options.check_workers(policy, given)
     console, job = options.console_of(given["json_file"]), options.job_options_of(context, given["seed"])
     shown = given["progress"] and console.is_terminal
     row = runs.train(training, load(given["data"]), console, job=job, progress=shown, trace=trace, tensorboard=tensorboard)
@@ -107,7 +107,7 @@ def compare(
     policies = parse_policies(sync)
     training = options.options_of(context, sync="")
     for policy in policies:
-        policy.check_workers(given["workers"])
+        options.check_workers(policy, given)
     console = options.console_of(given["json_file"])
     rows = runs.compare(policies, training, load(given["data"]), console, progress=given["progress"] and console.is_terminal)
     slow = " ".join(given["straggler"])
@@ -154,7 +154,7 @@ def stragglers(
         else estimate.power_law(given["workers"], exponent)
     )
     training = options.options_of(context, sync=policy.spec)
-    policy.check_workers(given["workers"])
+    options.check_workers(policy, given)
     console = options.console_of(given["json_file"])
     results = runs.results_of(training, load(given["data"]), console, progress=given["progress"] and console.is_terminal)
     arrivals = estimate.arrivals(results[0]["histograms"][0]["arrivals_ns"])

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from fastps.errors import UsageError
+from fastps.job.plan import most_lanes
 from fastps.job.policy import Policy
 from fastps.kernels.protocol.lane import KIND_LEAVE
-from fastps.kernels.shm.arena import MAX_BUFFERS
 from fastps.kernels.simulation.simulator import Simulator
 from fastps.lab.virtual.driver import Driver, Event
 from fastps.lab.virtual.hosting import Hosting, job_options
@@ -91,7 +91,7 @@ class _Run:
     def _build(self, policy: Policy) -> Simulator:
         if policy.pull < 1 and self.simulation.late_pushes[0]:
             raise UsageError(f"--script: {policy.spec} expected pushes in order, but one that --late-push delays is overtaken")
-        workers, most = self.simulation.workers, (MAX_BUFFERS - 3) // (3 if policy.overlap else 1)
+        workers, most = self.simulation.workers, most_lanes(policy)
         if workers > (most := min(most, _MOST_IN_A_COMMIT) if policy.combine else most):
             raise UsageError(f"--script: {policy.spec} expected at most {most} workers, found {workers}")
         return build(policy, self.simulation, trace=True, asks=True)
