@@ -82,16 +82,22 @@ def main() -> None:
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for as long as the process lasts
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, a child that has ended has no exit code
     try:
-        with naming_isa():
-            app()
+        try:
+            with naming_isa():
+                app()
+        finally:
+            print(end="", flush=True)  # at its end Python would show what fails here
     except Error as error:
         if "--debug" in sys.argv:
             raise
         sys.stderr.write(f"fastps: {error}\n")
         sys.exit(getattr(error, "exit_code", 2 if isinstance(error, ValueError | UsageError) else 1))
     except OSError as error:
-        if error.errno != errno.ENOSPC or "--debug" in sys.argv:
+        is_closed = error.errno == errno.EPIPE  # by its reader, such as head
+        if not is_closed and (error.errno != errno.ENOSPC or "--debug" in sys.argv):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes at its end what the standard output still has
+        if is_closed:
+            sys.exit(1)  # as click and rich do
         sys.stderr.write(f"fastps: expected room for the output, found: {error.strerror}; make room, or choose another place\n")
         sys.exit(2)

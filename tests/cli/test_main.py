@@ -119,6 +119,22 @@ def test_a_full_standard_output_is_one_sentence_and_exit_code_2(unbuffered: str)
     assert found.stderr.startswith("fastps: expected room for the output, found: ") and found.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["disciplines"], ["simulate", "-n", "2", "--steps", "10"], ["disciplines", "--json", "-"]]
+)
+def test_a_command_whose_reader_has_gone_ends_without_a_word(arguments: list[str], unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        found = subprocess.run(
+            [sys.executable, "-m", "fastps", *arguments], stdout=closed, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    assert found.returncode == 1
+    assert "BrokenPipe" not in found.stderr and (found.stderr == "" or "--json" in arguments)  # whose tables are there
+
+
 def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in commands.fastps("--debug", "train", "--sync", "foo").stderr
 
