@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from fastps.errors import Error
+from fastps.system.interrupts import ignored_by_children
 from fastps.system.processes import ask_to_die_with_parent
 
 Command = Callable[[Any], Any]
@@ -85,8 +86,9 @@ class ForkedCrew(Crew):
             context.Process(target=_live, args=(os.getpid(), rank, begin, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
-        for process in self._processes:
-            process.start()
+        with ignored_by_children():
+            for process in self._processes:
+                process.start()
         for _, theirs in pipes:
             theirs.close()
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fastps.lab.measuring.namespaces import missing_reason
+from fastps.system.processes import start_child
 
 __all__ = ["ADDRESSES", "Nodes", "missing_reason", "two_nodes"]
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -84,7 +85,7 @@ def _cable(nodes: Nodes, round_trip_ms: float) -> Iterator[None]:
         return
     delay_ns = round(round_trip_ms * 1e6 / 2)
     command = [sys.executable, "-m", "fastps.bench.two_nodes.cable", *nodes.interfaces, str(delay_ns)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cable:
+    with start_child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as cable:
         try:
             assert cable.stdout is not None
             if not cable.stdout.readline():

@@ -12,7 +12,7 @@ import pkgutil
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from fastps.cli import commands
 from fastps.errors import Error, UsageError, naming_isa
 from fastps.system.descriptors import occupy_standard_streams
+from fastps.system.noted_signals import EndedBySignalError
 from fastps.version import __version__
 
 
@@ -75,12 +76,19 @@ for group in sorted(groups, key=lambda each: each.ORDER):  # the order that they
     app.add_typer(group.commands)
 
 
+def _end(number: int, frame: object) -> NoReturn:
+    """End as at Ctrl-C: folders and namespaces of a command are removed."""
+    raise EndedBySignalError(number)
+
+
 def main() -> None:
     """Run the command line and exit with its code; an error is one sentence, or with --debug a traceback."""
     occupy_standard_streams()
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for as long as the process lasts
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, a child that has ended has no exit code
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end)
     try:
         try:
             with naming_isa():

@@ -7,6 +7,18 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+
+
+@contextlib.contextmanager
+def ignored_by_children() -> Iterator[None]:
+    """Processes that start within this context ignore SIGINT: this process ends them, and they print no traceback."""
+    resource_tracker.ensure_running()  # its start, with that of the first process of multiprocessing, would unblock SIGINT
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 from fastps.errors import UsageError
 from fastps.lab.worlds.chaos_worlds import plan_of
 from fastps.lab.worlds.findings import Findings
+from fastps.system.processes import start_child
 
 KINDS = ("crashes", "restarts", "stalls", "passed_by", "damaged_lanes", "spurious_wakes", "skewed_clocks", "slow_processes")
 _BATCH = 250  # seeds of one line of a child's output
@@ -111,7 +112,7 @@ def run(
     for core in range(cores):
         begin, end = first + seeds * core // cores, first + seeds * (core + 1) // cores
         command = [sys.executable, "-m", "fastps.lab.worlds.chaos", str(begin), str(end - begin), mutant or ""]
-        children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=path))
+        children.append(start_child(command, stdout=subprocess.PIPE, env=environment, cwd=path))
     total = HostFindings()
     try:
         for findings in _lines_of(children):
@@ -131,7 +132,7 @@ def run(
     return total
 
 
-def _lines_of(children: list[subprocess.Popen[str]]) -> Iterator[HostFindings]:
+def _lines_of(children: list[subprocess.Popen[bytes]]) -> Iterator[HostFindings]:
     """Yield the children's findings, one line each, as they come."""
     with selectors.DefaultSelector() as selector:
         for child in children:

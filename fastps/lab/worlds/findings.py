@@ -4,8 +4,10 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any
+
+from fastps.system.interrupts import ignored_by_children
 
 _BATCH = 500  # seeds of one task of a process
 
@@ -42,14 +44,16 @@ def in_processes(
     batches = [(begin, min(_BATCH, first + seeds - begin)) for begin in range(first, first + seeds, _BATCH)]
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(min(cores, len(batches)), get_context("spawn")) as pool:
-        under_way = [pool.submit(play, begin, count) for begin, count in batches]
         try:
+            with ignored_by_children():
+                under_way = [pool.submit(play, begin, count) for begin, count in batches]
             for ended in as_completed(under_way):
                 total.add(ended.result())
                 if watch is not None:
                     watch(total)
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            for child in active_children():
+                child.kill()  # the batches that have begun are waited for otherwise
             raise
     total.violations.sort(key=lambda found: int(found["seed"]))
     return total
