@@ -17,7 +17,8 @@ from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Outcome, Simul
 from fastps.system.clock import Clock
 from fastps.tracing import summary as trace_summary
 from fastps.tracing.check import check
-from fastps.tracing.file import DROPPED, FOLDED, PUSH_DTYPE, STEP_DTYPE, Trace, read
+from fastps.tracing.file import DROPPED, FOLDED, PUSH_DTYPE, STEP_DTYPE, Trace, read, write
+from tests.support import commands
 
 MS = 1_000_000
 
@@ -220,12 +221,17 @@ def test_cores_that_others_used_are_not_counted() -> None:
     assert replay.cores_left(loaded) == pytest.approx(1.5), "of 1.5 busy cores the two workers were 1"
 
 
-def test_workers_that_mostly_sleep_have_the_cores_that_others_give_up_for_them() -> None:
+def test_workers_that_mostly_sleep_have_the_cores_that_others_give_up_for_them(tmp_path: Path) -> None:
     """Two busy programs use both cores, and a worker waits for a core as long as it uses one: it has half of one."""
     trace = made([1, 1], [40, 40])
     trace.steps["queue_ns"], trace.steps["cpu_ns"] = MS, MS
     notes = {str(rank): {"load": {"now_ns": 10**9, "machine_ns": 2 * 10**9, "thread_ns": 2 * 10**7}} for rank in range(2)}
-    assert replay.cores_left(replace(trace, header={**trace.header, "of_worker": notes})) == pytest.approx(0.5)
+    busy = replace(trace, header={**trace.header, "of_worker": notes})
+    assert replay.cores_left(busy) == pytest.approx(0.5)
+    write(busy, tmp_path / "busy.trace")
+    shown = [commands.fastps("advise", str(tmp_path / "busy.trace"), *cores).stdout for cores in ((), ("--cores", "2"))]
+    said = "on 0.50 cores, because other programs used the rest of 2; --cores 2 predicts a machine without them"
+    assert said in " ".join(shown[0].split()) and "other programs" not in shown[1]
 
 
 def test_a_straggler_gets_a_discipline_that_does_not_wait_for_it() -> None:

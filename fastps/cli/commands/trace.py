@@ -251,7 +251,10 @@ def _of_run(file: Path, cores: float) -> Advice:
     from fastps.tracing.parts import load
 
     found = load(file)
-    title = f"predicted for {found.workers} workers on {cores or cores_left(found):.2f} cores"
+    left, there = cores or cores_left(found), found.header["machine"]["cores"]
+    title = f"predicted for {found.workers} workers on {left:.2f} cores"
+    if not cores and left < 0.8 * there:
+        title += f", because other programs used the rest of {there:g}; --cores {there:g} predicts a machine without them"
     return partial(advise, found, cores=cores), partial(self_test, found, cores), title
 
 
