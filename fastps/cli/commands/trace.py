@@ -298,8 +298,8 @@ def report(
     from fastps.report import page, run
     from fastps.report.findings import NOTE
 
-    page.check_installed()
     found = _trace_of(files)
+    page.check_installed()
     row = run.result_of(_rows_of(result), found.header["sync"]) if result is not None else None
     console = console_of(json_file)
     with trace_report.bar(console, progress and console.is_terminal) as tick:
