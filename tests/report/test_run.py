@@ -76,8 +76,8 @@ def test_the_command_refuses_what_is_no_trace_and_other_suffixes_in_one_sentence
     cut = tmp_path / "cut.trace"
     cut.write_bytes(whole.read_bytes()[:3000])
     for arguments, code, words in (
-        ((str(empty),), 1, "expected a trace that --trace wrote"),
-        ((str(cut),), 1, "is damaged or from another version of fastps"),
+        ((str(empty),), 2, "expected a trace that --trace wrote"),
+        ((str(cut),), 2, "is damaged or from another version of fastps"),
         ((str(whole), "-o", str(tmp_path / "page.md")), 2, "expected a file whose name ends with .html"),
         ((str(whole), "--result", str(cut)), 2, "expected what fastps train --json wrote"),
     ):
