@@ -91,8 +91,9 @@ class _Run:
     def _build(self, policy: Policy) -> Simulator:
         if policy.pull < 1 and self.simulation.late_pushes[0]:
             raise UsageError(f"--script: {policy.spec} expected pushes in order, but one that --late-push delays is overtaken")
-        workers, most = self.simulation.workers, most_lanes(policy)
-        if workers > (most := min(most, _MOST_IN_A_COMMIT) if policy.combine else most):
+        workers = self.simulation.workers
+        most = min(most_lanes(policy), _MOST_IN_A_COMMIT) if policy.combine else most_lanes(policy)
+        if workers > most:
             raise UsageError(f"--script: {policy.spec} expected at most {most} workers, found {workers}")
         return build(policy, self.simulation, trace=True, asks=True)
 
