@@ -11,17 +11,6 @@ from multiprocessing import resource_tracker
 
 
 @contextlib.contextmanager
-def ignored_by_children() -> Iterator[None]:
-    """Processes that start within this context ignore SIGINT: this process ends them, and they print no traceback."""
-    resource_tracker.ensure_running()  # its start, with that of the first process of multiprocessing, would unblock SIGINT
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-@contextlib.contextmanager
 def deferred_interrupts(note: Callable[[int, object], object]) -> Iterator[None]:
     """Within this context `note` gets SIGINT. At its end the handler of before is called, and KeyboardInterrupt is raised.
 
@@ -49,3 +38,18 @@ def deferred_interrupts(note: Callable[[int, object], object]) -> Iterator[None]
             with contextlib.suppress(KeyboardInterrupt):
                 before(signal.SIGINT, None)
             raise KeyboardInterrupt from None
+
+
+@contextlib.contextmanager
+def ignored_by_children() -> Iterator[None]:
+    """Processes that start within this context ignore SIGINT: this process ends them, and they print no traceback.
+
+    A KeyboardInterrupt comes at its end: in the middle of a start, it would leave a process that waits for what it is to do.
+    """
+    resource_tracker.ensure_running()  # its start, with that of the first process of multiprocessing, would unblock SIGINT
+    with deferred_interrupts(lambda number, frame: None):  # which a library's thread may get, although this one blocks it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -3,11 +3,12 @@
 import os
 import signal
 import threading
+import time
 from types import FrameType
 
 import pytest
 
-from fastps.system.interrupts import deferred_interrupts
+from fastps.system.interrupts import deferred_interrupts, ignored_by_children
 
 
 class Noted:
@@ -84,3 +85,19 @@ def test_other_threads_have_no_signal_handler() -> None:
     thread.start()
     thread.join()
     assert handlers == [signal.getsignal(signal.SIGINT)]
+
+
+def test_start_of_processes_is_not_cut_short_by_a_signal_that_another_thread_gets() -> None:
+    is_over, is_started = threading.Event(), False
+    thread = threading.Thread(target=is_over.wait)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            with ignored_by_children():
+                signal.pthread_kill(thread.ident or 0, signal.SIGINT)
+                time.sleep(0.05)
+                is_started = True
+        assert is_started
+    finally:
+        is_over.set()
+        thread.join()

@@ -67,7 +67,8 @@ def work(worker: Worker, steps: int, made: Gradient, joined: threading.Event, di
 
 
 def die(worker: Worker) -> None:
-    """End a worker as another one does that sees its process end."""
+    """End a worker as another one does that sees its process end, and with it its threads."""
+    worker._end_background()
     worker.closed = True
     worker.store.stop_answering(worker._listener)
     worker.store.arena.mark_dead(worker.rank, worker.generation)
@@ -114,6 +115,7 @@ class Job:
                 self.join(rank, attached[rank], self._deaths.get(rank))
             for number, rank in enumerate(self._joins if self._is_live else ()):
                 while store.arena.clock(1) < 3 * (number + 1) or store.arena.lane_state(rank) not in (LANE_FREE, LANE_DEAD):
+                    assert not self._failures, self._failures
                     time.sleep(0.0002)
                 self.join(rank, store.attach(rank))
             self._joined.set()
