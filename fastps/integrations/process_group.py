@@ -1,11 +1,14 @@
 """A process group of torch.distributed beside a job: Gloo's collectives, in which a waiting worker keeps the job going.
 
 It carries what frameworks gather: metrics, losses, seeds. Gradients go through the store. A peer's death ends a wait with the
-store's named error, not with Gloo's.
+store's named error, not with Gloo's. The workers of a launch meet at a place of the job's name: no port is agreed on before,
+and nothing stays in a file system.
 """
 
 import logging
+import os
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from functools import partialmethod
 from typing import Any
@@ -21,13 +24,15 @@ from torch.distributed import (  # type: ignore[attr-defined]
     Work,
 )
 
-from fastps.errors import Error, UnsupportedError, UsageError, WorkerDiedError
+from fastps.errors import Error, TimeoutExceededError, UnsupportedError, UsageError, WorkerDiedError
 from fastps.integrations import attendance
-from fastps.integrations.group_store import meet
 from fastps.job import environment, limits
 from fastps.job.nodes import nodes_of_environment
+from fastps.membership import rendezvous
 from fastps.network.link import reason_of
+from fastps.network.tcp_store import connect_store, host_store
 from fastps.system.clock import SYSTEM_CLOCK
+from fastps.system.deadline import Deadline
 
 logger = logging.getLogger("fastps.integrations")
 
@@ -35,6 +40,9 @@ BACKEND = "fastps_job"  # "fastps" is the backend of fastps.collectives, whose w
 _MORE_S = 30.0  # Gloo's own timeout comes after the store's, which names the workers
 _NAMED_NS = 2_000_000_000  # how long after a lost connection the store may take to name the lost worker
 _PAUSE_NS = 10_000_000
+_FORMAT = 0x70670101  # of the offer: its place is the port; no number of an arena
+_ANSWER_S = 1.0
+_HOST = "127.0.0.1"
 
 
 class JobGroup(ProcessGroup):
@@ -221,3 +229,53 @@ def _check_kept(rank: int, workers: int) -> None:
             " it",
             torch.distributed.get_backend(),
         )
+
+
+def meet(job: str, rank: int, workers: int, limit_s: float, look: Callable[[], None] = lambda: None) -> Store:
+    """Wait for the other workers of the launch `job`, `limit_s` at most, and return the store, which worker 0 keeps.
+
+    `look` raises an error if the others need not be waited for any longer. Raises TimeoutExceededError if one does not come.
+    """
+    clock = SYSTEM_CLOCK
+    deadline = Deadline(clock.now_ns(), int(limit_s * 1e9))
+
+    def pause(reason: str) -> None:
+        look()
+        if deadline.is_over(clock.now_ns()):
+            raise TimeoutExceededError(f"worker {rank} waited {limit_s:g} s for {reason}")
+        clock.sleep_ns(_PAUSE_NS)
+
+    if rank:
+        while (port := _told(job)) is None:
+            pause(
+                "worker 0 to begin the process group: see the output of worker 0, and raise FASTPS_TIMEOUT if it is only slow"
+            )
+        store = connect_store(_HOST, port, limit_s)
+        store.set(_key(rank), "")
+        return store
+    kept = host_store(_HOST, 0, limit_s)
+    pidfd = os.pidfd_open(os.getpid())  # in place of an arena, too
+    try:
+        listener = rendezvous.Listener(rendezvous.place_name(job, "group"), pidfd, pidfd, b"", kept.port, _FORMAT)
+    finally:
+        os.close(pidfd)
+    with closing(listener):
+        while missing := [f"worker {other}" for other in range(1, workers) if not kept.check([_key(other)])]:
+            pause(
+                f"{', '.join(missing)} to reach the place where the process group begins (a Trainer, an Accelerator); see their"
+                " output, and raise FASTPS_TIMEOUT if they are only slow"
+            )
+    return kept
+
+
+def _told(job: str) -> int | None:
+    """The port that worker 0 tells; None if it is not there yet."""
+    try:
+        with rendezvous.connect(job, "group", _ANSWER_S, abi=_FORMAT, observer=True) as offer:
+            return offer.place
+    except (rendezvous.Absent, rendezvous.Silent, rendezvous.AbiDiffers):
+        return None
+
+
+def _key(rank: int) -> str:
+    return f"fastps-group/{rank}"

@@ -16,7 +16,7 @@ import pytest
 
 import fastps
 from fastps.errors import AttachError, WorkerDiedError
-from fastps.integrations.group_store import meet
+from fastps.integrations.process_group import meet
 from fastps.membership import discovery, rendezvous
 from fastps.system import unix_sockets
 from tests.support import processes

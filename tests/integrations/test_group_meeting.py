@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fastps.errors import TimeoutExceededError, WorkerDiedError
-from fastps.integrations.group_store import meet
+from fastps.integrations.process_group import meet
 
 
 def test_workers_of_a_job_meet_whoever_comes_first() -> None:
