@@ -32,16 +32,43 @@ class _Shard:
         self.versions = None
 
 
-class ShardMarks:
-    """Marks the shards of an arena's next push. `shards`: the shard of each parameter."""
+class MarkedGradients(Gradients):
+    """Gradients that mark the shards of an arena's next push, and are views of the slot. `shards`: of each parameter."""
 
-    def __init__(self, arena: DeviceArena, shards: Sequence[int]) -> None:
+    def __init__(self, arena: DeviceArena, shards: Sequence[int], *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._arena = arena
         self._shard_of = shards
         members = ([index for index, shard in enumerate(shards) if shard == number] for number in range(max(shards) + 1))
         self._shards = list(map(_Shard, members))
 
-    def put(self, index: int, views: Sequence[torch.Tensor]) -> None:
+    def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
+        """Put the gradient into the slot, and mark its shard if it is the last. Where more is accumulated, mark nothing."""
+        is_there = super().put(index, slot, tensor)
+        if self.accumulates:
+            self._forget_all()
+        elif is_there and not self.is_apart:
+            self._mark(index, self.slots[slot])
+        return is_there
+
+    def zero(self, set_to_none: bool) -> None:
+        self._forget_all()
+        super().zero(set_to_none)
+
+    def collect(self, slot: int) -> bytes:
+        """Collect, and take back the marks of shards in which a gradient has changed since."""
+        presence = super().collect(slot)
+        views = self.slots[slot]
+        for number, shard in enumerate(self._shards):
+            if shard.versions is not None and shard.versions != [views[member]._version for member in shard.members]:
+                self._arena.forget(number)
+        return presence
+
+    def release(self, slot: int) -> None:
+        self._forget_all()
+        super().release(slot)
+
+    def _mark(self, index: int, views: Sequence[torch.Tensor]) -> None:
         """A gradient is in the slot of which `views` are tensors, or work is queued on this thread's stream that puts it."""
         number = self._shard_of[index]
         shard = self._shards[number]
@@ -54,46 +81,10 @@ class ShardMarks:
             shard.versions = [views[member]._version for member in shard.members]
             self._arena.mark_computed(number)
 
-    def check(self, views: Sequence[torch.Tensor]) -> None:
-        """Take back the marks of shards in which a gradient has changed since."""
-        for number, shard in enumerate(self._shards):
-            if shard.versions is not None and shard.versions != [views[member]._version for member in shard.members]:
-                self._arena.forget(number)
-
-    def clear(self) -> None:
+    def _forget_all(self) -> None:
         for number, shard in enumerate(self._shards):
             self._arena.forget(number)
             shard.begin()
-
-
-class MarkedGradients(Gradients):
-    """Gradients that mark their shards, and are views of the slot."""
-
-    def __init__(self, arena: DeviceArena, shards: Sequence[int], *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._marks = ShardMarks(arena, shards)
-
-    def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
-        """Put the gradient into the slot, and mark its shard if it is the last. Where more is accumulated, mark nothing."""
-        is_there = super().put(index, slot, tensor)
-        if self.accumulates:
-            self._marks.clear()
-        elif is_there and not self.is_apart:
-            self._marks.put(index, self.slots[slot])
-        return is_there
-
-    def zero(self, set_to_none: bool) -> None:
-        self._marks.clear()
-        super().zero(set_to_none)
-
-    def collect(self, slot: int) -> bytes:
-        presence = super().collect(slot)
-        self._marks.check(self.slots[slot])
-        return presence
-
-    def release(self, slot: int) -> None:
-        self._marks.clear()
-        super().release(slot)
 
 
 class MarkedCountedGradients(MarkedGradients, CountedGradients):
