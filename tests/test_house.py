@@ -21,7 +21,6 @@ ROOMS = {
 }
 # Modules that are tested through another, which is named.
 MODULES = {
-    "fastps/torch/table_gradients": "tests/torch/test_tables.py",
     "kernels/protocol/row_fold": "tests/crash/test_die_at_every_store.py",
     "kernels/baseline/row_loop": "tests/bench/test_bench.py",
     "fastps/checkpoint/snapshot": "tests/checkpoint/test_checkpoint.py",
