@@ -78,7 +78,6 @@ MODULES = {
     "fastps/processes/progress_lines": "tests/processes/test_output.py",
     "fastps/processes/handover": "tests/processes/test_spawn.py",
     "fastps/processes/spawned": "tests/processes/test_spawn.py",
-    "fastps/processes/spawned_processes": "tests/processes/test_spawn.py",
     "fastps/processes/worker_environment": "tests/torch/test_foreign.py",
     "fastps/processes/worker_output": "tests/processes/test_output.py",
     "fastps/report/figure": "tests/report/test_plots.py",

@@ -4,6 +4,7 @@ The functions here are local, so cloudpickle copies them; the workers import tor
 """
 
 import copy
+import itertools
 import json
 import linecache
 import multiprocessing
@@ -24,7 +25,7 @@ import pytest
 import torch
 
 import fastps
-from fastps.processes import spawned_processes
+from fastps.processes import spawn
 from tests.support.processes import children_of, runs, wait_until
 from tests.support.torch_optimizers import alone, steps_on  # noqa: F401
 
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork servers import nothing, which takes seconds less."""
-    monkeypatch.setattr(spawned_processes, "TORCH_IMPORTS", ())
+    monkeypatch.setattr(spawn, "TORCH_IMPORTS", ())
 
 
 def _model() -> torch.nn.Linear:
@@ -220,7 +221,7 @@ def test_workers_are_new_processes_where_an_import_starts_a_thread(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True, name='sleeper').start()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(spawned_processes, "TORCH_IMPORTS", ("starts_a_thread",))
+    monkeypatch.setattr(spawn, "TORCH_IMPORTS", ("starts_a_thread",))
     fastps.spawn(lambda rank: (tmp_path / str(rank)).touch(), workers=2)
     assert (tmp_path / "0").exists() and (tmp_path / "1").exists()
     assert "workers are new processes: the fork server is not ready: an import has started a thread (sleeper)" in caplog.text
@@ -325,7 +326,7 @@ def test_worker_that_was_killed_is_named_and_its_own_children_end_with_it(method
 
 
 def test_a_worker_that_was_killed_while_the_oom_killer_was_at_work_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastps.processes.spawn.oom_kills", lambda: spawned_processes.oom_kills() + 1)
+    monkeypatch.setattr(spawn, "oom_kills", itertools.count().__next__)
     with pytest.raises(fastps.WorkerDiedError, match=r"its process gone, .*by the kernel's OOM killer; memory ran out: use"):
         fastps.spawn(lambda rank: os.kill(os.getpid(), 9), workers=1, start_method="fork")
 
@@ -422,7 +423,7 @@ def test_ctrl_c_during_the_imports_starts_no_worker(tmp_path: Path) -> None:
     (tmp_path / "is_slow.py").write_text("import os, time\nos.write(1, b'begun\\n')\ntime.sleep(60)\n")
     running, said = _started(
         tmp_path,
-        "import sys, fastps\nfrom fastps.processes import spawned_processes\nspawned_processes.TORCH_IMPORTS = ('is_slow',)\n"
+        "import sys, fastps\nfrom fastps.processes import spawn\nspawn.TORCH_IMPORTS = ('is_slow',)\n"
         "sys.modules['torch'] = sys\nfastps.spawn(lambda rank: print('worker'), workers=2)\n",
     )
     assert said.readline() == "begun\n"
