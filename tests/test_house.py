@@ -94,7 +94,7 @@ MODULES = {
     "fastps/lab/worlds/node_worlds": "tests/lab/worlds/test_node_chaos.py",
     "fastps/network/link": "tests/network/test_edge.py",
     "fastps/network/home": "tests/network/test_agent.py",
-    "fastps/network/leaf": "tests/network/test_agent.py",
+    "fastps/network/leaf": "tests/network/test_local_leaf.py",
     "fastps/network/far_home": "tests/network/test_agent.py",
     "fastps/network/serving": "tests/network/test_agent.py",
     "fastps/torch/placements/on_nodes": "tests/network/test_agent.py",

@@ -25,9 +25,8 @@ from fastps.membership.job_memory import JobMemory
 from fastps.network.far_home import FarHome
 from fastps.network.home import Home, NearHome
 from fastps.network.home_checkpoint import PartStart
-from fastps.network.leaf import Leaf, Upstream
+from fastps.network.leaf import Leaf, LocalLeaf, Upstream
 from fastps.network.link import LinkLostError
-from fastps.network.local_leaf import LocalLeaf
 from fastps.network.monitoring.report import Report
 from fastps.network.parts import Part, shares_of
 from fastps.network.rendezvous import Rendezvous, Requests
