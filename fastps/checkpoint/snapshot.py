@@ -4,7 +4,6 @@ A checkpoint is written under a temporary name, flushed to the disk, then rename
 a full disk leaves the earlier checkpoints as they are.
 """
 
-import contextlib
 import logging
 import os
 import shutil
@@ -40,9 +39,8 @@ from fastps.job import limits
 from fastps.job.layout import Parameter
 from fastps.membership.job_memory import JobMemory, VersionCopy
 from fastps.store.worker import Worker
-from fastps.system.file_locks import lock
 from fastps.system.memory_limits import available_bytes
-from fastps.system.time_limit import call_within
+from fastps.system.time_limit import call_within, locked
 from fastps.version import __version__
 
 logger = logging.getLogger("fastps.checkpointing")
@@ -289,7 +287,7 @@ def write(
         directory, keep = directory / pinned.share, max(keep, _KEPT_SHARES)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _locked(directory, limits.timeout_s(limit_s)) as descriptor:
+        with locked(directory, limits.timeout_s(limit_s)) as descriptor:
             for left in directory.glob(_UNFINISHED + "*"):
                 shutil.rmtree(left, ignore_errors=True)  # from a process that died: only the lock's holder writes
             number = 1 + max((number_of(folder) for folder in whole(directory)), default=0)
@@ -329,14 +327,3 @@ def _write_files(folder: Path, pinned: Pinned, buffers: Mapping[str, Array], run
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _locked(directory: Path, limit_s: float) -> Iterator[int]:
-    """Lock the directory and yield its descriptor. Raises TimeoutError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        lock(descriptor, limit_s)
-        yield descriptor
-    finally:
-        os.close(descriptor)

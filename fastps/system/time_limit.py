@@ -1,9 +1,13 @@
 """Limits for what may hang: a call over a connection that is cut, or of a file system whose disk does not answer."""
 
+import contextlib
+import fcntl
 import logging
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TypeVar
 
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -13,6 +17,7 @@ logger = logging.getLogger("fastps.waiting")
 
 Result = TypeVar("Result")
 _POLL_S = 0.2
+_LOCK_POLL_NS = 10_000_000
 _MOST_SILENT_NS = 5_000_000_000
 
 
@@ -54,3 +59,22 @@ def call_within(
         answer.add_done_callback(lambda late: late.exception() or discard(late.result()))
         raise TimeoutError(f"expected an answer within {limit_s:g} s")
     return answer.result()
+
+
+@contextlib.contextmanager
+def locked(folder: Path, limit_s: float) -> Iterator[int]:
+    """Lock a folder, and yield its open descriptor. Raises TimeoutError if another process keeps it locked for longer."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline = Deadline(SYSTEM_CLOCK.now_ns(), int(limit_s * 1e9))
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if deadline.is_over(SYSTEM_CLOCK.now_ns()):
+                    raise TimeoutError(f"another process has written there for more than {limit_s:g} s") from None
+            SYSTEM_CLOCK.sleep_ns(_LOCK_POLL_NS)
+        yield descriptor
+    finally:
+        os.close(descriptor)

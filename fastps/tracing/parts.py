@@ -27,7 +27,7 @@ import numpy as np
 from fastps.job import limits
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_JOINING, LANE_LEAVING, LANE_LIVE, OUTCOME_DROPPED, OUTCOME_REJECTED, Arena
 from fastps.membership.job_memory import JobMemory
-from fastps.system.file_locks import lock
+from fastps.system.time_limit import locked
 from fastps.tracing.file import DROPPED, DTYPES, FOLDED, REJECTED, UNDECIDED, Lines, Trace, TraceError, read, write
 
 logger = logging.getLogger("fastps.trace")
@@ -391,13 +391,10 @@ def _complete(file: Path, dtype: "np.dtype[np.void]") -> Lines:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Lock the folder for reading all parts or merging them; yield False if the folder is gone."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        lock(descriptor, limits.timeout_s())
-        yield folder.exists()
-    finally:
-        os.close(descriptor)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder, limits.timeout_s()))
+        except FileNotFoundError:
+            yield False
+        else:
+            yield folder.exists()
