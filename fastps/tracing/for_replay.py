@@ -31,14 +31,21 @@ CHECKSUM_EVERY = 256
 _SAMPLE_WORDS = 1024
 
 
-class Sampled(Protocol):
-    """The part of a worker that is recorded for a replay."""
+class Recorded(Protocol):
+    """The part of a worker that a recorder reads."""
 
     rank: int
     store: JobMemory
     lane: WorkerLane
     buffers: list[int]
     generation: int
+    recorder: Any
+    injected_transfer_ns: int
+    cores: Any  # its `spins` tells whether waiting workers spin
+
+    @property
+    def posts(self) -> int:
+        """Number of pushes so far."""
 
 
 def reason_against(layout: Layout) -> str:
@@ -55,7 +62,7 @@ def reason_against(layout: Layout) -> str:
     return next((reason for reason, holds in found.items() if holds), "")
 
 
-def described(worker: Sampled) -> dict[str, Any]:
+def described(worker: Recorded) -> dict[str, Any]:
     """What a trace's header says for a replay."""
     layout, file = worker.store.layout, Path(sys.argv[0])
     if reason := reason_against(layout):
@@ -145,7 +152,7 @@ def log_server(lane: Lane, layout: Layout, folder: str) -> None:
 class ReplayRecords:
     """One worker's records for a replay. Methods raise TraceError if they cannot be written."""
 
-    def __init__(self, worker: Sampled, part: Part) -> None:
+    def __init__(self, worker: Recorded, part: Part) -> None:
         self._worker, self._tables = worker, part.more
         self._next = [0] * worker.store.arena.shards  # worker 0's next checksum, by shard
         try:

@@ -14,14 +14,14 @@ from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fastps.job.environment import TRACE_VARIABLE
 from fastps.membership.job_memory import JobMemory
 from fastps.system.clock import unix_offset_ns
 from fastps.system.machine import machine
 from fastps.tracing.file import STEP_DTYPE, TraceError
-from fastps.tracing.for_replay import ReplayRecords, Sampled, described, final_checksums
+from fastps.tracing.for_replay import Recorded, ReplayRecords, described, final_checksums
 from fastps.tracing.node_part import node_of
 from fastps.tracing.parts import FOR_REPLAY, PRESENT, Part, folder_of, merge_if_over, numbered, of_node, outcome_of
 from fastps.version import __version__
@@ -38,18 +38,6 @@ Step = dict[str, Any]
 _NO_STEP: Step = {**dict.fromkeys(STEP_DTYPE.names or (), 0), "written": 1}
 """Times that an interrupted step has not reached stay 0, which the clock never returns."""
 _record_of = itemgetter(*(STEP_DTYPE.names or ()))
-
-
-class Recorded(Sampled, Protocol):
-    """The part of a worker that a recorder reads."""
-
-    recorder: "Recorder | None"
-    injected_transfer_ns: int
-    cores: Any  # its `spins` tells whether waiting workers spin
-
-    @property
-    def posts(self) -> int:
-        """Number of pushes so far."""
 
 
 class Recording:
