@@ -13,7 +13,7 @@ from fastps.job.policy import Policy
 from fastps.job.secret import VARIABLE as SECRET
 from fastps.job.secret import Secret, secret_of_environment
 from fastps.job.specs import parse_policy
-from fastps.job.update_rules import SGD, Hyper, Rule, Update
+from fastps.job.update_rules import SGD, Rule, Update
 from fastps.kernels.update import fold
 
 _WITHIN = {"bsp": "bsp", "asp": "asp,combine=true"}
@@ -141,7 +141,7 @@ def home_layout(layout: Layout, nodes: Nodes) -> Layout:
     home = replace(
         layout, parameters=masters, workers=nodes.count, extra_bytes=0, faults=faults, server="workers", lanes_are="nodes"
     )
-    return replace(home, rule=_outer(nodes.policy).rule) if nodes.policy.local_steps else home
+    return replace(home, rule=outer_update(nodes.policy).rule) if nodes.policy.local_steps else home
 
 
 def leaf_layout(layout: Layout, nodes: Nodes) -> Layout:
@@ -160,16 +160,12 @@ def leaf_layout(layout: Layout, nodes: Nodes) -> Layout:
     )
 
 
-def outer_hyper(policy: NodePolicy) -> Hyper:
-    """The hyper-parameters of the home's rule with local_steps.
+def outer_update(policy: NodePolicy) -> Update:
+    """The home's rule with local_steps, and its hyper-parameters.
 
-    >>> outer_hyper(NodePolicy(local_steps=32))[:2]
+    >>> outer_update(NodePolicy(local_steps=32)).hyper[:2]
     (0.7, 0.9)
     """
-    return _outer(policy).hyper
-
-
-def _outer(policy: NodePolicy) -> Update:
     return SGD(policy.outer_lr, policy.outer_momentum, nesterov=policy.outer_momentum > 0)
 
 

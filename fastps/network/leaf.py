@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastps.job.nodes import Nodes, outer_hyper
+from fastps.job.nodes import Nodes, outer_update
 from fastps.kernels.protocol.fold_call import FoldCall, FoldedPush
 from fastps.kernels.update.fold import Folding
 from fastps.membership.job_memory import JobMemory
@@ -136,7 +136,7 @@ class LocalLeaf(Leaf):
         self._sent = torch.empty_like(self._taken) if self._overlap else None  # those that travel while the node goes on
         self._thread = ThreadPoolExecutor(1, "fastps-exchange") if self._overlap else None
         self._under_way: list[Future[tuple[int, int]]] = []  # one at most
-        outer = [outer_hyper(policy)] * layout.groups
+        outer = [outer_update(policy).hyper] * layout.groups
         self._terms = Terms(outer, np.ones(len(layout.parameters), np.bool_))
         self._done = _Done()
         self._begun = _Done()  # at the start of the last exchange
