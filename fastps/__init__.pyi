@@ -49,10 +49,10 @@ from fastps.store.worker import Worker as Worker
 from fastps.torch.checkpoint import optimizer_state_dict as optimizer_state_dict
 from fastps.torch.foreign import push_hook as push_hook
 from fastps.torch.optimizer import DistributedOptimizer as DistributedOptimizer
+from fastps.torch.own_optimizers import RowWiseAdagradOptimizer as RowWiseAdagradOptimizer
+from fastps.torch.own_optimizers import RuleOptimizer as RuleOptimizer
 from fastps.torch.reader import Reader as Reader
 from fastps.torch.reader import reader as reader
-from fastps.torch.row_wise_adagrad import RowWiseAdagradOptimizer as RowWiseAdagradOptimizer
-from fastps.torch.rule_optimizer import RuleOptimizer as RuleOptimizer
 from fastps.torch.sampler import BatchSampler as BatchSampler
 from fastps.torch.schedules import GlobalStepLR as GlobalStepLR
 from fastps.torch.schedules import exponential_decay as exponential_decay

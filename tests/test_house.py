@@ -109,7 +109,7 @@ MODULES = {
     "fastps/torch/gradients": "tests/torch/test_optimizer.py",
     "fastps/torch/join": "tests/torch/test_foreign.py",
     "fastps/torch/model_buffers": "tests/torch/test_optimizer.py",
-    "fastps/torch/rule_optimizer": "tests/job/test_user_rules.py",
+    "fastps/torch/own_optimizers": "tests/torch/test_row_wise_adagrad.py",
     "fastps/torch/sampler": "tests/torch/test_options.py",
     "fastps/torch/schedules": "tests/torch/test_optimizer.py",
     "fastps/torch/state": "tests/torch/test_optimizer.py",

@@ -16,8 +16,7 @@ from fastps.errors import UnsupportedError, UsageError
 from fastps.job.layout import GradientType
 from fastps.job.update_rules import DOUBLE_PRODUCT, UPDATE_RULES, Hyper, Rule, UpdateRule, rule_for
 from fastps.job.user_rules import UserRule
-from fastps.torch.row_wise_adagrad import RowWiseAdagradOptimizer
-from fastps.torch.rule_optimizer import RuleOptimizer
+from fastps.torch.own_optimizers import RowWiseAdagradOptimizer, RuleOptimizer
 
 logger = logging.getLogger("fastps.torch")
 
