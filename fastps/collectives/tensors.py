@@ -76,21 +76,15 @@ class Memory:
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor with these values."""
         check(tensor, self._what)
-        tensor = tensor.detach()
-        if not tensor.is_contiguous():
-            tensor = tensor.contiguous()
-        self.keeps.append(tensor)
-        return tensor
+        self.keeps.append(tensor.detach().contiguous())
+        return self.keeps[-1]
 
     def written(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor whose values `finish` brings into this one; it begins with the tensor's own values."""
-        check(tensor, self._what)
-        tensor = tensor.detach()
+        made = self.read(tensor)
         if not tensor.is_contiguous():
-            self._backs.append((tensor, tensor.contiguous()))
-            tensor = self._backs[-1][1]
-        self.keeps.append(tensor)
-        return tensor
+            self._backs.append((tensor.detach(), made))
+        return made
 
     def read_all(self, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
         """`read` for tensors of the size and the type of one."""
