@@ -14,7 +14,6 @@ import secrets
 import select
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from fastps.collectives.stores import StoreChoice
@@ -49,29 +48,6 @@ class KeyStore(Protocol):
         """Wait for a key, and return its value."""
 
 
-@dataclass
-class Met:
-    """What a rank has after the meeting: the memory of the group, and the pidfds of the other ranks. The owner closes it."""
-
-    memory: SharedMapping
-    block_bytes: int
-    pidfds: dict[int, int]
-
-    def dead(self) -> list[int]:
-        """The ranks whose processes have ended; one system call."""
-        poll = select.poll()
-        for pidfd in self.pidfds.values():
-            poll.register(pidfd, select.POLLIN)
-        ended = {pidfd for pidfd, _ in poll.poll(0)}
-        return [rank for rank, pidfd in self.pidfds.items() if pidfd in ended]
-
-    def close(self) -> None:
-        """Close the pidfds. The memory is freed with its last user."""
-        for pidfd in self.pidfds.values():
-            os.close(pidfd)
-        self.pidfds = {}
-
-
 def block_bytes_of(size: int) -> int:
     """Bytes of a block in a group of `size` ranks.
 
@@ -81,8 +57,10 @@ def block_bytes_of(size: int) -> int:
     return max(_LEAST_BLOCK, min(_MOST_BLOCK, _MOST_MEMORY // (size * DEPTH) // 4096 * 4096))
 
 
-def meet(store: KeyStore, rank: int, size: int, *, clock: Clock = SYSTEM_CLOCK) -> Met:
-    """Meet the other ranks. All ranks call this with stores that show the same keys, which no other group has used.
+def meet(store: KeyStore, rank: int, size: int, *, clock: Clock = SYSTEM_CLOCK) -> tuple[SharedMapping, dict[int, int]]:
+    """Meet the other ranks. Returns the memory of the group, and the pidfds of the other ranks, which the caller closes.
+
+    All ranks call this with stores that show the same keys, which no other group has used.
 
     Raises UnsupportedError for ranks on several machines or more than MAX_RANKS, AttachError if a rank cannot be reached
     although it runs here, ArenaError without memory, and what the store raises when a rank does not come.
@@ -116,7 +94,7 @@ def meet(store: KeyStore, rank: int, size: int, *, clock: Clock = SYSTEM_CLOCK) 
         store.set(f"met/{rank}", "yes")
         for other in range(size):
             store.get(f"met/{other}")  # listeners close only when nobody needs them any more
-        return Met(shared_memory.map_shared(memfd), block_bytes, pidfds)
+        return shared_memory.map_shared(memfd), pidfds
     except BaseException:
         for descriptor in pidfds.values():
             os.close(descriptor)
@@ -188,10 +166,10 @@ class Group:
         self.rank, self.size, self.timeout_ns = rank, size, timeout_ns
         self._clock = clock
         self._process_id = os.getpid()
-        self._met: Met = meet(store, rank, size, clock=clock)
+        memory, self._pidfds = meet(store, rank, size, clock=clock)
         has_cores = size <= len(os.sched_getaffinity(0))
         self._exchange: exchange.Exchange | None = exchange.Exchange(
-            self._met.memory, rank, size, self._met.block_bytes, DEPTH, _SPINS if has_cores else 0, _YIELDS
+            memory, rank, size, block_bytes_of(size), DEPTH, _SPINS if has_cores else 0, _YIELDS
         )
         self._stores = StoreChoice()
         self._running = threading.Lock()
@@ -241,8 +219,8 @@ class Group:
                 return
             if os.getpid() == self._process_id:  # a forked child has no rank
                 mine.leave()
-            self._met.close()
-            del self._met
+            for pidfd in self._pidfds.values():
+                os.close(pidfd)
 
     def _close_at_exit(self, failure: str | None) -> None:
         mine = self._exchange
@@ -277,7 +255,7 @@ class Group:
     def _check_ranks(self, mine: exchange.Exchange) -> None:
         """Raise WorkerDiedError if a rank died or failed. One that died comes first: others may have failed because of it."""
         what = exchange.described(*mine.own_words())
-        dead = self._met.dead()
+        dead = self._dead()
         died = [rank for rank in dead if mine.state_of(rank)[0] == exchange.LIVE]
         if died:
             raise WorkerDiedError(
@@ -288,6 +266,14 @@ class Group:
         failures = {rank: mine.state_of(rank)[2] for rank in range(self.size) if mine.state_of(rank)[0] == exchange.FAILED}
         for rank, message in failures.items():
             raise WorkerDiedError(f"rank {rank} failed, which {what} on rank {self.rank} waits for: {message}", rank)
+
+    def _dead(self) -> list[int]:
+        """The ranks whose processes have ended; one system call."""
+        poll = select.poll()
+        for pidfd in self._pidfds.values():
+            poll.register(pidfd, select.POLLIN)
+        ended = {pidfd for pidfd, _ in poll.poll(0)}
+        return [rank for rank, pidfd in self._pidfds.items() if pidfd in ended]
 
 
 def _absence(mine: exchange.Exchange) -> Error:
