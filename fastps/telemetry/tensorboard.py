@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,8 @@ def written(directory: Path | None, job: Callable[[], str], clock: Clock = SYSTE
     if directory is None:
         yield None
         return
-    writer = JobWriter(directory, job, clock)
-    try:
+    with closing(JobWriter(directory, job, clock)) as writer:
         yield writer.tick
-    finally:
-        writer.close()
 
 
 class JobWriter:
