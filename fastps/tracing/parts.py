@@ -153,16 +153,13 @@ def _is_beside(stop: Sequence[int], note: Mapping[str, Any], trace: Trace) -> bo
 def agent_runs(folder: Path) -> bool:
     """Return whether the agent that writes a part into this folder still runs. It holds a lock until it ends."""
     try:
-        descriptor = os.open(folder / f"{AGENT}.note", os.O_RDONLY | os.O_CLOEXEC)
+        with (folder / f"{AGENT}.note").open("rb") as note:
+            fcntl.flock(note, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     except BlockingIOError:
         return True
-    finally:
-        os.close(descriptor)
+    return False
 
 
 def merge_if_over(folder: Path, file: Path, arena: Arena, more: Callable[[], Mapping[str, Any]] = dict) -> None:
