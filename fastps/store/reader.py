@@ -36,31 +36,29 @@ class WeightsReader:
 
     def __init__(self, job: str, timeout_s: float, clock: Clock) -> None:
         offer, text = discovery.find_described(job, timeout_s, clock)
-        os.close(offer.pidfd)
         self.job = job
         self.closed = self.forked = False
         self._clock = clock
         self._name: rendezvous.ReaderName | None = None
-        try:
-            described = Description.of(text)
-            self._workers = described.workers
-            self._memory = WeightsMemory(shared_memory.map_shared(offer.memfd, writable=False), described.parameters)
-            control = Arena(shared_memory.map_shared(offer.memfd))
-            self._name, reader = self._take_place(control)
-            what = f"reader {reader} of job {job}, for a weights buffer of its own,"
-            shared_memory.allocate(offer.memfd, *control.reader_weights_range(reader + 1), what)
-            self._pins = ReaderPins(control, reader)
-            self._pins.begin()
-            self.buffers = [0] * control.shards  # the weights buffer of each shard that this reader has pinned
-            self.pull()
-        except ValueError as error:
-            self._free_name()
-            raise ArenaError(f"job {job}: {error}") from error
-        except BaseException:
-            self._free_name()
-            raise
-        finally:
-            os.close(offer.memfd)
+        with offer:
+            try:
+                described = Description.of(text)
+                self._workers = described.workers
+                self._memory = WeightsMemory(shared_memory.map_shared(offer.memfd, writable=False), described.parameters)
+                control = Arena(shared_memory.map_shared(offer.memfd))
+                self._name, reader = self._take_place(control)
+                what = f"reader {reader} of job {job}, for a weights buffer of its own,"
+                shared_memory.allocate(offer.memfd, *control.reader_weights_range(reader + 1), what)
+                self._pins = ReaderPins(control, reader)
+                self._pins.begin()
+                self.buffers = [0] * control.shards  # the weights buffer of each shard that this reader has pinned
+                self.pull()
+            except ValueError as error:
+                self._free_name()
+                raise ArenaError(f"job {job}: {error}") from error
+            except BaseException:
+                self._free_name()
+                raise
         _live.add(self)
 
     def _take_place(self, control: Arena) -> tuple[rendezvous.ReaderName, int]:
