@@ -100,11 +100,8 @@ class Server:
             return False
         except (rendezvous.Absent, rendezvous.AbiDiffers):
             return True
-        # A restarted job has the same name and another arena.
-        is_ours = os.path.sameopenfile(answer.memfd, self.store.descriptor)
-        os.close(answer.memfd)
-        os.close(answer.pidfd)
-        return not is_ours
+        with answer:  # a restarted job has the same name and another arena
+            return not os.path.sameopenfile(answer.memfd, self.store.descriptor)
 
 
 def answer_as_server(store: Store) -> None:
