@@ -83,7 +83,6 @@ MODULES = {
     "fastps/report/figure": "tests/report/test_plots.py",
     "fastps/lab/virtual/options": "tests/simulation/test_simulate.py",
     "fastps/lab/virtual/compute_texts": "tests/simulation/test_simulate.py",
-    "fastps/store/instances": "tests/torch/test_foreign.py",
     "fastps/store/observer": "tests/cli/test_top.py",
     "fastps/store/server_process": "tests/processes/test_server.py",
     "fastps/store/server_loop": "tests/processes/test_server.py",

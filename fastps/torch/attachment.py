@@ -12,7 +12,7 @@ from fastps.errors import ArenaError
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership.job_memory import JobMemory
-from fastps.store import earlier_jobs
+from fastps.store import jobs_of_process
 from fastps.store.equal_gradients import EqualGradients
 from fastps.store.worker import Worker
 from fastps.system import exit_handlers
@@ -76,7 +76,7 @@ class Attachment:
         self.rounds = BufferRounds(self._buffers, worker)
         self.equal_gradients = EqualGradients(worker, reads_slots=self.placement.name != "device")
         exit_handlers.register(worker, self.leave, self.wait_for_others)
-        earlier_jobs.register(worker, self.tensors, self._close, self.wait_for_others)
+        jobs_of_process.register(worker, self.tensors, self._close, self.wait_for_others)
         try:
             self.placement.use(worker)
         except ArenaError as error:
@@ -276,5 +276,5 @@ class Attachment:
             self.worker.close(failure, stays=True)
         finally:
             exit_handlers.forget(self.worker)
-            earlier_jobs.forget(self.worker)
+            jobs_of_process.forget(self.worker)
             self.store.close()

@@ -25,7 +25,7 @@ from fastps.job.options import value_of
 from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
 from fastps.membership import discovery
-from fastps.store import earlier_jobs, instances
+from fastps.store import jobs_of_process
 from fastps.store.store import StartState, Store
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
@@ -103,7 +103,7 @@ def resumed_from(
     given = os.environ.get("FASTPS_RESUME")
     if path is None and given:
         path = folder_of(Path(given), instance)
-        if instance and not path.is_dir() and earlier_jobs.is_any_open():
+        if instance and not path.is_dir() and jobs_of_process.is_any_open():
             raise CheckpointError(
                 f"checkpoint {given}: expected the checkpoints of the script's optimizer number {instance} in {path}, found no"
                 ' such folder; give this optimizer resume=, the folder of its checkpoints, or resume="" to begin it anew'
@@ -170,7 +170,7 @@ class Joining:
         """This request, for the launch's job that expects this worker; worker 0 creates the job that its own count gives."""
         if self.is_named or self.identity.rank == 0 or self.finds_others:
             return self
-        return replace(self, identity=instances.find_job(self.identity, limits.timeout_s(self.timeout_s), self.clock))
+        return replace(self, identity=jobs_of_process.find_job(self.identity, limits.timeout_s(self.timeout_s), self.clock))
 
 
 def join(

@@ -31,7 +31,7 @@ from fastps.job.policy import Policy
 from fastps.job.precision import check_types
 from fastps.job.specs import parse_policy
 from fastps.membership.job_memory import JobMemory
-from fastps.store import earlier_jobs, instances
+from fastps.store import jobs_of_process
 from fastps.store.observer import WorkerStatistics, statistics_of
 from fastps.store.worker import Worker
 from fastps.system import exit_handlers
@@ -151,9 +151,9 @@ class DistributedOptimizer(OptimizerState):
         self._server, self._max_readers = value_of("FASTPS_SERVER", server), value_of("FASTPS_MAX_READERS", max_readers)
         layout = self._layout(model, policy, faults, pushed)
         if job is None and workers is None:
-            self._identity = self._identity.of_instance(instances.count_next())
+            self._identity = self._identity.of_instance(jobs_of_process.count_next())
         wanted = Checkpointing.wanted(checkpoint, every, number := self._identity.instance)
-        earlier_jobs.end(self._tensors, limits.timeout_s(timeout_s), clock)
+        jobs_of_process.end(self._tensors, limits.timeout_s(timeout_s), clock)
         join.check_parameters(self._tensors, layout)
         resumed = join.resumed_from(resume, stated := self._placement.stated_layout(layout), model, optimizer, number)
         join.check_checkpoints(wanted, resumed, self._identity.rank, stated, timeout_s)
@@ -191,7 +191,7 @@ class DistributedOptimizer(OptimizerState):
         if policy is None:
             return
         versions = self._job.store.version
-        next_instance = self._identity.instance + 1 if self._names_job else instances.count_next()
+        next_instance = self._identity.instance + 1 if self._names_job else jobs_of_process.count_next()
         self._identity = self._identity.of_instance(next_instance)
         moved = move(self._job.worker, policy, self._identity.name, list(self._hypers_read.of(self.param_groups)))
         self._earlier_versions += versions
@@ -449,7 +449,7 @@ class DistributedOptimizer(OptimizerState):
             return
         if failure is None:
             self._keep_state()
-            earlier_jobs.leave(self._job.worker, self._tensors)
+            jobs_of_process.leave(self._job.worker, self._tensors)
         else:
             self._state.detach(reads=False)  # whoever cleans up after the error may look at `state`
         self._job.leave(failure)

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 import fastps
 from fastps.checkpoint import snapshot
 from fastps.checkpoint.format import JSON_FILE, TENSORS_FILE, sealed
-from fastps.store import instances
+from fastps.store import jobs_of_process
 from tests.support import commands, processes
 from tests.support.torch_optimizers import steps_on
 
@@ -320,7 +320,7 @@ def test_each_optimizer_of_a_script_has_a_folder_and_goes_on_with_its_own_weight
 ) -> None:
     def trained(first: float, second: float) -> list[tuple[int, list[float]]]:
         """Two optimizers at once, as a GAN has them: the version and the weights with which each begins."""
-        monkeypatch.setattr(instances, "_next", [0])
+        monkeypatch.setattr(jobs_of_process, "_next", [0])
         models = [torch.nn.Linear(2, 1, bias=False) for _ in range(2)]
         for model, value in zip(models, (first, second), strict=True):
             torch.nn.init.constant_(model.weight, value)
@@ -362,9 +362,9 @@ def test_an_optimizer_that_the_resumed_run_did_not_reach_begins_anew(
             optimizer.step()
         return found
 
-    monkeypatch.setattr(instances, "_next", [0])
+    monkeypatch.setattr(jobs_of_process, "_next", [0])
     stage(checkpoint=tmp_path)
-    monkeypatch.setattr(instances, "_next", [0])
+    monkeypatch.setattr(jobs_of_process, "_next", [0])
     monkeypatch.setenv("FASTPS_RESUME", str(tmp_path))
     assert [stage() for _ in range(2)] == [(1, [0.5, 0.5]), (0, [1.0, 1.0])]
     assert "no checkpoint of the script's optimizer number 1, which begins anew" in caplog.text

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from fastps.store import instances
+from fastps.store import jobs_of_process
 from tests.support import processes
 from tests.support.network import forked_agents
 from tests.support.processes import Child
@@ -60,7 +60,7 @@ def start(
             def run(rank: int = rank, own: Mapping[str, Any] = own) -> Any:
                 os.environ.update({name: str(value) for name, value in own.items()})
                 torch.set_num_threads(1)
-                instances._next[0] = 0  # as in a new process: the optimizers of earlier tests are not this script's
+                jobs_of_process._next[0] = 0  # as in a new process: the optimizers of earlier tests are not this script's
                 if forks_agents:
                     forked_agents.fork_agents()
                 return work(rank)

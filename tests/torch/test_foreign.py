@@ -21,7 +21,7 @@ import fastps
 from fastps.cli import top
 from fastps.processes.launcher import Launcher
 from fastps.processes.worker_environment import environment_of, style_of
-from fastps.store import instances as job_instances
+from fastps.store import jobs_of_process
 from tests.support import processes
 from tests.support.scripts import modules_of, program
 from tests.support.torch_optimizers import steps_on
@@ -235,11 +235,11 @@ def test_process_group_that_averages_nothing_is_no_obstacle(tmp_path: Path) -> N
 def test_optimizers_that_are_counted_otherwise_meet_in_the_job_that_expects_them() -> None:
 
     def work(rank: int) -> tuple[bool, int]:
-        job_instances._next = [3 * rank]  # this process has made as many before
+        jobs_of_process._next = [3 * rank]  # this process has made as many before
         model = _model()
         with _wrap(model, timeout_s=20) as optimizer:
             _train(model, optimizer, 4)
-        return optimizer.worker.store.job == os.environ["FASTPS_JOB"], job_instances.count_next()
+        return optimizer.worker.store.job == os.environ["FASTPS_JOB"], jobs_of_process.count_next()
 
     assert _in_processes(work, 2) == [(True, 1)] * 2
 

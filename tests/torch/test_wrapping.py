@@ -18,7 +18,7 @@ import torch
 
 import fastps
 from fastps.kernels.protocol.lane import Lane
-from fastps.store import instances
+from fastps.store import jobs_of_process
 from tests.support import processes
 from tests.support.torch_optimizers import OPTIMIZERS, mean_square, steps_on
 
@@ -319,10 +319,10 @@ def test_an_optimizer_that_cannot_be_wrapped_leaves_the_job_of_its_parameters_as
     model = torch.nn.Linear(2, 1)
     inner = torch.optim.LBFGS(model.parameters()) if wrong == "LBFGS" else torch.optim.SGD(model.parameters(), lr=0.1)
     with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
-        counted = instances._next[0]
+        counted = jobs_of_process._next[0]
         with pytest.raises(fastps.Error, match="LBFGS is not supported" if wrong == "LBFGS" else wrong):
             fastps.DistributedOptimizer(inner, **WRONG.get(wrong, {}))
-        assert instances._next[0] == counted or wrong == "every"
+        assert jobs_of_process._next[0] == counted or wrong == "every"
         steps_on(model, optimizer, torch.ones(1, 2))
         assert optimizer.version == 1
 

@@ -1,4 +1,8 @@
-"""The earlier jobs of the same parameters in this process: a new optimizer for each epoch must not lose pushes.
+"""The jobs of one process: which job its next optimizer joins, and that a new optimizer for each epoch loses no pushes.
+
+In a launch JOB is for the script's first optimizer, JOB.1 for the next, and so on. Each process counts its own optimizers. If
+the counts differ because one process lives longer than another (a pool, a Ray actor), the process joins a job that still
+expects a worker of this rank. Jobs that the script names (`job=`) are not counted.
 
 A job that is open when its parameters are wrapped again ends first, on worker 0 after all others have left it. If worker 0 has
 closed its own while others still pushed, the next job waits for them, and is refused if they changed the weights since.
@@ -10,15 +14,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fastps.errors import Error, TimeoutExceededError, UsageError
+from fastps.errors import ArenaError, AttachError, Error, TimeoutExceededError, UsageError
+from fastps.job.environment import Identity
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
+from fastps.membership import discovery
 from fastps.store.observer import observe
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
 
 logger = logging.getLogger("fastps.torch")
 
-_POLL_NS = 5_000_000
+_POLL_NS = 10_000_000
+_ASK_S = 0.2
+
+_next = [0]
 
 
 @dataclass(frozen=True)
@@ -137,3 +146,38 @@ def _refusal(what: str) -> UsageError:
         f"the earlier job of these parameters {what} more after worker 0 closed, and a new job would begin without them: call"
         " unwrap() in place of close(), which waits for the others' last pushes"
     )
+
+
+def count_next() -> int:
+    """The number of this process's next optimizer. Each call advances the count."""
+    _next[0] += 1
+    return _next[0] - 1
+
+
+def find_job(identity: Identity, timeout_s: float, clock: Clock) -> Identity:
+    """Wait for the job to join: the job that the count names, else the first that expects this worker.
+
+    The count continues from the job that is found. After the timeout, return the job that the count names, although it does not
+    exist.
+    """
+    deadline_ns = clock.now_ns() + int(timeout_s * 1e9)
+    while True:
+        instances = discovery.instances_of(identity.job)
+        if identity.instance in instances:
+            return identity
+        for instance in sorted(instances):
+            if _expects(identity.of_instance(instance), clock):
+                _next[0] = instance + 1
+                return identity.of_instance(instance)
+        if clock.now_ns() >= deadline_ns:
+            return identity
+        clock.sleep_ns(_POLL_NS)
+
+
+def _expects(identity: Identity, clock: Clock) -> bool:
+    """Whether the job has a lane of this rank to which no worker has attached yet."""
+    try:
+        arena = discovery.arena_of(identity.name, _ASK_S, clock)
+    except (AttachError, ArenaError):
+        return False
+    return identity.rank < arena.lanes and arena.lane_state(identity.rank) == LANE_FREE

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastps
-from fastps.store import instances
+from fastps.store import jobs_of_process
 from tests.support import processes
 from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
@@ -29,7 +29,7 @@ def _run(sync: str, end: End, timeout_s: int = 30) -> list[Any]:
 
     def work(rank: int) -> float:
         os.environ.update(FASTPS_JOB=job, FASTPS_RANK=str(rank), FASTPS_WORKERS="2", FASTPS_TIMEOUT=str(timeout_s))
-        instances._next[0] = 0
+        jobs_of_process._next[0] = 0
         model = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.zeros_(model.weight)
         for epoch in range(EPOCHS):
