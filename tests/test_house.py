@@ -44,7 +44,6 @@ MODULES = {
     "fastps/version": "tests/cli/test_main.py",
     "fastps/checkpoint/format": "tests/checkpoint/test_checkpoint.py",
     "fastps/cli/bench_report": "tests/cli/test_tables.py",
-    "fastps/cli/reproduce_report": "tests/cli/test_tables.py",
     "fastps/cli/options": "tests/cli/test_main.py",
     "fastps/lab/plots": "tests/lab/test_stragglers.py",
     "fastps/cli/report": "tests/cli/test_main.py",

@@ -1,4 +1,4 @@
-"""Tables and sentences of `fastps train`, `compare`, `stragglers`, `doctor` and injected faults."""
+"""Tables and sentences of `fastps train`, `compare`, `stragglers`, `reproduce`, `doctor` and injected faults."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastps.diagnostics.finding import Finding
     from fastps.lab.measuring.links import MeasuredLink
     from fastps.lab.measuring.trial import Trial
+    from fastps.lab.papers import row as paper
 
 Row = dict[str, Any]
 
@@ -136,3 +137,20 @@ def faults_text(row: Mapping[str, Any]) -> str:
         f" {row['updates_per_live_worker_s']:.1f} a second and live worker; the slowest replacement took"
         f" {row['worst_recovery_s']:.2f} s"
     )
+
+
+def list_table(rows: "Sequence[paper.Row]") -> Rows:
+    """Make a table with a line for each row of a paper: its id, the table or figure, and the paper's claim."""
+    columns = [Column(heading, left=True) for heading in ("id", "source", "the paper says")]
+    return Rows(f"{len(rows)} rows", columns, [(row.id, row.source, row.claim) for row in rows])
+
+
+def verdict_table(verdicts: "Sequence[paper.Verdict]", effort: "paper.Effort") -> Rows:
+    """Make a table with a line for each row: the paper's numbers, the measured ones, the tolerance, and the verdict."""
+    from fastps.lab.papers.show import plain_cells, summary
+
+    kind = "quick: fewer steps and seeds" if effort.quick else "in full"
+    headings = ("row", "source", "the paper says", "expected", "we get", "tolerance", "ok")
+    columns = [Column(heading, left=True) for heading in headings]
+    failed = [number for number, verdict in enumerate(verdicts) if not (verdict.ok or verdict.skipped)]
+    return Rows(f"reproduced {summary(verdicts)} ({kind})", columns, [plain_cells(verdict) for verdict in verdicts], failed)

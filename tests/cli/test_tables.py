@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from fastps.cli import bench_report, top
-from fastps.cli.report import arrivals_table, splits_table, training_table
-from fastps.cli.reproduce_report import list_table, verdict_table
+from fastps.cli.report import arrivals_table, list_table, splits_table, training_table, verdict_table
 from fastps.cli.simulation_report import simulation_table
 from fastps.cli.tables import Column, Rows, show
 from fastps.cli.trace_report import advice_table, worker_table

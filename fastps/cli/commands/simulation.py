@@ -176,7 +176,7 @@ def reproduce(
     progress: options.Bar = True,
 ) -> None:
     """Measure the headline tables and figures of the five papers again, and say of each whether it is reproduced."""
-    from fastps.cli.reproduce_report import list_table, verdict_table
+    from fastps.cli.report import list_table, verdict_table
     from fastps.lab.papers import Effort, choose
     from fastps.lab.papers import show as output
 
