@@ -3,9 +3,12 @@
 torch's Python functions and its C++ code (DistributedDataParallel) call these methods. The class derives from ProcessGroup
 because torch lets no Python class derive from Backend. Methods have the names of torch 2.6 and, where torch renamed them, both
 names.
+
+A collective reads and writes contiguous memory of the CPU. A tensor that is not contiguous gets a contiguous copy, and a result
+is copied back. What a collective does not take is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -17,16 +20,127 @@ from torch.distributed import (  # type: ignore[attr-defined]
     BroadcastOptions,
     PrefixStore,
     ProcessGroup,
+    ReduceOp,
     Store,
 )
 
-from fastps.collectives import tensors as of
 from fastps.collectives.group import Collective, Group
 from fastps.collectives.works import GroupWork, Sequencer
 from fastps.errors import UnsupportedError, UsageError
-from fastps.kernels.collectives.exchange import KINDS, NO_REDUCTION
+from fastps.kernels.collectives.exchange import ELEMENTS, KINDS, NO_REDUCTION, REDUCTIONS, can_reduce
 
 Tensors = list[torch.Tensor]
+_NAMES = {getattr(torch, name): name for name in ELEMENTS} | {torch.bool: "uint8"}
+# Types that are moved and not reduced have numbers of their own, so that ranks notice if theirs differ.
+_MOVED = (
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    *(getattr(torch, name) for name in ("uint16", "uint32", "uint64") if hasattr(torch, name)),
+)
+_REDUCTION_NAMES = {
+    ReduceOp.SUM: "sum", ReduceOp.AVG: "average", ReduceOp.PRODUCT: "product", ReduceOp.MIN: "min", ReduceOp.MAX: "max",
+    ReduceOp.BAND: "and", ReduceOp.BOR: "or", ReduceOp.BXOR: "xor",
+}  # fmt: skip
+_OF_BOOLS = {"sum": "max", "max": "max", "or": "max", "product": "min", "min": "min", "and": "min", "xor": "xor"}
+
+
+def check(tensor: torch.Tensor, what: str) -> None:
+    """Raise UnsupportedError for a tensor that is sparse, quantized or not in the memory of the CPU."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
+        found = f"on {tensor.device}" if tensor.device.type != "cpu" else "sparse or quantized"
+        raise UnsupportedError(
+            f"{what} of the backend fastps takes dense tensors of the CPU, found one that is {found}: copy it, or use another"
+            " backend for it"
+        )
+
+
+def moved_element(dtype: torch.dtype, what: str) -> int:
+    """The number of a type in a collective that reduces nothing."""
+    if dtype in _MOVED:
+        return 128 + _MOVED.index(dtype)
+    if dtype in _NAMES:
+        return ELEMENTS[_NAMES[dtype]]
+    raise UnsupportedError(f"{what} of the backend fastps does not take {dtype}: use another type")
+
+
+def reduction_of(op: Any, dtype: torch.dtype, what: str) -> tuple[int, int]:
+    """The numbers of an element type and a reduction. Raises UnsupportedError."""
+    kind = getattr(op, "op", op)
+    name = _REDUCTION_NAMES.get(kind)
+    if name is not None and dtype == torch.bool:
+        name = _OF_BOOLS.get(name)
+    element = ELEMENTS.get(_NAMES.get(dtype, ""))
+    if name is None or element is None or not can_reduce(element, REDUCTIONS[name]):
+        raise UnsupportedError(
+            f"{what} of the backend fastps does not reduce {dtype} by {kind}: it has SUM, PRODUCT, MIN and MAX of floats and"
+            " integers, AVG of floats, and BAND, BOR and BXOR of integers"
+        )
+    return element, REDUCTIONS[name]
+
+
+class Memory:
+    """The contiguous memory of the tensors of one collective, and the copies that go back when it is done."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._backs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.keeps: list[torch.Tensor] = []
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous tensor with these values."""
+        check(tensor, self._what)
+        self.keeps.append(tensor.detach().contiguous())
+        return self.keeps[-1]
+
+    def written(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous tensor whose values `finish` brings into this one; it begins with the tensor's own values."""
+        made = self.read(tensor)
+        if not tensor.is_contiguous():
+            self._backs.append((tensor.detach(), made))
+        return made
+
+    def read_all(self, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
+        """`read` for tensors of the size and the type of one."""
+        same_size(tensors, like, self._what)
+        return [self.read(tensor) for tensor in tensors]
+
+    def written_all(self, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
+        """`written` for tensors of the size and the type of one."""
+        same_size(tensors, like, self._what)
+        return [self.written(tensor) for tensor in tensors]
+
+    def collective(
+        self, like: torch.Tensor, inputs: list[torch.Tensor], outputs: list[torch.Tensor], *, root: int = 0, op: Any = None
+    ) -> Collective:
+        """The collective over contiguous tensors. `like` has the size and the type of what one rank gives another."""
+        element, reduction = (
+            reduction_of(op, like.dtype, self._what)
+            if op is not None
+            else (moved_element(like.dtype, self._what), NO_REDUCTION)
+        )
+        here, there = ([tensor.data_ptr() for tensor in tensors] for tensors in (inputs, outputs))
+        return Collective(KINDS[self._what], element, reduction, root, like.nbytes, here, there)
+
+    def finish(self) -> Callable[[], None] | None:
+        """What copies results back; None if nothing has to be copied."""
+        return self._copy_back if self._backs else None
+
+    def _copy_back(self) -> None:
+        for tensor, copy in self._backs:
+            tensor.copy_(copy)
+
+
+def same_size(tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str) -> None:
+    """Raise UnsupportedError unless all tensors have the type and the number of elements of one."""
+    for tensor in tensors:
+        if tensor.dtype != like.dtype or tensor.numel() != like.numel():
+            raise UnsupportedError(
+                f"{what} of the backend fastps takes tensors of one type and size, found {tensor.numel():,} of {tensor.dtype}"
+                f" beside {like.numel():,} of {like.dtype}"
+            )
 
 
 def _nanoseconds(timeout: timedelta) -> int:
@@ -99,7 +213,7 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         opts = AllreduceOptions() if opts is None else opts
-        memory = of.Memory("all_reduce")
+        memory = Memory("all_reduce")
         here = [memory.written(tensor) for tensor in tensors]
         steps = [memory.collective(each, [each], [each], op=opts.reduceOp) for each in here]
         return self._begin(steps, memory, opts, list(tensors))
@@ -107,7 +221,7 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> GroupWork:
-        memory = of.Memory("reduce")
+        memory = Memory("reduce")
         (tensor,) = tensors
         is_root = self.rank() == opts.rootRank
         here = memory.written(tensor) if is_root else memory.read(tensor)
@@ -116,14 +230,14 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         opts = BroadcastOptions() if opts is None else opts
-        memory = of.Memory("broadcast")
+        memory = Memory("broadcast")
         (tensor,) = tensors
         here = memory.read(tensor) if self.rank() == opts.rootRank else memory.written(tensor)
         step = memory.collective(here, [here], [here], root=opts.rootRank)
         return self._begin([step], memory, opts, tensors)
 
     def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None) -> GroupWork:
-        memory = of.Memory("all_gather")
+        memory = Memory("all_gather")
         steps = [self._all_gather(memory, outs, each) for outs, each in zip(output_tensors, input_tensors, strict=True)]
         return self._begin(steps, memory, opts, output_tensors)
 
@@ -143,7 +257,7 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
-        memory = of.Memory("all_gather")
+        memory = Memory("all_gather")
         steps = [
             self._all_gather(memory, self._parts(memory.written(out), each, "all_gather"), each)
             for out, each in zip(outputs, inputs, strict=True)
@@ -153,7 +267,7 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> GroupWork:
-        memory = of.Memory("gather")
+        memory = Memory("gather")
         (tensor,) = input_tensors
         here = memory.read(tensor)
         outputs = memory.written_all(output_tensors[0], here) if self.rank() == opts.rootRank else []
@@ -161,7 +275,7 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         return self._begin([step], memory, opts, output_tensors)
 
     def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> GroupWork:
-        memory = of.Memory("scatter")
+        memory = Memory("scatter")
         (tensor,) = output_tensors
         here = memory.written(tensor)
         inputs = memory.read_all(input_tensors[0], here) if self.rank() == opts.rootRank else []
@@ -169,7 +283,7 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         return self._begin([step], memory, opts, output_tensors)
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> GroupWork:
-        memory = of.Memory("reduce_scatter")
+        memory = Memory("reduce_scatter")
         steps = [self._reduce_scatter(memory, out, ins, opts) for out, ins in zip(output_tensors, input_tensors, strict=True)]
         return self._begin(steps, memory, opts, output_tensors)
 
@@ -180,7 +294,7 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
-        memory = of.Memory("reduce_scatter")
+        memory = Memory("reduce_scatter")
         steps = [
             self._reduce_scatter(memory, out, self._parts(memory.read(each), out, "reduce_scatter"), opts)
             for out, each in zip(outputs, inputs, strict=True)
@@ -190,7 +304,7 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> GroupWork:
-        memory = of.Memory("all_to_all")
+        memory = Memory("all_to_all")
         inputs = memory.read_all(input_tensors, input_tensors[0])
         step = memory.collective(inputs[0], inputs, memory.written_all(output_tensors, inputs[0]))
         return self._begin([step], memory, opts, output_tensors)
@@ -206,7 +320,7 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         """`alltoall` of the parts of one tensor, which are equal."""
         if len({*output_split_sizes, *input_split_sizes}) > 1:
             raise UnsupportedError("all_to_all of the backend fastps takes equal parts, found split sizes that differ")
-        memory = of.Memory("all_to_all")
+        memory = Memory("all_to_all")
         out, here = memory.written(output), memory.read(input)
         if out.numel() != here.numel() or out.dtype != here.dtype or here.numel() % self.size():
             raise UnsupportedError(
@@ -221,7 +335,7 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> GroupWork:
         step = Collective(KINDS["barrier"], 255, NO_REDUCTION, 0, 0, [], [])
-        return self._begin([step], of.Memory("barrier"), opts, [])
+        return self._begin([step], Memory("barrier"), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """`barrier`; its errors name the rank that is missing."""
@@ -238,13 +352,13 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
 
     recv = recv_anysource = send
 
-    def _all_gather(self, memory: of.Memory, outputs: Tensors, tensor: torch.Tensor) -> Collective:
+    def _all_gather(self, memory: Memory, outputs: Tensors, tensor: torch.Tensor) -> Collective:
         here = memory.read(tensor)
         if len(outputs) != self.size():
             raise UnsupportedError(f"all_gather takes {self.size()} tensors for the results, found {len(outputs)}")
         return memory.collective(here, [here], memory.written_all(outputs, here))
 
-    def _reduce_scatter(self, memory: of.Memory, output: torch.Tensor, inputs: Tensors, opts: Any) -> Collective:
+    def _reduce_scatter(self, memory: Memory, output: torch.Tensor, inputs: Tensors, opts: Any) -> Collective:
         if len(inputs) != self.size():
             raise UnsupportedError(f"reduce_scatter takes {self.size()} tensors, found {len(inputs)}")
         here = memory.written(output)
@@ -261,7 +375,7 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     def _split(self, whole: torch.Tensor) -> Tensors:
         return list(whole.view(-1).chunk(self.size())) if whole.numel() else [whole.view(-1)] * self.size()
 
-    def _begin(self, steps: list[Collective], memory: of.Memory, opts: Any, result: list[Any]) -> GroupWork:
+    def _begin(self, steps: list[Collective], memory: Memory, opts: Any, result: list[Any]) -> GroupWork:
         timeout = getattr(opts, "timeout", None)
         timeout_ns = _nanoseconds(timeout) if timeout is not None and timeout > timedelta() else None
         calls = [partial(self._group.run, step, timeout_ns) for step in steps]

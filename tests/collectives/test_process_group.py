@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastps.collectives import tensors as of
+from fastps.collectives import process_group as of
 from fastps.collectives.works import GroupWork, Sequencer
 from fastps.errors import TimeoutExceededError, UnsupportedError, UsageError
 from tests.support import processes
