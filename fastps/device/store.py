@@ -269,12 +269,9 @@ class DeviceWorker(Worker):
 
     def _wait_until_closed(self) -> None:
         """Wait until no other lane maps this lane's memory, or one of them has died."""
-        peers = Peers(self.store.arena, self.store.descriptor, self.store.job, self.rank)
-        try:
+        with contextlib.closing(Peers(self.store.arena, self.store.descriptor, self.store.job, self.rank)) as peers:
             while any(state in PRESENT for state in self.store.arena.lane_states()) and peers.dead() is None:
                 self._clock.sleep_ns(_PAUSE_NS)
-        finally:
-            peers.close()
 
     def _make_lane(self) -> WorkerLane:
         lane = super()._make_lane()

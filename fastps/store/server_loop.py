@@ -6,6 +6,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -47,10 +48,8 @@ class Server:
     def run(self) -> None:
         """Serve until the job is over. Raises ProtocolError, DeviceError."""
         self._wait.begin_calls(self._clock.now_ns())
-        try:
+        with closing(self._peers):
             drive(self, self._wait, None, self._is_over)
-        finally:
-            self._peers.close()
 
     def check_peers(self, now_ns: int) -> None:
         """Recover the locks of dead workers, and mark the workers dead if the job goes on without them.
