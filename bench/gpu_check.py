@@ -25,8 +25,8 @@ from fastps.bench.gpu.peers import check_folds, check_pairs, devices_of
 from fastps.bench.gpu.run import Settings
 from fastps.bench.gpu_worker import GRADIENT, LEARNING_RATE, GpuJob, first_weights, save
 from fastps.bench.measure import BenchOptions, Row
+from fastps.device.arena import FiniteCheck
 from fastps.device.cuda import CudaDevice
-from fastps.device.finite_check import FiniteCheck
 from fastps.errors import Error
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.device.finite_check import FiniteCheck
+from fastps.device.arena import FiniteCheck
 from fastps.device.plan import handle_table_bytes
 from fastps.device.store import DeviceStore
 from fastps.job.fault_policy import FaultPolicy
