@@ -230,6 +230,3 @@ class Membership:
     def close(self) -> None:
         """Close the peers' pidfds."""
         self._peers.close()
-
-
-__all__ = ["Membership", "Owner"]

@@ -18,7 +18,8 @@ from fastps.kernels.protocol.wait import Wait
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.shm.arena import LANE_LEFT
 from fastps.membership.job_memory import JobMemory
-from fastps.membership.membership import Membership, Owner
+from fastps.membership.membership import Membership
+from fastps.membership.peers import Owner
 from fastps.membership.stalls import Stalls, patience_ns
 from fastps.store import drive
 from fastps.store.core_sharing import Cores
