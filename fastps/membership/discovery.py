@@ -74,7 +74,7 @@ def _is_ours(job: str, places: set[rendezvous.Place], clock: Clock) -> bool:
     silent = False
     for place in sorted(places, key=str):
         try:
-            rendezvous.observe(job, place, _ASK_TIMEOUT_S, clock).close()
+            rendezvous.connect(job, place, _ASK_TIMEOUT_S, observer=True, clock=clock).close()
             return True
         except rendezvous.AbiDiffers:
             return True  # this user's, from another version of fastps; attaching reports that

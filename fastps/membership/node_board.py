@@ -180,7 +180,7 @@ class BoardView:
     def of(job: str, clock: Clock = SYSTEM_CLOCK) -> "BoardView | None":
         """The board of a leaf arena's job; None for a job of one node. Raises ArenaError."""
         try:
-            offer = rendezvous.observe(job, "board", _ASK_S, clock)
+            offer = rendezvous.connect(job, "board", _ASK_S, observer=True, clock=clock)
         except (rendezvous.Absent, rendezvous.Silent, rendezvous.AbiDiffers):
             return None
         with offer:

@@ -124,7 +124,7 @@ class Peers:
         lane = owner[0]
         place: rendezvous.Place = "server" if lane == self._arena.server_lane else lane
         try:
-            answer = rendezvous.observe(self._job, place, _ASK_TIMEOUT_S)
+            answer = rendezvous.connect(self._job, place, _ASK_TIMEOUT_S, observer=True)
         except rendezvous.Absent:
             return self._has_changed(owner)
         except rendezvous.Silent:

@@ -171,11 +171,6 @@ def check_free(job: str, place: Place) -> None:
         unix_sockets.take(place_name(job, place), probe.bind)
 
 
-def observe(job: str, place: Place, timeout_s: float, clock: Clock = SYSTEM_CLOCK) -> Offer:
-    """Connect to a place as an observer of the arena, as `connect` does."""
-    return connect(job, place, timeout_s, observer=True, clock=clock)
-
-
 def connect(
     job: str,
     place: Place,

@@ -94,7 +94,7 @@ class Server:
             if state in WORKER_PRESENT and not self._peers.is_dismissed((lane, generation)):
                 return False
         try:
-            answer = rendezvous.observe(self.store.job, "host", _ASK_TIMEOUT_S)
+            answer = rendezvous.connect(self.store.job, "host", _ASK_TIMEOUT_S, observer=True)
         except rendezvous.Silent:
             return False
         except (rendezvous.Absent, rendezvous.AbiDiffers):
