@@ -72,7 +72,6 @@ class Peers:
             for lane, (generation, state) in enumerate(members)
             if state == LANE_FAILED and lane != self._own and (lane, generation) not in self._dismissed
         ]
-        # A lane that failed because another worker had died comes last.
         lane = min(failed, key=lambda lane: self._arena.failure(lane).startswith(WorkerDiedError.__name__), default=-1)
         return (lane, members[lane][0]) if lane >= 0 else None
 
