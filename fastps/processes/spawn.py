@@ -172,7 +172,7 @@ class Crew:
         """The workers whose end has not been noticed."""
         return [worker for worker in self.workers if worker.exit_code is None]
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the workers that still run."""
         self.ending.begin()
         while self.running:
@@ -266,20 +266,13 @@ def spawn(
     job = secrets.token_hex(8)
     environments = [environment_of(number, workers, 0, job, spec, base) for number in range(workers)]
     work = handover.Work(fn, tuple(args), model)
-    file = handover.write(work) if start_method != "fork" else None
-    try:
+    with handover.write(work) if start_method != "fork" else contextlib.nullcontext() as file:
         folder = Path(tensorboard) if tensorboard is not None else None
         crew = Crew(environments, clock)
-        with deferred_interrupts(crew.ending.note), written(folder, lambda: job, clock) as tick:
-            try:
-                crew.start(work, file, start_method)
-                logger.info("job %s: started %d workers", job, workers)
-                _await(crew, Beginning(job, clock), continues, tick)
-            finally:
-                crew.end()
-    finally:
-        if file is not None:
-            file.close()
+        with deferred_interrupts(crew.ending.note), written(folder, lambda: job, clock) as tick, contextlib.closing(crew):
+            crew.start(work, file, start_method)
+            logger.info("job %s: started %d workers", job, workers)
+            _await(crew, Beginning(job, clock), continues, tick)
     if model is not None:
         outcome = crew.workers[0].outcome
         assert outcome is not None
