@@ -8,6 +8,7 @@ on the CPU; on devices it owns the memory, and the job ends with it.
 
 import os
 import sys
+from contextlib import closing
 
 from fastps.device.interface import DeviceError
 from fastps.device.memory import FirstVersion
@@ -51,15 +52,13 @@ def serve(order: Order) -> None:
 
 def _own_memory(store: DeviceStore, server: Server, devices: DevicePlan) -> None:
     """Allocate the job's memory on devices. The creator reads the reason of a failure in the server's lane."""
-    first = FirstVersion(store.layout, is_resumed=devices.is_resumed, descriptor=devices.first)
-    try:
-        store.own_memory(server.lane, devices.make(), first)
-    except DeviceError as error:
-        store.waits_for_work = False
-        store.arena.finish(store.arena.server_lane, f"the server: {error}")
-        raise
-    finally:
-        first.close()
+    with closing(FirstVersion(store.layout, is_resumed=devices.is_resumed, descriptor=devices.first)) as first:
+        try:
+            store.own_memory(server.lane, devices.make(), first)
+        except DeviceError as error:
+            store.waits_for_work = False
+            store.arena.finish(store.arena.server_lane, f"the server: {error}")
+            raise
 
 
 def main() -> int:
