@@ -11,7 +11,7 @@ from collections.abc import Callable
 from fastps.bench.crew import Crew, ForkedCrew
 from fastps.bench.measure import BenchOptions, Row, elapsed, interleaved
 from fastps.kernels.baseline import roofline
-from fastps.kernels.protocol.ring import Ring
+from fastps.kernels.combining.ring import Ring
 
 RING_SIZE = 16
 _PAGE = mmap.PAGESIZE

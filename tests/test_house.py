@@ -21,7 +21,7 @@ ROOMS = {
 }
 # Modules that are tested through another, which is named.
 MODULES = {
-    "kernels/protocol/row_fold": "tests/crash/test_die_at_every_store.py",
+    "kernels/combining/row_fold": "tests/crash/test_die_at_every_store.py",
     "kernels/baseline/row_loop": "tests/bench/test_bench.py",
     "fastps/checkpoint/snapshot": "tests/checkpoint/test_checkpoint.py",
     "fastps/job/plan": "tests/store/test_store.py",
@@ -36,10 +36,10 @@ MODULES = {
     "fastps/torch/placements/placed": "tests/bench/test_gpu_check.py",
     "fastps/torch/placements/host": "tests/torch/placements/test_staged.py",
     "kernels/protocol/shard_locks": "tests/kernels/protocol/test_lane.py",
-    "kernels/protocol/fold_call": "tests/device/test_device.py",
+    "kernels/combining/fold_call": "tests/device/test_device.py",
     "fastps/system/ports": "tests/processes/test_nodes.py",
     "fastps/system/unix_sockets": "tests/edges/test_strangers.py",
-    "kernels/protocol/work_item": "tests/kernels/protocol/test_shared_fold.py",
+    "kernels/combining/work_item": "tests/kernels/combining/test_shared_fold.py",
     "kernels/shm/offsets": "tests/kernels/shm/test_damage.py",
     "fastps/version": "tests/cli/test_main.py",
     "fastps/checkpoint/format": "tests/checkpoint/test_checkpoint.py",
@@ -119,10 +119,10 @@ MODULES = {
     "fastps/lab/demo/worker_main": "tests/lab/demo/test_training.py",
     "kernels/baseline/scheduler_load": "tests/kernels/baseline/test_roofline.py",
     "kernels/cuda/launch_args": "tests/kernels/cuda/test_host_fold.py",
-    "kernels/protocol/batch": "tests/kernels/protocol/test_lane.py",
-    "kernels/protocol/combiner": "tests/kernels/protocol/test_lane.py",
-    "kernels/protocol/lock_word": "tests/crash/test_stop_at_every_store.py",
-    "kernels/protocol/commit": "tests/kernels/protocol/test_lane.py",
+    "kernels/combining/batch": "tests/kernels/protocol/test_lane.py",
+    "kernels/combining/combiner": "tests/kernels/protocol/test_lane.py",
+    "kernels/combining/lock_word": "tests/crash/test_stop_at_every_store.py",
+    "kernels/combining/commit": "tests/kernels/protocol/test_lane.py",
     "kernels/protocol/pins": "tests/kernels/protocol/test_lane.py",
     "kernels/shm/counts": "tests/cli/test_main.py",  # help without numpy
     "kernels/shm/counters": "tests/kernels/shm/test_damage.py",

@@ -26,11 +26,12 @@ KERNELS = {
     "tensors": set(),
     "collectives": {"base", "update"},
     "shm": {"base", "scheduling", "update"},
-    "protocol": {"base", "scheduling", "update", "shm"},
+    "combining": {"base", "scheduling", "update", "shm"},
+    "protocol": {"base", "scheduling", "update", "shm", "combining"},
     "cuda": {"update"},
     "simulation": {"base", "scheduling", "shm"},
-    "baseline": {"base", "scheduling", "update", "shm", "protocol"},
-    "chaos": {"base", "scheduling", "update", "shm", "protocol"},
+    "baseline": {"base", "scheduling", "update", "shm", "combining", "protocol"},
+    "chaos": {"base", "scheduling", "update", "shm", "combining", "protocol"},
 }
 
 # Functions over the limit: "file:function" and why it stays whole.

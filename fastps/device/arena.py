@@ -33,8 +33,8 @@ from fastps.device.memory import DeviceMemory, FirstVersion
 from fastps.device.plan import FILLED, LEAST_BYTES, SHOWN, WAVES, owners_at
 from fastps.errors import NonFiniteWeightsError, UnsupportedError
 from fastps.job.layout import Layout
+from fastps.kernels.combining.fold_call import FoldCall
 from fastps.kernels.cuda import launch_args
-from fastps.kernels.protocol.fold_call import FoldCall
 from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE, LANE_SERVING
 from fastps.kernels.update import fold
 from fastps.membership.job_memory import JobMemory

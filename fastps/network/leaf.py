@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from fastps.job.nodes import Nodes, outer_update
-from fastps.kernels.protocol.fold_call import FoldCall, FoldedPush
+from fastps.kernels.combining.fold_call import FoldCall, FoldedPush
 from fastps.kernels.update.fold import Folding
 from fastps.membership.job_memory import JobMemory
 from fastps.network.edge import chunk_ranges

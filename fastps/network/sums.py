@@ -13,7 +13,7 @@ import torch
 
 from fastps.errors import ProtocolError
 from fastps.job.update_rules import Hyper, Rule
-from fastps.kernels.protocol.fold_call import FoldedPush
+from fastps.kernels.combining.fold_call import FoldedPush
 from fastps.kernels.update import fold
 from fastps.membership.job_memory import JobMemory
 from fastps.network.edge import chunk_ranges

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from fastps.errors import NodeLostError, ProtocolError, UsageError, damaged
 from fastps.job import limits
-from fastps.kernels.protocol.fold_call import FoldCall
+from fastps.kernels.combining.fold_call import FoldCall
 from fastps.kernels.protocol.lane import BUSY, DONE
 from fastps.kernels.protocol.wait import Wait
 from fastps.kernels.protocol.worker_lane import WorkerLane

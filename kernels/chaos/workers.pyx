@@ -12,11 +12,11 @@ from fastps.kernels.base.atomics cimport fps_event_sleep
 from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.chaos.invariants cimport MAX_STEPS, RING_SIZE, InvariantChecker
 from fastps.kernels.chaos.machine cimport DEAD, ENDED, STALLED, Machine
-from fastps.kernels.protocol.combiner cimport Combiner
-from fastps.kernels.protocol.commit cimport COMBINE_BUSY
+from fastps.kernels.combining.combiner cimport Combiner
+from fastps.kernels.combining.commit cimport COMBINE_BUSY
 from fastps.kernels.protocol.lane cimport Lane
 from fastps.kernels.protocol.reader_pins cimport ReaderPins
-from fastps.kernels.protocol.ring cimport lane_descriptor
+from fastps.kernels.combining.ring cimport lane_descriptor
 from fastps.kernels.protocol.wait cimport (
     GOAL_CALL,
     GOAL_JOIN,

@@ -1,4 +1,4 @@
-"""fastps.kernels.protocol: rings, shard locks, folds shared by workers, commits and pins: what workers do to one arena.
+"""fastps.kernels.protocol: a lane as its worker uses it: pins, posts, waits, all shard locks; and a reader's pins.
 
-Arrows: it imports shm and what is below it.
+Arrows: it imports combining and what is below it.
 """

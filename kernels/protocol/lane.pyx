@@ -10,7 +10,7 @@ from libc.string cimport memcpy, memset
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.protocol.commit cimport (
+from fastps.kernels.combining.commit cimport (
     COMBINE_AWAITING,
     COMBINE_BAD_DESCRIPTOR,
     COMBINE_BAD_FOLD,
@@ -20,7 +20,7 @@ from fastps.kernels.protocol.commit cimport (
     COMBINE_FENCED,
     COMBINE_NO_BUFFER,
 )
-from fastps.kernels.protocol.ring cimport lane_post
+from fastps.kernels.combining.ring cimport lane_post
 from fastps.kernels.protocol.shard_locks cimport ShardLocks
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *

@@ -4,7 +4,7 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from fastps.kernels.protocol.pins cimport Reader
-from fastps.kernels.protocol.shared_fold cimport SharedFold
+from fastps.kernels.combining.shared_fold cimport SharedFold
 from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS
 
 

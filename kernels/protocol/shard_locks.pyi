@@ -1,6 +1,6 @@
 from collections.abc import Callable, Collection, Sequence
 
-from fastps.kernels.protocol.fold_call import FoldCall
+from fastps.kernels.combining.fold_call import FoldCall
 from fastps.kernels.protocol.pins import Reader
 
 class ShardLocks(Reader):

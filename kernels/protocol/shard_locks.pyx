@@ -5,10 +5,10 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport fps_help_end, fps_help_load, fps_lock_load, fps_state_acquire
-from fastps.kernels.protocol.combiner cimport Combiner, played_t
-from fastps.kernels.protocol.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_BUSY, COMBINE_DONE, COMBINE_FENCED, Commit
+from fastps.kernels.combining.combiner cimport Combiner, played_t
+from fastps.kernels.combining.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_BUSY, COMBINE_DONE, COMBINE_FENCED, Commit
 from fastps.kernels.protocol.pins cimport Reader
-from fastps.kernels.protocol.shared_fold cimport SharedFold
+from fastps.kernels.combining.shared_fold cimport SharedFold
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport fps_user_rule

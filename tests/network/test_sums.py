@@ -6,7 +6,7 @@ import torch
 
 import fastps
 from fastps.job.update_rules import Hyper
-from fastps.kernels.protocol.fold_call import FoldedPush
+from fastps.kernels.combining.fold_call import FoldedPush
 from fastps.network.edge import CHUNK_FLOATS
 from fastps.network.sums import Sums, pack, payload_bytes, unpack
 from fastps.store.row_slots import presence_of

@@ -29,7 +29,7 @@ from fastps.job.plan import plan
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD
-from fastps.kernels.protocol.fold_call import FoldCall
+from fastps.kernels.combining.fold_call import FoldCall
 from fastps.kernels.shm.format import format_memory
 from fastps.kernels.update import fold
 from fastps.lab.gpus.hazards import Clock, HazardError, merge

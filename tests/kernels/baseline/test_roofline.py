@@ -10,7 +10,7 @@ import pytest
 from fastps.job.specs import parse_policy
 from fastps.kernels.baseline import roofline
 from fastps.kernels.baseline.scheduler_load import SchedulerLoad
-from fastps.kernels.protocol.ring import Ring
+from fastps.kernels.combining.ring import Ring
 from fastps.kernels.scheduling.scheduler import Scheduler
 from fastps.kernels.update import fold
 from tests.support.processes import finish, start

@@ -11,8 +11,8 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.protocol.batch cimport Batch
-from fastps.kernels.protocol.commit cimport (
+from fastps.kernels.combining.batch cimport Batch
+from fastps.kernels.combining.commit cimport (
     COMBINE_AWAITING,
     COMBINE_BAD_DESCRIPTOR,
     COMBINE_BAD_STATE,
@@ -21,12 +21,12 @@ from fastps.kernels.protocol.commit cimport (
     COMBINE_FENCED,
     Commit,
 )
-from fastps.kernels.protocol.event_log cimport EVENT_TIMER, EventLog
-from fastps.kernels.protocol.lane_reads cimport NOTHING, LaneReads
-from fastps.kernels.protocol.lock_word cimport LockWord
-from fastps.kernels.protocol.ring cimport lane_descriptor
-from fastps.kernels.protocol.row_fold cimport RowFold
-from fastps.kernels.protocol.shared_fold cimport SharedFold, close_ticket
+from fastps.kernels.combining.event_log cimport EVENT_TIMER, EventLog
+from fastps.kernels.combining.lane_reads cimport NOTHING, LaneReads
+from fastps.kernels.combining.lock_word cimport LockWord
+from fastps.kernels.combining.ring cimport lane_descriptor
+from fastps.kernels.combining.row_fold cimport RowFold
+from fastps.kernels.combining.shared_fold cimport SharedFold, close_ticket
 from fastps.kernels.scheduling.decisions cimport (
     ACTION_DROP,
     ACTION_FOLD,

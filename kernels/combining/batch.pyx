@@ -10,10 +10,10 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.base.atomics cimport fps_counter_get, fps_counter_set, fps_state_acquire
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.protocol.lock_word cimport LockWord
-from fastps.kernels.protocol.ring cimport lane_descriptor
-from fastps.kernels.protocol.row_fold cimport RowFold
-from fastps.kernels.protocol.shared_fold cimport SharedFold
+from fastps.kernels.combining.lock_word cimport LockWord
+from fastps.kernels.combining.ring cimport lane_descriptor
+from fastps.kernels.combining.row_fold cimport RowFold
+from fastps.kernels.combining.shared_fold cimport SharedFold
 from fastps.kernels.scheduling.state cimport (
     FOLD_EACH,
     FOLD_IN_ORDER,

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from fastps.kernels.protocol.work_item cimport WorkItem
+from fastps.kernels.combining.work_item cimport WorkItem
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_work
 from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, FoldScratch

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.kernels.protocol.ring import Ring
+from fastps.kernels.combining.ring import Ring
 from tests.support.sizes import sample_and_full
 
 

@@ -4,12 +4,12 @@ cimport cython
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.protocol.lock_word cimport LockWord
+from fastps.kernels.combining.lock_word cimport LockWord
 from fastps.kernels.shm.arena_h cimport fps_shard_header, fps_work
-from fastps.kernels.protocol.batch cimport Batch
-from fastps.kernels.protocol.row_fold cimport RowFold
+from fastps.kernels.combining.batch cimport Batch
+from fastps.kernels.combining.row_fold cimport RowFold
 from fastps.kernels.scheduling.state cimport scheduler_t
-from fastps.kernels.protocol.shared_fold cimport SharedFold
+from fastps.kernels.combining.shared_fold cimport SharedFold
 
 # Outcomes of combining, and of one commit.
 cdef enum:

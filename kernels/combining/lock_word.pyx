@@ -12,7 +12,7 @@ from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.protocol.shared_fold cimport close_ticket
+from fastps.kernels.combining.shared_fold cimport close_ticket
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *
 

@@ -14,7 +14,7 @@ from fastps.kernels.base.atomics cimport FPS_ASSERT
 from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.update.fold cimport FPS_IS_USERS, FPS_MAX_PUSHES, fps_hyper
 
-from fastps.kernels.protocol.fold_call import FoldCall, FoldedPush
+from fastps.kernels.combining.fold_call import FoldCall, FoldedPush
 
 
 @cython.final

@@ -2,13 +2,13 @@
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from fastps.kernels.protocol.batch cimport Batch
-from fastps.kernels.protocol.commit cimport Commit
-from fastps.kernels.protocol.event_log cimport EventLog
-from fastps.kernels.protocol.lane_reads cimport LaneReads
-from fastps.kernels.protocol.lock_word cimport LockWord
-from fastps.kernels.protocol.row_fold cimport RowFold
-from fastps.kernels.protocol.shared_fold cimport SharedFold
+from fastps.kernels.combining.batch cimport Batch
+from fastps.kernels.combining.commit cimport Commit
+from fastps.kernels.combining.event_log cimport EventLog
+from fastps.kernels.combining.lane_reads cimport LaneReads
+from fastps.kernels.combining.lock_word cimport LockWord
+from fastps.kernels.combining.row_fold cimport RowFold
+from fastps.kernels.combining.shared_fold cimport SharedFold
 from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_descriptor, fps_shard_header

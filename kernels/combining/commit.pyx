@@ -11,10 +11,10 @@ from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.protocol.batch cimport Batch
-from fastps.kernels.protocol.lock_word cimport LockWord
-from fastps.kernels.protocol.row_fold cimport RowFold
-from fastps.kernels.protocol.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_NONFINITE, SharedFold, close_ticket
+from fastps.kernels.combining.batch cimport Batch
+from fastps.kernels.combining.lock_word cimport LockWord
+from fastps.kernels.combining.row_fold cimport RowFold
+from fastps.kernels.combining.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_NONFINITE, SharedFold, close_ticket
 from fastps.kernels.scheduling.policy cimport policy_check
 from fastps.kernels.scheduling.decisions cimport scheduler_due
 from fastps.kernels.scheduling.state cimport (

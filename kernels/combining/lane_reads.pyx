@@ -11,9 +11,9 @@ from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.protocol.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_DONE
-from fastps.kernels.protocol.event_log cimport EVENT_DEATH, EVENT_EXPULSION, EVENT_JOIN
-from fastps.kernels.protocol.ring cimport lane_descriptor
+from fastps.kernels.combining.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_DONE
+from fastps.kernels.combining.event_log cimport EVENT_DEATH, EVENT_EXPULSION, EVENT_JOIN
+from fastps.kernels.combining.ring cimport lane_descriptor
 from fastps.kernels.scheduling.decisions cimport ACTION_NONE, scheduler_join, scheduler_leave
 from fastps.kernels.scheduling.state cimport (
     GRANT_BOUNDED,

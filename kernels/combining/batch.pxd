@@ -6,9 +6,9 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_folded_push, fps_shard_header
 from fastps.kernels.scheduling.state cimport policy_t, scheduler_t
-from fastps.kernels.protocol.lock_word cimport LockWord
-from fastps.kernels.protocol.row_fold cimport RowFold
-from fastps.kernels.protocol.shared_fold cimport SharedFold
+from fastps.kernels.combining.lock_word cimport LockWord
+from fastps.kernels.combining.row_fold cimport RowFold
+from fastps.kernels.combining.shared_fold cimport SharedFold
 
 
 @cython.final

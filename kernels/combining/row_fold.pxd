@@ -3,7 +3,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from fastps.kernels.protocol.work_item cimport WorkItem
+from fastps.kernels.combining.work_item cimport WorkItem
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.update.rows_h cimport fps_undo_log
 

@@ -10,7 +10,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport fps_counter_get, fps_counter_set
-from fastps.kernels.protocol.shared_fold cimport FOLD_DONE, FOLD_NONFINITE, FOLD_REFUSED
+from fastps.kernels.combining.shared_fold cimport FOLD_DONE, FOLD_NONFINITE, FOLD_REFUSED
 from fastps.kernels.shm.arena_h cimport fps_folded_push
 from fastps.kernels.update import fold
 from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, fps_fold_job, fps_push
