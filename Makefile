@@ -132,7 +132,7 @@ UNDER_ADDRESS := cd build/address && LD_PRELOAD=$$(cc -print-file-name=libasan.s
 test-sanitizers: sanitized-thread sanitized-address  ## an arena's threads under ThreadSanitizer, the core under AddressSanitizer
 	$(UNDER_THREAD) $(SANITIZED_PYTEST) -k threads tests/kernels/protocol/test_lane.py tests/kernels/protocol/test_reader_pins.py
 	$(UNDER_ADDRESS) $(SANITIZED_PYTEST) -m "not slow" \
-		tests/kernels/combining tests/kernels/protocol tests/kernels/update/test_rows.py tests/kernels/scheduling/test_scheduler.py
+		tests/kernels/combining tests/kernels/protocol tests/kernels/rows tests/kernels/scheduling/test_scheduler.py
 
 FUZZ_SECONDS ?= 600
 fuzz: sanitized-address  ## fuzz all that others write: messages, arena words, checkpoints, /proc, texts; for FUZZ_SECONDS (600) under AddressSanitizer

@@ -23,15 +23,17 @@ KERNELS = {
     "base": set(),
     "scheduling": {"base"},
     "update": {"base"},
+    "rows": {"base", "update"},
+    "memory": {"base"},
     "tensors": set(),
     "collectives": {"base", "update"},
-    "shm": {"base", "scheduling", "update"},
-    "combining": {"base", "scheduling", "update", "shm"},
-    "protocol": {"base", "scheduling", "update", "shm", "combining"},
+    "shm": {"base", "scheduling", "update", "rows"},
+    "combining": {"base", "scheduling", "update", "rows", "shm"},
+    "protocol": {"base", "scheduling", "update", "rows", "shm", "combining"},
     "cuda": {"update"},
     "simulation": {"base", "scheduling", "shm"},
-    "baseline": {"base", "scheduling", "update", "shm", "combining", "protocol"},
-    "chaos": {"base", "scheduling", "update", "shm", "combining", "protocol"},
+    "baseline": {"base", "scheduling", "update", "rows", "shm", "combining", "protocol"},
+    "chaos": {"base", "scheduling", "update", "rows", "shm", "combining", "protocol"},
 }
 
 # Functions over the limit: "file:function" and why it stays whole.

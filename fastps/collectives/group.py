@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from fastps.collectives.stores import StoreChoice
 from fastps.errors import AttachError, Error, TimeoutExceededError, UnsupportedError, UsageError, WorkerDiedError
 from fastps.kernels.collectives import exchange
-from fastps.kernels.shm.mapping import SharedMapping
+from fastps.kernels.memory.mapping import SharedMapping
 from fastps.membership import rendezvous
 from fastps.system import exit_handlers, shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock

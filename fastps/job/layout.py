@@ -17,8 +17,9 @@ from fastps.job.fault_policy import DEFAULT_FAULTS, FaultPolicy
 from fastps.job.options import OPTIONS
 from fastps.job.policy import Policy
 from fastps.job.update_rules import UPDATE_RULES, Rule
+from fastps.kernels.rows import rows
 from fastps.kernels.shm import arena
-from fastps.kernels.update import fold, rows
+from fastps.kernels.update import fold
 
 GradientType = Literal["float32", "float16", "bfloat16", "float64"]
 GRADIENT_NUMBERS: dict[GradientType, int] = {

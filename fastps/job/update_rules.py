@@ -77,7 +77,7 @@ class UpdateRule:
     has_steps: bool = True  # whether torch's state counts steps
     # The options that must stay the same, because state is computed from them and the count of steps.
     fixed_options: tuple[str, ...] = ()
-    row_rule: str = ""  # the rule of kernels/update/rows.h for rows of tables; "": the rule has none
+    row_rule: str = ""  # the rule of kernels/rows/rows.h for rows of tables; "": the rule has none
     only_rows: bool = False  # whether the rule updates nothing but rows of tables
     # What torch's state has for a parameter of a group beside tensors and steps, by name, after so many steps.
     scalars: Callable[[Options, int], dict[str, float]] = lambda options, steps: {}

@@ -12,9 +12,10 @@ import numpy.typing as npt
 from fastps.errors import ProtocolError
 from fastps.job.layout import Layout, Parameter
 from fastps.job.update_rules import Hyper
+from fastps.kernels.memory.mapping import SharedMapping
+from fastps.kernels.rows import rows
 from fastps.kernels.shm import arena
-from fastps.kernels.shm.mapping import SharedMapping
-from fastps.kernels.update import fold, rows
+from fastps.kernels.update import fold
 from fastps.membership import rendezvous
 from fastps.system.clock import Clock
 

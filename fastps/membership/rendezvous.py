@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from fastps.job.environment import check_job
-from fastps.kernels.shm import rendezvous
+from fastps.kernels.memory import rendezvous
 from fastps.kernels.shm.arena import ABI
 from fastps.system import unix_sockets
 from fastps.system.clock import SYSTEM_CLOCK, Clock

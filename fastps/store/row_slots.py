@@ -10,7 +10,7 @@ from fastps.job.layout import Parameter
 from fastps.job.policy import Policy
 from fastps.job.update_rules import UPDATE_RULES, Hyper, Rule
 from fastps.kernels.protocol.row_writer import RowWriter
-from fastps.kernels.update import rows
+from fastps.kernels.rows import rows
 from fastps.membership.job_memory import JobMemory
 from fastps.system import shared_memory
 

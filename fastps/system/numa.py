@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastps.kernels.shm import numa
-from fastps.kernels.shm.mapping import SharedMapping
+from fastps.kernels.memory import numa
+from fastps.kernels.memory.mapping import SharedMapping
 
 logger = logging.getLogger("fastps.memory_nodes")
 _NODES = Path("/sys/devices/system/node")

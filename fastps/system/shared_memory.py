@@ -11,7 +11,7 @@ from collections.abc import Callable
 import psutil
 
 from fastps.errors import ArenaError
-from fastps.kernels.shm.mapping import SharedMapping
+from fastps.kernels.memory.mapping import SharedMapping
 from fastps.system import numa
 from fastps.system.memory_limits import available_bytes
 

@@ -19,7 +19,7 @@ from fastps.kernels.scheduling.state cimport scheduler_t, state_slowest_clock, s
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport fps_hyper
-from fastps.kernels.update.rows_h cimport fps_rows, fps_rows_values_offset, fps_table
+from fastps.kernels.rows.rows_h cimport fps_rows, fps_rows_values_offset, fps_table
 
 cdef enum:
     SHARD_BYTES = SHARD_FLOATS * sizeof(float)

@@ -28,7 +28,7 @@ from fastps.kernels.chaos.machine cimport (
 )
 from fastps.kernels.chaos.workers cimport Workers
 from fastps.kernels.update.fold cimport FPS_RULE_ADAGRAD, FPS_RULE_SGD
-from fastps.kernels.update.rows_h cimport FPS_ROWS_ADAGRAD, FPS_ROWS_SGD
+from fastps.kernels.rows.rows_h cimport FPS_ROWS_ADAGRAD, FPS_ROWS_SGD
 from fastps.kernels.protocol.lane cimport Lane
 from fastps.kernels.protocol.reader_pins cimport ReaderPins
 from fastps.kernels.protocol.worker_lane cimport WorkerLane

@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.combining.work_item cimport WorkItem
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.update.rows_h cimport fps_undo_log
+from fastps.kernels.rows.rows_h cimport fps_undo_log
 
 
 @cython.final

@@ -14,9 +14,9 @@ from fastps.kernels.combining.shared_fold cimport FOLD_DONE, FOLD_NONFINITE, FOL
 from fastps.kernels.shm.arena_h cimport fps_folded_push
 from fastps.kernels.update import fold
 from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, fps_fold_job, fps_push
-from fastps.kernels.update.rows_h cimport fps_table
+from fastps.kernels.rows.rows_h cimport fps_table
 
-cdef extern from "update/row_fold.h" nogil:
+cdef extern from "rows/row_fold.h" nogil:
     ctypedef void *fps_row_loop
     ctypedef struct fps_row_scratch:
         pass

@@ -10,9 +10,9 @@ from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport fps_undo_reserve
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.update.rows_h cimport fps_rows, fps_table
+from fastps.kernels.rows.rows_h cimport fps_rows, fps_table
 
-cdef extern from "update/row_collect.h" nogil:
+cdef extern from "rows/row_collect.h" nogil:
     ctypedef struct fps_row_places:
         void *places "places"
 

@@ -1,4 +1,4 @@
-"""fastps.kernels.shm: the arena in shared memory: its layout, its format, its mapping, and how processes find it.
+"""fastps.kernels.shm: the arena in shared memory: its layout, its format, and its control words.
 
-It decides nothing. Arrows: it imports base, scheduling and update.
+It decides nothing. Arrows: it imports base, scheduling, update and rows.
 """

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from fastps.kernels.update.rows_h cimport fps_undo
+from fastps.kernels.rows.rows_h cimport fps_undo
 
 cdef extern from "shm/arena.h" nogil:
     const uint64_t FPS_MAGIC

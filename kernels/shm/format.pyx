@@ -7,7 +7,7 @@ from fastps.kernels.shm.plan cimport describe_tables, place_tables
 from fastps.kernels.shm.view cimport ArenaView
 from fastps.kernels.shm.arena_h cimport FPS_RECORDS, fps_commit_pack, fps_header, fps_shard_header
 from fastps.kernels.update.fold cimport fps_segment
-from fastps.kernels.update.rows_h cimport fps_table
+from fastps.kernels.rows.rows_h cimport fps_table
 from fastps.kernels.scheduling.policy cimport policy_from_values
 from fastps.kernels.scheduling.state cimport (
     policy_t,

@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t
 
 from fastps.kernels.shm.arena_h cimport fps_header
-from fastps.kernels.update.rows_h cimport fps_table
+from fastps.kernels.rows.rows_h cimport fps_table
 
 cdef enum:
     PAGE = 4096

@@ -17,7 +17,7 @@ from fastps.kernels.update.fold cimport (
     fps_hyper,
     fps_segment,
 )
-from fastps.kernels.update.rows_h cimport *
+from fastps.kernels.rows.rows_h cimport *
 
 
 cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:

@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport fps_segment
-from fastps.kernels.update.rows_h cimport fps_table, fps_undo_log
+from fastps.kernels.rows.rows_h cimport fps_table, fps_undo_log
 
 
 cdef class ArenaView:

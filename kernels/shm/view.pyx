@@ -8,7 +8,7 @@ from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.shm.plan cimport PAGE, check_header, place_tables
 from fastps.kernels.update.fold cimport FPS_FLOAT32, FPS_FLOAT64, fps_segment
-from fastps.kernels.update.rows_h cimport fps_rows_values_offset, fps_table, fps_undo_log
+from fastps.kernels.rows.rows_h cimport fps_rows_values_offset, fps_table, fps_undo_log
 
 cdef enum:
     FLOATS_OF_LINE = FPS_LINE // 4  # parameters and shards begin on a line, which non-temporal stores need

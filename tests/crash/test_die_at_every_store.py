@@ -26,9 +26,10 @@ from fastps.kernels.protocol.lane import DONE, KIND_LEAVE, KIND_PUSH  # noqa: E4
 from fastps.kernels.protocol.reader_pins import ReaderPins  # noqa: E402
 from fastps.kernels.protocol.row_writer import RowWriter  # noqa: E402
 from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
+from fastps.kernels.rows import rows  # noqa: E402
 from fastps.kernels.shm import offsets  # noqa: E402
 from fastps.kernels.shm.arena import LANE_FREE, LANE_LEFT  # noqa: E402
-from fastps.kernels.update import fold, rows  # noqa: E402
+from fastps.kernels.update import fold  # noqa: E402
 from tests.support import plain_arena  # noqa: E402
 from tests.support.plain_arena import ASP, BSP  # noqa: E402
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from fastps.kernels.shm import rendezvous as answer
+from fastps.kernels.memory import rendezvous as answer
 from fastps.membership import rendezvous
 from tests.fuzz.amount import fuzz
 from tests.support import descriptors

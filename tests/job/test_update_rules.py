@@ -7,7 +7,8 @@ import pytest
 import fastps
 from fastps.job import update_rules
 from fastps.job.update_rules import UPDATE_RULES, Update, rule_for
-from fastps.kernels.update import fold, rows
+from fastps.kernels.rows import rows
+from fastps.kernels.update import fold
 
 
 @pytest.mark.parametrize("name", [name for name, row in UPDATE_RULES.items() if not row.only_rows])

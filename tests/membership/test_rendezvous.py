@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from fastps.errors import UsageError
-from fastps.kernels.shm import rendezvous as answer
+from fastps.kernels.memory import rendezvous as answer
 from fastps.membership import rendezvous
 from fastps.system import unix_sockets
 from tests.support import descriptors, processes

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastps.kernels.shm import numa as words
+from fastps.kernels.memory import numa as words
 from fastps.system import numa as memory_nodes
 
 SIZE = 64 * mmap.PAGESIZE

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "update/fold.h"
-#include "update/rows.h"
+#include "rows/rows.h"
 
 /* One row's addresses. */
 typedef struct {
@@ -18,7 +18,7 @@ typedef int (*fps_row_loop)(const fps_coefficients *by, int64_t width, const fps
 
 #define FPS_ROW_INFINITY_BITS 0x7f800000 /* a magnitude is finite if its bits are below */
 
-#define FPS_LOOPS "update/row_tile.h"
+#define FPS_LOOPS "rows/row_tile.h"
 #include "update/each_isa.h"
 
 /* The loops of an instruction set. */

@@ -7,7 +7,7 @@ import pytest
 
 from fastps.kernels.protocol.lane import DONE, KIND_PUSH
 from fastps.kernels.protocol.row_writer import RowWriter
-from fastps.kernels.update import rows
+from fastps.kernels.rows import rows
 from tests.support import plain_arena
 
 pytestmark = pytest.mark.unit

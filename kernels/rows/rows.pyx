@@ -4,9 +4,9 @@ A worker collects the rows of a sparse gradient into its slot, each row once. A 
 writes the row; without a commit the log restores them.
 """
 
-from fastps.kernels.update.rows_h cimport FPS_MAX_ROWS, FPS_MAX_TABLES, FPS_N_ROW_RULES
+from fastps.kernels.rows.rows_h cimport FPS_MAX_ROWS, FPS_MAX_TABLES, FPS_N_ROW_RULES
 
-cdef extern from "update/rows.h" nogil:
+cdef extern from "rows/rows.h" nogil:
     """
     typedef struct {
         int number;

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "base/failpoints.h"
-#include "update/rows.h"
+#include "rows/rows.h"
 
 /* The places of rows in the slot, by a hash table that grows. One caller at a time may use it. */
 typedef struct {

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-cdef extern from "update/rows.h" nogil:
+cdef extern from "rows/rows.h" nogil:
     enum:
         FPS_MAX_TABLES
         FPS_ROWS_SGD

@@ -12,7 +12,7 @@ from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsul
 from libc.stdint cimport int64_t, uint8_t
 from posix.mman cimport MADV_DONTDUMP, madvise
 
-cdef extern from "shm/mapping.h" nogil:
+cdef extern from "memory/mapping.h" nogil:
     ctypedef struct fps_mapping:
         void *address
         size_t bytes

@@ -12,8 +12,8 @@
 #include "base/atomics.h"
 #include "base/failpoints.h"
 #include "update/fold_coefficients.h"
-#include "update/row_isa.h"
-#include "update/rows.h"
+#include "rows/row_isa.h"
+#include "rows/rows.h"
 
 #define FPS_ROWS_REFUSED (-4)   /* a row out of range, more rows than the table has, or an unknown rule */
 #define FPS_ROWS_NO_MEMORY (-5) /* for the scratch, or a log that is full */

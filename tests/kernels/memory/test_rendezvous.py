@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fastps.kernels.shm import rendezvous as answer
+from fastps.kernels.memory import rendezvous as answer
 from tests.support import descriptors, processes
 
 ABI = 7

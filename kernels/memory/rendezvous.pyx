@@ -4,7 +4,7 @@ from libc.errno cimport errno
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset, strerror
 
-cdef extern from "shm/rendezvous.h" nogil:
+cdef extern from "memory/rendezvous.h" nogil:
     const uint64_t FPS_HELLO_MAGIC
     const uint64_t FPS_OFFER_MAGIC
     const uint32_t FPS_HELLO_OBSERVER
