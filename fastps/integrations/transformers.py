@@ -165,7 +165,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         self._show_one_version()
         super()._save_checkpoint(*arguments, **options)
-        fastps_accelerate.together()  # until it is written, so that its state is of the weights' version
+        fastps_accelerate.together()  # wait until it is written: its state then belongs to the weights' version
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> Any:
         """Leave the job with its last weights and state; what follows may load others into the model."""

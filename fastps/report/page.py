@@ -98,7 +98,7 @@ def _asset(name: str) -> str:
 
 
 def _embedded(script: str) -> str:
-    """A script as it stands in a page: a parser turns every end of line into a line feed, before the hash is checked."""
+    """A script as a page holds it: a parser turns every end of line into a line feed, before the hash is checked."""
     return script.replace("\r\n", "\n").replace("\r", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 

@@ -451,7 +451,7 @@ class DistributedOptimizer(OptimizerState):
             self._keep_state()
             jobs_of_process.leave(self._job.worker, self._tensors)
         else:
-            self._state.detach(reads=False)  # whoever cleans up after the error may look at `state`
+            self._state.detach(reads=False)  # code that cleans up after the error may look at `state`
         self._job.leave(failure)
 
     def unwrap(self) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import fastps
-from fastps.kernels.protocol import lane as turn
+from fastps.kernels.protocol import lane as codes
 from fastps.kernels.shm.arena import ABI, LANE_DEAD, LANE_LIVE
 from fastps.membership import rendezvous
 from fastps.system.memory_limits import available_bytes
@@ -154,7 +154,7 @@ def test_case_04_a_stopped_worker_is_a_straggler_and_goes_on_afterwards(sync: st
 
 
 def test_case_05_06_whoever_runs_the_server_dies_in_an_update_and_nothing_is_torn() -> None:
-    """There is no server process; its work is a turn. A holder is killed at random moments of large folds."""
+    """There is no server process; the holder of the shard lock does its work. Holders are killed at random moments of folds."""
     weights = {"w": np.ones(300_000, np.float32)}
     amount = np.float32(1 / 1024)
 
@@ -189,14 +189,14 @@ def test_case_05_06_whoever_runs_the_server_dies_in_an_update_and_nothing_is_tor
 
 
 def test_case_11_what_a_late_owner_says_counts_no_more() -> None:
-    """The turn that was broken, and the help of an earlier generation."""
+    """The lock that was recovered, and the help of an earlier generation."""
     with _store(2) as store, store.attach(0) as first, store.attach(1) as second:
         assert first.lane.hold()
         assert first.lane.spare()
-        assert second.lane.recover_lock(0) == turn.DONE
-        assert first.lane.release(True) == turn.FENCED
-        assert second.lane.hold() and second.lane.release(False) == turn.DONE
-        assert first.lane.recover_lock(1, 0, generation=7) == turn.BUSY, "no owner of that generation holds it"
+        assert second.lane.recover_lock(0) == codes.DONE
+        assert first.lane.release(True) == codes.FENCED
+        assert second.lane.hold() and second.lane.release(False) == codes.DONE
+        assert first.lane.recover_lock(1, 0, generation=7) == codes.BUSY, "no owner of that generation holds it"
 
 
 def test_case_13_a_late_joiner_has_the_current_version_and_a_generation_of_its_own() -> None:
@@ -361,7 +361,7 @@ def test_case_22_garbage_at_a_workers_name_changes_nothing() -> None:
         assert (store.version, _weights(store)) == (1, [0.0] * 12)
 
 
-@pytest.mark.parametrize(("kind", "slot"), [(turn.KIND_PUSH, 1 << 30), (99, 0)])
+@pytest.mark.parametrize(("kind", "slot"), [(codes.KIND_PUSH, 1 << 30), (99, 0)])
 def test_case_23_an_index_out_of_bounds_is_named_and_never_followed(kind: int, slot: int) -> None:
     """Under "continue" the worker is expelled instead: test_expelled_workers.py."""
     with pytest.raises(fastps.ProtocolError, match="worker 1 posted a push that it had no right to post"):

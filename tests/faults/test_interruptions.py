@@ -161,7 +161,7 @@ def test_an_end_that_is_interrupted_anywhere_leaves_nobody_waiting() -> None:
     assert calls > 2, "nothing was interrupted"
 
 
-def test_who_is_interrupted_while_it_takes_all_turns_holds_none() -> None:
+def test_a_worker_interrupted_while_it_takes_all_shard_locks_holds_none() -> None:
     clock = Interrupting()
     with _store("asp,shards=3", names="abc") as store, store.attach(0) as holder, _interrupted_worker(store, 1, clock) as other:
         assert holder.lane.hold(1)
@@ -173,7 +173,7 @@ def test_who_is_interrupted_while_it_takes_all_turns_holds_none() -> None:
         other.close()
 
 
-def test_turns_that_are_let_go_of_are_free_although_a_helper_was_away() -> None:
+def test_shard_locks_that_are_released_are_free_although_a_helper_was_away() -> None:
     with _store("asp", floats=400_000) as store, store.attach(0) as holder, store.attach(1) as other:
         holder.lane.share_folds(1)
         holder.lock_shards()
@@ -204,7 +204,7 @@ def test_a_fold_whose_wait_for_a_helper_was_interrupted_ends_before_all_locks_ar
         assert owner.lane.owner(0) == -1
 
 
-def test_a_served_worker_lets_go_of_a_turn_that_it_broke_while_a_helper_was_away() -> None:
+def test_a_served_worker_releases_a_lock_that_it_recovered_while_a_helper_was_away() -> None:
     with _store("asp", max_workers=3, server="process") as store, store.attach(0) as worker:
 
         def die_with_the_turn() -> None:
@@ -252,7 +252,7 @@ class DiesAtClaim:
 
 
 @pytest.mark.parametrize("have_met", [True, False])
-def test_a_turn_is_broken_whose_owners_successor_died_before_it_could(have_met: bool) -> None:
+def test_a_lock_is_recovered_whose_owners_successor_died_before_it_could(have_met: bool) -> None:
     with _store("asp", timeout_s=5.0) as store:
         told = mmap.mmap(-1, 1)
 

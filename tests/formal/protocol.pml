@@ -2,7 +2,7 @@
  * never.
  *
  * Each worker posts, tries the shard lock, and pulls. The combiner, which has the lock, drains all lanes, folds into a buffer
- * that no worker reads, writes the other record, and flips the commit word. The names follow those of kernels/protocol. One
+ * that no worker reads, writes the other record, and flips the commit word. The names follow those of kernels/combining. One
  * statement is one access to shared memory, and `atomic` is one read-modify-write. The model checks that:
  *
  *   - every posted push is folded exactly once, also that of a worker that died;

@@ -1,4 +1,4 @@
-"""A wait whose timer is overdue does not eat a core: whoever holds the turn will fire it, and may be stopped for long."""
+"""A wait whose timer is overdue does not eat a core: the holder of the shard lock will fire it, and may be stopped for long."""
 
 import time
 

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from fastps.kernels.protocol import lane as turn
+from fastps.kernels.protocol import lane as codes
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_JOINING
 from fastps.kernels.shm.offsets import OFFSETS
@@ -38,8 +38,8 @@ def _combine(job: Job, rank: int = 0, now_ns: int = 1_000_000) -> None:
     """Combine as a worker does: expel whom the combiner finds damaged, and go on."""
     for _ in range(8):
         outcome = job.lanes[rank].try_combine(now_ns)
-        if outcome != turn.BAD_DESCRIPTOR:
-            assert outcome == turn.DONE
+        if outcome != codes.BAD_DESCRIPTOR:
+            assert outcome == codes.DONE
             return
         job.arena.expel(job.lanes[rank].bad_lane, job.lanes[rank].damage)
     raise AssertionError("the same damage is found again and again")
@@ -70,7 +70,7 @@ def test_damage_that_is_found_after_the_lane_has_another_owner_is_not_blamed_on_
     _push(job, BAD, now_ns)
     _damage(job, what)
     _replace(job)  # the first owner died, and nobody has combined since
-    assert job.lanes[0].try_combine(now_ns) == turn.DONE, "nobody is blamed"
+    assert job.lanes[0].try_combine(now_ns) == codes.DONE, "nobody is blamed"
     assert job.arena.lane_state(BAD) == LANE_JOINING and job.arena.has_joined(BAD)
     assert job.arena.counters(BAD)["posted"] == job.arena.counters(BAD)["done"], "nobody waits for what is left of the first"
     job.arena.joined(BAD)
@@ -106,7 +106,7 @@ def test_a_kept_push_of_a_dead_owner_whose_slot_is_damaged_is_dropped_from_its_s
     _replace(job)
     for rank in (0, 2, 3):
         _push(job, rank, 20 + rank)
-    assert job.lanes[0].try_combine(100) == turn.DONE
+    assert job.lanes[0].try_combine(100) == codes.DONE
     assert job.arena.has_joined(BAD) and job.arena.counters(BAD)["dropped"] == 1
     assert sum(job.arena.counters(rank)["folded"] for rank in (0, 2, 3)) == 3
 
@@ -186,11 +186,11 @@ def test_a_sum_of_more_pushes_than_a_fold_takes_drops_and_counts_the_rest_and_ca
     for step in range(3):
         for lane in leaf:
             lane.set_presence(step, b"\xff" * 8)
-            assert lane.post(turn.KIND_PUSH, step, step, 0, step + 1)
-    outcome = turn.BUSY
+            assert lane.post(codes.KIND_PUSH, step, step, 0, step + 1)
+    outcome = codes.BUSY
     for _ in range(64):
         outcome = leaf[0].try_combine(100)
-        assert outcome == turn.DONE
+        assert outcome == codes.DONE
     counted = [arena.counters(index) for index in range(342)]
     assert (sum(row["folded"] for row in counted), sum(row["dropped"] for row in counted)) == (1024, 2)
     assert {row["done"] for row in counted} == {3}
@@ -206,12 +206,12 @@ def test_a_worker_that_was_passed_by_and_expelled_holds_up_nobody_else_once_its_
         job.write(lock, "<Q", free | (job.arena.generation(lane) & 0xFFFF) << 17 | (lane + 1) << 1)
 
     stop_with_the_lock(BAD)
-    assert job.lanes[0].pass_by(BAD, 10) == turn.DONE
+    assert job.lanes[0].pass_by(BAD, 10) == codes.DONE
     assert job.arena.expel(BAD, 1 << 32)
     stop_with_the_lock(2)
-    assert job.lanes[0].pass_by(2, 20) == turn.BUSY, "the expelled worker may still write where the others would go on"
+    assert job.lanes[0].pass_by(2, 20) == codes.BUSY, "the expelled worker may still write where the others would go on"
     job.lanes[0].recover_lock(BAD, 30)  # its process is proved to have ended
-    assert job.lanes[0].pass_by(2, 40) == turn.DONE
+    assert job.lanes[0].pass_by(2, 40) == codes.DONE
     _push(job, 0, 50)
     _combine(job)
     assert job.arena.counters(0)["folded"] == 1

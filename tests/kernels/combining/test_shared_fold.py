@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.kernels.protocol import lane as turn
+from fastps.kernels.protocol import lane as codes
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.offsets import OFFSETS
 from fastps.kernels.update import fold
@@ -45,10 +45,10 @@ class Job(plain_arena.Job):
         self.lanes[lane].set_hyper(slot, 0, 0.1, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
         self.lanes[lane].set_presence(slot, (1).to_bytes(8, "little"))
         self.lanes[lane].set_versions(slot)
-        assert self.lanes[lane].post(turn.KIND_PUSH, step, slot, self.arena.version, step + 1)
+        assert self.lanes[lane].post(codes.KIND_PUSH, step, slot, self.arena.version, step + 1)
 
     def push(self, lane: int, step: int) -> int:
-        """Post and take the turn, which nobody else takes here."""
+        """Post and take the shard lock, which nobody else takes here."""
         self.post_step(lane, step)
         return self.lanes[lane].try_combine()
 
@@ -75,7 +75,7 @@ def expected() -> list[bytes]:
     found = []
     for step in range(40):
         found.append(_bits(job.weights()))
-        assert job.push(0, step) == turn.DONE
+        assert job.push(0, step) == codes.DONE
     return found
 
 
@@ -141,9 +141,9 @@ def test_a_shared_fold_has_the_bits_of_one_that_is_not(job: Job, expected: list[
     child = processes.start(partial(job.help_until, 1, 30))
     for step in range(30):
         outcome = job.push(0, step)
-        while outcome == turn.AWAITING:  # on a busy machine a helper may be away for long
+        while outcome == codes.AWAITING:  # on a busy machine a helper may be away for long
             outcome = job.lanes[0].try_combine()
-        assert outcome == turn.DONE
+        assert outcome == codes.DONE
         assert _bits(job.weights()) == expected[step + 1]
     processes.results([child], 30)
     assert child.outcome > 0, "nothing was shared"
@@ -153,7 +153,7 @@ def test_folds_that_are_not_shared_are_not_helped_with(job: Job) -> None:
     job.lanes[0].share_folds(0)
     child = _helper(job)
     for step in range(5):
-        assert job.push(0, step) == turn.DONE
+        assert job.push(0, step) == codes.DONE
     _end(child)
     assert job.arena.version == 5
 
@@ -163,7 +163,7 @@ def test_a_wait_for_helpers_on_a_busy_core_ends_before_it_has_yielded_its_last_t
     struct.pack_into("<I", job.memory, job.helping_offset(1), 1)  # lane 1 says that it helps with this fold of shard 0
     with processes.busy_core():
         began = time.monotonic()
-        assert job.lanes[0].try_combine() == turn.AWAITING
+        assert job.lanes[0].try_combine() == codes.AWAITING
         assert time.monotonic() - began < 2.0, "0.2 s, most of it for the fold; a thousand yields take 6 s"
 
 
@@ -175,17 +175,17 @@ def test_only_a_long_fold_has_no_more_helpers_than_there_are_cores_for(floats: i
         job.post_step(0, step)
         struct.pack_into("<I", job.memory, job.helping_offset(1), 1)  # so lane 1 says that it helps with this fold of shard 0
         outcome = job.lanes[0].try_combine()
-        assert outcome == turn.AWAITING, "lane 1 was not seen to help"
-        while outcome == turn.AWAITING:
+        assert outcome == codes.AWAITING, "lane 1 was not seen to help"
+        while outcome == codes.AWAITING:
             outcome = _resolved(job, outcome)
-        assert outcome == turn.DONE
+        assert outcome == codes.DONE
     processes.results([child], 30)
     assert (child.outcome == 0) == (floats == LONG)
 
 
 def _resolved(job: Job, outcome: int) -> int:
     """What a worker does whose fold is in the hands of lane 1, which was proved dead."""
-    if outcome == turn.AWAITING:
+    if outcome == codes.AWAITING:
         job.lanes[0].recover_lock(1)
         outcome = job.lanes[0].try_combine()
     return outcome
@@ -201,8 +201,8 @@ def _fold_while_helpers_die(expected: list[bytes], rng: random.Random) -> int:
         with Soon(child, signal.SIGKILL, rng):
             outcome = job.lanes[0].try_combine()
         _end(child)
-        awaited += outcome == turn.AWAITING
-        assert _resolved(job, outcome) == turn.DONE
+        awaited += outcome == codes.AWAITING
+        assert _resolved(job, outcome) == codes.DONE
         assert _bits(job.weights()) == expected[step + 1]
         job.lanes[0].recover_lock(1)  # its `helping` is taken back, whatever it was doing
     return awaited
@@ -218,14 +218,14 @@ def _fold_while_a_helper_is_stopped(expected: list[bytes], rng: random.Random) -
             with Soon(child, signal.SIGSTOP, rng):
                 outcome = job.lanes[0].try_combine()
             processes.await_stop(child.process_id)
-            if outcome == turn.AWAITING and struct.unpack_from("<I", job.memory, job.helping_offset(1))[0]:
+            if outcome == codes.AWAITING and struct.unpack_from("<I", job.memory, job.helping_offset(1))[0]:
                 awaited += 1
-                assert job.lanes[0].try_combine() == turn.AWAITING, "a helper that lives may still write"
+                assert job.lanes[0].try_combine() == codes.AWAITING, "a helper that lives may still write"
                 assert job.arena.version == step
             os.kill(child.process_id, signal.SIGCONT)
-            while outcome == turn.AWAITING:
+            while outcome == codes.AWAITING:
                 outcome = job.lanes[0].try_combine()
-            assert outcome == turn.DONE
+            assert outcome == codes.DONE
             assert _bits(job.weights()) == expected[step + 1]
             time.sleep(0.002)
     finally:
@@ -251,7 +251,7 @@ def test_when_the_holder_of_a_shared_fold_is_killed_its_helpers_are_waited_for(e
         def push_for_ever(job: Job = job) -> None:
             for step in range(38):
                 outcome = job.push(0, step)
-                while outcome == turn.AWAITING:  # the slot is read until then
+                while outcome == codes.AWAITING:  # the slot is read until then
                     outcome = job.lanes[0].try_combine()
 
         child = processes.start(push_for_ever)
@@ -263,23 +263,23 @@ def test_when_the_holder_of_a_shared_fold_is_killed_its_helpers_are_waited_for(e
         step = job.arena.version
         assert _bits(job.weights()) == expected[step]
         if job.arena.counters(0)["posted"] == job.arena.counters(0)["done"]:
-            assert job.push(1, step) == turn.DONE
+            assert job.push(1, step) == codes.DONE
             assert _bits(job.weights()) == expected[step + 1]
 
 
-def test_a_holder_of_long_folds_hands_the_turn_to_who_waits_and_goes_on_itself() -> None:
+def test_a_holder_of_long_folds_hands_the_lock_to_a_lane_that_waits_and_goes_on_itself() -> None:
     job = Job(lanes=4, slots=2)
 
     def push_when_a_slot_is_free(lane: int, step: int) -> int:
-        """Returns how many versions the turns took that this lane ran meanwhile."""
+        """Returns how many versions this lane made meanwhile."""
         ran = 0
         while not job.lanes[lane].wait(0, step - 1, 2_000, 50 * SLICE_NS):
             before = job.arena.version
-            if job.lanes[lane].try_combine() == turn.DONE:
+            if job.lanes[lane].try_combine() == codes.DONE:
                 ran = max(ran, job.arena.version - before)
-        assert job.lanes[lane].post(turn.KIND_PUSH, step, step % 2, job.arena.version, step + 1)
+        assert job.lanes[lane].post(codes.KIND_PUSH, step, step % 2, job.arena.version, step + 1)
         before = job.arena.version
-        return max(ran, job.arena.version - before if job.lanes[lane].try_combine() == turn.DONE else 0)
+        return max(ran, job.arena.version - before if job.lanes[lane].try_combine() == codes.DONE else 0)
 
     def push_for_ever(lane: int) -> None:
         for step in itertools.count(2):
@@ -292,14 +292,14 @@ def test_a_holder_of_long_folds_hands_the_turn_to_who_waits_and_goes_on_itself()
     children = [processes.start(lambda lane=lane: push_for_ever(lane)) for lane in range(1, 4)]
     try:
         ran: list[int] = []
-        for step in itertools.count(2):  # on a busy machine this lane may be late for every turn of a while
+        for step in itertools.count(2):  # on a busy machine this lane may find the lock taken for a while
             ran += [versions] if (versions := push_when_a_slot_is_free(0, step)) else []
             if step > 100 and ran:
                 break
     finally:
         for child in children:
             _end(child)
-    # A fold has 8 pushes at most; a holder that stayed for as long as others push would make some 20 versions a turn.
+    # A fold has 8 pushes at most; a holder that stayed for as long as others push would make some 20 versions before it let go.
     assert 0 < sum(ran) <= 10 * len(ran), ran
 
 
@@ -318,9 +318,9 @@ def test_a_holder_lets_go_after_a_fold_that_another_waited_for_and_not_where_nob
         assert job.arena.claim(lane, os.getpid()) == 0
         job.lanes[lane].set_user_rule(address)
         job.post_step(lane, 0)
-    assert job.lanes[0].try_combine() == turn.DONE
+    assert job.lanes[0].try_combine() == codes.DONE
     waited = slots == 2  # the second push of lane 1, while its first was folded, was into its last slot
     assert (job.lanes[0].done(), job.lanes[1].done()) == (1, 1 if waited else 2)
     assert job.lanes[0].owner() == -1
-    assert job.lanes[1].try_combine() == turn.DONE
+    assert job.lanes[1].try_combine() == codes.DONE
     assert job.lanes[1].done() == 2

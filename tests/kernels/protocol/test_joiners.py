@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fastps.kernels.protocol import lane as turn
+from fastps.kernels.protocol import lane as codes
 from fastps.kernels.protocol.lane import Lane
 from tests.kernels.shm.test_damage import Job as Memory
 from tests.oracles import joiners
@@ -47,7 +47,7 @@ class Live:
 
     def drain(self, shard: int) -> None:
         self.now_ns += 10
-        assert self.holder.release(False, shard, self.now_ns) == turn.DONE
+        assert self.holder.release(False, shard, self.now_ns) == codes.DONE
         assert self.holder.hold(shard)
         for worker in range(WORKERS):
             if self.arena.lane_state(worker) == 6 and self.arena.has_joined(worker):

@@ -1,4 +1,4 @@
-"""The turn on plain memory: commits, grants, pins, order of events, broken turns, and two threads at once."""
+"""Shard locks on plain memory: commits, grants, pins, order of events, locks of the dead, and two threads at once."""
 
 import mmap
 import threading
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastps.kernels.protocol import lane as turn
+from fastps.kernels.protocol import lane as codes
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.arena import Arena
 from tests.support.plain_arena import ASP, BSP, Job
@@ -20,7 +20,7 @@ def test_asp_folds_each_push_grants_at_once_and_its_worker_pulls_what_came_of_it
     job = Job(2, ASP)
     lane, buffers = job.lanes[0], [-1]
     job.post(0, 0.25, 10)
-    assert lane.try_combine() == turn.DONE
+    assert lane.try_combine() == codes.DONE
     assert (job.arena.version, job.current(), lane.granted(), lane.done()) == (1, 0.75, 2, 1)
     assert lane.pull_all(buffers) == -1 and lane.version == 1
     assert job.weights(buffers[0])[0] == job.current() == 0.75
@@ -33,7 +33,7 @@ def test_pushes_of_one_drain_are_one_sum_with_their_mean_learning_rate() -> None
     job.post(2, 0.25, 10, learning_rate=1.0)
     job.post(0, 0.5, 11, learning_rate=0.5)
     job.post(2, 0.125, 12, learning_rate=0.75)
-    assert job.lanes[1].try_combine() == turn.DONE
+    assert job.lanes[1].try_combine() == codes.DONE
     assert (job.arena.version, job.current()) == (1, 1 - 0.75 * (0.25 + 0.5 + 0.125))
     assert [lane.granted() for lane in job.lanes] == [2, 1, 3]
     assert [lane.done() for lane in job.lanes] == [1, 0, 2]
@@ -45,11 +45,11 @@ def test_staleness_counts_sums_and_not_the_pushes_in_them() -> None:
         for lane in (0, 2):
             job.lanes[lane].pull()
             job.post(lane, 0.0, 10 * drain + lane)
-        assert job.lanes[0].try_combine() == turn.DONE
+        assert job.lanes[0].try_combine() == codes.DONE
     job.post(1, 0.0, 40)  # computed with version 0
     job.lanes[0].pull()
     job.post(0, 0.0, 41)
-    assert job.lanes[1].try_combine() == turn.DONE
+    assert job.lanes[1].try_combine() == codes.DONE
     counters = [job.arena.counters(lane) for lane in range(3)]
     assert [row["folded"] for row in counters] == [4, 1, 3]
     assert [row["staleness_sum"] for row in counters] == [0, 3, 0]
@@ -61,10 +61,10 @@ def test_staleness_counts_sums_and_not_the_pushes_in_them() -> None:
 
 def test_a_drain_of_null_pushes_and_of_who_leaves_is_a_version_that_changes_nothing() -> None:
     job = Job(2, COMBINED)
-    assert job.lanes[0].post(turn.KIND_NULL, 0, 0, 0, 5)
-    assert job.lanes[1].post(turn.KIND_NULL, 0, 0, 0, 6)
-    assert job.lanes[1].post(turn.KIND_LEAVE, 1, 0, 0, 7)
-    assert job.lanes[0].try_combine() == turn.DONE
+    assert job.lanes[0].post(codes.KIND_NULL, 0, 0, 0, 5)
+    assert job.lanes[1].post(codes.KIND_NULL, 0, 0, 0, 6)
+    assert job.lanes[1].post(codes.KIND_LEAVE, 1, 0, 0, 7)
+    assert job.lanes[0].try_combine() == codes.DONE
     assert (job.arena.version, job.current()) == (1, 1.0)
     assert job.lanes[0].granted() == 2
     assert [lane.done() for lane in job.lanes] == [1, 2]
@@ -73,23 +73,23 @@ def test_a_drain_of_null_pushes_and_of_who_leaves_is_a_version_that_changes_noth
 def test_bsp_folds_the_mean_when_the_last_worker_pushed() -> None:
     job = Job(2, BSP)
     job.post(0, 0.5, 10)
-    assert job.lanes[0].try_combine() == turn.DONE
+    assert job.lanes[0].try_combine() == codes.DONE
     assert (job.arena.version, job.current(), job.lanes[0].granted()) == (0, 1.0, 1)
     assert job.lanes[0].done() == 0, "a kept push still needs its slot"
     job.post(1, 1.0, 20)
-    assert job.lanes[1].try_combine() == turn.DONE
+    assert job.lanes[1].try_combine() == codes.DONE
     assert (job.arena.version, job.current()) == (1, 0.25)
     assert [lane.granted() for lane in job.lanes] == [2, 2]
     assert [lane.done() for lane in job.lanes] == [1, 1]
 
 
-def test_whoever_holds_the_turn_folds_for_those_who_found_it_busy() -> None:
+def test_the_holder_of_the_shard_lock_folds_for_the_lanes_that_found_it_busy() -> None:
     job = Job(2, ASP)
     assert job.lanes[0].hold()
     job.post(1, 0.5, 10)
-    assert job.lanes[1].try_combine() == turn.BUSY
+    assert job.lanes[1].try_combine() == codes.BUSY
     assert job.arena.version == 0
-    assert job.lanes[0].release(False) == turn.DONE
+    assert job.lanes[0].release(False) == codes.DONE
     assert (job.arena.version, job.current()) == (1, 0.5)
 
 
@@ -98,7 +98,7 @@ def test_events_are_decided_in_order_of_their_times_whatever_the_lane() -> None:
     job.post(2, 0.0, 30)
     job.post(0, 0.0, 20)
     job.post(1, 0.0, 10)
-    assert job.lanes[2].try_combine() == turn.DONE
+    assert job.lanes[2].try_combine() == codes.DONE
     # Worker 1 pushed first and waited; all are level after the last of them, so all are granted.
     assert [lane.granted() for lane in job.lanes] == [2, 2, 2]
 
@@ -133,16 +133,16 @@ def test_every_worker_may_pin_another_buffer_and_a_fold_still_finds_one() -> Non
     for reader in range(4):
         pinned.append(job.lanes[reader].pull())
         job.post(0, 0.125, reader)
-        assert job.lanes[0].try_combine() == turn.DONE
+        assert job.lanes[0].try_combine() == codes.DONE
     assert len(set(pinned)) == 4
     job.post(0, 0.125, 10)
-    assert job.lanes[0].try_combine() == turn.DONE
+    assert job.lanes[0].try_combine() == codes.DONE
 
 
 def test_a_null_push_counts_and_changes_nothing() -> None:
     job = Job(1, ASP)
-    assert job.lanes[0].post(turn.KIND_NULL, 0, 0, 0, 5)
-    assert job.lanes[0].try_combine() == turn.DONE
+    assert job.lanes[0].post(codes.KIND_NULL, 0, 0, 0, 5)
+    assert job.lanes[0].try_combine() == codes.DONE
     assert (job.arena.version, job.current(), job.lanes[0].granted()) == (1, 1.0, 2)
 
 
@@ -150,19 +150,19 @@ def test_a_worker_that_leaves_lets_the_others_go_on() -> None:
     job = Job(2, BSP)
     job.post(0, 0.5, 10)
     job.lanes[0].try_combine()
-    assert job.lanes[1].post(turn.KIND_LEAVE, 0, 0, 0, 20)
-    assert job.lanes[1].try_combine() == turn.DONE
+    assert job.lanes[1].post(codes.KIND_LEAVE, 0, 0, 0, 20)
+    assert job.lanes[1].try_combine() == codes.DONE
     assert (job.arena.version, job.current(), job.lanes[0].granted()) == (1, 0.5, 2)
 
 
 @pytest.mark.parametrize(("spoil", "why"), [
-    (lambda lane: lane.post(turn.KIND_PUSH, 0, 7, 0, 1), "a slot that does not exist"),
+    (lambda lane: lane.post(codes.KIND_PUSH, 0, 7, 0, 1), "a slot that does not exist"),
     (lambda lane: lane.post(99, 0, 0, 0, 1), "a kind that does not exist"),
 ])  # fmt: skip
 def test_a_descriptor_out_of_bounds_is_named_and_nothing_is_committed(spoil: Callable[[Lane], bool], why: str) -> None:
     job = Job(2, ASP)
     assert spoil(job.lanes[1]), why
-    assert job.lanes[0].try_combine() == turn.BAD_DESCRIPTOR
+    assert job.lanes[0].try_combine() == codes.BAD_DESCRIPTOR
     assert job.lanes[0].bad_lane == 1
     assert (job.arena.version, job.lanes[0].owner()) == (0, -1)
 
@@ -174,7 +174,7 @@ def test_a_wait_without_sleep_ends_with_the_grant_or_its_looks() -> None:
     assert not first.wait_awake(2, 0, 1000)
     for lane in (0, 1):
         job.post(lane, 0.25, 10 + lane)
-    assert second.try_combine() == turn.DONE
+    assert second.try_combine() == codes.DONE
     assert first.wait_awake(2, 1, 1) and not first.wait_awake(2, 2, 1)
 
 
@@ -182,18 +182,18 @@ def test_a_push_without_a_grant_is_refused() -> None:
     job = Job(2, BSP)
     job.post(0, 0.5, 10)
     job.post(0, 0.5, 11)
-    assert job.lanes[0].try_combine() == turn.BAD_DESCRIPTOR
+    assert job.lanes[0].try_combine() == codes.BAD_DESCRIPTOR
     assert job.lanes[0].bad_lane == 0
 
 
-def test_a_dead_owners_turn_is_broken_and_its_work_done_again() -> None:
+def test_a_dead_owners_lock_is_recovered_and_its_work_done_again() -> None:
     job = Job(3, ASP)
     assert job.lanes[0].hold()  # dies here
     job.post(0, 0.25, 10)
     job.post(1, 0.25, 20)
-    assert job.lanes[1].try_combine() == turn.BUSY
-    assert job.lanes[1].recover_lock(2) == turn.BUSY, "only the owner's turn may be broken"
-    assert job.lanes[1].recover_lock(0) == turn.DONE
+    assert job.lanes[1].try_combine() == codes.BUSY
+    assert job.lanes[1].recover_lock(2) == codes.BUSY, "only the owner's lock may be recovered"
+    assert job.lanes[1].recover_lock(0) == codes.DONE
     assert (job.arena.version, job.current(), job.lanes[1].owner()) == (2, 0.5, -1)
 
 
@@ -202,8 +202,8 @@ def test_the_flip_of_a_late_owner_fails() -> None:
     assert job.lanes[0].hold()
     job.lanes[0].spare()
     job.post(1, 0.25, 10)
-    assert job.lanes[1].recover_lock(0) == turn.DONE
-    assert job.lanes[0].release(True) == turn.FENCED
+    assert job.lanes[1].recover_lock(0) == codes.DONE
+    assert job.lanes[0].release(True) == codes.FENCED
     assert (job.arena.version, job.current()) == (1, 0.75)
 
 
@@ -212,7 +212,7 @@ def test_publishing_by_hand_keeps_the_version() -> None:
     assert job.lanes[0].hold()
     buffer, _ = job.lanes[0].spare()
     job.weights(buffer)[:] = 7.0
-    assert job.lanes[0].release(True) == turn.DONE
+    assert job.lanes[0].release(True) == codes.DONE
     assert (job.arena.version, job.current()) == (0, 7.0)
 
 

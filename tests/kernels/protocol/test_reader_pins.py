@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from fastps.kernels.protocol import lane as turn
+from fastps.kernels.protocol import lane as codes
 from fastps.kernels.protocol.reader_pins import ReaderPins
 from fastps.kernels.shm.offsets import OFFSETS, header_of
 from tests.support import plain_arena
@@ -34,7 +34,7 @@ class Job(plain_arena.Job):
     def step(self) -> None:
         """Make a version of each shard."""
         self.push()
-        assert self.lane.try_combine() == turn.DONE
+        assert self.lane.try_combine() == codes.DONE
 
     @property
     def wanted(self) -> int:
@@ -139,11 +139,11 @@ def test_a_reader_waits_for_the_last_shard() -> None:
     sleeper = Sleeper(job.readers[0], [1])
     _await(job, 1)
     job.push()
-    assert job.lane.try_combine() == turn.BUSY  # shards 0 and 2 commit, and this lane holds the lock of shard 1
+    assert job.lane.try_combine() == codes.BUSY  # shards 0 and 2 commit, and this lane holds the lock of shard 1
     assert [job.arena.shard_version(shard) for shard in range(3)] == [1, 0, 1]
     _await(job, 1)
     assert sleeper.is_alive()
-    assert job.lane.release(False, 1) == turn.DONE
+    assert job.lane.release(False, 1) == codes.DONE
     assert None not in sleeper.end()
 
 
@@ -164,7 +164,7 @@ def test_the_recovery_of_a_lock_wakes_readers_whose_wish_the_dead_combiner_took(
     _await(job, 1)
     struct.pack_into("<Q", job.memory, job.words + OFFSETS["readers.wanted"], 0)  # as one that died before it moved the event
     event = job.event
-    assert job.lane.recover_lock(0) == turn.DONE
+    assert job.lane.recover_lock(0) == codes.DONE
     assert job.event == event + 1
     _await(job, 1)
     job.step()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastps.kernels.protocol import lane as turn
+from fastps.kernels.protocol import lane as codes
 from fastps.kernels.protocol.worker_lane import EARLY, FULL, WorkerLane
 from tests.support.plain_arena import ASP, BSP, Job
 
@@ -38,7 +38,7 @@ def test_a_push_is_folded_granted_and_tallied() -> None:
     lane = steps.lane
     lane.loss, lane.granted_ns, lane.earlier_steps = 0.5, 100, 40
     steps.write(0.25)
-    assert lane.push(130, 1.0, 16, False) == turn.DONE
+    assert lane.push(130, 1.0, 16, False) == codes.DONE
     assert (job.arena.version, job.current(), job.arena.counters(0)["staleness_max"]) == (1, 0.75, 0)
     assert lane.advance(150, False)
     assert steps.tally() == (1, 1, 0, 1, 30, 0, 16)
@@ -52,9 +52,9 @@ def test_a_mean_divides_by_the_gradients_that_its_pushes_are_sums_of() -> None:
     steps = Steps(job)
     steps.lane.weight = 3
     steps.write(6.0)
-    assert steps.lane.push(10, 1.0, 0, False) == turn.DONE
+    assert steps.lane.push(10, 1.0, 0, False) == codes.DONE
     job.post(1, 2.0, 30)
-    assert job.lanes[1].try_combine() == turn.DONE
+    assert job.lanes[1].try_combine() == codes.DONE
     assert (job.arena.version, job.current()) == (1, 1.0 - (6.0 + 2.0) / 4)
 
 
@@ -62,11 +62,11 @@ def test_a_step_begins_late_once_it_is_granted_and_the_wait_is_tallied() -> None
     job = Job(2, BSP)
     steps = Steps(job)
     steps.write(0.5)
-    assert steps.lane.push(10, 1.0, 0, False) == turn.DONE
+    assert steps.lane.push(10, 1.0, 0, False) == codes.DONE
     assert not steps.lane.advance(20, False)
     assert job.arena.counters(0)["steps"] == 0, "not before the step begins"
     job.post(1, 1.0, 30)
-    assert job.lanes[1].try_combine() == turn.DONE
+    assert job.lanes[1].try_combine() == codes.DONE
     steps.lane.advance_late(50)
     assert (steps.lane.wait_ns, job.arena.counters(0)["wait_ns"], job.arena.counters(0)["steps"]) == (30, 30, 1)
     assert steps.lane.advance(60, False), "and at once where nothing is left to wait for"
@@ -79,10 +79,10 @@ def test_a_slot_that_is_still_read_is_waited_for_even_where_no_grant_is() -> Non
     assert job.lanes[1].hold()
     for now_ns in (1, 2):  # two slots
         steps.write(0.0)
-        assert steps.lane.push(now_ns, 1.0, 0, False) == turn.BUSY
+        assert steps.lane.push(now_ns, 1.0, 0, False) == codes.BUSY
         assert steps.lane.advance(now_ns, True) == (now_ns == 1)
     assert (steps.lane.slot, steps.lane.slot_free_at) == (0, 1), "the one that is free first"
-    assert job.lanes[1].release(False) == turn.DONE
+    assert job.lanes[1].release(False) == codes.DONE
     assert steps.lane.advance(3, True)
 
 
@@ -93,10 +93,10 @@ def test_a_worker_leaves_its_slot_only_while_a_fold_may_read_it() -> None:
     for now_ns, is_held in enumerate((False, True, False, False, True, False), 1):
         assert not is_held or job.lanes[1].hold()
         steps.write(1.0)
-        assert steps.lane.push(now_ns, 1.0, 0, False) == (turn.BUSY if is_held else turn.DONE)
+        assert steps.lane.push(now_ns, 1.0, 0, False) == (codes.BUSY if is_held else codes.DONE)
         assert steps.lane.advance(now_ns, True)
         slots.append(steps.lane.slot)
-        assert not is_held or job.lanes[1].release(False) == turn.DONE
+        assert not is_held or job.lanes[1].release(False) == codes.DONE
         assert steps.lane.advance(now_ns, True) and steps.lane.slot == slots[-1], "a slot that is being written stays the same"
     assert (slots, job.current()) == ([0, 1, 1, 1, 0, 0], 1.0 - 6.0)
 
@@ -106,15 +106,15 @@ def test_a_full_ring_is_told_and_nothing_is_done() -> None:
     steps = Steps(job)
     assert job.lanes[1].hold()
     for now_ns in range(RING_SIZE):
-        assert steps.lane.push(now_ns, 1.0, 1, True) == turn.BUSY
+        assert steps.lane.push(now_ns, 1.0, 1, True) == codes.BUSY
         before = steps.tally()
         assert (steps.lane.push(now_ns, 1.0, 1, True), steps.tally()) == (EARLY, before), "its step has not begun"
         assert steps.lane.advance(now_ns, True)
     before = steps.tally()
     assert steps.lane.push(99, 1.0, 1, True) == FULL
     assert (steps.tally(), steps.lane.posted()) == (before, RING_SIZE)
-    assert job.lanes[1].release(False) == turn.DONE
-    assert steps.lane.push(100, 1.0, 1, True) == turn.DONE
+    assert job.lanes[1].release(False) == codes.DONE
+    assert steps.lane.push(100, 1.0, 1, True) == codes.DONE
     assert (job.current(), job.arena.counters(0)["folded"], steps.lane.posts) == (1.0, RING_SIZE + 1, RING_SIZE + 1)
 
 
@@ -125,11 +125,11 @@ def test_a_push_in_parts_is_the_same_push(pushes: list[tuple[bool, int, float]])
     for now_ns, (null, samples, scale) in enumerate(pushes, 1):
         for steps in (whole, parts):
             steps.write(0.25 * samples)
-        assert whole.lane.push(10 * now_ns, scale, samples, null) == turn.DONE
+        assert whole.lane.push(10 * now_ns, scale, samples, null) == codes.DONE
         step, slot, version = parts.lane.begin_push(10 * now_ns, samples, null)
-        kind = turn.KIND_NULL if null else turn.KIND_PUSH
+        kind = codes.KIND_NULL if null else codes.KIND_PUSH
         assert parts.lane.post(kind, step, slot, version, 10 * now_ns, scale, parts.lane.loss, samples)
-        assert parts.lane.try_combine(10 * now_ns) == turn.DONE
+        assert parts.lane.try_combine(10 * now_ns) == codes.DONE
         for steps in (whole, parts):
             assert steps.lane.advance(10 * now_ns + 1, False)
             assert steps.lane.pull_all([0]) == -1

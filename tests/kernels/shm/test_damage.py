@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastps.kernels.protocol import lane as turn
+from fastps.kernels.protocol import lane as codes
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.arena import Arena
 from fastps.kernels.shm.offsets import OFFSETS, SIZES
@@ -59,10 +59,10 @@ def test_no_history_is_called_damaged(name: str) -> None:
                 ready = any(job.lanes[rank].granted(shard) > job.arena.clock(rank) for shard in range(shards))
                 if ready and job.lanes[rank].posted() - job.lanes[rank].done() < 3:
                     job.lanes[rank].pull()
-                    kind = turn.KIND_NULL if act < 0.1 else turn.KIND_PUSH
+                    kind = codes.KIND_NULL if act < 0.1 else codes.KIND_PUSH
                     job.post(rank, 0.25, now_ns, kind=kind, samples=draw.randint(1, 9))
             elif live and act < 0.83 and job.lanes[rank].posted() - job.lanes[rank].done() < 7:
-                job.lanes[rank].post(turn.KIND_LEAVE, 0, 0, 0, now_ns)
+                job.lanes[rank].post(codes.KIND_LEAVE, 0, 0, 0, now_ns)
                 job.arena.leave(rank)
                 job.arena.finish(rank)
             elif act < 0.86:
@@ -72,7 +72,7 @@ def test_no_history_is_called_damaged(name: str) -> None:
             if job.arena.lane_state(rank) == 6 and job.arena.has_joined(rank):
                 job.arena.joined(rank)
             taker = job.lanes[draw.randrange(count)]
-            assert taker.try_combine(now_ns) == turn.DONE, f"seed {seed}"
+            assert taker.try_combine(now_ns) == codes.DONE, f"seed {seed}"
         assert job.arena.version > 0
 
 
@@ -103,13 +103,13 @@ STATE_WOUNDS = {
 
 
 @pytest.mark.parametrize("name", STATE_WOUNDS)
-def test_a_damaged_state_is_refused_and_its_turn_given_back(name: str) -> None:
+def test_a_damaged_state_is_refused_and_its_lock_released(name: str) -> None:
     offset, form, value = STATE_WOUNDS[name]
     job = Job(2, POLICIES["bsp"])
     job.post(0, 0.25, 10)
     job.write(_scheduler(job, 0) + offset, form, value)
     for lane in job.lanes:
-        assert lane.try_combine(20) == turn.BAD_STATE
+        assert lane.try_combine(20) == codes.BAD_STATE
         assert lane.owner() == -1
     assert job.arena.version == 0
 
@@ -117,12 +117,12 @@ def test_a_damaged_state_is_refused_and_its_turn_given_back(name: str) -> None:
 def test_a_ring_of_workers_that_wait_is_refused() -> None:
     job = Job(2, POLICIES["bsp"])
     job.post(0, 0.25, 10)
-    assert job.lanes[0].try_combine(10) == turn.DONE
+    assert job.lanes[0].try_combine(10) == codes.DONE
     for copy in range(2):
         (links,) = struct.unpack_from("<q", job.memory, _scheduler(job, copy) + LINKS_OFFSET)
         job.write(_scheduler(job, copy) + links + OFFSETS["link.next_waiting"], "<i", 0)  # who waits behind worker 0: worker 0
     job.post(1, 0.25, 20)
-    assert job.lanes[1].try_combine(20) == turn.BAD_STATE
+    assert job.lanes[1].try_combine(20) == codes.BAD_STATE
 
 
 def test_a_damaged_policy_lets_nobody_attach() -> None:
@@ -138,10 +138,10 @@ def test_a_damaged_policy_lets_nobody_attach() -> None:
 def test_a_kept_push_that_names_another_slot_by_now_is_refused() -> None:
     job = Job(2, POLICIES["bsp"])
     job.post(0, 0.25, 10)
-    assert job.lanes[0].try_combine(10) == turn.DONE
+    assert job.lanes[0].try_combine(10) == codes.DONE
     job.write(job.header.lanes_offset + SIZES["lane"] + OFFSETS["descriptor.slot"], "<I", 1 << 30)  # of the first
     job.post(1, 0.25, 20)
-    assert (job.lanes[1].try_combine(20), job.lanes[1].bad_lane) == (turn.BAD_DESCRIPTOR, 0)
+    assert (job.lanes[1].try_combine(20), job.lanes[1].bad_lane) == (codes.BAD_DESCRIPTOR, 0)
 
 
 def test_a_buffer_that_the_arena_has_not_is_not_read() -> None:
@@ -161,7 +161,7 @@ def test_a_state_buffer_that_the_arena_has_not_is_not_folded_from() -> None:
     with pytest.raises(ValueError, match="found 0 and 9"):
         job.arena.committed()
     job.post(0, 0.25, 10)
-    assert job.lanes[0].try_combine(10) == turn.BAD_FOLD
+    assert job.lanes[0].try_combine(10) == codes.BAD_FOLD
 
 
 @pytest.mark.parametrize(("chunks", "chunk_floats"), [(255, 1024), (56, 0), (3, 7), (3, -1024), (3, 1 << 62)])
@@ -177,7 +177,7 @@ def test_who_waits_helps_with_no_order_that_makes_no_sense(chunks: int, chunk_fl
     assert not job.lanes[0].wait(100, 0, 0, 1_000_000)
     assert job.lanes[0].helped == 0
     job.post(0, 0.25, 10)
-    assert job.lanes[0].try_combine(10) == turn.DONE
+    assert job.lanes[0].try_combine(10) == codes.DONE
     assert job.arena.version == 1
 
 
@@ -191,7 +191,7 @@ def test_measures_that_are_written_over_are_not_read_again() -> None:
     for offset in (*range(8, 272, 8), segments, segments + 8, shard + 320, shard + 328):
         job.write(offset, "<Q", 1 << 40)
     job.post(0, 0.25, 10)
-    assert job.lanes[0].try_combine(10) == turn.DONE
+    assert job.lanes[0].try_combine(10) == codes.DONE
     assert job.arena.version == 1
 
 
