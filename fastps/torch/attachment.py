@@ -239,9 +239,15 @@ class Attachment:
         return True
 
     def wait_for_others(self) -> None:
-        """Wait until every other worker has closed, and take the final weights."""
+        """Wait until every other worker has closed, and take the final weights.
+
+        Raises ParameterChangedError if those take the place of what the script wrote after its last step.
+        """
         self._leave_buffers()
+        before = self._pulled_versions()
         self.worker.wait_for_others()
+        if self.has_begun and self._pulled_versions() != before:
+            self.refuse_writes()
         self.take_weights()
 
     def _leave_buffers(self) -> None:
@@ -260,9 +266,10 @@ class Attachment:
         if self.checkpointing is not None:
             self.checkpointing.close(failed=failure is not None)
         self.placement.end()
-        if self.has_begun and (changed := self.weights.changed()) >= 0:
+        if failure is None and self.has_begun and (changed := self.weights.changed()) >= 0:
             logger.warning(
-                "parameter %r was written to after the last step(): other workers read the same memory; close() first",
+                "parameter %r was written to after the last step(): until close() all workers share its memory, so each may"
+                " have evaluated and saved what another wrote; call close() before you load or write weights",
                 self.store.parameters[changed].name,
             )
         for hook in self._hooks:

@@ -210,6 +210,43 @@ def test_workers_that_evaluate_together_take_the_newest_weights_and_end_with_the
     assert processes.results(processes.start_job(work, 2), 60) == [[-7.0, -14.0, -14.0]] * 2
 
 
+@pytest.mark.parametrize("end", ["wait_for_others", "unwrap", "wrap"])
+def test_weights_that_worker_0_wrote_at_the_end_are_not_replaced_by_later_ones_in_silence(end: str) -> None:
+    said = mmap.mmap(-1, 2)
+
+    def work(rank: int) -> tuple[str, float]:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), sync="asp", timeout_s=30)
+
+        def step() -> None:
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+
+        step()
+        said[rank] = 1
+        processes.wait_until(lambda: said[1 - rank] >= 1, 60)
+        if rank:
+            step()
+            optimizer.close()
+            return "", 0.0
+        with torch.no_grad():
+            weight.fill_(7.0)  # the best weights, say
+        ends: dict[str, Callable[[], Any]] = {
+            "wait_for_others": optimizer.wait_for_others,
+            "unwrap": optimizer.unwrap,
+            "wrap": lambda: fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), sync="asp", timeout_s=30),
+        }
+        with pytest.raises(fastps.ParameterChangedError) as caught:
+            ends[end]()
+        optimizer.close()
+        return str(caught.value), float(weight[0])
+
+    (sentence, value), _ = processes.results(processes.start_job(work, 2), 60)
+    assert "written to outside of step()" in sentence
+    assert "after the training call close() first" in sentence
+    assert value == 7.0
+
+
 def test_writes_into_private_weights_are_gone_after_the_block_and_others_are_refused() -> None:
     model = new_model()
     with fastps.DistributedOptimizer(_momentum(model.parameters())) as optimizer:
