@@ -24,7 +24,9 @@ _CURE = (
 )
 _OTHER_WEIGHTS = (
     "to evaluate other weights use `with optimizer.shown_weights(tensors)`, to change the job's weights for all workers call"
-    " optimizer.replace_weights(tensors)"
+    " optimizer.replace_weights(tensors), and to go on with others after the training call close() first; to perturb and"
+    " restore them between steps (SAM) do so inside `with optimizer.private_weights():`, backward included, and call step()"
+    " after the block"
 )
 
 
@@ -176,6 +178,6 @@ def write_error(name: str, *, is_undone: bool, has_moved: bool) -> ParameterChan
         )
     return ParameterChangedError(
         f"parameter {name!r} was written to outside of step() (in place, or by load_state_dict): other workers read the same"
-        f" memory; {_OTHER_WEIGHTS}; to perturb and restore them between steps (SAM) do so inside `with"
-        " optimizer.private_weights():`, backward included; and avoid layers that renormalize their weights (max_norm)"
+        f" memory; {_OTHER_WEIGHTS}; register parametrizations before wrapping, and avoid layers that renormalize their"
+        " weights (max_norm)"
     )

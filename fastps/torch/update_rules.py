@@ -39,6 +39,10 @@ _REFUSED = {
 _HINTS = dict.fromkeys(
     ("rwsadagrad", "rowwiseadagrad"), "; fastps.RowWiseAdagradOptimizer has that of DLRM's RWSAdagrad, for tables"
 )
+_OWN = (
+    "; wrap one of these, with what your step() does before the update in a hook (register_step_pre_hook), or write a rule of"
+    " your own (docs/how-to/own-rule.md)"
+)
 _KNOWN: dict[type, str] = {getattr(torch.optim, kind): name for name, row in UPDATE_RULES.items() for kind in row.optimizers}
 _KNOWN[RowWiseAdagradOptimizer] = "row_wise_adagrad"
 
@@ -64,7 +68,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
         raise UnsupportedError(
             f"expected torch.optim.{', '.join(known.__name__ for known in _KNOWN if known is not RowWiseAdagradOptimizer)}, a"
             f" fastps.RowWiseAdagradOptimizer or a fastps.RuleOptimizer, found {kind.__module__}.{kind.__qualname__}: the fold"
-            f" does not know its arithmetic{_HINTS.get(name.lower(), '')}"
+            f" does not know its arithmetic{_HINTS.get(name.lower(), _OWN)}"
         )
     for option, level in _WITHOUT_EFFECT.items():
         if any(group.get(option) for group in optimizer.param_groups):
@@ -95,7 +99,10 @@ def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
     row = _row_of(rule)
     for plane, option in row.only_with.items():
         if group.get(option) and plane not in rule.planes:
-            raise UnsupportedError(f"{option} was off when the optimizer was wrapped and is not now: set it before wrapping")
+            raise UnsupportedError(
+                f"{option} was off when the optimizer was wrapped and is not now: set it before wrapping; in a running job"
+                " every worker, after the same step, calls inner = optimizer.unwrap(), sets it, and wraps inner again"
+            )
     return row.hyper(_with_precision(group, [tensor.dtype for tensor in group["params"]]))
 
 
@@ -313,6 +320,8 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
 
 def _why_not(parameter: torch.Tensor) -> str:
     """Why a parameter cannot be in the arena: its dtype, its layout, its device, or gaps; "" if it can."""
+    if torch.nn.parameter.is_lazy(parameter):
+        return "expected a shape, found a lazy layer that has none yet: run the model once (a forward pass) before wrapping"
     if parameter.layout is not torch.strided:
         return f"expected a dense tensor, found {parameter.layout}; sparse is not supported"
     if parameter.dtype not in PARAMETER_TYPES:

@@ -210,6 +210,36 @@ def test_weights_that_are_written_to_after_the_last_step_are_told_of_at_the_end(
     assert "parameter 'weight' was written to after the last step()" in caplog.text
 
 
+def test_a_step_that_refuses_a_write_is_the_last_word_about_it(caplog: pytest.LogCaptureFixture) -> None:
+    model, inner = _fresh(MAKERS["momentum"])
+    refused = pytest.raises(fastps.ParameterChangedError, match=r"SAM\) do so inside `with optimizer.private_weights\(\)")
+    with refused, fastps.DistributedOptimizer(inner, model=model) as optimizer:
+        _train(model, optimizer, range(2))
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        _train(model, optimizer, range(2, 3))
+    assert "written to" not in caplog.text
+
+
+def test_a_lazy_layer_without_a_shape_is_refused_by_name_and_trains_after_a_forward() -> None:
+    model = torch.nn.Sequential(torch.nn.LazyLinear(1))
+    with pytest.raises(fastps.UnsupportedError, match=r"parameter '0.weight': expected a shape.*forward pass"):
+        fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    model(torch.ones(2, 3))
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model) as optimizer:
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        assert optimizer.version == 1
+
+
+def test_a_subclass_of_a_known_optimizer_is_refused_with_what_to_write_instead() -> None:
+    class Clipped(torch.optim.SGD):
+        pass
+
+    with pytest.raises(fastps.UnsupportedError, match=r"Clipped: .*register_step_pre_hook\), or write a rule of your own"):
+        fastps.DistributedOptimizer(Clipped([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+
+
 @pytest.mark.parametrize("ending", ["return", "raise", "exit"])
 def test_a_child_that_multiprocessing_made_leaves_when_it_ends(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
