@@ -116,6 +116,8 @@ class PinnedVersion:
             state = [found[2] for found in pinned]
             self._copy = store.copy_version([found[1] for found in pinned], state)
             self.description = self._described(pinned, param_groups, extra)
+            if home is None and self.description["clocks"][worker.rank : worker.rank + 1] == [-1]:
+                self.description["clocks"][worker.rank] = worker.steps  # it has left
             if store.tables:
                 self._copy_tables()
         except BaseException:

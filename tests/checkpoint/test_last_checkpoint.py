@@ -45,6 +45,20 @@ def test_a_job_that_ends_leaves_a_checkpoint_of_its_last_version(waits: bool, tm
     assert _versions(tmp_path)[-1] == 5
 
 
+@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:3"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_job_that_resumes_a_last_checkpoint_begins_at_the_step_of_its_end(waits: bool, sync: str, tmp_path: Path) -> None:
+    """Also where the worker that wrote it had left, as after `wait_for_others`, so that no worker was in the job any more."""
+    model, optimizer = _job(tmp_path, sync=sync)
+    _step(model, optimizer, 5)
+    if waits:
+        optimizer.wait_for_others()
+    optimizer.close()
+    _, resumed = _job(tmp_path, resume=tmp_path, sync=sync)
+    assert (resumed.worker.steps, resumed.version) == (5, 5)
+    resumed.close()
+
+
 def test_a_version_that_is_written_is_not_written_again(tmp_path: Path) -> None:
     model, optimizer = _job(tmp_path)
     _step(model, optimizer)
