@@ -137,9 +137,9 @@ def train(arguments: argparse.Namespace, model: Gpt, optimizer: fastps.Distribut
     begun, rank, workers = optimizer.worker.steps, fastps.rank(), fastps.world_size()
     if begun:
         print(f"worker {rank} goes on at step {begun}", flush=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: share_of_rate(step, arguments.steps), last_epoch=begun - 1 if begun else -1
-    )
+    for group in optimizer.param_groups:
+        group["lr"] = group.get("initial_lr", group["lr"])  # that of a resumed job is its last one
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(begun + step, arguments.steps))
     began = time.perf_counter()
     for step in range(begun, arguments.until or arguments.steps):
         optimizer.zero_grad()

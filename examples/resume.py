@@ -18,7 +18,11 @@ optimizer = fastps.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=
 begun = optimizer.worker.steps  # 0, or the checkpoint's step, or for a replacement the slowest worker's step
 if begun:
     print(f"worker {fastps.rank()} goes on at step {begun}, version {optimizer.version}")
-schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100, 0.5, last_epoch=begun - 1 if begun else -1)
+for group in optimizer.param_groups:
+    group["lr"] = group.get("initial_lr", group["lr"])  # a checkpoint has the first learning rate, too
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100, 0.5)
+for _ in range(begun):
+    schedule.step()
 
 for step in range(begun, steps):
     # The step's number determines its batch, so a resumed step reads the same batch.

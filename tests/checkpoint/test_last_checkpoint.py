@@ -59,6 +59,33 @@ def test_a_job_that_resumes_a_last_checkpoint_begins_at_the_step_of_its_end(wait
     resumed.close()
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["StepLR", "ExponentialLR", "CosineAnnealingLR", "LinearLR", "OneCycleLR"])
+def test_a_schedule_that_is_stepped_to_where_a_resumed_job_begins_has_its_learning_rate(kind: str, tmp_path: Path) -> None:
+    def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        options: dict[str, dict[str, Any]] = {
+            "StepLR": {"step_size": 2}, "ExponentialLR": {"gamma": 0.5}, "CosineAnnealingLR": {"T_max": 9}, "LinearLR": {},
+            "OneCycleLR": {"max_lr": 0.1, "total_steps": 9, "cycle_momentum": False},
+        }  # fmt: skip
+        made: torch.optim.lr_scheduler.LRScheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, **options[kind])
+        return made
+
+    model, optimizer = _job(tmp_path)
+    schedule = schedule_of(optimizer)
+    for _ in range(3):
+        _step(model, optimizer)
+        schedule.step()
+    optimizer.close()
+    _, resumed = _job(tmp_path, resume=tmp_path)
+    for group in resumed.param_groups:
+        group["lr"] = group.get("initial_lr", group["lr"])
+    schedule = schedule_of(resumed)
+    for _ in range(resumed.worker.steps):
+        schedule.step()
+    assert resumed.param_groups[0]["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
+    resumed.close()
+
+
 def test_a_version_that_is_written_is_not_written_again(tmp_path: Path) -> None:
     model, optimizer = _job(tmp_path)
     _step(model, optimizer)
