@@ -157,7 +157,7 @@ def test_gpus_without_peer_access_are_refused_by_name(out_of_reach: set[str]) ->
         with store.use(HostDevice(GPUS[rank], faults=Faults(unreachable=others))), store.attach(rank) as worker:
             worker.wait_for_others()
 
-    with make_store(fastps.SGD(lr=0.1), "asp", GPUS[:2], shards=2).with_timeout(5) as store:
+    with make_store(fastps.SGD(lr=0.1), "asp", GPUS[:2], shards=2).with_timeout(20) as store:
         children = processes.start_each(join, 2)
         processes.finish(children, 40)
     assert all(child.exit_code == 1 for child in children)
