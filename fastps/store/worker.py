@@ -265,9 +265,10 @@ class Worker(AttachedLane):
         """
         if self.forked or self.closed:
             self._refuse()
-        if self.lane.posts == self._pulled_at:
+        posts = self.lane.posts
+        if posts == self._pulled_at:
             self._pull_again()
-        self._pulled_at = self.lane.posts
+        self._pulled_at = posts
         if self.driver is not None and not self.driver.is_over:
             return self.buffers  # of the driver's last word
         if self._background is not None:

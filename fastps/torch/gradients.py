@@ -143,7 +143,9 @@ class Gradients:
         A script may also have pointed p.grad at other memory (p.grad.data = tensor), although it is the tensor over the slot.
         Returns the bitmap of the parameters that have a gradient.
         """
-        self.is_apart, self._dropped = False, set()
+        self.is_apart = False
+        if self._dropped:
+            self._dropped = set()
         if self._lends and self._loops.other_gradient(self._prepared[slot]) < 0:
             self.present = self._everything
             return self._whole

@@ -34,6 +34,8 @@ class _Entry(dict[str, Any]):
 class JobState(defaultdict[Any, Any]):
     """Each parameter's entry in torch's state. An ordinary defaultdict until `attach`, and after `detach`."""
 
+    __slots__ = ("_added", "_earlier", "_earlier_entries", "_keys", "_lent", "_names", "_read", "is_lent")  # read in each step
+
     def __init__(self, entries: Mapping[Any, Entry] | None = None) -> None:
         super().__init__(dict, entries or {})
         self.is_lent = False  # whether a script may have written to it, or to tensors that it took from it

@@ -231,10 +231,10 @@ class DistributedOptimizer(OptimizerState):
         stays the same and every p.grad is still set. Keep no such p.grad after `step()` without a copy. Raises UsageError with
         a 16-bit `push_dtype` or with a staged model.
         """
-        gradients, worker = self._job.gradients, self._job.worker
-        if gradients.is_apart:
-            worker.advance()
-        gradients.expose(worker.lane.slot)
+        job = self._job
+        if job.gradients.is_apart:
+            job.worker.advance()
+        job.gradients.expose(job.worker.lane.slot)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -290,8 +290,9 @@ class DistributedOptimizer(OptimizerState):
         if job.equal_gradients.is_on:
             job.equal_gradients.compare(slot)
         scale, skipped = 1.0, False
-        if "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
-            scale, skipped = loss_scaling(self.__dict__)  # only a GradScaler's step sets them
+        attributes = self.__dict__
+        if "grad_scale" in attributes or "found_inf" in attributes:
+            scale, skipped = loss_scaling(attributes)  # only a GradScaler's step sets them
         if job.is_late:
             skipped = skipped or job.begins_void()
         clip = gradients.clip_factor(job.clip, scale) if job.clip else 1.0
