@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -99,7 +98,8 @@ class NodeLanes:
         for number in self.cut.numbers(step):
             part, worker = self.parts[number], self._workers[number]
             with self._changed:
-                self._changed.wait_for(partial(self._is_posted_or_aborted, step, number))
+                while self.is_missing(step, number) and not self._is_aborted:
+                    self._changed.wait()
                 if self._is_aborted:
                     raise LinkLostError("the rest of a push did not come")
             if self._pulled[number] < step:
@@ -108,9 +108,6 @@ class NodeLanes:
                 worker.pull()
                 self._pulled[number] = step
             yield part, _weights(worker)
-
-    def _is_posted_or_aborted(self, step: int, part: int) -> bool:
-        return self._is_aborted or not self.is_missing(step, part)
 
     def last(self) -> Iterator[tuple[Part, list[Memory]]]:
         """Leave all parts, wait for the other nodes in each, and pull the final weights. May be called again.

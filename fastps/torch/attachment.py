@@ -123,10 +123,9 @@ class Attachment:
 
     def take_weights(self, written: Collection[int] = ()) -> None:
         """Update every parameter to the newest version. Autograd is told of those that this worker has `written`."""
-        if not self.has_begun:
-            if self._stays_own():
-                return
-            self._first = None
+        if not self.has_begun and self._stays_own():
+            return
+        self._first = None
         self.placement.pull(self.weights, self.worker, written)
         if self.has_begun or not self.placement.shows_arena:
             return
