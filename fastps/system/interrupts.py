@@ -44,10 +44,10 @@ def deferred_interrupts(note: Callable[[int, object], object]) -> Iterator[None]
 def ignored_by_children() -> Iterator[None]:
     """Processes that start within this context ignore SIGINT: this process ends them, and they print no traceback.
 
-    A KeyboardInterrupt comes at its end: in the middle of a start, it would leave a process that waits for what it is to do.
+    KeyboardInterrupt is raised at the end of the context. In the middle of a start it would leave a child without its work.
     """
     resource_tracker.ensure_running()  # its start, with that of the first process of multiprocessing, would unblock SIGINT
-    with deferred_interrupts(lambda number, frame: None):  # which a library's thread may get, although this one blocks it
+    with deferred_interrupts(lambda number, frame: None):  # a library's thread may get SIGINT, although this one blocks it
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             yield

@@ -34,7 +34,7 @@ class _Entry(dict[str, Any]):
 class JobState(defaultdict[Any, Any]):
     """Each parameter's entry in torch's state. An ordinary defaultdict until `attach`, and after `detach`."""
 
-    __slots__ = ("_added", "_earlier", "_earlier_entries", "_keys", "_lent", "_names", "_read", "is_lent")  # read in each step
+    __slots__ = ("_added", "_earlier", "_earlier_entries", "_keys", "_lent", "_names", "_read", "is_lent")  # for speed
 
     def __init__(self, entries: Mapping[Any, Entry] | None = None) -> None:
         super().__init__(dict, entries or {})

@@ -177,7 +177,7 @@ class DistributedOptimizer(OptimizerState):
         self._batch_size = batch_size
         self._samples = batch_size
         self._job.hook(refuse_calls(self._inner))
-        if worker.begun_at:  # else a schedule that the script steps to where the job is warns, too
+        if worker.begun_at:  # torch would warn of a schedule that the script steps to where the job is
             self._opt_called = True
         if checkpointing is not None:
             run, exact, version = self.run, self._placement.saves_share, partial(self._placement.saved_version, worker)
