@@ -4,17 +4,19 @@
 
 The real scheduler, lanes and arena on devices run a small job under `bsp` on stepped devices, which record all work on streams:
 what waits for what, and what each piece reads and writes where. The bytes are then scaled to a large model, and the work is
-laid out in time: pieces run as soon as their stream and events allow; those that need the same memory or link share it equally.
+laid out in time: pieces run as soon as their stream and events allow; those that need the same memory or link share it equally,
+and what one of them cannot use, because a link holds it back, say, is shared by the others.
 
 A backward pass of a given length may precede each push; the gradients of the shards appear evenly, from the last to the first.
-It takes its time, and no bandwidth. What the model leaves out: forward passes, launches, latencies, and the bandwidth of the
-host's own memory.
+It takes its time, and no bandwidth. What the model leaves out: forward passes, the copy of gradients into the slot, launches,
+latencies, and the bandwidth of the host's own memory.
 """
 
+import math
 import os
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from fastps.device.arena import DeviceArena
@@ -75,11 +77,6 @@ class Piece:
     number: int = 0
     step: int = 0
     seconds: float = 0.0
-
-    def lasts(self, speeds: Speeds, users: Mapping[str, int], scale: float) -> float:
-        """How many seconds it takes while `users` pieces share each resource."""
-        shared = [size * scale * users[name] / speeds.of(name) for name, size in self.traffic.items()]
-        return max([self.seconds, *shared])
 
 
 @dataclass(frozen=True)
@@ -304,7 +301,7 @@ class _Running:
 def lay_out(streams: dict[int, list[Piece]], speeds: Speeds, scale: float = 1.0) -> Iterator[tuple[float, float, list[Piece]]]:
     """Yield (begin, end, the pieces that run) of each stretch of time in which the same work runs.
 
-    A resource is shared equally by the pieces that need it. Raises DeviceError for work that waits for what never happens.
+    Raises DeviceError for work that waits for what never happens.
     """
     places, done = dict.fromkeys(streams, 0), defaultdict[int, int](int)
     running: dict[int, _Running] = {}
@@ -313,11 +310,7 @@ def lay_out(streams: dict[int, list[Piece]], speeds: Speeds, scale: float = 1.0)
         _start(streams, places, done, running)
         if not running:
             break
-        users = defaultdict[str, int](int)
-        for each in running.values():
-            for resource in each.piece.traffic:
-                users[resource] += 1
-        rates = {stream: 1 / each.piece.lasts(speeds, users, scale) for stream, each in running.items()}
+        rates = dict(zip(running, _rates([each.piece for each in running.values()], speeds, scale), strict=True))
         lasts = min(each.left / rates[stream] for stream, each in running.items())
         yield now, now + lasts, [each.piece for each in running.values()]
         now += lasts
@@ -328,6 +321,28 @@ def lay_out(streams: dict[int, list[Piece]], speeds: Speeds, scale: float = 1.0)
                 places[stream] += 1
     if any(places[stream] < len(pieces) for stream, pieces in streams.items()):
         raise DeviceError("expected all work to come to its end, found some that waits for what never happens")
+
+
+def _rates(pieces: list[Piece], speeds: Speeds, scale: float) -> list[float]:
+    """How much of each piece, 1 for all of it, is done in a second while all of them run.
+
+    Each gets an equal share of every resource that it needs, and uses it as far as its scarcest one allows. What is left over
+    is shared in the same way again, until some resource of each piece is used up.
+    """
+    users = Counter(resource for piece in pieces for resource in piece.traffic)
+    unused = {resource: speeds.of(resource) for resource in users}
+    rates = [0.0] * len(pieces)
+    gains = [math.inf]
+    while max(gains) > 1e-9 * max(rates):
+        gains = []
+        for piece, rate in zip(pieces, rates, strict=True):
+            limits = [unused[resource] / users[resource] / (size * scale) for resource, size in piece.traffic.items()]
+            gains.append(min([*limits, 1 / piece.seconds - rate] if piece.seconds else limits))
+        for number, (piece, gain) in enumerate(zip(pieces, gains, strict=True)):
+            rates[number] += gain
+            for resource, size in piece.traffic.items():
+                unused[resource] -= size * scale * gain
+    return rates
 
 
 def _start(streams: dict[int, list[Piece]], places: dict[int, int], done: dict[int, int], running: dict[int, _Running]) -> None:
