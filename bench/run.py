@@ -15,6 +15,6 @@ def run(name: str, options: BenchOptions) -> list[Row]:
         raise UsageError(f"expected one of {', '.join((*BENCHES, *ALONE))}, all; found {name!r}")
     on_gpu = {"kernels": options.backend == "cuda", "step": options.device == "cuda"}
     chosen = BENCHES if name == "all" else (name,)
-    wanted = [each + "_cuda" * on_gpu.get(each, False) for each in chosen]
+    wanted = [f"gpu.{each}_cuda" if on_gpu.get(each) else each for each in chosen]
     modules = [importlib.import_module(f"fastps.bench.{each}") for each in wanted]
     return [row for module in modules for row in module.measure(options)]

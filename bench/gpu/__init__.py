@@ -1,4 +1,4 @@
-"""fastps.bench.gpu: the GPU check as a whole: its parts' processes, its report, the machine around it, and what joins GPUs.
+"""fastps.bench.gpu: what runs on a GPU: the check with its parts, processes and report, and the benchmarks' sides on CUDA.
 
-Border: it starts no jobs of workers; parts of the check do, in their own processes. Arrows: it imports fastps.
+Border: what a benchmark measures without a GPU, too, is a level up. Arrows: it imports fastps and its parent.
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fastps.bench.device_fold import DeviceFold
+from fastps.bench.gpu.device_fold import DeviceFold
 from fastps.bench.gpu.report import not_run
 from fastps.bench.measure import Row, interleaved, repeated
 from fastps.device.cuda import CudaDevice

@@ -66,7 +66,7 @@ PARTS = {
     "step with overlap": Part(900),
     "compute-sanitizer": Part(1800, tool=("compute-sanitizer", "--error-exitcode", "9"), in_quick=False),
 }
-COMMAND = (sys.executable, "-m", "fastps.bench.gpu_check")
+COMMAND = (sys.executable, "-m", "fastps.bench.gpu.check")
 
 
 def check(report: Report, settings: Settings, tell: Callable[[str], object]) -> int:

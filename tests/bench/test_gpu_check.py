@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastps.bench import exact, gpu_check, kernels_cuda
-from fastps.bench.gpu import run
+from fastps.bench.gpu import check as gpu_check
+from fastps.bench.gpu import exact, kernels_cuda, run
 from fastps.bench.gpu.report import Report
-from fastps.bench.gpu_worker import GRADIENT, LEARNING_RATE, GpuJob, first_weights
+from fastps.bench.gpu.worker import GRADIENT, LEARNING_RATE, GpuJob, first_weights
 from fastps.bench.measure import SMOKE
 from fastps.device.cuda import CudaDevice
 from fastps.diagnostics import gpu

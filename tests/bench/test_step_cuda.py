@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastps.bench import step, step_cuda
+from fastps.bench import step
+from fastps.bench.gpu import step_cuda
 from fastps.bench.peers import Job
 from fastps.lab.gpus.cuda_on_host import HostCuda
 

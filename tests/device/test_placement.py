@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastps.bench import step_cuda
+from fastps.bench.gpu import step_cuda
 from fastps.cli.main import app
 from fastps.device import placement
 from fastps.diagnostics import gpu as doctor_gpu

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import fastps
-from fastps.bench import gpu_check, gpu_worker, peers, step_cuda
+from fastps.bench import peers
+from fastps.bench.gpu import check as gpu_check
+from fastps.bench.gpu import step_cuda
+from fastps.bench.gpu import worker as gpu_worker
 from fastps.device import cuda
 from fastps.device.placement import gpus_of_workers, placement
 from fastps.diagnostics import gpu

@@ -7,7 +7,7 @@ work.
 
 import numpy as np
 
-from fastps.bench.device_fold import DeviceFold
+from fastps.bench.gpu.device_fold import DeviceFold
 from fastps.bench.kernels import BETA2, EPSILON, KERNELS, LEARNING_RATE, MOMENTUM, Kernel
 from fastps.bench.measure import BenchOptions, Row, check, interleaved, repeated, whole_lines
 from fastps.device.cuda import CudaDevice

@@ -1,4 +1,4 @@
-"""What `fastps gpu-check` checks, part by part; it runs each part as `python -m fastps.bench.gpu_check NAME SETTINGS FILE`.
+"""What `fastps gpu-check` checks, part by part; it runs each part as `python -m fastps.bench.gpu.check NAME SETTINGS FILE`.
 
 Parts check each kernel against double precision, the kernels' bandwidth, processes on one GPU through CUDA IPC against the
 CPU path, training on real images, and a step beside other ways to synchronize. With several GPUs they check each pair's peer
@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from fastps.bench import exact, kernels_cuda, step_cuda
-from fastps.bench.device_fold import DeviceFold
+from fastps.bench.gpu import exact, kernels_cuda, step_cuda
+from fastps.bench.gpu.device_fold import DeviceFold
 from fastps.bench.gpu.peers import check_folds, check_pairs, devices_of
 from fastps.bench.gpu.run import Settings
-from fastps.bench.gpu_worker import GRADIENT, LEARNING_RATE, GpuJob, first_weights, save
+from fastps.bench.gpu.worker import GRADIENT, LEARNING_RATE, GpuJob, first_weights, save
 from fastps.bench.measure import BenchOptions, Row
 from fastps.device.arena import FiniteCheck
 from fastps.device.cuda import CudaDevice
@@ -45,7 +45,7 @@ LEAST_ACCURACY = 0.85
 CASES = (("bsp", "momentum"), ("bsp", "adam"), ("dssp:1,4", "sgd"), ("asp", "sgd"))  # sync and optimizer of a two-process job
 
 UPDATES = examples()  # by name
-WORKER = (sys.executable, "-m", "fastps.bench.gpu_worker")  # and a file of jobs
+WORKER = (sys.executable, "-m", "fastps.bench.gpu.worker")  # and a file of jobs
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fastps.bench import step
-from fastps.bench.device_fold import DeviceFold
+from fastps.bench.gpu.device_fold import DeviceFold
 from fastps.bench.measure import BenchOptions, Row
 from fastps.bench.member import load_torch
 from fastps.bench.peers import LEARNING_RATE, MOMENTUM, Fastps, Job, Peer, averaging_sgd, bucketed, reduce_buckets

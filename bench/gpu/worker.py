@@ -1,4 +1,4 @@
-"""A worker of the GPU check: `python -m fastps.bench.gpu_worker JOBS.json`, started by fastps' own launcher.
+"""A worker of the GPU check: `python -m fastps.bench.gpu.worker JOBS.json`, started by fastps' own launcher.
 
 It uses fixed gradients, which do not depend on the weights, so that runs on a GPU and on the CPU are comparable number by
 number, or trains on real images. It runs several jobs, one after the other, because its start takes longer than a job. Its
