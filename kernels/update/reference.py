@@ -27,7 +27,11 @@ from fastps.kernels.update.fold import RULES as NUMBERS
 
 Floats = npt.NDArray[Any]
 """An array of float32 or of float64."""
-Apply = Callable[..., tuple[Floats, Sequence[Floats]]]
+Planes = Sequence[Floats]
+"""A parameter's optimizer-state tensors, as the rule's docstring names them."""
+Applied = tuple[Floats, Planes]
+"""The weight and the state after one application of a rule."""
+Apply = Callable[..., Applied]
 
 
 class Hyper(NamedTuple):
@@ -105,17 +109,13 @@ def _sum_to_odd(a: Floats, b: Floats) -> Floats:
     return total
 
 
-def sgd(
-    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
-) -> tuple[Floats, list[Floats]]:
+def sgd(weight: Floats, state: Planes, gradient: Floats, hyper: Hyper, learning_rate: float, steps: int) -> Applied:
     """Apply torch.optim.SGD once, as its single-tensor form does; state: [momentum buffer], or [] without one.
 
     Without momentum the state stays unchanged. At a parameter's first step the buffer is the gradient, undampened.
     """
     real = weight.dtype.type
-    step = gradient
-    if hyper.weight_decay:
-        step = fused_multiply_add(weight, real(hyper.weight_decay), step)
+    weight, step = decayed(weight, gradient, hyper, learning_rate)
     state = list(state)
     if hyper.momentum:
         buffer = step
@@ -126,9 +126,7 @@ def sgd(
     return fused_multiply_add(step, real(-learning_rate), weight), state
 
 
-def adam(
-    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
-) -> tuple[Floats, list[Floats]]:
+def adam(weight: Floats, state: Planes, gradient: Floats, hyper: Hyper, learning_rate: float, steps: int) -> Applied:
     """Apply torch.optim.Adam (AdamW under HYPER_DECOUPLED) once, as its single-tensor form does.
 
     State: [mean, square], and the largest square so far for HYPER_AMSGRAD; without it that tensor stays unchanged.
@@ -156,7 +154,7 @@ def decayed(weight: Floats, gradient: Floats, hyper: Hyper, learning_rate: float
     return weight, gradient
 
 
-def means(state: Sequence[Floats], step: Floats, hyper: Hyper) -> tuple[Floats, Floats]:
+def means(state: Planes, step: Floats, hyper: Hyper) -> tuple[Floats, Floats]:
     """Return the means of gradients and of their squares, moved towards this step's."""
     real = step.dtype.type
     mean = lerp(state[0], step, real(1 - hyper.beta1))
@@ -177,23 +175,17 @@ def lerp(start: Floats, end: Floats, fraction: Any) -> Floats:
     return fused_multiply_add(fraction - real(1), end - start, end)
 
 
-def adagrad(
-    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
-) -> tuple[Floats, list[Floats]]:
+def adagrad(weight: Floats, state: Planes, gradient: Floats, hyper: Hyper, learning_rate: float, steps: int) -> Applied:
     """Apply torch.optim.Adagrad once, as its single-tensor form does; state: [sum of squares]."""
     real = weight.dtype.type
-    step = gradient
-    if hyper.weight_decay:
-        step = fused_multiply_add(weight, real(hyper.weight_decay), step)
+    weight, step = decayed(weight, gradient, hyper, learning_rate)
     total = fused_multiply_add(step, step, state[0])
     rate = learning_rate / (1 + steps * hyper.learning_rate_decay)
     weight = weight + np.divide(step * real(-rate), np.sqrt(total) + real(hyper.epsilon))
     return weight, [total]
 
 
-def rmsprop(
-    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
-) -> tuple[Floats, list[Floats]]:
+def rmsprop(weight: Floats, state: Planes, gradient: Floats, hyper: Hyper, learning_rate: float, steps: int) -> Applied:
     """Apply torch.optim.RMSprop once, as its single-tensor form does; its alpha is beta2.
 
     State: [square average], [.., momentum buffer] or [.., .., gradient average]; tensors that a group does not use stay
@@ -201,9 +193,7 @@ def rmsprop(
     """
     real = weight.dtype.type
     state = list(state)
-    step = gradient
-    if hyper.weight_decay:
-        step = fused_multiply_add(weight, real(hyper.weight_decay), step)
+    weight, step = decayed(weight, gradient, hyper, learning_rate)
     state[0] = fused_multiply_add(real(1 - hyper.beta2) * step, step, state[0] * real(hyper.beta2))
     variance = state[0]
     if hyper.flags & HYPER_CENTERED:
@@ -229,9 +219,7 @@ def momentum(beta1: float, decay: float, step: int) -> float:
     return beta1 * (1.0 - 0.5 * math.pow(0.96, step * decay))
 
 
-def nadam(
-    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
-) -> tuple[Floats, list[Floats]]:
+def nadam(weight: Floats, state: Planes, gradient: Floats, hyper: Hyper, learning_rate: float, steps: int) -> Applied:
     """Apply torch.optim.NAdam once, as its single-tensor form does; its momentum decay is the learning rate's.
 
     State: [mean, square].
@@ -250,9 +238,7 @@ def nadam(
     return weight + np.divide(mean * mean_rate, root), [mean, square]
 
 
-def radam(
-    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
-) -> tuple[Floats, list[Floats]]:
+def radam(weight: Floats, state: Planes, gradient: Floats, hyper: Hyper, learning_rate: float, steps: int) -> Applied:
     """Apply torch.optim.RAdam once, as its single-tensor form does; state: [mean, square]."""
     real = weight.dtype.type
     weight, step = decayed(weight, gradient, hyper, learning_rate)
@@ -269,9 +255,7 @@ def radam(
     return weight - update, [mean, square]
 
 
-def adamax(
-    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
-) -> tuple[Floats, list[Floats]]:
+def adamax(weight: Floats, state: Planes, gradient: Floats, hyper: Hyper, learning_rate: float, steps: int) -> Applied:
     """Apply torch.optim.Adamax once, as its single-tensor form does; state: [mean, decayed maximum]."""
     real = weight.dtype.type
     weight, step = decayed(weight, gradient, hyper, learning_rate)
@@ -281,9 +265,7 @@ def adamax(
     return weight + np.divide(mean * real(-step_size), most), [mean, most]
 
 
-def adadelta(
-    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
-) -> tuple[Floats, list[Floats]]:
+def adadelta(weight: Floats, state: Planes, gradient: Floats, hyper: Hyper, learning_rate: float, steps: int) -> Applied:
     """Apply torch.optim.Adadelta once, as its single-tensor form does; its rho is beta2.
 
     State: [mean of the gradients' squares, mean of the changes' squares].
@@ -342,7 +324,7 @@ class Parameter(NamedTuple):
     """One parameter's values: weights, the rule's state planes, the moving average of the weights, and steps."""
 
     weight: Floats
-    planes: Sequence[Floats]
+    planes: Planes
     average: Floats | None
     steps: int
 
