@@ -1,13 +1,15 @@
 """The GPU kernels as host functions: the CUDA source, compiled by the C compiler through a shim.
 
 It serves the device in host memory (for tests, and machines without a GPU) and the comparison of the kernels with their oracle.
-The CPU fold is far faster.
+The CPU fold is far faster. It also says what the source's structs are, and computes coefficients as the CPU fold does.
 """
 
-cdef extern from "update/fold.h" nogil:
-    enum:
-        FPS_FOLD_SUM
-        FPS_FOLD_EACH
+from libc.stdint cimport int64_t
+
+from fastps.kernels.update.fold cimport FPS_FOLD_EACH, FPS_FOLD_SUM, fps_hyper, fps_hyper_of
+
+cdef extern from "update/fold_coefficients.h" nogil:
+    pass
 
 cdef extern from "cuda/fold.cu" nogil:
     enum:
@@ -59,6 +61,17 @@ if (FPS_DEVICE_SUM, FPS_DEVICE_EACH) != (FPS_FOLD_SUM, FPS_FOLD_EACH):
 
 cdef extern from *:
     """
+    #define FPS_SAME(name) .name = by.name
+    static fps_device_coefficients fps_device_coefficients_of(int rule, const fps_hyper *hyper, double learning_rate,
+                                                              double scale, int64_t steps) {
+        const fps_coefficients by = fps_coefficients_of(rule, hyper, learning_rate, scale, steps);
+        return (fps_device_coefficients){
+            FPS_SAME(scale), FPS_SAME(weight_decay), FPS_SAME(shrink), FPS_SAME(momentum), FPS_SAME(undampened),
+            FPS_SAME(minus_rate), FPS_SAME(beta2), FPS_SAME(one_minus_beta2), FPS_SAME(root_correction2), FPS_SAME(epsilon),
+            FPS_SAME(gradient_rate), FPS_SAME(correction), FPS_SAME(rectification), .lerp_fraction = by.lerp.fraction,
+            .flags = by.flags | (by.lerp.is_small ? FPS_BY_SMALL_LERP : 0)};
+    }
+
     typedef struct { const char *name; fps_kernel kernel; } fps_named_kernel;
     #define FPS_NAMED(name) {#name, name},
     #define FPS_NAMED_FOLDS(number, NAME, name, ...) \
@@ -75,8 +88,24 @@ cdef extern from *:
     const fps_named_kernel fps_kernels[]
     enum:
         FPS_KERNEL_COUNT
+    fps_device_coefficients fps_device_coefficients_of(
+        int rule, const fps_hyper *hyper, double learning_rate, double scale, int64_t steps)
 
 _PLACES = {fps_kernels[place].name.decode(): place for place in range(FPS_KERNEL_COUNT)}
+
+
+def coefficients_of(int rule, hyper, double learning_rate, double scale, int64_t steps):
+    """Return the bytes of the coefficients of one application of a rule after `steps` others.
+
+    `hyper`: a 9-tuple as in the CPU's `fold`. The learning rate and the gradient's scale are the final ones.
+
+    >>> import numpy as np
+    >>> float(np.frombuffer(coefficients_of(0, (0.5, 0, 0, 0, 0, 0, 0, 0, 0), 0.25, 3.0, 0), np.float32)[0])
+    3.0
+    """
+    cdef fps_hyper words = fps_hyper_of(hyper)
+    cdef fps_device_coefficients by = fps_device_coefficients_of(rule, &words, learning_rate, scale, steps)
+    return (<const char *> &by)[:sizeof(by)]
 
 
 def launch(str kernel, const unsigned char[::1] argument, int blocks, int threads=256):

@@ -25,7 +25,6 @@ from fastps.kernels.update.fold import (
     MOST_PLANES,
     RULE_USER,
     RULES,
-    coefficients_of,
     planes_needed,
 )
 
@@ -49,31 +48,6 @@ _COPY_BLOCKS = 264  # of a copy: two for each multiprocessor of an H100
 _ALIGNMENT = 16  # of a table, in bytes, and of a segment's offset, in floats
 
 _TILE = np.dtype([("first", "<i8"), ("length", "<i4"), ("segment", "<i4")])
-_COEFFICIENTS = np.dtype(
-    [
-        *(
-            (name, "<f4")
-            for name in (
-                "scale",
-                "weight_decay",
-                "shrink",
-                "momentum",
-                "undampened",
-                "minus_rate",
-                "beta2",
-                "one_minus_beta2",
-                "root_correction2",
-                "epsilon",
-                "lerp_fraction",
-                "gradient_rate",
-                "correction",
-                "rectification",
-            )
-        ),
-        ("flags", "<i4"),
-    ]
-)
-_COEFFICIENTS_NAMES = _COEFFICIENTS.names or ()
 _CLASS = np.dtype([("first_entry", "<i4"), ("entries", "<i4"), ("coefficients", "<i4"), ("is_plain", "<i4")])
 _ENTRY = np.dtype([("gradient", "<u8"), ("coefficients", "<i4"), ("scale", "<f4")])
 _ARGS = np.dtype(
@@ -99,7 +73,6 @@ _RUN = np.dtype([("source", "<u8"), ("target", "<u8"), ("vectors", "<i8")])
 _COPY_ARGS = np.dtype([("count", "<i4"), ("blocks", "<i4"), ("runs", _RUN, (host_fold.COPY_RUNS,))])
 for _found, _expected in (
     (_TILE, host_fold.TILE_BYTES),
-    (_COEFFICIENTS, host_fold.COEFFICIENTS_BYTES),
     (_CLASS, host_fold.CLASS_BYTES),
     (_ENTRY, host_fold.ENTRY_BYTES),
     (_ARGS, host_fold.ARGS_BYTES),
@@ -259,7 +232,7 @@ class _Tables:
         self._scale, self._rate_scale = scale, rate_scale
         self.classes: list[tuple[int, ...]] = []
         self.entries: list[tuple[float, ...]] = []
-        self.coefficients: list[tuple[float, ...]] = []
+        self.coefficients: list[bytes] = []
 
     def add(self, group: int, steps: int, present: Sequence[int]) -> None:
         """Add a class: parameters of `group` with `steps` applications so far and a gradient in the pushes `present`."""
@@ -290,13 +263,12 @@ class _Tables:
     def _add_coefficients(self, hyper: tuple[float, ...], rate: float, scale: float, steps: int) -> None:
         if self._shape.rule == RULE_USER:
             # The scale, then the rule's numbers: its hyper-parameters, and how often it was applied.
-            row = (scale, rate, *hyper[1:STEP_PLACE], steps + 1)
-            self.coefficients.append((*row, *(0,) * (len(_COEFFICIENTS_NAMES) - len(row))))
+            numbers = np.array([scale, rate, *hyper[1:STEP_PLACE], steps + 1], np.float32)
+            self.coefficients.append(numbers.tobytes().ljust(host_fold.COEFFICIENTS_BYTES, b"\0"))
             return
         if planes_needed(self._shape.rule, hyper) > self._shape.rule_planes:
             raise ValueError(f"expected the planes that {hyper} needs, found {self._shape.rule_planes} planes of state")
-        made = coefficients_of(self._shape.rule, hyper, rate, scale, steps)
-        self.coefficients.append(tuple(made[name] for name in _COEFFICIENTS_NAMES))
+        self.coefficients.append(host_fold.coefficients_of(self._shape.rule, hyper, rate, scale, steps))
 
 
 @dataclass(frozen=True)
@@ -352,7 +324,7 @@ class _Fold:
             "class_of_segment": class_of_segment,
             "classes": np.array(tables.classes, _CLASS),
             "entries": np.array(tables.entries, _ENTRY),
-            "coefficients": np.array(tables.coefficients, _COEFFICIENTS),
+            "coefficients": np.frombuffer(b"".join(tables.coefficients), np.uint8),
         }
         head = {
             **{name: getattr(at, name) for name in ("weights_in", "weights_out", "state_in", "state_out", "halves_out")},

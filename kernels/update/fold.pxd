@@ -90,6 +90,7 @@ cdef class FoldScratch:
     cdef fps_fold_scratch *words
 
 
+cdef fps_hyper fps_hyper_of(hyper) except *
 cdef int fps_fold(const fps_fold_job *job, fps_fold_scratch *scratch, int64_t first, int64_t last) noexcept nogil
 cdef double fps_largest(
     const fps_fold_job *job, const fps_push *push, int64_t first, int64_t last, int32_t *parameter) noexcept nogil

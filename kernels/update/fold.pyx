@@ -25,38 +25,15 @@ cdef extern from "update/fold_run.h" nogil:
         FPS_ISA_AVX512
 
         FPS_RULE_NAMES
-        FPS_BY_SMALL_LERP
 
     ctypedef struct fps_rule_name:
         int number
+        int planes
         const char *name
 
-    ctypedef struct fps_lerp:
-        float fraction
-        int is_small
-
-    ctypedef struct fps_coefficients:
-        float scale
-        float weight_decay
-        float shrink
-        float momentum
-        float undampened
-        float minus_rate
-        float beta2
-        float one_minus_beta2
-        float root_correction2
-        float epsilon
-        float gradient_rate
-        float correction
-        float rectification
-        fps_lerp lerp
-        int flags
-
     const fps_rule_name fps_rule_names[]
-    int fps_most_planes(int rule)
     int fps_planes_needed(int rule, const fps_hyper *hyper)
     double fps_mu_product(double beta1, double decay, double steps, int is_double)
-    fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, double learning_rate, double scale, int64_t steps)
 
     ctypedef struct fps_tile_functions:
         pass
@@ -70,7 +47,7 @@ cdef extern from "update/fold_run.h" nogil:
                          int64_t last, int32_t *parameter)
 
 RULES = {fps_rule_names[index].name.decode(): fps_rule_names[index].number for index in range(FPS_RULE_NAMES)}
-MOST_PLANES = {number: fps_most_planes(number) for number in RULES.values()}
+MOST_PLANES = {fps_rule_names[index].number: fps_rule_names[index].planes for index in range(FPS_RULE_NAMES)}
 globals().update({f"RULE_{name.upper()}": number for name, number in RULES.items()})
 RULE_USER = FPS_RULE_USER
 RULE_SUMMING = FPS_RULE_SUMMING
@@ -337,28 +314,11 @@ def planes_needed(int rule, hyper):
     >>> planes_needed(RULES["sgd"], (0.1, 0.9, 0, 0, 0, 0, 0, 0, 0))
     1
     """
-    cdef fps_hyper words = _hyper_of(hyper)
+    cdef fps_hyper words = fps_hyper_of(hyper)
     needed = fps_planes_needed(rule, &words)
     if needed < 0:
         raise ValueError(f"expected a rule of {', '.join(RULES)}, found number {rule}")
     return needed
-
-
-def coefficients_of(int rule, hyper, double learning_rate, double scale, int64_t steps):
-    """Return by name the coefficients of one application of a rule after `steps` others, in single precision.
-
-    The learning rate and the gradient's scale are the final ones; `flags` are the bits of FPS_BY_.
-
-    >>> coefficients_of(RULES["sgd"], (0.5, 0, 0, 0, 0, 0, 0, 0, 0), 0.25, 1.0, 0)["minus_rate"]
-    -0.25
-    """
-    cdef fps_hyper words = _hyper_of(hyper)
-    cdef fps_coefficients by = fps_coefficients_of(rule, &words, learning_rate, scale, steps)
-    return {"scale": by.scale, "weight_decay": by.weight_decay, "shrink": by.shrink, "momentum": by.momentum,
-            "undampened": by.undampened, "minus_rate": by.minus_rate, "beta2": by.beta2,
-            "one_minus_beta2": by.one_minus_beta2, "root_correction2": by.root_correction2, "epsilon": by.epsilon,
-            "gradient_rate": by.gradient_rate, "correction": by.correction, "rectification": by.rectification,
-            "lerp_fraction": by.lerp.fraction, "flags": by.flags | (FPS_BY_SMALL_LERP if by.lerp.is_small else 0)}
 
 
 def mu_product(double beta1, double decay, int64_t steps, bint is_double=False):
@@ -370,7 +330,7 @@ def mu_product(double beta1, double decay, int64_t steps, bint is_double=False):
     return fps_mu_product(beta1, decay, <double> steps, is_double)
 
 
-cdef fps_hyper _hyper_of(hyper) except *:
+cdef fps_hyper fps_hyper_of(hyper) except *:
     cdef fps_hyper words
     memset(&words, 0, sizeof(words))
     (words.learning_rate, words.momentum, words.dampening, words.weight_decay, words.beta1, words.beta2, words.epsilon,

@@ -98,28 +98,15 @@ static void fps_correct_radam(fps_coefficients *by, const fps_hyper *hyper, doub
         by->rectification = (FPS_REAL)sqrt((rho - 4) * (rho - 2) * most / ((most - 4) * (most - 2) * rho));
 }
 
-/* The rows' names. */
+/* The rows' names, and the most state planes of each. */
 typedef struct {
-    int number;
+    int number, planes;
     const char *name;
 } fps_rule_name;
-#define FPS_RULE_NAME(number, NAME, name, ...) {number, #name},
+#define FPS_RULE_NAME(number, NAME, name, planes, ...) {number, planes, #name},
 static const fps_rule_name fps_rule_names[] = {FPS_UPDATE_RULES(FPS_RULE_NAME)};
 #undef FPS_RULE_NAME
 enum { FPS_RULE_NAMES = sizeof(fps_rule_names) / sizeof(fps_rule_names[0]) };
-
-/* The most state planes of a rule, or -1 for an unknown one. */
-static inline int fps_most_planes(int rule) {
-#define FPS_MOST_PLANES(number, NAME, name, planes, ...) \
-    case number: return planes;
-    switch (rule) {
-        FPS_UPDATE_RULES(FPS_MOST_PLANES)
-        case FPS_RULE_USER: return FPS_MAX_USER_PLANES;
-        case FPS_RULE_SUMMING: return FPS_MAX_USER_PLANES;
-    }
-#undef FPS_MOST_PLANES
-    return -1;
-}
 
 /* All flags of a rule's variants. */
 static inline int fps_kinds(int rule) {
@@ -132,7 +119,7 @@ static inline int fps_kinds(int rule) {
     return 0;
 }
 
-/* The planes that a variant writes, one bit each; a user's rule writes all. */
+/* The planes that a variant writes, one bit each; all for a number that no row has, as a user's rule's. */
 static inline int fps_writes(int rule, int flags) {
 #define FPS_WRITES(number, NAME, name, planes, at_once, writes, ...) \
     case number: return writes;
@@ -169,9 +156,9 @@ static inline int fps_flags_of(int rule, const fps_hyper *hyper, int64_t steps) 
  * counts, and all before: RMSprop's mean of gradients is the third plane also without a momentum buffer, the second. */
 static inline int fps_planes_needed(int rule, const fps_hyper *hyper) {
     if (FPS_IS_USERS(rule)) return 0;
-    if (fps_most_planes(rule) < 0) return -1;
-    unsigned written = (unsigned)fps_writes(rule, fps_flags_of(rule, hyper, 1));
-    return written ? 32 - __builtin_clz(written) : 0;
+    int written = fps_writes(rule, fps_flags_of(rule, hyper, 1));
+    if (written == ~0) return -1;
+    return written ? 32 - __builtin_clz((unsigned)written) : 0;
 }
 
 /* Hyper-parameters are doubles, as in Python; torch rounds each to the parameter's type where its kernel begins, and so does
