@@ -6,31 +6,11 @@ cursor, and counts what an observer may see: staleness, gaps, arrivals and the p
 
 cimport cython
 from libc.math cimport INFINITY, sqrt
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.base.atomics cimport fps_counter_get, fps_counter_set, fps_state_acquire
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.combining.lock_word cimport LockWord
 from fastps.kernels.combining.ring cimport lane_descriptor
-from fastps.kernels.combining.row_fold cimport RowFold
-from fastps.kernels.combining.shared_fold cimport SharedFold
-from fastps.kernels.scheduling.state cimport (
-    FOLD_EACH,
-    FOLD_IN_ORDER,
-    FOLD_QUORUM,
-    SCALE_BATCH,
-    SCALE_DIVISOR,
-    SCALE_LINEAR,
-    SCALE_SQUARE_ROOT,
-    SCALE_STALENESS,
-    policy_t,
-    scheduler_t,
-    state_folds,
-    state_mark_dirty,
-    state_workers,
-    worker_t,
-)
-from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.scheduling.state cimport *
 from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport FPS_FOLD_EACH, FPS_FOLD_SUM, FPS_MAX_PUSHES
 

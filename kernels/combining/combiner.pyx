@@ -7,47 +7,17 @@ Callers prove an owner dead before they recover its lock. Times come in descript
 Python object.
 """
 
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.combining.batch cimport Batch
-from fastps.kernels.combining.commit cimport (
-    COMBINE_AWAITING,
-    COMBINE_BAD_DESCRIPTOR,
-    COMBINE_BAD_STATE,
-    COMBINE_BUSY,
-    COMBINE_DONE,
-    COMBINE_FENCED,
-    Commit,
-)
-from fastps.kernels.combining.event_log cimport EVENT_TIMER, EventLog
-from fastps.kernels.combining.lane_reads cimport NOTHING, LaneReads
-from fastps.kernels.combining.lock_word cimport LockWord
+from fastps.kernels.combining.commit cimport *
+from fastps.kernels.combining.event_log cimport EVENT_TIMER
+from fastps.kernels.combining.lane_reads cimport NOTHING
 from fastps.kernels.combining.ring cimport lane_descriptor
-from fastps.kernels.combining.row_fold cimport RowFold
-from fastps.kernels.combining.shared_fold cimport SharedFold, close_ticket
-from fastps.kernels.scheduling.decisions cimport (
-    ACTION_DROP,
-    ACTION_FOLD,
-    ACTION_FOLD_ALL,
-    ACTION_FOLD_LIST,
-    scheduler_close,
-    scheduler_due,
-    scheduler_fire,
-    scheduler_leave,
-    scheduler_push,
-)
-from fastps.kernels.scheduling.state cimport (
-    FOLD_ALL,
-    FOLD_QUORUM,
-    NEVER_NS,
-    scheduler_t,
-    state_mark_dirty,
-    state_workers,
-    worker_t,
-)
-from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.combining.shared_fold cimport close_ticket
+from fastps.kernels.scheduling.decisions cimport *
+from fastps.kernels.scheduling.state cimport *
 from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport FPS_MAX_PUSHES
 

@@ -6,29 +6,16 @@ commit (heads, grants, the deadline) again.
 """
 
 cimport cython
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t
 from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.combining.batch cimport Batch
-from fastps.kernels.combining.lock_word cimport LockWord
-from fastps.kernels.combining.row_fold cimport RowFold
-from fastps.kernels.combining.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_NONFINITE, SharedFold, close_ticket
-from fastps.kernels.scheduling.policy cimport policy_check
+from fastps.kernels.combining.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_NONFINITE, close_ticket
 from fastps.kernels.scheduling.decisions cimport scheduler_due
-from fastps.kernels.scheduling.state cimport (
-    NEVER_NS,
-    scheduler_t,
-    state_begin,
-    state_catch_up,
-    state_copy,
-    state_dirty,
-    state_workers,
-    worker_t,
-)
+from fastps.kernels.scheduling.policy cimport policy_check
+from fastps.kernels.scheduling.state cimport *
 from fastps.kernels.scheduling.state_check cimport state_can_be_followed, state_can_be_walked, state_remember
-from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *
 
 

@@ -4,7 +4,6 @@ The log is a mapped file, so that what was published outlives the process. Event
 unwritten: another lane decides them again, and logs them.
 """
 
-from libc.stdint cimport int64_t, uint8_t
 from posix.fcntl cimport posix_fallocate
 from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, mremap, munmap
 from posix.unistd cimport close

@@ -6,7 +6,7 @@ what is left of the earlier one is dropped.
 """
 
 cimport cython
-from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport UINT64_MAX, int32_t
 from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport *
@@ -15,15 +15,7 @@ from fastps.kernels.combining.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_DON
 from fastps.kernels.combining.event_log cimport EVENT_DEATH, EVENT_EXPULSION, EVENT_JOIN
 from fastps.kernels.combining.ring cimport lane_descriptor
 from fastps.kernels.scheduling.decisions cimport ACTION_NONE, scheduler_join, scheduler_leave
-from fastps.kernels.scheduling.state cimport (
-    GRANT_BOUNDED,
-    scheduler_t,
-    state_mark_dirty,
-    state_slowest_clock,
-    state_workers,
-    worker_t,
-)
-from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.scheduling.state cimport *
 from fastps.kernels.shm.arena_h cimport *
 
 

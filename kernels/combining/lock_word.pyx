@@ -7,13 +7,11 @@ Nobody uses that one, nor the buffers that its work item names, until the lane t
 has stopped, its combiner leaves its own workspace, until the helper has ended its chunk.
 """
 
-from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.combining.shared_fold cimport close_ticket
-from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *
 
 

@@ -6,7 +6,6 @@ admits one writer; helpers of a shared fold do not write rows.
 """
 
 cimport cython
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport fps_counter_get, fps_counter_set

@@ -7,13 +7,12 @@ bits whichever lane folds it, and goes into buffers that nobody reads. The combi
 """
 
 from libc.math cimport INFINITY
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport uint8_t
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *
-from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, FPS_RULE_SUMMING, FPS_TILE, FoldScratch, fps_fold, fps_largest
+from fastps.kernels.update.fold cimport FPS_RULE_SUMMING, FPS_TILE, fps_fold, fps_largest
 
 cdef extern from "<sched.h>" nogil:
     int sched_getcpu()

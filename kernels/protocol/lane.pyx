@@ -4,24 +4,13 @@ docs/architecture/protocol.md has a picture of the life of a push after backward
 """
 
 from libc.math cimport NAN
-from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.combining.commit cimport (
-    COMBINE_AWAITING,
-    COMBINE_BAD_DESCRIPTOR,
-    COMBINE_BAD_FOLD,
-    COMBINE_BAD_STATE,
-    COMBINE_BUSY,
-    COMBINE_DONE,
-    COMBINE_FENCED,
-    COMBINE_NO_BUFFER,
-)
+from fastps.kernels.combining.commit cimport *
 from fastps.kernels.combining.ring cimport lane_post
-from fastps.kernels.protocol.shard_locks cimport ShardLocks
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport fps_hyper

@@ -3,11 +3,10 @@
 A pull copies nothing.
 """
 
-from libc.stdint cimport UINT64_MAX, int64_t, uint32_t, uint64_t
+from libc.stdint cimport UINT64_MAX
 
 from fastps.kernels.base.atomics cimport fps_commit_load, fps_pin_exchange
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_commit_buffer, fps_commit_version
 
 

@@ -4,12 +4,9 @@ Each reader brings a weights buffer of its own into the job. It pins one buffer 
 that pin, the workers have as many buffers as without it.
 """
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
-
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.protocol.pins cimport pin_published
-from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_commit_buffer, fps_commit_version
 
 

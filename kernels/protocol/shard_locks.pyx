@@ -1,14 +1,11 @@
 """All shard locks as one lane takes them: combine, recover a dead owner's lock, or hold one to write buffers by hand."""
 
-from cpython.ref cimport PyObject
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport fps_help_end, fps_help_load, fps_lock_load, fps_state_acquire
 from fastps.kernels.combining.combiner cimport Combiner, played_t
-from fastps.kernels.combining.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_BUSY, COMBINE_DONE, COMBINE_FENCED, Commit
-from fastps.kernels.protocol.pins cimport Reader
-from fastps.kernels.combining.shared_fold cimport SharedFold
+from fastps.kernels.combining.commit cimport *
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport fps_user_rule

@@ -5,12 +5,12 @@ server's work. It never waits itself, reads no clock and calls no Python: live w
 driven alike.
 """
 
-from libc.stdint cimport INT32_MAX, INT64_MAX, int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT64_MAX
 
 from fastps.kernels.base.atomics cimport fps_event_load, fps_yield
 from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.combining.commit cimport COMBINE_AWAITING, COMBINE_BAD_DESCRIPTOR, COMBINE_BUSY, COMBINE_DONE
-from fastps.kernels.protocol.lane cimport LANE_UNSERVED, Lane
+from fastps.kernels.protocol.lane cimport LANE_UNSERVED
 from fastps.kernels.protocol.worker_lane cimport PUSH_EXPELLED
 
 # For Python: the same numbers.

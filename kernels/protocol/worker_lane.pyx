@@ -5,11 +5,9 @@ Times are arguments, and no function here waits.
 """
 
 from libc.math cimport NAN
-from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from fastps.kernels.protocol.lane cimport Lane
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport FPS_NULL, FPS_PUSH
 
