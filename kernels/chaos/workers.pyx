@@ -13,7 +13,7 @@ from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.chaos.invariants cimport MAX_STEPS, RING_SIZE, InvariantChecker
 from fastps.kernels.chaos.machine cimport DEAD, ENDED, STALLED, Machine
 from fastps.kernels.combining.combiner cimport Combiner
-from fastps.kernels.combining.commit cimport COMBINE_BUSY
+from fastps.kernels.combining.lock_word cimport COMBINE_BUSY
 from fastps.kernels.protocol.lane cimport Lane
 from fastps.kernels.protocol.reader_pins cimport ReaderPins
 from fastps.kernels.combining.ring cimport lane_descriptor

@@ -6,6 +6,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_folded_push, fps_shard_header
 from fastps.kernels.scheduling.state cimport policy_t, scheduler_t
+from fastps.kernels.combining.lane_reads cimport LaneReads
 from fastps.kernels.combining.lock_word cimport LockWord
 from fastps.kernels.combining.row_fold cimport RowFold
 from fastps.kernels.combining.shared_fold cimport SharedFold
@@ -19,9 +20,7 @@ cdef class Batch:
     cdef LockWord lock
     cdef SharedFold fold        # whose work item the pushes are written into
     cdef RowFold rows           # of the same item
-    cdef int bad_lane           # of the last push that could not be taken
-    cdef uint32_t bad_what      # FPS_DAMAGED_*, and what was found
-    cdef uint32_t bad_value
+    cdef LaneReads lanes        # where a damaged push is noted
     cdef uint32_t n_pushes      # in the batch
     cdef int64_t samples        # of all of them
     cdef int64_t weight         # of all of them: the gradients that a mean divides by

@@ -25,13 +25,14 @@ cdef class Batch:
     """What the next commit of shard `shard` folds, written into the work item of `fold`. For the combiner only."""
 
     def __cinit__(self, Arena arena not None, uint32_t shard, LockWord lock not None, SharedFold fold not None,
-                  RowFold rows not None):
+                  RowFold rows not None, LaneReads lanes not None):
         self.arena = arena
         self.lock = lock
         self.shard_header = arena.shard_header(shard)
         self.shard = shard
         self.fold = fold
         self.rows = rows
+        self.lanes = lanes
 
     cdef void begin(self) noexcept nogil:
         """Begin without pushes."""
@@ -65,7 +66,7 @@ cdef class Batch:
     cdef bint gather(self, scheduler_t *state) noexcept nogil:
         """Take all pushes kept for this version, in order of lanes: the sum's bits do not depend on the order of arrival.
 
-        Returns False if a push names a slot that its lane has not; `bad_lane` is then that lane.
+        Returns False if a push names a slot that its lane has not; `lanes` has noted it.
         """
         cdef worker_t *worker
         cdef fps_descriptor *descriptor
@@ -108,9 +109,10 @@ cdef class Batch:
             self.drop(state, lane, position)
             return True
         if is_damaged:
-            self.bad_lane = lane
-            self.bad_what = FPS_DAMAGED_KIND if descriptor.kind > FPS_NULL else FPS_DAMAGED_SLOT
-            self.bad_value = descriptor.kind if descriptor.kind > FPS_NULL else slot
+            if descriptor.kind > FPS_NULL:
+                self.lanes.bad(lane, FPS_DAMAGED_KIND, descriptor.kind)
+            else:
+                self.lanes.bad(lane, FPS_DAMAGED_SLOT, slot)
             return False
         versions = <uint64_t *> (self.arena.slot(lane, slot) + self.arena.header.slot_versions_offset)
         staleness = version - <int64_t> (

@@ -59,12 +59,10 @@ cdef class Combiner:
     cdef bint _is_wanted(self) noexcept nogil
     cdef int _hand_over(self) noexcept nogil
     cdef int _drain(self) noexcept nogil
-    cdef int _bad_push(self) noexcept nogil
     cdef int _commit_once(self) noexcept nogil
     cdef int _next_event(self, scheduler_t *state) noexcept nogil
     cdef int _logged(self, int outcome) noexcept nogil
     cdef int _fire(self, scheduler_t *state) noexcept nogil
-    cdef int _change(self, scheduler_t *state, int64_t now_ns, uint32_t first, uint32_t end) noexcept nogil
     cdef int _next_played(self, scheduler_t *state) noexcept nogil
     cdef int _take(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil
     cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil

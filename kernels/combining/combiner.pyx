@@ -11,9 +11,9 @@ from libc.stdint cimport int32_t
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.combining.commit cimport *
 from fastps.kernels.combining.event_log cimport EVENT_TIMER
 from fastps.kernels.combining.lane_reads cimport NOTHING
+from fastps.kernels.combining.lock_word cimport *
 from fastps.kernels.combining.ring cimport lane_descriptor
 from fastps.kernels.combining.shared_fold cimport close_ticket
 from fastps.kernels.scheduling.decisions cimport *
@@ -42,12 +42,12 @@ cdef class Combiner:
         self.n_played = _LIVE
         self.lock = LockWord(arena, lane, shard)
         self.shard_header = arena.shard_header(shard)
-        self.lanes = LaneReads(arena, shard)
+        self.log = EventLog(shard)
+        self.lanes = LaneReads(arena, shard, self.log)
         self.fold = SharedFold(arena, lane, shard)
         self.rows = RowFold(arena, shard, self.fold.item)
-        self.batch = Batch(arena, shard, self.lock, self.fold, self.rows)
+        self.batch = Batch(arena, shard, self.lock, self.fold, self.rows, self.lanes)
         self.commit = Commit(arena, shard, self.lock, self.fold, self.rows, self.batch)
-        self.log = EventLog(shard)
 
     # -- taking and letting go ---------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ cdef class Combiner:
         if self._undecided(self.lane):
             return False
         for index in range(self.arena.header.n_lanes):
-            if index != self.lane and self._undecided(index) and self._waits(index, self.lanes.heads[index]):
+            if index != self.lane and self._undecided(index) and self._waits(index, self.lanes.seen[index].head):
                 return True
         return False
 
@@ -258,17 +258,17 @@ cdef class Combiner:
             any_event = True
             if action == ACTION_FOLD_ALL:
                 if not self.batch.gather(state):
-                    return self._bad_push()
+                    return COMBINE_BAD_DESCRIPTOR
                 break
             if action == ACTION_FOLD_LIST:
                 if not self.batch.take_listed(state):
-                    return self._bad_push()
+                    return COMBINE_BAD_DESCRIPTOR
                 if self.batch.n_pushes + self.arena.header.n_lanes > FPS_MAX_PUSHES:
                     break
         if not any_event:
             return COMBINE_DONE
         if scheduler_close(state) == ACTION_FOLD_ALL and not self.batch.gather(state):
-            return self._bad_push()
+            return COMBINE_BAD_DESCRIPTOR
         action = self._logged(self.commit.fold_and_flip(state))
         return COMBINE_BUSY if action == COMBINE_DONE else action
 
@@ -277,9 +277,6 @@ cdef class Combiner:
         if outcome == COMBINE_DONE and self.log.is_on:
             self.log.publish(fps_commit_version(fps_commit_load(&self.shard_header.commit)))
         return outcome
-
-    cdef int _bad_push(self) noexcept nogil:
-        return self.lanes.bad(self.batch.bad_lane, self.batch.bad_what, self.batch.bad_value)
 
     cdef int _next_event(self, scheduler_t *state) noexcept nogil:
         """Give the scheduler its earliest event. Returns its action, NOTHING or a negative outcome."""
@@ -294,7 +291,7 @@ cdef class Combiner:
             if due_ns != NEVER_NS and due_ns <= (self.now_ns if earliest == NULL else earliest.post_ns):
                 return self._fire(state)
             if earliest == NULL:
-                return self._change(state, self.now_ns, 0, self.arena.header.n_lanes)
+                return self.lanes.next_change(state, self.now_ns, 0, self.arena.header.n_lanes)
             posted = earliest[0]  # a copy: a word that is damaged after it was checked must not be followed
             if self.lanes.check(state, lane, &posted) == COMBINE_DONE:
                 return self._take(state, lane, &posted)
@@ -304,13 +301,6 @@ cdef class Combiner:
     cdef int _fire(self, scheduler_t *state) noexcept nogil:
         cdef int action = scheduler_fire(state)
         self.log.add(EVENT_TIMER, -1, -1, state.now_ns)
-        return action
-
-    cdef int _change(self, scheduler_t *state, int64_t now_ns, uint32_t first, uint32_t end) noexcept nogil:
-        """Give the scheduler the next worker, of these lanes, that died, was expelled or joins. Returns as `_next_event`."""
-        cdef int action = self.lanes.next_change(state, now_ns, first, end)
-        if action >= 0 and action != NOTHING:
-            self.log.add(self.lanes.changed, self.lanes.changed_lane, self.lanes.changed_at, state.now_ns)
         return action
 
     cdef int _next_played(self, scheduler_t *state) noexcept nogil:
@@ -323,12 +313,13 @@ cdef class Combiner:
         self.played += 1
         self.n_played -= 1
         if event.lane < -1:
-            return self._change(state, event.at_ns, <uint32_t> (-2 - event.lane), <uint32_t> (-1 - event.lane))
+            return self.lanes.next_change(
+                state, event.at_ns, <uint32_t> (-2 - event.lane), <uint32_t> (-1 - event.lane))
         if event.lane < 0:
             return self._fire(state) if due_ns != NEVER_NS and due_ns <= event.at_ns else NOTHING
         cdef uint64_t position = state_workers(state)[event.lane].consumed
-        if position >= self.lanes.tails[event.lane]:
-            return self.lanes.bad(event.lane, FPS_DAMAGED_RING, self.lanes.tails[event.lane])
+        if position >= self.lanes.seen[event.lane].tail:
+            return self.lanes.bad(event.lane, FPS_DAMAGED_RING, self.lanes.seen[event.lane].tail)
         cdef fps_descriptor posted = lane_descriptor(self.arena.lane(event.lane), self.arena.header.ring_size, position)[0]
         posted.post_ns = event.at_ns
         if self.lanes.check(state, event.lane, &posted) != COMBINE_DONE:
@@ -352,7 +343,7 @@ cdef class Combiner:
         self.log.add(descriptor.kind, lane, worker.consumed - 1, state.now_ns)
         if action == ACTION_FOLD:
             if not self.batch.take_single(state, lane, worker.consumed - 1, state.version - 1):
-                return self._bad_push()
+                return COMBINE_BAD_DESCRIPTOR
         elif action == ACTION_DROP:
             self.batch.drop(state, lane, worker.consumed - 1)
         if fps_mutant(FPS_MUTANT_FORGET_CURSOR):

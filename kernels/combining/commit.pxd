@@ -11,17 +11,6 @@ from fastps.kernels.combining.row_fold cimport RowFold
 from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.combining.shared_fold cimport SharedFold
 
-# Outcomes of combining, and of one commit.
-cdef enum:
-    COMBINE_DONE = 0
-    COMBINE_BUSY = 1
-    COMBINE_FENCED = 2
-    COMBINE_AWAITING = 3   # the lock is held until a helper gives its chunk back: check whether it lives, then resume
-    COMBINE_BAD_DESCRIPTOR = -1
-    COMBINE_NO_BUFFER = -2
-    COMBINE_BAD_FOLD = -3
-    COMBINE_BAD_STATE = -4  # the scheduler state cannot be walked
-
 
 @cython.final
 cdef class Commit:

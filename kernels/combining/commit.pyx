@@ -11,6 +11,7 @@ from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
+from fastps.kernels.combining.lock_word cimport *
 from fastps.kernels.combining.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_NONFINITE, close_ticket
 from fastps.kernels.scheduling.decisions cimport scheduler_due
 from fastps.kernels.scheduling.policy cimport policy_check

@@ -3,6 +3,7 @@
 cimport cython
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
+from fastps.kernels.combining.event_log cimport EventLog
 from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_descriptor
@@ -10,23 +11,24 @@ from fastps.kernels.shm.arena_h cimport fps_descriptor
 cdef enum:
     NOTHING = 100  # no event; beyond the scheduler's actions
 
+# A lane as it was read at the begin of a commit.
+cdef struct lane_read_t:
+    uint64_t tail
+    uint64_t head           # as it was before the commit
+    uint64_t begins         # descriptors below are of owners that were expelled
+    int64_t first_clock     # where a worker joins: the clock at which the first shard admitted it, or -1
+    uint32_t member
+    bint closed             # whether what an earlier owner posted is damaged, and not read in this commit
+
 
 @cython.final
 cdef class LaneReads:
     cdef Arena arena
     cdef uint32_t shard
+    cdef EventLog log           # of the workers that come and go
+    cdef lane_read_t *seen      # of each lane; allocated once
     cdef int bad_lane           # of the last COMBINE_BAD_DESCRIPTOR
     cdef uint64_t damage        # of that lane: fps_damage_pack
-    # Of each lane; allocated once.
-    cdef uint64_t *tails
-    cdef uint64_t *heads        # as they were before the commit
-    cdef uint64_t *begins       # descriptors below are of owners that were expelled
-    cdef uint32_t *members
-    cdef int64_t *first_clocks  # where a worker joins: the clock at which the first shard admitted it, or -1
-    cdef char *closed           # whether what an earlier owner posted is damaged, and not read in this commit
-    cdef int changed            # of the last change: its kind, an EVENT_, its lane, and the next descriptor's position there
-    cdef uint32_t changed_lane
-    cdef int64_t changed_at
 
     cdef void read(self) noexcept nogil
     cdef fps_descriptor *earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil

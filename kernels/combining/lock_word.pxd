@@ -5,6 +5,18 @@ from libc.stdint cimport uint32_t, uint64_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_shard_header
 
+# Outcomes of combining, and of one commit.
+cdef enum:
+    COMBINE_DONE = 0
+    COMBINE_BUSY = 1
+    COMBINE_FENCED = 2
+    COMBINE_AWAITING = 3   # the lock is held until a helper gives its chunk back: check whether it lives, then resume
+    COMBINE_BAD_DESCRIPTOR = -1
+    COMBINE_NO_BUFFER = -2
+    COMBINE_BAD_FOLD = -3
+    COMBINE_BAD_STATE = -4  # the scheduler state cannot be walked
+
+
 cdef class LockWord:
     cdef Arena arena
     cdef fps_shard_header *shard_header

@@ -9,7 +9,7 @@ from libc.string cimport memcpy, memset
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.combining.commit cimport *
+from fastps.kernels.combining.lock_word cimport *
 from fastps.kernels.combining.ring cimport lane_post
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *

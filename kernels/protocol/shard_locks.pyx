@@ -5,7 +5,8 @@ from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport fps_help_end, fps_help_load, fps_lock_load, fps_state_acquire
 from fastps.kernels.combining.combiner cimport Combiner, played_t
-from fastps.kernels.combining.commit cimport *
+from fastps.kernels.combining.commit cimport Commit
+from fastps.kernels.combining.lock_word cimport *
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport fps_user_rule

@@ -9,7 +9,7 @@ from libc.stdint cimport INT32_MAX, INT64_MAX
 
 from fastps.kernels.base.atomics cimport fps_event_load, fps_yield
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.combining.commit cimport COMBINE_AWAITING, COMBINE_BAD_DESCRIPTOR, COMBINE_BUSY, COMBINE_DONE
+from fastps.kernels.combining.lock_word cimport *
 from fastps.kernels.protocol.lane cimport LANE_UNSERVED
 from fastps.kernels.protocol.worker_lane cimport PUSH_EXPELLED
 
