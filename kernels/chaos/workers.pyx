@@ -125,7 +125,7 @@ cdef class Workers:
         (<WorkerLane> self._lanes[index]).steps = (<WorkerLane> self._lanes[index])._begin_steps()
         self._pull(index, True)
         if self._readers[index] != NULL:
-            (<ReaderPins> self._readers[index])._begin()
+            (<ReaderPins> self._readers[index]).begin()
             self._read(index)
         while me.pushes < self.n_steps and not self._is_out(index):
             self._compute(index)

@@ -1,4 +1,4 @@
-"""A lane as a reader: it pins the published buffers of all shards, so that no fold writes into what its worker reads.
+"""Pins: a process pins the published buffers of all shards, so that no fold writes into what it reads.
 
 A pull copies nothing.
 """
@@ -20,11 +20,10 @@ cdef uint64_t pin_published(const uint64_t *published, uint64_t *pin) noexcept n
             return commit
 
 
-cdef class Reader:
-    """The pins of lane `index` of `arena`."""
+cdef class Pins:
+    """A pin in each shard of `arena`, of lane or reader `index`."""
 
     def __cinit__(self, Arena arena not None, uint32_t index):
-        arena._check_lane(index)
         self.arena = arena
         self.index = index
         self.n_shards = arena.header.n_shards
@@ -32,13 +31,10 @@ cdef class Reader:
     def pull(self, uint32_t shard=0):
         """Pin a shard's published weights and return their buffer; `shard_version` then says which version. Copies nothing.
 
-        Returns -1 if the commit word is damaged: it names a buffer that the arena has not.
+        Ends the read of the buffer before. Returns -1 if the commit word is damaged: it names a buffer that the arena has not.
         """
-        cdef uint64_t commit
         self.arena._check_shard(shard)
-        with nogil:
-            commit = self._pull(shard)
-        return self._buffer_of(commit)
+        return self._buffer_of(self._pull(shard))
 
     def pull_all(self, list buffers not None):
         """Pull every shard, and write their buffers into the list. Returns the first whose commit word is damaged, or -1."""
@@ -58,10 +54,28 @@ cdef class Reader:
         return <int64_t> buffer if self.arena.has_buffer(buffer) else -1
 
     cdef uint64_t _pull(self, uint32_t shard) noexcept nogil:
-        cdef const uint64_t *published = &self.arena.shard_header(shard).commit
-        cdef uint64_t commit = pin_published(published, &self.arena.lane_shard(self.index, shard).pin)
+        cdef uint64_t commit = pin_published(&self.arena.shard_header(shard).commit, self.pins[shard])
         self._reads(shard, fps_commit_version(commit))
         return commit
+
+    cdef void _reads(self, uint32_t shard, uint64_t version) noexcept nogil:
+        """The shard's version is read from now on."""
+        self.versions[shard] = version
+
+    def shard_version(self, uint32_t shard):
+        """The version of a shard's last pull."""
+        self.arena._check_shard(shard)
+        return self.versions[shard]
+
+
+cdef class Reader(Pins):
+    """The pins of lane `index`: of what its worker reads, and of what it fetches for the next steps."""
+
+    def __cinit__(self, Arena arena not None, uint32_t index):
+        cdef uint32_t shard
+        arena._check_lane(index)
+        for shard in range(self.n_shards):
+            self.pins[shard] = &arena.lane_shard(index, shard).pin
 
     cdef void _reads(self, uint32_t shard, uint64_t version) noexcept nogil:
         """This step reads the shard's version."""
@@ -78,8 +92,7 @@ cdef class Reader:
         """
         cdef uint64_t commit
         self.arena._check_shard(shard)
-        with nogil:
-            commit = self._prefetch(shard)
+        commit = self._prefetch(shard)
         return self._buffer_of(commit), fps_commit_version(commit)
 
     def prefetch_kept(self, uint64_t buffer, uint32_t shard=0):
@@ -104,13 +117,8 @@ cdef class Reader:
         self._take(shard, buffer, version)
 
     cdef void _take(self, uint32_t shard, uint64_t buffer, uint64_t version) noexcept nogil:
-        fps_pin_exchange(&self.arena.lane_shard(self.index, shard).pin, buffer + 1)
+        fps_pin_exchange(self.pins[shard], buffer + 1)
         self._reads(shard, version)
-
-    def shard_version(self, uint32_t shard):
-        """The version of a shard's last pull."""
-        self.arena._check_shard(shard)
-        return self.versions[shard]
 
     @property
     def version(self):
