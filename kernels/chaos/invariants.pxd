@@ -62,8 +62,8 @@ cdef class InvariantChecker:
     cdef void promise(self, int32_t index, uint64_t position, uint32_t kind) noexcept nogil
     cdef void wound(self, int32_t index, uint64_t first, uint64_t end, bint is_count) noexcept nogil
     cdef bint is_wounded(self, int32_t index, uint32_t generation) noexcept nogil
-    cdef bint is_content(self, uint32_t shard, uint64_t version, const float *weights) noexcept nogil
-    cdef void watch_rows(self, uint32_t shard, const float *weights, const char *what) noexcept nogil
+    cdef bint is_content(self, uint32_t shard, uint64_t version, uint64_t buffer) noexcept nogil
+    cdef void watch_rows(self, uint32_t shard, uint64_t buffer, const char *what) noexcept nogil
     cdef void watch_calls(self) noexcept nogil
     cdef void write_slot(self, int32_t index, uint32_t number, int64_t position) noexcept nogil
     cdef void _write_rows(self, int32_t index, uint32_t number, int64_t position) noexcept nogil
@@ -71,7 +71,6 @@ cdef class InvariantChecker:
     cdef void fail(self, const char *what, int64_t a, int64_t b, int64_t c) noexcept nogil
 
     cdef uint32_t _generation(self, int32_t index) noexcept nogil
-    cdef void _begin(self)
     cdef void _fail_rows(self, const char *what, int64_t shard, int64_t row, double found, double expected) noexcept nogil
     cdef void _watch_row_state(self, uint32_t shard, const float *plane) noexcept nogil
     cdef float *_range(self, uint32_t shard, uint64_t buffer) noexcept nogil

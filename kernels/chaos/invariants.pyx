@@ -41,6 +41,7 @@ cdef class InvariantChecker:
 
     def __cinit__(self, Arena arena not None, int32_t n_workers, int32_t n_steps, *, bint is_sum, bint is_mean, bint may_drop,
                   int64_t bound):
+        cdef int32_t shard, index
         if not (1 <= n_workers <= MAX_WORKERS and 1 <= n_steps < MAX_STEPS and arena.header.n_shards <= MAX_WATCHED_SHARDS):
             raise ValueError(f"expected at most {MAX_WORKERS} workers, {MAX_STEPS - 1} steps and {MAX_WATCHED_SHARDS} shards")
         self.arena = arena
@@ -56,17 +57,17 @@ cdef class InvariantChecker:
         self.shards = <watched_t *> calloc(self.n_shards, sizeof(watched_t))
         if not self.shards:
             raise MemoryError()
-        self._begin()
+        for shard in range(self.n_shards):
+            self.shards[shard].commit = arena.shard_header(shard).commit
+            for index in range(n_workers):
+                self.shards[shard].granted[index] = self.shards[shard].told_granted[index] = 1
 
     def __dealloc__(self):
         free(self.shards)
 
-    cdef void _begin(self):
-        cdef int32_t shard, index
-        for shard in range(self.n_shards):
-            self.shards[shard].commit = self.arena.shard_header(shard).commit
-            for index in range(self.n_workers):
-                self.shards[shard].granted[index] = self.shards[shard].told_granted[index] = 1
+    def outcome(self):
+        """What was seen, by name."""
+        return {"flips": self.flips, "damaged_lanes": self.wounds, "violation": (<bytes> self.message).decode() or None}
 
     cdef void fail(self, const char *what, int64_t a, int64_t b, int64_t c) noexcept nogil:
         """Write the first violation down, with three numbers."""
@@ -195,7 +196,7 @@ cdef class InvariantChecker:
             self._watch_lane_shards(shard, state)
             lock = self.arena.shard_header(shard).lock
             if fps_lock_owner(lock) == 0 and lock != self.shards[shard].lock:
-                self.watch_rows(shard, self._range(shard, fps_commit_buffer(commit)), b"under a free lock")
+                self.watch_rows(shard, fps_commit_buffer(commit), b"under a free lock")
             self.shards[shard].lock = lock
             if fps_lock_owner(lock) == 0 and not lock & FPS_PENDING:
                 for index in range(self.n_workers):
@@ -232,11 +233,11 @@ cdef class InvariantChecker:
             known.head[index] = lane_shard.head
             known.told_granted[index] = steps if is_told else 0
 
-    cdef bint is_content(self, uint32_t shard, uint64_t version, const float *weights) noexcept nogil:
-        """Whether `weights` are those of the version (or of a version that is too old to be remembered)."""
+    cdef bint is_content(self, uint32_t shard, uint64_t version, uint64_t buffer) noexcept nogil:
+        """Whether a buffer has the version's weights, unless the version is too old to be remembered."""
         if version + REMEMBERED <= fps_commit_version(self.shards[shard].commit):
             return True
-        return memcmp(weights, self.shards[shard].weights[version % REMEMBERED], SHARD_BYTES) == 0
+        return memcmp(self._range(shard, buffer), self.shards[shard].weights[version % REMEMBERED], SHARD_BYTES) == 0
 
     # -- a flip ------------------------------------------------------------------------------------
 
@@ -265,7 +266,7 @@ cdef class InvariantChecker:
                       fps_commit_version(commit), record.version, state.version)
             return
         n = self._watch_weights(shard, state, before, commit)
-        self.watch_rows(shard, self._range(shard, fps_commit_buffer(commit)), b"at the flip")
+        self.watch_rows(shard, fps_commit_buffer(commit), b"at the flip")
         self._watch_cursors(shard, state, &passed)
         expected = passed
         if self.is_sum and self.may_drop:
@@ -310,8 +311,9 @@ cdef class InvariantChecker:
         memcpy(known.weights[fps_commit_version(after) % REMEMBERED], new, SHARD_BYTES)
         return n
 
-    cdef void watch_rows(self, uint32_t shard, const float *weights, const char *what) noexcept nogil:
-        """The rows of the shard's table are those of a version with these weights, and nothing is folded half or twice."""
+    cdef void watch_rows(self, uint32_t shard, uint64_t buffer, const char *what) noexcept nogil:
+        """The rows of the shard's table are those of the version in this buffer, and nothing is folded half or twice."""
+        cdef const float *weights = self._range(shard, buffer)
         cdef const float *rows
         cdef int32_t index, column
         cdef double total = 0

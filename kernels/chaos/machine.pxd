@@ -1,4 +1,4 @@
-# The machine of a simulated job, for the processes that run on it and the worlds that set it up.
+# The machine of a simulated job, for the processes that run on it.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
@@ -16,7 +16,6 @@ cdef extern from "chaos/coroutine.h" nogil:
 
 cdef enum:
     MOST_LIVES = 4                  # of one place: the first process's, and those of its replacements
-    BEGINNING_NS = 1_000_000_000    # when a job begins
 
 # What a simulated process does just now.
 cdef enum:
@@ -27,16 +26,15 @@ cdef enum:
     ENDED = 4
     RESTARTS = 5    # dead, until its replacement begins
 
-# Kinds of faults, counted.
-cdef enum:
-    FAULT_CRASH = 0
-    FAULT_STALL = 1
-    FAULT_WAKE = 2      # a sleeper wakes for nothing, as by a signal
-    FAULT_SKEW = 3      # a process whose clock is wrong
-    FAULT_SLOW = 4      # a process that is given few steps
-    FAULT_RESTART = 5   # another process takes the lane of one that died
-    FAULT_PASS = 6      # a process that holds up the others is passed by
-    N_FAULTS = 7
+# Faults, counted.
+cdef struct faults_t:
+    int64_t crashes
+    int64_t stalls
+    int64_t spurious_wakes  # a sleeper wakes for nothing, as by a signal
+    int64_t skewed_clocks
+    int64_t slow_processes  # given few steps
+    int64_t restarts        # another process takes the lane of one that died
+    int64_t passed_by       # processes that held up the others
 
 cdef struct process_t:
     int32_t state
@@ -49,8 +47,6 @@ cdef struct process_t:
     bint settled            # a survivor saw it, recovered its locks and marked it dead
     uint32_t generation     # how many had this place before
 
-ctypedef void (*what_a_process_does)(int index) noexcept nogil
-
 cdef class Machine:
     cdef fps_coroutine coroutines[MAX_WORKERS]
     cdef process_t processes[MAX_WORKERS]
@@ -58,8 +54,6 @@ cdef class Machine:
     cdef int32_t n_places       # of these so many, the first ones, are replaced when they die
     cdef Arena arena
     cdef InvariantChecker checker
-    cdef what_a_process_does born   # before it runs: its private memory is made
-    cdef what_a_process_does live   # all that it does, from its beginning
     cdef int32_t runs           # the process that runs, or -1
     cdef bint over              # a violation, or too many events: no process is resumed again
     cdef int64_t now_ns
@@ -67,7 +61,7 @@ cdef class Machine:
     cdef int64_t calm_events    # events since the last fault
     cdef int64_t calm_ns        # when that was over
     cdef int64_t worst_detection_ns
-    cdef int64_t faults[N_FAULTS]
+    cdef faults_t faults
     # What the seed decides.
     cdef uint64_t random
     cdef uint32_t switch_share, crash_share, stall_share, wake_share    # of 2 ** 16, or 2 ** 24 for faults
@@ -77,11 +71,11 @@ cdef class Machine:
     cdef int32_t stalls_left
     cdef int32_t restarts_left
 
-    cdef void begin(self, int32_t n_processes, double skew_ns) noexcept
-    cdef void play(self, int64_t shared_least)
+    # The job's own.
+    cdef void born(self, int32_t index) noexcept nogil
+    cdef void live(self, int32_t index) noexcept nogil
 
     # For the processes.
-    cdef void passed_by(self) noexcept nogil
     cdef uint64_t draw(self) noexcept nogil
     cdef int64_t clock(self, int32_t index) noexcept nogil
     cdef void at_access(self) noexcept nogil
@@ -89,12 +83,12 @@ cdef class Machine:
     cdef uint32_t deaths(self, int32_t index) noexcept nogil
     cdef void notice(self, int32_t dead) noexcept nogil
 
+    cdef void _begin(self, double skew_ns) noexcept
     cdef void _sleep(self, const uint32_t *event, uint32_t seen, int64_t slice_ns) noexcept nogil
     cdef void _wake_sleeper(self, const uint32_t *event) noexcept nogil
     cdef bint _may_die(self, const process_t *me) noexcept nogil
     cdef void _die(self, process_t *me) noexcept nogil
-    cdef bint _is_busy(self) noexcept nogil
-    cdef bint _is_busy_in(self, int32_t index) noexcept nogil
+    cdef bint _is_busy(self, int32_t index) noexcept nogil
     cdef void _freeze(self) noexcept nogil
     cdef void _begin_life(self, int32_t index) noexcept nogil
     cdef void _replace(self, int32_t index) noexcept nogil

@@ -8,9 +8,7 @@ checker looks at every event.
 Of the arena it reads only what makes a death interesting: which process holds a shard lock, and which one helps.
 """
 
-from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memset
 
 from fastps.kernels.base.failpoints cimport fps_failpoints
 from fastps.kernels.shm.arena_h cimport FPS_LANE_FREE, fps_lock_owner, fps_member_generation, fps_member_state
@@ -19,6 +17,7 @@ cdef extern from "base/rng.h" nogil:
     uint64_t fps_next_word(uint64_t *state)
 
 cdef enum:
+    BEGINNING_NS = 1_000_000_000    # when a job begins
     MOST_RESTART_NS = 200_000_000
     YIELD_NS = 300_000          # what a yielded core is away at most
     MOST_STALL_NS = 200_000_000
@@ -27,40 +26,38 @@ cdef enum:
     CALM_EVENTS = 4_000_000
     CALM_NS = 10_000_000_000
 
-cdef PyObject *_machine = NULL
+cdef Machine _machine = None  # whose processes run
 
 
 cdef void _access_of_machine() noexcept nogil:
-    if (<Machine> _machine).runs >= 0:
-        (<Machine> _machine).at_access()
+    if _machine.runs >= 0:
+        _machine.at_access()
 
 
 cdef void _sleep_of_machine(const uint32_t *event, uint32_t seen, int64_t slice_ns) noexcept nogil:
-    (<Machine> _machine)._sleep(event, seen, slice_ns)
+    _machine._sleep(event, seen, slice_ns)
 
 
 cdef void _wake_of_machine(const uint32_t *event) noexcept nogil:
-    (<Machine> _machine)._wake_sleeper(event)
+    _machine._wake_sleeper(event)
 
 
 cdef void _yield_of_machine() noexcept nogil:
-    (<Machine> _machine).pause((<Machine> _machine).draw() % YIELD_NS)
+    _machine.pause(_machine.draw() % YIELD_NS)
 
 
 cdef void _life_of_machine(int index) noexcept nogil:
-    (<Machine> _machine).live(index)
-    (<Machine> _machine).processes[index].state = ENDED
+    _machine.live(index)
+    _machine.processes[index].state = ENDED
 
 
 cdef class Machine:
-    """Runs the processes of one job after the other; keeps the coroutines' stacks in between.
-
-    The job's maker sets `arena`, `checker`, `born`, `live` and what the seed decides; then `begin` and `play`.
+    """Runs the processes of one job, which is a subclass: it sets `arena`, `checker`, the numbers of processes and places, and
+    what the seed decides; then `play`.
     """
 
     def __cinit__(self):
         cdef int index
-        memset(self.coroutines, 0, sizeof(self.coroutines))
         for index in range(MAX_WORKERS):
             if not fps_coroutine_make(&self.coroutines[index]):
                 raise MemoryError()
@@ -71,41 +68,26 @@ cdef class Machine:
         for index in range(MAX_WORKERS):
             fps_coroutine_free(&self.coroutines[index])
 
-    cdef void begin(self, int32_t n_processes, double skew_ns) noexcept:
-        """Processes that have not run yet; their clocks are wrong by `skew_ns` at most."""
-        cdef int32_t index
-        cdef process_t *process
-        cdef bint has_slow = self.draw() % 4 == 0
-        cdef uint32_t weight = 400 if self.draw() % 2 else 8
-        memset(self.processes, 0, sizeof(self.processes))
-        memset(self.faults, 0, sizeof(self.faults))
-        self.n_processes = n_processes
-        self.worst_detection_ns = 0
-        self.runs = -1
-        self.over = False
-        self.events = self.calm_events = 0
-        self.now_ns = self.calm_ns = BEGINNING_NS
-        for index in range(n_processes):
-            process = &self.processes[index]
-            process.weight = weight
-            if has_slow and self.draw() % 2:
-                process.weight = 1
-                self.faults[FAULT_SLOW] += 1
-            if skew_ns >= 1:
-                process.skew_ns = <int64_t> (self.draw() % <uint64_t> (2 * skew_ns)) - <int64_t> skew_ns
-                self.faults[FAULT_SKEW] += 1
-            self._begin_life(index)
+    cdef void born(self, int32_t index) noexcept nogil:
+        """Make the private memory of a process that is about to begin."""
 
-    cdef void play(self, int64_t shared_least):
-        """Run until no process is left or a check fails. `shared_least`: the shortest fold that is shared, in floats moved."""
+    cdef void live(self, int32_t index) noexcept nogil:
+        """All that a process does, from its beginning."""
+
+    def play(self, double skew_ns, int64_t shared_least):
+        """Run until no process is left or a check fails.
+
+        Clocks are wrong by `skew_ns` at most. `shared_least`: the shortest fold that is shared, in floats moved.
+        """
         global _machine
         cdef int64_t before = fps_failpoints.shared_least
-        _machine = <PyObject *> self
+        _machine = self
         fps_failpoints.at_access = _access_of_machine
         fps_failpoints.sleep = _sleep_of_machine
         fps_failpoints.wake = _wake_of_machine
         fps_failpoints.wait_a_little = _yield_of_machine
         fps_failpoints.shared_least = shared_least
+        self._begin(skew_ns)
         with nogil:
             self._run()
         fps_failpoints.at_access = NULL
@@ -113,7 +95,28 @@ cdef class Machine:
         fps_failpoints.wake = NULL
         fps_failpoints.wait_a_little = NULL
         fps_failpoints.shared_least = before
-        _machine = NULL
+        _machine = None
+
+    cdef void _begin(self, double skew_ns) noexcept:
+        cdef int32_t index
+        cdef process_t *process
+        cdef bint has_slow = self.draw() % 4 == 0
+        cdef uint32_t weight = 400 if self.draw() % 2 else 8
+        self.now_ns = self.calm_ns = BEGINNING_NS
+        for index in range(self.n_processes):
+            process = &self.processes[index]
+            process.weight = weight
+            if has_slow and self.draw() % 2:
+                process.weight = 1
+                self.faults.slow_processes += 1
+            if skew_ns >= 1:
+                process.skew_ns = <int64_t> (self.draw() % <uint64_t> (2 * skew_ns)) - <int64_t> skew_ns
+                self.faults.skewed_clocks += 1
+            self._begin_life(index)
+
+    def outcome(self):
+        """What happened, by name."""
+        return {"events": self.events, "detection_s": self.worst_detection_ns / 1e9, **<dict> self.faults}
 
     # -- what processes ask for --------------------------------------------------------------------
 
@@ -132,10 +135,6 @@ cdef class Machine:
         me.event = NULL
         me.until_ns = self.now_ns + duration_ns
         self._switch()
-
-    cdef void passed_by(self) noexcept nogil:
-        """Count that a process which held up the others is passed by."""
-        self.faults[FAULT_PASS] += 1
 
     cdef uint32_t deaths(self, int32_t index) noexcept nogil:
         """How many processes have died in this place."""
@@ -158,19 +157,17 @@ cdef class Machine:
         self.calm_events += 1
         self.now_ns += draw & (EVENT_NS - 1)
         self.checker.look(self.runs)
-        if self.checker.message[0]:
-            self.over = True
-            self._switch()
         if self.calm_events > CALM_EVENTS or self.now_ns - self.calm_ns > <int64_t> CALM_NS:
             self.checker.fail(b"deadlock: no end after %ld events and %ld ns without a fault; worker %ld runs",
                               self.calm_events, self.now_ns - self.calm_ns, self.runs)
+        if self.checker.message[0]:
             self.over = True
             self._switch()
         draw >>= 8
-        factor = self.busy_factor if self.crashes_left + self.stalls_left > 0 and self._is_busy() else 1
+        factor = self.busy_factor if self.crashes_left + self.stalls_left > 0 and self._is_busy(self.runs) else 1
         if self.crashes_left > 0 and (draw & 0xffffff) < self.crash_share * factor and self._may_die(me):
             self.crashes_left -= 1
-            self.faults[FAULT_CRASH] += 1
+            self.faults.crashes += 1
             self.calm_events = 0
             self.calm_ns = self.now_ns
             self._die(me)
@@ -178,7 +175,7 @@ cdef class Machine:
         draw >>= 24
         if self.stalls_left > 0 and (draw & 0xffffff) < self.stall_share * factor:
             self.stalls_left -= 1
-            self.faults[FAULT_STALL] += 1
+            self.faults.stalls += 1
             self.calm_events = 0
             me.state = STALLED
             me.until_ns = self.now_ns + (<int64_t> MOST_STALL_NS >> (self.draw() % (4 if factor > 1 else 24)))
@@ -191,11 +188,8 @@ cdef class Machine:
         if (draw & 0xffff) < self.switch_share:
             self._switch()
 
-    cdef bint _is_busy(self) noexcept nogil:
-        """Whether the process that runs holds a shard lock or helps with a fold."""
-        return self._is_busy_in(self.runs)
-
-    cdef bint _is_busy_in(self, int32_t index) noexcept nogil:
+    cdef bint _is_busy(self, int32_t index) noexcept nogil:
+        """Whether a process holds a shard lock or helps with a fold."""
         cdef uint32_t shard
         for shard in range(self.arena.header.n_shards):
             if fps_lock_owner(self.arena.shard_header(shard).lock) == <uint64_t> index + 1:
@@ -208,7 +202,7 @@ cdef class Machine:
         cdef process_t *process
         for index in range(self.n_processes):
             process = &self.processes[index]
-            if index != self.runs and process.state in (RUNS, SLEEPS) and self._is_busy_in(index):
+            if index != self.runs and process.state in (RUNS, SLEEPS) and self._is_busy(index):
                 process.state = STALLED
                 process.until_ns = self.now_ns + (<int64_t> MOST_STALL_NS >> (self.draw() % 4))
                 self.calm_ns = max(self.calm_ns, process.until_ns)
@@ -282,7 +276,7 @@ cdef class Machine:
                     elif process.until_ns <= self.now_ns:
                         process.state = RUNS
                     elif process.state == SLEEPS and self.wake_share and (self.draw() & 0xffffff) < self.wake_share:
-                        self.faults[FAULT_WAKE] += 1
+                        self.faults.spurious_wakes += 1
                         process.state = RUNS
                     elif next_ns < 0 or process.until_ns < next_ns:
                         next_ns = process.until_ns
@@ -308,7 +302,7 @@ cdef class Machine:
     cdef void _replace(self, int32_t index) noexcept nogil:
         """Another process takes the place of a dead one: nothing of that one's private memory is left."""
         cdef process_t *process = &self.processes[index]
-        self.faults[FAULT_RESTART] += 1
+        self.faults.restarts += 1
         self.calm_events = 0
         self.calm_ns = self.now_ns
         process.generation += 1

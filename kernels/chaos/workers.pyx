@@ -6,12 +6,11 @@ leave.
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport fps_event_sleep
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.chaos.invariants cimport MAX_STEPS, RING_SIZE, InvariantChecker
-from fastps.kernels.chaos.machine cimport DEAD, ENDED, STALLED, Machine
+from fastps.kernels.chaos.invariants cimport MAX_STEPS, MAX_WATCHED_SHARDS, MAX_WORKERS, RING_SIZE, InvariantChecker
+from fastps.kernels.chaos.machine cimport DEAD, ENDED, MOST_LIVES, STALLED, Machine
 from fastps.kernels.combining.combiner cimport Combiner
 from fastps.kernels.combining.lock_word cimport COMBINE_BUSY
 from fastps.kernels.protocol.lane cimport Lane
@@ -40,117 +39,110 @@ from fastps.kernels.shm.arena_h cimport *
 cdef enum:
     READER_SLICE_NS = 1_000_000  # of a worker that sleeps as a reader: the others may need its push
 
-cdef PyObject *_workers = NULL
+
+cdef class Process
 
 
-cdef void _born(int index) noexcept nogil:
-    (<Workers> _workers)._be_born(index)
+cdef class Workers(Machine):
+    """The processes of one job in `arena`: its workers, and a server if the arena has a lane for one.
 
-
-cdef void _live(int index) noexcept nogil:
-    (<Workers> _workers)._live(index)
-
-
-cdef class Workers:
-    """The processes of one job on `machine`. `lanes`: for each lane of `arena` one WorkerLane for each process that may have
-    it. `servers`: the lane of a server, or none.
-
-    `readers`: a reader for each lane, or none: each process then reads published weights also as one that is no worker.
-    `steps`: pushes of a worker. `spins`: polls before it sleeps. `at_once`: it continues without waiting.
-    `is_partial`: a step waits for one shard only. `null_share`: of 2 ** 16 pushes so many are null. `reads_rows`: what a step
-    reads of tables is of the version that it pulled. `wounds`: of so many lanes, at most, words are damaged. `fetches`: workers
-    fetch the next weights while they compute.
+    Args:
+        steps: pushes of a worker. spins: polls before it sleeps. null: share of null pushes.
+        helpers: how many waiting workers may be woken for a fold; 0: folds are not shared.
+        reads: each process is a reader, too. reads_rows: what a step reads of tables is of the version that it pulled.
+        fetches: workers fetch the next weights while they compute.
+        partial: a step waits for one shard only. at_once: a worker continues without waiting.
+        switch: chance at an access that another worker runs next. crash, stall, wake: chances of such a fault at an access.
+        crashes, stalls, restarts: how many at most.
+        passes: chance that a process which finds a lock taken goes on without its owner, if that one is stopped; now and then
+            if it is not.
+        busy_factor: by how much likelier crashes and stalls are for a worker that holds a lock or helps with a fold.
+        wounds: lanes whose words are damaged, at most.
     """
 
-    def __cinit__(self, Machine machine not None, Arena arena not None, InvariantChecker checker not None,
-                  list lanes not None, list servers not None, list readers not None, *, int steps, int spins, bint at_once,
-                  bint is_partial, uint32_t null_share, bint reads_rows, int wounds, bint fetches):
-        cdef int index, generation
-        self.machine, self.arena, self.checker, self.lanes, self.readers = machine, arena, checker, lanes, readers
-        self.n_workers, self.n_shards = arena.header.n_lanes, arena.header.n_shards
-        self.n_steps, self.spins, self.at_once, self.is_partial = steps, spins, at_once, is_partial
-        self.null_share, self.reads_rows, self.wounds_left, self.fetches = null_share, reads_rows, wounds, fetches
-        for index, reader in enumerate(readers):
-            self._readers[index] = <PyObject *> reader
-        self.n_processes = self.n_workers + len(servers)
-        self.waits = [[Wait(lane) for lane in owners] for owners in [*lanes, servers]]
-        for index, owners in enumerate(self.waits):
-            for generation, wait in enumerate(owners):
-                (<Wait> wait).spins = spins
-                self._all_waits[index][generation] = <PyObject *> wait
+    cdef list owners                                       # of each place, the processes that may have it
+    cdef PyObject *_owners[MAX_WORKERS][MOST_LIVES]        # the same
+    cdef int32_t n_steps, spins, wounds_left
+    cdef bint is_partial, at_once, reads_rows, fetches
+    cdef uint32_t null_share                               # of 2 ** 16
 
-    cdef void play(self, double skew_ns, int64_t shared_least):
-        """Let all of them live, until they have ended or something is wrong."""
-        global _workers
-        _workers = <PyObject *> self
-        self.machine.arena, self.machine.checker = self.arena, self.checker
-        self.machine.born = _born
-        self.machine.live = _live
-        self.machine.n_places = self.n_workers
-        self.machine.begin(self.n_processes, skew_ns)
-        self.machine.play(shared_least)
-        _workers = NULL
+    def __cinit__(self, Arena arena not None, InvariantChecker checker not None, uint64_t seed, *, int steps, int spins,
+                  double null, int helpers, bint reads, bint reads_rows, bint fetches, bint partial, bint at_once,
+                  double switch, double crash, double stall, double wake, int crashes, int stalls, int restarts,
+                  int busy_factor, double passes=0.0, int wounds=0):
+        cdef int32_t index, life, lives = min(restarts + 1, MOST_LIVES)
+        self.arena, self.checker, self.random = arena, checker, seed * <uint64_t> 0x9e3779b97f4a7c15 + 1
+        self.n_places, self.n_processes = arena.header.n_lanes, arena.header.n_lanes + arena.header.n_servers
+        self.n_steps, self.spins, self.null_share = steps, spins, <uint32_t> (null * (1 << 16))
+        self.is_partial, self.at_once, self.reads_rows, self.fetches = partial, at_once, reads_rows, fetches
+        self.switch_share, self.pass_share = <uint32_t> (switch * (1 << 16)), <uint32_t> (passes * (1 << 16))
+        self.crash_share, self.stall_share = <uint32_t> (crash * (1 << 24)), <uint32_t> (stall * (1 << 24))
+        self.wake_share, self.busy_factor = <uint32_t> (wake * (1 << 24)), busy_factor
+        self.crashes_left, self.stalls_left, self.restarts_left, self.wounds_left = crashes, stalls, restarts, wounds
+        self.owners = [[Worker(self, WorkerLane(arena, index), index, life, ReaderPins(arena, index) if reads else None)
+                        for life in range(lives)] for index in range(self.n_places)]
+        if arena.header.n_servers:
+            self.owners.append([Process(self, Lane(arena, self.n_places), self.n_places, 0)])
+        for index, owners in enumerate(self.owners):
+            for life, process in enumerate(owners):
+                (<Process> process).wait.lane.share_folds(helpers)
+                self._owners[index][life] = <PyObject *> process
 
-    cdef void _be_born(self, int32_t index) noexcept nogil:
-        """A process gets the lane: nothing is left of the private memory of the process before."""
-        cdef life_t *me = &self.lives[index]
+    def end(self):
+        """Tell the invariant checker which processes are dead, and which deaths no survivor has handled. The last call."""
+        cdef int32_t index
+        cdef uint32_t dead = 0, unnoticed = 0
+        for index in range(self.n_processes):
+            if self.processes[index].state == DEAD:
+                dead |= (<uint32_t> 1) << index
+                self.checker.posted[index] = self.arena.lane(index).tail  # not what it was about to post
+                if not self.processes[index].settled:
+                    unnoticed |= (<uint32_t> 1) << index
+        if self.checker.message[0] == 0:
+            self.checker.end(dead, unnoticed)
+        self.owners.clear()  # they refer to this job
+
+    # -- lives -------------------------------------------------------------------------------------
+
+    cdef void born(self, int32_t index) noexcept nogil:
+        """A process gets a place; of the others it knows nothing yet. The death of a place's present owner is still to come."""
         cdef int32_t other
-        memset(me, 0, sizeof(life_t))
-        me.generation = self.machine.processes[index].generation
         for other in range(self.n_processes):
-            me.marked_dead[other] = self.machine.processes[other].generation  # the present owner's death is still to come
-        self._waits[index] = self._all_waits[index][me.generation]
-        self._lanes[index] = <PyObject *> (<Wait> self._waits[index]).lane
+            (<Process> self._owners[index][self.processes[index].generation]).marked_dead[other] = (
+                self.processes[other].generation)
 
-    # -- the loop ----------------------------------------------------------------------------------
+    cdef void live(self, int32_t index) noexcept nogil:
+        (<Process> self._owners[index][self.processes[index].generation]).live()
 
-    cdef void _live(self, int32_t index) noexcept nogil:
-        cdef life_t *me = &self.lives[index]
-        cdef int64_t generation
-        cdef int32_t shard
-        if index >= self.n_workers:
-            self._serve(index)
-            return
-        generation = self.arena._claim(index, index, True)
-        self.checker.own(index, self.arena.lane(index).tail)
-        if generation != me.generation:
-            self.checker.fail(b"claim: worker %ld got generation %ld, expected %ld", index, generation, me.generation)
-        for shard in range(self.n_shards):
-            (<Combiner> (<WorkerLane> self._lanes[index])._combiners[shard]).lock.generation = me.generation
-        (<WorkerLane> self._lanes[index])._begin()
-        (<WorkerLane> self._lanes[index]).loss = 0
-        (<WorkerLane> self._lanes[index])._leave_to_server(self.arena._is_served())
-        if generation > 0:
-            self._join(index)
-        (<WorkerLane> self._lanes[index]).steps = (<WorkerLane> self._lanes[index])._begin_steps()
-        self._pull(index, True)
-        if self._readers[index] != NULL:
-            (<ReaderPins> self._readers[index]).begin()
-            self._read(index)
-        while me.pushes < self.n_steps and not self._is_out(index):
-            self._compute(index)
-            self._push(index, FPS_NULL if (self.machine.draw() & 0xffff) < self.null_share else FPS_PUSH)
-            self._advance(index)
-            self._pull(index, False)
-        if not self._is_out(index):
-            self._leave(index)
-        if self._is_out(index):
-            self._end_expelled(index)
+    cdef bint is_over(self) noexcept nogil:
+        """Whether every worker has ended, and the dead are marked as such."""
+        cdef int32_t index
+        for index in range(self.n_places):
+            if self.processes[index].state != ENDED and not (
+                    self.processes[index].state == DEAD and self.processes[index].settled):
+                return False
+        return True
 
-    # -- words that somebody damages -----------------------------------------------------------------
+    cdef bint is_any_locked(self) noexcept nogil:
+        """Whether any lane holds a shard lock."""
+        cdef uint32_t shard
+        for shard in range(self.arena.header.n_shards):
+            if fps_lock_owner(self.arena.shard_header(shard).lock):
+                return True
+        return False
 
-    cdef void _wound(self) noexcept nogil:
+    cdef void wound(self) noexcept nogil:
         """Damage the words of a lane: its count of posts, or a descriptor that is not done with. No access: nobody is told."""
-        cdef int32_t victim = <int32_t> (self.machine.draw() % <uint64_t> self.n_workers)
-        cdef uint64_t what = self.machine.draw() % 3, draw = self.machine.draw()
+        cdef int32_t victim = <int32_t> (self.draw() % <uint64_t> self.n_places)
+        cdef uint64_t what = self.draw() % 3, draw = self.draw()
         cdef fps_lane *lane = self.arena.lane(victim)
         cdef uint64_t done = UINT64_MAX, position
-        cdef uint64_t ends = lane.tail + RING_SIZE + 1 + (self.n_steps + 1) * (self.machine.restarts_left + 1)
+        cdef uint64_t ends = lane.tail + RING_SIZE + 1 + (self.n_steps + 1) * (self.restarts_left + 1)
         cdef uint32_t member = fps_member_state(lane.state), shard
-        if (self.machine.processes[victim].generation != fps_member_generation(lane.state) or lane.tail >= MAX_STEPS
+        if (self.processes[victim].generation != fps_member_generation(lane.state) or lane.tail >= MAX_STEPS
                 or member in (FPS_LANE_FREE, FPS_LANE_LEFT, FPS_LANE_EXPELLED)):
             return  # another process is about to take the lane, or nobody reads it
-        for shard in range(self.n_shards):
+        for shard in range(self.arena.header.n_shards):
             done = min(done, self.arena.lane_shard(victim, shard).head)
         if what == 0:
             if ends >= MAX_STEPS:
@@ -170,292 +162,318 @@ cdef class Workers:
             self.checker.wound(victim, position, position + 1, False)
         self.wounds_left -= 1
 
-    cdef bint _is_out(self, int32_t index) noexcept nogil:
-        """Whether this process was expelled. Where no lane was damaged it does not ask."""
-        return self.checker.wounded[index] and (<WorkerLane> self._lanes[index])._is_expelled()
 
-    cdef void _end_expelled(self, int32_t index) noexcept nogil:
-        """The process ends by an error, and another may take its place."""
-        self.arena._drop_pins(index)
-        self.machine._die(&self.machine.processes[index])
-        self.machine._switch()
+cdef class Process:
+    """One process of a job: of itself the server, and what a worker has in common with it."""
 
-    cdef void _join(self, int32_t index) noexcept nogil:
-        """Wait until every shard counts this worker."""
-        (<WorkerLane> self._lanes[index])._recover_locks(index, self.lives[index].generation - 1, self.machine.clock(index))
-        (<Wait> self._waits[index])._begin(GOAL_JOIN, self.machine.clock(index), 500_000)
-        self._drive(index)
-        self.arena._move(index, FPS_LANE_JOINING, FPS_LANE_LIVE)
+    cdef Workers job
+    cdef Arena arena
+    cdef InvariantChecker checker
+    cdef Wait wait
+    cdef int32_t index                      # of its place
+    cdef uint32_t generation                # how many had the place before
+    cdef uint32_t marked_dead[MAX_WORKERS]  # of each lane, the owners whom this process knows to be dead
 
-    # -- a server ------------------------------------------------------------------------------------
+    def __cinit__(self, Workers job not None, Lane lane not None, int32_t index, uint32_t generation, *_):
+        self.job, self.arena, self.checker = job, job.arena, job.checker
+        self.index, self.generation = index, generation
+        self.wait = Wait(lane)
+        self.wait.spins = job.spins
 
-    cdef void _serve(self, int32_t index) noexcept nogil:
+    cdef int64_t _now(self) noexcept nogil:
+        return self.job.clock(self.index)
+
+    cdef void live(self) noexcept nogil:
         """The life of a server: combine when called, until every worker has ended and the dead are marked as such."""
-        (<Wait> self._waits[index])._begin(GOAL_CALL, self.machine.clock(index), SLICE_NS)
-        self._drive(index)
-        self.arena._end(index, 0, FPS_LANE_LEFT)
+        self.wait._begin(GOAL_CALL, self._now(), SLICE_NS)
+        self._drive()
+        self.arena._end(self.index, 0, FPS_LANE_LEFT)
 
-    cdef bint _is_over(self) noexcept nogil:
-        cdef int32_t index
-        for index in range(self.n_workers):
-            if self.machine.processes[index].state != ENDED and not (
-                    self.machine.processes[index].state == DEAD and self.machine.processes[index].settled):
-                return False
-        return True
+    cdef bint _is_server(self) noexcept nogil:
+        return self.index >= self.job.n_places
 
-    cdef void _promise(self, int32_t index, int64_t posted) noexcept nogil:
+    cdef void _promise(self, int64_t posted) noexcept nogil:
         """This process has combined, or called the server: what was posted before is decided, or will be.
 
         A server that has combined rests if it was not called meanwhile.
         """
-        if index >= self.n_workers:
-            if self.arena.lane(index).event == (<Wait> self._waits[index]).seen:
+        if self._is_server():
+            if self.wait.lane.words.event == self.wait.seen:
                 self.checker.watch_calls()
-        elif (<Lane> self._lanes[index]).served:
-            self.checker.called[index] = posted
+        elif self.wait.lane.served:
+            self.checker.called[self.index] = posted
         else:
-            self.checker.promised[index] = posted
+            self.checker.promised[self.index] = posted
+
+    cdef void _drive(self) noexcept nogil:
+        """Do what the wait wants, until it is over, or the process is expelled, or its world is."""
+        cdef int64_t posted
+        cdef int want, outcome
+        while True:
+            posted = self.wait.lane.words.tail
+            want = self.wait._want(self._now())
+            if want in (WANT_NOTHING, WANT_REST, WANT_PAUSE) and not self.wait.held:
+                self._promise(posted)
+            if want in (WANT_NOTHING, WANT_EXPELLED):
+                return
+            if want in (WANT_REST, WANT_PAUSE):
+                if self._is_server() and self.job.is_over():
+                    return
+                outcome = self._pass_by()
+                if outcome != COMBINE_BUSY:
+                    self.wait._tell(outcome)
+                elif want == WANT_REST:
+                    self.wait._rest()
+                else:
+                    self.job.pause(self.wait.slice_ns)
+            elif want == WANT_CHECK_PEERS:
+                self._check_peers()
+            elif want == WANT_EXPEL:
+                self._expel(self.wait.lane.bad_lane, self.wait.lane.damage)
+            elif want == WANT_TAKE_OVER:
+                self._take_over()
+            else:
+                self.checker.fail(b"combine: worker %ld's ended with outcome %ld (lane %ld)", self.index, self.wait.outcome,
+                                  self.wait.lane.bad_lane)
+                return
+
+    cdef void _take_over(self) noexcept nogil:
+        """Combine from now on: the server has ended."""
+        if not fps_mutant(FPS_MUTANT_FORGET_TAKING_OVER):
+            self.wait.lane._leave_to_server(False)
+
+    cdef int _pass_by(self) noexcept nogil:
+        """Now and then, go on without another process: mostly one that is stopped, rarely one that runs."""
+        cdef int32_t other
+        cdef int outcome
+        if self.job.pass_share == 0 or (self.job.draw() & 0xffff) >= self.job.pass_share:
+            return COMBINE_BUSY
+        other = <int32_t> (self.job.draw() % <uint64_t> self.job.n_processes)
+        if other == self.index or (self.job.processes[other].state != STALLED and self.job.draw() % 8):
+            return COMBINE_BUSY
+        outcome = self.wait.lane._pass_by(other, self._now())
+        self.job.faults.passed_by += outcome != COMBINE_BUSY
+        return outcome
+
+    cdef void _expel(self, int32_t bad, uint64_t damage) noexcept nogil:
+        """Expel the owner of a lane, whose words must have been damaged; nothing happens where it has another owner by now."""
+        if self.arena._expel(bad, damage) and not self.checker.is_wounded(bad, damage >> 40):
+            self.checker.fail(b"expelled: worker %ld expels owner %ld of lane %ld, whose words nobody has damaged", self.index,
+                              <int64_t> (damage >> 40), bad)
+
+    cdef void _check_peers(self) noexcept nogil:
+        """Recover the locks of dead processes that this one has not seen yet, and mark them dead."""
+        cdef int32_t dead
+        cdef uint32_t generation
+        if self._is_server() and fps_mutant(FPS_MUTANT_SERVE_ON):
+            return
+        self.wait.lane._recover_stale_locks(self._now())
+        for dead in range(self.job.n_processes):
+            while dead != self.index and self.marked_dead[dead] < self.job.deaths(dead):
+                generation = self.marked_dead[dead]
+                if generation == self.job.processes[dead].generation:
+                    self.job.notice(dead)
+                if dead >= self.job.n_places:
+                    self._take_over()
+                self.wait.lane._recover_locks(dead, generation, self._now())
+                self.arena._mark_dead(dead, generation)
+                if generation == self.job.processes[dead].generation:
+                    self.job.processes[dead].settled = True
+                self.marked_dead[dead] = generation + 1
+
+
+cdef class Worker(Process):
+    """A worker, which has `lane`. `reader`: it reads published weights also as one that is no worker; or None."""
+
+    cdef WorkerLane lane
+    cdef ReaderPins reader
+    cdef int64_t pushes
+    cdef int64_t buffers[MAX_WATCHED_SHARDS]
+    cdef uint64_t fetched[MAX_WATCHED_SHARDS]       # commit words: of the last fetch in the background,
+    cdef uint64_t kept[MAX_WATCHED_SHARDS]          # and of what the next step reads
+    cdef int64_t read_buffers[MAX_WATCHED_SHARDS]   # of its reader
+
+    def __cinit__(self, Workers job, WorkerLane lane, int32_t index, uint32_t generation, ReaderPins reader):
+        self.lane, self.reader = lane, reader
+
+    cdef void live(self) noexcept nogil:
+        """Take the lane, push every step, and leave; or be expelled."""
+        cdef int64_t generation = self.arena._claim(self.index, self.index, True)
+        cdef uint32_t shard
+        self.checker.own(self.index, self.lane.words.tail)
+        if generation != self.generation:
+            self.checker.fail(b"claim: worker %ld got generation %ld, expected %ld", self.index, generation, self.generation)
+        for shard in range(self.lane.n_shards):
+            (<Combiner> self.lane._combiners[shard]).lock.generation = self.generation
+        self.lane._begin()
+        self.lane.loss = 0
+        self.lane._leave_to_server(self.arena._is_served())
+        if generation > 0:
+            self._join()
+        self.lane.steps = self.lane._begin_steps()
+        self._pull(True)
+        if self.reader is not None:
+            self.reader.begin()
+            self._read()
+        while self.pushes < self.job.n_steps and not self._is_out():
+            self._compute()
+            self._push(FPS_NULL if (self.job.draw() & 0xffff) < self.job.null_share else FPS_PUSH)
+            self._advance()
+            self._pull(False)
+        if not self._is_out():
+            self._leave()
+        if self._is_out():  # the process ends by an error, and another may take its place
+            self.arena._drop_pins(self.index)
+            self.job._die(&self.job.processes[self.index])
+            self.job._switch()
+
+    cdef bint _is_out(self) noexcept nogil:
+        """Whether this process was expelled. Where no lane was damaged it does not ask."""
+        return self.checker.wounded[self.index] and self.lane._is_expelled()
+
+    cdef void _join(self) noexcept nogil:
+        """Wait until every shard counts this worker."""
+        self.lane._recover_locks(self.index, self.generation - 1, self._now())
+        self.wait._begin(GOAL_JOIN, self._now(), 500_000)
+        self._drive()
+        self.arena._move(self.index, FPS_LANE_JOINING, FPS_LANE_LIVE)
 
     # -- what is read ------------------------------------------------------------------------------
 
-    cdef void _compute(self, int32_t index) noexcept nogil:
+    cdef void _compute(self) noexcept nogil:
         """Read the pulled weights, now and then."""
         cdef int32_t _look
-        for _look in range(<int32_t> (self.machine.draw() % 4)):
-            self.machine.at_access()
-            self._check_reads(index)
-            if self.fetches:
-                self._fetch(index)
-            if self._readers[index] != NULL:
-                self._check_reader(index)
-                if self.machine.draw() % 3 == 0:
-                    self._read(index)
-                if self.machine.draw() % 4 == 0:
-                    self._sleep_as_reader(index)
+        for _look in range(<int32_t> (self.job.draw() % 4)):
+            self.job.at_access()
+            self._check_reads()
+            if self.job.fetches:
+                self._fetch()
+            if self.reader is not None:
+                self._check_reader()
+                if self.job.draw() % 3 == 0:
+                    self._read()
+                if self.job.draw() % 4 == 0:
+                    self._sleep_as_reader()
 
-    cdef void _pull(self, int32_t index, bint is_first) noexcept nogil:
-        cdef life_t *me = &self.lives[index]
+    cdef void _pull(self, bint is_first) noexcept nogil:
         cdef uint64_t commit, before
-        cdef int32_t shard
-        for shard in range(self.n_shards):
-            if (self.is_partial and not is_first
-                    and (<WorkerLane> self._lanes[index])._granted(shard) < (<WorkerLane> self._lanes[index]).steps + 1):
+        cdef uint32_t shard
+        for shard in range(self.lane.n_shards):
+            if self.job.is_partial and not is_first and self.lane._granted(shard) < self.lane.steps + 1:
                 continue
-            before = (<WorkerLane> self._lanes[index]).versions[shard]
-            if self.fetches and not is_first:
-                commit = me.kept[shard]
-                (<WorkerLane> self._lanes[index])._take(shard, fps_commit_buffer(commit), fps_commit_version(commit))
+            before = self.lane.versions[shard]
+            if self.job.fetches and not is_first:
+                commit = self.kept[shard]
+                self.lane._take(shard, fps_commit_buffer(commit), fps_commit_version(commit))
             else:
-                commit = (<WorkerLane> self._lanes[index])._pull(shard)
+                commit = self.lane._pull(shard)
             if fps_commit_version(commit) < before:
-                self.checker.fail(b"versions: worker %ld pulled %ld after %ld", index, fps_commit_version(commit), before)
-            me.kept[shard] = commit
-            me.buffers[shard] = fps_commit_buffer(commit)
-        self._check_reads(index)
+                self.checker.fail(b"versions: worker %ld pulled %ld after %ld", self.index, fps_commit_version(commit), before)
+            self.kept[shard] = commit
+            self.buffers[shard] = fps_commit_buffer(commit)
+        self._check_reads()
 
-    cdef void _fetch(self, int32_t index) noexcept nogil:
+    cdef void _fetch(self) noexcept nogil:
         """Begin to fetch each shard's newest version in the background, or keep the one that was fetched."""
-        cdef life_t *me = &self.lives[index]
-        cdef int32_t shard
-        for shard in range(self.n_shards):
-            if fps_commit_version(me.fetched[shard]) <= fps_commit_version(me.kept[shard]):
-                me.fetched[shard] = (<WorkerLane> self._lanes[index])._prefetch(shard)
+        cdef uint32_t shard
+        for shard in range(self.lane.n_shards):
+            if fps_commit_version(self.fetched[shard]) <= fps_commit_version(self.kept[shard]):
+                self.fetched[shard] = self.lane._prefetch(shard)
             else:
-                (<WorkerLane> self._lanes[index])._keep(shard, fps_commit_buffer(me.fetched[shard]))
-                me.kept[shard] = me.fetched[shard]
+                self.lane._keep(shard, fps_commit_buffer(self.fetched[shard]))
+                self.kept[shard] = self.fetched[shard]
 
-    cdef void _read(self, int32_t index) noexcept nogil:
+    cdef void _read(self) noexcept nogil:
         """Pin the newest version of each shard as a reader."""
-        cdef int32_t shard
-        for shard in range(self.n_shards):
-            self.lives[index].read_buffers[shard] = fps_commit_buffer((<ReaderPins> self._readers[index])._pull(shard))
-        self._check_reader(index)
+        cdef uint32_t shard
+        for shard in range(self.lane.n_shards):
+            self.read_buffers[shard] = fps_commit_buffer(self.reader._pull(shard))
+        self._check_reader()
 
-    cdef void _sleep_as_reader(self, int32_t index) noexcept nogil:
+    cdef void _sleep_as_reader(self) noexcept nogil:
         """Sleep as a reader for one of the next versions, and check the wake: a flip that reached it has moved the event.
 
         Its combiner moves it under the shard lock, and where that one died, the lane that recovers the lock does.
         """
         cdef uint32_t event = 0
         cdef fps_readers *words = self.arena.readers_words()
-        cdef uint64_t version = (<ReaderPins> self._readers[index])._newest() + 1 + self.machine.draw() % 3
-        if (<ReaderPins> self._readers[index])._is_there(version, &event):
+        cdef uint64_t version = self.reader._newest() + 1 + self.job.draw() % 3
+        if self.reader._is_there(version, &event):
             return
         fps_event_sleep(&words.event, event, READER_SLICE_NS)
-        if ((<ReaderPins> self._readers[index])._newest() >= version and words.event == event
-                and not self._is_any_locked()):
-            self.checker.fail(b"missed wake: reader %ld sleeps for version %ld, which is there", index, version, 0)
+        if self.reader._newest() >= version and words.event == event and not self.job.is_any_locked():
+            self.checker.fail(b"missed wake: reader %ld sleeps for version %ld, which is there", self.index, version, 0)
 
-    cdef bint _is_any_locked(self) noexcept nogil:
-        """Whether any lane holds a shard lock."""
-        cdef int32_t shard
-        for shard in range(self.n_shards):
-            if fps_lock_owner(self.arena.shard_header(shard).lock):
-                return True
-        return False
-
-    cdef void _check_reader(self, int32_t index) noexcept nogil:
+    cdef void _check_reader(self) noexcept nogil:
         """What a reader has pinned stays as it was published."""
-        cdef uint64_t version
-        cdef int32_t shard
-        for shard in range(self.n_shards):
-            version = (<ReaderPins> self._readers[index]).versions[shard]
-            if not self.checker.is_content(shard, version, self.checker._range(shard, self.lives[index].read_buffers[shard])):
-                self.checker.fail(b"torn read: reader %ld reads version %ld of shard %ld, and it has changed", index, version,
-                                  shard)
+        cdef uint32_t shard
+        for shard in range(self.lane.n_shards):
+            if not self.checker.is_content(shard, self.reader.versions[shard], self.read_buffers[shard]):
+                self.checker.fail(b"torn read: reader %ld reads version %ld of shard %ld, and it has changed", self.index,
+                                  self.reader.versions[shard], shard)
 
-    cdef void _check_reads(self, int32_t index) noexcept nogil:
+    cdef void _check_reads(self) noexcept nogil:
         """What is pinned is whole, and stays as it was published."""
-        cdef uint64_t version
-        cdef int32_t shard
-        for shard in range(self.n_shards):
-            version = (<WorkerLane> self._lanes[index]).versions[shard]
-            if not self.checker.is_content(shard, version, self.checker._range(shard, self.lives[index].buffers[shard])):
-                self.checker.fail(b"torn read: worker %ld reads version %ld of shard %ld, and it has changed", index, version,
-                                  shard)
+        cdef uint32_t shard
+        for shard in range(self.lane.n_shards):
+            if not self.checker.is_content(shard, self.lane.versions[shard], self.buffers[shard]):
+                self.checker.fail(b"torn read: worker %ld reads version %ld of shard %ld, and it has changed", self.index,
+                                  self.lane.versions[shard], shard)
             # Nobody waits for a worker that was expelled, and may not know it yet.
-            if (self.reads_rows and not (<WorkerLane> self._lanes[index]).awaits
-                    and not self.checker.is_wounded(index, self.lives[index].generation)):
-                self.checker.watch_rows(
-                    shard, self.checker._range(shard, self.lives[index].buffers[shard]), b"a step reads that")
+            if (self.job.reads_rows and not self.lane.awaits
+                    and not self.checker.is_wounded(self.index, self.generation)):
+                self.checker.watch_rows(shard, self.buffers[shard], b"a step reads that")
 
     # -- pushes, and waiting for what follows ------------------------------------------------------
 
-    cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil:
+    cdef void _push(self, uint32_t kind) noexcept nogil:
+        """Push, and end the combine that follows: what was posted before is decided then."""
         cdef int outcome
         if kind == FPS_PUSH:
-            self.checker.write_slot(index, (<WorkerLane> self._lanes[index]).slot, (<WorkerLane> self._lanes[index]).posts)
-        self.checker.promise(index, (<WorkerLane> self._lanes[index]).words.tail, kind)
+            self.checker.write_slot(self.index, self.lane.slot, self.lane.posts)
+        self.checker.promise(self.index, self.lane.words.tail, kind)
         while True:
-            outcome = (<WorkerLane> self._lanes[index])._push(self.machine.clock(index), 1.0, 1, kind == FPS_NULL)
-            if outcome == PUSH_EXPELLED or self._is_out(index):
+            outcome = self.lane._push(self._now(), 1.0, 1, kind == FPS_NULL)
+            if outcome == PUSH_EXPELLED or self._is_out():
                 return
             if outcome != PUSH_FULL:
                 break
-            self._wait_for_room(index)
-        self.lives[index].pushes += 1
-        self._settle(index, outcome)
-        if self.wounds_left and self.machine.draw() % 8 == 0:
-            self._wound()
-
-    cdef void _wait_for_room(self, int32_t index) noexcept nogil:
-        (<Wait> self._waits[index])._begin_step(
-            0, (<WorkerLane> self._lanes[index]).words.tail + 1 - self.arena.header.ring_size, 0, self.machine.clock(index))
-        self._drive(index)
-
-    cdef void _advance(self, int32_t index) noexcept nogil:
-        """Begin the next step, once it may begin."""
-        if (<WorkerLane> self._lanes[index])._advance(self.machine.clock(index), self.at_once):
-            return
-        (<Wait> self._waits[index])._begin_step(
-            0 if self.at_once else (<WorkerLane> self._lanes[index]).steps + 1,
-            (<WorkerLane> self._lanes[index]).free_at[(<WorkerLane> self._lanes[index]).slot], 1 if self.is_partial else 0,
-            self.machine.clock(index))
-        self._drive(index)
-        (<WorkerLane> self._lanes[index])._advance_late(self.machine.clock(index))
-
-    cdef void _settle(self, int32_t index, int outcome) noexcept nogil:
-        """End a combine. What was posted before is decided then."""
+            self._wait_for_room()
+        self.pushes += 1
         if outcome == COMBINE_BUSY:
-            outcome = self._pass_by(index)
-        (<Wait> self._waits[index])._begin(GOAL_SETTLE, self.machine.clock(index), HELD_NS)
-        (<Wait> self._waits[index])._tell(outcome)
-        self._drive(index)
+            outcome = self._pass_by()
+        self.wait._begin(GOAL_SETTLE, self._now(), HELD_NS)
+        self.wait._tell(outcome)
+        self._drive()
+        if self.job.wounds_left and self.job.draw() % 8 == 0:
+            self.job.wound()
 
-    cdef void _drive(self, int32_t index) noexcept nogil:
-        """Do what a process's wait wants, until it is over, or the process is expelled, or its world is."""
-        cdef int64_t posted
-        cdef int want, outcome
-        while True:
-            posted = (<Lane> self._lanes[index]).words.tail
-            want = (<Wait> self._waits[index])._want(self.machine.clock(index))
-            if want in (WANT_NOTHING, WANT_REST, WANT_PAUSE) and not (<Wait> self._waits[index]).held:
-                self._promise(index, posted)
-            if want in (WANT_NOTHING, WANT_EXPELLED):
-                return
-            if want in (WANT_REST, WANT_PAUSE):
-                if index >= self.n_workers and self._is_over():
-                    return
-                outcome = self._pass_by(index)
-                if outcome != COMBINE_BUSY:
-                    (<Wait> self._waits[index])._tell(outcome)
-                elif want == WANT_REST:
-                    (<Wait> self._waits[index])._rest()
-                else:
-                    self.machine.pause((<Wait> self._waits[index]).slice_ns)
-            elif want == WANT_CHECK_PEERS:
-                self._check_peers(index)
-            elif want == WANT_EXPEL:
-                self._expel(index, (<Lane> self._lanes[index]).bad_lane, (<Lane> self._lanes[index]).damage)
-            elif want == WANT_TAKE_OVER:
-                self._take_over(index)
-            else:
-                self.checker.fail(b"combine: worker %ld's ended with outcome %ld (lane %ld)", index,
-                                  (<Wait> self._waits[index]).outcome, (<Lane> self._lanes[index]).bad_lane)
-                return
+    cdef void _wait_for_room(self) noexcept nogil:
+        self.wait._begin_step(0, self.lane.words.tail + 1 - self.arena.header.ring_size, 0, self._now())
+        self._drive()
 
-    cdef void _take_over(self, int32_t index) noexcept nogil:
-        """Combine from now on: the server has ended."""
-        if not fps_mutant(FPS_MUTANT_FORGET_TAKING_OVER):
-            (<Lane> self._lanes[index])._leave_to_server(False)
-
-    cdef int _pass_by(self, int32_t index) noexcept nogil:
-        """Now and then, go on without another process: mostly one that is stopped, rarely one that runs."""
-        cdef int32_t other
-        cdef int outcome
-        if self.machine.pass_share == 0 or (self.machine.draw() & 0xffff) >= self.machine.pass_share:
-            return COMBINE_BUSY
-        other = <int32_t> (self.machine.draw() % <uint64_t> self.n_processes)
-        if other == index or (self.machine.processes[other].state != STALLED and self.machine.draw() % 8):
-            return COMBINE_BUSY
-        outcome = (<Lane> self._lanes[index])._pass_by(other, self.machine.clock(index))
-        if outcome != COMBINE_BUSY:
-            self.machine.passed_by()
-        return outcome
-
-    cdef void _expel(self, int32_t index, int32_t bad, uint64_t damage) noexcept nogil:
-        """Expel the owner of a lane, whose words must have been damaged; nothing happens where it has another owner by now."""
-        if self.arena._expel(bad, damage) and not self.checker.is_wounded(bad, damage >> 40):
-            self.checker.fail(b"expelled: worker %ld expels owner %ld of lane %ld, whose words nobody has damaged", index,
-                              <int64_t> (damage >> 40), bad)
-
-    # -- the others --------------------------------------------------------------------------------
-
-    cdef void _check_peers(self, int32_t index) noexcept nogil:
-        """Recover the locks of dead processes that this one has not seen yet, and mark them dead."""
-        cdef life_t *me = &self.lives[index]
-        cdef int32_t dead
-        cdef uint32_t generation
-        if index >= self.n_workers and fps_mutant(FPS_MUTANT_SERVE_ON):
+    cdef void _advance(self) noexcept nogil:
+        """Begin the next step, once it may begin."""
+        if self.lane._advance(self._now(), self.job.at_once):
             return
-        (<Lane> self._lanes[index])._recover_stale_locks(self.machine.clock(index))
-        for dead in range(self.n_processes):
-            while dead != index and me.marked_dead[dead] < self.machine.deaths(dead):
-                generation = me.marked_dead[dead]
-                if generation == self.machine.processes[dead].generation:
-                    self.machine.notice(dead)
-                if dead >= self.n_workers:
-                    self._take_over(index)
-                (<Lane> self._lanes[index])._recover_locks(dead, generation, self.machine.clock(index))
-                self.arena._mark_dead(dead, generation)
-                if generation == self.machine.processes[dead].generation:
-                    self.machine.processes[dead].settled = True
-                me.marked_dead[dead] = generation + 1
+        self.wait._begin_step(0 if self.job.at_once else self.lane.steps + 1, self.lane.free_at[self.lane.slot],
+                              1 if self.job.is_partial else 0, self._now())
+        self._drive()
+        self.lane._advance_late(self._now())
 
-    cdef void _leave(self, int32_t index) noexcept nogil:
-        self.checker.promise(index, (<WorkerLane> self._lanes[index]).words.tail, FPS_LEAVE)
-        while not (<WorkerLane> self._lanes[index])._post(
-                FPS_LEAVE, (<WorkerLane> self._lanes[index]).steps, 0, (<WorkerLane> self._lanes[index])._oldest(),
-                self.machine.clock(index), 1.0, 0.0, 0):
-            if self._is_out(index):
+    cdef void _leave(self) noexcept nogil:
+        """Post LEAVE, and combine with the others until every push is decided."""
+        self.checker.promise(self.index, self.lane.words.tail, FPS_LEAVE)
+        while not self.lane._post(FPS_LEAVE, self.lane.steps, 0, self.lane._oldest(), self._now(), 1.0, 0.0, 0):
+            if self._is_out():
                 return
-            self._wait_for_room(index)
-        self.arena._move(index, FPS_LANE_LIVE, FPS_LANE_LEAVING)
-        (<Wait> self._waits[index])._begin(GOAL_LAST, self.machine.clock(index), 5_000_000)
-        (<Wait> self._waits[index]).started = self.n_workers
-        self._drive(index)
-        if self._is_out(index):
+            self._wait_for_room()
+        self.arena._move(self.index, FPS_LANE_LIVE, FPS_LANE_LEAVING)
+        self.wait._begin(GOAL_LAST, self._now(), 5_000_000)
+        self.wait.started = self.job.n_places
+        self._drive()
+        if self._is_out():
             return
-        self._pull(index, True)
-        self.arena._drop_pins(index)
-        self.arena._end(index, self.lives[index].generation, FPS_LANE_LEFT)
+        self._pull(True)
+        self.arena._drop_pins(self.index)
+        self.arena._end(self.index, self.generation, FPS_LANE_LEFT)
