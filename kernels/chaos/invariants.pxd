@@ -71,8 +71,8 @@ cdef class InvariantChecker:
     cdef void fail(self, const char *what, int64_t a, int64_t b, int64_t c) noexcept nogil
 
     cdef uint32_t _generation(self, int32_t index) noexcept nogil
-    cdef void _fail_rows(self, const char *what, int64_t shard, int64_t row, double found, double expected) noexcept nogil
-    cdef void _watch_row_state(self, uint32_t shard, const float *plane) noexcept nogil
+    cdef void _watch_left(self, uint32_t shard, const int64_t *told, const char *what) noexcept nogil
+    cdef void _watch_row(self, const char *what, int64_t shard, int64_t row, const float *rows, double expected) noexcept nogil
     cdef float *_range(self, uint32_t shard, uint64_t buffer) noexcept nogil
     cdef void _watch_lane_shards(self, uint32_t shard, const scheduler_t *state) noexcept nogil
     cdef void _watch_flip(self, uint32_t shard, uint64_t commit, int32_t runs) noexcept nogil

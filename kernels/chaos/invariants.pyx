@@ -88,23 +88,13 @@ cdef class InvariantChecker:
             self.starts[index] = posted
 
     cdef void watch_calls(self) noexcept nogil:
-        """A server rests, and was not called since it began to combine: no lock is free over a push that it was called for.
+        """A server rests, and was not called since it began to combine.
 
         An owner that joins calls, too, before it posts: what was left behind a damaged count is skipped only when it joins.
         """
-        cdef int32_t shard, index
-        cdef uint64_t lock
-        cdef scheduler_t *state
+        cdef int32_t shard
         for shard in range(self.n_shards):
-            lock = self.arena.shard_header(shard).lock
-            if fps_lock_owner(lock) or lock & FPS_PENDING:
-                continue
-            state = self.arena.scheduler(shard, fps_commit_record(self.arena.shard_header(shard).commit))
-            for index in range(self.n_workers):
-                if (state_workers(state)[index].consumed < self.called[index] != self.starts[index]
-                        and not self.is_wounded(index, self._generation(index))):
-                    self.fail(b"missed call: the server rests over push %ld of worker %ld (shard %ld)",
-                              state_workers(state)[index].consumed, index, shard)
+            self._watch_left(shard, self.called, b"missed call: the server rests over push %ld of worker %ld (shard %ld)")
 
     cdef void promise(self, int32_t index, uint64_t position, uint32_t kind) noexcept nogil:
         """A lane's owner is about to post a descriptor."""
@@ -185,7 +175,7 @@ cdef class InvariantChecker:
 
     cdef void look(self, int32_t runs) noexcept nogil:
         """Look at what the event before this one published; `runs`: the worker that ran."""
-        cdef int32_t shard, index
+        cdef int32_t shard
         cdef uint64_t commit, lock
         cdef scheduler_t *state
         for shard in range(self.n_shards):
@@ -198,12 +188,19 @@ cdef class InvariantChecker:
             if fps_lock_owner(lock) == 0 and lock != self.shards[shard].lock:
                 self.watch_rows(shard, fps_commit_buffer(commit), b"under a free lock")
             self.shards[shard].lock = lock
-            if fps_lock_owner(lock) == 0 and not lock & FPS_PENDING:
-                for index in range(self.n_workers):
-                    if (state_workers(state)[index].consumed < self.promised[index] != self.starts[index]
-                            and not self.is_wounded(index, self._generation(index))):
-                        self.fail(b"stranded: a push of worker %ld is left behind under a free lock (shard %ld, step %ld)",
-                                  index, shard, state_workers(state)[index].consumed)
+            self._watch_left(shard, self.promised, b"stranded: push %ld of worker %ld is left under a free lock (shard %ld)")
+
+    cdef void _watch_left(self, uint32_t shard, const int64_t *told, const char *what) noexcept nogil:
+        """No lock is free over descriptors whose owner combined, or called the server: of each lane those below `told`."""
+        cdef const fps_shard_header *words = self.arena.shard_header(shard)
+        cdef const worker_t *workers = state_workers(self.arena.scheduler(shard, fps_commit_record(words.commit)))
+        cdef int32_t index
+        if fps_lock_owner(words.lock) or words.lock & FPS_PENDING:
+            return
+        for index in range(self.n_workers):
+            if (workers[index].consumed < told[index] != self.starts[index]
+                    and not self.is_wounded(index, self._generation(index))):
+                self.fail(what, workers[index].consumed, index, shard)
 
     cdef void _watch_lane_shards(self, uint32_t shard, const scheduler_t *state) noexcept nogil:
         """Heads and grants never go back, and never say what is not committed."""
@@ -315,24 +312,24 @@ cdef class InvariantChecker:
         """The rows of the shard's table are those of the version in this buffer, and nothing is folded half or twice."""
         cdef const float *weights = self._range(shard, buffer)
         cdef const float *rows
-        cdef int32_t index, column
+        cdef int32_t index
         cdef double total = 0
         if not self.has_tables:
             return
         rows = <const float *> (self.arena.rows() + self.arena.tables[shard].weights_offset)
         for index in range(SHARD_FLOATS):
             total += weights[index]
-            for column in range(ROW_FLOATS):
-                if _differs(rows[index * ROW_FLOATS + column], weights[index]):
-                    self._fail_rows(what, shard, index, rows[index * ROW_FLOATS + column], weights[index])
-                    return
-        if not self.has_state and _differs(rows[SHARD_FLOATS * ROW_FLOATS], total):
-            self._fail_rows(what, shard, SHARD_FLOATS, rows[SHARD_FLOATS * ROW_FLOATS], total)
+            self._watch_row(what, shard, index, rows, weights[index])
+        if not self.has_state:
+            self._watch_row(what, shard, SHARD_FLOATS, rows, total)
 
-    cdef void _fail_rows(self, const char *what, int64_t shard, int64_t row, double found, double expected) noexcept nogil:
-        if self.message[0] == 0:
-            snprintf(self.message, sizeof(self.message), b"rows: %s row %ld of shard %ld is %g, and its weight %g", what, row,
-                     shard, found, expected)
+    cdef void _watch_row(self, const char *what, int64_t shard, int64_t row, const float *rows, double expected) noexcept nogil:
+        """Every float of a row has the expected value."""
+        cdef int32_t column
+        for column in range(ROW_FLOATS):
+            if _differs(rows[row * ROW_FLOATS + column], expected) and self.message[0] == 0:
+                snprintf(self.message, sizeof(self.message), b"rows: %s row %ld of shard %ld is %g, and its weight %g", what,
+                         row, shard, <double> rows[row * ROW_FLOATS + column], expected)
 
     cdef void _watch_cursors(self, uint32_t shard, const scheduler_t *state, int64_t *passed) noexcept nogil:
         """Cursors only move on, not beyond what was posted, and pass no push that is not folded (or may be dropped)."""
@@ -366,6 +363,7 @@ cdef class InvariantChecker:
         cdef const int64_t *steps = <const int64_t *> self.arena.state(buffer) + shard
         cdef const float *plane = (<const float *> (self.arena.state(buffer) + self.arena.header.state_steps_bytes)
                                    + self.arena.first[shard])
+        cdef const float *rows
         cdef int32_t index
         if n == 0:
             if buffer != known.record_state:
@@ -381,16 +379,9 @@ cdef class InvariantChecker:
                 self.fail(b"state: float %ld of shard %ld is %ld millionths", index, shard, <int64_t> (1e6 * plane[index]))
         memcpy(known.state, plane, SHARD_BYTES)
         if self.has_tables:
-            self._watch_row_state(shard, plane)
-
-    cdef void _watch_row_state(self, uint32_t shard, const float *plane) noexcept nogil:
-        """The state of the table's rows goes with that of the weights."""
-        cdef const float *rows = <const float *> (self.arena.rows() + self.arena.tables[shard].planes_offset[0])
-        cdef int32_t index
-        for index in range(SHARD_FLOATS):
-            if _differs(rows[index * ROW_FLOATS], plane[index]):
-                self._fail_rows(b"the state of", shard, index, rows[index * ROW_FLOATS], plane[index])
-                return
+            rows = <const float *> (self.arena.rows() + self.arena.tables[shard].planes_offset[0])
+            for index in range(SHARD_FLOATS):
+                self._watch_row(b"the state of", shard, index, rows, plane[index])
 
     cdef void _watch_grants(self, uint32_t shard, const scheduler_t *state) noexcept nogil:
         """No worker is granted a step that is too far ahead of the slowest.

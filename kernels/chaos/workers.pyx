@@ -16,22 +16,7 @@ from fastps.kernels.combining.lock_word cimport COMBINE_BUSY
 from fastps.kernels.protocol.lane cimport Lane
 from fastps.kernels.protocol.reader_pins cimport ReaderPins
 from fastps.kernels.combining.ring cimport lane_descriptor
-from fastps.kernels.protocol.wait cimport (
-    GOAL_CALL,
-    GOAL_JOIN,
-    GOAL_LAST,
-    GOAL_SETTLE,
-    HELD_NS,
-    SLICE_NS,
-    WANT_CHECK_PEERS,
-    WANT_EXPEL,
-    WANT_EXPELLED,
-    WANT_NOTHING,
-    WANT_PAUSE,
-    WANT_REST,
-    WANT_TAKE_OVER,
-    Wait,
-)
+from fastps.kernels.protocol.wait cimport *
 from fastps.kernels.protocol.worker_lane cimport PUSH_EXPELLED, PUSH_FULL, WorkerLane
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *
