@@ -214,7 +214,7 @@ def test_a_row_that_cannot_be_measured_is_skipped_and_counts_for_nothing() -> No
 
 @pytest.mark.slow
 @pytest.mark.timing
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)  # jobs of up to 18 processes, each of which may take the 240 s that it is given
 def test_live_rows_hold() -> None:
     for row in [row for row in ROWS if row.is_live and not row.missing()]:
         verdict = row.judge(row.measure(Effort(quick=True)))
