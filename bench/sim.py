@@ -11,7 +11,6 @@ from typing import Any
 from fastps.bench.measure import BenchOptions, Row, Spread, check, elapsed, interleaved, repeated
 from fastps.bench.scheduler import SPECS
 from fastps.job.specs import parse_policy
-from fastps.kernels.simulation.totals import totals
 from fastps.simulation.simulate import ComputeModel, Simulation, build, simulate
 
 WORKERS = 1_000
@@ -42,9 +41,9 @@ class Play:
 
     def check(self) -> None:
         """Check that every received push is folded, dropped, or one of the few that a worker may have waiting."""
-        sums, received = totals(self.simulator), self.simulator.received
-        waiting = received - sums["folded"] - sums["dropped"]
-        workers, shards = self.simulator.n_workers, self.simulator.n_shards
+        workers, shards, received = self.simulator.n_workers, self.simulator.n_shards, self.simulator.received
+        sums = [self.simulator.shard_totals(shard) for shard in range(shards)]
+        waiting = received - sum(shard["folded"] + shard["dropped"] for shard in sums)
         most = workers * shards * self.policy.slots(workers)
         check(received > 0 and 0 <= waiting <= most, f"0 to {most} of some pushes to wait", f"{waiting} of {received}")
 

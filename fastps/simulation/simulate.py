@@ -21,7 +21,6 @@ from fastps.job.policy import Policy
 from fastps.kernels.simulation.compute_time import ComputeTimes
 from fastps.kernels.simulation.network import Network
 from fastps.kernels.simulation.simulator import KINDS, Simulator
-from fastps.kernels.simulation.totals import shard_totals, staleness_counts, totals
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 
@@ -298,8 +297,8 @@ def _service(policy: Policy, simulation: Simulation) -> npt.NDArray[np.float64]:
 
 def row_of(policy: Policy, simulation: Simulation, simulator: Simulator, wall_ns: int) -> Row:
     """The report's row of a run that has ended."""
-    sums = totals(simulator)
-    shards = [shard_totals(simulator, shard) for shard in range(simulator.n_shards)]
+    sums = simulator.totals()
+    shards = [simulator.shard_totals(shard) for shard in range(simulator.n_shards)]
     seconds = simulator.ended_ns / 1e9
     steps = simulator.received / simulator.n_shards
     active_ns = max(1, sums["compute_ns"] + sums["wait_ns"])
@@ -311,13 +310,13 @@ def row_of(policy: Policy, simulation: Simulation, simulator: Simulator, wall_ns
         "steps": int(steps),
         "steps_per_s": steps / max(1e-9, seconds),
         "samples_per_s": simulator.samples / max(1e-9, seconds),
-        "staleness_mean": sums["staleness_sum"] / max(1, sums["folded"]),
-        "staleness_max": sums["staleness_max"],
+        "staleness_mean": sum(shard["staleness_sum"] for shard in shards) / max(1, sum(shard["folded"] for shard in shards)),
+        "staleness_max": max(shard["staleness_max"] for shard in shards),
         "sigma_mean": sum(shard["sigma_mean"] for shard in shards) / len(shards),
-        "staleness": staleness_counts(simulator),
+        "staleness": simulator.staleness_counts(),
         "wait_share": sums["wait_ns"] / active_ns,
         "grant_wait_share": sums["grant_wait_ns"] / simulator.n_shards / active_ns,
-        "dropped": sums["dropped"],
+        "dropped": sum(shard["dropped"] for shard in shards),
         "stale_blocks": sums["stale_blocks"],
         "updates": sum(shard["updates"] for shard in shards),
         "zero_gap_share": zero_gap_share(shards, seconds * simulation.workers / max(1.0, steps)),

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from fastps.kernels.simulation.network cimport fps_queue
+from fastps.kernels.simulation.event_queue cimport queue_t
 
 cdef struct working_t:
     int64_t left_ns     # core time that its step still needs
@@ -19,10 +19,8 @@ cdef struct core_t:
     int32_t worker        # or -1
 
 cdef class Cores:
-    cdef readonly double count
-    cdef readonly bint shared
-    cdef readonly int64_t n_workers
-    cdef readonly int64_t slice_ns
+    cdef bint shared
+    cdef int64_t slice_ns
     cdef int64_t n_cores
     cdef double speed     # of each
     cdef working_t *workers
@@ -30,9 +28,9 @@ cdef class Cores:
     cdef int32_t first    # of the run queue, or -1
     cdef int32_t last
     cdef int64_t handing_out_ns  # time of the pending event that assigns idle cores, or -1
-    cdef int begin(self, fps_queue *queue, int64_t now_ns, int32_t worker, int64_t cpu_ns, int64_t blocked_ns) noexcept nogil
+    cdef void begin(self, queue_t *queue, int32_t worker, int64_t cpu_ns, int64_t blocked_ns) noexcept nogil
     cdef void _enter(self, int32_t worker, int64_t now_ns) noexcept nogil
-    cdef int _hand_out(self, fps_queue *queue, int64_t now_ns, int32_t core) noexcept nogil
-    cdef int _schedule(self, fps_queue *queue, int64_t now_ns, int32_t core) noexcept nogil
-    cdef int _hand_out_all(self, fps_queue *queue, int64_t now_ns) noexcept nogil
-    cdef int run(self, fps_queue *queue, int64_t now_ns, int32_t core) noexcept nogil
+    cdef void _hand_out(self, queue_t *queue, int32_t core) noexcept nogil
+    cdef void _schedule(self, queue_t *queue, int32_t core) noexcept nogil
+    cdef void _hand_out_all(self, queue_t *queue) noexcept nogil
+    cdef void run(self, queue_t *queue, int32_t core) noexcept nogil

@@ -14,7 +14,7 @@ from libc.math cimport ceil
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.simulation.network cimport EVENT_COMPUTED, EVENT_CORES, fps_queue_push
+from fastps.kernels.simulation.event_queue cimport EVENT_COMPUTED, EVENT_CORES, queue_add
 
 
 cdef class Cores:
@@ -29,7 +29,7 @@ cdef class Cores:
             raise ValueError(
                 f"expected 0 (one a worker) to 1e6 cores for at least 1 worker, in slices of 1 ns or more, found {count} cores"
                 f" for {workers} workers, slices of {slice_ns} ns")
-        self.count, self.n_workers, self.slice_ns, self.shared = count, workers, slice_ns, 0 < count < workers
+        self.slice_ns, self.shared = slice_ns, 0 < count < workers
         self.n_cores = <int64_t> ceil(count) if self.shared else 0
         self.speed = count / self.n_cores if self.shared else 1.0
         self.first = self.last = -1
@@ -45,17 +45,17 @@ cdef class Cores:
         free(self.workers)
         free(self.cores)
 
-    cdef int begin(self, fps_queue *queue, int64_t now_ns, int32_t worker, int64_t cpu_ns, int64_t blocked_ns) noexcept nogil:
-        """Begin a worker's step; EVENT_COMPUTED follows when it ends. Return -1 when memory is exhausted."""
+    cdef void begin(self, queue_t *queue, int32_t worker, int64_t cpu_ns, int64_t blocked_ns) noexcept nogil:
+        """Begin a worker's step; EVENT_COMPUTED follows when it ends."""
         if not self.shared or cpu_ns < 1:
-            return fps_queue_push(queue, now_ns + cpu_ns + blocked_ns, EVENT_COMPUTED, worker)
+            queue_add(queue, queue.now_ns + cpu_ns + blocked_ns, EVENT_COMPUTED, worker)
+            return
         self.workers[worker].blocked_ns = blocked_ns
         self.workers[worker].left_ns = <int64_t> ceil(<double> cpu_ns / self.speed)
-        self._enter(worker, now_ns)
-        if self.handing_out_ns == now_ns:
-            return 0
-        self.handing_out_ns = now_ns  # assign cores once every worker of this instant is in the queue
-        return fps_queue_push(queue, now_ns, EVENT_CORES, <int32_t> self.n_cores)
+        self._enter(worker, queue.now_ns)
+        if self.handing_out_ns != queue.now_ns:
+            self.handing_out_ns = queue.now_ns  # assign cores once every worker of this instant is in the queue
+            queue_add(queue, queue.now_ns, EVENT_CORES, <int32_t> self.n_cores)
 
     cdef void _enter(self, int32_t worker, int64_t now_ns) noexcept nogil:
         """Enter the run queue behind earlier workers; within one instant, behind workers that released a core earlier."""
@@ -75,61 +75,59 @@ cdef class Cores:
         else:
             self.workers[before].next = worker
 
-    cdef int _hand_out(self, fps_queue *queue, int64_t now_ns, int32_t core) noexcept nogil:
+    cdef void _hand_out(self, queue_t *queue, int32_t core) noexcept nogil:
         """Assign an idle core to the first worker of the run queue, if there is one."""
         cdef int32_t worker = self.first
         self.cores[core].worker = worker
         if worker < 0:
-            return 0
+            return
         self.first = self.workers[worker].next
         if self.first < 0:
             self.last = -1
         else:
             self.workers[self.first].previous = -1
-        self.cores[core].began_ns = now_ns
-        self.cores[core].ends_ns = now_ns + self.workers[worker].left_ns
+        self.cores[core].began_ns = queue.now_ns
+        self.cores[core].ends_ns = queue.now_ns + self.workers[worker].left_ns
         self.cores[core].scheduled_ns = -1
-        return self._schedule(queue, now_ns, core)
+        self._schedule(queue, core)
 
-    cdef int _schedule(self, fps_queue *queue, int64_t now_ns, int32_t core) noexcept nogil:
+    cdef void _schedule(self, queue_t *queue, int32_t core) noexcept nogil:
         """Schedule the core's event: the end of its step, or of its slice if a worker waits."""
         cdef core_t *at = &self.cores[core]
         cdef int64_t next_ns = at.ends_ns
         if self.first >= 0:
-            next_ns = min(next_ns, max(now_ns, at.began_ns + self.slice_ns))
-        if at.scheduled_ns == next_ns:
-            return 0
-        at.scheduled_ns = next_ns
-        return fps_queue_push(queue, next_ns, EVENT_CORES, core)
+            next_ns = min(next_ns, max(queue.now_ns, at.began_ns + self.slice_ns))
+        if at.scheduled_ns != next_ns:
+            at.scheduled_ns = next_ns
+            queue_add(queue, next_ns, EVENT_CORES, core)
 
-    cdef int run(self, fps_queue *queue, int64_t now_ns, int32_t core) noexcept nogil:
-        """Handle an event: a step or slice ended, or workers entered the queue. Return -1 when memory is exhausted."""
+    cdef void run(self, queue_t *queue, int32_t core) noexcept nogil:
+        """Handle an event: a step or slice ended, or workers entered the queue."""
         cdef core_t *at = &self.cores[core]
         cdef int32_t worker = at.worker
         if core == self.n_cores:
-            return self._hand_out_all(queue, now_ns)
-        if worker < 0 or now_ns != at.scheduled_ns:
-            return 0  # void: an earlier event replaced it
-        self.workers[worker].done_ns = now_ns
-        if now_ns < at.ends_ns:
-            self.workers[worker].left_ns = at.ends_ns - now_ns
-            self._enter(worker, now_ns)
+            self._hand_out_all(queue)
+            return
+        if worker < 0 or queue.now_ns != at.scheduled_ns:
+            return  # void: an earlier event replaced it
+        self.workers[worker].done_ns = queue.now_ns
+        if queue.now_ns < at.ends_ns:
+            self.workers[worker].left_ns = at.ends_ns - queue.now_ns
+            self._enter(worker, queue.now_ns)
         else:
             self.workers[worker].done_ns += self.workers[worker].blocked_ns
-            if fps_queue_push(queue, self.workers[worker].done_ns, EVENT_COMPUTED, worker) < 0:
-                return -1
-        return self._hand_out(queue, now_ns, core)
+            queue_add(queue, self.workers[worker].done_ns, EVENT_COMPUTED, worker)
+        self._hand_out(queue, core)
 
-    cdef int _hand_out_all(self, fps_queue *queue, int64_t now_ns) noexcept nogil:
+    cdef void _hand_out_all(self, queue_t *queue) noexcept nogil:
         """Assign idle cores to the first workers of the queue; while any worker is left, slices end from now on."""
         cdef int32_t core
         self.handing_out_ns = -1
         for core in range(<int32_t> self.n_cores):
             if self.first < 0:
-                return 0
-            if self.cores[core].worker < 0 and self._hand_out(queue, now_ns, core) < 0:
-                return -1
+                return
+            if self.cores[core].worker < 0:
+                self._hand_out(queue, core)
         for core in range(<int32_t> self.n_cores):
-            if self.first >= 0 and self._schedule(queue, now_ns, core) < 0:
-                return -1
-        return 0
+            if self.first >= 0:
+                self._schedule(queue, core)

@@ -4,7 +4,6 @@ import numpy.typing as npt
 class Network:
     n_links: int
     instant: bool
-    half_duplex: bool
     def __init__(
         self,
         bandwidth: npt.NDArray[np.float64],

@@ -3,12 +3,20 @@
 A message crosses one link, whose two ports (towards the server, towards the workers) are independent. The transfers in progress
 on a port share it evenly. After its last byte a message takes the link's latency, and a drawn share of the messages takes a
 fixed delay on top.
+
+All transfers of a port have the same rate, min(most, bandwidth / n), so one number is enough: the bytes that each transfer has
+been served since the port was last idle. A transfer ends when that number reaches its value at the transfer's start plus the
+transfer's size (the virtual time of generalized processor sharing; Parekh and Gallager 1993). A start or an end costs one heap
+operation, however many transfers share the port.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc, free, realloc
+from libc.string cimport memcpy
 
 import numpy as np
+
+from fastps.kernels.simulation.event_queue cimport *
 
 cdef extern from "base/rng.h" nogil:
     uint64_t fps_stream(uint64_t seed, uint64_t stream)
@@ -18,6 +26,55 @@ cdef enum:
     _FIRST_ROOM = 64
 
 cdef uint64_t _DELAYS_STREAM = <uint64_t> -1  # beyond every worker's streams
+
+
+# -- transfers that share a port --------------------------------------------------------------------
+
+cdef inline double _rate(const link_t *link) noexcept nogil:
+    """Bytes per ns of each transfer in progress. At least one must be."""
+    cdef double share = link.bandwidth / <double> link.progress.length
+    return link.most if 0 < link.most < share else share
+
+
+cdef inline void _advance(link_t *link, int64_t now_ns) noexcept nogil:
+    if link.progress.length:
+        link.served += _rate(link) * <double> (now_ns - link.updated_ns)
+        link.busy_ns += now_ns - link.updated_ns
+    link.updated_ns = now_ns
+
+
+cdef inline void _begin_transfer(link_t *link, int64_t now_ns, double bytes, int32_t transfer) noexcept nogil:
+    """Positive doubles are ordered like the integers of their bits."""
+    cdef double end
+    cdef int64_t key
+    _advance(link, now_ns)
+    if link.progress.length == 0:
+        link.served = 0
+    end = link.served + bytes
+    memcpy(&key, &end, sizeof(key))
+    queue_add(&link.progress, key, 0, transfer)
+    link.peak = max(link.peak, link.progress.length)
+
+
+cdef inline double _left(const link_t *link) noexcept nogil:
+    """Bytes that the next transfer to end still needs."""
+    cdef double end
+    memcpy(&end, &link.progress.events[0].key, sizeof(end))
+    return end - link.served
+
+
+cdef inline int64_t _next_ns(const link_t *link) noexcept nogil:
+    """The time at which the next transfer ends unless another begins before, rounded up to a whole ns."""
+    cdef double left_ns = _left(link) / _rate(link)
+    cdef int64_t whole_ns = <int64_t> left_ns
+    if left_ns <= 0:
+        return link.updated_ns
+    return link.updated_ns + whole_ns + (<double> whole_ns + 1e-3 < left_ns)
+
+
+cdef inline bint _has_ended(const link_t *link) noexcept nogil:
+    """Whether a transfer has ended by the link's time. Within 1/1000 ns counts as ended."""
+    return link.progress.length and _left(link) <= 1e-3 * _rate(link)
 
 
 cdef class Network:
@@ -51,7 +108,7 @@ cdef class Network:
                                  f"found {share} and {delay_ns}")
             self.late_share[direction], self.late_ns[direction] = share, delay_ns
             self.instant = self.instant and not share
-        self.ports = <fps_link *> calloc(2 * self.n_links, sizeof(fps_link))
+        self.ports = <link_t *> calloc(2 * self.n_links, sizeof(link_t))
         self.latency_ns = <int64_t *> calloc(self.n_links, sizeof(int64_t))
         if not self.ports or not self.latency_ns:
             raise MemoryError()
@@ -76,23 +133,22 @@ cdef class Network:
         cdef int64_t port
         if self.ports:
             for port in range(2 * self.n_links):
-                fps_queue_free(&self.ports[port].progress)
+                free(self.ports[port].progress.events)
         free(self.ports)
         free(self.latency_ns)
         free(self.messages)
 
     # -- messages ----------------------------------------------------------------------------------
 
-    cdef int32_t allocate(self) noexcept nogil:
-        """Return the index of a free message, or -1 when memory is exhausted."""
+    cdef int32_t make(self, queue_t *queue, message_t message) noexcept nogil:
+        """Store a message and return its index; where memory is exhausted, -1, which the queue then says."""
         cdef int64_t room = 2 * self.room if self.room else _FIRST_ROOM
         cdef int32_t index = self.first_free
         cdef message_t *messages
         if index < 0:
-            if room > 1 << 30:
-                return -1
-            messages = <message_t *> realloc(self.messages, room * sizeof(message_t))
+            messages = <message_t *> realloc(self.messages, room * sizeof(message_t)) if room <= 1 << 30 else NULL
             if messages == NULL:
+                queue.no_memory = True
                 return -1
             self.messages = messages
             for index in range(<int32_t> self.room, <int32_t> room):
@@ -100,11 +156,27 @@ cdef class Network:
             index = <int32_t> self.room
             self.room = room
         self.first_free = self.messages[index].next
+        self.messages[index] = message
         return index
 
     cdef void release(self, int32_t index) noexcept nogil:
         self.messages[index].next = self.first_free
         self.first_free = index
+
+    cdef void append(self, ends_t *ends, int32_t index) noexcept nogil:
+        """Append a message to a list."""
+        self.messages[index].next = -1
+        if ends.first >= 0:
+            self.messages[ends.last].next = index
+        else:
+            ends.first = index
+        ends.last = index
+
+    cdef int32_t take_first(self, ends_t *ends) noexcept nogil:
+        """Remove the first message of a list, which is not empty, and return it."""
+        cdef int32_t index = ends.first
+        ends.first = self.messages[index].next
+        return index
 
     cdef int64_t _delay_ns(self, const message_t *message) noexcept nogil:
         """Draw the delay of this message; most have none."""
@@ -114,43 +186,43 @@ cdef class Network:
         self.drawn += 1
         return self.late_ns[direction] if fps_uniform(self.seed, self.drawn) < self.late_share[direction] else 0
 
-    cdef int send(self, fps_queue *queue, int64_t now_ns, int32_t index, int32_t link) noexcept nogil:
-        """Send a message over a link; its event follows on arrival. Return -1 when memory is exhausted."""
+    cdef void send(self, queue_t *queue, int32_t index, int32_t link) noexcept nogil:
+        """Send a message over a link; its event follows on arrival."""
         cdef message_t *message = &self.messages[index]
         cdef int32_t port = 2 * link + (message.kind == EVENT_PULLED and not self.half_duplex)
         message.extra_ns = self.latency_ns[link] + self._delay_ns(message)
         if message.bytes == 0 or self.ports[port].bandwidth == 0:
             self.ports[port].carried += message.bytes
-            return fps_queue_push(queue, now_ns + message.extra_ns, message.kind, index)
-        if fps_link_begin(&self.ports[port], now_ns, message.bytes, index) < 0:
-            return -1
-        return self._schedule(queue, port)
+            queue_add(queue, queue.now_ns + message.extra_ns, message.kind, index)
+            return
+        _begin_transfer(&self.ports[port], queue.now_ns, message.bytes, index)
+        if self.ports[port].progress.no_memory:
+            queue.no_memory = True
+        else:
+            self._schedule(queue, port)
 
-    cdef int _schedule(self, fps_queue *queue, int32_t port) noexcept nogil:
+    cdef void _schedule(self, queue_t *queue, int32_t port) noexcept nogil:
         """Schedule the port's event at the end of its next transfer, unless an earlier one is pending."""
-        cdef fps_link *link = &self.ports[port]
-        cdef int64_t next_ns = fps_link_next_ns(link)
-        if 0 <= link.scheduled_ns <= next_ns:
-            return 0
-        link.scheduled_ns = next_ns
-        return fps_queue_push(queue, next_ns, EVENT_LINK, port)
+        cdef link_t *link = &self.ports[port]
+        cdef int64_t next_ns = _next_ns(link)
+        if not 0 <= link.scheduled_ns <= next_ns:
+            link.scheduled_ns = next_ns
+            queue_add(queue, next_ns, EVENT_LINK, port)
 
-    cdef int run_link(self, fps_queue *queue, int64_t now_ns, int32_t port) noexcept nogil:
+    cdef void run_link(self, queue_t *queue, int32_t port) noexcept nogil:
         """Handle the port's event: schedule the arrival of every message whose transfer has ended."""
-        cdef fps_link *link = &self.ports[port]
+        cdef link_t *link = &self.ports[port]
         cdef int32_t index
-        if now_ns != link.scheduled_ns:
-            return 0  # void: an earlier event replaced it
+        if queue.now_ns != link.scheduled_ns:
+            return  # void: an earlier event replaced it
         link.scheduled_ns = -1
-        fps_link_advance(link, now_ns)
-        while True:
-            index = fps_link_ended(link)
-            if index < 0:
-                break
+        _advance(link, queue.now_ns)
+        while _has_ended(link):
+            index = queue_pop(&link.progress).index
             link.carried += self.messages[index].bytes
-            if fps_queue_push(queue, now_ns + self.messages[index].extra_ns, self.messages[index].kind, index) < 0:
-                return -1
-        return self._schedule(queue, port) if link.progress.length else 0
+            queue_add(queue, queue.now_ns + self.messages[index].extra_ns, self.messages[index].kind, index)
+        if link.progress.length:
+            self._schedule(queue, port)
 
     # -- statistics ----------------------------------------------------------------------------------
 
@@ -161,7 +233,7 @@ cdef class Network:
         """
         if not 0 <= port < 2 * self.n_links:
             raise IndexError(f"expected a port of 0 to {2 * self.n_links - 1}, found {port}")
-        cdef fps_link *link = &self.ports[port]
+        cdef link_t *link = &self.ports[port]
         cdef double most = link.bandwidth * max(1, duration_ns)
         return {
             "bytes": link.carried,

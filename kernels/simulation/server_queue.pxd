@@ -2,7 +2,9 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from fastps.kernels.simulation.network cimport Network, fps_queue
+from fastps.kernels.scheduling.state cimport ends_t
+from fastps.kernels.simulation.event_queue cimport queue_t
+from fastps.kernels.simulation.network cimport Network
 
 cdef struct station_t:
     double message_ns   # service time of a message
@@ -10,11 +12,10 @@ cdef struct station_t:
     double update_ns    # service time of an update
     int64_t free_ns     # when it may begin with the next message
     double busy_ns
-    int64_t length      # messages in the queue, including the one in service
+    ends_t messages     # in its queue, including the one in service
+    int64_t length      # of them
     int64_t peak
     int64_t worked      # shards' own stations: updates counted as work so far
-    int32_t first
-    int32_t last
     int32_t in_service  # the end of a message's service is in the event queue
 
 cdef class ServerQueue:
@@ -26,10 +27,9 @@ cdef class ServerQueue:
     cdef int64_t n_workers
     cdef int32_t own_of(self, int32_t shard) noexcept nogil
     cdef int32_t station_of(self, int32_t worker, int32_t shard) noexcept nogil
-    cdef int add(self, fps_queue *queue, int64_t now_ns, int32_t message) noexcept nogil
+    cdef void add(self, queue_t *queue, int32_t message) noexcept nogil
     cdef int32_t take(self, int32_t station) noexcept nogil
-    cdef int go_on(self, fps_queue *queue, int64_t now_ns, int32_t station) noexcept nogil
+    cdef void begin(self, queue_t *queue, int32_t station) noexcept nogil
     cdef void work(self, int64_t now_ns, int32_t station, double work_ns) noexcept nogil
     cdef void update(self, int64_t now_ns, int32_t shard, int64_t version) noexcept nogil
     cdef void relay(self, int64_t now_ns, int32_t worker, int32_t shard, double bytes, bint answers) noexcept nogil
-    cdef int _begin(self, fps_queue *queue, int64_t now_ns, int32_t station) noexcept nogil

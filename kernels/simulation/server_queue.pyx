@@ -9,7 +9,8 @@ decisions are those of the moment at which the leaf has handled the push. Times 
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.simulation.network cimport EVENT_SERVED, Network, fps_queue, fps_queue_push
+from fastps.kernels.simulation.event_queue cimport EVENT_SERVED, queue_add
+from fastps.kernels.simulation.network cimport Network
 
 
 cdef class ServerQueue:
@@ -46,7 +47,7 @@ cdef class ServerQueue:
             shard = number // (1 + groups)
             station.message_ns, station.byte_ns = times_ns[shard, 0], times_ns[shard, 1]
             station.update_ns = times_ns[shard, 2]
-            station.first = station.last = -1
+            station.messages.first = -1
 
     def __dealloc__(self):
         free(self.stations)
@@ -62,40 +63,28 @@ cdef class ServerQueue:
             return shard
         return self.own_of(shard) + 1 + <int32_t> (worker * self.groups // self.n_workers)
 
-    cdef int add(self, fps_queue *queue, int64_t now_ns, int32_t message) noexcept nogil:
-        """Append a message to its station's queue. Return -1 when memory is exhausted."""
+    cdef void add(self, queue_t *queue, int32_t message) noexcept nogil:
+        """Append a message to its station's queue."""
         cdef int32_t station = self.station_of(self.network.messages[message].worker, self.network.messages[message].shard)
         cdef station_t *at = &self.stations[station]
-        self.network.messages[message].next = -1
-        if at.last >= 0:
-            self.network.messages[at.last].next = message
-        else:
-            at.first = message
-        at.last = message
+        self.network.append(&at.messages, message)
         at.length += 1
         at.peak = max(at.peak, at.length)
-        return 0 if at.in_service else self._begin(queue, now_ns, station)
+        if not at.in_service:
+            self.begin(queue, station)
 
-    cdef int _begin(self, fps_queue *queue, int64_t now_ns, int32_t station) noexcept nogil:
-        """Begin the first message's service; EVENT_SERVED follows at its end."""
+    cdef void begin(self, queue_t *queue, int32_t station) noexcept nogil:
+        """Begin the first message's service, if there is one; EVENT_SERVED follows at its end."""
         cdef station_t *at = &self.stations[station]
-        at.in_service = 1
-        self.work(now_ns, station, at.message_ns + at.byte_ns * self.network.messages[at.first].bytes)
-        return fps_queue_push(queue, at.free_ns, EVENT_SERVED, station)
+        at.in_service = at.length > 0
+        if at.in_service:
+            self.work(queue.now_ns, station, at.message_ns + at.byte_ns * self.network.messages[at.messages.first].bytes)
+            queue_add(queue, at.free_ns, EVENT_SERVED, station)
 
     cdef int32_t take(self, int32_t station) noexcept nogil:
-        """Remove and return the handled message. Until go_on the station is idle, so that answers to it queue first."""
-        cdef station_t *at = &self.stations[station]
-        cdef int32_t message = at.first
-        at.first = self.network.messages[message].next
-        if at.first < 0:
-            at.last = -1
-        at.length -= 1
-        return message
-
-    cdef int go_on(self, fps_queue *queue, int64_t now_ns, int32_t station) noexcept nogil:
-        self.stations[station].in_service = 0
-        return self._begin(queue, now_ns, station) if self.stations[station].length else 0
+        """Remove and return the handled message. Until `begin` the station is idle, so that answers to it queue first."""
+        self.stations[station].length -= 1
+        return self.network.take_first(&self.stations[station].messages)
 
     # -- work besides messages ---------------------------------------------------------------------
 

@@ -1,28 +1,58 @@
 """The shards of a simulated job: each of their events is one call of the scheduler's own compiled functions.
 
 Every push, leave and timer goes to scheduler_push, scheduler_leave and scheduler_fire, the object code that the store's
-combiner calls, and its outcome into the records. A subclass says what a worker does with a grant: `_take`, `_unblock`, `_go_on`
-and `_answer`, and when it leaves: `_leaves`.
+combiner calls. The shards keep the pushes that wait for a fold, count what the scheduler decided, and record it in the trace.
+A subclass says what a worker does with a grant: `_take`, `_unblock`, `_go_on` and `_answer`, and when it leaves: `_leaves`.
 """
 
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int16_t, int32_t, int64_t
+from libc.stdlib cimport calloc, free, realloc
 
-from fastps.kernels.simulation.records cimport RECORD_RECEIVE, RECORD_TIMER, server_t
-from fastps.kernels.simulation.network cimport EVENT_DRAIN, EVENT_PULLED, EVENT_TIMER, fps_queue_push, message_t
-from fastps.kernels.scheduling.state cimport NEVER_NS, state_begin, state_dirty, state_workers, scheduler_t, worker_t
-from fastps.kernels.scheduling.decisions cimport (
-    ACTION_FOLD_ALL,
-    ACTION_FOLD_LIST,
-    scheduler_close,
-    scheduler_due,
-    scheduler_fire,
-    scheduler_leave,
-    scheduler_push,
-)
+import numpy as np
+
+from fastps.kernels.scheduling.decisions cimport *
+from fastps.kernels.scheduling.state cimport *
+from fastps.kernels.shm.arena_h cimport fps_bucket_time, fps_time_bucket
+from fastps.kernels.simulation.event_queue cimport EVENT_DRAIN, EVENT_PULLED, EVENT_TIMER, queue_add
+
+cdef enum:
+    _MOST_STALENESS = 1 << 20
 
 
 cdef class SimulatedShards:
     """The abstract base class of a simulator."""
+
+    cdef int _make_shards(self) except -1:
+        """Make fresh shards of the policy. Raises MemoryError."""
+        cdef server_t *server
+        cdef int64_t shard, leaf
+        self.kept_version = np.zeros((self.n_workers, self.n_shards), np.int64)
+        self.staleness = np.zeros(min(_MOST_STALENESS, 4 * self.n_workers + 1024), np.int64)
+        self.servers = <server_t *> calloc(self.n_shards, sizeof(server_t))
+        if not self.servers:
+            raise MemoryError()
+        for shard in range(self.n_shards):
+            server = &self.servers[shard]
+            server.state = <scheduler_t *> calloc(1, state_size(self.n_workers))
+            server.leaves = <ends_t *> calloc(self.policy.groups + 1, sizeof(ends_t))
+            if not (server.state and server.leaves):
+                raise MemoryError()
+            state_initialise(server.state, self.n_workers, &self.policy)
+            server.due_ns = server.armed_ns = server.last_update_ns = -1
+            server.sum.first = server.posted.first = -1
+            for leaf in range(self.policy.groups):
+                server.leaves[leaf].first = -1
+        return 0
+
+    def __dealloc__(self):
+        cdef int64_t shard
+        if self.servers:
+            for shard in range(self.n_shards):
+                free(self.servers[shard].state)
+                free(self.servers[shard].leaves)
+        free(self.servers)
+        free(self.records)
+        free(self.queue.events)
 
     # -- for a subclass to override ------------------------------------------------------------------
 
@@ -47,15 +77,22 @@ cdef class SimulatedShards:
             return self.queue.length == 0
         return not (self.leave or self.asks) and self.received >= self.n_workers * self.steps * self.n_shards
 
-    cdef void _check(self, int outcome) noexcept nogil:
-        if outcome < 0:
-            self.no_memory = True
+    @property
+    def now_ns(self):
+        """The virtual time."""
+        return self.queue.now_ns
 
-    # -- pushes that arrive --------------------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------------------
+
+    cdef void _send(self, const message_t *message) noexcept nogil:
+        """Send a message over its worker's link to the shard."""
+        cdef int32_t index = self.network.make(&self.queue, message[0])
+        if index >= 0:
+            self.network.send(&self.queue, index, self.links[message.worker] + message.shard)
 
     cdef void _pushed(self, int32_t index) noexcept nogil:
         if self.server_queue.takes_time:
-            self._check(self.server_queue.add(&self.queue, self.now_ns, index))
+            self.server_queue.add(&self.queue, index)
         else:
             self._handled(index)
 
@@ -63,40 +100,36 @@ cdef class SimulatedShards:
         cdef int32_t index = self.server_queue.take(station)
         cdef message_t *message = &self.network.messages[index]
         if message.kind == EVENT_PULLED:
-            self._check(self.network.send(&self.queue, self.now_ns, index, self.links[message.worker] + message.shard))
+            self.network.send(&self.queue, index, self.links[message.worker] + message.shard)
         else:
             self._handled(index)
-        if self.records.policy.combine:
+        if self.policy.combine:
             self._look_for_drain(station)
-        self._check(self.server_queue.go_on(&self.queue, self.now_ns, station))
+        self.server_queue.begin(&self.queue, station)
 
     cdef void _handled(self, int32_t index) noexcept nogil:
         """Give a push that the server has handled to the shard, or to its next drain."""
-        cdef message_t message = self.network.messages[index]
-        if self.records.policy.combine:
+        cdef message_t push = self.network.messages[index]
+        if self.policy.combine:
             self._post(index)
-            return
-        self.network.release(index)
-        self._receive(message.worker, message.shard, message.version, message.read_version, message.samples)
+        else:
+            self.network.release(index)
+            self._receive(&push)
 
     cdef void _post(self, int32_t index) noexcept nogil:
         """Add the push to its drain: all pushes of one instant, or those that waited while the server was busy."""
         cdef int32_t shard = self.network.messages[index].shard
-        cdef server_t *server = &self.records.servers[shard]
-        self.network.messages[index].next = -1
-        if server.posted.first >= 0:
-            self.network.messages[server.posted.last].next = index
-            server.posted.last = index
-            return
-        server.posted.first = server.posted.last = index
-        if self.server_queue.takes_time:
+        cdef server_t *server = &self.servers[shard]
+        cdef bint is_first = server.posted.first < 0
+        self.network.append(&server.posted, index)
+        if is_first and self.server_queue.takes_time:
             server.n_ahead = 1 + self.server_queue.stations[shard].length  # this message and those in the queue behind it
-        else:
-            self._check(fps_queue_push(&self.queue, self.now_ns, EVENT_DRAIN, shard))
+        elif is_first:
+            queue_add(&self.queue, self.queue.now_ns, EVENT_DRAIN, shard)
 
     cdef void _look_for_drain(self, int32_t shard) noexcept nogil:
         """Drain the shard if the message that its station has just handled is the last of a drain."""
-        cdef server_t *server = &self.records.servers[shard]
+        cdef server_t *server = &self.servers[shard]
         if server.posted.first >= 0:
             server.n_ahead -= 1
             if server.n_ahead == 0:
@@ -104,67 +137,64 @@ cdef class SimulatedShards:
 
     # -- events --------------------------------------------------------------------------------------
 
-    cdef void _receive(self, int32_t worker, int32_t shard, int64_t timestamp, int64_t read_version,
-                       int64_t samples) noexcept nogil:
-        cdef server_t *server = &self.records.servers[shard]
+    cdef void _receive(self, const message_t *push) noexcept nogil:
+        cdef scheduler_t *state = self.servers[push.shard].state
         cdef int64_t version
         cdef int action
         cdef bint relayed
-        self._fire_due(shard)
-        version = server.state.version
-        state_begin(server.state)
-        action = self._decide(worker, shard, timestamp, read_version, samples)
-        relayed = self._keep(shard, worker, read_version, action)
-        self._follow(shard, action)
+        self._fire_due(push.shard)
+        version = state.version
+        state_begin(state)
+        action = self._decide(push)
+        relayed = self._keep(push, action)
+        self._follow(push.shard, action)
         if relayed and self.server_queue.takes_time:
-            self.server_queue.relay(self.now_ns, worker, shard, self.shard_bytes, not self.overlap)
-        self._leave(worker, shard)
-        self._arm(shard)
+            self.server_queue.relay(self.queue.now_ns, push.worker, push.shard, self.shard_bytes, not self.overlap)
+        self._leave(push.worker, push.shard)
+        self._arm(push.shard)
         if self.overlap:
-            self._go_on(worker, server.state.version != version)
+            self._go_on(push.worker, state.version != version)
 
     cdef void _drain(self, int32_t shard) noexcept nogil:
         """Decide all posted pushes in one commit, as the combiner does: each in turn, then close their sum."""
-        cdef server_t *server = &self.records.servers[shard]
+        cdef server_t *server = &self.servers[shard]
         cdef int32_t first = server.posted.first, index = first
         cdef int64_t version
         cdef int action
-        cdef message_t message  # by value: an answer may move the messages
-        server.posted.first = server.posted.last = -1
+        cdef message_t push  # by value: an answer may move the messages
+        server.posted.first = -1
         self._fire_due(shard)
         version = server.state.version
         state_begin(server.state)
         while index >= 0 and not self._is_over():
-            message = self.network.messages[index]
-            action = self._decide(message.worker, shard, message.version, message.read_version, message.samples)
-            self._keep(shard, message.worker, message.read_version, action)
+            push = self.network.messages[index]
+            action = self._decide(&push)
+            self._keep(&push, action)
             if action == ACTION_FOLD_ALL:  # the sum is full
                 self._follow(shard, action)
                 state_begin(server.state)
-            index = message.next
+            index = push.next
         self._follow(shard, scheduler_close(server.state))
         index = first
         while index >= 0:
-            message = self.network.messages[index]
+            push = self.network.messages[index]
             self.network.release(index)
-            self._leave(message.worker, shard)
+            self._leave(push.worker, shard)
             if self.overlap:
-                self._go_on(message.worker, server.state.version != version)
-            index = message.next
+                self._go_on(push.worker, server.state.version != version)
+            index = push.next
         self._arm(shard)
 
-    cdef int _decide(self, int32_t worker, int32_t shard, int64_t timestamp, int64_t read_version,
-                     int64_t samples) noexcept nogil:
+    cdef int _decide(self, const message_t *push) noexcept nogil:
         """Give the scheduler a push within the commit in progress."""
-        cdef server_t *server = &self.records.servers[shard]
-        state_workers(server.state)[worker].consumed += 1
+        cdef scheduler_t *state = self.servers[push.shard].state
+        state_workers(state)[push.worker].consumed += 1
         self.received += 1
-        self.samples += samples if shard == 0 else 0
-        self.ended_ns = self.now_ns
-        if self.records.tracing:
-            self.records.record(RECORD_RECEIVE, worker, shard, timestamp, samples)
-        self._take(worker)
-        return scheduler_push(server.state, worker, self.now_ns, timestamp, samples)
+        self.samples += push.samples if push.shard == 0 else 0
+        self.ended_ns = self.queue.now_ns
+        self.record(RECORD_RECEIVE, push.worker, push.shard, push.version, push.samples)
+        self._take(push.worker)
+        return scheduler_push(state, push.worker, self.queue.now_ns, push.version, push.samples)
 
     cdef void _leave_all(self, int32_t worker) noexcept nogil:
         """Let the worker leave every shard, after what is on its way there."""
@@ -177,73 +207,198 @@ cdef class SimulatedShards:
 
     cdef void _leave(self, int32_t worker, int32_t shard) noexcept nogil:
         """Let the worker leave the shard, if it has left and the shard has received all its pushes."""
-        cdef server_t *server = &self.records.servers[shard]
-        cdef worker_t *w = &state_workers(server.state)[worker]
-        cdef int action, kind
-        if not w.live:
-            return
-        kind = self._leaves(worker, w.clock)
-        if not kind:
-            return
-        state_begin(server.state)
-        if self.records.tracing:
-            self.records.record(kind, worker, shard, server.state.version, 0)
-        action = scheduler_leave(server.state, worker, self.now_ns)
-        self.records.relay(shard, worker)
-        self._follow(shard, action)
+        cdef scheduler_t *state = self.servers[shard].state
+        cdef worker_t *w = &state_workers(state)[worker]
+        cdef int action, kind = self._leaves(worker, w.clock) if w.live else 0
+        if kind:
+            state_begin(state)
+            self.record(kind, worker, shard, state.version, 0)
+            action = scheduler_leave(state, worker, self.queue.now_ns)
+            self._relay_leaf(worker, shard)
+            self._follow(shard, action)
+
+    cdef void _timed(self, int32_t shard) noexcept nogil:
+        """Handle the event of the shard's timer."""
+        if self.servers[shard].armed_ns == self.queue.now_ns:  # else it is void: an earlier event replaced it
+            self.servers[shard].armed_ns = -1
+            self._fire_due(shard)
+            self._arm(shard)
 
     cdef void _fire_due(self, int32_t shard) noexcept nogil:
         """Fire every timer due by now, each stamped with its own deadline."""
-        cdef server_t *server = &self.records.servers[shard]
-        while server.due_ns != NEVER_NS and server.due_ns <= self.now_ns:
+        cdef server_t *server = &self.servers[shard]
+        while server.due_ns != NEVER_NS and server.due_ns <= self.queue.now_ns:
             state_begin(server.state)
-            self.ended_ns = self.now_ns
-            if self.records.tracing:
-                self.records.record(RECORD_TIMER, -1, shard, server.state.version, 0)
+            self.ended_ns = self.queue.now_ns
+            self.record(RECORD_TIMER, -1, shard, server.state.version, 0)
             self._follow(shard, scheduler_fire(server.state))
             server.due_ns = scheduler_due(server.state)
 
     cdef void _arm(self, int32_t shard) noexcept nogil:
         """Schedule the event of the shard's timer, unless an earlier one is pending."""
-        cdef server_t *server = &self.records.servers[shard]
+        cdef server_t *server = &self.servers[shard]
         server.due_ns = scheduler_due(server.state)
-        if server.due_ns == NEVER_NS or (0 <= server.armed_ns <= server.due_ns):
-            return
-        server.armed_ns = server.due_ns
-        self._check(fps_queue_push(&self.queue, server.due_ns, EVENT_TIMER, shard))
+        if server.due_ns != NEVER_NS and not 0 <= server.armed_ns <= server.due_ns:
+            server.armed_ns = server.due_ns
+            queue_add(&self.queue, server.due_ns, EVENT_TIMER, shard)
 
     # -- outcomes of decisions -----------------------------------------------------------------------
 
-    cdef bint _keep(self, int32_t shard, int32_t worker, int64_t read_version, int action) noexcept nogil:
-        """Record the outcome of the received push; return whether its leaf has passed it on."""
+    cdef bint _keep(self, const message_t *push, int action) noexcept nogil:
+        """Note whether the received push is folded, dropped, or kept in a sum; return whether its leaf has passed it on."""
+        cdef server_t *server = &self.servers[push.shard]
+        cdef worker_t *w = &state_workers(server.state)[push.worker]
+        cdef ends_t *sum = &server.sum
+        cdef int32_t index
         cdef bint relayed
-        self.records.keep(shard, worker, read_version, action)
-        relayed = self.records.relay(shard, worker)
-        self._unblock(worker)  # a slot of it may be free now
+        if action == ACTION_DROP:
+            if w.cursor + 1 == w.consumed:
+                w.cursor = w.consumed
+            self.record(RECORD_DROP, push.worker, push.shard, push.read_version, 0)
+        elif action == ACTION_FOLD:
+            w.cursor = w.consumed
+            self._fold(push.shard, push.worker, push.read_version, server.state.version - 1)
+            self._end_update(server)
+        elif self.policy.fold == FOLD_IN_ORDER:
+            self.kept_version[push.worker, push.shard] = push.read_version
+        else:
+            if self.policy.groups:
+                sum = &server.leaves[push.worker * self.policy.groups // self.n_workers]
+            index = self.network.make(&self.queue, push[0])
+            if index >= 0:
+                self.network.append(sum, index)
+        relayed = self._relay_leaf(push.worker, push.shard)
+        self._unblock(push.worker)  # a slot of it may be free now
         return relayed
+
+    cdef bint _relay_leaf(self, int32_t worker, int32_t shard) noexcept nogil:
+        """Move the leaf's pushes to the root's sum if the scheduler passed the leaf on; return whether there was any."""
+        cdef server_t *server = &self.servers[shard]
+        cdef ends_t *leaf = &server.leaves[worker * self.policy.groups // self.n_workers]
+        cdef const worker_t *workers = state_workers(server.state)
+        if not self.policy.groups or leaf.first < 0 or workers[workers[worker].leader].leaf_kept:
+            return False
+        while leaf.first >= 0:
+            self.network.append(&server.sum, self.network.take_first(leaf))
+        return True
 
     cdef void _follow(self, int32_t shard, int action) noexcept nogil:
         """Count what an event folded, and answer every worker that it granted a step."""
-        cdef scheduler_t *state = self.records.servers[shard].state
+        cdef scheduler_t *state = self.servers[shard].state
         cdef int32_t i, worker
         if action == ACTION_FOLD_ALL:
             self._fold_sum(shard)
         elif action == ACTION_FOLD_LIST:
-            self.records.fold_list(shard)
+            self._fold_list(shard)
         if self.server_queue.takes_time:
-            self.server_queue.update(self.now_ns, shard, state.version)
+            self.server_queue.update(self.queue.now_ns, shard, state.version)
         for i in range(state.n_dirty_workers):
             worker = state_dirty(state)[i]
             if state_workers(state)[worker].granted_at == state.sequence:
                 self._answer(worker, shard)
 
+    cdef void _fold_list(self, int32_t shard) noexcept nogil:
+        """Fold the pushes that the scheduler listed, one update each."""
+        cdef scheduler_t *state = self.servers[shard].state
+        cdef int32_t i, worker
+        for i in range(state.n_folds):
+            worker = state_folds(state)[i]
+            state_workers(state)[worker].cursor += 1
+            self._fold(shard, worker, self.kept_version[worker, shard], state.version - state.n_folds + i)
+            self._end_update(&self.servers[shard])
+
     cdef void _fold_sum(self, int32_t shard) noexcept nogil:
-        """Fold all pushes of the sum, then unblock the workers that wait for one of their slots."""
-        cdef int32_t node = self.records.servers[shard].sum.first
-        cdef int32_t worker
-        self.records.fold_sum(shard)
-        while node >= 0:
-            worker = self.records.pool.kept[node].worker
+        """Fold all pushes of the sum in one update, then unblock the workers that wait for one of their slots."""
+        cdef server_t *server = &self.servers[shard]
+        cdef int32_t worker, index = server.sum.first
+        cdef worker_t *w
+        while index >= 0:
+            worker = self.network.messages[index].worker
+            w = &state_workers(server.state)[worker]
+            w.cursor = w.cursor + 1 if self.policy.groups else w.consumed
+            self._fold(shard, worker, self.network.messages[index].read_version, server.state.version - 1)
+            index = self.network.messages[index].next
+        self._end_update(server)
+        while server.sum.first >= 0:
+            index = self.network.take_first(&server.sum)
+            worker = self.network.messages[index].worker
+            self.network.release(index)
             self._unblock(worker)
-            node = self.records.pool.kept[node].next
-        self.records.forget_sum(shard)
+
+    cdef void _fold(self, int32_t shard, int32_t worker, int64_t read_version, int64_t version) noexcept nogil:
+        """Count a folded push and its staleness: the versions published between its read and `version`."""
+        cdef server_t *server = &self.servers[shard]
+        cdef worker_t *w = &state_workers(server.state)[worker]
+        cdef int64_t staleness = version - read_version
+        w.folded += 1
+        w.staleness_sum += staleness
+        w.staleness_max = max(w.staleness_max, staleness)
+        server.staleness_of_update += staleness
+        server.pushes_of_update += 1
+        self.staleness[min(max(staleness, 0), self.staleness.shape[0] - 1)] += 1
+        self.record(RECORD_FOLD, worker, shard, read_version, staleness)
+
+    cdef void _end_update(self, server_t *server) noexcept nogil:
+        """Count one version: its <sigma> (Rudra, equation 2), and the gaps between updates, one of each push."""
+        if server.pushes_of_update == 0:
+            return
+        if server.last_update_ns >= 0:
+            server.gaps[fps_time_bucket(server.state.folded_ns - server.last_update_ns)] += 1
+        server.gaps[0] += server.pushes_of_update - 1
+        server.updates += 1
+        server.sigma_sum += <double> server.staleness_of_update / <double> server.pushes_of_update
+        server.last_update_ns = server.state.folded_ns
+        server.pushes_of_update = server.staleness_of_update = 0
+
+    def shard_totals(self, int32_t shard):
+        """Return a shard's updates, their mean <sigma>, the gaps between them as (least ns, count), and sums over workers."""
+        if not 0 <= shard < self.n_shards:
+            raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
+        cdef server_t *server = &self.servers[shard]
+        cdef worker_t *w
+        cdef int32_t worker
+        cdef int bucket
+        folded = dropped = staleness_sum = staleness_max = 0
+        for worker in range(self.n_workers):
+            w = &state_workers(server.state)[worker]
+            folded += w.folded
+            dropped += w.dropped
+            staleness_sum += w.staleness_sum
+            staleness_max = max(staleness_max, w.staleness_max)
+        return {
+            "folded": folded, "dropped": dropped, "staleness_sum": staleness_sum, "staleness_max": staleness_max,
+            "updates": server.updates,
+            "sigma_mean": server.sigma_sum / max(1, server.updates),
+            "gaps_ns": [(fps_bucket_time(bucket), server.gaps[bucket]) for bucket in range(FPS_GAP_BUCKETS)
+                        if server.gaps[bucket]],
+        }
+
+    def staleness_counts(self):
+        """Return the histogram of staleness over all shards as (versions, folded pushes); the last bucket is open-ended."""
+        return [(int(index), self.staleness[index]) for index in np.flatnonzero(self.staleness)]
+
+    # -- the trace -----------------------------------------------------------------------------------
+
+    cdef void record(self, int kind, int32_t worker, int32_t shard, int64_t version, int64_t detail) noexcept nogil:
+        """Add a record to the trace, if one is kept."""
+        cdef int64_t room
+        cdef record_t *records
+        if not self.tracing:
+            return
+        if self.n_records == self.records_room:
+            room = 2 * self.records_room if self.records_room else 1024
+            records = <record_t *> realloc(self.records, room * sizeof(record_t))
+            if records == NULL:
+                self.queue.no_memory = True
+                return
+            self.records, self.records_room = records, room
+        self.records[self.n_records] = record_t(
+            self.queue.now_ns, version, detail, worker, <int16_t> shard, <int16_t> kind)
+        self.n_records += 1
+
+    def trace(self, bint forget=False):
+        """Return the trace, 32 bytes a record: int64 time_ns, version, detail, int32 worker, int16 shard, kind; `forget` it."""
+        cdef bytes found = (<char *> self.records)[:self.n_records * sizeof(record_t)] if self.n_records else b""
+        if forget:
+            self.n_records = 0
+        return found

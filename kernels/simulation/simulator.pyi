@@ -4,14 +4,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.kernels.simulation.compute_time import ComputeTimes
-from fastps.kernels.simulation.cpu import Cores
 from fastps.kernels.simulation.network import Network
 from fastps.kernels.simulation.server_queue import ServerQueue
 
 KINDS: tuple[str, ...]
 
 class Simulator:
-    compute: ComputeTimes
     network: Network
     server_queue: ServerQueue
     n_workers: int
@@ -21,10 +19,7 @@ class Simulator:
     events: int
     received: int
     samples: int
-    steps: int
-    leave: bool
     asked: int
-    cores: Cores
     def __init__(
         self,
         values: dict[str, Any],
@@ -50,7 +45,8 @@ class Simulator:
         changes: npt.NDArray[np.int64] = ...,
     ) -> None: ...
     def run(self, events: int) -> bool: ...
-    @property
-    def finished(self) -> bool: ...
     def tell(self, samples: int, leaves: bool = False) -> None: ...
+    def totals(self) -> dict[str, int]: ...
+    def shard_totals(self, shard: int) -> dict[str, Any]: ...
+    def staleness_counts(self) -> list[tuple[int, int]]: ...
     def trace(self, forget: bool = False) -> bytes: ...

@@ -14,26 +14,48 @@ from libc.stdlib cimport calloc, free
 
 import numpy as np
 
-from fastps.kernels.simulation.compute_time cimport ComputeTimes
-from fastps.kernels.simulation.cpu cimport Cores
-from fastps.kernels.simulation.records cimport (
-    RECORD_BEGIN, RECORD_COMPUTED, RECORD_DEATH, RECORD_GRANT, RECORD_JOIN, RECORD_LEAVE, RECORD_PULL, begin_records, server_t,
-)
-from fastps.kernels.simulation.network cimport (
-    EVENT_CHANGE, EVENT_COMPUTED, EVENT_CORES, EVENT_DRAIN, EVENT_LINK, EVENT_PULLED, EVENT_PUSHED, EVENT_RELAYED, EVENT_RESUME,
-    EVENT_SERVED, EVENT_TIMER, Network, fps_event, fps_queue_free, fps_queue_pop, fps_queue_push, message_t,
-)
 from fastps.kernels.scheduling.decisions cimport ACTION_NONE, scheduler_join
 from fastps.kernels.scheduling.policy cimport policy_from_values
 from fastps.kernels.scheduling.state cimport GRANT_AT_ONCE, state_begin, state_workers, worker_t
 from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS
-from fastps.kernels.simulation.server_queue cimport ServerQueue
-from fastps.kernels.simulation.shards cimport SimulatedShards
+from fastps.kernels.simulation.compute_time cimport ComputeTimes
+from fastps.kernels.simulation.cpu cimport Cores
+from fastps.kernels.simulation.event_queue cimport *
+from fastps.kernels.simulation.shards cimport *
 
 cdef enum:
     _JOIN_AGAIN_NS = 1000000
 
 KINDS = ("begin", "computed", "receive", "fold", "drop", "grant", "timer", "leave", "pull", "death", "join")
+
+
+cdef struct player_t:
+    int64_t steps           # steps pushed
+    int64_t computed_ns     # time of its last gradient
+    int64_t began_ns
+    int64_t compute_ns
+    int64_t wait_ns
+    int64_t grant_wait_ns   # from a shard's receipt of a push to its grant, summed over shards
+    int64_t timestamp       # newest version, over the shards, that it computes with
+    int64_t batch
+    int64_t granted_batch   # 0: not tuned
+    int64_t resume_ns       # partial pull: when it begins with the answers it has, or -1
+    int64_t stale_blocks
+    int64_t ready_version   # overlap: newest weights that have arrived
+    int32_t fresh           # shards that have answered for its next step
+    int32_t sending         # overlap: shards that its last push has not reached yet
+    int32_t computing
+    int32_t blocked         # it lacks only a slot
+    int32_t holding         # overlap: it holds a gradient until the one before is delivered
+    int32_t left            # it makes no more pushes: RECORD_LEAVE, or RECORD_DEATH; 0: it lives
+    int64_t consumed        # of its lane's pushes, those of workers before it
+    int64_t first_step      # the clock at which it joined
+    int64_t first_version   # what was answered to the one before it is older, or the same
+
+# One worker's view of one shard.
+cdef struct view_t:
+    int64_t version         # version of the weights that it computes with
+    int64_t step            # newest step that the shard has granted and answered
 
 
 cdef class Simulator(SimulatedShards):
@@ -54,12 +76,28 @@ cdef class Simulator(SimulatedShards):
     Raises ValueError for inconsistent values.
     """
 
+    cdef ComputeTimes compute
+    cdef Cores cores
+    cdef readonly int64_t events
+    cdef readonly int32_t asked          # worker whose gradient `tell` has to describe before anything goes on; -1: none
+    cdef player_t *players
+    cdef view_t *views
+    cdef int32_t[::1] idle               # overlap: workers without a pull in progress
+    cdef int32_t n_idle
+    cdef int64_t[::1] relaying           # version that each node of the broadcast tree sends its children, or -1
+    cdef int64_t hop_ns                  # time of a hop of the broadcast tree; -1: none, each worker pulls for itself
+    cdef int64_t pull_timeout_ns
+    cdef int64_t slots
+    cdef int64_t batch
+    cdef int32_t needed
+    cdef bint is_direct                  # messages take no time, so none is made
+
     def __cinit__(self, dict values not None, ComputeTimes compute not None, Network network not None,
                   int32_t[::1] link_of not None, *, int shards=1, double shard_bytes=0.0, int needed=0,
                   int64_t pull_timeout_ns=-1, int64_t slots=2, bint overlap=False, int64_t batch=1, int64_t steps=1,
                   bint leave=False, bint asks=False, bint trace=False, service_ns=None, double cores=0.0, int64_t slice_ns=1,
                   int64_t hop_ns=-1, int64_t[:, ::1] changes=np.zeros((0, 2), np.int64)):
-        cdef int64_t worker
+        cdef int64_t worker, change
         self.n_workers = <int32_t> compute.n_workers
         self.n_shards = shards
         if link_of.shape[0] != self.n_workers or self.n_workers < 1:
@@ -77,8 +115,8 @@ cdef class Simulator(SimulatedShards):
         self.pull_timeout_ns, self.slots, self.overlap = pull_timeout_ns, slots, overlap
         self.batch, self.steps, self.leave = batch, steps, leave
         self.asks, self.asked = asks, -1
-        self.hop_ns, self.changes = hop_ns, changes
-        self.records = begin_records(&self.policy, self.n_workers, self.n_shards, trace)
+        self.hop_ns, self.links, self.tracing = hop_ns, link_of, trace
+        self._make_shards()
         if service_ns is None:
             service_ns = np.zeros((shards, 3))
         if len(service_ns) != shards:
@@ -86,35 +124,30 @@ cdef class Simulator(SimulatedShards):
         self.server_queue = ServerQueue(service_ns, network, self.n_workers, self.policy.groups)
         self.cores = Cores(cores, self.n_workers, slice_ns)
         self.is_direct = network.instant and shards == 1 and not self.server_queue.takes_time and not self.policy.combine
-        self._allocate(link_of)
+        self._make_workers()
+        for change in range(changes.shape[0]):
+            queue_add(&self.queue, changes[change, 0], EVENT_CHANGE, <int32_t> changes[change, 1])
+        for worker in range(self.n_workers):
+            self._begin(<int32_t> worker)
 
-    cdef int _allocate(self, int32_t[::1] link_of) except -1:
-        cdef int64_t worker, n = self.n_workers
+    cdef int _make_workers(self) except -1:
+        cdef int64_t i, n = self.n_workers
         self.players = <player_t *> calloc(n, sizeof(player_t))
         self.views = <view_t *> calloc(n * self.n_shards, sizeof(view_t))
-        self.links = <int32_t *> calloc(n, sizeof(int32_t))
-        self.idle = <int32_t *> calloc(n, sizeof(int32_t))
-        self.relaying = <int64_t *> calloc(n + 1, sizeof(int64_t))
-        if not (self.players and self.views and self.links and self.idle and self.relaying):
+        if not (self.players and self.views):
             raise MemoryError()
-        for worker in range(n + 1):
-            self.relaying[worker] = -1
-        for worker in range(n * self.n_shards):
-            self.views[worker].step = 1
-        for worker in range(n):
-            self.links[worker] = link_of[worker]
-            self.players[worker].resume_ns = -1
-            self.idle[worker] = <int32_t> worker
+        for i in range(n):
+            self.players[i].resume_ns, self.players[i].fresh = -1, self.n_shards
+        for i in range(n * self.n_shards):
+            self.views[i].step = 1
+        self.idle = np.arange(n, dtype=np.int32)
         self.n_idle = <int32_t> n
+        self.relaying = np.full(n + 1, -1)
         return 0
 
     def __dealloc__(self):
         free(self.players)
         free(self.views)
-        free(self.links)
-        free(self.idle)
-        free(self.relaying)
-        fps_queue_free(&self.queue)
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -123,47 +156,21 @@ cdef class Simulator(SimulatedShards):
 
         Raises RuntimeError if every worker waits forever, and MemoryError.
         """
+        cdef int64_t last = self.events + events
         with nogil:
-            self._run(events)
-        if self.no_memory or self.records.no_memory:
+            while (self.events < last and self.queue.length and self.asked < 0 and not self.queue.no_memory
+                   and not self._is_over()):
+                self.events += 1
+                self._play(queue_pop(&self.queue))
+        if self.queue.no_memory:
             raise MemoryError("no memory for more events")
-        if self.finished:
+        if self._is_over():
             return False
         if self.queue.length == 0 and self.asked < 0:
             raise RuntimeError(f"after {self.received} pushes every worker waits, and no timer is set")
         return True
 
-    @property
-    def finished(self):
-        """Whether all steps are done."""
-        return self._is_over()
-
-    cdef int _leaves(self, int32_t worker, int64_t clock) noexcept nogil:
-        cdef player_t *player = &self.players[worker]
-        if not player.left or clock != player.steps:
-            return 0
-        return RECORD_DEATH if player.killed else RECORD_LEAVE
-
-    cdef void _run(self, int64_t events) noexcept nogil:
-        cdef int32_t worker
-        cdef int64_t change, last = self.events + events
-        if not self.begun:
-            self.begun = True
-            for change in range(self.changes.shape[0]):
-                worker = <int32_t> self.changes[change, 1]
-                self._check(fps_queue_push(&self.queue, self.changes[change, 0], EVENT_CHANGE, worker))
-            for worker in range(self.n_workers):
-                self.players[worker].fresh = self.n_shards
-                self._begin(worker)
-        while self.events < last and self.queue.length and self.asked < 0 and not self._is_over():
-            if self.no_memory or self.records.no_memory:
-                return
-            self.events += 1
-            self._play(fps_queue_pop(&self.queue))
-
-    cdef void _play(self, fps_event event) noexcept nogil:
-        cdef server_t *server
-        self.now_ns = self.records.now_ns = event.key
+    cdef void _play(self, event_t event) noexcept nogil:
         if event.kind == EVENT_COMPUTED:
             self._computed(event.index)
         elif event.kind == EVENT_PUSHED:
@@ -171,15 +178,11 @@ cdef class Simulator(SimulatedShards):
         elif event.kind == EVENT_PULLED:
             self._pulled(event.index)
         elif event.kind == EVENT_LINK:
-            self._check(self.network.run_link(&self.queue, self.now_ns, event.index))
+            self.network.run_link(&self.queue, event.index)
         elif event.kind == EVENT_TIMER:
-            server = &self.records.servers[event.index]
-            if server.armed_ns == self.now_ns:
-                server.armed_ns = -1
-                self._fire_due(event.index)
-                self._arm(event.index)
+            self._timed(event.index)
         elif event.kind == EVENT_CORES:
-            self._check(self.cores.run(&self.queue, self.now_ns, event.index))
+            self.cores.run(&self.queue, event.index)
         elif event.kind == EVENT_SERVED:
             self._served(event.index)
         elif event.kind == EVENT_DRAIN:
@@ -191,7 +194,7 @@ cdef class Simulator(SimulatedShards):
                 self._kill(event.index)
             elif self.n_left < self.n_workers:  # else the job is over
                 self._join(-1 - event.index)
-        elif self.players[event.index].resume_ns == self.now_ns:
+        elif self.players[event.index].resume_ns == self.queue.now_ns:
             self._begin(event.index)
 
     # -- a worker's own loop -----------------------------------------------------------------------
@@ -210,15 +213,15 @@ cdef class Simulator(SimulatedShards):
             return
         player.blocked = 0
         for shard in range(self.n_shards):
-            cursor = state_workers(self.records.servers[shard].state)[worker].cursor - player.consumed + player.first_step
+            cursor = state_workers(self.servers[shard].state)[worker].cursor - player.consumed + player.first_step
             if cursor < player.steps + 1 - self.slots:
                 player.blocked = 1
                 return
         if self.pull_timeout_ns >= 0 and player.fresh < self.n_shards:
             # Also with a timeout of 0: answers of this very instant come first.
             if player.resume_ns < 0:
-                player.resume_ns = self.now_ns + self.pull_timeout_ns
-                self._check(fps_queue_push(&self.queue, player.resume_ns, EVENT_RESUME, worker))
+                player.resume_ns = self.queue.now_ns + self.pull_timeout_ns
+                queue_add(&self.queue, player.resume_ns, EVENT_RESUME, worker)
             return
         self._begin(worker)
 
@@ -228,11 +231,11 @@ cdef class Simulator(SimulatedShards):
         cdef int32_t shard
         cdef int64_t took_ns
         if player.steps:
-            player.wait_ns += self.now_ns - player.computed_ns
+            player.wait_ns += self.queue.now_ns - player.computed_ns
         if self.overlap:
             view.version = player.ready_version
             if self.network.instant and self.hop_ns < 0:  # the pull has taken no time
-                view.version = self.records.servers[0].state.version
+                view.version = self.servers[0].state.version
                 self._record_pull(RECORD_GRANT, worker, view.version, 0)
                 self._record_pull(RECORD_PULL, worker, view.version, 0)
         player.timestamp = view.version
@@ -246,14 +249,12 @@ cdef class Simulator(SimulatedShards):
         player.fresh = 0
         player.resume_ns = -1
         player.batch = player.granted_batch if player.granted_batch > 0 else self.batch
-        took_ns = self._for_batch(player, self.compute.draw_ns(worker, self.now_ns))
+        took_ns = self._for_batch(player, self.compute.draw_ns(worker, self.queue.now_ns))
         player.computing = 1
-        player.began_ns = self.now_ns
-        self._check(self.cores.begin(
-            &self.queue, self.now_ns, worker, max(<int64_t> 1, took_ns),
-            self._for_batch(player, self.compute.blocked_ns(worker))))
-        if self.records.tracing:
-            self.records.record(RECORD_BEGIN, worker, -1, player.timestamp, player.batch)
+        player.began_ns = self.queue.now_ns
+        self.cores.begin(&self.queue, worker, max(<int64_t> 1, took_ns),
+                         self._for_batch(player, self.compute.blocked_ns(worker)))
+        self.record(RECORD_BEGIN, worker, -1, player.timestamp, player.batch)
 
     cdef int64_t _for_batch(self, const player_t *player, int64_t took_ns) noexcept nogil:
         """Scale the time of a default batch to the batch that the worker was granted."""
@@ -266,10 +267,9 @@ cdef class Simulator(SimulatedShards):
         player.computing = 0
         if player.left:
             return  # killed meanwhile
-        player.computed_ns = self.now_ns
-        player.compute_ns += self.now_ns - player.began_ns
-        if self.records.tracing:
-            self.records.record(RECORD_COMPUTED, worker, -1, player.timestamp, self.now_ns - player.began_ns)
+        player.computed_ns = self.queue.now_ns
+        player.compute_ns += self.queue.now_ns - player.began_ns
+        self.record(RECORD_COMPUTED, worker, -1, player.timestamp, self.queue.now_ns - player.began_ns)
         if self.asks:
             self.asked = worker
         else:
@@ -288,8 +288,8 @@ cdef class Simulator(SimulatedShards):
         """Push what the worker has computed, or hold it back; or let it leave, which has computed nothing then."""
         cdef player_t *player = &self.players[worker]
         if leaves:
-            player.left = 1
-            player.compute_ns -= self.now_ns - player.began_ns
+            player.left = RECORD_LEAVE
+            player.compute_ns -= self.queue.now_ns - player.began_ns
             self._leave_all(worker)
         elif player.sending:
             player.holding = 1  # Rudra-adv*: a gradient is never sent before the one before it was delivered
@@ -298,25 +298,18 @@ cdef class Simulator(SimulatedShards):
 
     cdef void _push(self, int32_t worker) noexcept nogil:
         cdef player_t *player = &self.players[worker]
-        cdef int32_t shard, index
-        cdef message_t *message
+        cdef message_t push
         player.steps += 1
         if self.overlap:
             player.sending = self.n_shards
-        if self.is_direct:
-            self._receive(worker, 0, player.timestamp, self.views[worker].version, player.batch)
-            return
-        for shard in range(self.n_shards):
-            index = self.network.allocate()
-            if index < 0:
-                self.no_memory = True
-                return
-            message = &self.network.messages[index]
-            message.kind, message.worker, message.shard = EVENT_PUSHED, worker, shard
-            message.version, message.samples = player.timestamp, player.batch
-            message.read_version = self.views[worker * self.n_shards + shard].version
-            message.bytes = self.shard_bytes
-            self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker] + shard))
+        push.kind, push.worker, push.version, push.samples = EVENT_PUSHED, worker, player.timestamp, player.batch
+        push.bytes = self.shard_bytes
+        for push.shard in range(self.n_shards):
+            push.read_version = self.views[worker * self.n_shards + push.shard].version
+            if self.is_direct:
+                self._receive(&push)
+            else:
+                self._send(&push)
         if self.overlap:
             self._try_begin(worker)
 
@@ -328,7 +321,7 @@ cdef class Simulator(SimulatedShards):
             return
         self._record_pull(RECORD_PULL, message.worker, message.version, 0)
         self.players[message.worker].ready_version = message.version
-        if message.version == self.records.servers[0].state.version:
+        if message.version == self.servers[0].state.version:
             self.idle[self.n_idle] = message.worker
             self.n_idle += 1
         else:
@@ -343,8 +336,7 @@ cdef class Simulator(SimulatedShards):
         view.version = version
         view.step = step
         player.fresh += 1
-        if self.records.tracing:
-            self.records.record(RECORD_PULL, worker, shard, version, step)
+        self.record(RECORD_PULL, worker, shard, version, step)
         self._try_begin(worker)
 
     # -- deaths, and workers that join ---------------------------------------------------------------
@@ -354,32 +346,29 @@ cdef class Simulator(SimulatedShards):
         cdef player_t *player = &self.players[worker]
         if player.left:
             return
-        player.left = player.killed = 1
-        player.resume_ns = -1
+        player.left, player.resume_ns = RECORD_DEATH, -1
         if player.computing:
-            player.compute_ns += self.now_ns - player.began_ns
+            player.compute_ns += self.queue.now_ns - player.began_ns
         self._leave_all(worker)
 
     cdef void _join(self, int32_t worker) noexcept nogil:
         """Let a worker join in the place of one that has ended, once all that was sent there is folded: soon, if not now."""
-        cdef server_t *server = &self.records.servers[0]
+        cdef server_t *server = &self.servers[0]
         cdef worker_t *w = &state_workers(server.state)[worker]
         cdef player_t *player = &self.players[worker]
         if player.computing or w.live or w.cursor != w.consumed:
-            self._check(fps_queue_push(&self.queue, self.now_ns + _JOIN_AGAIN_NS, EVENT_CHANGE, -1 - worker))
+            queue_add(&self.queue, self.queue.now_ns + _JOIN_AGAIN_NS, EVENT_CHANGE, -1 - worker)
             return
         self._fire_due(0)
         state_begin(server.state)
-        scheduler_join(server.state, worker, self.now_ns, -1)
+        scheduler_join(server.state, worker, self.queue.now_ns, -1)
         player.steps = player.first_step = self.views[worker].step = w.clock
-        player.consumed, player.first_version, player.computed_ns = w.consumed, server.state.version, self.now_ns
-        player.grant_wait_ns -= self.now_ns  # its grant has no push before it
-        player.left = player.killed = player.fresh = 0
-        player.granted_batch = 0
+        player.consumed, player.first_version, player.computed_ns = w.consumed, server.state.version, self.queue.now_ns
+        player.grant_wait_ns -= self.queue.now_ns  # its grant has no push before it
+        player.left = player.fresh = player.granted_batch = 0
         self.views[worker].version = -1
         self.n_left -= 1
-        if self.records.tracing:
-            self.records.record(RECORD_JOIN, worker, 0, server.state.version, w.clock)
+        self.record(RECORD_JOIN, worker, 0, server.state.version, w.clock)
         self._follow(0, ACTION_NONE)
         self._arm(0)
 
@@ -387,21 +376,16 @@ cdef class Simulator(SimulatedShards):
 
     cdef void _fetch(self, int32_t worker) noexcept nogil:
         """Begin the worker's pull of the newest version."""
-        cdef int32_t index = self.network.allocate()
-        cdef message_t *message
-        if index < 0:
-            self.no_memory = True
-            return
-        message = &self.network.messages[index]
-        message.kind, message.worker, message.shard = EVENT_PULLED, worker, 0
-        message.version, message.bytes = self.records.servers[0].state.version, self.shard_bytes
-        self._record_pull(RECORD_GRANT, worker, message.version, 0)
-        self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker]))
+        cdef message_t pull
+        pull.kind, pull.worker, pull.shard = EVENT_PULLED, worker, 0
+        pull.version, pull.bytes = self.servers[0].state.version, self.shard_bytes
+        self._record_pull(RECORD_GRANT, worker, pull.version, 0)
+        self._send(&pull)
 
     cdef void _record_pull(self, int kind, int32_t worker, int64_t version, int32_t node) noexcept nogil:
         """For a driver, record that a pull in the background from a node begins, as a grant, or that its weights arrive."""
-        if self.records.tracing and self.asks:
-            self.records.record(kind, worker, 0, version, node)
+        if self.tracing and self.asks:
+            self.record(kind, worker, 0, version, node)
 
     cdef void _fetch_all(self) noexcept nogil:
         """Begin a pull of the new version for every worker without a pull in progress."""
@@ -418,15 +402,15 @@ cdef class Simulator(SimulatedShards):
         cdef int32_t child
         if self.relaying[node] >= 0 or 2 * <int64_t> node + 1 > self.n_workers:
             return
-        self.relaying[node] = self.players[node - 1].ready_version if node else self.records.servers[0].state.version
+        self.relaying[node] = self.players[node - 1].ready_version if node else self.servers[0].state.version
         for child in range(2 * node + 1, min(2 * node + 2, self.n_workers) + 1):
             self._record_pull(RECORD_GRANT, child - 1, self.relaying[node], node)
-        self._check(fps_queue_push(&self.queue, self.now_ns + self.hop_ns, EVENT_RELAYED, node))
+        queue_add(&self.queue, self.queue.now_ns + self.hop_ns, EVENT_RELAYED, node)
 
     cdef void _relayed(self, int32_t node) noexcept nogil:
         """Give the children the version that was sent, and send what has come meanwhile. Versions in between are skipped."""
         cdef int64_t version = self.relaying[node]
-        cdef int64_t newest = self.players[node - 1].ready_version if node else self.records.servers[0].state.version
+        cdef int64_t newest = self.players[node - 1].ready_version if node else self.servers[0].state.version
         cdef int32_t child
         self.relaying[node] = -1
         for child in range(2 * node + 1, min(2 * node + 2, self.n_workers) + 1):
@@ -437,6 +421,9 @@ cdef class Simulator(SimulatedShards):
             self._relay(node)
 
     # -- calls of the shards -------------------------------------------------------------------------
+
+    cdef int _leaves(self, int32_t worker, int64_t clock) noexcept nogil:
+        return self.players[worker].left if clock == self.players[worker].steps else 0
 
     cdef void _take(self, int32_t worker) noexcept nogil:
         if self.overlap:
@@ -460,16 +447,16 @@ cdef class Simulator(SimulatedShards):
 
     cdef void _answer(self, int32_t worker, int32_t shard) noexcept nogil:
         """Send the worker its grant with the shard's weights, or without them if it holds the newest version."""
-        cdef server_t *server = &self.records.servers[shard]
+        cdef server_t *server = &self.servers[shard]
         cdef worker_t *w = &state_workers(server.state)[worker]
         cdef player_t *player = &self.players[worker]
         cdef int32_t index
-        cdef message_t *message
-        player.grant_wait_ns += self.now_ns - w.push_ns[0]
+        cdef message_t answer
+        player.grant_wait_ns += self.queue.now_ns - w.push_ns[0]
         if w.batch > 0:
             player.granted_batch = w.batch
-        if self.records.tracing and not (self.overlap and self.asks):
-            self.records.record(RECORD_GRANT, worker, shard, server.state.version, w.granted)
+        if self.tracing and not (self.overlap and self.asks):
+            self.record(RECORD_GRANT, worker, shard, server.state.version, w.granted)
         if self.overlap:
             self.views[worker].step = w.granted
             self._try_begin(worker)
@@ -477,22 +464,35 @@ cdef class Simulator(SimulatedShards):
         if self.is_direct:
             self._arrive(worker, shard, w.granted, server.state.version)
             return
-        index = self.network.allocate()
-        if index < 0:
-            self.no_memory = True
-            return
-        message = &self.network.messages[index]
-        message.kind, message.worker, message.shard = EVENT_PULLED, worker, shard
-        message.step, message.version = w.granted, server.state.version
+        answer.kind, answer.worker, answer.shard = EVENT_PULLED, worker, shard
+        answer.step, answer.version = w.granted, server.state.version
         # Rudra, section 3.2: a pull is skipped when the version has not changed.
-        message.bytes = 0 if self.views[worker * self.n_shards + shard].version == message.version else self.shard_bytes
-        if self.server_queue.takes_time:
-            self._check(self.server_queue.add(&self.queue, self.now_ns, index))
-        else:
-            self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker] + shard))
+        answer.bytes = 0 if self.views[worker * self.n_shards + shard].version == answer.version else self.shard_bytes
+        if not self.server_queue.takes_time:
+            self._send(&answer)
+            return
+        index = self.network.make(&self.queue, answer)
+        if index >= 0:
+            self.server_queue.add(&self.queue, index)
 
-    # -- the trace -----------------------------------------------------------------------------------
+    # -- statistics ----------------------------------------------------------------------------------
 
-    def trace(self, bint forget=False):
-        """Return the trace, 32 bytes a record: int64 time_ns, version, detail, int32 worker, int16 shard, kind; `forget` it."""
-        return self.records.trace(forget)
+    def totals(self):
+        """Return the sums so far over all workers, a dict of numbers: times in ns, and how often a step had an old block.
+
+        A worker's time since its last event counts as computing or waiting, depending on its state.
+        """
+        cdef int32_t worker
+        cdef player_t *player
+        compute_ns = wait_ns = grant_wait_ns = stale_blocks = 0
+        for worker in range(self.n_workers):
+            player = &self.players[worker]
+            compute_ns += player.compute_ns
+            wait_ns += player.wait_ns
+            if player.computing and not player.left:
+                compute_ns += max(0, self.ended_ns - player.began_ns)
+            elif player.steps and not player.left:
+                wait_ns += max(0, self.ended_ns - player.computed_ns)
+            grant_wait_ns += player.grant_wait_ns
+            stale_blocks += player.stale_blocks
+        return {"compute_ns": compute_ns, "wait_ns": wait_ns, "grant_wait_ns": grant_wait_ns, "stale_blocks": stale_blocks}
