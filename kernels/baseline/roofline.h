@@ -1,12 +1,11 @@
 /* The roofline: the plain loop a C programmer would write for one rule and one number of gradients, into fresh buffers.
  *
- * With normal stores it is a loop that the compiler vectorizes; with non-temporal stores it is the same arithmetic, vector by
- * vector. `fastps bench` compares the fold with it. Results are not right to the bit: the compiler may contract sums and
- * products. Buffers begin on a cache line, and so does `first`. */
+ * With normal stores it is a loop that the compiler vectorizes; with non-temporal stores it is the same loop, a cache line at a
+ * time. `fastps bench` compares the fold with it. Results are not right to the bit: the compiler may contract sums and products.
+ * Buffers begin on a cache line, and so does `first`. */
 #ifndef FPS_ROOFLINE_H
 #define FPS_ROOFLINE_H
 
-#include <math.h>
 #include <stdint.h>
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -3,10 +3,9 @@
 The store does not use them, and their results are not right to the bit.
 """
 
-from libc.math cimport pow, sqrt
+from libc.math cimport sqrt
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport fps_pause, fps_tail_acquire, fps_tail_release
 
@@ -56,7 +55,6 @@ cdef class Loop:
         self.count = len(gradients)
         self.length = weights.shape[0]
         self.keep = [gradients, weights, state, weights_out, state_out]
-        memset(&self.job, 0, sizeof(self.job))
         self.gradients = <const float **> calloc(len(gradients), sizeof(self.gradients[0]))
         if self.gradients == NULL:
             raise MemoryError("expected memory for the gradients' addresses, found none")
@@ -79,7 +77,7 @@ cdef class Loop:
         self.job.minus_rate = -learning_rate / (1 - momentum) if self.is_adam else -learning_rate
         self.job.momentum = momentum
         self.job.beta2 = beta2
-        self.job.root_correction2 = sqrt(1 - pow(beta2, 1))
+        self.job.root_correction2 = sqrt(1 - beta2)
         self.job.epsilon = epsilon
 
     def __dealloc__(self):
