@@ -67,16 +67,33 @@
 _Static_assert(sizeof(long) == 8, "fastps needs a 64-bit machine: its commit and lock words are 64 bits wide");
 _Static_assert(__atomic_always_lock_free(8, 0), "64-bit atomics must be lock-free to work between processes");
 
+/* -- what most functions are made of: a failpoint, and one access in the order that is named ---------------------------- */
+#define FPS_LOAD(name, type, order)                                                                                      \
+    static inline type name(const type *word) {                                                                          \
+        fps_failpoint_load();                                                                                            \
+        return __atomic_load_n(word, __ATOMIC_##order);                                                                  \
+    }
+#define FPS_STORE(name, type, order)                                                                                     \
+    static inline void name(type *word, type value) {                                                                    \
+        fps_failpoint_store();                                                                                           \
+        __atomic_store_n(word, value, __ATOMIC_##order);                                                                 \
+    }
+#define FPS_EXCHANGE(name, type, order)                                                                                  \
+    static inline void name(type *word, type value) {                                                                    \
+        fps_failpoint_store();                                                                                           \
+        (void)__atomic_exchange_n(word, value, __ATOMIC_##order);                                                        \
+    }
+/* Returns whether the word was `seen`; it is `next` then. The second order is that of a word which was not. */
+#define FPS_COMPARE_EXCHANGE(name, type, order, failed)                                                                  \
+    static inline int name(type *word, type seen, type next) {                                                           \
+        fps_failpoint_store();                                                                                           \
+        return __atomic_compare_exchange_n(word, &seen, next, 0, __ATOMIC_##order, __ATOMIC_##failed);                   \
+    }
+
 /* -- [TAIL] ------------------------------------------------------------------------------------------------------------ */
 /* Publishes to the combiner: every descriptor below `tail`, and the gradients and hyper-parameters in the slots they name. */
-static inline void fps_tail_release(uint64_t *tail, uint64_t value) {
-    fps_failpoint_store();
-    __atomic_store_n(tail, value, __ATOMIC_RELEASE);
-}
-static inline uint64_t fps_tail_acquire(const uint64_t *tail) {
-    fps_failpoint_load();
-    return __atomic_load_n(tail, __ATOMIC_ACQUIRE);
-}
+FPS_STORE(fps_tail_release, uint64_t, RELEASE)
+FPS_LOAD(fps_tail_acquire, uint64_t, ACQUIRE)
 
 /* -- [HEAD] ------------------------------------------------------------------------------------------------------------ */
 /* Publishes to the producer: nobody will fold the descriptors below `head`, nor their slots, again. A combiner that was stopped, and
@@ -87,16 +104,10 @@ static inline void fps_head_raise(uint64_t *head, uint64_t value) {
     if (fps_mutant(FPS_MUTANT_HEADS_BACK)) return __atomic_store_n(head, value, __ATOMIC_RELEASE);
     while (seen < value && !__atomic_compare_exchange_n(head, &seen, value, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) continue;
 }
-static inline uint64_t fps_head_acquire(const uint64_t *head) {
-    fps_failpoint_load();
-    return __atomic_load_n(head, __ATOMIC_ACQUIRE);
-}
+FPS_LOAD(fps_head_acquire, uint64_t, ACQUIRE)
 
 /* -- [LOCK] and [PENDING] ---------------------------------------------------------------------------------------------- */
-static inline uint64_t fps_lock_load(const uint64_t *lock) {
-    fps_failpoint_load();
-    return __atomic_load_n(lock, __ATOMIC_ACQUIRE);
-}
+FPS_LOAD(fps_lock_load, uint64_t, ACQUIRE)
 /* Acquires what the last combiner released by [LOCK], and the tails of the pushers that set the flag by [PENDING]; where the owner
  * is stopped or dead, its [ITEM]. */
 static inline int fps_lock_take(uint64_t *lock, uint64_t seen, uint64_t mine) {
@@ -132,19 +143,10 @@ static inline uint64_t fps_lock_confirm(uint64_t *lock) {
 
 /* -- [COMMIT] and [PIN] ------------------------------------------------------------------------------------------------ */
 /* Publishes to everyone: the version's weights, rule state, record and scheduler state. seq_cst for the pin protocol. */
-static inline int fps_commit_flip(uint64_t *commit, uint64_t seen, uint64_t next) {
-    fps_failpoint_store();
-    return __atomic_compare_exchange_n(commit, &seen, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-}
-static inline uint64_t fps_commit_load(const uint64_t *commit) {
-    fps_failpoint_load();
-    return __atomic_load_n(commit, __ATOMIC_SEQ_CST);
-}
+FPS_COMPARE_EXCHANGE(fps_commit_flip, uint64_t, SEQ_CST, SEQ_CST)
+FPS_LOAD(fps_commit_load, uint64_t, SEQ_CST)
 /* Ends the reads of the buffer pinned before and announces the next; what follows must re-read commit. */
-static inline void fps_pin_exchange(uint64_t *pin, uint64_t value) {
-    fps_failpoint_store();
-    (void)__atomic_exchange_n(pin, value, __ATOMIC_SEQ_CST);
-}
+FPS_EXCHANGE(fps_pin_exchange, uint64_t, SEQ_CST)
 static inline uint64_t fps_pin_load(const uint64_t *pin) {
     fps_failpoint_load();
     if (fps_mutant(FPS_MUTANT_FORGET_PINS)) return 0;
@@ -154,26 +156,14 @@ static inline uint64_t fps_pin_load(const uint64_t *pin) {
 /* [READERS] Publishes to combiners: the pins of so many readers count, and so many buffers more have pages. A reader raises the
  * number before its first pin, in the one order of [COMMIT] and [PIN]: a combiner that still loads the old number has flipped
  * before that reader loads commit. */
-static inline int fps_readers_raise(uint64_t *ready, uint64_t seen, uint64_t next) {
-    fps_failpoint_store();
-    return __atomic_compare_exchange_n(ready, &seen, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-}
-static inline uint64_t fps_readers_load(const uint64_t *ready) {
-    fps_failpoint_load();
-    return __atomic_load_n(ready, __ATOMIC_SEQ_CST);
-}
+FPS_COMPARE_EXCHANGE(fps_readers_raise, uint64_t, SEQ_CST, SEQ_CST)
+FPS_LOAD(fps_readers_load, uint64_t, SEQ_CST)
 
 /* [WANTED] Publishes to combiners: readers sleep, or are about to, for this version or a later one; 0: none does. A reader that
  * finds a low enough version writes it again: only a read-modify-write has a place in the one order of [COMMIT] and [WANTED]. */
-static inline int fps_wanted_lower(uint64_t *wanted, uint64_t seen, uint64_t next) {
-    fps_failpoint_store();
-    return __atomic_compare_exchange_n(wanted, &seen, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-}
+FPS_COMPARE_EXCHANGE(fps_wanted_lower, uint64_t, SEQ_CST, SEQ_CST)
 /* Loaded after each flip. A line that nobody writes while no reader sleeps. */
-static inline uint64_t fps_wanted_load(const uint64_t *wanted) {
-    fps_failpoint_load();
-    return __atomic_load_n(wanted, __ATOMIC_SEQ_CST);
-}
+FPS_LOAD(fps_wanted_load, uint64_t, SEQ_CST)
 /* Take the wish. The taker then moves [EVENT]: a reader loads it before it lowers [WANTED], so a reader whose wish was taken
  * sleeps only until then. */
 static inline void fps_wanted_take(uint64_t *wanted) {
@@ -182,14 +172,8 @@ static inline void fps_wanted_take(uint64_t *wanted) {
 }
 
 /* One reader at a time copies a whole version; as with pins, what follows must re-read commit. 0 where another reads. */
-static inline int fps_reader_change(uint64_t *reader, uint64_t seen, uint64_t next) {
-    fps_failpoint_store();
-    return __atomic_compare_exchange_n(reader, &seen, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-}
-static inline uint64_t fps_reader_load(const uint64_t *reader) {
-    fps_failpoint_load();
-    return __atomic_load_n(reader, __ATOMIC_SEQ_CST);
-}
+FPS_COMPARE_EXCHANGE(fps_reader_change, uint64_t, SEQ_CST, SEQ_CST)
+FPS_LOAD(fps_reader_load, uint64_t, SEQ_CST)
 
 /* -- [GRANT] ----------------------------------------------------------------------------------------------------------- */
 /* Publishes to the worker: the commit that earned the grant happened before. */
@@ -199,28 +183,16 @@ static inline void fps_grant_raise(int64_t *granted, int64_t value) {
     if (fps_mutant(FPS_MUTANT_HEADS_BACK)) return __atomic_store_n(granted, value, __ATOMIC_RELEASE);
     while (seen < value && !__atomic_compare_exchange_n(granted, &seen, value, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) continue;
 }
-static inline int64_t fps_grant_acquire(const int64_t *granted) {
-    fps_failpoint_load();
-    return __atomic_load_n(granted, __ATOMIC_ACQUIRE);
-}
+FPS_LOAD(fps_grant_acquire, int64_t, ACQUIRE)
 
 /* -- [EVENT] and sleeping ---------------------------------------------------------------------------------------------- */
 static inline void fps_event_add(uint32_t *event) {
     fps_failpoint_store();
     (void)__atomic_fetch_add(event, 1, __ATOMIC_SEQ_CST);
 }
-static inline uint32_t fps_event_load(const uint32_t *event) {
-    fps_failpoint_load();
-    return __atomic_load_n(event, __ATOMIC_SEQ_CST);
-}
-static inline void fps_sleeping_set(uint32_t *sleeping, uint32_t value) {
-    fps_failpoint_store();
-    (void)__atomic_exchange_n(sleeping, value, __ATOMIC_SEQ_CST);
-}
-static inline uint32_t fps_sleeping_load(const uint32_t *sleeping) {
-    fps_failpoint_load();
-    return __atomic_load_n(sleeping, __ATOMIC_SEQ_CST);
-}
+FPS_LOAD(fps_event_load, uint32_t, SEQ_CST)
+FPS_EXCHANGE(fps_sleeping_set, uint32_t, SEQ_CST)
+FPS_LOAD(fps_sleeping_load, uint32_t, SEQ_CST)
 /* Sleep until the event moves on from `seen`, a signal comes, or `slice_ns` has passed. The kernel compares under its own
  * lock, so an event that moved in between returns at once. */
 static inline void fps_event_sleep(uint32_t *event, uint32_t seen, int64_t slice_ns) {
@@ -238,35 +210,17 @@ static inline void fps_event_wake_all(uint32_t *event) {
 }
 
 /* -- [STATE] ----------------------------------------------------------------------------------------------------------- */
-static inline uint32_t fps_state_acquire(const uint32_t *state) {
-    fps_failpoint_load();
-    return __atomic_load_n(state, __ATOMIC_SEQ_CST);
-}
-static inline int fps_state_change(uint32_t *state, uint32_t seen, uint32_t next) {
-    fps_failpoint_store();
-    return __atomic_compare_exchange_n(state, &seen, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-}
+FPS_LOAD(fps_state_acquire, uint32_t, SEQ_CST)
+FPS_COMPARE_EXCHANGE(fps_state_change, uint32_t, SEQ_CST, SEQ_CST)
 
 /* -- [WORK], [HELP] and [CHUNK] ---------------------------------------------------------------------------------------- */
 /* Publishes to helpers: the work item, and the cleared [CHUNK] word. */
-static inline void fps_ticket_release(uint64_t *ticket, uint64_t value) {
-    fps_failpoint_store();
-    __atomic_store_n(ticket, value, __ATOMIC_RELEASE);
-}
-static inline uint64_t fps_ticket_acquire(const uint64_t *ticket) {
-    fps_failpoint_load();
-    return __atomic_load_n(ticket, __ATOMIC_ACQUIRE);
-}
+FPS_STORE(fps_ticket_release, uint64_t, RELEASE)
+FPS_LOAD(fps_ticket_acquire, uint64_t, ACQUIRE)
 /* Acquires the work item; releases this lane's [HELP], which precedes it: a combiner that sees the ticket exhausted sees every
  * lane that may still be at work, because claims are one chain of read-modify-writes. */
-static inline int fps_ticket_claim(uint64_t *ticket, uint64_t seen, uint64_t next) {
-    fps_failpoint_store();
-    return __atomic_compare_exchange_n(ticket, &seen, next, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
-}
-static inline void fps_help_set(uint32_t *helping, uint32_t value) {
-    fps_failpoint_store();
-    (void)__atomic_exchange_n(helping, value, __ATOMIC_SEQ_CST);
-}
+FPS_COMPARE_EXCHANGE(fps_ticket_claim, uint64_t, ACQ_REL, RELAXED)
+FPS_EXCHANGE(fps_help_set, uint32_t, SEQ_CST)
 static inline uint32_t fps_help_load(const uint32_t *helping) {
     fps_failpoint_load();
     if (fps_mutant(FPS_MUTANT_FORGET_HELPERS)) return 0;
@@ -281,10 +235,7 @@ static inline void fps_chunk_done(uint64_t *done, uint64_t bit) {
     fps_failpoint_store();
     (void)__atomic_fetch_or(done, bit, __ATOMIC_RELEASE);
 }
-static inline uint64_t fps_chunks_acquire(const uint64_t *done) {
-    fps_failpoint_load();
-    return __atomic_load_n(done, __ATOMIC_ACQUIRE);
-}
+FPS_LOAD(fps_chunks_acquire, uint64_t, ACQUIRE)
 /* Under the shard lock, while no lane helps; [WORK] publishes it. */
 static inline void fps_chunks_clear(uint64_t *done) {
     fps_failpoint_store();
@@ -317,14 +268,8 @@ static inline int fps_yield_again(fps_yields *yields) {
 /* -- [UNDO] ------------------------------------------------------------------------------------------------------------ */
 /* Publishes to the combiner that recovers this one's lock: the logged rows below. A full barrier, and not a release: the rows
  * are written only after the count, too. */
-static inline void fps_undo_publish(uint64_t *bytes, uint64_t value) {
-    fps_failpoint_store();
-    (void)__atomic_exchange_n(bytes, value, __ATOMIC_SEQ_CST);
-}
-static inline uint64_t fps_undo_load(const uint64_t *bytes) {
-    fps_failpoint_load();
-    return __atomic_load_n(bytes, __ATOMIC_SEQ_CST);
-}
+FPS_EXCHANGE(fps_undo_publish, uint64_t, SEQ_CST)
+FPS_LOAD(fps_undo_load, uint64_t, SEQ_CST)
 /* Reserve bytes of the log; returns how many others had reserved. Nothing is published: each pusher allocates up to its end. */
 static inline uint64_t fps_undo_reserve(uint64_t *reserved, uint64_t bytes) {
     fps_failpoint_store();
@@ -334,14 +279,8 @@ static inline uint64_t fps_undo_reserve(uint64_t *reserved, uint64_t bytes) {
 /* -- [BLOCK] ----------------------------------------------------------------------------------------------------------- */
 /* Publishes to the other ranks: the blocks below `value` that this rank has written or reduced; or that it has read them, so
  * that their memory may be written again. */
-static inline void fps_block_publish(uint64_t *count, uint64_t value) {
-    fps_failpoint_store();
-    (void)__atomic_exchange_n(count, value, __ATOMIC_SEQ_CST);
-}
-static inline uint64_t fps_block_load(const uint64_t *count) {
-    fps_failpoint_load();
-    return __atomic_load_n(count, __ATOMIC_SEQ_CST);
-}
+FPS_EXCHANGE(fps_block_publish, uint64_t, SEQ_CST)
+FPS_LOAD(fps_block_load, uint64_t, SEQ_CST)
 
 /* -- [USERS]: within one process, so no failpoint ------------------------------------------------------------------------ */
 /* Publishes nothing: the caller is a user already. */
@@ -350,10 +289,7 @@ static inline void fps_users_add(uint32_t *users) { __atomic_fetch_add(users, 1,
 static inline int fps_users_drop(uint32_t *users) { return __atomic_fetch_sub(users, 1, __ATOMIC_ACQ_REL) == 1; }
 
 /* -- counters that are only read, never acted upon --------------------------------------------------------------------- */
-static inline void fps_counter_set(int64_t *counter, int64_t value) {
-    fps_failpoint_store();
-    __atomic_store_n(counter, value, __ATOMIC_RELAXED);
-}
+FPS_STORE(fps_counter_set, int64_t, RELAXED)
 static inline int64_t fps_counter_get(const int64_t *counter) { return __atomic_load_n(counter, __ATOMIC_RELAXED); }
 
 /* Samples drawn from an order that all workers share: each is drawn once. */
