@@ -5,6 +5,7 @@ special case without room between the bounds.
 """
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
+from libc.stdlib cimport llabs
 
 from fastps.kernels.scheduling.state cimport *
 
@@ -30,17 +31,13 @@ cdef int64_t _controller(const scheduler_t *state, int32_t worker) noexcept nogi
         k = 0
         if interval_slowest > 0 and target > 0:
             k = min(reach, target // interval_slowest)
-        distance = _absolute(target - k * interval_slowest)
+        distance = llabs(target - k * interval_slowest)
         if k < reach:
-            distance = min(distance, _absolute(target - (k + 1) * interval_slowest))
+            distance = min(distance, llabs(target - (k + 1) * interval_slowest))
         if best < 0 or distance < best_distance:
             best = r
             best_distance = distance
     return best
-
-
-cdef inline int64_t _absolute(int64_t value) noexcept nogil:
-    return -value if value < 0 else value
 
 
 cdef inline int64_t _limit(const policy_t *policy) noexcept nogil:
@@ -66,13 +63,11 @@ cdef void bounded_decide(scheduler_t *state, int32_t worker) noexcept nogil:
         if within:
             p.credit -= 1
             state_grant(state, worker)
-        else:
-            _wait(state, worker, gap)
-        return
-    if gap <= policy.low and within:
+            return
+    elif gap <= policy.low and within:
         state_grant(state, worker)
         return
-    if policy.high > policy.low and p.clock == state_fastest_clock(state):
+    elif policy.high > policy.low and p.clock == state_fastest_clock(state):
         p.credit = _controller(state, worker)
         if limit < INT64_MAX:
             p.credit = min(p.credit, max(<int64_t> 0, limit - gap + counts_first))
@@ -80,20 +75,13 @@ cdef void bounded_decide(scheduler_t *state, int32_t worker) noexcept nogil:
             p.credit -= counts_first
             state_grant(state, worker)
             return
-    _wait(state, worker, gap)
+    state_wait(state, worker, WAITS_FOR_ALL if gap <= _reach(policy) else WAITS_IN_BUCKET)
 
 
 cdef inline int64_t _reach(const policy_t *policy) noexcept nogil:
     """How far ahead of the slowest a worker may be to be released when the slowest moves: line 17, in the policy's reading."""
     cdef int64_t limit = _limit(policy)
     return min(policy.low, limit) if policy.release != RELEASE_NEXT_PUSH else limit
-
-
-cdef inline void _wait(scheduler_t *state, int32_t worker, int64_t gap) noexcept nogil:
-    if gap <= _reach(&state.policy):
-        state_wait(state, worker)
-    else:
-        state_wait_in_bucket(state, worker)
 
 
 cdef void bounded_release(scheduler_t *state, int32_t pusher) noexcept nogil:
@@ -109,6 +97,6 @@ cdef void bounded_release(scheduler_t *state, int32_t pusher) noexcept nogil:
         state_stop_waiting(state, pusher)
     state_grant_waiting(state)
     if keeps_pusher:
-        state_wait(state, pusher)
+        state_wait(state, pusher, WAITS_FOR_ALL)
     if reach < INT64_MAX:
         state_grant_within(state, state_slowest_clock(state) + reach)

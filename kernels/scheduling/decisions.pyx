@@ -13,14 +13,7 @@ from libc.stdint cimport int32_t, int64_t
 from fastps.kernels.base.atomics cimport FPS_ASSERT
 from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
 from fastps.kernels.scheduling.bounded_staleness cimport bounded_decide, bounded_release
-from fastps.kernels.scheduling.round_robin cimport (
-    round_robin_due,
-    round_robin_expect,
-    round_robin_grant,
-    round_robin_join,
-    round_robin_measure,
-    round_robin_space,
-)
+from fastps.kernels.scheduling.round_robin cimport *
 from fastps.kernels.scheduling.state cimport *
 
 
@@ -39,11 +32,6 @@ cdef int _fold_all(scheduler_t *state) noexcept nogil:
     return ACTION_FOLD_ALL
 
 
-cdef inline int64_t _needed(const scheduler_t *state) noexcept nogil:
-    """FOLD_COUNT: c = floor(lambda / n) of Rudra's n-softsync (equation 5), with lambda the live workers; at least 1."""
-    return max(<int64_t> 1, state.n_live // state.policy.divisor)
-
-
 cdef inline bint _is_quorum(const scheduler_t *state) noexcept nogil:
     """FOLD_QUORUM: c pushes, or pushes of all live workers but the backups: those of workers that left do not count then."""
     if state.policy.count:
@@ -51,12 +39,15 @@ cdef inline bint _is_quorum(const scheduler_t *state) noexcept nogil:
     return state.n_arrived >= max(<int64_t> 1, state.n_live - state.policy.backups)
 
 
-cdef int _close_sum(scheduler_t *state) noexcept nogil:
-    """Fold the sum if it is complete."""
-    if state.n_kept == 0:
+cdef int _fold_complete(scheduler_t *state) noexcept nogil:
+    """Fold the sum if it is complete, or the pushes that are next in order."""
+    if state.policy.fold == FOLD_IN_ORDER:
+        return _fold_in_order(state)
+    if state.policy.fold == FOLD_EACH or state.n_kept == 0:
         return ACTION_KEEP
     if state.policy.fold == FOLD_COUNT:
-        return _fold_all(state) if state.n_kept >= _needed(state) or state.n_live == 0 else ACTION_KEEP
+        # c = floor(lambda / n) of Rudra's n-softsync (equation 5), with lambda the live workers; at least 1.
+        return _fold_all(state) if state.n_kept >= max(<int64_t> 1, state.n_live // state.policy.divisor) else ACTION_KEEP
     if state.n_arrived == state.n_live:
         return _fold_all(state)
     if state.policy.fold == FOLD_ALL or not _is_quorum(state):
@@ -153,16 +144,14 @@ cdef int _receive(scheduler_t *state, int32_t worker, int64_t timestamp) noexcep
         return ACTION_DROP
     if state.policy.fold == FOLD_COUNT:
         _keep(state, worker)
-        return _close_sum(state)
-    if state.policy.fold == FOLD_IN_ORDER:
+    elif state.policy.fold == FOLD_IN_ORDER:
         w.kept += 1
-        return _fold_in_order(state)
-    w.kept = w.kept + 1 if w.kept_version == state.version else 1
-    w.kept_version = state.version
-    state.n_kept += 1
-    if w.kept == 1:
-        state.n_arrived += 1
-    return _close_sum(state)
+    else:
+        w.kept = w.kept + 1 if w.kept_version == state.version else 1
+        w.kept_version = state.version
+        state.n_kept += 1
+        state.n_arrived += w.kept == 1
+    return _fold_complete(state)
 
 
 # -- events ----------------------------------------------------------------------------------------
@@ -192,7 +181,7 @@ cdef int scheduler_push(
     w.history = min(2, w.history + 1)
     state_advance(state, worker)
     if state.policy.grant == GRANT_NEXT_VERSION:
-        state_wait(state, worker)
+        state_wait(state, worker, WAITS_FOR_ALL)
     action = _receive(state, worker, timestamp)
     if state.policy.grant == GRANT_AT_ONCE or action == ACTION_DROP:
         state_grant(state, worker)
@@ -201,7 +190,7 @@ cdef int scheduler_push(
         if was_slowest:
             bounded_release(state, worker)
     elif state.policy.grant == GRANT_ROUND_ROBIN:
-        state_wait(state, worker)
+        state_wait(state, worker, WAITS_FOR_ALL)
         round_robin_grant(state)
     return action
 
@@ -242,25 +231,20 @@ cdef int scheduler_leave(scheduler_t *state, int32_t worker, int64_t now_ns) noe
     """
     cdef worker_t *w = &state_workers(state)[worker]
     cdef bint was_slowest = state_slowest(state) == worker
-    cdef int action = ACTION_NONE
+    cdef int action
     if not w.live:
         return ACTION_NONE
     _set_time(state, now_ns)
     state_stop_waiting(state, worker)
     state_remove(state, worker)
     w.credit = 0
-    if state.policy.fold == FOLD_IN_ORDER:
-        if w.kept:
-            _list_fold(state, worker)
-        action = _fold_in_order(state)
-    elif state.policy.fold == FOLD_COUNT:
-        if state.policy.groups:
-            _relay(state, w.leader)
-        action = _close_sum(state)
-    elif state.policy.fold != FOLD_EACH:
-        if w.kept and w.kept_version == state.version:
-            state.n_arrived -= 1
-        action = _close_sum(state)
+    if state.policy.groups:
+        _relay(state, w.leader)
+    elif state.policy.fold == FOLD_IN_ORDER and w.kept:
+        _list_fold(state, worker)
+    elif w.kept and w.kept_version == state.version:
+        state.n_arrived -= 1
+    action = _fold_complete(state)
     if state.policy.grant == GRANT_BOUNDED and state.n_live > 0 and was_slowest:
         bounded_release(state, -1)
     elif state.policy.grant == GRANT_ROUND_ROBIN:
@@ -293,7 +277,7 @@ cdef void scheduler_join(scheduler_t *state, int32_t worker, int64_t now_ns, int
     w.fit_n = w.fit_batch = w.fit_ns = w.fit_batch_batch = w.fit_batch_ns = w.line_constant = w.line_slope = 0
     if state.policy.grant == GRANT_ROUND_ROBIN:
         w.granted = w.granted_at = 0
-        state_wait(state, worker)
+        state_wait(state, worker, WAITS_FOR_ALL)
         round_robin_space(state)
         round_robin_grant(state)
 

@@ -116,6 +116,11 @@ cdef struct ends_t:         # of a list; -1: it is empty
     int32_t first
     int32_t last
 
+cdef struct list_t:         # of workers; ends of -1: it is empty
+    int32_t first
+    int32_t last
+    int32_t length
+
 cdef struct place_t:        # in a list; -1: there is no neighbour
     int32_t next
     int32_t previous
@@ -131,11 +136,9 @@ cdef struct link_t:
 cdef struct bucket_t:
     int64_t dirty_at
     int64_t clock
-    ends_t members
+    list_t members
     place_t place
-    ends_t waiting          # GRANT_BOUNDED: those of them that wait until the slowest has come nearer
-    int32_t n_waiting
-    int32_t unused
+    list_t waiting          # GRANT_BOUNDED: those of them that wait until the slowest has come nearer
 
 cdef struct scheduler_t:
     policy_t policy
@@ -163,8 +166,7 @@ cdef struct scheduler_t:
     ends_t buckets
     int32_t free_bucket
     int32_t frontier        # GRANT_BOUNDED: the last bucket whose waiting workers were released by its clock, or -1
-    ends_t waiting          # all that wait for more than a clock
-    int32_t n_waiting       # length of that list
+    list_t waiting          # all that wait for more than a clock
     int32_t n_dirty_workers
     int32_t n_dirty_links
     int32_t n_dirty_buckets
@@ -178,8 +180,7 @@ cdef void state_catch_up(scheduler_t *target, const scheduler_t *source) noexcep
 cdef void state_advance(scheduler_t *state, int32_t worker) noexcept nogil
 cdef void state_remove(scheduler_t *state, int32_t worker) noexcept nogil
 cdef void state_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t before) noexcept nogil
-cdef void state_wait(scheduler_t *state, int32_t worker) noexcept nogil
-cdef void state_wait_in_bucket(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void state_wait(scheduler_t *state, int32_t worker, int8_t waits) noexcept nogil
 cdef void state_stop_waiting(scheduler_t *state, int32_t worker) noexcept nogil
 cdef void state_grant(scheduler_t *state, int32_t worker) noexcept nogil
 cdef void state_grant_waiting(scheduler_t *state) noexcept nogil

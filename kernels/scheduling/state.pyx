@@ -61,24 +61,23 @@ cdef void state_copy(scheduler_t *target, const scheduler_t *source) noexcept no
     memcpy(target, source, state_size(source.n_workers))
 
 
+cdef inline void _copy_dirty(
+        void *target, const void *source, size_t size, const int32_t *dirty, int32_t n_dirty) noexcept nogil:
+    """Copy the dirty elements of an array, each of `size` bytes."""
+    cdef int32_t i
+    for i in range(n_dirty):
+        FPS_FAILPOINT()
+        memcpy(<char *> target + dirty[i] * size, <const char *> source + dirty[i] * size, size)
+
+
 cdef void state_catch_up(scheduler_t *target, const scheduler_t *source) noexcept nogil:
     """Bring `target`, which is one commit behind, up to `source`. Idempotent: values are copied, not added."""
-    cdef int32_t i, index
     FPS_ASSERT(target.sequence <= source.sequence + 1)  # one more where a combiner began and found nothing to do
     FPS_FAILPOINT()
     memcpy(target, source, sizeof(scheduler_t))
-    for i in range(source.n_dirty_workers):
-        index = state_dirty(source)[i]
-        FPS_FAILPOINT()
-        state_workers(target)[index] = state_workers(source)[index]
-    for i in range(source.n_dirty_links):
-        index = _dirty_links(source)[i]
-        FPS_FAILPOINT()
-        state_links(target)[index] = state_links(source)[index]
-    for i in range(source.n_dirty_buckets):
-        index = _dirty_buckets(source)[i]
-        FPS_FAILPOINT()
-        state_buckets(target)[index] = state_buckets(source)[index]
+    _copy_dirty(state_workers(target), state_workers(source), sizeof(worker_t), state_dirty(source), source.n_dirty_workers)
+    _copy_dirty(state_links(target), state_links(source), sizeof(link_t), _dirty_links(source), source.n_dirty_links)
+    _copy_dirty(state_buckets(target), state_buckets(source), sizeof(bucket_t), _dirty_buckets(source), source.n_dirty_buckets)
     if source.policy.grant == GRANT_ROUND_ROBIN:
         tournament_catch_up(state_iterations(target), state_iterations(source))
         tournament_catch_up(state_equal_times(target), state_equal_times(source))
@@ -87,71 +86,58 @@ cdef void state_catch_up(scheduler_t *target, const scheduler_t *source) noexcep
 cdef void state_initialise(scheduler_t *state, int32_t n_workers, const policy_t *policy) noexcept nogil:
     """Write a state in which all workers are live, at clock 0, and granted their first step."""
     cdef int32_t i
+    cdef int64_t groups = policy.groups
+    cdef worker_t *workers
     memset(state, 0, state_size(n_workers))
     state_lay_out(state, n_workers)
     state.n_workers = n_workers
-    state.n_live = n_workers
     state.policy = policy[0]
     state.sequence = 1
-    state.frontier = state.waiting.first = state.waiting.last = -1
+    state.buckets.first = state.buckets.last = state.frontier = state.waiting.first = state.waiting.last = -1
     state.quorum_due_ns = state.last_grant_ns = NEVER_NS
     tournament_initialise(state_iterations(state), n_workers)
     tournament_initialise(state_equal_times(state), n_workers)
     for i in range(n_workers + 1):
         state_buckets(state)[i].place.next = i + 1 if i < n_workers else -1
         state_buckets(state)[i].members.first = -1
-    state.buckets.first = state.buckets.last = -1
-    _make_bucket(state, -1, -1, 0)
+    workers = state_workers(state)
     for i in range(n_workers):
-        _initialise_worker(state, i)
-        _enter(state, 0, i)
-
-
-cdef void _initialise_worker(scheduler_t *state, int32_t worker) noexcept nogil:
-    cdef worker_t *w = &state_workers(state)[worker]
-    cdef int64_t groups = state.policy.groups
-    w.live = 1
-    w.granted = 1
-    w.base_batch = NO_BATCH
-    w.next_live = worker + 1 if worker + 1 < state.n_workers else 0
-    w.previous_live = worker - 1 if worker > 0 else state.n_workers - 1
-    w.leaf_first = -1
-    state_mark_dirty(state, worker)
-    if groups:
-        # Leaves hold workers in runs of equal length, as far as the numbers allow.
-        w.leader = <int32_t> ((worker * groups // state.n_workers * state.n_workers + groups - 1) // groups)
-        state_workers(state)[w.leader].leaf_live += 1
-        state_workers(state)[w.leader].leaf_end = worker + 1
+        workers[i].granted = 1
+        workers[i].leaf_first = -1
+        if groups:
+            # Leaves hold workers in runs of equal length, as far as the numbers allow.
+            workers[i].leader = <int32_t> ((i * groups // n_workers * n_workers + groups - 1) // groups)
+            workers[workers[i].leader].leaf_end = i + 1
+        state_add(state, i, 0, -1)
 
 
 # -- lists of workers ------------------------------------------------------------------------------
 
-cdef inline void _append(scheduler_t *state, ends_t *ends, int32_t worker, int which) noexcept nogil:
+cdef inline void _chain(scheduler_t *state, list_t *list, int32_t before, int32_t following, int which) noexcept nogil:
+    """Let two workers follow each other in a list; -1: its end."""
     cdef link_t *links = state_links(state)
-    links[worker].places[which].next = -1
-    links[worker].places[which].previous = ends.last
-    if ends.last >= 0:
-        links[ends.last].places[which].next = worker
-        _mark_link_dirty(state, ends.last)
+    if before >= 0:
+        links[before].places[which].next = following
+        _mark_link_dirty(state, before)
     else:
-        ends.first = worker
-    ends.last = worker
-    _mark_link_dirty(state, worker)
+        list.first = following
+    if following >= 0:
+        links[following].places[which].previous = before
+        _mark_link_dirty(state, following)
+    else:
+        list.last = before
 
 
-cdef inline void _take_out(scheduler_t *state, ends_t *ends, int32_t worker, int which) noexcept nogil:
-    cdef link_t *links = state_links(state)
-    cdef const place_t *place = &links[worker].places[which]
-    if place.previous >= 0:
-        links[place.previous].places[which].next = place.next
-        _mark_link_dirty(state, place.previous)
-    else:
-        ends.first = place.next
-    if place.next >= 0:
-        links[place.next].places[which].previous = place.previous
-        _mark_link_dirty(state, place.next)
-    else:
-        ends.last = place.previous
+cdef inline void _append(scheduler_t *state, list_t *list, int32_t worker, int which) noexcept nogil:
+    _chain(state, list, list.last, worker, which)
+    _chain(state, list, worker, -1, which)
+    list.length += 1
+
+
+cdef inline void _take_out(scheduler_t *state, list_t *list, int32_t worker, int which) noexcept nogil:
+    cdef const place_t *place = &state_links(state)[worker].places[which]
+    _chain(state, list, place.previous, place.next, which)
+    list.length -= 1
 
 
 # -- buckets ---------------------------------------------------------------------------------------
@@ -170,7 +156,77 @@ cdef inline void _quit(scheduler_t *state, int32_t worker) noexcept nogil:
     _take_out(state, &b.members, worker, OF_CLOCK)
     _mark_bucket_dirty(state, bucket)
     if b.members.first < 0:
-        _unlink_bucket(state, bucket)
+        _chain_buckets(state, b.place.previous, b.place.next)
+        if state.frontier == bucket:
+            state.frontier = b.place.previous
+        b.place.next = state.free_bucket
+        state.free_bucket = bucket
+
+
+cdef inline void _chain_buckets(scheduler_t *state, int32_t before, int32_t following) noexcept nogil:
+    """Let two buckets follow each other; -1: the end of their list."""
+    if before >= 0:
+        state_buckets(state)[before].place.next = following
+        _mark_bucket_dirty(state, before)
+    else:
+        state.buckets.first = following
+    if following >= 0:
+        state_buckets(state)[following].place.previous = before
+        _mark_bucket_dirty(state, following)
+    else:
+        state.buckets.last = before
+
+
+cdef inline int32_t _bucket_of(scheduler_t *state, int32_t before, int64_t clock) noexcept nogil:
+    """The bucket of a clock, at its place in the order behind bucket `before` (-1: anywhere); created if it does not exist."""
+    cdef bucket_t *buckets = state_buckets(state)
+    cdef bucket_t *made
+    cdef int32_t index = state.free_bucket, following = buckets[before].place.next if before >= 0 else state.buckets.first
+    while following >= 0 and buckets[following].clock < clock:
+        before = following
+        following = buckets[following].place.next
+    if following >= 0 and buckets[following].clock == clock:
+        return following
+    if before < 0:
+        # The slowest clock falls: buckets that the frontier has passed may get waiting workers again.
+        state.frontier = -1
+    FPS_ASSERT(index >= 0)
+    made = &buckets[index]
+    state.free_bucket = made.place.next
+    made.clock = clock
+    made.members.first = made.members.last = made.waiting.first = made.waiting.last = -1
+    made.members.length = made.waiting.length = 0
+    _chain_buckets(state, before, index)
+    _chain_buckets(state, index, following)
+    return index
+
+
+cdef void state_advance(scheduler_t *state, int32_t worker) noexcept nogil:
+    """Count one push of the worker: t_p <- t_p + 1 (Algorithm 1, line 1). It waits in no bucket."""
+    cdef worker_t *w = &state_workers(state)[worker]
+    cdef int32_t target
+    w.clock += 1
+    target = _bucket_of(state, state_links(state)[worker].bucket, w.clock)
+    _quit(state, worker)
+    _enter(state, target, worker)
+    state_mark_dirty(state, worker)
+
+
+# -- workers that come and go ------------------------------------------------------------------------
+
+cdef inline void _chain_live(scheduler_t *state, int32_t before, int32_t following) noexcept nogil:
+    """Let two workers follow each other in the ring of live workers."""
+    state_workers(state)[before].next_live = following
+    state_workers(state)[following].previous_live = before
+
+
+cdef inline void _count_live(scheduler_t *state, int32_t worker, int8_t change) noexcept nogil:
+    """Count a live worker more, or less, also in its leaf."""
+    cdef worker_t *leader = &state_workers(state)[state_workers(state)[worker].leader]
+    state.n_live += change
+    if state.policy.groups:
+        leader.leaf_live += change
+        state_mark_dirty(state, state_workers(state)[worker].leader)
 
 
 cdef void state_remove(scheduler_t *state, int32_t worker) noexcept nogil:
@@ -178,9 +234,7 @@ cdef void state_remove(scheduler_t *state, int32_t worker) noexcept nogil:
     cdef worker_t *w = &state_workers(state)[worker]
     _quit(state, worker)
     w.live = 0
-    state.n_live -= 1
-    state_workers(state)[w.previous_live].next_live = w.next_live
-    state_workers(state)[w.next_live].previous_live = w.previous_live
+    _chain_live(state, w.previous_live, w.next_live)
     if state.fold_next == worker:
         state.fold_next = w.next_live
     if state.grant_next == worker:
@@ -188,9 +242,7 @@ cdef void state_remove(scheduler_t *state, int32_t worker) noexcept nogil:
     state_mark_dirty(state, worker)
     state_mark_dirty(state, w.previous_live)
     state_mark_dirty(state, w.next_live)
-    if state.policy.groups:
-        state_workers(state)[w.leader].leaf_live -= 1
-        state_mark_dirty(state, w.leader)
+    _count_live(state, worker, -1)
     if state.policy.grant == GRANT_ROUND_ROBIN:
         tournament_set(state_iterations(state), worker, 0)
         tournament_set(state_equal_times(state), worker, 0)
@@ -202,144 +254,49 @@ cdef void state_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t b
     `before`: the live worker that it follows in the order of all; -1: the one with the next lower number.
     """
     cdef worker_t *w = &state_workers(state)[worker]
-    _enter(state, _bucket_of(state, clock), worker)
+    _enter(state, _bucket_of(state, -1, clock), worker)
+    if state.n_live == 0:
+        before = w.next_live = state.fold_next = state.grant_next = worker
+    elif before < 0:
+        before = worker
+        while not state_workers(state)[before].live:
+            before = before - 1 if before > 0 else state.n_workers - 1
     w.live = 1
     w.clock = clock
-    if state.n_live == 0:
-        w.next_live = w.previous_live = state.fold_next = state.grant_next = worker
-    else:
-        if before < 0:
-            before = worker - 1 if worker > 0 else state.n_workers - 1
-            while before == worker or not state_workers(state)[before].live:
-                before = before - 1 if before > 0 else state.n_workers - 1
-        w.previous_live = before
-        w.next_live = state_workers(state)[before].next_live
-        state_workers(state)[before].next_live = worker
-        state_workers(state)[w.next_live].previous_live = worker
-        state_mark_dirty(state, before)
-        state_mark_dirty(state, w.next_live)
-    state.n_live += 1
+    _chain_live(state, worker, state_workers(state)[before].next_live)
+    _chain_live(state, before, worker)
+    state_mark_dirty(state, before)
+    state_mark_dirty(state, w.next_live)
     state_mark_dirty(state, worker)
-    if state.policy.groups:
-        state_workers(state)[w.leader].leaf_live += 1
-        state_mark_dirty(state, w.leader)
-
-
-cdef int32_t _bucket_of(scheduler_t *state, int64_t clock) noexcept nogil:
-    """The bucket of any clock; created at its place in the order if it does not exist."""
-    cdef int32_t following = state.buckets.first, before = -1
-    while following >= 0 and state_buckets(state)[following].clock < clock:
-        before = following
-        following = state_buckets(state)[following].place.next
-    if following >= 0 and state_buckets(state)[following].clock == clock:
-        return following
-    if before < 0:
-        # The slowest clock falls: buckets that the frontier has passed may get waiting workers again.
-        state.frontier = -1
-    return _make_bucket(state, before, following, clock)
-
-
-cdef inline int32_t _make_bucket(scheduler_t *state, int32_t before, int32_t following, int64_t clock) noexcept nogil:
-    """Create the bucket of `clock` between two buckets that follow each other; -1: there is none on that side."""
-    cdef int32_t index = state.free_bucket
-    cdef bucket_t *made = &state_buckets(state)[index]
-    FPS_ASSERT(index >= 0)
-    state.free_bucket = made.place.next
-    made.clock = clock
-    made.members.first = made.members.last = made.waiting.first = made.waiting.last = -1
-    made.n_waiting = 0
-    made.place.previous = before
-    made.place.next = following
-    if before >= 0:
-        state_buckets(state)[before].place.next = index
-        _mark_bucket_dirty(state, before)
-    else:
-        state.buckets.first = index
-    if following >= 0:
-        state_buckets(state)[following].place.previous = index
-        _mark_bucket_dirty(state, following)
-    else:
-        state.buckets.last = index
-    _mark_bucket_dirty(state, index)
-    return index
-
-
-cdef inline void _unlink_bucket(scheduler_t *state, int32_t bucket) noexcept nogil:
-    cdef bucket_t *b = &state_buckets(state)[bucket]
-    if b.place.previous >= 0:
-        state_buckets(state)[b.place.previous].place.next = b.place.next
-        _mark_bucket_dirty(state, b.place.previous)
-    else:
-        state.buckets.first = b.place.next
-    if b.place.next >= 0:
-        state_buckets(state)[b.place.next].place.previous = b.place.previous
-        _mark_bucket_dirty(state, b.place.next)
-    else:
-        state.buckets.last = b.place.previous
-    if state.frontier == bucket:
-        state.frontier = b.place.previous
-    b.place.next = state.free_bucket
-    state.free_bucket = bucket
-
-
-cdef inline int32_t _bucket_after(scheduler_t *state, int32_t bucket, int64_t clock) noexcept nogil:
-    """The bucket of `clock`, which is more than `bucket`'s and at most its next's; created if it does not exist."""
-    cdef int32_t following = state_buckets(state)[bucket].place.next
-    if following >= 0 and state_buckets(state)[following].clock == clock:
-        return following
-    return _make_bucket(state, bucket, following, clock)
-
-
-cdef void state_advance(scheduler_t *state, int32_t worker) noexcept nogil:
-    """Count one push of the worker: t_p <- t_p + 1 (Algorithm 1, line 1). It waits in no bucket."""
-    cdef worker_t *w = &state_workers(state)[worker]
-    cdef int32_t target
-    w.clock += 1
-    target = _bucket_after(state, state_links(state)[worker].bucket, w.clock)
-    _quit(state, worker)
-    _enter(state, target, worker)
-    state_mark_dirty(state, worker)
+    _count_live(state, worker, 1)
 
 
 # -- waiting and grants ----------------------------------------------------------------------------
 
-cdef inline void _enqueue(scheduler_t *state, ends_t *ends, int32_t worker, int8_t waits) noexcept nogil:
-    state_workers(state)[worker].waiting = waits
-    _append(state, ends, worker, OF_WAITING)
-    state_mark_dirty(state, worker)
-
-
-cdef void state_wait(scheduler_t *state, int32_t worker) noexcept nogil:
-    """Put the worker into the list of all that wait."""
-    if not state_workers(state)[worker].waiting:
-        _enqueue(state, &state.waiting, worker, WAITS_FOR_ALL)
-        state.n_waiting += 1
-
-
-cdef void state_wait_in_bucket(scheduler_t *state, int32_t worker) noexcept nogil:
-    """Put the worker into its bucket's list, until the frontier reaches the bucket."""
+cdef inline list_t *_waiting_list(scheduler_t *state, int32_t worker) noexcept nogil:
+    """The list in which the worker waits, which is to change."""
     cdef int32_t bucket = state_links(state)[worker].bucket
-    cdef bucket_t *b = &state_buckets(state)[bucket]
-    b.n_waiting += 1
-    _enqueue(state, &b.waiting, worker, WAITS_IN_BUCKET)
+    if state_workers(state)[worker].waiting == WAITS_FOR_ALL:
+        return &state.waiting
     _mark_bucket_dirty(state, bucket)
+    return &state_buckets(state)[bucket].waiting
+
+
+cdef void state_wait(scheduler_t *state, int32_t worker, int8_t waits) noexcept nogil:
+    """Let the worker wait, unless it does: WAITS_FOR_ALL, or WAITS_IN_BUCKET, until the frontier reaches its bucket."""
+    cdef worker_t *w = &state_workers(state)[worker]
+    if not w.waiting:
+        w.waiting = waits
+        _append(state, _waiting_list(state, worker), worker, OF_WAITING)
+        state_mark_dirty(state, worker)
 
 
 cdef void state_stop_waiting(scheduler_t *state, int32_t worker) noexcept nogil:
     cdef worker_t *w = &state_workers(state)[worker]
-    cdef int32_t bucket = state_links(state)[worker].bucket
-    cdef ends_t *ends = &state.waiting
-    if not w.waiting:
-        return
-    if w.waiting == WAITS_IN_BUCKET:
-        ends = &state_buckets(state)[bucket].waiting
-        state_buckets(state)[bucket].n_waiting -= 1
-        _mark_bucket_dirty(state, bucket)
-    else:
-        state.n_waiting -= 1
-    w.waiting = 0
-    state_mark_dirty(state, worker)
-    _take_out(state, ends, worker, OF_WAITING)
+    if w.waiting:
+        _take_out(state, _waiting_list(state, worker), worker, OF_WAITING)
+        w.waiting = 0
+        state_mark_dirty(state, worker)
 
 
 cdef inline void _grant(scheduler_t *state, int32_t worker) noexcept nogil:
@@ -357,15 +314,15 @@ cdef void state_grant(scheduler_t *state, int32_t worker) noexcept nogil:
     _grant(state, worker)
 
 
-cdef void _grant_list(scheduler_t *state, int32_t first, int32_t n_waiting, int8_t waits, int64_t clock) noexcept nogil:
-    """Grant all workers of a list, and drop the list.
+cdef void _grant_list(scheduler_t *state, list_t *list, int8_t waits, int64_t clock) noexcept nogil:
+    """Grant all workers of a list, and empty it.
 
     `waits` and `clock` (-1: any) identify its members. Where most workers are in it, they are granted in order of memory, which
     is prefetched, instead of in order of arrival, where each must be read to find the next.
     """
-    cdef int32_t worker = first, following
+    cdef int32_t worker = list.first, following
     cdef worker_t *w
-    if n_waiting * <int64_t> MOSTLY < state.n_workers:
+    if list.length * <int64_t> MOSTLY < state.n_workers:
         while worker >= 0:
             following = state_links(state)[worker].places[OF_WAITING].next
             if following >= 0:
@@ -374,19 +331,19 @@ cdef void _grant_list(scheduler_t *state, int32_t first, int32_t n_waiting, int8
             state_workers(state)[worker].waiting = 0
             _grant(state, worker)
             worker = following
-        return
-    for worker in range(state.n_workers):
-        w = &state_workers(state)[worker]
-        if w.waiting == waits and (clock < 0 or w.clock == clock):
-            w.waiting = 0
-            _grant(state, worker)
+    else:
+        for worker in range(state.n_workers):
+            w = &state_workers(state)[worker]
+            if w.waiting == waits and (clock < 0 or w.clock == clock):
+                w.waiting = 0
+                _grant(state, worker)
+    list.first = list.last = -1
+    list.length = 0
 
 
 cdef void state_grant_waiting(scheduler_t *state) noexcept nogil:
     """Grant every worker in the list of all that wait."""
-    _grant_list(state, state.waiting.first, state.n_waiting, WAITS_FOR_ALL, -1)
-    state.waiting.first = state.waiting.last = -1
-    state.n_waiting = 0
+    _grant_list(state, &state.waiting, WAITS_FOR_ALL, -1)
 
 
 cdef void state_grant_within(scheduler_t *state, int64_t clock) noexcept nogil:
@@ -399,8 +356,6 @@ cdef void state_grant_within(scheduler_t *state, int64_t clock) noexcept nogil:
             return
         state.frontier = bucket
         b = &state_buckets(state)[bucket]
-        if b.n_waiting:
-            _grant_list(state, b.waiting.first, b.n_waiting, WAITS_IN_BUCKET, b.clock)
-            b.waiting.first = b.waiting.last = -1
-            b.n_waiting = 0
+        if b.waiting.length:
+            _grant_list(state, &b.waiting, WAITS_IN_BUCKET, b.clock)
             _mark_bucket_dirty(state, bucket)

@@ -19,11 +19,6 @@ cdef inline bint _is_index(int64_t number, int64_t end) noexcept nogil:
     return 0 <= number < end
 
 
-cdef inline bint _is_link(int64_t number, int64_t end) noexcept nogil:
-    """An index, or -1: none."""
-    return -1 <= number < end
-
-
 # -- what a copy goes by -----------------------------------------------------------------------------
 
 cdef inline size_t _fixed_bytes(const scheduler_t *state) noexcept nogil:
@@ -143,7 +138,7 @@ cdef bint _are_buckets_sound(const scheduler_t *state, int64_t waiting) noexcept
         used += 1
         before = bucket
         bucket = b.place.next
-    if state.buckets.last != before or live != state.n_live or waiting != 0 or not _is_link(state.frontier, n_buckets):
+    if state.buckets.last != before or live != state.n_live or waiting != 0 or not -1 <= state.frontier < n_buckets:
         return False
     bucket = state.free_bucket
     while bucket != -1:
@@ -154,7 +149,7 @@ cdef bint _are_buckets_sound(const scheduler_t *state, int64_t waiting) noexcept
     return used == n_buckets
 
 
-cdef int64_t _count(const scheduler_t *state, const ends_t *ends, int which, int32_t number) noexcept nogil:
+cdef int64_t _count(const scheduler_t *state, const list_t *ends, int which, int32_t number) noexcept nogil:
     """How many workers are in a list, or _NO_LIST. `number`: OF_CLOCK, their bucket; OF_WAITING, their value of `waiting`."""
     cdef const link_t *link
     cdef const worker_t *w

@@ -6,35 +6,35 @@ changed in a commit, so that a copy can follow without reading the rest.
 """
 
 from libc.stdint cimport int32_t, int64_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memcmp, memcpy, memset
 
 
 cdef inline int32_t *_dirty(const tournament_t *tournament) noexcept nogil:
     return <int32_t *> (tournament_matches(tournament) + tournament.n_matches)
 
 
-cdef int64_t tournament_bytes(int64_t n_entries) noexcept nogil:
-    cdef int64_t n_matches = 0
-    while True:
+cdef tournament_t _laid_out(int64_t n_entries) noexcept nogil:
+    """The first match of each level, and how many levels and matches there are."""
+    cdef tournament_t plan
+    memset(&plan, 0, sizeof(plan))
+    while plan.n_levels == 0 or n_entries > 1:
         n_entries = (n_entries + TOURNAMENT_FAN - 1) // TOURNAMENT_FAN
-        n_matches += n_entries
-        if n_entries <= 1:
-            break
-    n_matches *= sizeof(match_t) + sizeof(int32_t)
-    return tournament_padded(sizeof(tournament_t)) + tournament_padded(n_matches)
+        plan.begins[plan.n_levels] = plan.n_matches
+        plan.n_levels += 1
+        plan.n_matches += <int32_t> n_entries
+    return plan
+
+
+cdef int64_t tournament_bytes(int64_t n_entries) noexcept nogil:
+    cdef int64_t matches = _laid_out(n_entries).n_matches * <int64_t> (sizeof(match_t) + sizeof(int32_t))
+    return tournament_padded(sizeof(tournament_t)) + tournament_padded(matches)
 
 
 cdef void tournament_initialise(tournament_t *tournament, int64_t n_entries) noexcept nogil:
     """All numbers are 0."""
     memset(tournament, 0, tournament_bytes(n_entries))
+    tournament[0] = _laid_out(n_entries)
     tournament.sequence = 1
-    while True:
-        n_entries = (n_entries + TOURNAMENT_FAN - 1) // TOURNAMENT_FAN
-        tournament.begins[tournament.n_levels] = tournament.n_matches
-        tournament.n_levels += 1
-        tournament.n_matches += <int32_t> n_entries
-        if n_entries <= 1:
-            break
 
 
 cdef inline int64_t _winner(const match_t *match) noexcept nogil:
@@ -85,19 +85,12 @@ cdef void tournament_catch_up(tournament_t *target, const tournament_t *source) 
 
 cdef bint tournament_can_be_followed(const tournament_t *source, int64_t n_entries) noexcept nogil:
     """Whether tournament_catch_up and tournament_set stay within a block that another process wrote."""
-    cdef int32_t i, level = 0
-    cdef int64_t n_matches = 0
-    while True:
-        n_entries = (n_entries + TOURNAMENT_FAN - 1) // TOURNAMENT_FAN
-        if source.begins[level] != n_matches:
-            return False
-        level += 1
-        n_matches += n_entries
-        if n_entries <= 1:
-            break
-    if source.n_levels != level or source.n_matches != n_matches or not 0 <= source.n_dirty <= n_matches:
+    cdef tournament_t plan = _laid_out(n_entries)
+    cdef int32_t i
+    if source.n_levels != plan.n_levels or source.n_matches != plan.n_matches or memcmp(
+            source.begins, plan.begins, plan.n_levels * sizeof(int32_t)) != 0 or not 0 <= source.n_dirty <= plan.n_matches:
         return False
     for i in range(source.n_dirty):
-        if not 0 <= _dirty(source)[i] < n_matches:
+        if not 0 <= _dirty(source)[i] < plan.n_matches:
             return False
     return True
