@@ -2,18 +2,25 @@
 
 from libc.math cimport isfinite
 from libc.stdint cimport int64_t
-from libc.string cimport memset
 
 from fastps.kernels.scheduling.state cimport *
 
-_FOLDS = {"each": FOLD_EACH, "all": FOLD_ALL, "quorum": FOLD_QUORUM, "count": FOLD_COUNT, "in-order": FOLD_IN_ORDER}
-_GRANTS = {"at-once": GRANT_AT_ONCE, "next-version": GRANT_NEXT_VERSION, "bounded": GRANT_BOUNDED,
-           "round-robin": GRANT_ROUND_ROBIN}
-_RELEASES = {"printed": RELEASE_PRINTED, "next-push": RELEASE_NEXT_PUSH}
-_BOUNDS = {"grant": BOUND_GRANT, "push": BOUND_PUSH}
-_CREDITS = {"listed": CREDIT_LISTED, "prose": CREDIT_PROSE}
-_SCALES = {"one": SCALE_ONE, "mean": SCALE_MEAN, "linear": SCALE_LINEAR, "square-root": SCALE_SQUARE_ROOT,
-           "divisor": SCALE_DIVISOR, "staleness": SCALE_STALENESS, "batch": SCALE_BATCH}
+# The values that are names, and their numbers.
+_NAMES = {
+    "fold": {"each": FOLD_EACH, "all": FOLD_ALL, "quorum": FOLD_QUORUM, "count": FOLD_COUNT, "in-order": FOLD_IN_ORDER},
+    "grant": {"at-once": GRANT_AT_ONCE, "next-version": GRANT_NEXT_VERSION, "bounded": GRANT_BOUNDED,
+              "round-robin": GRANT_ROUND_ROBIN},
+    "scale": {"one": SCALE_ONE, "mean": SCALE_MEAN, "linear": SCALE_LINEAR, "square-root": SCALE_SQUARE_ROOT,
+              "divisor": SCALE_DIVISOR, "staleness": SCALE_STALENESS, "batch": SCALE_BATCH},
+    "release": {"printed": RELEASE_PRINTED, "next-push": RELEASE_NEXT_PUSH},
+    "bound": {"grant": BOUND_GRANT, "push": BOUND_PUSH},
+    "credit": {"listed": CREDIT_LISTED, "prose": CREDIT_PROSE},
+}
+_DEFAULTS = {
+    "release": "next-push", "bound": "grant", "hard_bound": False, "credit": "listed", "low": 0, "high": 0, "count": 0,
+    "backups": 0, "timeout_ns": 0, "divisor": 0, "groups": 0, "relay": 0.0, "relax": 0.0, "reference": 0.0, "tune": False,
+    "repeats": False, "combine": False,
+}
 
 # Which folds go with which grants. What is missing makes no sense: `reason` says why.
 _SENSIBLE = {
@@ -32,6 +39,10 @@ _REASONS = {
 _SUMS = ("mean", "linear", "square-root", "divisor")
 
 
+def _unknown(what, name):
+    return f"expected {what} to be one of {', '.join(_NAMES[what])}, found {name!r}"
+
+
 def reason_against(str fold not None, str grant not None, str scale not None):
     """Why these values do not go together, as one sentence; None when they do.
 
@@ -41,9 +52,9 @@ grant 'at-once'"
     >>> reason_against("count", "round-robin", "divisor") is None
     True
     """
-    for what, name, known in (("fold", fold, _FOLDS), ("grant", grant, _GRANTS), ("scale", scale, _SCALES)):
-        if name not in known:
-            return f"expected {what} to be one of {', '.join(known)}, found {name!r}"
+    for what, name in (("fold", fold), ("grant", grant), ("scale", scale)):
+        if name not in _NAMES[what]:
+            return _unknown(what, name)
     if grant not in _SENSIBLE[fold]:
         return f"fold {fold!r} cannot go with grant {grant!r}: {_REASONS[fold]}"
     if fold in ("each", "in-order") and scale in _SUMS:
@@ -59,36 +70,21 @@ grant 'at-once'"
 
 cdef int policy_from_values(policy_t *policy, dict values, int64_t workers) except -1:
     """Check and write a policy's values; what is not given is 0, `release` is "next-push", and `scale` "one" or "mean"."""
-    cdef dict given = dict(values)
-    memset(policy, 0, sizeof(policy_t))
-    fold, grant = given.pop("fold"), given.pop("grant")
-    scale = given.pop("scale", "one" if fold in ("each", "in-order") else "mean")
-    reason = reason_against(fold, grant, scale)
+    cdef dict given = {**_DEFAULTS, "scale": "one" if values["fold"] in ("each", "in-order") else "mean", **values}
+    reason = reason_against(given["fold"], given["grant"], given["scale"])
     if reason is not None:
         raise ValueError(reason)
-    cdef dict readings = {"release": (_RELEASES, "next-push"), "bound": (_BOUNDS, "grant"), "credit": (_CREDITS, "listed")}
-    cdef dict chosen = {}
-    for what, (known, default) in readings.items():
-        name = given.pop(what, default)
-        if name not in known:
-            raise ValueError(f"expected {what} to be one of {', '.join(known)}, found {name!r}")
-        chosen[what] = known[name]
-    policy.fold, policy.grant, policy.scale = _FOLDS[fold], _GRANTS[grant], _SCALES[scale]
-    policy.release, policy.credit = chosen["release"], chosen["credit"]
-    policy.bound = chosen["bound"] if given.pop("hard_bound", False) else BOUND_NONE
-    policy.low, policy.high = given.pop("low", 0), given.pop("high", 0)
-    policy.count, policy.backups = given.pop("count", 0), given.pop("backups", 0)
-    policy.timeout_ns = given.pop("timeout_ns", 0)
-    policy.divisor = given.pop("divisor", 0)
-    policy.groups = given.pop("groups", 0)
-    policy.relay = given.pop("relay", 0.0)
-    policy.relax = given.pop("relax", 0.0)
-    policy.reference = given.pop("reference", 0.0)
-    policy.tune_batches = given.pop("tune", False)
-    policy.repeats = given.pop("repeats", False)
-    policy.combine = given.pop("combine", False)
-    if given:
-        raise TypeError(f"unknown values of a policy: {', '.join(given)}")
+    for what, known in _NAMES.items():
+        if given[what] not in known:
+            raise ValueError(_unknown(what, given[what]))
+        given[what] = known[given[what]]
+    unknown = [name for name in values if name not in _NAMES and name not in _DEFAULTS]
+    if unknown:
+        raise TypeError(f"unknown values of a policy: {', '.join(unknown)}")
+    if not given["hard_bound"]:
+        given["bound"] = BOUND_NONE
+    given["tune_batches"] = given["tune"]
+    policy[0] = given
     return policy_check(policy, workers)
 
 

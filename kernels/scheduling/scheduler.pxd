@@ -8,7 +8,6 @@ cdef class Scheduler:
     cdef scheduler_t *other  # the record that the next commit is made in, or NULL: there is one record
     cdef bytearray memory
     cdef bytearray other_memory
-    cdef dict dropped_since  # worker to pushes dropped behind one that is kept
 
     cdef void _begin(self) noexcept
     cdef worker_t *_worker(self, int worker) except NULL

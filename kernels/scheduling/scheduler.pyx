@@ -5,19 +5,7 @@ It calls the same decisions as the live store and the simulator.
 
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 
-from fastps.kernels.scheduling.decisions cimport (
-    ACTION_DROP,
-    ACTION_FOLD,
-    ACTION_FOLD_ALL,
-    ACTION_FOLD_LIST,
-    ACTION_NONE,
-    scheduler_close,
-    scheduler_due,
-    scheduler_fire,
-    scheduler_join,
-    scheduler_leave,
-    scheduler_push,
-)
+from fastps.kernels.scheduling.decisions cimport *
 from fastps.kernels.scheduling.policy cimport policy_from_values
 from fastps.kernels.scheduling.state cimport *
 
@@ -46,7 +34,6 @@ cdef class Scheduler:
         if workers < 1:
             raise ValueError(f"expected at least 1 worker, found {workers}")
         policy_from_values(&policy, values, workers)
-        self.dropped_since = {}
         self.memory = bytearray(state_size(workers) + 63)
         self.state = _on_cache_lines(self.memory)
         state_initialise(self.state, workers, &policy)
@@ -80,13 +67,13 @@ cdef class Scheduler:
             folded.append(worker)
             self._worker(worker).cursor = self._worker(worker).consumed
             state_mark_dirty(self.state, worker)
-        elif action == ACTION_DROP:
-            self.dropped_since[worker] = self.dropped_since.get(worker, 0) + 1
         elif action == ACTION_FOLD_ALL:
             for index in range(self.state.n_workers):
                 w = &state_workers(self.state)[index]
-                ready = w.relayed if self.state.policy.groups else w.consumed - w.cursor
-                folded.extend([index] * (ready - self.dropped_since.pop(index, 0)))
+                ready = kept = w.relayed if self.state.policy.groups else w.consumed - w.cursor
+                if self.state.policy.fold == FOLD_QUORUM:  # without those that were dropped
+                    kept = w.kept if w.kept_version == self.state.version - 1 else 0
+                folded.extend([index] * kept)
                 w.cursor += ready
                 w.relayed = 0
                 state_mark_dirty(self.state, index)
