@@ -6,7 +6,6 @@ cdef enum:
     STREAMS = 4             # a worker's streams of random numbers
     STREAM_COMPUTE = 0
     STREAM_BURSTS = 1
-    STREAM_RESPONSES = 2
 
 cdef struct compute_worker_t:
     double factor           # multiplies the compute time
@@ -23,7 +22,6 @@ cdef struct compute_worker_t:
 
 cdef class ComputeTimes:
     cdef readonly int64_t n_workers
-    cdef readonly str kind
     cdef int model
     cdef double location_ns
     cdef double spread
@@ -32,11 +30,7 @@ cdef class ComputeTimes:
     cdef double burst_factor
     cdef compute_worker_t *workers
     cdef int64_t[::1] times
-    cdef int64_t[::1] blocked
-    cdef bint has_blocked
-    cdef int _check(self, double[::1] factors) except -1
-    cdef int _set_replay(self, int64_t[::1] times, int64_t[::1] bounds) except -1
-    cdef int _set_blocked(self, int64_t[::1] blocked) except -1
+    cdef int64_t[::1] blocked   # empty: no step waits
     cdef double _plain_ns(self, compute_worker_t *worker) noexcept nogil
     cdef double _burst(self, compute_worker_t *worker, int64_t now_ns) noexcept nogil
     cdef int64_t draw_ns(self, int64_t worker, int64_t now_ns) noexcept nogil

@@ -6,7 +6,6 @@ LONGEST_NS: int
 
 class ComputeTimes:
     n_workers: int
-    kind: str
     def __init__(
         self,
         kind: str,

@@ -54,7 +54,6 @@ cdef class ComputeTimes:
         if kind not in _KINDS:
             raise ValueError(f"expected a kind of {', '.join(_KINDS)}, found {kind!r}")
         self.n_workers = factors.shape[0]
-        self.kind = kind
         self.model = _KINDS[kind]
         self.location_ns = location_ns
         self.spread = spread
@@ -74,10 +73,11 @@ cdef class ComputeTimes:
             raise ValueError(f"times to replay go with the kind 'replay', found {kind!r}")
         if replay is not None:
             self._set_replay(replay[0], replay[1])
+        self.blocked = np.zeros(0, np.int64)
         if blocked is not None:
             self._set_blocked(blocked)
 
-    cdef int _check(self, double[::1] factors) except -1:
+    def _check(self, double[::1] factors):
         cdef int64_t worker
         if self.model != _REPLAY and not 1 <= self.location_ns <= _LONGEST_NS:
             raise ValueError(f"expected a time of 1 to {LONGEST_NS} ns, found {self.location_ns}")
@@ -86,9 +86,8 @@ cdef class ComputeTimes:
         for worker in range(self.n_workers):
             if not 0 < factors[worker] <= 1e9:
                 raise ValueError(f"expected factors of more than 0, to 1e9, found {factors[worker]} for worker {worker}")
-        return 0
 
-    cdef int _set_replay(self, int64_t[::1] times, int64_t[::1] bounds) except -1:
+    def _set_replay(self, int64_t[::1] times, int64_t[::1] bounds):
         cdef int64_t worker
         if bounds.shape[0] != self.n_workers + 1 or bounds[0] < 0 or bounds[self.n_workers] > times.shape[0]:
             raise ValueError(f"expected {self.n_workers + 1} bounds within {times.shape[0]} times, found {list(bounds)[:8]}")
@@ -100,15 +99,13 @@ cdef class ComputeTimes:
             self.workers[worker].first = self.workers[worker].next = bounds[worker]
             self.workers[worker].last = bounds[worker + 1]
         self.times = times
-        return 0
 
-    cdef int _set_blocked(self, int64_t[::1] blocked) except -1:
+    def _set_blocked(self, int64_t[::1] blocked):
         if self.model != _REPLAY or blocked.shape[0] != self.times.shape[0]:
             raise ValueError(f"expected a blocked time for each that is replayed, found {blocked.shape[0]}")
         if blocked.shape[0] and (np.min(blocked) < 0 or np.max(blocked) > LONGEST_NS):
             raise ValueError(f"expected blocked times of 0 to {LONGEST_NS} ns")
-        self.blocked, self.has_blocked = blocked, True
-        return 0
+        self.blocked = blocked
 
     def __dealloc__(self):
         free(self.workers)
@@ -152,7 +149,7 @@ cdef class ComputeTimes:
 
     cdef int64_t blocked_ns(self, int64_t worker) noexcept nogil:
         """Return the ns that the step drawn last waits without a core, in addition to its compute time."""
-        if not self.has_blocked:
+        if self.blocked.shape[0] == 0:
             return 0
         return <int64_t> (<double> self.blocked[self.workers[worker].drawn_at] * self.workers[worker].factor + 0.5)
 

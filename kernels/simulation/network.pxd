@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from fastps.kernels.scheduling.state cimport ends_t
+from fastps.kernels.scheduling.state cimport list_t
 from fastps.kernels.simulation.event_queue cimport queue_t
 
 cdef struct link_t:
@@ -33,7 +33,7 @@ cdef class Network:
     cdef readonly bint instant
     cdef bint half_duplex
     cdef link_t *ports
-    cdef int64_t *latency_ns
+    cdef int64_t[::1] latency_ns
     cdef message_t *messages
     cdef int64_t room
     cdef int32_t first_free
@@ -43,8 +43,8 @@ cdef class Network:
     cdef int64_t late_ns[2]
     cdef int32_t make(self, queue_t *queue, message_t message) noexcept nogil
     cdef void release(self, int32_t index) noexcept nogil
-    cdef void append(self, ends_t *ends, int32_t index) noexcept nogil
-    cdef int32_t take_first(self, ends_t *ends) noexcept nogil
+    cdef void append(self, list_t *list, int32_t index) noexcept nogil
+    cdef int32_t take_first(self, list_t *list) noexcept nogil
     cdef int64_t _delay_ns(self, const message_t *message) noexcept nogil
     cdef void send(self, queue_t *queue, int32_t index, int32_t link) noexcept nogil
     cdef void _schedule(self, queue_t *queue, int32_t port) noexcept nogil

@@ -109,8 +109,8 @@ cdef class Network:
             self.late_share[direction], self.late_ns[direction] = share, delay_ns
             self.instant = self.instant and not share
         self.ports = <link_t *> calloc(2 * self.n_links, sizeof(link_t))
-        self.latency_ns = <int64_t *> calloc(self.n_links, sizeof(int64_t))
-        if not self.ports or not self.latency_ns:
+        self.latency_ns = latency_ns
+        if not self.ports:
             raise MemoryError()
         bound = np.full(self.n_links, most, np.float64)
         for link in range(self.n_links):
@@ -119,7 +119,6 @@ cdef class Network:
             if not (0 <= bandwidth[link] <= 1e15 and 0 <= latency_ns[link] <= 10**15):
                 raise ValueError(f"expected bandwidths of 0 to 1e15 bytes per second and latencies of 0 to 1e15 ns, "
                                  f"found {bandwidth[link]} and {latency_ns[link]}")
-            self.latency_ns[link] = latency_ns[link]
             self.instant = self.instant and not bandwidth[link] and not latency_ns[link] and not bound[link]
             for port in (2 * link, 2 * link + 1):
                 self.ports[port].bandwidth = bandwidth[link] / 1e9
@@ -135,7 +134,6 @@ cdef class Network:
             for port in range(2 * self.n_links):
                 free(self.ports[port].progress.events)
         free(self.ports)
-        free(self.latency_ns)
         free(self.messages)
 
     # -- messages ----------------------------------------------------------------------------------
@@ -163,19 +161,21 @@ cdef class Network:
         self.messages[index].next = self.first_free
         self.first_free = index
 
-    cdef void append(self, ends_t *ends, int32_t index) noexcept nogil:
+    cdef void append(self, list_t *list, int32_t index) noexcept nogil:
         """Append a message to a list."""
         self.messages[index].next = -1
-        if ends.first >= 0:
-            self.messages[ends.last].next = index
+        if list.length:
+            self.messages[list.last].next = index
         else:
-            ends.first = index
-        ends.last = index
+            list.first = index
+        list.last = index
+        list.length += 1
 
-    cdef int32_t take_first(self, ends_t *ends) noexcept nogil:
+    cdef int32_t take_first(self, list_t *list) noexcept nogil:
         """Remove the first message of a list, which is not empty, and return it."""
-        cdef int32_t index = ends.first
-        ends.first = self.messages[index].next
+        cdef int32_t index = list.first
+        list.first = self.messages[index].next
+        list.length -= 1
         return index
 
     cdef int64_t _delay_ns(self, const message_t *message) noexcept nogil:

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from fastps.kernels.scheduling.state cimport ends_t
+from fastps.kernels.scheduling.state cimport list_t
 from fastps.kernels.simulation.event_queue cimport queue_t
 from fastps.kernels.simulation.network cimport Network
 
@@ -12,8 +12,7 @@ cdef struct station_t:
     double update_ns    # service time of an update
     int64_t free_ns     # when it may begin with the next message
     double busy_ns
-    ends_t messages     # in its queue, including the one in service
-    int64_t length      # of them
+    list_t messages     # in its queue, including the one in service
     int64_t peak
     int64_t worked      # shards' own stations: updates counted as work so far
     int32_t in_service  # the end of a message's service is in the event queue

@@ -47,7 +47,6 @@ cdef class ServerQueue:
             shard = number // (1 + groups)
             station.message_ns, station.byte_ns = times_ns[shard, 0], times_ns[shard, 1]
             station.update_ns = times_ns[shard, 2]
-            station.messages.first = -1
 
     def __dealloc__(self):
         free(self.stations)
@@ -68,22 +67,20 @@ cdef class ServerQueue:
         cdef int32_t station = self.station_of(self.network.messages[message].worker, self.network.messages[message].shard)
         cdef station_t *at = &self.stations[station]
         self.network.append(&at.messages, message)
-        at.length += 1
-        at.peak = max(at.peak, at.length)
+        at.peak = max(at.peak, at.messages.length)
         if not at.in_service:
             self.begin(queue, station)
 
     cdef void begin(self, queue_t *queue, int32_t station) noexcept nogil:
         """Begin the first message's service, if there is one; EVENT_SERVED follows at its end."""
         cdef station_t *at = &self.stations[station]
-        at.in_service = at.length > 0
+        at.in_service = at.messages.length > 0
         if at.in_service:
             self.work(queue.now_ns, station, at.message_ns + at.byte_ns * self.network.messages[at.messages.first].bytes)
             queue_add(queue, at.free_ns, EVENT_SERVED, station)
 
     cdef int32_t take(self, int32_t station) noexcept nogil:
         """Remove and return the handled message. Until `begin` the station is idle, so that answers to it queue first."""
-        self.stations[station].length -= 1
         return self.network.take_first(&self.stations[station].messages)
 
     # -- work besides messages ---------------------------------------------------------------------

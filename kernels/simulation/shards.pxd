@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int16_t, int32_t, int64_t
 
-from fastps.kernels.scheduling.state cimport ends_t, policy_t, scheduler_t
+from fastps.kernels.scheduling.state cimport list_t, policy_t, scheduler_t
 from fastps.kernels.shm.arena_h cimport FPS_GAP_BUCKETS
 from fastps.kernels.simulation.event_queue cimport queue_t
 from fastps.kernels.simulation.network cimport Network, message_t
@@ -41,9 +41,9 @@ cdef struct server_t:
     int64_t pushes_of_update
     int64_t staleness_of_update
     int64_t gaps[FPS_GAP_BUCKETS]
-    ends_t sum              # pushes that wait for their fold
-    ends_t *leaves          # those of each leaf that it has not passed on to the sum
-    ends_t posted           # with `combine`: messages whose pushes wait for the end of their drain
+    list_t sum              # pushes that wait for their fold
+    list_t *leaves          # those of each leaf that it has not passed on to the sum
+    list_t posted           # with `combine`: messages whose pushes wait for the end of their drain
     int64_t n_ahead         # messages that its station still handles before the drain
 
 cdef class SimulatedShards:
@@ -70,7 +70,6 @@ cdef class SimulatedShards:
     cdef bint overlap
     cdef bint asks                       # stop at each gradient, until `tell` describes it
     cdef int32_t n_left                  # workers that make no more pushes
-    cdef int _make_shards(self) except -1
     cdef void record(self, int kind, int32_t worker, int32_t shard, int64_t version, int64_t detail) noexcept nogil
     cdef void _take(self, int32_t worker) noexcept nogil
     cdef void _unblock(self, int32_t worker) noexcept nogil
@@ -82,8 +81,6 @@ cdef class SimulatedShards:
     cdef void _pushed(self, int32_t index) noexcept nogil
     cdef void _served(self, int32_t station) noexcept nogil
     cdef void _handled(self, int32_t index) noexcept nogil
-    cdef void _post(self, int32_t index) noexcept nogil
-    cdef void _look_for_drain(self, int32_t shard) noexcept nogil
     cdef void _receive(self, const message_t *push) noexcept nogil
     cdef void _drain(self, int32_t shard) noexcept nogil
     cdef int _decide(self, const message_t *push) noexcept nogil
@@ -95,7 +92,6 @@ cdef class SimulatedShards:
     cdef bint _keep(self, const message_t *push, int action) noexcept nogil
     cdef bint _relay_leaf(self, int32_t worker, int32_t shard) noexcept nogil
     cdef void _follow(self, int32_t shard, int action) noexcept nogil
-    cdef void _fold_list(self, int32_t shard) noexcept nogil
     cdef void _fold_sum(self, int32_t shard) noexcept nogil
     cdef void _fold(self, int32_t shard, int32_t worker, int64_t read_version, int64_t version) noexcept nogil
     cdef void _end_update(self, server_t *server) noexcept nogil

@@ -22,10 +22,10 @@ cdef enum:
 cdef class SimulatedShards:
     """The abstract base class of a simulator."""
 
-    cdef int _make_shards(self) except -1:
+    def _make_shards(self):
         """Make fresh shards of the policy. Raises MemoryError."""
         cdef server_t *server
-        cdef int64_t shard, leaf
+        cdef int64_t shard
         self.kept_version = np.zeros((self.n_workers, self.n_shards), np.int64)
         self.staleness = np.zeros(min(_MOST_STALENESS, 4 * self.n_workers + 1024), np.int64)
         self.servers = <server_t *> calloc(self.n_shards, sizeof(server_t))
@@ -34,15 +34,11 @@ cdef class SimulatedShards:
         for shard in range(self.n_shards):
             server = &self.servers[shard]
             server.state = <scheduler_t *> calloc(1, state_size(self.n_workers))
-            server.leaves = <ends_t *> calloc(self.policy.groups + 1, sizeof(ends_t))
+            server.leaves = <list_t *> calloc(self.policy.groups + 1, sizeof(list_t))
             if not (server.state and server.leaves):
                 raise MemoryError()
             state_initialise(server.state, self.n_workers, &self.policy)
             server.due_ns = server.armed_ns = server.last_update_ns = -1
-            server.sum.first = server.posted.first = -1
-            for leaf in range(self.policy.groups):
-                server.leaves[leaf].first = -1
-        return 0
 
     def __dealloc__(self):
         cdef int64_t shard
@@ -103,37 +99,28 @@ cdef class SimulatedShards:
             self.network.send(&self.queue, index, self.links[message.worker] + message.shard)
         else:
             self._handled(index)
-        if self.policy.combine:
-            self._look_for_drain(station)
+        if self.policy.combine and self.servers[station].posted.length:
+            self.servers[station].n_ahead -= 1
+            if self.servers[station].n_ahead == 0:  # this message was the last of a drain
+                self._drain(station)
         self.server_queue.begin(&self.queue, station)
 
     cdef void _handled(self, int32_t index) noexcept nogil:
-        """Give a push that the server has handled to the shard, or to its next drain."""
+        """Give a push that the server has handled to the shard, or to its next drain.
+
+        A drain is all pushes of one instant, or those that waited while the server was busy.
+        """
         cdef message_t push = self.network.messages[index]
-        if self.policy.combine:
-            self._post(index)
-        else:
+        cdef server_t *server = &self.servers[push.shard]
+        if not self.policy.combine:
             self.network.release(index)
             self._receive(&push)
-
-    cdef void _post(self, int32_t index) noexcept nogil:
-        """Add the push to its drain: all pushes of one instant, or those that waited while the server was busy."""
-        cdef int32_t shard = self.network.messages[index].shard
-        cdef server_t *server = &self.servers[shard]
-        cdef bint is_first = server.posted.first < 0
+            return
         self.network.append(&server.posted, index)
-        if is_first and self.server_queue.takes_time:
-            server.n_ahead = 1 + self.server_queue.stations[shard].length  # this message and those in the queue behind it
-        elif is_first:
-            queue_add(&self.queue, self.queue.now_ns, EVENT_DRAIN, shard)
-
-    cdef void _look_for_drain(self, int32_t shard) noexcept nogil:
-        """Drain the shard if the message that its station has just handled is the last of a drain."""
-        cdef server_t *server = &self.servers[shard]
-        if server.posted.first >= 0:
-            server.n_ahead -= 1
-            if server.n_ahead == 0:
-                self._drain(shard)
+        if server.posted.length == 1 and self.server_queue.takes_time:
+            server.n_ahead = 1 + self.server_queue.stations[push.shard].messages.length  # this one, and those behind it
+        elif server.posted.length == 1:
+            queue_add(&self.queue, self.queue.now_ns, EVENT_DRAIN, push.shard)
 
     # -- events --------------------------------------------------------------------------------------
 
@@ -162,7 +149,7 @@ cdef class SimulatedShards:
         cdef int64_t version
         cdef int action
         cdef message_t push  # by value: an answer may move the messages
-        server.posted.first = -1
+        server.posted.length = 0
         self._fire_due(shard)
         version = server.state.version
         state_begin(server.state)
@@ -248,7 +235,7 @@ cdef class SimulatedShards:
         """Note whether the received push is folded, dropped, or kept in a sum; return whether its leaf has passed it on."""
         cdef server_t *server = &self.servers[push.shard]
         cdef worker_t *w = &state_workers(server.state)[push.worker]
-        cdef ends_t *sum = &server.sum
+        cdef list_t *sum = &server.sum
         cdef int32_t index
         cdef bint relayed
         if action == ACTION_DROP:
@@ -274,11 +261,11 @@ cdef class SimulatedShards:
     cdef bint _relay_leaf(self, int32_t worker, int32_t shard) noexcept nogil:
         """Move the leaf's pushes to the root's sum if the scheduler passed the leaf on; return whether there was any."""
         cdef server_t *server = &self.servers[shard]
-        cdef ends_t *leaf = &server.leaves[worker * self.policy.groups // self.n_workers]
+        cdef list_t *leaf = &server.leaves[worker * self.policy.groups // self.n_workers]
         cdef const worker_t *workers = state_workers(server.state)
-        if not self.policy.groups or leaf.first < 0 or workers[workers[worker].leader].leaf_kept:
+        if not self.policy.groups or leaf.length == 0 or workers[workers[worker].leader].leaf_kept:
             return False
-        while leaf.first >= 0:
+        while leaf.length:
             self.network.append(&server.sum, self.network.take_first(leaf))
         return True
 
@@ -289,7 +276,11 @@ cdef class SimulatedShards:
         if action == ACTION_FOLD_ALL:
             self._fold_sum(shard)
         elif action == ACTION_FOLD_LIST:
-            self._fold_list(shard)
+            for i in range(state.n_folds):  # one update each
+                worker = state_folds(state)[i]
+                state_workers(state)[worker].cursor += 1
+                self._fold(shard, worker, self.kept_version[worker, shard], state.version - state.n_folds + i)
+                self._end_update(&self.servers[shard])
         if self.server_queue.takes_time:
             self.server_queue.update(self.queue.now_ns, shard, state.version)
         for i in range(state.n_dirty_workers):
@@ -297,20 +288,10 @@ cdef class SimulatedShards:
             if state_workers(state)[worker].granted_at == state.sequence:
                 self._answer(worker, shard)
 
-    cdef void _fold_list(self, int32_t shard) noexcept nogil:
-        """Fold the pushes that the scheduler listed, one update each."""
-        cdef scheduler_t *state = self.servers[shard].state
-        cdef int32_t i, worker
-        for i in range(state.n_folds):
-            worker = state_folds(state)[i]
-            state_workers(state)[worker].cursor += 1
-            self._fold(shard, worker, self.kept_version[worker, shard], state.version - state.n_folds + i)
-            self._end_update(&self.servers[shard])
-
     cdef void _fold_sum(self, int32_t shard) noexcept nogil:
         """Fold all pushes of the sum in one update, then unblock the workers that wait for one of their slots."""
         cdef server_t *server = &self.servers[shard]
-        cdef int32_t worker, index = server.sum.first
+        cdef int32_t worker, index = server.sum.first if server.sum.length else -1
         cdef worker_t *w
         while index >= 0:
             worker = self.network.messages[index].worker
@@ -319,7 +300,7 @@ cdef class SimulatedShards:
             self._fold(shard, worker, self.network.messages[index].read_version, server.state.version - 1)
             index = self.network.messages[index].next
         self._end_update(server)
-        while server.sum.first >= 0:
+        while server.sum.length:
             index = self.network.take_first(&server.sum)
             worker = self.network.messages[index].worker
             self.network.release(index)

@@ -130,7 +130,7 @@ cdef class Simulator(SimulatedShards):
         for worker in range(self.n_workers):
             self._begin(<int32_t> worker)
 
-    cdef int _make_workers(self) except -1:
+    def _make_workers(self):
         cdef int64_t i, n = self.n_workers
         self.players = <player_t *> calloc(n, sizeof(player_t))
         self.views = <view_t *> calloc(n * self.n_shards, sizeof(view_t))
@@ -143,7 +143,6 @@ cdef class Simulator(SimulatedShards):
         self.idle = np.arange(n, dtype=np.int32)
         self.n_idle = <int32_t> n
         self.relaying = np.full(n + 1, -1)
-        return 0
 
     def __dealloc__(self):
         free(self.players)
@@ -387,13 +386,6 @@ cdef class Simulator(SimulatedShards):
         if self.tracing and self.asks:
             self.record(kind, worker, 0, version, node)
 
-    cdef void _fetch_all(self) noexcept nogil:
-        """Begin a pull of the new version for every worker without a pull in progress."""
-        cdef int32_t i
-        for i in range(self.n_idle):
-            self._fetch(self.idle[i])
-        self.n_idle = 0
-
     cdef void _relay(self, int32_t node) noexcept nogil:
         """Let a node of the broadcast tree send its newest weights to its children, if it has any and sends nothing yet.
 
@@ -436,10 +428,13 @@ cdef class Simulator(SimulatedShards):
     cdef void _go_on(self, int32_t worker, bint is_new) noexcept nogil:
         """Overlap: push the gradient held back, now that the last was delivered; `is_new`: that push made a version."""
         cdef player_t *player = &self.players[worker]
+        cdef int32_t i
         if is_new and self.hop_ns >= 0:
             self._relay(0)
         elif is_new and not self.network.instant:
-            self._fetch_all()
+            for i in range(self.n_idle):
+                self._fetch(self.idle[i])
+            self.n_idle = 0
         if player.holding and not player.sending:
             player.holding = 0
             self._push(worker)
