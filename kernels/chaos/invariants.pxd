@@ -34,14 +34,8 @@ cdef struct watched_t:
 
 cdef class InvariantChecker:
     cdef Arena arena
-    cdef int32_t n_workers
-    cdef int32_t n_shards
-    cdef int32_t n_steps
-    cdef bint is_sum
-    cdef bint is_mean
-    cdef bint may_drop
-    cdef bint has_state
-    cdef bint has_tables
+    cdef int32_t n_workers, n_shards
+    cdef bint is_sum, is_mean, may_drop, has_state, has_tables
     cdef int64_t bound                  # of clocks at a grant, or -1
     cdef int64_t flips
     cdef watched_t *shards

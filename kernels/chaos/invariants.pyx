@@ -46,7 +46,6 @@ cdef class InvariantChecker:
             raise ValueError(f"expected at most {MAX_WORKERS} workers, {MAX_STEPS - 1} steps and {MAX_WATCHED_SHARDS} shards")
         self.arena = arena
         self.n_workers = n_workers
-        self.n_steps = n_steps
         self.n_shards = arena.header.n_shards
         self.is_sum = is_sum
         self.is_mean = is_mean

@@ -67,9 +67,7 @@ cdef class Machine:
     cdef uint32_t switch_share, crash_share, stall_share, wake_share    # of 2 ** 16, or 2 ** 24 for faults
     cdef uint32_t pass_share     # of 2 ** 16: how often a process that finds a lock taken passes its owner by
     cdef uint32_t busy_factor   # by how much likelier a fault is for a process that folds
-    cdef int32_t crashes_left
-    cdef int32_t stalls_left
-    cdef int32_t restarts_left
+    cdef int32_t crashes_left, stalls_left, restarts_left
 
     # The job's own.
     cdef void born(self, int32_t index) noexcept nogil

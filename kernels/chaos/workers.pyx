@@ -29,12 +29,13 @@ cdef class Process
 
 
 cdef class Workers(Machine):
-    """The processes of one job in `arena`: its workers, and a server if the arena has a lane for one.
+    """The processes of one job in `arena`: its workers, each a reader, too, if the arena has readers, and a server if it has a
+    lane for one.
 
     Args:
         steps: pushes of a worker. spins: polls before it sleeps. null: share of null pushes.
         helpers: how many waiting workers may be woken for a fold; 0: folds are not shared.
-        reads: each process is a reader, too. reads_rows: what a step reads of tables is of the version that it pulled.
+        reads_rows: what a step reads of tables is of the version that it pulled.
         fetches: workers fetch the next weights while they compute.
         partial: a step waits for one shard only. at_once: a worker continues without waiting.
         switch: chance at an access that another worker runs next. crash, stall, wake: chances of such a fault at an access.
@@ -52,9 +53,9 @@ cdef class Workers(Machine):
     cdef uint32_t null_share                               # of 2 ** 16
 
     def __cinit__(self, Arena arena not None, InvariantChecker checker not None, uint64_t seed, *, int steps, int spins,
-                  double null, int helpers, bint reads, bint reads_rows, bint fetches, bint partial, bint at_once,
-                  double switch, double crash, double stall, double wake, int crashes, int stalls, int restarts,
-                  int busy_factor, double passes=0.0, int wounds=0):
+                  double null, int helpers, bint reads_rows, bint fetches, bint partial, bint at_once, double switch,
+                  double crash, double stall, double wake, int crashes, int stalls, int restarts, int busy_factor,
+                  double passes=0.0, int wounds=0):
         cdef int32_t index, life, lives = min(restarts + 1, MOST_LIVES)
         self.arena, self.checker, self.random = arena, checker, seed * <uint64_t> 0x9e3779b97f4a7c15 + 1
         self.n_places, self.n_processes = arena.header.n_lanes, arena.header.n_lanes + arena.header.n_servers
@@ -64,8 +65,8 @@ cdef class Workers(Machine):
         self.crash_share, self.stall_share = <uint32_t> (crash * (1 << 24)), <uint32_t> (stall * (1 << 24))
         self.wake_share, self.busy_factor = <uint32_t> (wake * (1 << 24)), busy_factor
         self.crashes_left, self.stalls_left, self.restarts_left, self.wounds_left = crashes, stalls, restarts, wounds
-        self.owners = [[Worker(self, WorkerLane(arena, index), index, life, ReaderPins(arena, index) if reads else None)
-                        for life in range(lives)] for index in range(self.n_places)]
+        self.owners = [[Worker(self, WorkerLane(arena, index), index, life) for life in range(lives)]
+                       for index in range(self.n_places)]
         if arena.header.n_servers:
             self.owners.append([Process(self, Lane(arena, self.n_places), self.n_places, 0)])
         for index, owners in enumerate(self.owners):
@@ -159,7 +160,7 @@ cdef class Process:
     cdef uint32_t generation                # how many had the place before
     cdef uint32_t marked_dead[MAX_WORKERS]  # of each lane, the owners whom this process knows to be dead
 
-    def __cinit__(self, Workers job not None, Lane lane not None, int32_t index, uint32_t generation, *_):
+    def __cinit__(self, Workers job not None, Lane lane not None, int32_t index, uint32_t generation):
         self.job, self.arena, self.checker = job, job.arena, job.checker
         self.index, self.generation = index, generation
         self.wait = Wait(lane)
@@ -268,18 +269,19 @@ cdef class Process:
 
 
 cdef class Worker(Process):
-    """A worker, which has `lane`. `reader`: it reads published weights also as one that is no worker; or None."""
+    """A worker, which may read published weights also as one that is no worker."""
 
     cdef WorkerLane lane
-    cdef ReaderPins reader
+    cdef ReaderPins reader                          # or None
     cdef int64_t pushes
     cdef int64_t buffers[MAX_WATCHED_SHARDS]
     cdef uint64_t fetched[MAX_WATCHED_SHARDS]       # commit words: of the last fetch in the background,
     cdef uint64_t kept[MAX_WATCHED_SHARDS]          # and of what the next step reads
     cdef int64_t read_buffers[MAX_WATCHED_SHARDS]   # of its reader
 
-    def __cinit__(self, Workers job, WorkerLane lane, int32_t index, uint32_t generation, ReaderPins reader):
-        self.lane, self.reader = lane, reader
+    def __cinit__(self, Workers job, WorkerLane lane, int32_t index, uint32_t generation):
+        self.lane = lane
+        self.reader = ReaderPins(job.arena, index) if job.arena.header.n_readers else None
 
     cdef void live(self) noexcept nogil:
         """Take the lane, push every step, and leave; or be expelled."""

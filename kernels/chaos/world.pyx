@@ -37,14 +37,14 @@ cdef class World:
             is_sum, is_mean, may_drop, bound: what the invariant checker must know of the policy, whose values are `policy`.
             shared_least: the shortest fold that is shared, in floats moved. skew_ns: how wrong clocks are at most.
             tables: each shard has a table, of which every push has rows.
-            server: one more process combines for the workers, until it dies.
-            partial, at_once, reads, fetches, settings: as Workers says.
+            server: one more process combines for the workers, until it dies. reads: each worker is a reader, too.
+            partial, at_once, fetches, settings: as Workers says.
         """
         arena = self._make(workers, shards, slots, adagrad, policy, reads, tables, server, fetches)
         if server:
             arena.serve(1)
         checker = InvariantChecker(arena, workers, steps, is_sum=is_sum, is_mean=is_mean, may_drop=may_drop, bound=bound)
-        job = Workers(arena, checker, seed, steps=steps, partial=partial, at_once=at_once, reads=reads, fetches=fetches,
+        job = Workers(arena, checker, seed, steps=steps, partial=partial, at_once=at_once, fetches=fetches,
                       reads_rows=tables and bound == 0 and not may_drop and not partial and not at_once, **settings)
         job.play(skew_ns, shared_least)
         job.end()
