@@ -8,15 +8,7 @@ prefetches their state. The load is no simulation: time advances by a constant f
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.scheduling.state cimport (
-    NEVER_NS,
-    prefetch,
-    state_begin,
-    state_dirty,
-    state_workers,
-    scheduler_t,
-    worker_t,
-)
+from fastps.kernels.scheduling.state cimport *
 from fastps.kernels.scheduling.decisions cimport scheduler_due, scheduler_expect, scheduler_fire, scheduler_push
 from fastps.kernels.scheduling.scheduler cimport Scheduler
 

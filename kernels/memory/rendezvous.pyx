@@ -69,9 +69,6 @@ cdef class Listener:
 
     cdef fps_listener *listener
 
-    def __cinit__(self):
-        self.listener = NULL
-
     def __init__(self, bytes name not None, int memfd, int pidfd, uint32_t abi, bytes layout_hash not None,
                  bytes layout not None, int32_t place, unsigned int user):
         if self.listener is not NULL:
