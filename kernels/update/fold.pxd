@@ -14,15 +14,7 @@ cdef extern from "update/fold.h" nogil:
         FPS_FLOAT16
         FPS_BFLOAT16
         FPS_FLOAT64
-        FPS_HYPER_NESTEROV
-        FPS_HYPER_MAXIMIZE
-        FPS_HYPER_DECOUPLED
-        FPS_HYPER_CENTERED
-        FPS_HYPER_AMSGRAD
-        FPS_HYPER_DOUBLE_PRODUCT
         FPS_MAX_PUSHES
-        FPS_MAX_USER_PLANES
-        FPS_MAX_SUMS
         FPS_TILE
 
     ctypedef struct fps_hyper:

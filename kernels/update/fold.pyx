@@ -16,7 +16,6 @@ from libc.string cimport memset
 cdef extern from "update/fold_double.h" nogil:
     int fps_fold_doubles(int isa, const void *job, void *scratch, int64_t first, int64_t last)
     double fps_largest_of_doubles(int isa, const void *job, const void *push, int64_t first, int64_t last, int32_t *parameter)
-    size_t fps_doubles_scratch_bytes()
 
 cdef extern from "update/fold_run.h" nogil:
     enum:
@@ -25,6 +24,16 @@ cdef extern from "update/fold_run.h" nogil:
         FPS_ISA_AVX512
 
         FPS_RULE_NAMES
+
+    cpdef enum:
+        HYPER_NESTEROV "FPS_HYPER_NESTEROV"
+        HYPER_MAXIMIZE "FPS_HYPER_MAXIMIZE"
+        HYPER_DECOUPLED "FPS_HYPER_DECOUPLED"
+        HYPER_CENTERED "FPS_HYPER_CENTERED"
+        HYPER_AMSGRAD "FPS_HYPER_AMSGRAD"
+        HYPER_DOUBLE_PRODUCT "FPS_HYPER_DOUBLE_PRODUCT"
+        MAX_USER_PLANES "FPS_MAX_USER_PLANES"
+        MAX_SUMS "FPS_MAX_SUMS"
 
     ctypedef struct fps_rule_name:
         int number
@@ -57,15 +66,7 @@ FLOAT32 = FPS_FLOAT32
 FLOAT16 = FPS_FLOAT16
 BFLOAT16 = FPS_BFLOAT16
 FLOAT64 = FPS_FLOAT64
-HYPER_NESTEROV = FPS_HYPER_NESTEROV
-HYPER_MAXIMIZE = FPS_HYPER_MAXIMIZE
-HYPER_DECOUPLED = FPS_HYPER_DECOUPLED
-HYPER_CENTERED = FPS_HYPER_CENTERED
-HYPER_AMSGRAD = FPS_HYPER_AMSGRAD
-HYPER_DOUBLE_PRODUCT = FPS_HYPER_DOUBLE_PRODUCT
 MAX_PUSHES = FPS_MAX_PUSHES
-MAX_USER_PLANES = FPS_MAX_USER_PLANES
-MAX_SUMS = FPS_MAX_SUMS
 TILE = FPS_TILE
 
 _ISAS = {"baseline": FPS_ISA_BASELINE, "avx2": FPS_ISA_AVX2, "avx512": FPS_ISA_AVX512}
@@ -96,8 +97,8 @@ cdef class FoldScratch:
     """Memory that a fold writes and forgets. Only one thread at a time may fold with it."""
 
     def __cinit__(self):
-        # What is never written takes no memory. The coefficients of doubles are the longer ones.
-        self.words = <fps_fold_scratch *> malloc(fps_doubles_scratch_bytes())
+        # What is never written takes no memory. A fold of doubles takes at most twice what one of floats does.
+        self.words = <fps_fold_scratch *> malloc(2 * sizeof(fps_fold_scratch))
         if not self.words:
             raise MemoryError()
 
@@ -160,7 +161,6 @@ cdef class Folding:
         self.width = 2 if gradient_type == FPS_FLOAT64 else 1
         self.keep = [steps, steps_out, halves_out]
         self.scratch = FoldScratch()
-        memset(&self.job, 0, sizeof(self.job))
         self.segments = <fps_segment *> calloc(len(segments) + 1, sizeof(fps_segment))
         self.pushes = <fps_push *> calloc(len(pushes) + 1, sizeof(fps_push))
         if not self.segments or not self.pushes:

@@ -13,5 +13,3 @@ int fps_fold_doubles(int isa, const void *job, void *scratch, int64_t first, int
 double fps_largest_of_doubles(int isa, const void *job, const void *push, int64_t first, int64_t last, int32_t *parameter) {
     return fps_largest_in(fps_isa_functions(isa), job, push, first / FPS_REAL_FLOATS, last / FPS_REAL_FLOATS, parameter);
 }
-
-size_t fps_doubles_scratch_bytes(void) { return sizeof(fps_fold_scratch); }
