@@ -29,20 +29,14 @@
 enum { FPS_LIVE, FPS_FAILED, FPS_LEFT }; /* a rank's state */
 enum { FPS_DONE, FPS_WAITING, FPS_DIFFERS };
 
-/* FPS_REDUCE_ALL_SMALL: every rank reads all tensors and reduces them itself, in one stage less. */
-enum {
-    FPS_BARRIER,
-    FPS_ALL_REDUCE,
-    FPS_ALL_REDUCE_SMALL,
-    FPS_REDUCE,
-    FPS_REDUCE_SCATTER,
-    FPS_ALL_GATHER,
-    FPS_GATHER,
-    FPS_SCATTER,
-    FPS_ALL_TO_ALL,
-    FPS_BROADCAST,
-    FPS_KINDS
-};
+/* KIND(NAME, name). ALL_REDUCE_SMALL: every rank reads all tensors and reduces them itself, in one stage less. */
+#define FPS_COLLECTIVE_KINDS(KIND)                                                                                       \
+    KIND(BARRIER, barrier) KIND(ALL_REDUCE_SMALL, all_reduce) KIND(ALL_REDUCE, all_reduce) KIND(REDUCE, reduce)          \
+    KIND(REDUCE_SCATTER, reduce_scatter) KIND(ALL_GATHER, all_gather) KIND(GATHER, gather) KIND(SCATTER, scatter)        \
+    KIND(ALL_TO_ALL, all_to_all) KIND(BROADCAST, broadcast)
+#define FPS_KIND_NUMBER(NAME, ...) FPS_##NAME,
+enum { FPS_COLLECTIVE_KINDS(FPS_KIND_NUMBER) FPS_KINDS };
+#undef FPS_KIND_NUMBER
 
 /* What all ranks must agree on: the collective, and the bytes of one part. */
 typedef struct {
@@ -66,7 +60,7 @@ _Static_assert(sizeof(fps_rank) % FPS_LINE == 0, "a rank's words fill whole cach
 typedef struct {
     fps_rank *ranks;
     char *blocks; /* rank after rank, each `depth` blocks of `block_bytes` */
-    int rank, size, depth, isa;
+    int rank, size, depth;
     int spins, yields; /* before a rank sleeps */
     int streams; /* whether this collective's blocks are written past the caches */
     int64_t block_bytes;
@@ -116,6 +110,18 @@ static inline fps_span fps_reduced_span(const fps_exchange *x, const fps_collect
     return (fps_span){begin + owner * each, fps_between(bytes - owner * each, each)};
 }
 
+/* Whether rank `to` needs what rank `from` has. */
+static inline int fps_gives(const fps_collective *c, int from, int to) {
+    if (c->kind == FPS_BROADCAST || c->kind == FPS_SCATTER) return from == c->root;
+    if (c->kind == FPS_REDUCE || c->kind == FPS_GATHER) return to == c->root;
+    return 1;
+}
+
+/* Which of a rank's inputs, and of the parts of its block, is for rank `to`: its own, or one for all. */
+static inline int fps_part_for(const fps_collective *c, int to) {
+    return c->kind == FPS_REDUCE_SCATTER || c->kind == FPS_ALL_TO_ALL || c->kind == FPS_SCATTER ? to : 0;
+}
+
 #define FPS_STRIDE 1024 /* bytes that are copied between two looks ahead */
 
 /* Ask for memory that a later stage reads, so that it comes while this one works on what is in the cache. An address beyond the
@@ -154,35 +160,19 @@ static void fps_put(const fps_exchange *x, char *to, const char *from, int64_t b
 static void fps_block_write(const fps_exchange *x, const fps_collective *c, uint64_t number) {
     char *block = fps_block_of(x, x->rank, number);
     const fps_span span = fps_span_of(c, number);
-    switch (c->kind) {
-    case FPS_ALL_REDUCE: {
+    if (c->kind == FPS_ALL_REDUCE) {
         char *begin = block - fps_reduced_span(x, c, number, 0).offset;
         for (int j = 0; j < x->size; j++) {
             const fps_span part = fps_reduced_span(x, c, number, j);
             if (j != x->rank) fps_put(x, begin + part.offset, c->inputs[0] + part.offset, part.bytes);
         }
-        break;
+        return;
     }
-    case FPS_REDUCE_SCATTER:
-    case FPS_ALL_TO_ALL:
-    case FPS_SCATTER:
-        for (int j = 0; j < x->size; j++)
-            if (j != x->rank && (c->kind != FPS_SCATTER || x->rank == c->root))
-                fps_put(x, block + j * c->piece, c->inputs[j] + span.offset, span.bytes);
-        break;
-    case FPS_BROADCAST:
-        if (x->rank == c->root) fps_put(x, block, c->inputs[0] + span.offset, span.bytes);
-        break;
-    case FPS_REDUCE:
-    case FPS_GATHER:
-        if (x->rank != c->root) fps_put(x, block, c->inputs[0] + span.offset, span.bytes);
-        break;
-    case FPS_ALL_REDUCE_SMALL:
-    case FPS_ALL_GATHER:
-        fps_put(x, block, c->inputs[0] + span.offset, span.bytes);
-        break;
-    default:
-        break;
+    for (int j = 0, written = -1; j < x->size && span.bytes > 0; j++) { /* a barrier has no bytes */
+        const int part = fps_part_for(c, j);
+        if (j == x->rank || part == written || !fps_gives(c, x->rank, j)) continue;
+        fps_put(x, block + part * c->piece, c->inputs[part] + span.offset, span.bytes);
+        written = part;
     }
 }
 
@@ -204,72 +194,37 @@ static void fps_block_reduce(const fps_exchange *x, const fps_collective *c, uin
     }
 }
 
-/* Reduce what the others have written at `place` of their blocks with this rank's own tensor. */
-static void fps_block_reduce_all(const fps_exchange *x, const fps_collective *c, uint64_t number, const char *own,
-                                 int64_t place) {
+/* Copy what the others have reduced of a block of all-reduce. */
+static void fps_block_copy_reduced(const fps_exchange *x, const fps_collective *c, uint64_t number) {
+    const int64_t begin = fps_reduced_span(x, c, number, 0).offset;
+    const int64_t ahead = (int64_t)(c->written - number) * c->piece * x->size;
+    for (int step = 1; step < x->size; step++) {
+        const int j = (x->rank + step) % x->size;
+        const fps_span part = fps_reduced_span(x, c, number, j);
+        fps_copy(c->outputs[0] + part.offset, fps_block_of(x, j, number) + (part.offset - begin), part.bytes,
+                 c->inputs[0] + part.offset + ahead);
+    }
+}
+
+/* Copy what this rank needs of its own tensor and of the others' blocks, or reduce it. */
+static void fps_block_read(const fps_exchange *x, const fps_collective *c, uint64_t number) {
     const char *parts[FPS_MAX_RANKS];
     const fps_span span = fps_span_of(c, number);
+    const int part = fps_part_for(c, x->rank);
+    const int has_one = c->kind == FPS_SCATTER || c->kind == FPS_BROADCAST; /* an output, and not one for each rank */
+    if (span.bytes == 0) return; /* of a barrier */
     for (int j = 0; j < x->size; j++)
-        parts[j] = j == x->rank ? own + span.offset : fps_block_of(x, j, number) + place;
-    c->reduce(c->outputs[0] + span.offset, NULL, parts, x->size, span.bytes / c->element_bytes);
-}
-
-/* Copy what this rank needs of the others' blocks. */
-static void fps_block_read(const fps_exchange *x, const fps_collective *c, uint64_t number) {
-    const fps_span span = fps_span_of(c, number);
-    switch (c->kind) {
-    case FPS_ALL_REDUCE: {
-        const int64_t begin = fps_reduced_span(x, c, number, 0).offset;
-        const int64_t ahead = (int64_t)(c->written - number) * c->piece * x->size;
-        for (int step = 1; step < x->size; step++) {
-            const int j = (x->rank + step) % x->size;
-            const fps_span part = fps_reduced_span(x, c, number, j);
-            fps_copy(c->outputs[0] + part.offset, fps_block_of(x, j, number) + (part.offset - begin), part.bytes,
-                     c->inputs[0] + part.offset + ahead);
-        }
-        break;
-    }
-    case FPS_ALL_REDUCE_SMALL:
-        fps_block_reduce_all(x, c, number, c->inputs[0], 0);
-        break;
-    case FPS_REDUCE:
-        if (x->rank == c->root) fps_block_reduce_all(x, c, number, c->inputs[0], 0);
-        break;
-    case FPS_REDUCE_SCATTER:
-        fps_block_reduce_all(x, c, number, c->inputs[x->rank], x->rank * c->piece);
-        break;
-    case FPS_ALL_GATHER:
-    case FPS_GATHER:
-    case FPS_ALL_TO_ALL:
-        if (c->kind == FPS_GATHER && x->rank != c->root) break;
+        if (!fps_gives(c, j, x->rank)) parts[j] = NULL;
+        else parts[j] = j == x->rank ? c->inputs[part] + span.offset : fps_block_of(x, j, number) + part * c->piece;
+    if (c->kind == FPS_ALL_REDUCE_SMALL || c->kind == FPS_REDUCE_SCATTER || (c->kind == FPS_REDUCE && x->rank == c->root))
+        c->reduce(c->outputs[0] + span.offset, NULL, parts, x->size, span.bytes / c->element_bytes);
+    else
         for (int step = 0; step < x->size; step++) {
             const int j = (x->rank + step) % x->size; /* its own part first: the input may be another rank's output, too */
-            const char *own = c->inputs[c->kind == FPS_ALL_TO_ALL ? j : 0] + span.offset;
-            const char *theirs = fps_block_of(x, j, number) + (c->kind == FPS_ALL_TO_ALL ? x->rank * c->piece : 0);
-            char *to = c->outputs[j] + span.offset;
-            if (j != x->rank || to != own) memcpy(to, j == x->rank ? own : theirs, (size_t)span.bytes);
+            if (!parts[j]) continue;
+            char *to = c->outputs[has_one ? 0 : j] + span.offset;
+            if (to != parts[j]) memcpy(to, parts[j], (size_t)span.bytes);
         }
-        break;
-    case FPS_SCATTER:
-        if (x->rank != c->root)
-            memcpy(c->outputs[0] + span.offset, fps_block_of(x, c->root, number) + x->rank * c->piece, (size_t)span.bytes);
-        else if (c->outputs[0] != c->inputs[x->rank])
-            memcpy(c->outputs[0] + span.offset, c->inputs[x->rank] + span.offset, (size_t)span.bytes);
-        break;
-    case FPS_BROADCAST:
-        if (x->rank != c->root) memcpy(c->outputs[0] + span.offset, fps_block_of(x, c->root, number), (size_t)span.bytes);
-        break;
-    default:
-        break;
-    }
-}
-
-/* Whether this rank has to wait for what rank `other` writes. */
-static inline int fps_needs(const fps_exchange *x, const fps_collective *c, int other) {
-    if (other == x->rank) return 0;
-    if (c->kind == FPS_BROADCAST || c->kind == FPS_SCATTER) return other == c->root;
-    if (c->kind == FPS_REDUCE || c->kind == FPS_GATHER) return x->rank == c->root;
-    return 1;
 }
 
 enum { FPS_STAGE_WRITE, FPS_STAGE_REDUCE, FPS_STAGE_READ };
@@ -279,7 +234,7 @@ static int fps_is_open(const fps_exchange *x, const fps_collective *c, int stage
     const fps_rank *rank = &x->ranks[other];
     if (other == x->rank) return 1;
     if (stage == FPS_STAGE_WRITE) return fps_block_load(&rank->read) + (uint64_t)x->depth > number;
-    if (!fps_needs(x, c, other)) return 1;
+    if (!fps_gives(c, other, x->rank)) return 1;
     if (fps_block_load(&rank->written) <= number) return 0;
     const fps_collective_words *words = &rank->words[number % (uint64_t)x->depth];
     if (words->what != c->words.what || words->bytes != c->words.bytes) return -1;
@@ -339,7 +294,8 @@ static void fps_enter(const fps_exchange *x, fps_collective *c, int stage) {
         fps_block_reduce(x, c, c->reduced);
         fps_publish(x, &own->reduced, ++c->reduced);
     } else {
-        fps_block_read(x, c, c->read);
+        if (c->kind == FPS_ALL_REDUCE) fps_block_copy_reduced(x, c, c->read);
+        else fps_block_read(x, c, c->read);
         fps_publish(x, &own->read, ++c->read);
     }
 }

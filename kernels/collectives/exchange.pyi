@@ -5,7 +5,6 @@ ELEMENTS: dict[str, int]
 REDUCTIONS: dict[str, int]
 KINDS: dict[str, int]
 MAX_RANKS: int
-MAX_DEPTH: int
 LIVE: int
 FAILED: int
 LEFT: int
@@ -13,10 +12,6 @@ DONE: int
 WAITING: int
 DIFFERS: int
 NO_REDUCTION: int
-SMALL_BYTES: int
-PIECES: int
-STREAMED_BYTES: int
-LEAST_PIECE: int
 
 def can_reduce(element: int, reduction: int) -> bool: ...
 def memory_bytes(size: int, depth: int, block_bytes: int) -> int: ...

@@ -18,30 +18,34 @@ cdef extern from "collectives/exchange.h" nogil:
     #define FPS_NAME(NAME, name, ...) #name,
     static const char *const fps_element_names[] = {FPS_ELEMENT_TYPES(FPS_NAME)};
     static const char *const fps_reduction_names[] = {FPS_REDUCTION_NAMES(FPS_NAME)};
+    static const char *const fps_kind_names[] = {FPS_COLLECTIVE_KINDS(FPS_NAME)};
     #undef FPS_NAME
     """
     const char **fps_element_names
     const char **fps_reduction_names
+    const char **fps_kind_names
+
+    cpdef enum:
+        MAX_RANKS "FPS_MAX_RANKS"
+        LIVE "FPS_LIVE"
+        FAILED "FPS_FAILED"
+        LEFT "FPS_LEFT"
+        DONE "FPS_DONE"
+        WAITING "FPS_WAITING"
+        DIFFERS "FPS_DIFFERS"
 
     enum:
         FPS_ELEMENTS
         FPS_REDUCTIONS
-        FPS_MAX_RANKS
+        FPS_KINDS
         FPS_MAX_DEPTH
         FPS_MESSAGE_BYTES
         FPS_LINE
-        FPS_LIVE
-        FPS_FAILED
-        FPS_LEFT
-        FPS_DONE
-        FPS_WAITING
-        FPS_DIFFERS
         FPS_BARRIER
         FPS_ALL_REDUCE
         FPS_ALL_REDUCE_SMALL
         FPS_REDUCE
         FPS_REDUCE_SCATTER
-        FPS_ALL_GATHER
         FPS_GATHER
         FPS_SCATTER
         FPS_ALL_TO_ALL
@@ -96,33 +100,22 @@ cdef extern from "collectives/exchange.h" nogil:
     int fps_exchange_advance(const fps_exchange *x, fps_collective *c, uint64_t end, int64_t slice_ns, int *other)
     void fps_exchange_end(const fps_exchange *x, uint32_t state, const char *message)
 
-ELEMENTS = {fps_element_names[number].decode(): number for number in range(FPS_ELEMENTS)}
-REDUCTIONS = {fps_reduction_names[number].decode(): number for number in range(FPS_REDUCTIONS)}
-KINDS = {
-    "barrier": FPS_BARRIER,
-    "all_reduce": FPS_ALL_REDUCE,
-    "reduce": FPS_REDUCE,
-    "reduce_scatter": FPS_REDUCE_SCATTER,
-    "all_gather": FPS_ALL_GATHER,
-    "gather": FPS_GATHER,
-    "scatter": FPS_SCATTER,
-    "all_to_all": FPS_ALL_TO_ALL,
-    "broadcast": FPS_BROADCAST,
-}
-MAX_RANKS = FPS_MAX_RANKS
-MAX_DEPTH = FPS_MAX_DEPTH
-LIVE, FAILED, LEFT = FPS_LIVE, FPS_FAILED, FPS_LEFT
-DONE, WAITING, DIFFERS = FPS_DONE, FPS_WAITING, FPS_DIFFERS
-NO_REDUCTION = 255
-SMALL_BYTES = 16384  # up to this many bytes over all ranks, every rank of an all-reduce reduces everything itself
-# Collectives are cut into at least so many blocks, so that their stages overlap, but not into shorter ones than this.
-PIECES = 4
-STREAMED_BYTES = 1 << 18  # collectives of at least this size may write their blocks past the caches
-LEAST_PIECE = 16384
+cpdef enum:
+    NO_REDUCTION = 255
 
-_KIND_NAMES = {number: name for name, number in KINDS.items()} | {FPS_ALL_REDUCE_SMALL: "all_reduce"}
-_ELEMENT_NAMES = {number: name for name, number in ELEMENTS.items()}
-_REDUCTION_NAMES = {number: name for name, number in REDUCTIONS.items()}
+cdef enum:
+    SMALL_BYTES = 16384  # up to this many bytes over all ranks, every rank of an all-reduce reduces everything itself
+    # Collectives are cut into at least so many blocks, so that their stages overlap, but not into shorter ones than this.
+    PIECES = 4
+    LEAST_PIECE = 16384
+    STREAMED_BYTES = 1 << 18  # collectives of at least this size may write their blocks past the caches
+
+_KIND_NAMES = {number: fps_kind_names[number].decode() for number in range(FPS_KINDS)}
+_ELEMENT_NAMES = {number: fps_element_names[number].decode() for number in range(FPS_ELEMENTS)}
+_REDUCTION_NAMES = {number: fps_reduction_names[number].decode() for number in range(FPS_REDUCTIONS)}
+KINDS = {name: number for number, name in _KIND_NAMES.items()}  # of the two that a name may have, the later one
+ELEMENTS = {name: number for number, name in _ELEMENT_NAMES.items()}
+REDUCTIONS = {name: number for number, name in _REDUCTION_NAMES.items()}
 
 
 def can_reduce(int element, int reduction):
@@ -141,11 +134,11 @@ def reduce_arrays(int element, int reduction, addresses, int64_t elements, uintp
     `isa` is the number of an instruction set, by default the one of the folds. Raises ValueError for a reduction that the type
     has not, or for no array or more than MAX_RANKS.
     """
-    cdef const char *parts[FPS_MAX_RANKS]
+    cdef const char *parts[MAX_RANKS]
     cdef int count = len(addresses), k
     cdef fps_reduce_loop loop = fps_reduce_loop_of(fold.CHOSEN_ISA if isa is None else isa, element, reduction)
-    if loop == NULL or not 0 < count <= FPS_MAX_RANKS:
-        raise ValueError(f"expected 1 to {FPS_MAX_RANKS} arrays of a type with this reduction, found {count}")
+    if loop == NULL or not 0 < count <= MAX_RANKS:
+        raise ValueError(f"expected 1 to {MAX_RANKS} arrays of a type with this reduction, found {count}")
     for k in range(count):
         parts[k] = <const char *> <uintptr_t> addresses[k]
     with nogil:
@@ -204,8 +197,8 @@ cdef class Exchange:
     cdef int _other
 
     def __cinit__(self, memory, int rank, int size, int64_t block_bytes, int depth, int spins=0, int yields=0):
-        if not 0 <= rank < size <= FPS_MAX_RANKS:
-            raise ValueError(f"expected a rank below the size, and a size up to {FPS_MAX_RANKS}, found {rank} and {size}")
+        if not 0 <= rank < size <= MAX_RANKS:
+            raise ValueError(f"expected a rank below the size, and a size up to {MAX_RANKS}, found {rank} and {size}")
         if block_bytes < FPS_LINE * size or block_bytes % FPS_LINE or not 1 <= depth <= FPS_MAX_DEPTH:
             raise ValueError(f"expected blocks of at least {FPS_LINE} bytes a rank, found {block_bytes} and depth {depth}")
         PyObject_GetBuffer(memory, &self.buffer, PyBUF_WRITABLE)
@@ -306,17 +299,17 @@ cdef class Exchange:
         """A rank's state (LIVE, FAILED or LEFT), its process id and message, and whether it has begun this collective."""
         cdef fps_rank *other = &self.exchange.ranks[self._rank(rank)]
         cdef uint32_t state = fps_state_acquire(&other.state)
-        text = other.message[:FPS_MESSAGE_BYTES - 1].split(b"\0", 1)[0] if state == FPS_FAILED else b""
+        text = other.message[:FPS_MESSAGE_BYTES - 1].split(b"\0", 1)[0] if state == FAILED else b""
         message = text.decode("utf-8", "replace")
         return state, other.process_id, message, fps_block_load(&other.written) > self.collective.first
 
     def fail(self, str message):
         """Tell the other ranks that this one can take part no more, and why. Only the first call of fail or leave counts."""
-        fps_exchange_end(&self.exchange, FPS_FAILED, message.encode()[:FPS_MESSAGE_BYTES - 1])
+        fps_exchange_end(&self.exchange, FAILED, message.encode()[:FPS_MESSAGE_BYTES - 1])
 
     def leave(self):
         """Tell the other ranks that this one starts no collective any more."""
-        fps_exchange_end(&self.exchange, FPS_LEFT, b"")
+        fps_exchange_end(&self.exchange, LEFT, b"")
 
     cdef int _rank(self, int rank) except -1:
         if not 0 <= rank < self.exchange.size:
