@@ -50,6 +50,7 @@ cdef class Combiner:
     cdef object holder(self)
     cdef int release(self, bint publish, int64_t now_ns) noexcept nogil
     cdef void wake_all(self) noexcept nogil
+    cdef void call(self, uint32_t index) noexcept nogil
 
     cdef int _offer(self, int outcome) noexcept nogil
     cdef void _wake_next(self) noexcept nogil

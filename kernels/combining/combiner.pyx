@@ -167,14 +167,10 @@ cdef class Combiner:
     cdef void _wake_next(self) noexcept nogil:
         """Move the event of the next lane that waits, and wake it if it sleeps. A lane reads its event before it sleeps."""
         cdef uint32_t step, index
-        cdef fps_lane *lane
         for step in range(1, self.arena.header.n_lanes):
             index = (self.lane + step) % self.arena.header.n_lanes
-            lane = self.arena.lane(index)
-            if fps_sleeping_load(&lane.sleeping) or self._waits(index, self._head(index)):
-                fps_event_add(&lane.event)
-                if fps_sleeping_load(&lane.sleeping):
-                    fps_event_wake(&lane.event)
+            if fps_sleeping_load(&self.arena.lane(index).sleeping) or self._waits(index, self._head(index)):
+                self.call(index)
                 return
 
     cdef bint _waits(self, uint32_t index, uint64_t head) noexcept nogil:
@@ -223,9 +219,14 @@ cdef class Combiner:
         cdef uint32_t index
         for index in range(self.arena.header.n_lanes + self.arena.header.n_servers):
             if index != self.lane:
-                fps_event_add(&self.arena.lane(index).event)
-                if fps_sleeping_load(&self.arena.lane(index).sleeping):
-                    fps_event_wake(&self.arena.lane(index).event)
+                self.call(index)
+
+    cdef void call(self, uint32_t index) noexcept nogil:
+        """Move a lane's event, and wake the lane if it sleeps."""
+        cdef fps_lane *lane = self.arena.lane(index)
+        fps_event_add(&lane.event)
+        if fps_sleeping_load(&lane.sleeping):
+            fps_event_wake(&lane.event)
 
     cdef int _drain(self) noexcept nogil:
         """Decide and commit everything that is posted now, up to a fold that is _ENOUGH."""

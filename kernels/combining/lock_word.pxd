@@ -38,7 +38,6 @@ cdef class LockWord:
     cdef bint take_over(self, uint32_t stopped) noexcept nogil
     cdef bint may_reuse(self) noexcept nogil
     cdef bint _has_ended(self, uint64_t left) noexcept nogil
-    cdef bint is_helped_in(self, uint64_t workspace) noexcept nogil
 
     cdef void _hold(self, uint64_t held, uint64_t workspace) noexcept nogil
     cdef bint _is_spare_free(self, uint64_t seen, uint64_t workspace) noexcept nogil

@@ -11,7 +11,7 @@ from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.combining.shared_fold cimport close_ticket
+from fastps.kernels.combining.shared_fold cimport close_ticket, count_helpers
 from fastps.kernels.shm.arena_h cimport *
 
 
@@ -147,16 +147,7 @@ cdef class LockWord:
         An owner that was passed by may have issued its ticket when it woke, and died then. So the ticket is closed first.
         """
         close_ticket(self.arena.work(self.shard, workspace))
-        return not self.is_helped_in(workspace)
-
-    cdef bint is_helped_in(self, uint64_t workspace) noexcept nogil:
-        """Whether another lane may have a chunk of a fold in that workspace."""
-        cdef uint32_t index
-        for index in range(self.arena.header.n_lanes):
-            if index != self.lane and (fps_member_state(fps_help_load(&self.arena.lane(index).helping))
-                                       == fps_help_of(self.shard, workspace)):
-                return True
-        return False
+        return count_helpers(self.arena, self.shard, workspace, self.lane) == 0
 
     cdef bint may_reuse(self) noexcept nogil:
         """While holding: whether the workspace that was left behind may be used again. This lane left it, or its owner is dead.

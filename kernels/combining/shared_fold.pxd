@@ -15,6 +15,7 @@ cdef enum:
     FOLD_NONFINITE = -2   # results that are not finite, in buffers that nobody reads
 
 cdef void close_ticket(fps_work *work) noexcept nogil
+cdef uint32_t count_helpers(Arena arena, uint32_t shard, uint64_t workspace, uint32_t mine) noexcept nogil
 
 
 cdef class SharedFold:
@@ -50,7 +51,6 @@ cdef class SharedFold:
     cdef bint help(self) noexcept nogil
     cdef bint _help_here(self) noexcept nogil
     cdef bint is_helped(self) noexcept nogil
-    cdef uint32_t _helpers_now(self) noexcept nogil
     cdef bint _has_enough(self) noexcept nogil
     cdef uint64_t own_part(self, uint64_t chunks) noexcept nogil
 

@@ -63,6 +63,14 @@ cdef void close_ticket(fps_work *work) noexcept nogil:
             return
 
 
+cdef uint32_t count_helpers(Arena arena, uint32_t shard, uint64_t workspace, uint32_t mine) noexcept nogil:
+    """How many lanes beside lane `mine` may have a chunk of the fold in a workspace."""
+    cdef uint32_t index, count = 0
+    for index in range(arena.header.n_lanes):
+        count += index != mine and fps_member_state(fps_help_load(&arena.lane(index).helping)) == fps_help_of(shard, workspace)
+    return count
+
+
 cdef class SharedFold:
     """The fold of shard `shard`, as lane `lane` makes it or helps with it. Only one thread may use it."""
 
@@ -174,15 +182,7 @@ cdef class SharedFold:
 
     cdef bint is_helped(self) noexcept nogil:
         """Whether another lane may have a chunk. False is final only once the ticket is exhausted."""
-        return self._helpers_now() > 0
-
-    cdef uint32_t _helpers_now(self) noexcept nogil:
-        """How many other lanes may have a chunk."""
-        cdef uint32_t index, count = 0
-        for index in range(self.arena.header.n_lanes):
-            count += index != self.lane and fps_member_state(fps_help_load(&self.arena.lane(index).helping)) == fps_help_of(
-                self.shard, self.workspace)
-        return count
+        return count_helpers(self.arena, self.shard, self.workspace, self.lane) > 0
 
     cdef uint64_t _cut(self) noexcept nogil:
         """Write the size of a chunk, in whole tiles, and return the number of chunks. All but the last have that size.
@@ -259,7 +259,8 @@ cdef class SharedFold:
     cdef bint _has_enough(self) noexcept nogil:
         """Whether a fold, long even with one push, has a helper for every core beside the combiner's."""
         cdef int64_t moved = (self.last - self.first) * (1 + 2 * (1 + <int64_t> self.arena.header.state_planes))
-        return moved >= ONE_A_CORE_LEAST and self._helpers_now() >= self.helpers
+        return moved >= ONE_A_CORE_LEAST and (
+            count_helpers(self.arena, self.shard, self.workspace, self.lane) >= self.helpers)
 
     # -- both --------------------------------------------------------------------------------------
 

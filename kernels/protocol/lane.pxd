@@ -24,7 +24,6 @@ cdef class Lane(ShardLocks):
     cdef uint64_t _done_of(self, uint32_t lane) noexcept nogil
     cdef bint _is_last(self, uint32_t started) noexcept nogil
     cdef void _leave_to_server(self, bint served) noexcept nogil
-    cdef void _call(self, uint32_t lane) noexcept nogil
     cdef void _sleep(self, uint32_t seen, int64_t spins, int64_t slice_ns) noexcept nogil
     cdef void _poll_awake(self, uint32_t seen, int64_t polls) noexcept nogil
     cdef bint _is_expelled(self) noexcept nogil

@@ -9,6 +9,7 @@ from libc.string cimport memcpy, memset
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
+from fastps.kernels.combining.combiner cimport Combiner
 from fastps.kernels.combining.lock_word cimport *
 from fastps.kernels.combining.ring cimport lane_post
 from fastps.kernels.shm.arena cimport Arena
@@ -168,15 +169,8 @@ cdef class Lane(ShardLocks):
         if not self.arena._is_served():
             return LANE_UNSERVED
         if not fps_mutant(FPS_MUTANT_FORGET_CALL):
-            self._call(self.arena.header.n_lanes)
+            (<Combiner> self._combiners[0]).call(self.arena.header.n_lanes)
         return ShardLocks._try_combine(self, now_ns)
-
-    cdef void _call(self, uint32_t lane) noexcept nogil:
-        """Move a lane's event, and wake the lane if it sleeps."""
-        cdef fps_lane *words = self.arena.lane(lane)
-        fps_event_add(&words.event)
-        if fps_sleeping_load(&words.sleeping):
-            fps_event_wake(&words.event)
 
     def event(self):
         """The word whose change `sleep` waits for. Read it before what the wait is for."""
