@@ -380,7 +380,7 @@ cdef class Combiner:
             return self.run()
         if not self.commit.change_epoch():
             return self._end_late()
-        close_ticket(self.fold.work)
+        close_ticket(self.fold.item.words)
         if fps_mutant(FPS_MUTANT_BREAK_AT_ONCE):
             self.commit.repair()
             return self.run()

@@ -333,7 +333,7 @@ cdef class Commit:
         self.fold.use(source)
         if not self.change_epoch():
             return
-        close_ticket(self.fold.work)
+        close_ticket(self.fold.item.words)
         commit = fps_commit_load(&self.shard_header.commit)
         active = self.arena.scheduler(self.shard, fps_commit_record(commit))
         if not self._is_sound(active):

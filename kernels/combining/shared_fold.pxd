@@ -20,7 +20,6 @@ cdef uint32_t count_helpers(Arena arena, uint32_t shard, uint64_t workspace, uin
 
 cdef class SharedFold:
     cdef Arena arena
-    cdef fps_work *work
     cdef uint32_t lane
     cdef uint32_t shard
     cdef uint64_t workspace         # of the shard, whose work item and ticket these are

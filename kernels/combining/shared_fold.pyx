@@ -78,7 +78,7 @@ cdef class SharedFold:
         self.arena = arena
         self.lane = lane
         self.scratch = FoldScratch()
-        self.item = WorkItem(arena, shard)
+        self.item = WorkItem(arena)
         self.share(0, b"")
         self.switch_to(shard)
 
@@ -97,8 +97,7 @@ cdef class SharedFold:
     cdef void use(self, uint64_t workspace) noexcept nogil:
         """Be the fold of that workspace."""
         self.workspace = workspace
-        self.work = self.arena.work(self.shard, workspace)
-        self.item.switch_to(self.shard, workspace)
+        self.item.words = self.arena.work(self.shard, workspace)
 
     # -- the combiner --------------------------------------------------------------------------------
 
@@ -127,20 +126,20 @@ cdef class SharedFold:
         if self.chunks < 2:
             return self._fold_range(self.first, self.last)
         self.own = 0
-        fps_chunks_clear(&self.work.done)
-        FPS_ASSERT(_is_exhausted(fps_ticket_acquire(&self.work.ticket)))
+        fps_chunks_clear(&self.item.words.done)
+        FPS_ASSERT(_is_exhausted(fps_ticket_acquire(&self.item.words.ticket)))
         ticket = fps_ticket_pack(self.chunks, fps_chunks_of(self.chunks, 0, 1))
-        fps_ticket_release(&self.work.ticket, ticket)
+        fps_ticket_release(&self.item.words.ticket, ticket)
         self._wake_helpers()
         own = self.own_part(self.chunks)
         while True:
-            ticket = fps_ticket_acquire(&self.work.ticket)
+            ticket = fps_ticket_acquire(&self.item.words.ticket)
             if _is_exhausted(ticket):
                 return self.finish()
             chunk = fps_ticket_choose(ticket, own)
-            if fps_ticket_claim(&self.work.ticket, ticket, ticket & ~((<uint64_t> 1) << chunk)):
+            if fps_ticket_claim(&self.item.words.ticket, ticket, ticket & ~((<uint64_t> 1) << chunk)):
                 if self._fold(chunk) != 0:
-                    close_ticket(self.work)
+                    close_ticket(self.item.words)
                     return self.finish()  # waits for claimed chunks, before these buffers are written again
                 self.own |= (<uint64_t> 1) << chunk
 
@@ -172,7 +171,7 @@ cdef class SharedFold:
                 fps_pause()
             elif not fps_yield_again(&yields):
                 return FOLD_AWAITING
-        done = self.own | fps_chunks_acquire(&self.work.done)
+        done = self.own | fps_chunks_acquire(&self.item.words.done)
         for chunk in range(self.chunks):
             if not (done >> chunk) & 1:
                 outcome = self._fold(chunk)
@@ -230,7 +229,7 @@ cdef class SharedFold:
 
     cdef bint _help_here(self) noexcept nogil:
         cdef fps_lane *mine = self.arena.lane(self.lane)
-        cdef uint64_t ticket = fps_ticket_acquire(&self.work.ticket)
+        cdef uint64_t ticket = fps_ticket_acquire(&self.item.words.ticket)
         cdef uint64_t chunk
         cdef bint is_read = False, helped = False
         if _is_exhausted(ticket) or self._has_enough():
@@ -238,20 +237,20 @@ cdef class SharedFold:
         fps_help_set(&mine.helping, fps_member_pack(
             fps_member_generation(mine.state), fps_help_of(self.shard, self.workspace)))
         while True:
-            ticket = fps_ticket_acquire(&self.work.ticket)
+            ticket = fps_ticket_acquire(&self.item.words.ticket)
             if _is_exhausted(ticket):
                 break
             chunk = fps_ticket_choose(ticket, self.own_part(fps_ticket_chunks(ticket)))
-            if not fps_ticket_claim(&self.work.ticket, ticket, ticket & ~((<uint64_t> 1) << chunk)):
+            if not fps_ticket_claim(&self.item.words.ticket, ticket, ticket & ~((<uint64_t> 1) << chunk)):
                 continue
             helped = True
             # From the first claim on the item does not change, because its combiner waits for this lane. The combiner folds
             # every chunk that is not marked as done, so a damaged item is its to report.
             is_read = is_read or self.item.read()
             if fps_mutant(FPS_MUTANT_DONE_FIRST):
-                fps_chunk_done(&self.work.done, (<uint64_t> 1) << chunk)
+                fps_chunk_done(&self.item.words.done, (<uint64_t> 1) << chunk)
             if is_read and self._fold(chunk) == 0:
-                fps_chunk_done(&self.work.done, (<uint64_t> 1) << chunk)
+                fps_chunk_done(&self.item.words.done, (<uint64_t> 1) << chunk)
                 self.helped += 1
         fps_help_set(&mine.helping, 0)
         return helped

@@ -11,7 +11,7 @@ from fastps.kernels.update.fold cimport fps_fold_job, fps_push, fps_user_rule
 @cython.final
 cdef class WorkItem:
     cdef Arena arena
-    cdef fps_work *words
+    cdef fps_work *words            # of a shard's workspace: the ticket, too
     cdef fps_user_rule user_rule    # the job's own rule, or NULL
     cdef bint streaming             # whether an item that is written from here asks for non-temporal stores
     # As read last; another process may have written over the words since.
@@ -20,7 +20,6 @@ cdef class WorkItem:
     cdef int64_t chunk_floats
     cdef int32_t nonfinite            # whether a fold of this job found results that are not finite
 
-    cdef void switch_to(self, uint32_t shard, uint64_t workspace) noexcept nogil
     cdef void put(self, uint32_t index, uint32_t lane, const fps_descriptor *descriptor, double scale,
                   double rate_scale) noexcept nogil
     cdef fps_folded_push push(self, uint32_t index) noexcept nogil
@@ -32,4 +31,3 @@ cdef class WorkItem:
     cdef object for_device(self, uint32_t shard)
 
     cdef bint _read_pushes(self, uint32_t n_pushes) noexcept nogil
-    cdef void _read_state(self, char *state_in, char *state_out) noexcept nogil

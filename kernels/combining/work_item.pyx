@@ -18,21 +18,16 @@ from fastps.kernels.combining.fold_call import FoldCall, FoldedPush
 
 @cython.final
 cdef class WorkItem:
-    """The work item of shard `shard` of `arena`. Only the lane that holds the shard may write it."""
+    """The work item that `words` are. Only the lane that holds its shard may write it."""
 
-    def __cinit__(self, Arena arena not None, uint32_t shard):
+    def __cinit__(self, Arena arena not None):
         self.arena = arena
-        self.switch_to(shard, 0)
         self.pushes = <fps_push *> calloc(FPS_MAX_PUSHES, sizeof(fps_push))
         if not self.pushes:
             raise MemoryError()
 
     def __dealloc__(self):
         free(self.pushes)
-
-    cdef void switch_to(self, uint32_t shard, uint64_t workspace) noexcept nogil:
-        """Be the item of another shard or workspace."""
-        self.words = self.arena.work(shard, workspace)
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -113,8 +108,10 @@ cdef class WorkItem:
         self.job.shown_type = self.arena.header.shown_type
         self.job.halves_out = self.arena.halves(weights_out)
         self.job.nonfinite = &self.nonfinite if self.arena.header.checks_finite else NULL
-        self._read_state(self.arena.state(state_in), self.arena.state(
-            state_in if fps_mutant(FPS_MUTANT_STATE_IN_PLACE) else state_out))
+        self.job.steps_in = <int64_t *> self.arena.state(state_in)
+        self.job.steps_out = <int64_t *> self.arena.state(state_in if fps_mutant(FPS_MUTANT_STATE_IN_PLACE) else state_out)
+        self.job.state_in = <float *> (<char *> self.job.steps_in + self.arena.header.state_steps_bytes)
+        self.job.state_out = <float *> (<char *> self.job.steps_out + self.arena.header.state_steps_bytes)
         return True
 
     cdef bint _read_pushes(self, uint32_t n_pushes) noexcept nogil:
@@ -133,12 +130,6 @@ cdef class WorkItem:
             self.pushes[index].scale = push.scale
             self.pushes[index].rate_scale = push.rate_scale
         return True
-
-    cdef void _read_state(self, char *state_in, char *state_out) noexcept nogil:
-        self.job.steps_in = <int64_t *> state_in
-        self.job.steps_out = <int64_t *> state_out
-        self.job.state_in = <float *> (state_in + self.arena.header.state_steps_bytes)
-        self.job.state_out = <float *> (state_out + self.arena.header.state_steps_bytes)
 
     cdef object for_device(self, uint32_t shard):
         """The item as a FoldCall."""
