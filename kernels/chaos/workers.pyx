@@ -171,7 +171,7 @@ cdef class Process:
 
     cdef void live(self) noexcept nogil:
         """The life of a server: combine when called, until every worker has ended and the dead are marked as such."""
-        self.wait._begin(GOAL_CALL, self._now(), SLICE_NS)
+        self.wait.begin_calls(self._now())
         self._drive()
         self.arena._end(self.index, 0, FPS_LANE_LEFT)
 
@@ -207,7 +207,7 @@ cdef class Process:
                     return
                 outcome = self._pass_by()
                 if outcome != COMBINE_BUSY:
-                    self.wait._tell(outcome)
+                    self.wait.tell(outcome)
                 elif want == WANT_REST:
                     self.wait._rest()
                 else:
@@ -321,7 +321,7 @@ cdef class Worker(Process):
     cdef void _join(self) noexcept nogil:
         """Wait until every shard counts this worker."""
         self.lane._recover_locks(self.index, self.generation - 1, self._now())
-        self.wait._begin(GOAL_JOIN, self._now(), 500_000)
+        self.wait.begin_join(self._now())
         self._drive()
         self.arena._move(self.index, FPS_LANE_JOINING, FPS_LANE_LIVE)
 
@@ -429,24 +429,23 @@ cdef class Worker(Process):
         self.pushes += 1
         if outcome == COMBINE_BUSY:
             outcome = self._pass_by()
-        self.wait._begin(GOAL_SETTLE, self._now(), HELD_NS)
-        self.wait._tell(outcome)
+        self.wait.settle(outcome, self._now())
         self._drive()
         if self.job.wounds_left and self.job.draw() % 8 == 0:
             self.job.wound()
 
     cdef void _wait_for_room(self) noexcept nogil:
-        self.wait._begin_step(0, self.lane.words.tail + 1 - self.arena.header.ring_size, 0, self._now())
+        self.wait.begin_step(0, self.lane.words.tail + 1 - self.arena.header.ring_size, self._now())
         self._drive()
 
     cdef void _advance(self) noexcept nogil:
         """Begin the next step, once it may begin."""
-        if self.lane._advance(self._now(), self.job.at_once):
+        if self.lane.advance(self._now(), self.job.at_once):
             return
-        self.wait._begin_step(0 if self.job.at_once else self.lane.steps + 1, self.lane.free_at[self.lane.slot],
-                              1 if self.job.is_partial else 0, self._now())
+        self.wait.begin_step(0 if self.job.at_once else self.lane.steps + 1, self.lane.free_at[self.lane.slot], self._now(),
+                             1 if self.job.is_partial else 0)
         self._drive()
-        self.lane._advance_late(self._now())
+        self.lane.advance_late(self._now())
 
     cdef void _leave(self) noexcept nogil:
         """Post LEAVE, and combine with the others until every push is decided."""
@@ -456,8 +455,7 @@ cdef class Worker(Process):
                 return
             self._wait_for_room()
         self.arena._move(self.index, FPS_LANE_LIVE, FPS_LANE_LEAVING)
-        self.wait._begin(GOAL_LAST, self._now(), 5_000_000)
-        self.wait.started = self.job.n_places
+        self.wait.begin_last(self.job.n_places, self._now())
         self._drive()
         if self._is_out():
             return

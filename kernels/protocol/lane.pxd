@@ -16,8 +16,6 @@ cdef class Lane(ShardLocks):
     cdef int64_t *ahead          # of each shard: by how much its clock of this lane is ahead of the first shard's
 
     cdef void _set_versions(self, uint32_t slot) noexcept nogil
-    cdef void _count(self, int64_t steps, int64_t wait_ns, int64_t compute_ns, int64_t samples, double loss,
-                     int64_t stale_blocks, int64_t push_ns) noexcept nogil
     cdef bint _post(self, int kind, uint64_t step, uint32_t slot, uint64_t read_version, int64_t post_ns, double scale,
                     double loss, uint32_t samples) noexcept nogil
     cdef uint64_t _done(self) noexcept nogil

@@ -322,16 +322,3 @@ cdef class Lane(ShardLocks):
                 break
             spins = max(spins, <int64_t> SPINS_AFTER_HELP)
         return self._reached(granted, done, shards)
-
-    cdef void _count(self, int64_t steps, int64_t wait_ns, int64_t compute_ns, int64_t samples, double loss,
-                     int64_t stale_blocks, int64_t push_ns) noexcept nogil:
-        """Publish a worker's counters to observers."""
-        cdef int64_t loss_bits
-        memcpy(&loss_bits, &loss, sizeof(loss_bits))
-        fps_counter_set(&self.words.steps, steps)
-        fps_counter_set(&self.words.wait_ns, wait_ns)
-        fps_counter_set(&self.words.compute_ns, compute_ns)
-        fps_counter_set(&self.words.samples, samples)
-        fps_counter_set(&self.words.loss_bits, loss_bits)
-        fps_counter_set(&self.words.stale_blocks, stale_blocks)
-        fps_counter_set(&self.words.push_ns, push_ns)

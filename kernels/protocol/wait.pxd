@@ -1,5 +1,6 @@
 # What a lane does next while it waits, for drivers that run many lanes without Python.
 
+cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.protocol.lane cimport Lane
@@ -37,6 +38,7 @@ cdef enum:
     GOAL_OWN = 5     # the driver's own: the lane is left alone
 
 
+@cython.final
 cdef class Wait:
     cdef readonly Lane lane
     cdef public int64_t spins
@@ -60,8 +62,12 @@ cdef class Wait:
     cdef bint must_combine       # the same, and the wait is not over before
 
     cdef void _begin(self, int goal, int64_t now_ns, int64_t longest_ns) noexcept nogil
-    cdef void _begin_step(self, int64_t granted, uint64_t done, uint32_t shards, int64_t now_ns) noexcept nogil
-    cdef void _tell(self, int outcome) noexcept nogil
+    cpdef void begin_step(self, int64_t granted, uint64_t done, int64_t now_ns, uint32_t shards=*) noexcept nogil
+    cpdef void begin_join(self, int64_t now_ns) noexcept nogil
+    cpdef void begin_last(self, uint32_t started, int64_t now_ns) noexcept nogil
+    cpdef void begin_calls(self, int64_t now_ns) noexcept nogil
+    cpdef void settle(self, int outcome, int64_t now_ns) noexcept nogil
+    cpdef void tell(self, int outcome) noexcept nogil
     cdef int _want(self, int64_t now_ns) noexcept nogil
     cdef bint _is_reached(self, int64_t now_ns) noexcept nogil
     cdef int _combine(self, int64_t now_ns) noexcept nogil

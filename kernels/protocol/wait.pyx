@@ -5,6 +5,7 @@ server's work. It never waits itself, reads no clock and calls no Python: live w
 driven alike.
 """
 
+cimport cython
 from libc.stdint cimport INT32_MAX, INT64_MAX
 
 from fastps.kernels.base.atomics cimport fps_event_load, fps_yield
@@ -19,6 +20,7 @@ EXPEL, TAKE_OVER, EXPELLED, FAILURE = WANT_EXPEL, WANT_TAKE_OVER, WANT_EXPELLED,
 SLICE, SHORT_WAIT = SLICE_NS, SHORT_WAIT_NS
 
 
+@cython.final
 cdef class Wait:
     """The waits of one lane, one after the other. Threads that share a lane have a Wait each, and a lock around `want`.
 
@@ -49,9 +51,12 @@ cdef class Wait:
         if goal == GOAL_SETTLE or (not self.spins and self.last_wait_ns < SHORT_WAIT_NS):
             self.rounds = INT32_MAX if goal == GOAL_CALL else ROUNDS_AWAKE
 
-    def begin_step(self, int64_t granted, uint64_t done, int64_t now_ns, uint32_t shards=0):
+    cpdef void begin_step(self, int64_t granted, uint64_t done, int64_t now_ns, uint32_t shards=0) noexcept nogil:
         """Wait until `granted` steps are granted by so many shards (0: by all), and `done` descriptors are done with."""
-        self._begin_step(granted, done, shards, now_ns)
+        self._begin(GOAL_STEP, now_ns, SLICE_NS)
+        self.granted, self.done = granted, done
+        if shards:
+            self.shards = shards
 
     def take_step(self, int64_t granted, uint64_t done, int64_t now_ns, uint32_t shards=0):
         """Begin the wait of `begin_step` with its first rest, unless something else is due. Returns whether it is over.
@@ -60,7 +65,7 @@ cdef class Wait:
         """
         cdef bint is_over
         with nogil:
-            self._begin_step(granted, done, shards, now_ns)
+            self.begin_step(granted, done, now_ns, shards)
             is_over = self._is_reached(now_ns)
             if not is_over and now_ns - self.checked_ns < SLICE_NS and not self.lane._is_expelled():
                 self.combines = True
@@ -68,22 +73,16 @@ cdef class Wait:
                 is_over = self._rest()
         return is_over
 
-    cdef void _begin_step(self, int64_t granted, uint64_t done, uint32_t shards, int64_t now_ns) noexcept nogil:
-        self._begin(GOAL_STEP, now_ns, SLICE_NS)
-        self.granted, self.done = granted, done
-        if shards:
-            self.shards = shards
-
-    def begin_join(self, int64_t now_ns):
+    cpdef void begin_join(self, int64_t now_ns) noexcept nogil:
         """Wait until every shard counts this worker."""
         self._begin(GOAL_JOIN, now_ns, 500_000)
 
-    def begin_last(self, uint32_t started, int64_t now_ns):
+    cpdef void begin_last(self, uint32_t started, int64_t now_ns) noexcept nogil:
         """Wait until all of the `started` initial workers have come, no other worker will push, and every push is decided."""
         self._begin(GOAL_LAST, now_ns, 5_000_000)
         self.started = started
 
-    def begin_calls(self, int64_t now_ns):
+    cpdef void begin_calls(self, int64_t now_ns) noexcept nogil:
         """Combine whenever the lane is called, as a server. This wait is never over."""
         self._begin(GOAL_CALL, now_ns, SLICE_NS)
 
@@ -91,16 +90,13 @@ cdef class Wait:
         """Wait for something of the driver's own, with pauses of `pause_ns`. The lane does not combine."""
         self._begin(GOAL_OWN, now_ns, pause_ns)
 
-    def settle(self, int outcome, int64_t now_ns):
+    cpdef void settle(self, int outcome, int64_t now_ns) noexcept nogil:
         """Wait until the combine that returned `outcome` is over: a helper may still have a chunk of its fold."""
         self._begin(GOAL_SETTLE, now_ns, HELD_NS)
-        self._tell(outcome)
+        self.tell(outcome)
 
-    def tell(self, int outcome):
+    cpdef void tell(self, int outcome) noexcept nogil:
         """Take the outcome of a combine that the driver made, when it passed a stopped peer by."""
-        self._tell(outcome)
-
-    cdef void _tell(self, int outcome) noexcept nogil:
         self.outcome = outcome
         self.is_told = True
 

@@ -1,5 +1,6 @@
 # A worker's own lane, for code that drives many workers without Python.
 
+cimport cython
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from fastps.kernels.protocol.lane cimport Lane
@@ -11,6 +12,7 @@ cdef enum:
     PUSH_EXPELLED = 66
 
 
+@cython.final
 cdef class WorkerLane(Lane):
     cdef public int64_t steps
     cdef public int64_t earlier_steps
@@ -25,13 +27,12 @@ cdef class WorkerLane(Lane):
     cdef public int64_t samples
     cdef public int64_t stale_blocks
     cdef public double loss
-    cdef uint32_t n_slots
     cdef uint64_t *free_at      # of each slot: descriptors that must be done with before it may be written again
 
     cdef void _begin(self) noexcept nogil
     cdef int _push(self, int64_t now_ns, double scale, uint32_t samples, bint null) noexcept nogil
     cdef void _count_push(self, int64_t now_ns, uint32_t samples, bint null) noexcept nogil
-    cdef bint _advance(self, int64_t now_ns, bint at_once) noexcept nogil
+    cpdef bint advance(self, int64_t now_ns, bint at_once) noexcept nogil
     cdef void _choose_slot(self) noexcept nogil
-    cdef void _advance_late(self, int64_t now_ns) noexcept nogil
-    cdef void _publish(self) noexcept nogil
+    cpdef void advance_late(self, int64_t now_ns) noexcept nogil
+    cpdef void publish(self) noexcept nogil

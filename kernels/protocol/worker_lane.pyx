@@ -4,10 +4,12 @@ Every step passes through here. Waits, recording, and pushes that another thread
 Times are arguments, and no function here waits.
 """
 
+cimport cython
 from libc.math cimport NAN
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
+from fastps.kernels.base.atomics cimport fps_counter_set
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport FPS_NULL, FPS_PUSH
 
@@ -16,6 +18,7 @@ EARLY = PUSH_EARLY  # the previous push still `awaits` its grant; nothing was do
 EXPELLED = PUSH_EXPELLED  # this lane was expelled; nothing was done
 
 
+@cython.final
 cdef class WorkerLane(Lane):
     """Lane `index` of `arena`, whose caller pushes steps of its own.
 
@@ -33,10 +36,9 @@ cdef class WorkerLane(Lane):
     """
 
     def __cinit__(self, Arena arena not None, uint32_t index):
-        self.n_slots = arena.header.n_slots
-        self.free_at = <uint64_t *> calloc(self.n_slots, sizeof(uint64_t))
+        self.free_at = <uint64_t *> calloc(arena.header.n_slots, sizeof(uint64_t))
         if self.free_at == NULL:
-            raise MemoryError(f"no memory for the state of {self.n_slots} slots")
+            raise MemoryError(f"no memory for the state of {arena.header.n_slots} slots")
         self.loss = NAN
         self._begin()
 
@@ -45,7 +47,7 @@ cdef class WorkerLane(Lane):
 
     cdef void _begin(self) noexcept nogil:
         """Begin with nothing pushed, behind what the lane's earlier owners posted."""
-        memset(self.free_at, 0, self.n_slots * sizeof(uint64_t))
+        memset(self.free_at, 0, self.arena.header.n_slots * sizeof(uint64_t))
         self.posts = self.words.tail
         self.slot = 0
         self.awaits = False
@@ -94,11 +96,8 @@ cdef class WorkerLane(Lane):
         if not null:
             self.free_at[self.slot] = self.posts
 
-    def advance(self, int64_t now_ns, bint at_once):
+    cpdef bint advance(self, int64_t now_ns, bint at_once) noexcept nogil:
         """Begin the next step if it may begin now: it is granted (or, `at_once`, needs no grant), and its slot is free."""
-        return self._advance(now_ns, at_once)
-
-    cdef bint _advance(self, int64_t now_ns, bint at_once) noexcept nogil:
         self.granted_ns = now_ns
         if self.pushed_ns:
             self.push_ns += now_ns - self.pushed_ns
@@ -107,7 +106,7 @@ cdef class WorkerLane(Lane):
         if not self._reached(0 if at_once else self.steps + 1, self.free_at[self.slot], self.n_shards):
             return False
         self.awaits = False
-        self._publish()
+        self.publish()
         return True
 
     def choose_slot(self):
@@ -119,27 +118,28 @@ cdef class WorkerLane(Lane):
         """Stay at the slot if it is free, which keeps one in the cache and in memory; else take the one that is free first."""
         cdef uint64_t done = self._done()
         cdef uint32_t other
-        for other in range(self.n_slots):
+        for other in range(self.arena.header.n_slots):
             if self.free_at[self.slot] <= done:
                 return
             if self.free_at[other] < self.free_at[self.slot]:
                 self.slot = other
 
-    def advance_late(self, int64_t now_ns):
+    cpdef void advance_late(self, int64_t now_ns) noexcept nogil:
         """Begin the next step after a wait for it."""
-        self._advance_late(now_ns)
-
-    cdef void _advance_late(self, int64_t now_ns) noexcept nogil:
         self._choose_slot()
         self.wait_ns += now_ns - self.granted_ns
         self.granted_ns = now_ns
         self.awaits = False
-        self._publish()
+        self.publish()
 
-    def publish(self):
+    cpdef void publish(self) noexcept nogil:
         """Publish the tally to observers."""
-        self._publish()
-
-    cdef void _publish(self) noexcept nogil:
-        self._count(self.earlier_steps + self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks,
-                    self.push_ns)
+        cdef int64_t loss_bits
+        memcpy(&loss_bits, &self.loss, sizeof(loss_bits))
+        fps_counter_set(&self.words.steps, self.earlier_steps + self.steps)
+        fps_counter_set(&self.words.wait_ns, self.wait_ns)
+        fps_counter_set(&self.words.compute_ns, self.compute_ns)
+        fps_counter_set(&self.words.samples, self.samples)
+        fps_counter_set(&self.words.loss_bits, loss_bits)
+        fps_counter_set(&self.words.stale_blocks, self.stale_blocks)
+        fps_counter_set(&self.words.push_ns, self.push_ns)
