@@ -42,7 +42,6 @@ cdef class Combiner:
     cdef int play(self, const played_t *events, int64_t count) noexcept nogil
     cdef int _end_late(self) noexcept nogil
     cdef int resume(self, int64_t now_ns) noexcept nogil
-    cdef bint is_idle(self) noexcept nogil
     cdef bint is_offered(self) noexcept nogil
     cdef int run(self, int outcome=*) noexcept nogil
     cdef int recover_lock(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil

@@ -28,7 +28,6 @@ cdef enum:
     _NOBODY = 0
     _FOLD = 1         # helpers of its own fold
     _BROKEN_FOLD = 2  # helpers of the fold whose combiner died
-    _RUN = 200       # no outcome yet
     _LIVE = -1  # of n_played
 
 
@@ -52,9 +51,11 @@ cdef class Combiner:
     # -- taking and letting go ---------------------------------------------------------------------
 
     cdef int try_combine(self, int64_t now_ns) noexcept nogil:
-        """Take the shard lock if it is free, drain and release it."""
+        """Take the shard lock if it is free, drain and release it. A lane that `hands_over` takes none."""
         if self.awaiting != _NOBODY:
             return self.resume(now_ns)
+        if self.hands_over:
+            return COMBINE_DONE
         self.now_ns = now_ns
         return self.run() if self.take() else COMBINE_BUSY
 
@@ -113,27 +114,23 @@ cdef class Combiner:
             return COMBINE_FENCED
         return self.run() if self.take() else COMBINE_BUSY
 
-    cdef bint is_idle(self) noexcept nogil:
-        """Whether this lane leaves the shard lock to others, and holds none that it must release."""
-        return self.hands_over and self.awaiting == _NOBODY
-
     cdef bint is_offered(self) noexcept nogil:
         """Whether the shard lock is free although more is pending, and this lane may take it."""
         cdef uint64_t seen = fps_lock_load(&self.shard_header.lock)
         return seen & FPS_PENDING and fps_lock_owner(seen) == 0 and not self.hands_over
 
-    cdef int run(self, int outcome=_RUN) noexcept nogil:
+    cdef int run(self, int outcome=COMBINE_DONE) noexcept nogil:
         """While holding the lock: drain until nothing is pending, then release it.
 
         After MAX_ROUNDS drains, or a long fold, the lock is offered to another lane. `outcome`: that of a commit that was under
         way when the lock was recovered or resumed.
         """
         cdef int rounds = 0
-        if self.hands_over and outcome in (_RUN, COMBINE_DONE):
+        if self.hands_over and outcome == COMBINE_DONE:
             return self._hand_over()
         self.commit.is_checked = False
         while True:
-            if outcome in (_RUN, COMBINE_DONE):
+            if outcome == COMBINE_DONE:
                 outcome = self._drain()
             if outcome == COMBINE_AWAITING:
                 self.awaiting = _FOLD
@@ -154,7 +151,6 @@ cdef class Combiner:
             self.commit.wake()
             if not self.lock.clear(FPS_PENDING):
                 return self._end_late()
-            outcome = _RUN
 
     cdef int _offer(self, int outcome) noexcept nogil:
         """Release the lock although more is pending, and wake a lane that waits; if none does, the next push takes it."""

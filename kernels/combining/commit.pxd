@@ -34,7 +34,6 @@ cdef class Commit:
 
     cdef scheduler_t *begin(self) noexcept nogil
     cdef int fold_and_flip(self, scheduler_t *state) noexcept nogil
-    cdef bint _folds_nothing(self, const scheduler_t *state) noexcept nogil
     cdef int finish(self) noexcept nogil
     cdef int64_t find_spare(self) noexcept nogil
     cdef int publish_spare(self) noexcept nogil

@@ -92,7 +92,9 @@ cdef class Commit:
     cdef int fold_and_flip(self, scheduler_t *state) noexcept nogil:
         """Fold the batch into buffers that nobody reads, write the other record, and publish everything by one flip."""
         cdef uint32_t state_in = self.shard_header.records[fps_commit_record(self.seen)].state_buffer
-        if self.batch.n_pushes == 0 and not self._folds_nothing(state):
+        # Without a push the fold is called only for a version of null pushes, and only one that asks for those.
+        if self.batch.n_pushes == 0 and not (
+                self.fold.folds_nothing and state.version != fps_commit_version(self.seen)):
             self.spare_buffer = fps_commit_buffer(self.seen)
             return self._write_record(state, state_in)
         self.spare_buffer = self._free_buffer()
@@ -105,10 +107,6 @@ cdef class Commit:
         if fps_mutant(FPS_MUTANT_ACKNOWLEDGE_FIRST):
             self._publish(state)
         return self._end_fold(self.fold.run())
-
-    cdef bint _folds_nothing(self, const scheduler_t *state) noexcept nogil:
-        """Whether to call the fold without a push: only for a version of null pushes, and a fold that asks for those."""
-        return self.fold.folds_nothing and state.version != fps_commit_version(self.seen)
 
     cdef int finish(self) noexcept nogil:
         """Resume a commit whose fold was COMBINE_AWAITING. Its state is checked again: any process may have written over it."""

@@ -39,8 +39,6 @@ cdef class ShardLocks(Reader):
         cdef int outcome, worst = COMBINE_DONE
         for turned in range(self.n_shards):
             shard = (self.index + turned) % self.n_shards
-            if (<Combiner> self._combiners[shard]).is_idle():
-                continue
             outcome = self._noted(shard, (<Combiner> self._combiners[shard]).try_combine(now_ns))
             if outcome == COMBINE_FENCED or outcome < 0:
                 return outcome
