@@ -27,7 +27,6 @@ cdef class Lane(ShardLocks):
     cdef bint _is_expelled(self) noexcept nogil
     cdef int64_t _begin_steps(self) noexcept nogil
     cdef int64_t _granted(self, uint32_t shard) noexcept nogil
-    cdef uint32_t _fresh(self, int64_t granted) noexcept nogil
     cdef int64_t _due_ns(self) noexcept nogil
     cdef bint _reached(self, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
     cdef bint _wait(self, int64_t granted, uint64_t done, int64_t spins, int64_t slice_ns, uint32_t shards) noexcept nogil

@@ -56,25 +56,16 @@ cdef class Lane(ShardLocks):
 
     # -- slots and posts ---------------------------------------------------------------------------
 
-    def set_hyper(self, uint32_t slot, uint32_t group, double learning_rate, double momentum, double dampening,
-                  double weight_decay, double beta1, double beta2, double epsilon,
-                  double learning_rate_decay, uint64_t flags):
-        """Write one param_group's hyper-parameters into the slot; they travel with its next push."""
+    def set_hyper(self, uint32_t slot, uint32_t group, *values):
+        """Write a param_group's hyper-parameters into the slot; they travel with its next push. `values`: those of fps_hyper."""
         cdef fps_hyper *hyper
         if group >= self.arena.header.n_groups:
             raise IndexError(f"expected a group of 0 to {self.arena.header.n_groups - 1}, found {group}")
         self.arena._check_slot(slot)
         hyper = <fps_hyper *> self.arena.slot(self.index, slot) + group
         FPS_FAILPOINT()
-        hyper.learning_rate = learning_rate
-        hyper.momentum = momentum
-        hyper.dampening = dampening
-        hyper.weight_decay = weight_decay
-        hyper.beta1 = beta1
-        hyper.beta2 = beta2
-        hyper.epsilon = epsilon
-        hyper.learning_rate_decay = learning_rate_decay
-        hyper.flags = flags
+        (hyper.learning_rate, hyper.momentum, hyper.dampening, hyper.weight_decay, hyper.beta1, hyper.beta2, hyper.epsilon,
+         hyper.learning_rate_decay, hyper.flags) = values
 
     def set_presence(self, uint32_t slot, bytes words not None):
         """Write the bitmap of the parameters that have a gradient in the slot: uint64 words, little endian."""
@@ -156,8 +147,10 @@ cdef class Lane(ShardLocks):
         self._leave_to_server(served)
 
     cdef void _leave_to_server(self, bint served) noexcept nogil:
+        cdef uint32_t shard
         self.served = served
-        self._hand_over(served)
+        for shard in range(self.n_shards):
+            (<Combiner> self._combiners[shard]).hands_over = served
 
     cdef int _try_combine(self, int64_t now_ns) noexcept nogil:
         """Combine; where the server does that, call it. LANE_UNSERVED if it has ended.
@@ -173,15 +166,11 @@ cdef class Lane(ShardLocks):
         return ShardLocks._try_combine(self, now_ns)
 
     def event(self):
-        """The word whose change `sleep` waits for. Read it before what the wait is for."""
+        """The word that moves when this lane is called, or has been granted something. Read it before what a wait is for."""
         return fps_event_load(&self.words.event)
 
-    def sleep(self, uint32_t seen, int64_t slice_ns):
-        """Sleep until the event is no longer `seen`, or the slice ends. Releases the GIL. Returns early on a signal."""
-        with nogil:
-            self._sleep(seen, 0, slice_ns)
-
     cdef void _sleep(self, uint32_t seen, int64_t spins, int64_t slice_ns) noexcept nogil:
+        """Poll the event `spins` times, then sleep until it is no longer `seen`, the slice ends or a signal comes."""
         cdef int64_t _poll
         for _poll in range(spins):
             if fps_event_load(&self.words.event) != seen:
@@ -242,12 +231,6 @@ cdef class Lane(ShardLocks):
                 return False
         return True
 
-    cdef uint32_t _fresh(self, int64_t granted) noexcept nogil:
-        cdef uint32_t shard, fresh = 0
-        for shard in range(self.n_shards):
-            fresh += self._granted(shard) >= granted
-        return fresh
-
     def batch(self):
         """The batch that the last grant carried; 0: the worker's own choice."""
         return fps_counter_get(&self.arena.lane_shard(self.index, 0).batch)
@@ -295,12 +278,15 @@ cdef class Lane(ShardLocks):
                 return True
             if self._is_offered():
                 return False
-            if not self.helpers or not self._help():
+            if not self.helper.helpers or not self._help():
                 fps_yield()
         return self._reached(granted, done, shards)
 
     cdef bint _reached(self, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil:
-        return self._fresh(granted) >= shards and self._done() >= done
+        cdef uint32_t shard, fresh = 0
+        for shard in range(self.n_shards):
+            fresh += self._granted(shard) >= granted
+        return fresh >= shards and self._done() >= done
 
     cdef bint _wait(self, int64_t granted, uint64_t done, int64_t spins, int64_t slice_ns, uint32_t shards) noexcept nogil:
         cdef uint32_t event
@@ -310,7 +296,7 @@ cdef class Lane(ShardLocks):
             for _poll in range(spins + 1):
                 if self._reached(granted, done, shards):
                     return True
-                if self.helpers and self._help():
+                if self.helper.helpers and self._help():
                     spins = max(spins, <int64_t> SPINS_AFTER_HELP)
                 fps_pause()
             fps_sleeping_set(&self.words.sleeping, 1)
@@ -318,7 +304,7 @@ cdef class Lane(ShardLocks):
             if not self._reached(granted, done, shards) and not self._is_offered():
                 fps_event_sleep(&self.words.event, event, slice_ns)
             fps_sleeping_set(&self.words.sleeping, 0)
-            if not self.helpers or not self._help():
+            if not self.helper.helpers or not self._help():
                 break
             spins = max(spins, <int64_t> SPINS_AFTER_HELP)
         return self._reached(granted, done, shards)

@@ -105,13 +105,10 @@ cdef class ShardLocks(Reader):
         A combiner that waits for the dead helper folds its chunks again; where this lane is that combiner, it resumes.
         """
         cdef int found
-        cdef uint32_t dead_generation
-        self.arena._check_lane(dead_lane)
-        if generation is None:
-            generation = fps_member_generation(fps_state_acquire(&self.arena.lane(dead_lane).state))
-        dead_generation = generation
+        cdef uint32_t owner
+        owner = self.arena._generation_of(dead_lane, generation)
         with nogil:
-            found = self._recover_locks(dead_lane, dead_generation, now_ns)
+            found = self._recover_locks(dead_lane, owner, now_ns)
         return found
 
     cdef int _recover_locks(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil:
@@ -262,12 +259,6 @@ cdef class ShardLocks(Reader):
                 return combiner.fold.failure
         return None
 
-    cdef void _hand_over(self, bint hands_over) noexcept nogil:
-        """Set whether this lane leaves every lock to others. A lock that it holds is released without draining."""
-        cdef uint32_t shard
-        for shard in range(self.n_shards):
-            (<Combiner> self._combiners[shard]).hands_over = hands_over
-
     def wake_all(self):
         """Wake every lane that sleeps, for a push that this lane cannot fold itself."""
         (<Combiner> self.combiners[0]).wake_all()
@@ -280,7 +271,6 @@ cdef class ShardLocks(Reader):
         shared. Only one thread at a time may use the lane.
         """
         cdef Combiner combiner
-        self.helpers = helpers
         self.helper.share(helpers, cores)
         for combiner in self.combiners:
             combiner.fold.share(helpers, cores)
