@@ -63,20 +63,21 @@ cdef inline void queue_add(queue_t *queue, int64_t key, int32_t kind, int32_t in
 
 cdef inline event_t queue_pop(queue_t *queue) noexcept nogil:
     """Remove and return the first event. The queue must not be empty."""
-    cdef event_t first = queue.events[0], last
-    cdef int64_t hole = 0, child = 1, least, other
+    cdef event_t *events = queue.events
+    cdef event_t first = events[0], last
+    cdef int64_t hole = 0, child = 1, length = queue.length - 1, least, other
     queue.now_ns = first.key
-    queue.length -= 1
-    last = queue.events[queue.length]
-    while child < queue.length:
+    queue.length = length
+    last = events[length]
+    while child < length:
         least = child
-        for other in range(child + 1, min(child + 4, queue.length)):
-            if _is_before(&queue.events[other], &queue.events[least]):
+        for other in range(child + 1, min(child + 4, length)):
+            if _is_before(&events[other], &events[least]):
                 least = other
-        if not _is_before(&queue.events[least], &last):
+        if not _is_before(&events[least], &last):
             break
-        queue.events[hole] = queue.events[least]
+        events[hole] = events[least]
         hole = least
         child = 4 * hole + 1
-    queue.events[hole] = last
+    events[hole] = last
     return first

@@ -41,7 +41,7 @@ cdef class Network:
     cdef uint64_t drawn
     cdef double late_share[2]
     cdef int64_t late_ns[2]
-    cdef int32_t make(self, queue_t *queue, message_t message) noexcept nogil
+    cdef message_t *make(self, queue_t *queue) noexcept nogil
     cdef void release(self, int32_t index) noexcept nogil
     cdef void append(self, list_t *list, int32_t index) noexcept nogil
     cdef int32_t take_first(self, list_t *list) noexcept nogil

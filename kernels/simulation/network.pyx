@@ -138,8 +138,8 @@ cdef class Network:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    cdef int32_t make(self, queue_t *queue, message_t message) noexcept nogil:
-        """Store a message and return its index; where memory is exhausted, -1, which the queue then says."""
+    cdef message_t *make(self, queue_t *queue) noexcept nogil:
+        """A new message, valid until the next is made; NULL where memory is exhausted, which the queue then says."""
         cdef int64_t room = 2 * self.room if self.room else _FIRST_ROOM
         cdef int32_t index = self.first_free
         cdef message_t *messages
@@ -147,15 +147,14 @@ cdef class Network:
             messages = <message_t *> realloc(self.messages, room * sizeof(message_t)) if room <= 1 << 30 else NULL
             if messages == NULL:
                 queue.no_memory = True
-                return -1
+                return NULL
             self.messages = messages
             for index in range(<int32_t> self.room, <int32_t> room):
                 messages[index].next = index + 1 if index + 1 < room else -1
             index = <int32_t> self.room
             self.room = room
         self.first_free = self.messages[index].next
-        self.messages[index] = message
-        return index
+        return &self.messages[index]
 
     cdef void release(self, int32_t index) noexcept nogil:
         self.messages[index].next = self.first_free

@@ -82,9 +82,7 @@ cdef class SimulatedShards:
 
     cdef void _send(self, const message_t *message) noexcept nogil:
         """Send a message over its worker's link to the shard."""
-        cdef int32_t index = self.network.make(&self.queue, message[0])
-        if index >= 0:
-            self.network.send(&self.queue, index, self.links[message.worker] + message.shard)
+        self.network.send(&self.queue, <int32_t> (message - self.network.messages), self.links[message.worker] + message.shard)
 
     cdef void _pushed(self, int32_t index) noexcept nogil:
         if self.server_queue.takes_time:
@@ -96,7 +94,7 @@ cdef class SimulatedShards:
         cdef int32_t index = self.server_queue.take(station)
         cdef message_t *message = &self.network.messages[index]
         if message.kind == EVENT_PULLED:
-            self.network.send(&self.queue, index, self.links[message.worker] + message.shard)
+            self._send(message)
         else:
             self._handled(index)
         if self.policy.combine and self.servers[station].posted.length:
@@ -236,7 +234,7 @@ cdef class SimulatedShards:
         cdef server_t *server = &self.servers[push.shard]
         cdef worker_t *w = &state_workers(server.state)[push.worker]
         cdef list_t *sum = &server.sum
-        cdef int32_t index
+        cdef message_t *kept
         cdef bint relayed
         if action == ACTION_DROP:
             if w.cursor + 1 == w.consumed:
@@ -251,9 +249,10 @@ cdef class SimulatedShards:
         else:
             if self.policy.groups:
                 sum = &server.leaves[push.worker * self.policy.groups // self.n_workers]
-            index = self.network.make(&self.queue, push[0])
-            if index >= 0:
-                self.network.append(sum, index)
+            kept = self.network.make(&self.queue)
+            if kept != NULL:
+                kept.worker, kept.read_version = push.worker, push.read_version
+                self.network.append(sum, <int32_t> (kept - self.network.messages))
         relayed = self._relay_leaf(push.worker, push.shard)
         self._unblock(push.worker)  # a slot of it may be free now
         return relayed
@@ -356,7 +355,8 @@ cdef class SimulatedShards:
 
     def staleness_counts(self):
         """Return the histogram of staleness over all shards as (versions, folded pushes); the last bucket is open-ended."""
-        return [(int(index), self.staleness[index]) for index in np.flatnonzero(self.staleness)]
+        counts = np.asarray(self.staleness)
+        return [(int(index), int(counts[index])) for index in np.flatnonzero(counts)]
 
     # -- the trace -----------------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ cdef enum:
 
 KINDS = ("begin", "computed", "receive", "fold", "drop", "grant", "timer", "leave", "pull", "death", "join")
 
-
 cdef struct player_t:
     int64_t steps           # steps pushed
     int64_t computed_ns     # time of its last gradient
@@ -297,18 +296,24 @@ cdef class Simulator(SimulatedShards):
 
     cdef void _push(self, int32_t worker) noexcept nogil:
         cdef player_t *player = &self.players[worker]
-        cdef message_t push
+        cdef message_t direct
+        cdef message_t *push = &direct
+        cdef int32_t shard
         player.steps += 1
         if self.overlap:
             player.sending = self.n_shards
-        push.kind, push.worker, push.version, push.samples = EVENT_PUSHED, worker, player.timestamp, player.batch
-        push.bytes = self.shard_bytes
-        for push.shard in range(self.n_shards):
-            push.read_version = self.views[worker * self.n_shards + push.shard].version
+        for shard in range(self.n_shards):
+            if not self.is_direct:
+                push = self.network.make(&self.queue)
+            if push == NULL:
+                return
+            push.kind, push.worker, push.shard = EVENT_PUSHED, worker, shard
+            push.version, push.samples, push.bytes = player.timestamp, player.batch, self.shard_bytes
+            push.read_version = self.views[worker * self.n_shards + shard].version
             if self.is_direct:
-                self._receive(&push)
+                self._receive(push)
             else:
-                self._send(&push)
+                self._send(push)
         if self.overlap:
             self._try_begin(worker)
 
@@ -375,11 +380,13 @@ cdef class Simulator(SimulatedShards):
 
     cdef void _fetch(self, int32_t worker) noexcept nogil:
         """Begin the worker's pull of the newest version."""
-        cdef message_t pull
+        cdef message_t *pull = self.network.make(&self.queue)
+        if pull == NULL:
+            return
         pull.kind, pull.worker, pull.shard = EVENT_PULLED, worker, 0
         pull.version, pull.bytes = self.servers[0].state.version, self.shard_bytes
         self._record_pull(RECORD_GRANT, worker, pull.version, 0)
-        self._send(&pull)
+        self._send(pull)
 
     cdef void _record_pull(self, int kind, int32_t worker, int64_t version, int32_t node) noexcept nogil:
         """For a driver, record that a pull in the background from a node begins, as a grant, or that its weights arrive."""
@@ -445,8 +452,7 @@ cdef class Simulator(SimulatedShards):
         cdef server_t *server = &self.servers[shard]
         cdef worker_t *w = &state_workers(server.state)[worker]
         cdef player_t *player = &self.players[worker]
-        cdef int32_t index
-        cdef message_t answer
+        cdef message_t *answer
         player.grant_wait_ns += self.queue.now_ns - w.push_ns[0]
         if w.batch > 0:
             player.granted_batch = w.batch
@@ -459,16 +465,17 @@ cdef class Simulator(SimulatedShards):
         if self.is_direct:
             self._arrive(worker, shard, w.granted, server.state.version)
             return
+        answer = self.network.make(&self.queue)
+        if answer == NULL:
+            return
         answer.kind, answer.worker, answer.shard = EVENT_PULLED, worker, shard
         answer.step, answer.version = w.granted, server.state.version
         # Rudra, section 3.2: a pull is skipped when the version has not changed.
         answer.bytes = 0 if self.views[worker * self.n_shards + shard].version == answer.version else self.shard_bytes
-        if not self.server_queue.takes_time:
-            self._send(&answer)
-            return
-        index = self.network.make(&self.queue, answer)
-        if index >= 0:
-            self.server_queue.add(&self.queue, index)
+        if self.server_queue.takes_time:
+            self.server_queue.add(&self.queue, <int32_t> (answer - self.network.messages))
+        else:
+            self._send(answer)
 
     # -- statistics ----------------------------------------------------------------------------------
 
