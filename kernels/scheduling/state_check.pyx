@@ -66,15 +66,14 @@ cdef bint state_can_be_walked(const scheduler_t *state, int64_t most_kept) noexc
 
     most_kept: descriptors of a lane that the scheduler has seen and that are not done with, at most.
     """
-    cdef int64_t waiting_for_all = 0, waiting_in_buckets = 0
-    if not _are_workers_sound(state, most_kept, &waiting_for_all, &waiting_in_buckets):
-        return False
-    return (_count(state, &state.waiting, OF_WAITING, WAITS_FOR_ALL) == waiting_for_all
-            and _are_buckets_sound(state, waiting_in_buckets))
+    cdef int64_t waiting[3]  # workers by their value of `waiting`
+    waiting[0] = waiting[WAITS_FOR_ALL] = waiting[WAITS_IN_BUCKET] = 0
+    return (_are_workers_sound(state, most_kept, waiting)
+            and _count(state, &state.waiting, OF_WAITING, WAITS_FOR_ALL) == waiting[WAITS_FOR_ALL]
+            and _are_buckets_sound(state, waiting[WAITS_IN_BUCKET]))
 
 
-cdef bint _are_workers_sound(const scheduler_t *state, int64_t most_kept, int64_t *waiting_for_all,
-                             int64_t *waiting_in_buckets) noexcept nogil:
+cdef bint _are_workers_sound(const scheduler_t *state, int64_t most_kept, int64_t *waiting) noexcept nogil:
     cdef const worker_t *workers = state_workers(state)
     cdef const worker_t *w
     cdef int32_t worker, n = state.n_workers, live = 0, arrived = 0
@@ -88,10 +87,9 @@ cdef bint _are_workers_sound(const scheduler_t *state, int64_t most_kept, int64_
                 return False
             live += 1
             arrived += w.kept > 0 and w.kept_version == state.version
-        waiting_for_all[0] += w.waiting == WAITS_FOR_ALL
-        waiting_in_buckets[0] += w.waiting == WAITS_IN_BUCKET
-        if w.waiting not in (0, WAITS_FOR_ALL, WAITS_IN_BUCKET):
+        if not 0 <= w.waiting <= WAITS_IN_BUCKET:
             return False
+        waiting[w.waiting] += 1
         if state.policy.groups and not _is_leaf_sound(state, worker):
             return False
     if live != state.n_live or not _is_index(state.fold_next, n) or not _is_index(state.grant_next, n):

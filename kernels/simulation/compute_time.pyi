@@ -1,7 +1,6 @@
 import numpy as np
 import numpy.typing as npt
 
-KINDS: tuple[str, ...]
 LONGEST_NS: int
 
 class ComputeTimes:

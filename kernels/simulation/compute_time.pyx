@@ -24,8 +24,7 @@ cdef enum:
     _PARETO
     _REPLAY
 
-_KINDS = {"constant": _CONSTANT, "normal": _NORMAL, "lognormal": _LOGNORMAL, "pareto": _PARETO, "replay": _REPLAY}
-KINDS = tuple(_KINDS)
+_KINDS = ("constant", "normal", "lognormal", "pareto", "replay")  # in the order of these numbers
 LONGEST_NS = 1_000_000_000_000_000  # 11 days: cuts the Pareto tail, which is unbounded
 cdef double _LONGEST_NS = 1e15
 
@@ -54,7 +53,7 @@ cdef class ComputeTimes:
         if kind not in _KINDS:
             raise ValueError(f"expected a kind of {', '.join(_KINDS)}, found {kind!r}")
         self.n_workers = factors.shape[0]
-        self.model = _KINDS[kind]
+        self.model = _KINDS.index(kind)
         self.location_ns = location_ns
         self.spread = spread
         self._check(factors)
