@@ -154,7 +154,9 @@ cdef int _receive(scheduler_t *state, int32_t worker, int64_t timestamp) noexcep
     return _fold_complete(state)
 
 
-# -- bounded staleness: SSP, and DSSP with room between the bounds (Zhao et al., Algorithms 1 and 2) ---
+# -- bounded staleness: DSSP, and SSP, its special case without room between the bounds --------------
+#
+# DSSP is Zhao et al., "Dynamic Stale Synchronous Parallel Distributed Training for Deep Learning", Algorithms 1 and 2.
 
 cdef int64_t _controller(const scheduler_t *state, int32_t worker) noexcept nogil:
     """DSSP, Algorithm 2: how many extra steps lead to the shortest wait for the slowest worker.

@@ -21,7 +21,7 @@ cdef struct compute_worker_t:
     int64_t drawn_at        # index of the time drawn last
 
 cdef class ComputeTimes:
-    cdef readonly int64_t n_workers
+    cdef int64_t n_workers
     cdef int model
     cdef double location_ns
     cdef double spread

@@ -4,7 +4,6 @@ import numpy.typing as npt
 LONGEST_NS: int
 
 class ComputeTimes:
-    n_workers: int
     def __init__(
         self,
         kind: str,

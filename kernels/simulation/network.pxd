@@ -30,7 +30,7 @@ cdef struct message_t:
 
 cdef class Network:
     cdef readonly int64_t n_links
-    cdef readonly bint instant
+    cdef bint instant
     cdef bint half_duplex
     cdef link_t *ports
     cdef int64_t[::1] latency_ns

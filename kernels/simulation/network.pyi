@@ -3,7 +3,6 @@ import numpy.typing as npt
 
 class Network:
     n_links: int
-    instant: bool
     def __init__(
         self,
         bandwidth: npt.NDArray[np.float64],
