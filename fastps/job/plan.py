@@ -33,7 +33,7 @@ def plan(layout: Layout) -> tuple[bytes, int, int]:
     check_lanes(layout.policy, layout.lanes)
     # A reader needs a number of a buffer. Weights on devices have neither buffers in the arena nor readers.
     readers = 0 if layout.owner_lanes else max(0, min(layout.max_readers, MAX_BUFFERS - layout.buffers))
-    header, size = arena_plan.plan(
+    return arena_plan.plan(
         lanes=layout.lanes,
         slots=layout.slots,
         ring_size=limits.RING_SIZE,
@@ -54,7 +54,6 @@ def plan(layout: Layout) -> tuple[bytes, int, int]:
         tables=layout.tables,
         row_rule=layout.row_rule,
     )
-    return header, size, arena_plan.reader_weights_offset(header)
 
 
 def remedy(layout: Layout, free: int) -> str:

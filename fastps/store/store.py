@@ -183,7 +183,6 @@ class Store(JobMemory):
                 header,
                 [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters],
                 shards=layout.host_shards,
-                tables=layout.tables,
                 started=layout.workers,
                 **(resume.beginning(layout) if resume is not None else {}),
                 **values,

@@ -54,7 +54,7 @@ cdef class World:
               bint fetches):
         """A fresh arena in the same memory."""
         described = [(SHARD_FLOATS + 1, ROW_FLOATS, shards + shard, 0, shard) for shard in range(shards if tables else 0)]
-        header, size = plan(
+        header, size, _ = plan(
             lanes=workers, slots=slots, ring_size=RING_SIZE, groups=1, parameters=shards + len(described),
             buffer_floats=shards * SHARD_FLOATS, rule=FPS_RULE_ADAGRAD if adagrad else FPS_RULE_SGD,
             state_planes=1 if adagrad else 0, extra_bytes=0,
@@ -67,6 +67,6 @@ cdef class World:
         memset(&view[0], 0, size)
         segments = [(SHARD_FLOATS * i, SHARD_FLOATS, 0) for i in range(shards)]
         segments += [(SHARD_FLOATS * i, 0, 0) for i in range(len(described))]
-        format_memory(self.memory, header, segments, tables=described,
+        format_memory(self.memory, header, segments,
                       shards=[(SHARD_FLOATS * i, SHARD_FLOATS * (i + 1)) for i in range(shards)], **policy)
         return Arena(self.memory)

@@ -3,31 +3,22 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from fastps.kernels.shm.plan cimport describe_tables, place_tables
 from fastps.kernels.shm.view cimport ArenaView
 from fastps.kernels.shm.arena_h cimport FPS_RECORDS, fps_commit_pack, fps_header, fps_shard_header
 from fastps.kernels.update.fold cimport fps_segment
 from fastps.kernels.rows.rows_h cimport fps_table
 from fastps.kernels.scheduling.policy cimport policy_from_values
-from fastps.kernels.scheduling.state cimport (
-    policy_t,
-    scheduler_t,
-    state_add,
-    state_copy,
-    state_initialise,
-    state_remove,
-    state_workers,
-)
+from fastps.kernels.scheduling.state cimport *
 
 
-def format_memory(unsigned char[::1] memory not None, bytes header_bytes not None, list segments not None, *, list shards=None,
-                  int started=0, list tables=None, list versions=None, list clocks=None, uint64_t drawn=0, **policy_values):
-    """Write a fresh arena into zeroed `memory`: header, segments, shards, schedulers, first records.
+def format_memory(unsigned char[::1] memory not None, bytes described not None, list segments not None, *, list shards=None,
+                  int started=0, list versions=None, list clocks=None, uint64_t drawn=0, **policy_values):
+    """Write a fresh arena into zeroed `memory`: header and tables, segments, shards, schedulers, first records.
 
-    `segments`: (offset, length, group) in floats, one a parameter. `shards`: (first, last) in floats, one a shard; by default
-    one that holds everything. `started`: lanes whose workers are counted from the beginning, 0: all; the others may join.
-    `tables` are those of the plan. `versions` (one a shard), `clocks` (one a started lane) and `drawn` continue where a job
-    ended. The policy's values are those of fastps.kernels.scheduling.scheduler.Scheduler.
+    `described`: the header and the tables, of `plan`. `segments`: (offset, length, group) in floats, one a parameter.
+    `shards`: (first, last) in floats, one a shard; by default one that holds everything. `started`: lanes whose workers are
+    counted from the beginning, 0: all; the others may join. `versions` (one a shard), `clocks` (one a started lane) and
+    `drawn` continue where a job ended. The policy's values are those of fastps.kernels.scheduling.scheduler.Scheduler.
     """
     cdef fps_header *header = <fps_header *> &memory[0]
     cdef fps_segment *segment
@@ -35,7 +26,8 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
     cdef policy_t policy
     cdef uint32_t index
     cdef ArenaView arena
-    memcpy(header, <char *> header_bytes, sizeof(fps_header))
+    memcpy(header, <char *> described, sizeof(fps_header))
+    memcpy(&memory[0] + header.tables_offset, <char *> described + sizeof(fps_header), header.n_tables * sizeof(fps_table))
     started = started or header.n_lanes
     clocks = clocks or [0] * started
     if not 1 <= started <= <int> header.n_lanes or len(clocks) != started or min(clocks) < 0:
@@ -53,9 +45,6 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
     for index, (first, last) in enumerate(shards):
         shard_header = <fps_shard_header *> (&memory[0] + header.shard_headers_offset) + index
         shard_header.first, shard_header.last = first, last
-    if tables:
-        describe_tables(<fps_table *> (&memory[0] + header.tables_offset), tables)
-        place_tables(<fps_table *> (&memory[0] + header.tables_offset), header)
     arena = ArenaView(memory)
     versions = versions or [0] * len(shards)
     if len(versions) != len(shards) or not all(0 <= version < 1 << 40 for version in versions):

@@ -9,5 +9,4 @@ cdef enum:
     PAGE = 4096
 
 cdef int check_header(const fps_header *found, int64_t size) except -1
-cdef int describe_tables(fps_table *words, list tables) except -1
 cdef int place_tables(fps_table *tables, fps_header *header) except -1

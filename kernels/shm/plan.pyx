@@ -8,15 +8,7 @@ from libc.string cimport memcmp, memset
 
 from fastps.kernels.scheduling.state cimport state_size
 from fastps.kernels.shm.arena_h cimport *
-from fastps.kernels.update.fold cimport (
-    FPS_BFLOAT16,
-    FPS_FLOAT32,
-    FPS_FLOAT64,
-    FPS_IS_USERS,
-    FPS_MAX_PUSHES,
-    fps_hyper,
-    fps_segment,
-)
+from fastps.kernels.update.fold cimport *
 from fastps.kernels.rows.rows_h cimport *
 
 
@@ -122,18 +114,6 @@ cdef int _place(fps_header *header) except -1:
     return _check_size(header)
 
 
-cdef int describe_tables(fps_table *words, list tables) except -1:
-    """Write (rows, width, parameter, group, shard) of each table."""
-    cdef fps_table *table
-    if len(tables) > FPS_MAX_TABLES:
-        raise ValueError(f"expected at most {FPS_MAX_TABLES} tables, found {len(tables)}")
-    memset(words, 0, len(tables) * sizeof(fps_table))
-    for index, (rows, width, parameter, group, shard) in enumerate(tables):
-        table = &words[index]
-        table.rows, table.width, table.parameter, table.group, table.shard = rows, width, parameter, group, shard
-    return 0
-
-
 cdef int place_tables(fps_table *tables, fps_header *header) except -1:
     """Complete the descriptions of tables, whose rows, width, parameter, group and shard are set, and write their measures."""
     cdef uint32_t index, shard
@@ -178,7 +158,8 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
          int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0, bint checks_finite=False,
          int gradient_type=FPS_FLOAT32, int shown_type=FPS_FLOAT32, int servers=0, int readers=0, list tables=None,
          int row_rule=0):
-    """The header of an arena of these measures, as bytes; its last word is the arena's size.
+    """The header of an arena of these measures and the descriptions of its tables, as bytes, the arena's size, and where the
+    buffers of readers begin: what lies behind gets pages only when it is needed.
 
     `servers`: 1 for a lane more, behind the workers', for a server process. `readers`: the most processes that only read.
     `gradient_type`: FLOAT64 if every number of the arena is a double, which takes two floats.
@@ -189,6 +170,7 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     """
     cdef fps_header header
     cdef fps_table words[FPS_MAX_TABLES]
+    cdef fps_table *table
     if lanes < 1:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
     memset(&header, 0, sizeof(header))
@@ -199,17 +181,14 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     header.gradient_type, header.shown_type, header.extra_bytes = gradient_type, shown_type, extra_bytes
     header.n_tables, header.row_rule = len(tables or []), row_rule
     _check_measures(&header)
-    describe_tables(words, tables or [])
+    memset(words, 0, sizeof(words))
+    for index, (rows, width, parameter, group, shard) in enumerate(tables or []):
+        table = &words[index]
+        table.rows, table.width, table.parameter, table.group, table.shard = rows, width, parameter, group, shard
     place_tables(words, &header)
     _place(&header)
-    return bytes((<char *> &header)[:sizeof(fps_header)]), header.total_bytes
-
-
-def reader_weights_offset(bytes header_bytes not None):
-    """Where the buffers of readers begin, in bytes: what lies behind gets pages only when it is needed."""
-    if len(header_bytes) != sizeof(fps_header):
-        raise ValueError(f"expected a header of {sizeof(fps_header)} bytes, found {len(header_bytes)}")
-    return (<const fps_header *> <const char *> header_bytes).reader_weights_offset
+    described = (<char *> &header)[:sizeof(fps_header)] + (<char *> words)[:header.n_tables * sizeof(fps_table)]
+    return described, header.total_bytes, header.reader_weights_offset
 
 
 cdef int check_header(const fps_header *found, int64_t size) except -1:

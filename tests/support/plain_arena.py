@@ -25,7 +25,7 @@ def set_helping(memory: Any, lane: int, word: int) -> None:
     struct.pack_into("<I", memory, header.lanes_offset + lane * header.lane_bytes + OFFSETS["lane.helping"], word)
 
 
-def planned(**measures: Any) -> tuple[bytes, int]:
+def planned(**measures: Any) -> tuple[bytes, int, int]:
     """The plan of an arena: two lanes, and one parameter under plain SGD, where the measures do not say otherwise."""
     usual = {"lanes": 2, "slots": 2, "ring_size": 8, "groups": 1, "parameters": 1, "buffer_floats": FLOATS, "rule": 0}
     return plan(**{**usual, "state_planes": 0, "extra_bytes": 0, "buffers": 5, **measures})  # type: ignore[arg-type]
@@ -42,10 +42,9 @@ class Job:
         spans = [(floats * shard, floats * (shard + 1)) for shard in range(shards)]
         segments = segments or [(first, floats, 0) for first, _ in spans]
         usual = {"parameters": len(segments), "buffer_floats": self.floats, "buffers": lanes + 3, "shards": shards}
-        header, size = planned(lanes=lanes, slots=slots, **{**usual, **measures})
+        header, size, _ = planned(lanes=lanes, slots=slots, **{**usual, **measures})
         self.memory = mmap.mmap(-1, size)
-        tables = measures.get("tables")
-        format_memory(self.memory, header, segments, shards=spans, started=started, tables=tables, **policy)
+        format_memory(self.memory, header, segments, shards=spans, started=started, **policy)
         self.header = header_of(self.memory)
         self.arena = Arena(self.memory)
         self.lanes = [Lane(self.arena, index) for index in range(lanes)]

@@ -285,7 +285,7 @@ def _memory_of(layout: Layout) -> JobMemory:
     memory = shared_memory.map_shared(descriptor)
     segments = [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters]
     values = layout.policy.values(layout.workers)
-    format_memory(memory, header, segments, shards=layout.host_shards, tables=[], started=layout.workers, **values)
+    format_memory(memory, header, segments, shards=layout.host_shards, started=layout.workers, **values)
     return JobMemory(descriptor, memory, layout, "modelled", 1.0, SYSTEM_CLOCK, [SGD(lr=0.1).hyper] * layout.groups)
 
 

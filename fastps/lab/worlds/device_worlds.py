@@ -148,7 +148,7 @@ class World:
         memory = shared_memory.map_shared(descriptor)
         segments = [(parameter.offset, parameter.length, parameter.group) for parameter in self.layout.parameters]
         values = self.policy.values(self.layout.workers)
-        format_memory(memory, header, segments, shards=self.layout.host_shards, tables=[], started=len(self._gpus), **values)
+        format_memory(memory, header, segments, shards=self.layout.host_shards, started=len(self._gpus), **values)
         return JobMemory(descriptor, memory, self.layout, "simulated", 1.0, SYSTEM_CLOCK, [self.hyper])
 
     @property
