@@ -18,11 +18,7 @@ cdef extern from "baseline/roofline.h" nogil:
         float *weights_out
         float *mean_out
         float *square_out
-        float minus_rate
-        float momentum
-        float beta2
-        float root_correction2
-        float epsilon
+        float minus_rate, momentum, beta2, root_correction2, epsilon
 
     void fps_roofline_run(const fps_roofline_job *job, int is_adam, int count, int64_t first, int64_t last, int streaming)
 

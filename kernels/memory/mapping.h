@@ -39,32 +39,21 @@ static inline void fps_mapping_close(fps_mapping *mapping) {
     free(mapping);
 }
 
-/* The DLPack exchange format, version 0, as every torch that fastps supports reads it (dmlc/dlpack, include/dlpack/dlpack.h). */
-typedef struct {
-    int32_t type, id;
-} fps_dlpack_device;
-
-typedef struct {
-    uint8_t code, bits;
-    uint16_t lanes;
-} fps_dlpack_type;
-
-typedef struct {
+/* A DLManagedTensor of the DLPack exchange format, version 0, as every torch that fastps supports reads it (dmlc/dlpack,
+ * include/dlpack/dlpack.h), with the words of the structs within it. */
+typedef struct fps_dlpack {
     void *data;
-    fps_dlpack_device device;
-    int32_t dimensions;
-    fps_dlpack_type type;
+    int32_t device_type, device_id, dimensions;
+    uint8_t code, bits; /* of the type of an element */
+    uint16_t lanes;
     int64_t *shape, *strides;
     uint64_t byte_offset;
-} fps_dlpack_tensor;
-
-typedef struct fps_dlpack {
-    fps_dlpack_tensor tensor;
     void *owner;
     void (*deleter)(struct fps_dlpack *);
 } fps_dlpack;
 
-_Static_assert(sizeof(fps_dlpack) == 64 && offsetof(fps_dlpack, owner) == 48, "the layout of DLManagedTensor");
+_Static_assert(sizeof(fps_dlpack) == 64 && offsetof(fps_dlpack, code) == 20 && offsetof(fps_dlpack, owner) == 48,
+               "the layout of DLManagedTensor");
 
 static void fps_dlpack_delete(fps_dlpack *managed) {
     fps_mapping_close(managed->owner);
@@ -78,14 +67,14 @@ static inline fps_dlpack *fps_dlpack_make(fps_mapping *mapping, void *data, int3
     fps_users_add(&mapping->users);
     managed->owner = mapping;
     managed->deleter = fps_dlpack_delete;
-    managed->tensor.data = data;
-    managed->tensor.device.type = 1; /* kDLCPU */
-    managed->tensor.dimensions = dimensions;
-    managed->tensor.type.code = code;
-    managed->tensor.type.bits = bits;
-    managed->tensor.type.lanes = 1;
-    managed->tensor.shape = (int64_t *)(managed + 1);
-    managed->tensor.strides = managed->tensor.shape + dimensions;
+    managed->data = data;
+    managed->device_type = 1; /* kDLCPU */
+    managed->dimensions = dimensions;
+    managed->code = code;
+    managed->bits = bits;
+    managed->lanes = 1;
+    managed->shape = (int64_t *)(managed + 1);
+    managed->strides = managed->shape + dimensions;
     return managed;
 }
 

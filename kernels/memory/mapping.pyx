@@ -17,12 +17,9 @@ cdef extern from "memory/mapping.h" nogil:
         void *address
         size_t bytes
 
-    ctypedef struct fps_dlpack_tensor:
+    ctypedef struct fps_dlpack:
         int64_t *shape
         int64_t *strides
-
-    ctypedef struct fps_dlpack:
-        fps_dlpack_tensor tensor
         void (*deleter)(fps_dlpack *) noexcept
 
     fps_mapping *fps_mapping_open(int descriptor, size_t bytes, int writable)
@@ -102,8 +99,8 @@ cdef class SharedMapping:
         if managed == NULL:
             raise MemoryError
         for index in range(dimensions):
-            managed.tensor.shape[index] = shape[index]
-            managed.tensor.strides[index] = strides[index]
+            managed.shape[index] = shape[index]
+            managed.strides[index] = strides[index]
         try:
             return PyCapsule_New(managed, "dltensor", _forget)
         except BaseException:

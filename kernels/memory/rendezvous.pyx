@@ -5,30 +5,21 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset, strerror
 
 cdef extern from "memory/rendezvous.h" nogil:
-    const uint64_t FPS_HELLO_MAGIC
-    const uint64_t FPS_OFFER_MAGIC
+    const uint64_t FPS_HELLO_MAGIC, FPS_OFFER_MAGIC
     const uint32_t FPS_HELLO_OBSERVER
-    const Py_ssize_t FPS_PREFIX_BYTES
-    const Py_ssize_t FPS_HASH_BYTES
-    const Py_ssize_t FPS_NAME_BYTES
-    const Py_ssize_t FPS_MAX_LAYOUT_BYTES
-    const int FPS_OFFER_OK
-    const int FPS_OFFER_ABI_DIFFERS
-    const int FPS_OFFER_LAYOUT_DIFFERS
-    const int FPS_OFFER_BAD_HELLO
-    const int FPS_OFFER_REFUSED
+    const Py_ssize_t FPS_PREFIX_BYTES, FPS_HASH_BYTES, FPS_NAME_BYTES, FPS_MAX_LAYOUT_BYTES
+    enum:
+        FPS_OFFER_OK, FPS_OFFER_ABI_DIFFERS, FPS_OFFER_LAYOUT_DIFFERS, FPS_OFFER_BAD_HELLO, FPS_OFFER_REFUSED
 
     ctypedef struct fps_hello:
         uint64_t magic
-        uint32_t abi
-        uint32_t flags
+        uint32_t abi, flags
         unsigned char *layout_hash
         uint64_t layout_length
 
     ctypedef struct fps_offer:
         uint64_t magic
-        uint32_t abi
-        uint32_t status
+        uint32_t abi, status
         int32_t place
         uint64_t layout_length
 
