@@ -12,8 +12,22 @@
 #include "base/atomics.h"
 #include "base/failpoints.h"
 #include "update/fold_coefficients.h"
-#include "rows/row_isa.h"
 #include "rows/rows.h"
+
+/* One row's addresses. */
+typedef struct {
+    float *weights, *planes[FPS_ROW_PLANES];
+    const float *gradient;
+} fps_row;
+
+/* Apply a rule to `count` rows, which are all different. Returns whether the results are finite. */
+typedef int (*fps_row_loop)(const fps_coefficients *by, int64_t width, const fps_row *rows, int64_t count);
+
+#define FPS_LOOPS "rows/row_tile.h"
+#include "update/each_isa.h"
+
+/* The loops of an instruction set. */
+static inline const fps_row_loop *fps_row_loops(int isa) { return FPS_OF_ISA(isa, row_loops); }
 
 #define FPS_ROWS_REFUSED (-4)   /* a row out of range, more rows than the table has, or an unknown rule */
 #define FPS_ROWS_NO_MEMORY (-5) /* for the scratch, or a log that is full */
@@ -36,7 +50,7 @@ typedef struct {
     int64_t n_sums;
     fps_coefficients by[FPS_MAX_PUSHES];
     const fps_rows *rows[FPS_MAX_PUSHES];
-    const fps_push *pushes[FPS_MAX_PUSHES];
+    fps_push pushes[FPS_MAX_PUSHES];
 } fps_row_scratch;
 
 static void fps_row_scratch_free(fps_row_scratch *scratch) {
@@ -64,10 +78,6 @@ static inline fps_row fps_row_at(char *tables, const fps_table *table, uint32_t 
     for (int plane = 0; plane < table->n_planes; plane++)
         row.planes[plane] = fps_row_of(tables, table->planes_offset[plane], number, table->plane_width);
     return row;
-}
-
-static inline int fps_has_rows(const fps_table *table, const fps_push *push) {
-    return push->presence[table->parameter >> 6] >> (table->parameter & 63) & 1;
 }
 
 /* -- the log ----------------------------------------------------------------------------------------------------------- */
@@ -234,7 +244,7 @@ static inline const float *fps_chained(const fps_row_scratch *scratch, const fps
 static void fps_sum_chain(const fps_row_scratch *scratch, const fps_table *table, int64_t chain, float *total) {
     for (int64_t at = chain; at >= 0; at = scratch->links[at].next) {
         const float *values = fps_chained(scratch, table, &scratch->links[at]);
-        float scale = (float)scratch->pushes[scratch->links[at].push]->scale;
+        float scale = (float)scratch->pushes[scratch->links[at].push].scale;
         if (at == chain)
             for (int32_t i = 0; i < table->width; i++) total[i] = values[i] * scale;
         else
@@ -277,35 +287,29 @@ static int fps_fold_table(const fps_row_loop *loops, const fps_fold_job *job, in
                           int32_t index, char *base, char *const *pushed, fps_row_scratch *scratch, const fps_undo_log *log,
                           uint64_t *used) {
     const fps_table *table = &tables[index];
+    const fps_coefficients *by = scratch->by;
+    fps_coefficients sum;
     int count = 0, outcome;
     int64_t steps = job->steps_in[table->parameter];
-    double rate = 0, first_rate = 0, rates;
-    int equal = 1;
     if (row_rule < 0 || row_rule >= FPS_N_ROW_RULES || job->n_pushes > FPS_MAX_PUSHES) return FPS_ROWS_REFUSED;
     for (int push = 0; push < job->n_pushes; push++) {
         const fps_push *from = &job->pushes[push];
-        if (!fps_has_rows(table, from)) continue;
-        rates = from->hypers[table->group].learning_rate * from->rate_scale;
-        if (count == 0) first_rate = rates;
-        equal &= rates == first_rate;
-        rate += rates;
-        scratch->by[count] = fps_row_coefficients_of(row_rule, &from->hypers[table->group], rates, from->scale, steps + count);
+        if (!fps_is_present(from, table->parameter)) continue;
+        scratch->by[count] = fps_row_coefficients_of(row_rule, &from->hypers[table->group], fps_rate(from, table->group),
+                                                     from->scale, steps + count);
         scratch->rows[count] = (const fps_rows *)(pushed[push] + table->slot_offset);
-        scratch->pushes[count++] = from;
+        scratch->pushes[count++] = *from;
     }
     if (count == 0) return 0;
     fps_row_batch batch = {loops, table, index, row_rule, base, log, *used, 1, 0};
-    if (job->mode == FPS_FOLD_EACH) {
-        outcome = count == 1 ? fps_fold_rows_of_one(&batch, &scratch->by[0], scratch->rows[0])
-                             : fps_fold_rows_of_many(&batch, scratch, count, NULL);
-    } else {
-        rate = (equal ? first_rate : rate / count) * job->rate_scale;
-        double scale = job->scale * (count == 1 ? scratch->pushes[0]->scale : 1);
-        fps_coefficients sum =
-            fps_row_coefficients_of(row_rule, &scratch->pushes[0]->hypers[table->group], rate, scale, steps);
-        outcome = count == 1 ? fps_fold_rows_of_one(&batch, &sum, scratch->rows[0])
-                             : fps_fold_rows_of_many(&batch, scratch, count, &sum);
+    if (job->mode != FPS_FOLD_EACH) {
+        double rate = fps_mean_rate(scratch->pushes, count, table->group) * job->rate_scale;
+        double scale = job->scale * (count == 1 ? scratch->pushes[0].scale : 1);
+        sum = fps_row_coefficients_of(row_rule, &scratch->pushes[0].hypers[table->group], rate, scale, steps);
+        by = &sum;
     }
+    outcome = count == 1 ? fps_fold_rows_of_one(&batch, by, scratch->rows[0])
+                         : fps_fold_rows_of_many(&batch, scratch, count, by == &sum ? by : NULL);
     *used = batch.used;
     if (!batch.finite && job->nonfinite) *job->nonfinite = 1;
     return outcome;
@@ -313,7 +317,7 @@ static int fps_fold_table(const fps_row_loop *loops, const fps_fold_job *job, in
 
 /* How many rows of a table a push has. */
 static inline int64_t fps_pushed_rows(const fps_table *table, const fps_push *push, const char *pushed) {
-    if (!fps_has_rows(table, push)) return 0;
+    if (!fps_is_present(push, table->parameter)) return 0;
     return ((const fps_rows *)(pushed + table->slot_offset))->count;
 }
 
@@ -322,7 +326,7 @@ static float fps_largest_row(const fps_table *table, const fps_push *push, const
     const fps_rows *rows = (const fps_rows *)(pushed + table->slot_offset);
     const float *values = fps_values_of(rows, table);
     float most = -1;
-    if (!fps_has_rows(table, push)) return most;
+    if (!fps_is_present(push, table->parameter)) return most;
     for (int64_t i = 0; i < rows->count * table->width && rows->count <= table->rows; i++) {
         float size = fabsf(values[i] * (float)push->scale);
         if (!(size < INFINITY)) return INFINITY;

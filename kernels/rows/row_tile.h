@@ -3,14 +3,6 @@
  * A loop takes rows that are all different, each with its gradient, and writes them in place. It does what torch does to the
  * coalesced rows of a sparse gradient. */
 
-/* The larger magnitude of two, as bits: those of an infinity or a NaN are larger than those of any number. */
-static inline __attribute__((always_inline)) int32_t FPS_ISA(row_larger)(int32_t most, float value) {
-    int32_t bits;
-    memcpy(&bits, &value, sizeof(bits));
-    bits &= 0x7fffffff;
-    return bits > most ? bits : most;
-}
-
 /* torch.optim.SGD without momentum. */
 static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_row)(const fps_coefficients *by, const fps_row *row,
                                                                       const int64_t width) {
@@ -20,7 +12,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_row)(const fps_
     int32_t most = 0;
     for (int64_t i = 0; i < width; i++) {
         weights[i] = weights[i] + minus_rate * (gradient[i] * scale);
-        most = FPS_ISA(row_larger)(most, weights[i]);
+        most = fps_larger(most, weights[i]);
     }
     return most;
 }
@@ -36,7 +28,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(adagrad_row)(const 
         float step = gradient[i] * scale;
         sums[i] = sums[i] + step * step;
         weights[i] = weights[i] + minus_rate * (step / (__builtin_sqrtf(sums[i]) + epsilon));
-        most = FPS_ISA(row_larger)(FPS_ISA(row_larger)(most, weights[i]), sums[i]);
+        most = fps_larger(fps_larger(most, weights[i]), sums[i]);
     }
     return most;
 }
@@ -55,7 +47,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(sparse_adam_row)(co
         means[i] = means[i] + (step - means[i]) * fraction1;
         squares[i] = squares[i] + (step * step - squares[i]) * fraction2;
         weights[i] = weights[i] + minus_rate * (means[i] / (__builtin_sqrtf(squares[i]) + epsilon));
-        most = FPS_ISA(row_larger)(FPS_ISA(row_larger)(most, weights[i]), squares[i]);
+        most = fps_larger(fps_larger(most, weights[i]), squares[i]);
     }
     return most;
 }
@@ -78,9 +70,9 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(row_wise_adagrad_ro
     rate = by->minus_rate / (__builtin_sqrtf(sum) + by->epsilon);
     for (i = 0; i < width; i++) {
         weights[i] = weights[i] + rate * (gradient[i] * scale);
-        most = FPS_ISA(row_larger)(most, weights[i]);
+        most = fps_larger(most, weights[i]);
     }
-    return FPS_ISA(row_larger)(most, sum);
+    return fps_larger(most, sum);
 }
 
 /* A rule's loop over rows, compiled also for the usual widths, as constants. Returns whether the results are finite. */
@@ -100,7 +92,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(row_wise_adagrad_ro
             case 64: FPS_ROWS_OF_WIDTH(name, 64)                                                                         \
             default: FPS_ROWS_OF_WIDTH(name, width)                                                                      \
         }                                                                                                                \
-        return most < FPS_ROW_INFINITY_BITS;                                                                                 \
+        return most < FPS_INFINITY_BITS;                                                                                 \
     }
 FPS_ROW_RULES(FPS_ROW_LOOP)
 #undef FPS_ROW_LOOP

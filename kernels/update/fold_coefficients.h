@@ -1,4 +1,5 @@
-/* What a rule does in one push for one parameter: its coefficients, its variant, and the state planes that it uses. */
+/* What the folds of dense parameters and of rows share: what a rule does in one push for one parameter (its coefficients, its
+ * variant, and the state planes that it uses), the pushes' rates, and the check of results. */
 #ifndef FPS_FOLD_COEFFICIENTS_H
 #define FPS_FOLD_COEFFICIENTS_H
 
@@ -186,6 +187,34 @@ static fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, do
     switch (rule) { FPS_UPDATE_RULES(FPS_CORRECT) }
 #undef FPS_CORRECT
     return by;
+}
+
+/* The larger magnitude of two, as bits: those of an infinity or a NaN are larger than those of any number. */
+static inline __attribute__((always_inline)) FPS_REAL_BITS fps_larger(FPS_REAL_BITS most, FPS_REAL value) {
+    FPS_REAL_BITS bits;
+    memcpy(&bits, &value, sizeof(bits));
+    bits &= FPS_SIGNLESS;
+    return bits > most ? bits : most;
+}
+
+static inline int fps_is_present(const fps_push *push, int32_t parameter) {
+    return (push->presence[parameter >> 6] >> (parameter & 63)) & 1;
+}
+
+static inline double fps_rate(const fps_push *push, int32_t group) {
+    return push->hypers[group].learning_rate * push->rate_scale;
+}
+
+/* Mean learning rate of the pushes; the exact common rate if all are equal. */
+static double fps_mean_rate(const fps_push *pushes, int count, int32_t group) {
+    double total = 0, first = fps_rate(&pushes[0], group);
+    int equal = 1;
+    for (int push = 0; push < count; push++) {
+        double rate = fps_rate(&pushes[push], group);
+        total += rate;
+        equal &= rate == first;
+    }
+    return equal ? first : total / count;
 }
 
 #endif

@@ -22,10 +22,6 @@ static inline int fps_is_possible(const fps_fold_job *job, const fps_push *push,
     return needed >= 0 && needed <= fps_rule_planes(job);
 }
 
-static inline int fps_is_present(const fps_push *push, int32_t parameter) {
-    return (push->presence[parameter >> 6] >> (parameter & 63)) & 1;
-}
-
 /* Move the average towards the weights just written. */
 static void fps_average(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, const fps_place *place) {
     int64_t plane = job->ema_plane * place->stride;
@@ -122,22 +118,6 @@ static void fps_carry_range(const fps_tile_functions *tile, const fps_fold_job *
         fps_carry(tile, job, length, &place);
         fps_end_tile(tile, job, stage, first, length, &place);
     }
-}
-
-static inline double fps_rate(const fps_push *push, int32_t group) {
-    return push->hypers[group].learning_rate * push->rate_scale;
-}
-
-/* Mean learning rate of the pushes; the exact common rate if all are equal. */
-static double fps_mean_rate(const fps_push *pushes, int count, int32_t group) {
-    double total = 0, first = fps_rate(&pushes[0], group);
-    int equal = 1;
-    for (int push = 0; push < count; push++) {
-        double rate = fps_rate(&pushes[push], group);
-        total += rate;
-        equal &= rate == first;
-    }
-    return equal ? first : total / count;
 }
 
 /* The coefficients of a sum of pushes: shared by all parameters of a group with equal steps and a gradient in every push. */

@@ -93,14 +93,6 @@ static void FPS_ISA(add)(FPS_REAL *restrict total, const FPS_REAL *restrict grad
 #include "update/halves_tile.h"
 #endif
 
-/* The larger magnitude of two, as bits: those of an infinity or a NaN are larger than those of any number. */
-static inline __attribute__((always_inline)) FPS_REAL_BITS FPS_ISA(larger)(FPS_REAL_BITS most, FPS_REAL value) {
-    FPS_REAL_BITS bits;
-    memcpy(&bits, &value, sizeof(bits));
-    bits &= FPS_SIGNLESS;
-    return bits > most ? bits : most;
-}
-
 /* Element i of the sum, in order, of `count` gradients; `count` is a constant at every call. */
 static inline __attribute__((always_inline)) FPS_REAL FPS_ISA(gradient)(const FPS_REAL *const *gradients, int64_t i,
                                                                         const int count) {
@@ -172,10 +164,10 @@ static inline __attribute__((always_inline)) FPS_REAL FPS_ISA(element)(
  * without another pass. */
 static inline __attribute__((always_inline)) FPS_REAL_BITS FPS_ISA(most_of)(FPS_REAL_BITS most, FPS_REAL weight,
                                                                             const FPS_REAL *state, const int checked) {
-    most = FPS_ISA(larger)(most, weight);
-    if (checked & 1) most = FPS_ISA(larger)(most, state[0]);
-    if (checked & 2) most = FPS_ISA(larger)(most, state[1]);
-    if (checked & 4) most = FPS_ISA(larger)(most, state[2]);
+    most = fps_larger(most, weight);
+    if (checked & 1) most = fps_larger(most, state[0]);
+    if (checked & 2) most = fps_larger(most, state[1]);
+    if (checked & 4) most = fps_larger(most, state[2]);
     return most;
 }
 
@@ -268,7 +260,7 @@ FPS_UPDATE_RULES(FPS_RULE_FUNCTIONS)
 /* Whether no value of a tile is infinite or NaN, for a user's rule. */
 static int FPS_ISA(is_finite)(const FPS_REAL *values, int64_t length) {
     FPS_REAL_BITS most = 0;
-    for (int64_t i = 0; i < length; i++) most = FPS_ISA(larger)(most, values[i]);
+    for (int64_t i = 0; i < length; i++) most = fps_larger(most, values[i]);
     return most < FPS_INFINITY_BITS;
 }
 
