@@ -18,8 +18,7 @@ cdef class Lane(ShardLocks):
     cdef void _set_versions(self, uint32_t slot) noexcept nogil
     cdef bint _post(self, int kind, uint64_t step, uint32_t slot, uint64_t read_version, int64_t post_ns, double scale,
                     double loss, uint32_t samples) noexcept nogil
-    cdef uint64_t _done(self) noexcept nogil
-    cdef uint64_t _done_of(self, uint32_t lane) noexcept nogil
+    cdef uint64_t _done(self, uint32_t lane) noexcept nogil
     cdef bint _is_last(self, uint32_t started) noexcept nogil
     cdef void _leave_to_server(self, bint served) noexcept nogil
     cdef void _sleep(self, uint32_t seen, int64_t spins, int64_t slice_ns) noexcept nogil

@@ -57,7 +57,7 @@ cdef class Lane(ShardLocks):
     # -- slots and posts ---------------------------------------------------------------------------
 
     def set_hyper(self, uint32_t slot, uint32_t group, *values):
-        """Write a param_group's hyper-parameters into the slot; they travel with its next push. `values`: those of fps_hyper."""
+        """Write a param_group's hyper-parameters into the slot; they travel with its next push. `values`: of fps_hyper."""
         cdef fps_hyper *hyper
         if group >= self.arena.header.n_groups:
             raise IndexError(f"expected a group of 0 to {self.arena.header.n_groups - 1}, found {group}")
@@ -108,16 +108,13 @@ cdef class Lane(ShardLocks):
         descriptor.loss = loss
         descriptor.samples = samples
         descriptor.weight = self.weight
-        return lane_post(self.words, self.arena.header.ring_size, self._done(), &descriptor) == 0
+        return lane_post(self.words, self.arena.header.ring_size, self._done(self.index), &descriptor) == 0
 
     def posted(self):
         """Descriptors posted so far."""
         return self.words.tail
 
-    cdef uint64_t _done(self) noexcept nogil:
-        return self._done_of(self.index)
-
-    cdef uint64_t _done_of(self, uint32_t lane) noexcept nogil:
+    cdef uint64_t _done(self, uint32_t lane) noexcept nogil:
         cdef uint64_t done = fps_head_acquire(&self.arena.lane_shard(lane, 0).head)
         cdef uint32_t shard
         for shard in range(1, self.n_shards):
@@ -126,7 +123,7 @@ cdef class Lane(ShardLocks):
 
     def done(self):
         """Descriptors that every shard is done with: their slots are free."""
-        return self._done()
+        return self._done(self.index)
 
     def is_expelled(self):
         """Whether a combiner has found this lane's words damaged: its owner may push no more."""
@@ -227,7 +224,7 @@ cdef class Lane(ShardLocks):
             state = fps_member_state(fps_state_acquire(&self.arena.lane(index).state))
             if state in (FPS_LANE_LIVE, FPS_LANE_JOINING) or (state == FPS_LANE_FREE and index < started):
                 return False
-            if state != FPS_LANE_EXPELLED and self._done_of(index) < fps_tail_acquire(&self.arena.lane(index).tail):
+            if state != FPS_LANE_EXPELLED and self._done(index) < fps_tail_acquire(&self.arena.lane(index).tail):
                 return False
         return True
 
@@ -286,7 +283,7 @@ cdef class Lane(ShardLocks):
         cdef uint32_t shard, fresh = 0
         for shard in range(self.n_shards):
             fresh += self._granted(shard) >= granted
-        return fresh >= shards and self._done() >= done
+        return fresh >= shards and self._done(self.index) >= done
 
     cdef bint _wait(self, int64_t granted, uint64_t done, int64_t spins, int64_t slice_ns, uint32_t shards) noexcept nogil:
         cdef uint32_t event

@@ -112,11 +112,11 @@ cdef class WorkerLane(Lane):
     def choose_slot(self):
         """Choose the slot of the next push. Returns whether it is free, so that it may be written before `advance`."""
         self._choose_slot()
-        return self.free_at[self.slot] <= self._done()
+        return self.free_at[self.slot] <= self._done(self.index)
 
     cdef void _choose_slot(self) noexcept nogil:
         """Stay at the slot if it is free, which keeps one in the cache and in memory; else take the one that is free first."""
-        cdef uint64_t done = self._done()
+        cdef uint64_t done = self._done(self.index)
         cdef uint32_t other
         for other in range(self.arena.header.n_slots):
             if self.free_at[self.slot] <= done:
