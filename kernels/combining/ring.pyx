@@ -7,6 +7,7 @@ operation blocks.
 `Ring` is the same ring on any memory, for tests and for `fastps bench lane`.
 """
 
+cimport cython
 from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport fps_head_acquire, fps_head_raise, fps_pause, fps_tail_acquire
@@ -20,8 +21,12 @@ cdef enum:
     LANE_BYTES = sizeof(fps_lane)
     DESCRIPTOR_BYTES = sizeof(fps_descriptor)
     LANE_SHARD_BYTES = sizeof(fps_lane_shard)
+    # Of an exchange: nothing came for as many polls as were allowed, or not what was to come.
+    _LATE = -1
+    _WRONG = -2
 
 
+@cython.final
 cdef class Ring:
     """A ring of `size` descriptors in `memory`, a writable buffer that may be shared by two processes.
 
@@ -81,24 +86,16 @@ cdef class Ring:
 
         Raises TimeoutError after `max_polls` fruitless tries in a row.
         """
-        cdef fps_descriptor descriptor
-        cdef uint64_t i, full = 0
-        cdef int64_t tries
-        memset(&descriptor, 0, sizeof(descriptor))
-        for i in range(count):
-            descriptor.step = i
-            descriptor.read_version = fps_mix(seed + i)
-            descriptor.slot = <uint32_t> fps_mix(seed ^ i)
-            tries = 0
-            with nogil:
-                while lane_post(self.lane, self.size, fps_head_acquire(&self.lane_shard.head), &descriptor) != 0:
-                    full += tries == 0
-                    tries += 1
-                    if tries > max_polls:
-                        break
-                    fps_pause()
-            if tries > max_polls:
-                raise TimeoutError(f"the ring stayed full at descriptor {i}")
+        cdef uint64_t i = 0, full = 0
+        cdef int outcome = 0
+        with nogil:
+            for i in range(count):
+                outcome = self._send(i, seed, max_polls)
+                if outcome < 0:
+                    break
+                full += outcome
+        if outcome < 0:
+            raise TimeoutError(f"the ring stayed full at descriptor {i}")
         return full
 
     def consume(self, uint64_t count, uint64_t seed, int64_t max_polls=2_000_000_000):
@@ -106,75 +103,71 @@ cdef class Ring:
 
         Raises AssertionError at the first that differs, TimeoutError after `max_polls` fruitless tries in a row.
         """
-        cdef fps_descriptor *descriptor
-        cdef uint64_t i = 0, head, tail, empty = 0, wrong = 0
-        cdef int64_t tries = 0
+        cdef uint64_t i = 0, empty = 0
+        cdef int outcome = 0
         with nogil:
-            head = self.lane_shard.head
-            while i < count and tries <= max_polls:
-                tail = fps_tail_acquire(&self.lane.tail)
-                if head == tail:
-                    empty += tries == 0
-                    tries += 1
-                    fps_pause()
-                    continue
-                tries = 0
-                descriptor = lane_descriptor(self.lane, self.size, head)
-                wrong = (descriptor.step != i or descriptor.read_version != fps_mix(seed + i)
-                         or descriptor.slot != <uint32_t> fps_mix(seed ^ i))
-                if wrong:
+            for i in range(count):
+                outcome = self._receive(i, seed, max_polls)
+                if outcome < 0:
                     break
-                head += 1
-                i += 1
-                fps_head_raise(&self.lane_shard.head, head)
-        if wrong:
-            raise AssertionError(f"descriptor {i}: expected step {i}, found step {descriptor.step} (seed {seed})")
-        if tries > max_polls:
-            raise TimeoutError(f"the ring stayed empty at descriptor {i}")
+                empty += outcome
+        self._check(outcome, i, seed)
         return empty
 
     def echo(self, Ring back not None, bint first, uint64_t count, int64_t max_polls=2_000_000_000):
         """Exchange descriptors: the `first` process posts here and waits for the reply in `back`; the other replies.
 
-        Each ring is the other's way back and counts its own tail, so calls may follow each other. Raises AssertionError for a
-        wrong descriptor, TimeoutError after `max_polls` fruitless polls in a row.
+        Each ring is the other's way back and counts its own tail, so calls may follow each other. Raises as `consume`.
         """
-        cdef uint64_t i, begin = self.lane.tail
+        cdef uint64_t i = 0, begin = self.lane.tail
         cdef int outcome = 0
         with nogil:
             for i in range(begin, begin + count):
                 if first:
-                    self._send(i)
-                outcome = back._receive(i, max_polls)
-                if outcome != 0:
+                    self._send(i, 0, max_polls)
+                outcome = back._receive(i, 0, max_polls)
+                if outcome < 0:
                     break
                 if not first:
-                    self._send(i)
-        if outcome > 0:
-            raise AssertionError(f"descriptor {i}: found another step")
-        if outcome < 0:
-            raise TimeoutError(f"the ring stayed empty at descriptor {i}")
+                    self._send(i, 0, max_polls)
+        back._check(outcome, i, 0)
 
-    cdef void _send(self, uint64_t step) noexcept nogil:
-        """Post one descriptor into a ring that has room."""
+    cdef int _send(self, uint64_t step, uint64_t seed, int64_t max_polls) noexcept nogil:
+        """Post a step's descriptor: 0, 1 if the ring was full at first, or _LATE after `max_polls` polls."""
         cdef fps_descriptor descriptor
+        cdef int64_t polls = 0
         memset(&descriptor, 0, sizeof(descriptor))
         descriptor.step = step
-        descriptor.read_version = fps_mix(step)
-        lane_post(self.lane, self.size, fps_head_acquire(&self.lane_shard.head), &descriptor)
+        descriptor.read_version = fps_mix(seed + step)
+        descriptor.slot = <uint32_t> descriptor.read_version
+        while lane_post(self.lane, self.size, fps_head_acquire(&self.lane_shard.head), &descriptor) != 0:
+            polls += 1
+            if polls > max_polls:
+                return _LATE
+            fps_pause()
+        return polls > 0
 
-    cdef int _receive(self, uint64_t step, int64_t max_polls) noexcept nogil:
-        """Wait for the next descriptor: 0 if it is this step's, 1 if it is not, -1 after `max_polls` polls."""
-        cdef uint64_t head = self.lane_shard.head
+    cdef int _receive(self, uint64_t step, uint64_t seed, int64_t max_polls) noexcept nogil:
+        """Take the next descriptor: 0, 1 if the ring was empty at first, _WRONG if it is not the step's, or _LATE."""
+        cdef uint64_t head = self.lane_shard.head, drawn = fps_mix(seed + step)
         cdef fps_descriptor *descriptor
-        cdef int64_t tries = 0
+        cdef int64_t polls = 0
         while fps_tail_acquire(&self.lane.tail) == head:
-            tries += 1
-            if tries > max_polls:
-                return -1
+            polls += 1
+            if polls > max_polls:
+                return _LATE
             fps_pause()
         descriptor = lane_descriptor(self.lane, self.size, head)
-        if descriptor.step != step or descriptor.read_version != fps_mix(step):
-            return 1
+        if descriptor.step != step or descriptor.read_version != drawn or descriptor.slot != <uint32_t> drawn:
+            return _WRONG
         fps_head_raise(&self.lane_shard.head, head + 1)
+        return polls > 0
+
+    cdef int _check(self, int outcome, uint64_t step, uint64_t seed) except -1:
+        """Raise what is wrong, by the outcome of `_receive`."""
+        if outcome == _WRONG:
+            found = lane_descriptor(self.lane, self.size, self.lane_shard.head).step
+            raise AssertionError(f"descriptor {step}: expected step {step}, found step {found} (seed {seed})")
+        if outcome == _LATE:
+            raise TimeoutError(f"the ring stayed empty at descriptor {step}")
         return 0
