@@ -129,13 +129,11 @@ class ReaderName:
         """Free the name. May be called twice."""
         self._socket.close()
 
-    forget_after_fork = close  # the child's copy, which would keep the name of a dead parent taken
-
 
 def _after_fork_in_child() -> None:
     """Close the inherited sockets: the child has no listener thread, and would keep the names of a dead parent taken."""
     for listener in list(_live):
-        listener.forget_after_fork()
+        listener.close()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -298,8 +298,8 @@ static fps_listener *fps_listener_start(const char *name, size_t name_bytes, int
     return a;
 }
 
-/* End the thread and let go of everything. Takes no longer than what the thread is doing between two polls. In a child
- * forked without hooks there is no thread to join, and a write to the shared eventfd would end the parent's thread: it
+/* End the thread and let go of everything. Takes no longer than what the thread is doing between two polls. In a
+ * forked child there is no thread to join, and a write to the shared eventfd would end the parent's thread: it
  * only lets go. */
 static void fps_listener_stop(fps_listener *a) {
     if (a->process_id == getpid()) {

@@ -30,7 +30,6 @@ cdef extern from "memory/rendezvous.h" nogil:
         const char *name, size_t name_bytes, int memfd, int pidfd, unsigned int user, uint32_t abi, int32_t place,
         const unsigned char *layout_hash, const char *layout, uint64_t layout_length)
     void fps_listener_stop(fps_listener *listener)
-    void fps_listener_discard(fps_listener *listener)
     const char *fps_listener_foreign(fps_listener *listener, uint64_t *length)
 
 PREFIX_BYTES = FPS_PREFIX_BYTES
@@ -77,17 +76,14 @@ cdef class Listener:
             raise OSError(error, f"cannot answer at {shown!r}: {strerror(error).decode()}")
 
     def close(self):
-        """End the thread, free the name, close what the listener holds. May be called twice, and in a forked child."""
+        """End the thread, free the name, close what the listener holds. May be called twice.
+
+        In a forked child, which has no thread: close its copies, above all the socket, which may not outlive the parent.
+        """
         listener, self.listener = self.listener, NULL
         if listener is not NULL:
             # The GIL is kept: the thread never takes it and ends at its next poll, and no thread can fork in between.
             fps_listener_stop(listener)
-
-    def forget_after_fork(self):
-        """In a forked child: close its copies, above all the listening socket, which may not outlive the parent."""
-        listener, self.listener = self.listener, NULL
-        if listener is not NULL:
-            fps_listener_discard(listener)
 
     def foreign_layout(self):
         """Text of the first client's layout that differed from ours, or None. Never waits; None after close."""
