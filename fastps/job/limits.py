@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from fastps.job.options import value_of
 from fastps.job.policy import MOST_SLOTS
 from fastps.kernels.protocol import wait
-from fastps.kernels.shm import arena
 
 if TYPE_CHECKING:
     from fastps.job.layout import Layout
@@ -26,7 +25,6 @@ STAGED_BYTES = 128 << 20
 # descriptor, LEAVE, need places of their own.
 assert RING_SIZE > MOST_SLOTS + 1
 assert SLICE_NS <= 50_000_000
-assert arena.MAX_LANES + 1 < 1 << 16
 
 
 def timeout_s(given: float | None = None) -> float:

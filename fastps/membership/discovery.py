@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from fastps.errors import ArenaError, AttachError, LayoutError
 from fastps.job.layout import Layout, first_difference
-from fastps.kernels.shm.arena import MAX_LANES, Arena
+from fastps.kernels.shm.arena import Arena
+from fastps.kernels.shm.counts import MAX_LANES
 from fastps.membership import rendezvous
 from fastps.system import shared_memory, unix_sockets
 from fastps.system.clock import SYSTEM_CLOCK, Clock

@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 
 from fastps.device.placement import placement
 from fastps.errors import UsageError
-from fastps.kernels.shm.arena import MAX_LANES
+from fastps.kernels.shm.counts import MAX_LANES
 from fastps.membership import discovery
 from fastps.processes.beginning import Beginning
 from fastps.processes.ending import Ending

@@ -27,7 +27,7 @@ from fastps.errors import UsageError, WorkerDiedError
 from fastps.job.environment import check_main_guard, rank, world_size
 from fastps.job.options import value_of
 from fastps.job.specs import parse_policy
-from fastps.kernels.shm.arena import MAX_LANES
+from fastps.kernels.shm.counts import MAX_LANES
 from fastps.processes import handover, spawned
 from fastps.processes.beginning import Beginning
 from fastps.processes.ending import Ending

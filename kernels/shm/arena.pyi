@@ -4,9 +4,7 @@ from fastps.kernels.shm.counters import Histograms as Histograms
 from fastps.kernels.shm.counters import PushOutcome as PushOutcome
 
 ABI: int
-MAX_LANES: int
 MAX_BUFFERS: int
-MAX_SHARDS: int
 LINE_FLOATS: int
 LANE_FREE: int
 LANE_LIVE: int

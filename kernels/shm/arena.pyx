@@ -10,9 +10,7 @@ from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.shm.counters cimport ArenaCounters
 
 ABI = FPS_ABI
-MAX_LANES = FPS_MAX_LANES
 MAX_BUFFERS = FPS_MAX_BUFFERS
-MAX_SHARDS = FPS_MAX_SHARDS
 LINE_FLOATS = FPS_LINE // 4
 LANE_FREE = FPS_LANE_FREE
 LANE_LIVE = FPS_LANE_LIVE
