@@ -57,13 +57,8 @@ static inline __attribute__((always_inline)) void FPS_ISA(sum_of)(FPS_REAL *rest
     for (int push = 0; push < count; push++) from[push] = (const FPS_REAL *)pushes[push].gradient + first;
     for (int64_t i = 0; i < length; i++) {
         FPS_REAL sum = more ? total[i] + from[0][i] : from[0][i];
-        if (count > 1) sum += from[1][i];
-        if (count > 2) sum += from[2][i];
-        if (count > 3) sum += from[3][i];
-        if (count > 4) sum += from[4][i];
-        if (count > 5) sum += from[5][i];
-        if (count > 6) sum += from[6][i];
-        if (count > 7) sum += from[7][i];
+#pragma GCC unroll 8
+        for (int push = 1; push < count; push++) sum += from[push][i];
         total[i] = sum;
     }
 }
