@@ -15,42 +15,24 @@ cdef extern from "cuda/fold.cu" nogil:
     enum:
         FPS_DEVICE_SUM
         FPS_DEVICE_EACH
-        FPS_DEVICE_FLOAT32
-        FPS_DEVICE_FLOAT16
-        FPS_DEVICE_BFLOAT16
         FPS_ARGUMENT_BYTES
-        FPS_COPY_RUNS
-    ctypedef struct fps_device_tile:
-        pass
+    cpdef enum:
+        FLOAT32 "FPS_DEVICE_FLOAT32"
+        FLOAT16 "FPS_DEVICE_FLOAT16"
+        BFLOAT16 "FPS_DEVICE_BFLOAT16"
+        COPY_RUNS "FPS_COPY_RUNS"
+        TILE_BYTES "sizeof(fps_device_tile)"
+        COEFFICIENTS_BYTES "sizeof(fps_device_coefficients)"
+        CLASS_BYTES "sizeof(fps_device_class)"
+        ENTRY_BYTES "sizeof(fps_device_entry)"
+        ARGS_BYTES "sizeof(fps_launch_args)"
+        CHECK_ARGS_BYTES "sizeof(fps_check_args)"
+        COPY_ARGS_BYTES "sizeof(fps_copy_args)"
+        ARGUMENT_BYTES "sizeof(fps_fold_argument)"
     ctypedef struct fps_device_coefficients:
-        pass
-    ctypedef struct fps_device_class:
-        pass
-    ctypedef struct fps_device_entry:
-        pass
-    ctypedef struct fps_launch_args:
-        pass
-    ctypedef struct fps_check_args:
-        pass
-    ctypedef struct fps_copy_args:
-        pass
-    ctypedef struct fps_fold_argument:
         pass
     ctypedef void (*fps_kernel)(const void *argument)
     unsigned long long fps_launch_on_host(fps_kernel kernel, const void *argument, int blocks, int threads)
-
-FLOAT32 = FPS_DEVICE_FLOAT32
-FLOAT16 = FPS_DEVICE_FLOAT16
-BFLOAT16 = FPS_DEVICE_BFLOAT16
-TILE_BYTES = sizeof(fps_device_tile)
-COEFFICIENTS_BYTES = sizeof(fps_device_coefficients)
-CLASS_BYTES = sizeof(fps_device_class)
-ENTRY_BYTES = sizeof(fps_device_entry)
-ARGS_BYTES = sizeof(fps_launch_args)
-CHECK_ARGS_BYTES = sizeof(fps_check_args)
-COPY_ARGS_BYTES = sizeof(fps_copy_args)
-ARGUMENT_BYTES = sizeof(fps_fold_argument)
-COPY_RUNS = FPS_COPY_RUNS
 
 if ARGUMENT_BYTES != FPS_ARGUMENT_BYTES or COPY_ARGS_BYTES > FPS_ARGUMENT_BYTES:
     raise ImportError("a kernel's parameters are larger than CUDA takes")
