@@ -137,7 +137,6 @@ MODULES = {
     "kernels/simulation/shards": "tests/simulation/test_simulate.py",
     "kernels/tensors/torch_tensors": "tests/torch/test_tensor_loops.py",
     "kernels/update/jit": "tests/job/test_user_rules.py",
-    "kernels/update/reference": "tests/kernels/update/test_fold.py",
 }
 
 

@@ -111,7 +111,7 @@ def argument_bytes(kernel: str) -> int:
 
 @dataclass(frozen=True)
 class DevicePush:
-    """One push: the address of its gradient on the device; the other fields as in the reference's Push. Raises as Buffers."""
+    """One push: the address of its gradient on the device, and what a push of the CPU's `fold` has. Raises as Buffers."""
 
     gradient: int
     hypers: Hypers

@@ -19,8 +19,9 @@ from fastps.diagnostics import gpu
 from fastps.diagnostics.finding import Finding
 from fastps.errors import Error
 from fastps.job.specs import parse_policy
-from fastps.kernels.update import fold, reference
+from fastps.kernels.update import fold
 from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
+from tests.support import fold_reference as reference
 
 
 @pytest.fixture

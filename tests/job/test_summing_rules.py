@@ -20,7 +20,8 @@ from fastps.job.layout import Layout, place
 from fastps.job.nodes import Nodes, home_layout
 from fastps.job.options import NodePolicy
 from fastps.job.specs import parse_policy
-from fastps.kernels.update import fold, reference
+from fastps.kernels.update import fold
+from tests.support import fold_reference as reference
 from tests.support import processes
 from tests.support.rules import lazy_rule
 

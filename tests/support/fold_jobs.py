@@ -11,7 +11,6 @@ import torch
 
 from fastps.job.update_rules import UPDATE_RULES
 from fastps.kernels.update import fold as compiled
-from fastps.kernels.update import reference
 from fastps.kernels.update.fold import (
     FOLD_EACH,
     FOLD_SUM,
@@ -29,7 +28,8 @@ from fastps.kernels.update.fold import (
     RULE_RMSPROP,
     RULE_SGD,
 )
-from fastps.kernels.update.reference import Hyper
+from tests.support import fold_reference as reference
+from tests.support.fold_reference import Hyper
 
 Floats = npt.NDArray[Any]
 Result = tuple[Floats, Floats, npt.NDArray[np.int64]]

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from fastps.kernels.cuda import host_fold, launch_args
 from fastps.kernels.cuda import runtime as cuda
-from fastps.kernels.update import fold, reference
+from fastps.kernels.update import fold
 from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_ADAM, RULE_SGD, RULE_SUMMING
 from tests.kernels.update.test_fold import DECAYS, with_average
 from tests.support import fold_jobs
+from tests.support import fold_reference as reference
 from tests.support.fold_jobs import MODES, ROWS, SGD_ROWS, SITUATIONS, SIZES, Job, Result, Row, assert_same_bits, make_job
 
 DTYPES = pytest.mark.parametrize("dtype", list(launch_args.DTYPES))

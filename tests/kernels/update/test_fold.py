@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastps.kernels.update import fold as compiled
-from fastps.kernels.update import reference
 from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_ADAM, RULE_SGD
-from fastps.kernels.update.reference import Hyper
+from tests.support import fold_reference as reference
 from tests.support.fold_jobs import (
     ALL_ROWS,
     GAP,
@@ -35,6 +34,7 @@ from tests.support.fold_jobs import (
     make_job,
     normal,
 )
+from tests.support.fold_reference import Hyper
 from tests.support.sizes import sample_and_full
 
 

@@ -17,7 +17,6 @@ import pytest
 from fastps import SGD, Policy, Store, parse_policy
 from fastps.kernels.protocol.lane import BAD_DESCRIPTOR, DONE, KIND_PUSH, Lane
 from fastps.kernels.update import fold as folding
-from fastps.kernels.update import reference
 from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.lab.virtual.driver import BEGIN, DROP, PULL, RECEIVE, Listener
 from fastps.lab.virtual.hosting import Hosting
@@ -27,6 +26,7 @@ from fastps.processes.options import JobOptions
 from fastps.simulation.simulate import Simulation, simulate
 from fastps.store.worker import Worker
 from fastps.system.clock import SYSTEM_CLOCK
+from tests.support import fold_reference as reference
 
 Arrays = dict[str, np.ndarray]
 
