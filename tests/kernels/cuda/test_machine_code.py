@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from fastps.kernels.cuda import machine_code
+from fastps.bench.gpu import machine_code
 from fastps.kernels.cuda.launch_args import DTYPES
 from fastps.kernels.cuda.runtime import CudaUnavailableError, kernel_names
 

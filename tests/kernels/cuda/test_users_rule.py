@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fastps.kernels.cuda import launch_args, machine_code, runtime, users_rule
+from fastps.bench.gpu import machine_code
+from fastps.kernels.cuda import launch_args, runtime, users_rule
 from fastps.kernels.update import fold
 from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM
 from tests.kernels.cuda.test_host_fold import aligned, fold_by_reference, fold_on_device

@@ -1,6 +1,6 @@
 """What a CUDA compiler makes of the fold, without a GPU: registers, spilled bytes, and instructions of PTX and machine code.
 
-    python -m fastps.kernels.cuda.machine_code sm_80 sm_90 sm_100
+    python -m fastps.bench.gpu.machine_code sm_80 sm_90 sm_100
 
 prints a table of registers. It needs nvcc. The figures hold for that compiler's version, and say nothing about speed. To read
 machine code it also needs nvdisasm, which the package nvidia-cuda-nvdisasm brings.
