@@ -21,7 +21,7 @@ from fastps.errors import Error
 from fastps.job.specs import parse_policy
 from fastps.kernels.update import fold
 from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
-from tests.support import fold_reference as reference
+from tests.support.folds import fold_reference as reference
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from fastps.job.nodes import Nodes, home_layout
 from fastps.job.options import NodePolicy
 from fastps.job.specs import parse_policy
 from fastps.kernels.update import fold
-from tests.support import fold_reference as reference
 from tests.support import processes
+from tests.support.folds import fold_reference as reference
 from tests.support.rules import lazy_rule
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

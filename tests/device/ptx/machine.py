@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fastps.kernels.cuda.launch_args import Span
 from tests.device.ptx.program import Instruction, Kernel
-from tests.support.fold_reference import fused_multiply_add
+from tests.support.folds.fold_reference import fused_multiply_add
 
 Values = npt.NDArray[Any]
 SIGNED = {"s16": np.int16, "s32": np.int32, "s64": np.int64}

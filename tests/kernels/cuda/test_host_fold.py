@@ -21,9 +21,9 @@ from fastps.kernels.cuda import runtime as cuda
 from fastps.kernels.update import fold
 from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_ADAM, RULE_SGD, RULE_SUMMING
 from tests.kernels.update.test_fold import DECAYS, with_average
-from tests.support import fold_jobs
-from tests.support import fold_reference as reference
-from tests.support.fold_jobs import MODES, ROWS, SGD_ROWS, SITUATIONS, SIZES, Job, Result, Row, assert_same_bits, make_job
+from tests.support.folds import fold_jobs
+from tests.support.folds import fold_reference as reference
+from tests.support.folds.fold_jobs import MODES, ROWS, SGD_ROWS, SITUATIONS, SIZES, Job, Result, Row, assert_same_bits, make_job
 
 DTYPES = pytest.mark.parametrize("dtype", list(launch_args.DTYPES))
 ADAM = next(row for row in fold_jobs.ALL_ROWS if row.rule == RULE_ADAM)

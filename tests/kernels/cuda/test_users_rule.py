@@ -15,7 +15,7 @@ from fastps.kernels.update import fold
 from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM
 from tests.kernels.cuda.test_host_fold import aligned, fold_by_reference, fold_on_device
 from tests.support import twins
-from tests.support.fold_jobs import Job, Pushes, Row, bits
+from tests.support.folds.fold_jobs import Job, Pushes, Row, bits
 
 NEEDS_CC = pytest.mark.skipif(twins.COMPILER is None, reason="a C compiler is not installed")
 NEEDS_NVCC = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")

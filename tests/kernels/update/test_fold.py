@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from fastps.kernels.update import fold as compiled
 from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_ADAM, RULE_SGD
-from tests.support import fold_reference as reference
-from tests.support.fold_jobs import (
+from tests.support.folds import fold_reference as reference
+from tests.support.folds.fold_jobs import (
     ALL_ROWS,
     GAP,
     ISAS,
@@ -34,7 +34,7 @@ from tests.support.fold_jobs import (
     make_job,
     normal,
 )
-from tests.support.fold_reference import Hyper
+from tests.support.folds.fold_reference import Hyper
 from tests.support.sizes import sample_and_full
 
 

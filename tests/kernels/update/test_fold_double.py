@@ -12,9 +12,20 @@ import torch
 from fastps.kernels.update import fold as compiled
 from fastps.kernels.update.fold import FLOAT64, FOLD_SUM, HYPER_DOUBLE_PRODUCT, RULE_SGD, RULE_USER
 from tests.kernels.update.test_fold_torch import steps_beside_torch
-from tests.support import fold_jobs
-from tests.support import fold_reference as reference
-from tests.support.fold_jobs import ISAS, MODES, ROWS, SGD_ROWS, SITUATIONS, Pushes, Row, assert_same_bits, in_double, make_job
+from tests.support.folds import fold_jobs
+from tests.support.folds import fold_reference as reference
+from tests.support.folds.fold_jobs import (
+    ISAS,
+    MODES,
+    ROWS,
+    SGD_ROWS,
+    SITUATIONS,
+    Pushes,
+    Row,
+    assert_same_bits,
+    in_double,
+    make_job,
+)
 from tests.support.sizes import sample_and_full
 
 SIZES = (1, 7, 8, 9, 511, 512, 513)  # around the sizes of a vector (8 doubles) and of a tile (512)

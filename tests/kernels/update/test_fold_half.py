@@ -12,8 +12,8 @@ import torch
 
 from fastps.kernels.update import fold as compiled
 from fastps.kernels.update.fold import BFLOAT16, FLOAT16, FOLD_EACH, FOLD_SUM, RULE_SGD
-from tests.support import fold_jobs
-from tests.support.fold_jobs import ISAS, MODES, ROWS, SGD_ROWS, Floats, Row, assert_same_bits, bits, make_job
+from tests.support.folds import fold_jobs
+from tests.support.folds.fold_jobs import ISAS, MODES, ROWS, SGD_ROWS, Floats, Row, assert_same_bits, bits, make_job
 
 TYPES = pytest.mark.parametrize("gradient_type", [FLOAT16, BFLOAT16], ids=["float16", "bfloat16"])
 TORCH_TYPES = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16}

@@ -7,7 +7,7 @@ import pytest
 
 from fastps.kernels.update import fold as compiled
 from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_ADAM
-from tests.support.fold_jobs import ADAGRAD_ROWS, ADAM_ROWS, RMSPROP_ROWS, SGD_ROWS, assert_same_bits, make_job
+from tests.support.folds.fold_jobs import ADAGRAD_ROWS, ADAM_ROWS, RMSPROP_ROWS, SGD_ROWS, assert_same_bits, make_job
 
 FLOATS, STATE = np.ones(32, np.float32), np.zeros((2, 32), np.float32)
 PUSH: Any = (FLOATS, [ADAM_ROWS[0].hyper], [True], 1.0)

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastps.kernels.update import fold as compiled
 from fastps.kernels.update.fold import FLOAT32, FLOAT64, FOLD_SUM, RULE_SGD
-from tests.support.fold_jobs import ROOT_ROWS, ROWS, Pushes, Row, bits
+from tests.support.folds.fold_jobs import ROOT_ROWS, ROWS, Pushes, Row, bits
 from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
 

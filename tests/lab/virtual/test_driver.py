@@ -26,7 +26,7 @@ from fastps.processes.options import JobOptions
 from fastps.simulation.simulate import Simulation, simulate
 from fastps.store.worker import Worker
 from fastps.system.clock import SYSTEM_CLOCK
-from tests.support import fold_reference as reference
+from tests.support.folds import fold_reference as reference
 
 Arrays = dict[str, np.ndarray]
 

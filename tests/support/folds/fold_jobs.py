@@ -28,8 +28,8 @@ from fastps.kernels.update.fold import (
     RULE_RMSPROP,
     RULE_SGD,
 )
-from tests.support import fold_reference as reference
-from tests.support.fold_reference import Hyper
+from tests.support.folds import fold_reference as reference
+from tests.support.folds.fold_reference import Hyper
 
 Floats = npt.NDArray[Any]
 Result = tuple[Floats, Floats, npt.NDArray[np.int64]]
