@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastps
 from tests.support import processes
+from tests.support.torch_optimizers import alone as alone
 
 
 def _model() -> torch.nn.Module:
