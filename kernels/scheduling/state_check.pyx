@@ -69,7 +69,7 @@ cdef bint state_can_be_walked(const scheduler_t *state, int64_t most_kept) noexc
     cdef int64_t waiting[3]  # workers by their value of `waiting`
     waiting[0] = waiting[WAITS_FOR_ALL] = waiting[WAITS_IN_BUCKET] = 0
     return (_are_workers_sound(state, most_kept, waiting)
-            and _count(state, &state.waiting, OF_WAITING, WAITS_FOR_ALL) == waiting[WAITS_FOR_ALL]
+            and _count(state, &state.waiting, OF_WAITING, -1) == waiting[WAITS_FOR_ALL]
             and _are_buckets_sound(state, waiting[WAITS_IN_BUCKET]))
 
 
@@ -128,7 +128,7 @@ cdef bint _are_buckets_sound(const scheduler_t *state, int64_t waiting) noexcept
         if b.place.previous != before or (before != -1 and b.clock <= buckets[before].clock):
             return False
         count = _count(state, &b.members, OF_CLOCK, bucket)
-        found = _count(state, &b.waiting, OF_WAITING, WAITS_IN_BUCKET)
+        found = _count(state, &b.waiting, OF_WAITING, bucket)
         if count < 1 or found == _NO_LIST:
             return False
         live += count
@@ -147,8 +147,8 @@ cdef bint _are_buckets_sound(const scheduler_t *state, int64_t waiting) noexcept
     return used == n_buckets
 
 
-cdef int64_t _count(const scheduler_t *state, const list_t *ends, int which, int32_t number) noexcept nogil:
-    """How many workers are in a list, or _NO_LIST. `number`: OF_CLOCK, their bucket; OF_WAITING, their value of `waiting`."""
+cdef int64_t _count(const scheduler_t *state, const list_t *ends, int which, int32_t bucket) noexcept nogil:
+    """How many workers are in a bucket's list, or for -1 in the list of all that wait; _NO_LIST if one does not belong there."""
     cdef const link_t *link
     cdef const worker_t *w
     cdef int32_t worker = ends.first, before = -1
@@ -158,9 +158,11 @@ cdef int64_t _count(const scheduler_t *state, const list_t *ends, int which, int
             return _NO_LIST
         link = &state_links(state)[worker]
         w = &state_workers(state)[worker]
-        if link.places[which].previous != before or (
-                w.waiting != number if which == OF_WAITING
-                else link.bucket != number or not w.live or w.clock != state_buckets(state)[number].clock):
+        if link.places[which].previous != before or (bucket >= 0 and link.bucket != bucket):
+            return _NO_LIST
+        if which == OF_WAITING and w.waiting != (WAITS_FOR_ALL if bucket < 0 else WAITS_IN_BUCKET):
+            return _NO_LIST
+        if which == OF_CLOCK and (not w.live or w.clock != state_buckets(state)[bucket].clock):
             return _NO_LIST
         count += 1
         before = worker

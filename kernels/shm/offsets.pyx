@@ -3,7 +3,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from fastps.kernels.scheduling.state cimport COMBINED_MOST, OF_WAITING, link_t, scheduler_t, worker_t
+from fastps.kernels.scheduling.state cimport COMBINED_MOST, OF_WAITING, bucket_t, link_t, scheduler_t, worker_t
 from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, fps_segment
 
@@ -42,6 +42,8 @@ SIZES = {
     "descriptor": sizeof(fps_descriptor),
     "work": sizeof(fps_work),
     "scheduler": sizeof(scheduler_t),
+    "worker": sizeof(worker_t),
+    "bucket": sizeof(bucket_t),
     "push_outcome": sizeof(fps_push_outcome),
     "folded_push": sizeof(fps_folded_push),
     "segment": sizeof(fps_segment),
@@ -64,6 +66,7 @@ OFFSETS = {
     "work.mode": <size_t> &(<fps_work *> NULL).mode,
     "scheduler.policy": <size_t> &(<scheduler_t *> NULL).policy,
     "scheduler.links_offset": <size_t> &(<scheduler_t *> NULL).links_offset,
+    "scheduler.buckets_offset": <size_t> &(<scheduler_t *> NULL).buckets_offset,
     "scheduler.lists_offset": <size_t> &(<scheduler_t *> NULL).lists_offset,
     "scheduler.n_workers": <size_t> &(<scheduler_t *> NULL).n_workers,
     "scheduler.n_live": <size_t> &(<scheduler_t *> NULL).n_live,
@@ -80,6 +83,7 @@ OFFSETS = {
     "worker.waiting": <size_t> &(<worker_t *> NULL).waiting,
     "worker.cursor": <size_t> &(<worker_t *> NULL).cursor,
     "worker.next_live": <size_t> &(<worker_t *> NULL).next_live,
+    "bucket.waiting": <size_t> &(<bucket_t *> NULL).waiting,
     "link.next_waiting": <size_t> &(<link_t *> NULL).places[OF_WAITING].next,
 }
 

@@ -14,7 +14,7 @@ cdef enum:
     RECORD_COMPUTED   # its gradient is ready; the same; ns that it took
     RECORD_RECEIVE    # a shard receives a push; its timestamp; its samples
     RECORD_FOLD       # a push is folded; the version that it read; its staleness
-    RECORD_DROP       # a late push is dropped; its timestamp; 0
+    RECORD_DROP       # a late push is dropped; the version that it was computed with; 0
     RECORD_GRANT      # a worker is granted a step; the shard's version; the step
     RECORD_TIMER      # a shard's timer fires; its version before; 0
     RECORD_LEAVE      # a worker leaves a shard; its version before; 0

@@ -80,6 +80,6 @@ class Job:
         assert own.post(kind, self.posts[lane] if step is None else step, slot, own.version, now_ns, samples=samples)
         self.posts[lane] += 1
 
-    def write(self, offset: int, form: str, value: int) -> None:
-        """Write a word over."""
-        struct.pack_into(form, self.memory, offset, value)
+    def write(self, offset: int, form: str, *values: int) -> None:
+        """Write words over."""
+        struct.pack_into(form, self.memory, offset, *values)

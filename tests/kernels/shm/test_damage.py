@@ -125,6 +125,23 @@ def test_a_ring_of_workers_that_wait_is_refused() -> None:
     assert job.lanes[1].try_combine(20) == codes.BAD_STATE
 
 
+def test_a_worker_that_waits_in_two_buckets_is_refused() -> None:
+    """Worker 0 waits in the bucket of clock 2, and that of clock 1 names it, too; worker 2 counts for the second, in no list."""
+    job = Job(3, {**POLICIES["ssp"], "release": "printed"})
+    for rank, now_ns in (0, 10), (0, 20), (1, 30):
+        job.post(rank, 0.25, now_ns)
+        assert job.lanes[rank].try_combine(now_ns) == codes.DONE
+    for copy in range(2):
+        state = _scheduler(job, copy)
+        (buckets,) = struct.unpack_from("<q", job.memory, state + OFFSETS["scheduler.buckets_offset"])
+        waiting = [state + buckets + index * SIZES["bucket"] + OFFSETS["bucket.waiting"] for index in range(4)]
+        assert [struct.unpack_from("<iii", job.memory, place) for place in waiting[1:3]] == [(-1, -1, 0), (0, 0, 1)]
+        job.write(waiting[1], "<iii", 0, 0, 1)
+        job.write(state + WORKERS_OFFSET + 2 * SIZES["worker"] + OFFSETS["worker.waiting"], "<b", 2)
+    job.post(2, 0.25, 40)
+    assert job.lanes[2].try_combine(40) == codes.BAD_STATE
+
+
 def test_a_damaged_policy_lets_nobody_attach() -> None:
     job = Job(2, POLICIES["bsp"])
     job.write(_scheduler(job, 0), "<i", 9)
