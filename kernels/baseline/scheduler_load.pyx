@@ -1,15 +1,14 @@
 """A scheduler's load for benchmarks of decisions: pushes in random order, played without Python in between.
 
 Every worker that may push is equally likely to be next, so that clocks drift apart and no processor can predict the memory
-accesses. A few pushes wait in a queue, like descriptors that are posted and not yet drained; the scheduler is told of them and
-prefetches their state. The load is no simulation: time advances by a constant from push to push, and workers have no speeds.
+accesses. The load is no simulation: time advances by a constant from push to push, and workers have no speeds.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from fastps.kernels.scheduling.state cimport *
-from fastps.kernels.scheduling.decisions cimport scheduler_due, scheduler_expect, scheduler_fire, scheduler_push
+from fastps.kernels.scheduling.decisions cimport scheduler_due, scheduler_fire, scheduler_push
 from fastps.kernels.scheduling.scheduler cimport Scheduler
 
 cdef extern from "base/rng.h" nogil:
@@ -18,9 +17,7 @@ cdef extern from "base/rng.h" nogil:
 cdef enum:
     STEP_NS = 1000   # from push to push
     SAMPLES = 32     # of a push whose grant carried no batch
-    QUEUE = 8        # length of the queue, a power of two
     DRAWN = 4        # numbers drawn before they are used, so that this module's own cache misses are not in a decision's time
-    SOON = 4         # leading pushes of the queue whose workers' neighbours are prefetched, too
 
 # A worker that may push, and the version of its last grant: its push's timestamp, as a store's worker sends it.
 cdef struct ready_t:
@@ -42,9 +39,6 @@ cdef class SchedulerLoad:
     cdef readonly Scheduler scheduler
     cdef ready_t *ready
     cdef int32_t n_ready
-    cdef ready_t queue[QUEUE]
-    cdef uint32_t queue_begin
-    cdef uint32_t queue_end
     cdef uint64_t random
     cdef uint64_t drawn[DRAWN]
     cdef uint32_t n_drawn
@@ -84,20 +78,20 @@ cdef class SchedulerLoad:
         return self.scheduler.state.version - version
 
     cdef bint _play_next(self) noexcept nogil:
-        """Play the first push of the queue; return False if the queue is empty."""
+        """Play a push of a random worker; return False if no worker may push."""
         cdef scheduler_t *state = self.scheduler.state
-        cdef const ready_t *chosen
+        cdef ready_t chosen
         cdef worker_t *w
         cdef int64_t samples = SAMPLES
+        cdef int32_t place
         self.now_ns += STEP_NS
         self._fire_timers(state)
-        self._fill_queue(state)
-        if self.queue_begin == self.queue_end:
+        if self.n_ready == 0:
             return False
-        if self.queue_end - self.queue_begin > SOON:
-            scheduler_expect(state, self.queue[(self.queue_begin + SOON) % QUEUE].worker, True)
-        chosen = &self.queue[self.queue_begin % QUEUE]
-        self.queue_begin += 1
+        place = self._choose()
+        chosen = self.ready[place]
+        self.n_ready -= 1
+        self.ready[place] = self.ready[self.n_ready]
         w = &state_workers(state)[chosen.worker]
         state_begin(state)
         w.consumed += 1
@@ -111,23 +105,13 @@ cdef class SchedulerLoad:
     cdef inline void _fire_timers(self, scheduler_t *state) noexcept nogil:
         """Fire all due timers, and the next ones while no worker may push."""
         cdef int64_t due_ns = scheduler_due(state)
-        while due_ns != NEVER_NS and (due_ns <= self.now_ns or (self.n_ready == 0 and self.queue_begin == self.queue_end)):
+        while due_ns != NEVER_NS and (due_ns <= self.now_ns or self.n_ready == 0):
             self.now_ns = max(self.now_ns, due_ns)
             state_begin(state)
             scheduler_fire(state)
             self.decisions += 1
             self._note_grants(state)
             due_ns = scheduler_due(state)
-
-    cdef inline void _fill_queue(self, const scheduler_t *state) noexcept nogil:
-        cdef int32_t index
-        while self.n_ready > 0 and self.queue_end - self.queue_begin < QUEUE:
-            index = self._choose()
-            self.queue[self.queue_end % QUEUE] = self.ready[index]
-            scheduler_expect(state, self.ready[index].worker, False)
-            self.queue_end += 1
-            self.n_ready -= 1
-            self.ready[index] = self.ready[self.n_ready]
 
     cdef inline uint64_t _draw(self) noexcept nogil:
         """Draw a number below 2^32."""

@@ -14,7 +14,6 @@ cdef enum:
 
 cdef int scheduler_push(
     scheduler_t *state, int32_t worker, int64_t now_ns, int64_t timestamp, int64_t samples) noexcept nogil
-cdef void scheduler_expect(const scheduler_t *state, int32_t worker, bint soon) noexcept nogil
 cdef int scheduler_close(scheduler_t *state) noexcept nogil
 cdef int scheduler_leave(scheduler_t *state, int32_t worker, int64_t now_ns) noexcept nogil
 cdef void scheduler_join(scheduler_t *state, int32_t worker, int64_t now_ns, int64_t clock) noexcept nogil

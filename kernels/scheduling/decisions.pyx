@@ -298,28 +298,6 @@ cdef int scheduler_close(scheduler_t *state) noexcept nogil:
     return _fold_all(state)
 
 
-cdef void scheduler_expect(const scheduler_t *state, int32_t worker, bint soon) noexcept nogil:
-    """Prefetch what a push of `worker` will read. It decides nothing.
-
-    Among 100,000 workers nearly every decision waits for memory. A caller that knows the next pushes calls this some
-    decisions before, and again when a push comes `soon`: the worker's neighbours in its bucket are known only from its links.
-    """
-    cdef const link_t *links = state_links(state)
-    cdef const place_t *place = &links[worker].places[OF_CLOCK]
-    if soon:
-        if place.previous >= 0:
-            prefetch(&links[place.previous])
-        if place.next >= 0:
-            prefetch(&links[place.next])
-        return
-    prefetch(&links[worker])
-    prefetch(&state_workers(state)[worker])
-    if state.policy.grant == GRANT_ROUND_ROBIN:
-        round_robin_expect(state, worker)
-    elif state.policy.fold != FOLD_EACH:
-        prefetch(&state_workers(state)[worker].cursor)
-
-
 cdef int scheduler_leave(scheduler_t *state, int32_t worker, int64_t now_ns) noexcept nogil:
     """Retire `worker`, and grant the workers that waited only for it.
 

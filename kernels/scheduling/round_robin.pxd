@@ -4,7 +4,6 @@ from libc.stdint cimport int32_t, int64_t
 
 from fastps.kernels.scheduling.state cimport FOLD_IN_ORDER, NEVER_NS, scheduler_t, state_workers, worker_t
 
-cdef void round_robin_expect(const scheduler_t *state, int32_t worker) noexcept nogil
 cdef void round_robin_measure(scheduler_t *state, int32_t worker, int64_t samples) noexcept nogil
 cdef void round_robin_space(scheduler_t *state) noexcept nogil
 cdef void round_robin_grant(scheduler_t *state) noexcept nogil

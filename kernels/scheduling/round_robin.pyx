@@ -12,23 +12,12 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
 from fastps.kernels.scheduling.state cimport *
-from fastps.kernels.scheduling.tournament cimport tournament_match, tournament_set
+from fastps.kernels.scheduling.tournament cimport tournament_set
 
 cdef enum:
     NEWEST_WEIGHT = 8   # the newest iteration counts one part in so many
     MOST_GROWTH = 16    # largest tuned batch, as a multiple of the worker's first
     MOST_EQUAL = 1000   # batches whose mean square is so many times their variance or more show no slope
-
-
-cdef void round_robin_expect(const scheduler_t *state, int32_t worker) noexcept nogil:
-    """Prefetch what a push of `worker` will read here."""
-    cdef const worker_t *w = &state_workers(state)[worker]
-    prefetch(&w.cursor)
-    prefetch(&w.relayed)
-    prefetch(tournament_match(state_iterations(state), worker))
-    if state.policy.tune_batches:
-        prefetch(&w.fit_n)
-        prefetch(tournament_match(state_equal_times(state), worker))
 
 
 cdef void round_robin_measure(scheduler_t *state, int32_t worker, int64_t samples) noexcept nogil:

@@ -35,11 +35,6 @@ cdef inline match_t *tournament_matches(const tournament_t *tournament) noexcept
     return <match_t *> (<char *> tournament + tournament_padded(sizeof(tournament_t)))
 
 
-cdef inline match_t *tournament_match(const tournament_t *tournament, int32_t entry) noexcept nogil:
-    """The first match of a number."""
-    return &tournament_matches(tournament)[entry // TOURNAMENT_FAN]
-
-
 cdef inline void tournament_begin(tournament_t *tournament) noexcept nogil:
     """Begin the changes of a new commit: nothing is dirty yet."""
     tournament.sequence += 1
