@@ -126,7 +126,7 @@ def test_a_ring_of_workers_that_wait_is_refused() -> None:
 
 
 def test_a_worker_that_waits_in_two_buckets_is_refused() -> None:
-    """Worker 0 waits in the bucket of clock 2, and that of clock 1 names it, too; worker 2 counts for the second, in no list."""
+    """Worker 0 waits in the bucket of clock 2, and that of clock 1 names it, too; worker 2 says that it waits, in no list."""
     job = Job(3, {**POLICIES["ssp"], "release": "printed"})
     for rank, now_ns in (0, 10), (0, 20), (1, 30):
         job.post(rank, 0.25, now_ns)
