@@ -148,7 +148,7 @@ cdef bint _are_buckets_sound(const scheduler_t *state, int64_t waiting) noexcept
 
 
 cdef int64_t _count(const scheduler_t *state, const list_t *ends, int which, int32_t bucket) noexcept nogil:
-    """How many workers are in a bucket's list, or for -1 in the list of all that wait; _NO_LIST if one does not belong there."""
+    """How many workers are in a bucket's list, or for -1 in the list of all that wait; _NO_LIST if one belongs elsewhere."""
     cdef const link_t *link
     cdef const worker_t *w
     cdef int32_t worker = ends.first, before = -1
