@@ -60,6 +60,11 @@ def replay(
             f"worker {late[0]} joined beside the {recorded.workers} of the beginning, and no command starts such a one"
         )
     player = Player(run, hint, until, find_nonfinite)
+    if checkpoint is not None and until is not None and not player.of and any(recorded.commits):
+        first = min(commits[0][0].version for commits in recorded.commits if commits)
+        raise UsageError(
+            f"--checkpoint: expected --until {first} or more, the first version that the run published, found {until}"
+        )
     changes = bool(recorded.joined) or any(owner.died for each in recorded.steps for owner in each.owners)
     options = job_options(checkpoint, str(recorded.about["threads"]), recorded.about["nonfinite"], changes, run.pause)
     began_ns = clock.now_ns()

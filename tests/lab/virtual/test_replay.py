@@ -421,7 +421,11 @@ def test_an_unseeded_dropout_is_named_at_its_first_step(script: str, tmp_path: P
     found = fastps("replay", str(file), script, "20", "unseeded")
     assert found.returncode == 1
     assert found.stderr.startswith("fastps: worker 1, step 5: it pushes another gradient") and found.stderr.count("\n") == 1
-    until = ("--until", "3", "--checkpoint", str(tmp_path / "at"))
-    found = fastps("replay", *until, str(file), script, "20", "unseeded")
+    first = recorded_of(read(file), file).commits[0][0][0].version  # what is folded in one commit is not divided
+    folder = tmp_path / "at"
+    found = fastps("replay", "--until", str(first), "--checkpoint", str(folder), str(file), script, "20", "unseeded")
     assert found.returncode == 0, found.stderr
-    assert load(tmp_path / "at").description["version"] in (1, 2, 3)  # what is folded in one commit is not divided
+    assert load(folder).description["version"] == first
+    found = fastps("replay", "--until", str(first - 1), "--checkpoint", str(folder), str(file), script, "20", "unseeded")
+    assert found.returncode == 2
+    assert f"--checkpoint: expected --until {first} or more, the first version that the run published" in found.stderr
