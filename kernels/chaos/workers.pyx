@@ -150,7 +150,7 @@ cdef class Workers(Machine):
 
 
 cdef class Process:
-    """One process of a job: of itself the server, and what a worker has in common with it."""
+    """One process of a job: the server as it is, and what a worker shares with it."""
 
     cdef Workers job
     cdef Arena arena
