@@ -163,8 +163,10 @@ def test_a_live_run_is_as_fast_and_as_stale_as_its_steps_played_again(
     steady = replay.steady_part(trace)
     cores = trace.header["machine"]["cores"]
     found = predicted(replay.policy_of(trace), replay.simulation_of(trace, cores))
-    is_idle = replay.cores_left(trace) > 0.8 * cores  # elsewhere a step waits for a core, too, which no record has
-    assert found["steps_per_s"] == pytest.approx(steady.steps_per_s, rel=0.05 if is_idle else 0.3)
+    assert found["steps_per_s"] > 0.95 * steady.steps_per_s
+    if replay.cores_left(trace) < 0.8 * cores:
+        return  # on a busy machine steps wait for a core, too, for times that no record has: the live run is slower
+    assert found["steps_per_s"] == pytest.approx(steady.steps_per_s, rel=0.05)
     decided_ns = trace.pushes["decided_ns"]
     stale = trace.pushes["staleness"][(decided_ns > steady.begin_ns) & (decided_ns <= steady.end_ns)].mean()
-    assert found["staleness_mean"] == pytest.approx(stale, rel=0.1 if is_idle else 0.3)
+    assert found["staleness_mean"] == pytest.approx(stale, rel=0.1)

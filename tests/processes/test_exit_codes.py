@@ -19,6 +19,16 @@ CONTINUE = JobOptions(on_worker_loss="continue")
 BEGIN = """
 import os, signal, sys, time
 rank, fresh = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+def stay_last(folder, others=(1, 2)):
+    # On rank 0 return when the launcher has seen the others end; on these at once.
+    if rank:
+        os.symlink(str(os.getpid()), f"{folder}/{rank}")
+        return
+    while not all(os.path.islink(f"{folder}/{each}") for each in others):
+        time.sleep(0.01)
+    while any(os.path.exists("/proc/" + os.readlink(f"{folder}/{each}")) for each in others):
+        time.sleep(0.01)
 """
 
 
@@ -33,16 +43,18 @@ def _said(log: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("end", "code"), [("sys.exit('cannot save')", 1), ("os.kill(os.getpid(), 9)", -9), ("os._exit(5)", 5)])
 @pytest.mark.parametrize("options", [CONTINUE, JobOptions(restarts=3)])
-def test_worker_that_fails_after_all_others_have_ended_fails_the_job(end: str, code: int, options: JobOptions) -> None:
-    outcome = _run(f"if rank == 0:\n    time.sleep(1)\n    {end}", options)
+def test_worker_that_fails_after_all_others_have_ended_fails_the_job(
+    end: str, code: int, options: JobOptions, tmp_path: Path
+) -> None:
+    outcome = _run(f"stay_last({str(tmp_path)!r})\nif rank == 0:\n    {end}", options)
     assert outcome.exit_code == 1
     assert outcome.first_failure is not None
     assert (outcome.first_failure.rank, outcome.first_failure.exit_code) == (0, code)
 
 
-def test_workers_that_a_job_goes_on_without_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_that_a_job_goes_on_without_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fastps.launch"):
-        outcome = _run("time.sleep(1) if rank == 0 else sys.exit('a bug')", CONTINUE)
+        outcome = _run(f"stay_last({str(tmp_path)!r})\nif rank: sys.exit('a bug')", CONTINUE)
     assert outcome.exit_code == 0
     assert _said(caplog) == [f"worker {rank} (exit code 1) was not replaced; the job went on without it" for rank in (1, 2)]
 
