@@ -4,6 +4,7 @@ Each message is one sentence: what was expected, what was found, what to do.
 """
 
 import contextlib
+import copyreg
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,15 +18,8 @@ class Error(Exception):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (type(self), self.args, self.__dict__)
-
-
-def _restored(kind: type[Error], arguments: tuple[Any, ...], attributes: dict[str, Any]) -> Error:
-    """Restore an error without calling its constructor, which may take other parameters than `args`."""
-    error = kind.__new__(kind)
-    error.args = arguments
-    error.__dict__.update(attributes)
-    return error
+        # Restore it without calling its constructor, which may take other parameters than `args`.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]  # typeshed lacks it
 
 
 class PolicyError(Error, ValueError):

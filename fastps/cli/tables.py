@@ -79,12 +79,6 @@ class Rows:
             table.add_row(*(Text(row[index]) for index in chosen), style="bold" if number in self.marked else None)
         return table
 
-    def tab_separated(self) -> str:
-        """All columns of all rows, a line each, below the title and the headings."""
-        lines = [[column.heading for column in self.columns], *self.cells]
-        rows = "\n".join("\t".join(" ".join(cell.split("\n")) for cell in line) for line in lines)
-        return f"# {self.title}\n{rows}\n"
-
     def _width_of(self, chosen: Sequence[int]) -> int:
         cells = [[self.columns[index].heading, *(row[index] for row in self.cells)] for index in chosen]
         return 1 + sum(_BORDER + max(cell_len(line) for cell in column for line in cell.split("\n")) for column in cells)
@@ -101,11 +95,13 @@ class Rows:
 
 
 def show(console: Console, rows: Rows, *, wide: bool = False) -> None:
-    """Print a table that fits the terminal; tab-separated rows where there is no terminal."""
+    """Print a table that fits the terminal; where there is none, all columns of all rows, separated by tabs."""
     if console.is_terminal:
         console.print(rows.at(console.width, wide))
-    else:
-        console.file.write(rows.tab_separated())
+        return
+    lines = [[column.heading for column in rows.columns], *rows.cells]
+    shown = "\n".join("\t".join(" ".join(cell.split("\n")) for cell in line) for line in lines)
+    console.file.write(f"# {rows.title}\n{shown}\n")
 
 
 def say(console: Console, *lines: str, soft_wrap: bool = False) -> None:

@@ -8,6 +8,7 @@ texts go through a key-value store, such as the one of torch.distributed. Each r
 death is noticed. A group is for one machine, and every rank finds out if another one is elsewhere.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -71,40 +72,36 @@ def meet(store: KeyStore, rank: int, size: int, *, clock: Clock = SYSTEM_CLOCK) 
         )
     _check_machine(store, rank, size)
     block_bytes = block_bytes_of(size)
-    pidfd = os.pidfd_open(os.getpid())
-    memfd = -1
     pidfds: dict[int, int] = {}
-    listener: rendezvous.Listener | None = None
-    try:
+    with contextlib.ExitStack() as others, contextlib.ExitStack() as own:
+        pidfd = os.pidfd_open(os.getpid())
+        own.callback(os.close, pidfd)
         if rank == 0:
             memory_bytes = exchange.memory_bytes(size, DEPTH, block_bytes)
             memfd = shared_memory.create(memory_bytes, f"a process group of {size} ranks")
+            own.callback(os.close, memfd)
             store.set("job", f"group-{secrets.token_hex(8)}")
         job = store.get("job").decode()
         text = f"fastps {__version__}, process group of {size} ranks, blocks of {block_bytes} bytes".encode()
         if rank != 0:
             memfd, pidfds[0] = _connect(job, 0, text, clock)
+            own.callback(os.close, memfd)
+            others.callback(os.close, pidfds[0])
         listener = rendezvous.Listener(rendezvous.place_name(job, rank), memfd, pidfd, text, rank, FORMAT)
+        own.callback(listener.close)
         store.set(f"listens/{rank}", "yes")
         for other in range(size):
             store.get(f"listens/{other}")
             if other != rank and other not in pidfds:
                 theirs, pidfds[other] = _connect(job, other, text, clock)
+                others.callback(os.close, pidfds[other])
                 os.close(theirs)
         store.set(f"met/{rank}", "yes")
         for other in range(size):
             store.get(f"met/{other}")  # listeners close only when nobody needs them any more
-        return shared_memory.map_shared(memfd), pidfds
-    except BaseException:
-        for descriptor in pidfds.values():
-            os.close(descriptor)
-        raise
-    finally:
-        if listener is not None:
-            listener.close()
-        os.close(pidfd)
-        if memfd >= 0:
-            os.close(memfd)
+        memory = shared_memory.map_shared(memfd)
+        others.pop_all()  # the caller closes them
+        return memory, pidfds
 
 
 def _check_machine(store: KeyStore, rank: int, size: int) -> None:
@@ -201,7 +198,9 @@ class Group:
                 if times:
                     self._stores.note((self._clock.now_ns() - began_ns) / collective.bytes_each)
             except BaseException as error:
-                self._break(mine, error)
+                interrupted = not isinstance(error, Exception)
+                self._cause = "a collective was interrupted" if interrupted else str(error)
+                mine.fail(f"rank {self.rank}: {type(error).__name__ if interrupted else error}")
                 raise
 
     def fail(self, reason: str) -> None:
@@ -229,11 +228,6 @@ class Group:
         if failure is not None:
             mine.fail(f"rank {self.rank}: {failure}")
         mine.leave()
-
-    def _break(self, mine: exchange.Exchange, error: BaseException) -> None:
-        interrupted = not isinstance(error, Exception)
-        self._cause = "a collective was interrupted" if interrupted else str(error)
-        mine.fail(f"rank {self.rank}: {type(error).__name__ if interrupted else error}")
 
     def _wait(self, mine: exchange.Exchange, timeout_ns: int, *, first: bool = False) -> None:
         status = mine.advance(_SLICE_NS, first)

@@ -8,7 +8,7 @@ A collective reads and writes contiguous memory of the CPU. A tensor that is not
 is copied back. What a collective does not take is refused.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -87,16 +87,16 @@ class Memory:
     def __init__(self, what: str) -> None:
         self._what = what
         self._backs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.keeps: list[torch.Tensor] = []
+        self._keeps: list[torch.Tensor] = []
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor with these values."""
         check(tensor, self._what)
-        self.keeps.append(tensor.detach().contiguous())
-        return self.keeps[-1]
+        self._keeps.append(tensor.detach().contiguous())
+        return self._keeps[-1]
 
     def written(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor whose values `finish` brings into this one; it begins with the tensor's own values."""
+        """A contiguous tensor whose values `copy_back` brings into this one; it begins with the tensor's own values."""
         made = self.read(tensor)
         if not tensor.is_contiguous():
             self._backs.append((tensor.detach(), made))
@@ -124,11 +124,8 @@ class Memory:
         here, there = ([tensor.data_ptr() for tensor in tensors] for tensors in (inputs, outputs))
         return Collective(KINDS[self._what], element, reduction, root, like.nbytes, here, there)
 
-    def finish(self) -> Callable[[], None] | None:
-        """What copies results back; None if nothing has to be copied."""
-        return self._copy_back if self._backs else None
-
-    def _copy_back(self) -> None:
+    def copy_back(self) -> None:
+        """Copy results into the tensors that are not contiguous."""
         for tensor, copy in self._backs:
             tensor.copy_(copy)
 
@@ -379,8 +376,7 @@ class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
         timeout = getattr(opts, "timeout", None)
         timeout_ns = _nanoseconds(timeout) if timeout is not None and timeout > timedelta() else None
         calls = [partial(self._group.run, step, timeout_ns) for step in steps]
-        work = GroupWork(result, memory.keeps, memory.finish())
-        return self._sequencer.give(work, calls, at_once=not getattr(opts, "asyncOp", True))
+        return self._sequencer.give(GroupWork(result, memory), calls, at_once=not getattr(opts, "asyncOp", True))
 
 
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryProcessGroup:

@@ -21,11 +21,10 @@ _NO_TIMEOUT = timedelta(milliseconds=0)  # torch's default argument of Work.wait
 class GroupWork(Work):
     """A collective that runs, or has run. `result` is what its future gives: a list of tensors."""
 
-    def __init__(self, result: list[Any], keeps: Any = None, finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, result: list[Any], memory: Any = None) -> None:
         super().__init__()
         self._result = result
-        self._keeps = keeps  # memory that the collective reads and writes
-        self._finish = finish  # copies results into tensors that are not contiguous
+        self._memory = memory  # that the collective reads and writes; its `copy_back` ends the collective
         self._error: BaseException | None = None
         self._is_done = threading.Event()
         self._lock = threading.Lock()
@@ -37,8 +36,8 @@ class GroupWork(Work):
         try:
             for step in steps:
                 step()
-            if self._finish is not None:
-                self._finish()
+            if self._memory is not None:
+                self._memory.copy_back()
         except BaseException as error:
             self.end(error)
             if not isinstance(error, Exception):
@@ -50,7 +49,7 @@ class GroupWork(Work):
         """Finish, with an error if there is one; also without having run."""
         with self._lock:
             self._error = error
-            self._keeps = self._finish = None
+            self._memory = None
             self._is_done.set()
             first = self._first
         if first is not None:

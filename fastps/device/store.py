@@ -264,11 +264,9 @@ class DeviceWorker(Worker):
             self._devices = None
         arena.unmap()
         super().close()
-        if arena.own:
-            self._wait_until_closed()
-
-    def _wait_until_closed(self) -> None:
-        """Wait until no other lane maps this lane's memory, or one of them has died."""
+        if not arena.own:
+            return
+        # Wait until no other lane maps this lane's memory, or one of them has died.
         with contextlib.closing(Peers(self.store.arena, self.store.descriptor, self.store.job, self.rank)) as peers:
             while any(state in PRESENT for state in self.store.arena.lane_states()) and peers.dead() is None:
                 self._clock.sleep_ns(_PAUSE_NS)

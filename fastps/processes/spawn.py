@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import connection
+from multiprocessing.pool import RemoteTraceback
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -200,13 +201,6 @@ def _work(work: handover.Work, rank: int, environment: Mapping[str, str], outcom
     spawned.run(lambda: work, rank, outcome)
 
 
-class RemoteTraceback(Exception):  # noqa: N818  (the cause of an error, which only shows where it was raised)
-    """The traceback of a worker's exception, as text."""
-
-    def __str__(self) -> str:
-        return f'\n"""\n{self.args[0]}"""'
-
-
 def spawn(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -341,7 +335,7 @@ def _error_of(worker: SpawnedWorker, killed_before: int) -> BaseException | None
     if worker.outcome is not None:
         error = worker.outcome.error
         if error is not None:
-            error.__cause__ = RemoteTraceback(worker.outcome.traceback)
+            error.__cause__ = RemoteTraceback(f'\n"""\n{worker.outcome.traceback}"""')  # which only shows where it was raised
         return error
     how = how_it_ended(code)
     was_out_of_memory = code == -signal.SIGKILL and oom_kills() > killed_before

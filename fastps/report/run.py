@@ -8,7 +8,7 @@ import numpy as np
 from fastps.advice.advise import advise
 from fastps.errors import Error, UsageError
 from fastps.report import plots
-from fastps.report.figure import Figure, Table, listed, number_text, paired, seconds_text
+from fastps.report.figure import Table, listed, number_text, paired, seconds_text
 from fastps.report.findings import GOOD, NOTE, Facts, Finding, facts_of, findings_of
 from fastps.report.page import Fact, Page, Part
 from fastps.report.timeline import timeline
@@ -45,18 +45,14 @@ def page_of(trace: Trace, name: str, result: Row | None = None, tick: Callable[[
     ]
     tables: list[Part] = [_workers(facts), *_nodes(trace), _log(trace, why_not)]
     made = f"Made by fastps {__version__} from {name}. This file holds all that it shows, and loads nothing."
-    figures = paired([timeline(facts, findings), *_plots(facts)])
+    drawn = [plots.time_of_workers(facts), plots.waits(facts), plots.steps(facts), plots.store(facts)]
+    drawn += [plots.staleness(facts), plots.staleness_by_worker(facts), plots.gaps(facts), plots.disciplines(facts)]
+    figures = paired([timeline(facts, findings), *(each for each in drawn if each is not None)])
     first, notes = _parted(findings)
     numbers = _facts(facts, result)
     return Page(
         f"{heading}: fastps report", heading, " · ".join(what), numbers, first, figures, tables=tables, made=made, notes=notes
     )
-
-
-def _plots(facts: Facts) -> list[Figure]:
-    made = [plots.time_of_workers(facts), plots.waits(facts), plots.steps(facts), plots.store(facts)]
-    made += [plots.staleness(facts), plots.staleness_by_worker(facts), plots.gaps(facts), plots.disciplines(facts)]
-    return [each for each in made if each is not None]
 
 
 def _parted(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:

@@ -17,7 +17,7 @@ from fastps.job.launchers import whole
 from fastps.membership import discovery
 from fastps.store.observer import Look, Observer, observe
 from fastps.system.extras import how_to_install
-from fastps.telemetry.scalars import COUNTER, JOB, SCALARS, SHARD, STALENESS, STALENESS_LIMITS, owners_of
+from fastps.telemetry.scalars import COUNTER, JOB, SCALARS, SHARD, STALENESS, STALENESS_LIMITS, Scalar, values_of
 
 logger = logging.getLogger("fastps.telemetry")
 
@@ -119,16 +119,14 @@ def families(looks: dict[str, Look]) -> Iterator[Any]:
     """The metrics of these looks. Labels: the job, and the number of a worker, shard or node."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
+    found: dict[Scalar, Any] = {}
     for scalar in SCALARS:
         kind = CounterMetricFamily if scalar.kind == COUNTER else GaugeMetricFamily
-        family: Any = kind(scalar.metric, scalar.help, labels=["job"] if scalar.owner == JOB else ["job", scalar.owner])
-        for job, look in looks.items():
-            for number, row in owners_of(look, scalar.owner):
-                value = scalar.value(row)
-                if value is not None:
-                    family.add_metric([job] if scalar.owner == JOB else [job, str(number)], float(value))
-        if family.samples:
-            yield family
+        found[scalar] = kind(scalar.metric, scalar.help, labels=["job"] if scalar.owner == JOB else ["job", scalar.owner])
+    for job, look in looks.items():
+        for scalar, number, value in values_of(look):
+            found[scalar].add_metric([job] if scalar.owner == JOB else [job, str(number)], value)
+    yield from (family for family in found.values() if family.samples)
     staleness = HistogramMetricFamily(STALENESS.metric, STALENESS.help, labels=["job", SHARD])
     for job, look in looks.items():
         for shard in look.shards:

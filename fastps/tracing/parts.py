@@ -92,8 +92,10 @@ def finish(file: Path, job: str, since_ns: int) -> list[Path]:
         left = folders_of(own, name)[-1:]  # a node that was lost and started again has an older one
         if not left and not own.exists():
             break
-        if any(merge(folder, own, partial(_is_left, folder, since_ns)) for folder in left) or _has_begun(own, since_ns):
-            found.append(own)
+        is_written = any(merge(folder, own, partial(_is_left, folder, since_ns)) for folder in left)
+        with contextlib.suppress(TraceError):
+            if is_written or _are_since(read(own).notes, since_ns):
+                found.append(own)
     return found
 
 
@@ -102,15 +104,8 @@ def _is_left(folder: Path, since_ns: int, notes: Sequence[Mapping[str, Any]]) ->
     return _are_since(notes, since_ns) and not agent_runs(folder)
 
 
-def _has_begun(file: Path, since_ns: int) -> bool:
-    """Whether this is a trace of workers that began after a Unix time."""
-    try:
-        return _are_since(read(file).notes, since_ns)
-    except TraceError:
-        return False
-
-
 def _are_since(notes: Sequence[Mapping[str, Any]], since_ns: int) -> bool:
+    """Whether the workers with these notes began after a Unix time."""
     return all((note.get("began_ns") or 0) + (note.get("unix_offset_ns") or 0) >= since_ns for note in notes)
 
 
@@ -171,8 +166,9 @@ def merge_if_over(folder: Path, file: Path, arena: Arena, more: Callable[[], Map
     def is_over(notes: list[dict[str, Any]]) -> bool:
         members = arena.members()
         others_run = any(state in PRESENT for _, state in members)
-        unfinished = [note for note in notes if not note["finished"]]
-        if not notes or any(_is_present(note, *members[note["rank"]]) for note in unfinished) or agent_runs(folder):
+        owners = {(lane, generation) for lane, (generation, state) in enumerate(members) if state != LANE_DEAD}
+        unfinished = [(note["rank"], note.get("generation", 0)) for note in notes if not note["finished"]]
+        if not notes or not owners.isdisjoint(unfinished) or agent_runs(folder):
             return False
         return not others_run or (len(notes) == arena.lanes and not unfinished)
 
@@ -316,11 +312,6 @@ def _writer_of(file: Path) -> tuple[int, int, str]:
     """A worker's rank and generation; behind them all others."""
     rank, _, generation = file.name.partition(".")[0].partition("-")
     return (int(rank), int(generation or 0), file.name) if rank.isdecimal() else (sys.maxsize, 0, file.name)
-
-
-def _is_present(note: Mapping[str, Any], generation: int, state: int) -> bool:
-    """Whether a note's worker is still in the job, whose lane has an owner of that generation and state."""
-    return bool(note.get("generation", 0) == generation and state != LANE_DEAD)
 
 
 def merge(

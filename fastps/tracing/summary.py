@@ -30,11 +30,6 @@ def blocked_ns(steps: Lines) -> npt.NDArray[np.int64]:
     return found_ns
 
 
-def span_ns(trace: Trace) -> int:
-    """Return the time from the first step's beginning to the last push."""
-    return int(trace.steps["computed_ns"].max() - trace.steps["begin_ns"].min()) if len(trace.steps) else 0
-
-
 def folded_rows(trace: Trace) -> Lines:
     """Return the records of rows whose push was folded."""
 
@@ -50,8 +45,8 @@ def folded_rows(trace: Trace) -> Lines:
 
 def summary_row(trace: Trace) -> Row:
     """Summarize the whole run: speed, staleness, waiting, drops."""
-    seconds = span_ns(trace) / 1e9
     steps = len(trace.steps)
+    seconds = int(trace.steps["computed_ns"].max() - trace.steps["begin_ns"].min()) / 1e9 if steps else 0.0  # to the last push
     folded = trace.pushes[trace.pushes["fate"] == FOLDED]
     waited, total = _waiting(trace.steps)
     return {
