@@ -214,7 +214,11 @@ def read_description(folder: Path) -> dict[str, Any]:
     number = description["format"]
     _expect(number in (1, FORMAT), folder, "field 'format'", f"1 or {FORMAT}, which this fastps reads", value=number)
     if description["format"] > 1 or "digest" in description:
-        _check_digest(folder, text)
+        end = _DIGEST.fullmatch(text, max(0, len(text) - _DIGEST_BYTES))
+        if end is None:
+            raise refused(folder, JSON_FILE, "a digest at its end", "none: it is damaged")
+        expected, found = end[1].decode(), hashlib.sha256(text[: end.start()]).hexdigest()
+        _expect(found == expected, folder, JSON_FILE, f"the digest {expected}", f"{found}: it is damaged")
     for field in ("version", "drawn"):
         _expect(0 <= description[field] < 1 << 40, folder, f"field {field!r}", "0 to 2^40", value=description[field])
     for field, least in (("versions", 0), ("clocks", -1)):
@@ -224,14 +228,6 @@ def read_description(folder: Path) -> dict[str, Any]:
     groups = description["param_groups"]
     _expect(all(isinstance(group, dict) for group in groups), folder, "field 'param_groups'", "an object each", value=groups)
     return description
-
-
-def _check_digest(folder: Path, text: bytes) -> None:
-    end = _DIGEST.fullmatch(text, max(0, len(text) - _DIGEST_BYTES))
-    if end is None:
-        raise refused(folder, JSON_FILE, "a digest at its end", "none: it is damaged")
-    expected, found = end[1].decode(), hashlib.sha256(text[: end.start()]).hexdigest()
-    _expect(found == expected, folder, JSON_FILE, f"the digest {expected}", f"{found}: it is damaged")
 
 
 def _check_tensors(folder: Path, description: dict[str, Any], tensors: Mapping[str, Array]) -> None:

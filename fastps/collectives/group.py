@@ -249,8 +249,11 @@ class Group:
     def _check_ranks(self, mine: exchange.Exchange) -> None:
         """Raise WorkerDiedError if a rank died or failed. One that died comes first: others may have failed because of it."""
         what = exchange.described(*mine.own_words())
-        dead = self._dead()
-        died = [rank for rank in dead if mine.state_of(rank)[0] == exchange.LIVE]
+        poll = select.poll()
+        for pidfd in self._pidfds.values():
+            poll.register(pidfd, select.POLLIN)
+        ended = {pidfd for pidfd, _ in poll.poll(0)}
+        died = [rank for rank, pidfd in self._pidfds.items() if pidfd in ended and mine.state_of(rank)[0] == exchange.LIVE]
         if died:
             raise WorkerDiedError(
                 f"rank {died[0]} (process {mine.state_of(died[0])[1]}) died: expected it to take part in {what}, found its"
@@ -260,14 +263,6 @@ class Group:
         failures = {rank: mine.state_of(rank)[2] for rank in range(self.size) if mine.state_of(rank)[0] == exchange.FAILED}
         for rank, message in failures.items():
             raise WorkerDiedError(f"rank {rank} failed, which {what} on rank {self.rank} waits for: {message}", rank)
-
-    def _dead(self) -> list[int]:
-        """The ranks whose processes have ended; one system call."""
-        poll = select.poll()
-        for pidfd in self._pidfds.values():
-            poll.register(pidfd, select.POLLIN)
-        ended = {pidfd for pidfd, _ in poll.poll(0)}
-        return [rank for rank, pidfd in self._pidfds.items() if pidfd in ended]
 
 
 def _absence(mine: exchange.Exchange) -> Error:

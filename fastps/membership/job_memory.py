@@ -38,6 +38,10 @@ class WeightsMemory:
         count = 0 if parameter.is_table else parameter.size
         return np.frombuffer(self.memory, parameter.stored, count, byte_offset + 4 * parameter.offset)
 
+    def halves_at(self, byte_offset: int, parameter: Parameter, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """A flat view of one parameter's values of two bytes in the buffer or slot that begins at `byte_offset`."""
+        return np.frombuffer(self.memory, dtype, parameter.length, byte_offset + 2 * parameter.offset)
+
     def weight_views(self, buffers: int | Sequence[int]) -> Views:
         """A flat view of each parameter in one weights buffer, or in one buffer per shard. A table is the same in each."""
         return [
@@ -56,15 +60,8 @@ class WeightsMemory:
 
         A table has none. Raises ValueError for a job without parameters in half precision.
         """
-        return [
-            np.frombuffer(
-                self.memory,
-                np.uint16,
-                parameter.length,
-                self.arena.halves_offset(_buffer_of(buffers, parameter)) + 2 * parameter.offset,
-            )
-            for parameter in self.parameters
-        ]
+        offsets = [self.arena.halves_offset(_buffer_of(buffers, parameter)) for parameter in self.parameters]
+        return [self.halves_at(*each, np.dtype(np.uint16)) for each in zip(offsets, self.parameters, strict=True)]
 
     def write_halves(self, buffers: int | Sequence[int]) -> None:
         """Write the weights of these buffers once more in half precision, after something else than a fold has written them.
@@ -145,10 +142,7 @@ class JobMemory(WeightsMemory):
         if kind in ("float32", "float64"):
             return [self.floats_at(offset, parameter) for parameter in self.layout.parameters]
         dtype = np.dtype(np.float16 if kind == "float16" else np.uint16)
-        return [
-            np.frombuffer(self.memory, dtype, parameter.length, offset + dtype.itemsize * parameter.offset)
-            for parameter in self.layout.parameters
-        ]
+        return [self.halves_at(offset, parameter, dtype) for parameter in self.layout.parameters]
 
     def pushed_rows(self, lane: int, slot: int, parameter: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]:
         """The numbers of a table's rows in a slot of a lane, and their values, of shape (rows, width)."""

@@ -23,7 +23,8 @@ from fastps.membership import rendezvous
 
 _ASK_TIMEOUT_S = 0.05
 _MOST_SKIPPED_LOOKS = 20  # the backoff for a peer that does not answer (a stopped process), because each try costs time
-_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING, LANE_SERVING, LANE_EXPELLED)  # an expelled one may hold a lock
+WORKER_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
+_PRESENT = (*WORKER_PRESENT, LANE_SERVING, LANE_EXPELLED)  # an expelled one may hold a lock
 
 Owner = tuple[int, int]
 """A lane, and the generation of its owner."""

@@ -18,7 +18,7 @@ from fastps.errors import TimeoutExceededError
 from fastps.job.layout import Layout
 from fastps.membership.job_memory import Floats, JobMemory
 from fastps.network.home import store_name
-from fastps.network.parts import Part, parts_of
+from fastps.network.parts import Part, parts_of, whole
 from fastps.store.store import Store
 from fastps.store.worker import Worker
 
@@ -188,8 +188,7 @@ class LeafStart:
         return {"versions": [self.steps] * len(layout.shards), "clocks": [self.steps] * layout.workers, "drawn": 0}
 
     def write_into(self, store: JobMemory) -> None:
-        whole = Part(0, self._layout.buffer_floats, self._layout, range(len(self._layout.parameters)))
-        write_range(self._checkpoint, self._layout, whole, "weights/", store.weight_views(0))
+        write_range(self._checkpoint, self._layout, whole(self._layout), "weights/", store.weight_views(0))
 
 
 def write_range(checkpoint: Checkpoint, layout: Layout, part: Part, prefix: str, views: list[Floats]) -> None:

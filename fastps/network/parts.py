@@ -90,7 +90,7 @@ def parts_of(layout: Layout) -> list[Part]:
     count = part_count(floats)
     policy, continues = layout.policy, layout.faults.continues
     if count == 1 or continues or not policy.is_level or policy.shards > 1:
-        return [_whole(layout)]
+        return [whole(layout)]
     edges = [round(chunks * part / count) * CHUNK_FLOATS for part in range(count)] + [floats]
     return [_part(layout, first, last) for first, last in pairwise(edges)]
 
@@ -102,7 +102,7 @@ def shares_of(layout: Layout, nodes: Nodes) -> list[Part]:
     """
     floats, homes = layout.buffer_floats, nodes.count if nodes.policy.homes == "spread" else 1
     if homes == 1 or floats <= _ALIGNED_FLOATS:
-        return [_whole(layout)]
+        return [whole(layout)]
     return [_part(layout, first, last) for first, last in _even_ranges(floats, homes)]
 
 
@@ -112,7 +112,8 @@ def _even_ranges(floats: int, count: int) -> Iterator[tuple[int, int]]:
     return pairwise([*range(0, max(1, floats), length), floats])
 
 
-def _whole(layout: Layout) -> Part:
+def whole(layout: Layout) -> Part:
+    """The whole model as one part."""
     return Part(0, layout.buffer_floats, layout, range(len(layout.parameters)))
 
 

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import connection
-from multiprocessing.pool import RemoteTraceback
+from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]  # typeshed lacks it
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 

@@ -17,14 +17,14 @@ from fastps.errors import ArenaError, AttachError, TimeoutExceededError, Unsuppo
 from fastps.job import limits
 from fastps.job.layout import Description
 from fastps.kernels.protocol.reader_pins import ReaderPins
-from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LEAVING, LANE_LIVE, Arena
+from fastps.kernels.shm.arena import LANE_FREE, Arena
 from fastps.membership import discovery, rendezvous
 from fastps.membership.job_memory import WeightsMemory
+from fastps.membership.peers import WORKER_PRESENT
 from fastps.system import shared_memory
 from fastps.system.clock import Clock
 from fastps.system.deadline import Deadline
 
-_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
 _LIVENESS_NS = 200_000_000  # the longest sleep of a wait: so often it asks whether the job has ended
 
 # Strong references: a reader that were collected would give up its place while a model still shows its buffers.
@@ -149,7 +149,8 @@ class WeightsReader:
         # A worker listens before its lane is present and until it has left: a lane present before and after, without a
         # listener in between, is that of a worker that was killed.
         is_left = all(
-            state not in _PRESENT or (before[lane] in _PRESENT and lane not in listening) for lane, state in enumerate(states)
+            state not in WORKER_PRESENT or (before[lane] in WORKER_PRESENT and lane not in listening)
+            for lane, state in enumerate(states)
         )
         is_folded = not self._memory.arena.is_served()  # a server folds what the workers left behind, and then ends
         return not listening or (is_left and is_folded and LANE_FREE not in states[: self._workers])

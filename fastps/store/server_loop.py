@@ -15,11 +15,11 @@ from fastps.job.limits import SLICE_NS
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.protocol.wait import Wait
 from fastps.membership import rendezvous
-from fastps.membership.peers import Peers
+from fastps.membership.peers import WORKER_PRESENT, Peers
 from fastps.membership.stalls import Stalls, patience_ns
 from fastps.store.core_sharing import Cores
 from fastps.store.drive import drive
-from fastps.store.server_process import WORKER_PRESENT, Order
+from fastps.store.server_process import Order
 from fastps.store.store import Store
 
 logger = logging.getLogger("fastps.server")

@@ -17,12 +17,11 @@ from typing import Any
 from fastps.errors import AttachError
 from fastps.job.layout import Layout
 from fastps.job.update_rules import Rule
-from fastps.kernels.shm.arena import LANE_JOINING, LANE_LEAVING, LANE_LIVE
 from fastps.membership.job_memory import JobMemory
+from fastps.membership.peers import WORKER_PRESENT
 from fastps.system.processes import start_module
 from fastps.tracing.recorder import folder_of_next
 
-WORKER_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
 _POLL_NS = 1_000_000
 _END_S = 5.0  # a server without workers exits within milliseconds; a stopped one would never exit
 _START_S = 60.0  # importing numpy takes long on a busy machine; the timeout of waits may be shorter

@@ -7,6 +7,7 @@ not fold by itself: waiting workers combine, or the server does.
 
 import contextlib
 import errno
+import math
 import os
 import secrets
 from collections.abc import Callable, Collection, Mapping
@@ -341,8 +342,4 @@ def _type_of(name: str, array: npt.NDArray[Any]) -> GradientType:
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous array of this shape."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
+    return tuple(math.prod(max(1, size) for size in shape[after:]) for after in range(1, len(shape) + 1))

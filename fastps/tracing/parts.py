@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from fastps.job import limits
-from fastps.kernels.shm.arena import LANE_DEAD, LANE_JOINING, LANE_LEAVING, LANE_LIVE, OUTCOME_DROPPED, OUTCOME_REJECTED, Arena
+from fastps.kernels.shm.arena import LANE_DEAD, OUTCOME_DROPPED, OUTCOME_REJECTED, Arena
 from fastps.membership.job_memory import JobMemory
+from fastps.membership.peers import WORKER_PRESENT
 from fastps.system.time_limit import locked
 from fastps.tracing.file import DROPPED, DTYPES, FOLDED, REJECTED, UNDECIDED, Lines, Trace, TraceError, read, write
 
@@ -37,7 +38,6 @@ CHUNK_LINES = 4096  # a chunk of either kind is a whole number of pages
 _SUFFIX = ".parts"
 _CODES = {"<i8": "q", "<i4": "i", "<u4": "I", "<i2": "h", "<u2": "H", "|u1": "B"}
 FOR_REPLAY = ("inputs", "checksums")
-PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
 _FATES = {OUTCOME_DROPPED: DROPPED, OUTCOME_REJECTED: REJECTED}
 _CLOCKS = ("process_id", "unix_offset_ns", "unix_offset_end_ns")  # which place the times of other recordings
 _OF_WORKER = ("finished", "began_ns", "transfer_ns", "posted", "failure", "load", "loss", *_CLOCKS)
@@ -165,7 +165,7 @@ def merge_if_over(folder: Path, file: Path, arena: Arena, more: Callable[[], Map
 
     def is_over(notes: list[dict[str, Any]]) -> bool:
         members = arena.members()
-        others_run = any(state in PRESENT for _, state in members)
+        others_run = any(state in WORKER_PRESENT for _, state in members)
         owners = {(lane, generation) for lane, (generation, state) in enumerate(members) if state != LANE_DEAD}
         unfinished = [(note["rank"], note.get("generation", 0)) for note in notes if not note["finished"]]
         if not notes or not owners.isdisjoint(unfinished) or agent_runs(folder):

@@ -18,12 +18,13 @@ from typing import Any
 
 from fastps.job.environment import TRACE_VARIABLE
 from fastps.membership.job_memory import JobMemory
+from fastps.membership.peers import WORKER_PRESENT
 from fastps.system.clock import unix_offset_ns
 from fastps.system.machine import machine
 from fastps.tracing.file import STEP_DTYPE, TraceError
 from fastps.tracing.for_replay import Recorded, ReplayRecords, described, final_checksums
 from fastps.tracing.node_part import node_of
-from fastps.tracing.parts import FOR_REPLAY, PRESENT, Part, folder_of, merge_if_over, numbered, of_node, outcome_of
+from fastps.tracing.parts import FOR_REPLAY, Part, folder_of, merge_if_over, numbered, of_node, outcome_of
 from fastps.version import __version__
 
 logger = logging.getLogger("fastps.trace")
@@ -319,7 +320,7 @@ class Recorder:
     def _await_server(self) -> None:
         """If this is the last worker, wait until the server has decided all pushes, for as long as it takes to notice them."""
         until_ns = self._clock.now_ns() + _SERVER_NS
-        while self._clock.now_ns() < until_ns and not any(state in PRESENT for state in self._arena.lane_states()):
+        while self._clock.now_ns() < until_ns and not any(state in WORKER_PRESENT for state in self._arena.lane_states()):
             counts = [self._arena.counters(lane) for lane in range(self._arena.lanes)]
             if all(count["posted"] == count["done"] for count in counts):
                 return
