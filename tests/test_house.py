@@ -125,7 +125,6 @@ MODULES = {
     "kernels/combining/commit": "tests/kernels/protocol/test_lane.py",
     "kernels/protocol/pins": "tests/kernels/protocol/test_lane.py",
     "kernels/shm/counts": "tests/cli/test_main.py",  # help without numpy
-    "kernels/shm/counters": "tests/kernels/shm/test_damage.py",
     "kernels/shm/arena": "tests/kernels/shm/test_damage.py",
     "kernels/shm/format": "tests/kernels/shm/test_damage.py",
     "kernels/memory/mapping": "tests/kernels/shm/test_damage.py",

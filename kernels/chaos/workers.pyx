@@ -243,7 +243,7 @@ cdef class Process:
 
     cdef void _expel(self, int32_t bad, uint64_t damage) noexcept nogil:
         """Expel the owner of a lane, whose words must have been damaged; nothing happens where it has another owner by now."""
-        if self.arena._expel(bad, damage) and not self.checker.is_wounded(bad, damage >> 40):
+        if self.arena.expel(bad, damage) and not self.checker.is_wounded(bad, damage >> 40):
             self.checker.fail(b"expelled: worker %ld expels owner %ld of lane %ld, whose words nobody has damaged", self.index,
                               <int64_t> (damage >> 40), bad)
 
@@ -262,7 +262,7 @@ cdef class Process:
                 if dead >= self.job.n_places:
                     self._take_over()
                 self.wait.lane._recover_locks(dead, generation, self._now())
-                self.arena._mark_dead(dead, generation)
+                self.arena.mark_dead(dead, generation)
                 if generation == self.job.processes[dead].generation:
                     self.job.processes[dead].settled = True
                 self.marked_dead[dead] = generation + 1
@@ -285,7 +285,7 @@ cdef class Worker(Process):
 
     cdef void live(self) noexcept nogil:
         """Take the lane, push every step, and leave; or be expelled."""
-        cdef int64_t generation = self.arena._claim(self.index, self.index, True)
+        cdef int64_t generation = self.arena.claim(self.index, self.index, True)
         cdef uint32_t shard
         self.checker.own(self.index, self.lane.words.tail)
         if generation != self.generation:
@@ -294,7 +294,7 @@ cdef class Worker(Process):
             (<Combiner> self.lane._combiners[shard]).lock.generation = self.generation
         self.lane._begin()
         self.lane.loss = 0
-        self.lane._leave_to_server(self.arena._is_served())
+        self.lane._leave_to_server(self.arena.is_served())
         if generation > 0:
             self._join()
         self.lane.steps = self.lane._begin_steps()

@@ -156,7 +156,7 @@ cdef class Lane(ShardLocks):
         """
         if not self.served:
             return ShardLocks._try_combine(self, now_ns)
-        if not self.arena._is_served():
+        if not self.arena.is_served():
             return LANE_UNSERVED
         if not fps_mutant(FPS_MUTANT_FORGET_CALL):
             (<Combiner> self._combiners[0]).call(self.arena.header.n_lanes)

@@ -140,7 +140,7 @@ cdef class Wait:
             self.last_wait_ns = now_ns - self.began_ns
             return self.lane._reached(self.granted, self.done, self.shards)
         if self.goal == GOAL_JOIN:
-            return self.lane.arena._has_joined(self.lane.index)
+            return self.lane.arena.has_joined(self.lane.index)
         if self.goal == GOAL_LAST:
             return not self.combines and self.lane._is_last(self.started)
         return self.goal == GOAL_SETTLE and not self.combines

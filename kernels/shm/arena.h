@@ -166,8 +166,7 @@ static inline int64_t fps_granted_generation(int64_t granted) { return (int64_t)
 /* What one commit publishes beside the weights. There are two in each workspace; the commit word says which one holds. */
 typedef struct {
     uint64_t version;
-    uint32_t weights_buffer;
-    uint32_t state_buffer;
+    uint32_t weights_buffer, state_buffer;
     uint8_t pad[48];
 } fps_record;
 
@@ -262,10 +261,8 @@ static inline int64_t fps_bucket_time(int bucket) {
 
 /* Written by the creator before anyone attaches, and never again. Type, name, and what it is. */
 #define FPS_HEADER_WORDS(WORD)                                                                                           \
-    WORD(uint64_t, magic)                                                                                                \
-    WORD(uint32_t, abi)                                                                                                  \
-    WORD(uint32_t, n_lanes)                                                                                              \
-    WORD(uint32_t, n_buffers)                                                                                            \
+    WORD(uint64_t, magic) WORD(uint32_t, abi)                                                                            \
+    WORD(uint32_t, n_lanes) WORD(uint32_t, n_buffers)                                                                    \
     WORD(uint32_t, n_slots) /* gradient slots of a lane */                                                               \
     WORD(uint32_t, ring_size) /* descriptors of a lane's ring; a power of two */                                         \
     WORD(uint32_t, n_groups) /* param_groups */                                                                          \
@@ -284,19 +281,14 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(double, ema_decay) /* of the moving average of the weights, which is the last plane; 0: there is none */        \
     WORD(uint64_t, buffer_floats) /* floats of a weights buffer, parameters padded to whole lines */                     \
     WORD(uint64_t, shard_headers_offset) /* fps_shard_header[n_shards] */                                                \
-    WORD(uint64_t, statistics_offset)                                                                                    \
-    WORD(uint64_t, statistics_bytes) /* n_shards of them */                                                              \
-    WORD(uint64_t, work_offset)                                                                                          \
-    WORD(uint64_t, work_bytes) /* shard-major, one a workspace */                                                                   \
+    WORD(uint64_t, statistics_offset) WORD(uint64_t, statistics_bytes) /* n_shards of them */                            \
+    WORD(uint64_t, work_offset) WORD(uint64_t, work_bytes) /* shard-major, one a workspace */                            \
     WORD(uint64_t, segments_offset) /* fps_segment[n_parameters] */                                                      \
     WORD(uint64_t, tables_offset) /* fps_table[n_tables] */                                                              \
-    WORD(uint64_t, lanes_offset)                                                                                         \
-    WORD(uint64_t, lane_bytes)                                                                                           \
-    WORD(uint64_t, lane_shards_offset)                                                                                   \
+    WORD(uint64_t, lanes_offset) WORD(uint64_t, lane_bytes) WORD(uint64_t, lane_shards_offset)                           \
     WORD(uint64_t, reader_words_offset) /* fps_readers, then fps_reader_shard[n_readers][n_shards] */                    \
     WORD(uint64_t, push_outcomes_offset) /* within a lane */                                                             \
-    WORD(uint64_t, scheduler_offset)                                                                                     \
-    WORD(uint64_t, scheduler_bytes) /* shard-major, one copy a record */                                                 \
+    WORD(uint64_t, scheduler_offset) WORD(uint64_t, scheduler_bytes) /* shard-major, one copy a record */                \
     WORD(uint64_t, rows_offset) /* the tables' rows: weights and state, one copy */                                      \
     WORD(uint64_t, rows_bytes)                                                                                           \
     WORD(uint64_t, weights_offset)                                                                                       \
@@ -304,23 +296,18 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint64_t, state_offset)                                                                                         \
     WORD(uint64_t, state_bytes) /* FPS_STATE_BUFFERS of them: int64 steps[n_parameters], then the planes */              \
     WORD(uint64_t, state_steps_bytes)                                                                                    \
-    WORD(uint64_t, slots_offset)                                                                                         \
-    WORD(uint64_t, slot_bytes) /* lane-major */                                                                          \
-    WORD(uint64_t, slot_presence_offset)                                                                                 \
-    WORD(uint64_t, slot_versions_offset)                                                                                 \
-    WORD(uint64_t, slot_nonfinite_offset) /* a bit for each parameter that a device found non-finite, before the post */  \
-    WORD(uint64_t, slot_gradient_offset)                                                                                 \
-    WORD(uint64_t, extra_offset)                                                                                         \
+    WORD(uint64_t, slots_offset) WORD(uint64_t, slot_bytes) /* lane-major */                                             \
+    WORD(uint64_t, slot_presence_offset) WORD(uint64_t, slot_versions_offset)                                            \
+    WORD(uint64_t, slot_nonfinite_offset) /* a bit for each parameter that a device found non-finite, before the post */ \
+    WORD(uint64_t, slot_gradient_offset) WORD(uint64_t, extra_offset)                                                    \
     WORD(uint64_t, extra_bytes) /* model buffers (BatchNorm): one slot a lane */                                         \
     WORD(uint64_t, reader_weights_offset) /* n_readers weights buffers; without pages until a reader has the place */    \
     /* Weights and rule state once more: in use while a combiner that stopped may still write others. Without pages until then. */ \
-    WORD(uint64_t, spare_weights_offset)                                                                                 \
-    WORD(uint64_t, spare_state_offset)                                                                                   \
+    WORD(uint64_t, spare_weights_offset) WORD(uint64_t, spare_state_offset)                                              \
     WORD(uint64_t, undo_offset) /* shard-major; without pages until a push reserves them, as the rest of the arena */    \
     WORD(uint64_t, undo_bytes)                                                                                           \
     WORD(uint64_t, row_slots_offset) /* lane-major: the rows in each slot */                                             \
-    WORD(uint64_t, row_slot_bytes)                                                                                       \
-    WORD(uint64_t, total_bytes)
+    WORD(uint64_t, row_slot_bytes) WORD(uint64_t, total_bytes)
 
 typedef struct {
 #define FPS_HEADER_WORD(type, name) type name;
@@ -357,7 +344,6 @@ static inline uint64_t fps_commit_buffer(uint64_t commit) { return (commit >> 2)
 static inline uint64_t fps_commit_record(uint64_t commit) { return commit & 3; }
 /* A workspace has records 2w and 2w + 1. */
 static inline uint64_t fps_commit_workspace(uint64_t commit) { return (commit >> 1) & 1; }
-
 
 static inline uint64_t fps_reader_pack(uint64_t generation, uint64_t lane, uint64_t state, uint64_t weights) {
     return (generation << 32) | ((lane + 1) << 16) | ((state + 1) << 8) | (weights + 1);

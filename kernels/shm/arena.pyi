@@ -1,7 +1,6 @@
-from fastps.kernels.shm.counters import ArenaCounters as ArenaCounters
-from fastps.kernels.shm.counters import Counters as Counters
-from fastps.kernels.shm.counters import Histograms as Histograms
-from fastps.kernels.shm.counters import PushOutcome as PushOutcome
+from typing import TypedDict
+
+from fastps.kernels.shm.view import ArenaView
 
 ABI: int
 MAX_BUFFERS: int
@@ -24,7 +23,34 @@ OUTCOME_FOLDED: int
 OUTCOME_DROPPED: int
 OUTCOME_REJECTED: int
 
-class Arena(ArenaCounters):
+PushOutcome = tuple[int, int, int, int]
+
+class Counters(TypedDict):
+    posted: int
+    done: int
+    steps: int
+    wait_ns: int
+    compute_ns: int
+    push_ns: int
+    samples: int
+    stale_blocks: int
+    folded: int
+    dropped: int
+    rejected: int
+    staleness_sum: int
+    staleness_max: int
+    rows: int
+    loss: float
+
+class Histograms(TypedDict):
+    updates: int
+    rows_written: int
+    average_staleness: float
+    gaps_ns: list[tuple[int, int]]
+    staleness: list[tuple[int, int]]
+    arrivals_ns: list[list[tuple[int, int]]]
+
+class Arena(ArenaView):
     @property
     def version(self) -> int: ...
     def shard_version(self, shard: int) -> int: ...
@@ -54,3 +80,10 @@ class Arena(ArenaCounters):
     def set_cores(self, lane: int, first: int, count: int) -> None: ...
     def cores(self) -> int: ...
     def process_id(self, lane: int) -> int: ...
+    @property
+    def rejections(self) -> int: ...
+    def rejected(self, lane: int) -> tuple[int, tuple[int, int] | None]: ...
+    def record(self) -> None: ...
+    def push_outcomes(self, lane: int, shard: int, first: int, last: int) -> list[PushOutcome | None]: ...
+    def counters(self, lane: int) -> Counters: ...
+    def histograms(self, shard: int = 0) -> Histograms: ...

@@ -1,54 +1,35 @@
-"""The arena's control words: which process has which lane, what is committed, which lane copies a version, what was counted."""
+"""The arena's control words: which process has which lane, what is committed, which lane copies a version, what was counted.
 
+Each counted value is current, but they are not of one moment.
+"""
+
+cimport cython
 from libc.stdint cimport UINT64_MAX, int64_t, uint32_t, uint64_t
-from libc.string cimport strncpy
+from libc.string cimport memcpy, strncpy
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.scheduling.state cimport scheduler_t, state_workers, worker_t
 from fastps.kernels.shm.arena_h cimport *
-from fastps.kernels.shm.counters cimport ArenaCounters
+from fastps.kernels.shm.view cimport ArenaView
+
+cdef extern from "shm/arena.h" nogil:
+    cpdef enum:
+        MAX_BUFFERS "FPS_MAX_BUFFERS", STATE_BUFFERS "FPS_STATE_BUFFERS"
+        LANE_FREE "FPS_LANE_FREE", LANE_JOINING "FPS_LANE_JOINING", LANE_LIVE "FPS_LANE_LIVE", LANE_LEAVING "FPS_LANE_LEAVING"
+        LANE_LEFT "FPS_LANE_LEFT", LANE_FAILED "FPS_LANE_FAILED", LANE_DEAD "FPS_LANE_DEAD"
+        LANE_SERVING "FPS_LANE_SERVING", LANE_EXPELLED "FPS_LANE_EXPELLED"
+        OUTCOME_FOLDED "FPS_OUTCOME_FOLDED", OUTCOME_DROPPED "FPS_OUTCOME_DROPPED", OUTCOME_REJECTED "FPS_OUTCOME_REJECTED"
+        DAMAGED_RING "FPS_DAMAGED_RING", DAMAGED_KIND "FPS_DAMAGED_KIND", DAMAGED_SLOT "FPS_DAMAGED_SLOT"
+        DAMAGED_TURN "FPS_DAMAGED_TURN"
 
 ABI = FPS_ABI
-MAX_BUFFERS = FPS_MAX_BUFFERS
 LINE_FLOATS = FPS_LINE // 4
-LANE_FREE = FPS_LANE_FREE
-LANE_LIVE = FPS_LANE_LIVE
-LANE_LEFT = FPS_LANE_LEFT
-LANE_FAILED = FPS_LANE_FAILED
-LANE_LEAVING = FPS_LANE_LEAVING
-OUTCOME_FOLDED = FPS_OUTCOME_FOLDED
-OUTCOME_DROPPED = FPS_OUTCOME_DROPPED
-OUTCOME_REJECTED = FPS_OUTCOME_REJECTED
-LANE_DEAD = FPS_LANE_DEAD
-LANE_JOINING = FPS_LANE_JOINING
-LANE_SERVING = FPS_LANE_SERVING
-LANE_EXPELLED = FPS_LANE_EXPELLED
-DAMAGED_RING = FPS_DAMAGED_RING
-DAMAGED_KIND = FPS_DAMAGED_KIND
-DAMAGED_SLOT = FPS_DAMAGED_SLOT
-DAMAGED_TURN = FPS_DAMAGED_TURN
-STATE_BUFFERS = FPS_STATE_BUFFERS
 
 
-cdef class Arena(ArenaCounters):
+@cython.final
+cdef class Arena(ArenaView):
     """The control words of an arena in `memory`, which is checked as ArenaView says."""
-
-    cdef int _check_lane(self, uint32_t lane) except -1:
-        """Raise IndexError for a lane that the arena has not: its words would lie anywhere."""
-        if lane >= self.header.n_lanes + self.header.n_servers:
-            raise IndexError(f"expected a lane of 0 to {self.header.n_lanes + self.header.n_servers - 1}, found {lane}")
-        return 0
-
-    cdef int _check_shard(self, uint32_t shard) except -1:
-        if shard >= self.header.n_shards:
-            raise IndexError(f"expected a shard of 0 to {self.header.n_shards - 1}, found {shard}")
-        return 0
-
-    cdef int _check_slot(self, uint32_t slot) except -1:
-        if slot >= self.header.n_slots:
-            raise IndexError(f"expected a slot of 0 to {self.header.n_slots - 1}, found {slot}")
-        return 0
 
     # -- what is committed -------------------------------------------------------------------------
 
@@ -84,7 +65,7 @@ cdef class Arena(ArenaCounters):
 
     # -- membership --------------------------------------------------------------------------------
 
-    def claim(self, uint32_t lane, int64_t process_id, bint rejoin=False):
+    cpdef int64_t claim(self, uint32_t lane, int64_t process_id, bint rejoin=False) except? -2 nogil:
         """Make the lane this process's own. Returns its new generation, or -1 if another process has it, or had it.
 
         The first owner of a lane whose worker is counted from the beginning is live at once, as generation 0. Any other owner
@@ -92,9 +73,6 @@ cdef class Arena(ArenaCounters):
         other process claims the lane, and the owner that the lane names has ended.
         """
         self._check_lane(lane)
-        return self._claim(lane, process_id, rejoin)
-
-    cdef int64_t _claim(self, uint32_t lane, int64_t process_id, bint rejoin) noexcept nogil:
         cdef fps_lane *words = self.lane(lane)
         cdef uint32_t member = fps_state_acquire(&words.state), generation
         cdef bint is_counted = self._committed(lane, 0).live
@@ -165,16 +143,13 @@ cdef class Arena(ArenaCounters):
             decided = max(decided, <uint64_t> self._committed(lane, shard).consumed)
         return decided
 
-    def expel(self, uint32_t lane, uint64_t damage):
+    cpdef bint expel(self, uint32_t lane, uint64_t damage) except -1 nogil:
         """Expel a lane's owner, because of the `damage` that a combiner found: what it posted is not read any more.
 
         Its process may live. It may not push again, and another one takes the lane once it has ended. Returns False if it was
         expelled already, or if another owner has the lane.
         """
         self._check_lane(lane)
-        return bool(self._expel(lane, damage))
-
-    cdef bint _expel(self, uint32_t lane, uint64_t damage) noexcept nogil:
         cdef fps_lane *words = self.lane(lane)
         cdef uint32_t member = fps_state_acquire(&words.state), generation = <uint32_t> (damage >> 40)
         while fps_member_generation(member) == generation and fps_member_state(member) != FPS_LANE_EXPELLED:
@@ -200,11 +175,8 @@ cdef class Arena(ArenaCounters):
         words.process_id = process_id
         return bool(fps_state_change(&words.state, fps_member_pack(0, FPS_LANE_FREE), fps_member_pack(0, FPS_LANE_SERVING)))
 
-    def is_served(self):
+    cpdef bint is_served(self) noexcept nogil:
         """Whether a server process combines, as far as the lanes say now."""
-        return bool(self._is_served())
-
-    cdef bint _is_served(self) noexcept nogil:
         return (self.header.n_servers != 0
                 and fps_member_state(fps_state_acquire(&self.lane(self.header.n_lanes).state)) == FPS_LANE_SERVING)
 
@@ -212,12 +184,8 @@ cdef class Arena(ArenaCounters):
         """Pushes of the lane's worker that a shard has received: the clock that decides which worker is the slowest."""
         return self._committed(lane, shard).clock
 
-    def has_joined(self, uint32_t lane):
-        """Whether every shard counts the lane's owner, which calls `joined` then."""
-        return bool(self._has_joined(lane))
-
-    cdef bint _has_joined(self, uint32_t lane) noexcept nogil:
-        """Whether every shard counts the lane's owner, and has granted its first step."""
+    cpdef bint has_joined(self, uint32_t lane) noexcept nogil:
+        """Whether every shard counts the lane's owner, and has granted its first step. It calls `joined` then."""
         cdef uint32_t shard, generation = fps_member_generation(fps_state_acquire(&self.lane(lane).state))
         cdef int64_t granted
         for shard in range(self.header.n_shards):
@@ -273,16 +241,13 @@ cdef class Arena(ArenaCounters):
         """Record that the worker has posted LEAVE, its last descriptor, and still combines. `generation` as in `finish`."""
         self._change(lane, self._generation_of(lane, generation), FPS_LANE_LIVE, FPS_LANE_LEAVING)
 
-    def mark_dead(self, uint32_t lane, uint32_t generation):
+    cpdef bint mark_dead(self, uint32_t lane, uint32_t generation) except -1 nogil:
         """Mark an owner dead whose process is proved to have ended: from the next commit on no worker waits for it.
 
         Returns False if another owner has the lane. An owner that has left in good order stays so. Releases the reader's place
         that the owner held.
         """
         self._check_lane(lane)
-        return bool(self._mark_dead(lane, generation))
-
-    cdef bint _mark_dead(self, uint32_t lane, uint32_t generation) noexcept nogil:
         cdef uint32_t shard
         cdef uint64_t reader
         for shard in range(self.header.n_shards):
@@ -304,11 +269,7 @@ cdef class Arena(ArenaCounters):
 
     def lane_states(self):
         """The state of every worker's lane, as bytes."""
-        cdef uint32_t index
-        cdef bytearray states = bytearray(self.header.n_lanes)
-        for index in range(self.header.n_lanes):
-            states[index] = fps_member_state(fps_state_acquire(&self.lane(index).state))
-        return bytes(states)
+        return bytes([fps_member_state(fps_state_acquire(&self.lane(index).state)) for index in range(self.header.n_lanes)])
 
     def members(self):
         """(generation, state) of every lane, the server's as the last."""
@@ -396,3 +357,121 @@ cdef class Arena(ArenaCounters):
             if fps_member_state(fps_state_acquire(&words.state)) in (FPS_LANE_LIVE, FPS_LANE_JOINING, FPS_LANE_SERVING):
                 found.add((fps_counter_get(&words.first_core), fps_counter_get(&words.cores)))
         return sum(count for _, count in found)
+
+    # -- pushes that were rejected -----------------------------------------------------------------
+
+    @property
+    def rejections(self):
+        """Pushes, counted in each shard, that were rejected because they or their results were non-finite."""
+        cdef uint32_t shard
+        cdef int64_t count = 0
+        for shard in range(self.header.n_shards):
+            count += fps_counter_get(&self.shard_header(shard).rejections)
+        return count
+
+    def rejected(self, uint32_t lane):
+        """The number of a lane's rejections, over all shards, and (step, parameter) of the last, or None."""
+        cdef fps_lane_shard *lane_shard
+        cdef uint32_t shard
+        count, last = 0, None
+        for shard in range(self.header.n_shards):
+            lane_shard = self.lane_shard(lane, shard)
+            if fps_counter_get(&lane_shard.rejected):
+                count += fps_counter_get(&lane_shard.rejected)
+                found = fps_counter_get(&lane_shard.rejected_step), fps_counter_get(&lane_shard.rejected_parameter)
+                last = found if last is None else max(last, found)
+        return count, last
+
+    # -- what became of pushes ---------------------------------------------------------------------
+
+    def record(self):
+        """Let combiners write an outcome for every push that is posted from now on."""
+        cdef uint32_t shard
+        for shard in range(self.header.n_shards):
+            fps_counter_set(&self.shard_header(shard).recorded, 1)
+
+    def push_outcomes(self, uint32_t lane, uint32_t shard, uint64_t first, uint64_t last):
+        """The outcomes of the lane's descriptors [first, last) that the shard is done with; shorter if it is not with all.
+
+        A list of (OUTCOME_FOLDED or OUTCOME_REJECTED, version that the push is part of, time, staleness), (OUTCOME_DROPPED,
+        version that it was late for, time, 0), or None for a descriptor without an outcome: LEAVE, or posted before `record`.
+        Only the lane's last `ring_size` descriptors are known, and only while the lane posts none.
+        """
+        cdef uint64_t position
+        cdef fps_push_outcome *push_outcome
+        last = min(last, fps_head_acquire(&self.lane_shard(lane, shard).head))
+        found = []
+        for position in range(first, last):
+            push_outcome = self.push_outcome(lane, shard, position)
+            if push_outcome.position != position + 1:
+                found.append(None)
+            else:
+                found.append((<int> push_outcome.kind, push_outcome.version, push_outcome.decided_ns, push_outcome.staleness))
+        return found
+
+    # -- counters ----------------------------------------------------------------------------------
+
+    def counters(self, uint32_t lane):
+        """The lane's counters by name, over all shards; each is current, but they are not of one moment.
+
+        `done` is the least of the shards, `folded`, `dropped` and `rows` (of tables, in folded pushes) are sums over shards.
+        """
+        cdef fps_lane *words = self.lane(lane)
+        cdef fps_lane_shard *lane_shard
+        cdef int64_t loss_bits = fps_counter_get(&words.loss_bits)
+        cdef double loss
+        cdef uint32_t shard
+        cdef uint64_t done = fps_head_acquire(&self.lane_shard(lane, 0).head)
+        cdef int64_t folded = 0, dropped = 0, staleness_sum = 0, staleness_max = 0, rows = 0
+        memcpy(&loss, &loss_bits, sizeof(loss))
+        for shard in range(self.header.n_shards):
+            lane_shard = self.lane_shard(lane, shard)
+            done = min(done, fps_head_acquire(&lane_shard.head))
+            folded += fps_counter_get(&lane_shard.folded)
+            dropped += fps_counter_get(&lane_shard.dropped)
+            staleness_sum += fps_counter_get(&lane_shard.staleness_sum)
+            staleness_max = max(staleness_max, fps_counter_get(&lane_shard.staleness_max))
+            rows += fps_counter_get(&lane_shard.rows)
+        return {
+            "posted": fps_tail_acquire(&words.tail),
+            "done": done,
+            "steps": fps_counter_get(&words.steps),
+            "wait_ns": fps_counter_get(&words.wait_ns),
+            "compute_ns": fps_counter_get(&words.compute_ns),
+            "push_ns": fps_counter_get(&words.push_ns),
+            "samples": fps_counter_get(&words.samples),
+            "stale_blocks": fps_counter_get(&words.stale_blocks),
+            "folded": folded,
+            "dropped": dropped,
+            "rejected": self.rejected(lane)[0],
+            "staleness_sum": staleness_sum,
+            "staleness_max": staleness_max,
+            "rows": rows,
+            "loss": loss,
+        }
+
+    def histograms(self, uint32_t shard=0):
+        """What a shard has counted, as lists of (least value of the bucket, count), empty buckets left out.
+
+        `gaps_ns` between two consecutive updates; `staleness` of folded pushes, in versions; `arrivals_ns`: for each k, when
+        the k-th push of a version came, counted from its beginning; `updates`; `average_staleness`: mean over all updates of
+        <sigma> (Rudra, equation 2); `rows_written` of tables.
+        """
+        cdef fps_statistics *found = self.statistics(shard)
+        cdef int bucket
+        cdef uint32_t k
+        updates = fps_counter_get(&found.updates)
+        return {
+            "updates": updates,
+            "rows_written": fps_counter_get(&found.rows_written),
+            "average_staleness": fps_counter_get(&found.average_staleness_sum) / 1000.0 / max(1, updates),
+            "gaps_ns": [(fps_bucket_time(bucket), found.gaps[bucket]) for bucket in range(FPS_GAP_BUCKETS)
+                        if found.gaps[bucket]],
+            "staleness": [(bucket, found.staleness[bucket]) for bucket in range(FPS_STALENESS_BUCKETS)
+                          if found.staleness[bucket]],
+            "arrivals_ns": [
+                [(fps_bucket_time(bucket), found.arrivals[k][bucket]) for bucket in range(FPS_GAP_BUCKETS)
+                 if found.arrivals[k][bucket]]
+                for k in range(self.header.n_lanes)
+            ],
+        }

@@ -35,10 +35,7 @@ def format_memory(unsigned char[::1] memory not None, bytes described not None, 
     policy_from_values(&policy, policy_values, header.n_lanes)
     for index, (offset, length, group) in enumerate(segments):
         segment = <fps_segment *> (&memory[0] + header.segments_offset) + index
-        segment.offset = offset
-        segment.length = length
-        segment.group = group
-        segment.parameter = index
+        segment.offset, segment.length, segment.group, segment.parameter = offset, length, group, index
     shards = shards or [(0, header.buffer_floats)]
     if len(shards) != header.n_shards:
         raise ValueError(f"expected {header.n_shards} shards, found {len(shards)}")

@@ -52,33 +52,16 @@ cdef int _check_measures(const fps_header *header) except -1:
     return 0
 
 
-cdef uint64_t _gradient_bytes(uint32_t gradient_type) noexcept:
-    """The bytes of a slot for each float of a buffer, of which a double is two."""
-    return sizeof(float) if gradient_type in (FPS_FLOAT32, FPS_FLOAT64) else sizeof(uint16_t)
-
-
-cdef uint64_t _weight_bytes(uint32_t shown_type) noexcept:
-    """What a weight takes in a buffer: a float, and with a shown type its half."""
-    return sizeof(float) if shown_type == FPS_FLOAT32 else sizeof(float) + sizeof(uint16_t)
-
-
-cdef void _set_slot(fps_header *header) noexcept:
-    """Write the places of a slot's parts."""
-    cdef uint64_t bitmap = header.presence_words * sizeof(uint64_t)
-    header.slot_presence_offset = header.n_groups * sizeof(fps_hyper)
-    header.slot_versions_offset = header.slot_presence_offset + bitmap
-    header.slot_nonfinite_offset = header.slot_versions_offset + header.n_shards * sizeof(uint64_t)
-    header.slot_gradient_offset = _aligned(header.slot_nonfinite_offset + bitmap, FPS_LINE)
-    header.slot_bytes = _aligned(
-        header.slot_gradient_offset + header.buffer_floats * _gradient_bytes(header.gradient_type), PAGE)
-
-
 cdef int _place(fps_header *header) except -1:
     """Give every part its place, by the header's measures; parts that different processes write begin on their own pages."""
     cdef uint64_t offset, lanes = header.n_lanes, servers = header.n_servers, shards = header.n_shards
     cdef uint64_t slots = header.n_slots, ring_size = header.ring_size, parameters = header.n_parameters
+    # What a weight takes in a buffer, with a shown type its half, too; and a slot for each float, of which a double is two.
+    cdef uint64_t weight_bytes = sizeof(float) if header.shown_type == FPS_FLOAT32 else sizeof(float) + sizeof(uint16_t)
+    cdef uint64_t gradient_bytes = sizeof(float) if header.gradient_type in (FPS_FLOAT32, FPS_FLOAT64) else sizeof(uint16_t)
+    cdef uint64_t bitmap = (parameters + 63) // 64 * sizeof(uint64_t)
     header.magic, header.abi = FPS_MAGIC, FPS_ABI
-    header.presence_words = <uint32_t> ((parameters + 63) // 64)
+    header.presence_words = <uint32_t> (bitmap // sizeof(uint64_t))
     header.buffer_floats = _aligned(header.buffer_floats, FPS_LINE // sizeof(float))
     offset = header.shard_headers_offset = PAGE
     offset = header.work_offset = offset + _aligned(shards * sizeof(fps_shard_header), PAGE)
@@ -97,12 +80,16 @@ cdef int _place(fps_header *header) except -1:
     header.scheduler_bytes = _aligned(state_size(lanes), PAGE)
     offset = header.rows_offset = offset + FPS_RECORDS * shards * header.scheduler_bytes
     offset = header.weights_offset = offset + header.rows_bytes
-    header.weights_bytes = _aligned(header.buffer_floats * _weight_bytes(header.shown_type), PAGE)
+    header.weights_bytes = _aligned(header.buffer_floats * weight_bytes, PAGE)
     offset = header.state_offset = offset + header.n_buffers * header.weights_bytes
     header.state_steps_bytes = _aligned(parameters * sizeof(int64_t), FPS_LINE)
     header.state_bytes = _aligned(header.state_steps_bytes + header.state_planes * header.buffer_floats * sizeof(float), PAGE)
     offset = header.slots_offset = offset + FPS_STATE_BUFFERS * header.state_bytes
-    _set_slot(header)
+    header.slot_presence_offset = header.n_groups * sizeof(fps_hyper)
+    header.slot_versions_offset = header.slot_presence_offset + bitmap
+    header.slot_nonfinite_offset = header.slot_versions_offset + shards * sizeof(uint64_t)
+    header.slot_gradient_offset = _aligned(header.slot_nonfinite_offset + bitmap, FPS_LINE)
+    header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * gradient_bytes, PAGE)
     offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
     header.extra_bytes = _aligned(header.extra_bytes, PAGE)
     offset = header.reader_weights_offset = offset + (lanes + servers) * header.extra_bytes

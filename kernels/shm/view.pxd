@@ -54,4 +54,7 @@ cdef class ArenaView:
     cdef char *rows(self) noexcept nogil
     cdef char *row_slot(self, uint32_t lane, uint32_t slot) noexcept nogil
     cdef fps_undo_log undo_log(self, uint32_t shard) noexcept nogil
-    cdef int _check_table(self, uint32_t table) except -1
+    cdef int _check_lane(self, uint32_t lane) except -1 nogil
+    cdef int _check_shard(self, uint32_t shard) except -1 nogil
+    cdef int _check_slot(self, uint32_t slot) except -1 nogil
+    cdef int _check_table(self, uint32_t table) except -1 nogil

@@ -14,6 +14,13 @@ cdef enum:
     FLOATS_OF_LINE = FPS_LINE // 4  # parameters and shards begin on a line, which non-temporal stores need
 
 
+cdef int _check(const char *what, uint32_t number, int64_t count) except -1 nogil:
+    if number >= count:
+        with gil:
+            raise IndexError(f"expected a {what.decode()} of 0 to {count - 1}, found {number}")
+    return 0
+
+
 cdef class ArenaView:
     """A checked view of an arena in `memory` (a writable buffer; it stays exported as long as the view lives).
 
@@ -157,6 +164,20 @@ cdef class ArenaView:
             return self.base + self.header.spare_state_offset
         return self.base + self.header.state_offset + buffer * self.header.state_bytes
 
+    # -- numbers, checked: the words of a lane, say, that the arena has not would lie anywhere --------
+
+    cdef int _check_lane(self, uint32_t lane) except -1 nogil:
+        return _check(b"lane", lane, self.header.n_lanes + self.header.n_servers)
+
+    cdef int _check_shard(self, uint32_t shard) except -1 nogil:
+        return _check(b"shard", shard, self.header.n_shards)
+
+    cdef int _check_slot(self, uint32_t slot) except -1 nogil:
+        return _check(b"slot", slot, self.header.n_slots)
+
+    cdef int _check_table(self, uint32_t table) except -1 nogil:
+        return _check(b"table", table, self.header.n_tables)
+
     # -- tables -------------------------------------------------------------
 
     cdef char *rows(self) noexcept nogil:
@@ -173,11 +194,6 @@ cdef class ArenaView:
         log.entries = self.base + self.header.undo_offset + shard * self.header.undo_bytes
         log.room = self.header.undo_bytes
         return log
-
-    cdef int _check_table(self, uint32_t table) except -1:
-        if table >= self.header.n_tables:
-            raise IndexError(f"expected a table of 0 to {<int64_t> self.header.n_tables - 1}, found {table}")
-        return 0
 
     def table_offset(self, uint32_t table):
         """Byte offset of a table's weights."""
