@@ -23,7 +23,7 @@ from fastps.bench.crew import ForkedCrew
 from fastps.bench.measure import BenchOptions, Floats, Row, aligned, check, interleaved, repeated, whole_lines
 from fastps.bench.member import load_torch
 from fastps.job.update_rules import SGD
-from fastps.kernels.baseline.row_loop import update_rows
+from fastps.kernels.baseline.roofline import update_rows
 from fastps.store.store import Store
 from fastps.torch.optimizer import DistributedOptimizer
 

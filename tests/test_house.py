@@ -22,7 +22,6 @@ ROOMS = {
 # Modules that are tested through another, which is named.
 MODULES = {
     "kernels/combining/row_fold": "tests/crash/test_die_at_every_store.py",
-    "kernels/baseline/row_loop": "tests/bench/test_bench.py",
     "fastps/checkpoint/snapshot": "tests/checkpoint/test_checkpoint.py",
     "fastps/job/plan": "tests/store/test_store.py",
     "fastps/membership/job_memory": "tests/store/test_store.py",

@@ -6,10 +6,7 @@
 #ifndef FPS_ROOFLINE_H
 #define FPS_ROOFLINE_H
 
-#include <stdint.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "update/real.h"
 
 #define FPS_ROOFLINE_UNROLLED 16 /* the most gradients that have a loop of their own */
 #define FPS_ROOFLINE_BLOCK 2048  /* floats of one partial sum, where there is no such loop: it stays in the first-level cache */
@@ -22,11 +19,6 @@ typedef struct {
     float minus_rate, momentum, beta2, root_correction2, epsilon;
 } fps_roofline_job;
 
-#if defined(__x86_64__)
-#define FPS_DRAIN() _mm_sfence() /* non-temporal stores must leave the core before the clock is read */
-#else
-#define FPS_DRAIN() ((void)0)
-#endif
 #pragma GCC push_options
 #pragma GCC optimize("fp-contract=fast")
 #define FPS_LOOPS "baseline/roofline_loops.h"

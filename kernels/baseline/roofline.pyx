@@ -1,4 +1,4 @@
-"""The roofline of this machine: the plain C loops and the plain shared word that `fastps bench` compares fastps with.
+"""The roofline of this machine: the plain loops and the plain shared word that `fastps bench` compares fastps with.
 
 The store does not use them, and their results are not right to the bit.
 """
@@ -22,9 +22,8 @@ cdef extern from "baseline/roofline.h" nogil:
 
     void fps_roofline_run(const fps_roofline_job *job, int is_adam, int count, int64_t first, int64_t last, int streaming)
 
-cdef enum:
-    LINE_BYTES = 64
-LINE = LINE_BYTES
+cpdef enum:
+    LINE = 64  # bytes
 
 
 cdef class Loop:
@@ -71,10 +70,8 @@ cdef class Loop:
             self.job.square_in = &state[1, 0]
             self.job.square_out = &state_out[1, 0]
         self.job.minus_rate = -learning_rate / (1 - momentum) if self.is_adam else -learning_rate
-        self.job.momentum = momentum
-        self.job.beta2 = beta2
+        self.job.momentum, self.job.beta2, self.job.epsilon = momentum, beta2, epsilon
         self.job.root_correction2 = sqrt(1 - beta2)
-        self.job.epsilon = epsilon
 
     def __dealloc__(self):
         free(self.gradients)
@@ -96,7 +93,7 @@ cdef class Loop:
 
 
 cdef int _check(int64_t length, int64_t expected, uintptr_t address) except -1:
-    if length != expected or address % LINE_BYTES:
+    if length != expected or address % LINE:
         raise ValueError(f"expected {expected} values that begin on a cache line, found {length} at {address:#x}")
     return 0
 
@@ -110,10 +107,10 @@ def spin(unsigned char[::1] memory not None, bint first, uint64_t count, int64_t
     cdef uint64_t *theirs
     cdef uint64_t begin, i
     cdef int64_t tries = 0
-    if memory.shape[0] < 2 * LINE_BYTES:
-        raise ValueError(f"expected {2 * LINE_BYTES} bytes, found {memory.shape[0]}")
-    mine = <uint64_t *> (&memory[0] + (0 if first else LINE_BYTES))
-    theirs = <uint64_t *> (&memory[0] + (LINE_BYTES if first else 0))
+    if memory.shape[0] < 2 * LINE:
+        raise ValueError(f"expected {2 * LINE} bytes, found {memory.shape[0]}")
+    mine = <uint64_t *> (&memory[0] + (0 if first else LINE))
+    theirs = <uint64_t *> (&memory[0] + (LINE if first else 0))
     with nogil:
         begin = mine[0]
         for i in range(begin + 1, begin + count + 1):
@@ -129,3 +126,26 @@ def spin(unsigned char[::1] memory not None, bint first, uint64_t count, int64_t
                 fps_tail_release(mine, i)
     if tries > polls:
         raise TimeoutError(f"expected an answer within {polls} polls, found none")
+
+
+def update_rows(float[:, ::1] table not None, const int64_t[::1] numbers not None, const float[:, ::1] values not None,
+                double learning_rate):
+    """Subtract the learning rate times each row of values from the numbered row of the table: no slot, no log, no lock.
+
+    Releases the GIL. Raises ValueError for other shapes, IndexError for a number that is no row.
+    """
+    cdef int64_t i, j, row, width = table.shape[1]
+    cdef float rate = <float> learning_rate
+    cdef bint outside = False
+    if values.shape[0] != numbers.shape[0] or values.shape[1] != width:
+        raise ValueError(f"expected {numbers.shape[0]} rows of {width} values, found {values.shape[0]} of {values.shape[1]}")
+    with nogil:
+        for i in range(numbers.shape[0]):
+            row = numbers[i]
+            if not 0 <= row < table.shape[0]:
+                outside = True
+                break
+            for j in range(width):
+                table[row, j] -= rate * values[i, j]
+    if outside:
+        raise IndexError(f"expected rows 0 to {table.shape[0] - 1}, found {row}")

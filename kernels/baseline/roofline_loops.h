@@ -3,25 +3,7 @@
  * The rule, the number of gradients and the kind of stores are constants of each inlined call, so that the loop has no branch. For
  * a number without a loop of its own, partial sums of one block at a time stand for one gradient. */
 
-#if defined(__AVX512F__)
-#define FPS_STREAMED 16 /* floats of one store */
-#define FPS_STREAM(to, from) _mm512_stream_ps(to, _mm512_load_ps(from))
-#elif defined(__AVX2__)
-#define FPS_STREAMED 8
-#define FPS_STREAM(to, from) _mm256_stream_ps(to, _mm256_load_ps(from))
-#elif defined(__x86_64__)
-#define FPS_STREAMED 4
-#define FPS_STREAM(to, from) _mm_stream_ps(to, _mm_load_ps(from))
-#else
-#define FPS_STREAMED 1
-#define FPS_STREAM(to, from) (*(to) = *(from))
-#endif
-
-/* Non-temporal stores of one cache line: adjacent ones combine. */
-static inline __attribute__((always_inline)) void FPS_ISA(stream_line)(float *to, const float *from) {
-#pragma GCC unroll 16
-    for (int j = 0; j < 16; j += FPS_STREAMED) FPS_STREAM(to + j, from + j);
-}
+#include "update/stream_tile.h"
 
 /* SGD with momentum, or Adam, on the float i, whose gradients have this sum. Returns the weight. */
 static inline __attribute__((always_inline)) float FPS_ISA(apply)(const fps_roofline_job *by, const int is_adam, int64_t i,
@@ -52,8 +34,8 @@ static inline __attribute__((always_inline)) void FPS_ISA(pass)(const fps_roofli
     int64_t i = first;
     for (int k = 0; k < count; k++) gradients[k] = by.gradients[k];
     for (; streaming && i + 16 <= last; i += 16) {
-        float weights[16] __attribute__((aligned(64))), means[16] __attribute__((aligned(64)));
-        float squares[16] __attribute__((aligned(64)));
+        float weights[16] FPS_ON_LINE, means[16] FPS_ON_LINE;
+        float squares[16] FPS_ON_LINE;
 #pragma GCC ivdep
         for (int j = 0; j < 16; j++)
             weights[j] = FPS_ISA(apply)(&by, is_adam, i + j, FPS_ISA(sum)(gradients, i + j, count), means + j, squares + j);
@@ -75,7 +57,7 @@ static inline __attribute__((always_inline)) void FPS_ISA(add_to)(float *restric
 
 /* SGD with momentum on any number of gradients. */
 static void FPS_ISA(sgd_blocks)(const fps_roofline_job *job, int64_t first, int64_t last, int count, int streaming) {
-    float sum[FPS_ROOFLINE_BLOCK] __attribute__((aligned(64)));
+    float sum[FPS_ROOFLINE_BLOCK] FPS_ON_LINE;
     for (int64_t begin = first; begin < last; begin += FPS_ROOFLINE_BLOCK) {
         const int64_t length = last - begin < FPS_ROOFLINE_BLOCK ? last - begin : FPS_ROOFLINE_BLOCK;
         const float *const sums[1] = {sum};
@@ -110,5 +92,5 @@ static void FPS_ISA(run)(const fps_roofline_job *job, int is_adam, int count, in
 #undef FPS_PASS
 }
 
-#undef FPS_STREAMED
+#undef FPS_STREAM_WORD
 #undef FPS_STREAM

@@ -3,9 +3,6 @@
 #define FPS_FOLD_ISA_H
 
 #include <string.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #include "update/fold.h"
 #include "update/fold_coefficients.h"
@@ -60,15 +57,6 @@ typedef struct {
 #define FPS_MAGNITUDE(value) FPS_REAL_FUNCTION(fabs)(value)
 #define FPS_QUOTIENT(number, divisor, inverse) FPS_ISA(quotient)(number, divisor, inverse)
 #define FPS_LERP(by, start, end) FPS_ISA(lerp)(start, end, (by)->lerp.fraction, (by)->lerp.is_small)
-
-#define FPS_LINE_REALS (16 / (int)FPS_REAL_FLOATS) /* numbers of a cache line */
-#define FPS_ON_LINE __attribute__((aligned(64))) /* begins on one */
-
-#if defined(__x86_64__)
-#define FPS_DRAIN() _mm_sfence()
-#else
-#define FPS_DRAIN() ((void)0)
-#endif
 
 #define FPS_LOOPS "update/fold_tile.h"
 #include "update/each_isa.h"

@@ -4,20 +4,7 @@
  * where ATen has one; the compiler vectorizes it. The bits are therefore torch's, and the same on every instruction set. An
  * output may alias its input at the same element, never at a shifted one: hence ivdep. */
 
-#if defined(__AVX512F__)
-#define FPS_STREAM_WORD FPS_VECTOR(__m512)
-#define FPS_STREAM(address, from) FPS_OF_VECTOR(_mm512_stream_p)(address, FPS_OF_VECTOR(_mm512_load_p)(from))
-#elif defined(__AVX2__)
-#define FPS_STREAM_WORD FPS_VECTOR(__m256)
-#define FPS_STREAM(address, from) FPS_OF_VECTOR(_mm256_stream_p)(address, FPS_OF_VECTOR(_mm256_load_p)(from))
-#elif defined(__x86_64__)
-#define FPS_STREAM_WORD FPS_VECTOR(__m128)
-#define FPS_STREAM(address, from) FPS_OF_VECTOR(_mm_stream_p)(address, FPS_OF_VECTOR(_mm_load_p)(from))
-#else
-/* C has no portable non-temporal store: plain stores, which are slightly slower because of write allocation. */
-#define FPS_STREAM_WORD FPS_REAL
-#define FPS_STREAM(address, from) (*(address) = *(from))
-#endif
+#include "update/stream_tile.h"
 
 /* a * b + c with one rounding. */
 static inline __attribute__((always_inline)) FPS_REAL FPS_ISA(fma)(FPS_REAL a, FPS_REAL b, FPS_REAL c) {
@@ -116,11 +103,6 @@ static void FPS_ISA(average)(fps_lerp by, int64_t length, const FPS_REAL *weight
         for (int64_t i = 0; i < length; i++)
             average_out[i] = FPS_ISA(lerp)(average_in[i], weights[i], by.fraction, 0);
     }
-}
-
-/* Non-temporal stores of one cache line. */
-static inline __attribute__((always_inline)) void FPS_ISA(stream_line)(FPS_REAL *to, const FPS_REAL *from) {
-    for (int i = 0; i < FPS_LINE_REALS; i += (int)(sizeof(FPS_STREAM_WORD) / sizeof(FPS_REAL))) FPS_STREAM(to + i, from + i);
 }
 
 #include "update/rule_bodies.h"

@@ -28,5 +28,7 @@
 #endif
 
 #define FPS_REAL_FLOATS ((int64_t)(sizeof(FPS_REAL) / sizeof(float))) /* floats of an arena that a number takes */
+#define FPS_LINE_REALS (16 / (int)FPS_REAL_FLOATS) /* numbers of a cache line */
+#define FPS_ON_LINE __attribute__((aligned(64)))   /* begins on one */
 
 #endif
