@@ -90,20 +90,24 @@ _Static_assert(__atomic_always_lock_free(8, 0), "64-bit atomics must be lock-fre
         return __atomic_compare_exchange_n(word, &seen, next, 0, __ATOMIC_##order, __ATOMIC_##failed);                   \
     }
 
+/* Raises the word to `value` if it is lower: a combiner that was stopped, and whose lock was taken over, may come late. */
+#define FPS_RAISE(name, type)                                                                                            \
+    static inline void name(type *word, type value) {                                                                    \
+        type seen = __atomic_load_n(word, __ATOMIC_RELAXED);                                                             \
+        fps_failpoint_store();                                                                                           \
+        if (fps_mutant(FPS_MUTANT_HEADS_BACK)) return __atomic_store_n(word, value, __ATOMIC_RELEASE);                   \
+        while (seen < value && !__atomic_compare_exchange_n(word, &seen, value, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED))  \
+            continue;                                                                                                    \
+    }
+
 /* -- [TAIL] ------------------------------------------------------------------------------------------------------------ */
 /* Publishes to the combiner: every descriptor below `tail`, and the gradients and hyper-parameters in the slots they name. */
 FPS_STORE(fps_tail_release, uint64_t, RELEASE)
 FPS_LOAD(fps_tail_acquire, uint64_t, ACQUIRE)
 
 /* -- [HEAD] ------------------------------------------------------------------------------------------------------------ */
-/* Publishes to the producer: nobody will fold the descriptors below `head`, nor their slots, again. A combiner that was stopped, and
- * that another lane took the lock from, may come here late: the word keeps the higher value. */
-static inline void fps_head_raise(uint64_t *head, uint64_t value) {
-    uint64_t seen = __atomic_load_n(head, __ATOMIC_RELAXED);
-    fps_failpoint_store();
-    if (fps_mutant(FPS_MUTANT_HEADS_BACK)) return __atomic_store_n(head, value, __ATOMIC_RELEASE);
-    while (seen < value && !__atomic_compare_exchange_n(head, &seen, value, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) continue;
-}
+/* Publishes to the producer: nobody will fold the descriptors below `head`, nor their slots, again. */
+FPS_RAISE(fps_head_raise, uint64_t)
 FPS_LOAD(fps_head_acquire, uint64_t, ACQUIRE)
 
 /* -- [LOCK] and [PENDING] ---------------------------------------------------------------------------------------------- */
@@ -164,12 +168,9 @@ FPS_LOAD(fps_readers_load, uint64_t, SEQ_CST)
 FPS_COMPARE_EXCHANGE(fps_wanted_lower, uint64_t, SEQ_CST, SEQ_CST)
 /* Loaded after each flip. A line that nobody writes while no reader sleeps. */
 FPS_LOAD(fps_wanted_load, uint64_t, SEQ_CST)
-/* Take the wish. The taker then moves [EVENT]: a reader loads it before it lowers [WANTED], so a reader whose wish was taken
+/* Take the wish, by a 0. The taker then moves [EVENT]: a reader loads it before it lowers [WANTED], so a reader whose wish was taken
  * sleeps only until then. */
-static inline void fps_wanted_take(uint64_t *wanted) {
-    fps_failpoint_store();
-    (void)__atomic_exchange_n(wanted, 0, __ATOMIC_SEQ_CST);
-}
+FPS_EXCHANGE(fps_wanted_set, uint64_t, SEQ_CST)
 
 /* One reader at a time copies a whole version; as with pins, what follows must re-read commit. 0 where another reads. */
 FPS_COMPARE_EXCHANGE(fps_reader_change, uint64_t, SEQ_CST, SEQ_CST)
@@ -177,12 +178,7 @@ FPS_LOAD(fps_reader_load, uint64_t, SEQ_CST)
 
 /* -- [GRANT] ----------------------------------------------------------------------------------------------------------- */
 /* Publishes to the worker: the commit that earned the grant happened before. */
-static inline void fps_grant_raise(int64_t *granted, int64_t value) {
-    int64_t seen = __atomic_load_n(granted, __ATOMIC_RELAXED);
-    fps_failpoint_store();
-    if (fps_mutant(FPS_MUTANT_HEADS_BACK)) return __atomic_store_n(granted, value, __ATOMIC_RELEASE);
-    while (seen < value && !__atomic_compare_exchange_n(granted, &seen, value, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) continue;
-}
+FPS_RAISE(fps_grant_raise, int64_t)
 FPS_LOAD(fps_grant_acquire, int64_t, ACQUIRE)
 
 /* -- [EVENT] and sleeping ---------------------------------------------------------------------------------------------- */
@@ -226,21 +222,15 @@ static inline uint32_t fps_help_load(const uint32_t *helping) {
     if (fps_mutant(FPS_MUTANT_FORGET_HELPERS)) return 0;
     return __atomic_load_n(helping, __ATOMIC_SEQ_CST);
 }
-/* Take a dead lane's word back, if it is still that owner's: a later owner's is another number. */
-static inline int fps_help_end(uint32_t *helping, uint32_t seen) {
-    fps_failpoint_store();
-    return __atomic_compare_exchange_n(helping, &seen, 0, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-}
+/* Takes a dead lane's word back, by a 0, if it is still that owner's: a later owner's is another number. */
+FPS_COMPARE_EXCHANGE(fps_help_change, uint32_t, SEQ_CST, SEQ_CST)
 static inline void fps_chunk_done(uint64_t *done, uint64_t bit) {
     fps_failpoint_store();
     (void)__atomic_fetch_or(done, bit, __ATOMIC_RELEASE);
 }
 FPS_LOAD(fps_chunks_acquire, uint64_t, ACQUIRE)
 /* Under the shard lock, while no lane helps; [WORK] publishes it. */
-static inline void fps_chunks_clear(uint64_t *done) {
-    fps_failpoint_store();
-    __atomic_store_n(done, 0, __ATOMIC_RELAXED);
-}
+FPS_STORE(fps_chunks_set, uint64_t, RELAXED)
 /* Yield the core to another process: a preempted helper, or the worker that pushes next, may need it. */
 static inline void fps_yield(void) {
     FPS_FAILPOINT_INSTEAD(yield);

@@ -25,7 +25,7 @@ cdef extern from "base/atomics.h" nogil:
     uint64_t fps_readers_load(const uint64_t *ready)
     int fps_wanted_lower(uint64_t *wanted, uint64_t seen, uint64_t next)
     uint64_t fps_wanted_load(const uint64_t *wanted)
-    void fps_wanted_take(uint64_t *wanted)
+    void fps_wanted_set(uint64_t *wanted, uint64_t value)
     int fps_reader_change(uint64_t *reader, uint64_t seen, uint64_t next)
     uint64_t fps_reader_load(const uint64_t *reader)
 
@@ -48,10 +48,10 @@ cdef extern from "base/atomics.h" nogil:
     int fps_ticket_claim(uint64_t *ticket, uint64_t seen, uint64_t next)
     void fps_help_set(uint32_t *helping, uint32_t value)
     uint32_t fps_help_load(const uint32_t *helping)
-    int fps_help_end(uint32_t *helping, uint32_t seen)
+    int fps_help_change(uint32_t *helping, uint32_t seen, uint32_t next)
     void fps_chunk_done(uint64_t *done, uint64_t bit)
     uint64_t fps_chunks_acquire(const uint64_t *done)
-    void fps_chunks_clear(uint64_t *done)
+    void fps_chunks_set(uint64_t *done, uint64_t value)
     void fps_yield()
     ctypedef struct fps_yields:
         int left

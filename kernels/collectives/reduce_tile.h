@@ -6,9 +6,9 @@
 #include "update/halves_tile.h"
 
 /* One tile: tile[i] = parts[0][i] OP parts[1][i] OP ...; `expression` combines a with b. */
-#define FPS_COMBINE(type, length, part, expression)                                                                      \
+#define FPS_COMBINE(type, length, one, other, expression)                                                                \
     for (int64_t i = 0; i < length; i++) {                                                                               \
-        const type a = tile[i], b = (part)[i];                                                                           \
+        const type a = (one)[i], b = (other)[i];                                                                         \
         tile[i] = (type)(expression);                                                                                    \
     }
 #define FPS_DIVIDE(length) /* an average: one division, after the sum */                                                 \
@@ -24,16 +24,13 @@
             const type *restrict part = (const type *)(parts[0] + offset);                                               \
             if (count > 1) {                                                                                             \
                 const type *restrict other = (const type *)(parts[1] + offset);                                          \
-                for (int64_t i = 0; i < length; i++) {                                                                   \
-                    const type a = part[i], b = other[i];                                                                \
-                    tile[i] = (type)(expression);                                                                        \
-                }                                                                                                        \
+                FPS_COMBINE(type, length, part, other, expression)                                                       \
             } else {                                                                                                     \
                 memcpy(tile, part, bytes);                                                                               \
             }                                                                                                            \
             for (int k = 2; k < count; k++) {                                                                            \
                 part = (const type *)(parts[k] + offset);                                                                \
-                FPS_COMBINE(type, length, part, expression)                                                              \
+                FPS_COMBINE(type, length, tile, part, expression)                                                        \
             }                                                                                                            \
             finish(length);                                                                                              \
             memcpy(out + offset, tile, bytes);                                                                           \
@@ -51,7 +48,7 @@
             FPS_ISA(widen_##half)(tile, (const uint16_t *)(parts[0] + offset), length);                                  \
             for (int k = 1; k < count; k++) {                                                                            \
                 FPS_ISA(widen_##half)(more, (const uint16_t *)(parts[k] + offset), length);                              \
-                FPS_COMBINE(float, length, more, expression)                                                             \
+                FPS_COMBINE(float, length, tile, more, expression)                                                       \
             }                                                                                                            \
             finish(length);                                                                                              \
             FPS_ISA(narrow_##half)(rounded, tile, length);                                                               \

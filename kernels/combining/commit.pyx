@@ -291,7 +291,7 @@ cdef class Commit:
 
     cdef void _call_readers(self) noexcept nogil:
         """Move the event of the readers, and wake them once the shard lock is released. The wish is taken first."""
-        fps_wanted_take(&self.arena.readers_words().wanted)
+        fps_wanted_set(&self.arena.readers_words().wanted, 0)
         fps_event_add(&self.arena.readers_words().event)
         self.wakes_readers = True
 

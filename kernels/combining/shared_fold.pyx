@@ -40,13 +40,8 @@ cdef extern from *:
     #define YIELDS 1
     #endif
     """
-    const int64_t SHARED_LEAST
-    const int64_t SHARD_SHARED_LEAST
-    const int64_t CHUNK_LEAST
-    const int64_t WOKEN_LEAST
-    const int64_t ONE_A_CORE_LEAST
-    const int SPINS
-    const int YIELDS
+    const int64_t SHARED_LEAST, SHARD_SHARED_LEAST, CHUNK_LEAST, WOKEN_LEAST, ONE_A_CORE_LEAST
+    const int SPINS, YIELDS
 
 
 cdef inline bint _is_exhausted(uint64_t ticket) noexcept nogil:
@@ -126,7 +121,7 @@ cdef class SharedFold:
         if self.chunks < 2:
             return self._fold_range(self.first, self.last)
         self.own = 0
-        fps_chunks_clear(&self.item.words.done)
+        fps_chunks_set(&self.item.words.done, 0)
         FPS_ASSERT(_is_exhausted(fps_ticket_acquire(&self.item.words.ticket)))
         ticket = fps_ticket_pack(self.chunks, fps_chunks_of(self.chunks, 0, 1))
         fps_ticket_release(&self.item.words.ticket, ticket)

@@ -46,8 +46,7 @@
 
 typedef struct {
     uint64_t magic;
-    uint32_t abi;
-    uint32_t flags;
+    uint32_t abi, flags;
     unsigned char layout_hash[FPS_HASH_BYTES];
     uint64_t layout_length; /* bytes of text that follow */
 } fps_hello;
@@ -56,8 +55,7 @@ _Static_assert(offsetof(fps_hello, layout_hash) == FPS_PREFIX_BYTES, "what every
 
 typedef struct {
     uint64_t magic;
-    uint32_t abi;
-    uint32_t status;
+    uint32_t abi, status;
     int32_t place;
     uint32_t reserved;
     uint64_t layout_length; /* bytes of text that follow */
@@ -173,32 +171,20 @@ static int fps_client_keep_layout(fps_listener *a, int client, uint64_t length) 
     return 0;
 }
 
-static void fps_client_serve(fps_listener *a, int client) {
+/* Receive a client's hello. Returns the status of the answer, or -1 for a client that is not answered. */
+static int fps_client_status(fps_listener *a, int client) {
     struct ucred peer;
     socklen_t peer_bytes = sizeof(peer);
     fps_hello hello;
-    if (getsockopt(client, SOL_SOCKET, SO_PEERCRED, &peer, &peer_bytes) < 0 || peer.uid != a->user) {
-        fps_client_offer(a, client, FPS_OFFER_REFUSED);
-        return;
-    }
-    if (fps_client_receive(a, client, &hello, FPS_PREFIX_BYTES) < 0) return;
-    if (hello.magic != FPS_HELLO_MAGIC) {
-        fps_client_offer(a, client, FPS_OFFER_BAD_HELLO);
-        return;
-    }
-    if (hello.abi != a->abi) { /* before the rest is read: another ABI's hello may be shorter */
-        fps_client_offer(a, client, FPS_OFFER_ABI_DIFFERS);
-        return;
-    }
-    if (fps_client_receive(a, client, hello.layout_hash, sizeof(hello) - FPS_PREFIX_BYTES) < 0) return;
-    if (hello.flags & ~FPS_HELLO_OBSERVER || hello.layout_length > FPS_MAX_LAYOUT_BYTES) {
-        fps_client_offer(a, client, FPS_OFFER_BAD_HELLO);
-        return;
-    }
+    if (getsockopt(client, SOL_SOCKET, SO_PEERCRED, &peer, &peer_bytes) < 0 || peer.uid != a->user) return FPS_OFFER_REFUSED;
+    if (fps_client_receive(a, client, &hello, FPS_PREFIX_BYTES) < 0) return -1;
+    if (hello.magic != FPS_HELLO_MAGIC) return FPS_OFFER_BAD_HELLO;
+    if (hello.abi != a->abi) return FPS_OFFER_ABI_DIFFERS; /* before the rest is read: another ABI's hello may be shorter */
+    if (fps_client_receive(a, client, hello.layout_hash, sizeof(hello) - FPS_PREFIX_BYTES) < 0) return -1;
+    if (hello.flags & ~FPS_HELLO_OBSERVER || hello.layout_length > FPS_MAX_LAYOUT_BYTES) return FPS_OFFER_BAD_HELLO;
     if (hello.flags & FPS_HELLO_OBSERVER || memcmp(hello.layout_hash, a->layout_hash, FPS_HASH_BYTES) == 0)
-        fps_client_offer(a, client, FPS_OFFER_OK); /* its text, if any, is not read: it tells nothing new */
-    else if (fps_client_keep_layout(a, client, hello.layout_length) == 0)
-        fps_client_offer(a, client, FPS_OFFER_LAYOUT_DIFFERS);
+        return FPS_OFFER_OK; /* its text, if any, is not read: it tells nothing new */
+    return fps_client_keep_layout(a, client, hello.layout_length) < 0 ? -1 : FPS_OFFER_LAYOUT_DIFFERS;
 }
 
 /* -- the thread --------------------------------------------------------------------------------------------------- */
@@ -219,7 +205,8 @@ static void *fps_listener_run(void *argument) {
         }
         a->client = client;
         timerfd_settime(a->timer, 0, &limit, NULL); /* also forgets that the last client's time was up */
-        fps_client_serve(a, client);
+        const int status = fps_client_status(a, client);
+        if (status >= 0) fps_client_offer(a, client, (uint32_t)status);
         /* A child forked in between may hold a copy of the socket; the shutdown ends the conversation all the same. The
          * number is forgotten before it is closed: a child must not close what another thread opened under it since. */
         shutdown(client, SHUT_RDWR);

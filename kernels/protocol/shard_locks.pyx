@@ -3,7 +3,7 @@
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.base.atomics cimport fps_help_end, fps_help_load, fps_lock_load, fps_state_acquire
+from fastps.kernels.base.atomics cimport fps_help_change, fps_help_load, fps_lock_load, fps_state_acquire
 from fastps.kernels.combining.combiner cimport Combiner, played_t
 from fastps.kernels.combining.commit cimport Commit
 from fastps.kernels.combining.lock_word cimport *
@@ -116,7 +116,7 @@ cdef class ShardLocks(Reader):
         cdef int outcome, found = COMBINE_BUSY
         cdef uint32_t helping = fps_help_load(&self.arena.lane(dead_lane).helping)
         if helping and fps_member_generation(helping) == generation:
-            fps_help_end(&self.arena.lane(dead_lane).helping, helping)
+            fps_help_change(&self.arena.lane(dead_lane).helping, helping, 0)
         for shard in range(self.n_shards):
             (<Combiner> self._combiners[shard]).lock.ended[dead_lane] = generation + 1
             (<Combiner> self._combiners[shard]).resume(now_ns)
@@ -185,7 +185,7 @@ cdef class ShardLocks(Reader):
         for index in range(lanes):
             helping = fps_help_load(&self.arena.lane(index).helping)
             if helping and self._is_stale(index, fps_member_generation(helping), 0xffffff):
-                fps_help_end(&self.arena.lane(index).helping, helping)
+                fps_help_change(&self.arena.lane(index).helping, helping, 0)
         for shard in range(self.n_shards):
             lock = fps_lock_load(&self.arena.shard_header(shard).lock)
             index = <uint32_t> fps_lock_owner(lock)

@@ -18,21 +18,20 @@ static inline void fps_correct_nothing(fps_coefficients *by, const fps_hyper *hy
     (void)by, (void)hyper, (void)learning_rate, (void)steps;
 }
 
-/* Adam's corrections for means that began at 0. */
-static void fps_correct_adam(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
+/* Adamax's and Adam's corrections for means that began at 0. */
+static void fps_correct_adamax(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
     by->lerp = fps_lerp_of(1 - hyper->beta1);
     by->minus_rate = (FPS_REAL)-(learning_rate / (1 - pow(hyper->beta1, steps + 1)));
+}
+
+static void fps_correct_adam(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
+    fps_correct_adamax(by, hyper, learning_rate, steps);
     by->root_correction2 = (FPS_REAL)sqrt(1 - pow(hyper->beta2, steps + 1));
     by->inverse_root_correction2 = 1 / by->root_correction2;
 }
 
 static void fps_correct_adagrad(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
     by->minus_rate = (FPS_REAL)-(learning_rate / (1 + steps * hyper->learning_rate_decay));
-}
-
-static void fps_correct_adamax(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
-    by->lerp = fps_lerp_of(1 - hyper->beta1);
-    by->minus_rate = (FPS_REAL)-(learning_rate / (1 - pow(hyper->beta1, steps + 1)));
 }
 
 /* NAdam's momentum in step `step`, from 1. */

@@ -37,44 +37,28 @@
     RULE(8, ADADELTA, adadelta, 2, 1, 3, 3, fps_correct_nothing)
 
 /* The variants of each rule: VARIANT(rule, flags). A flag that is in no variant does not reach the rule's body. */
+#define FPS_DECAYED(VARIANT, rule, flags) VARIANT(rule, flags) VARIANT(rule, (flags) | FPS_BY_DECAY)
+#define FPS_DECAYED_OR_SHRUNK(VARIANT, rule, flags)                                                                      \
+    FPS_DECAYED(VARIANT, rule, flags) VARIANT(rule, (flags) | FPS_BY_SHRINK)
 #define FPS_SGD_VARIANTS(VARIANT, rule)                                                                                  \
-    VARIANT(rule, 0)                                                                                                     \
-    VARIANT(rule, FPS_BY_DECAY)                                                                                          \
-    VARIANT(rule, FPS_BY_MOMENTUM)                                                                                       \
-    VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_DECAY)                                                                        \
-    VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_NESTEROV)                                                                     \
-    VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_NESTEROV | FPS_BY_DECAY)                                                      \
-    VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_FIRST)                                                                        \
-    VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_FIRST | FPS_BY_DECAY)                                                         \
-    VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_FIRST | FPS_BY_NESTEROV)                                                      \
-    VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_FIRST | FPS_BY_NESTEROV | FPS_BY_DECAY)
+    FPS_DECAYED(VARIANT, rule, 0)                                                                                        \
+    FPS_DECAYED(VARIANT, rule, FPS_BY_MOMENTUM)                                                                          \
+    FPS_DECAYED(VARIANT, rule, FPS_BY_MOMENTUM | FPS_BY_NESTEROV)                                                        \
+    FPS_DECAYED(VARIANT, rule, FPS_BY_MOMENTUM | FPS_BY_FIRST)                                                           \
+    FPS_DECAYED(VARIANT, rule, FPS_BY_MOMENTUM | FPS_BY_FIRST | FPS_BY_NESTEROV)
 #define FPS_ADAM_VARIANTS(VARIANT, rule)                                                                                 \
-    VARIANT(rule, 0)                                                                                                     \
-    VARIANT(rule, FPS_BY_DECAY)                                                                                          \
-    VARIANT(rule, FPS_BY_SHRINK)                                                                                         \
-    VARIANT(rule, FPS_BY_AMSGRAD)                                                                                        \
-    VARIANT(rule, FPS_BY_AMSGRAD | FPS_BY_DECAY)                                                                         \
-    VARIANT(rule, FPS_BY_AMSGRAD | FPS_BY_SHRINK)
-#define FPS_ADAGRAD_VARIANTS(VARIANT, rule) VARIANT(rule, 0) VARIANT(rule, FPS_BY_DECAY)
+    FPS_DECAYED_OR_SHRUNK(VARIANT, rule, 0) FPS_DECAYED_OR_SHRUNK(VARIANT, rule, FPS_BY_AMSGRAD)
+#define FPS_ADAGRAD_VARIANTS(VARIANT, rule) FPS_DECAYED(VARIANT, rule, 0)
 #define FPS_RMSPROP_VARIANTS(VARIANT, rule)                                                                              \
-    VARIANT(rule, 0)                                                                                                     \
-    VARIANT(rule, FPS_BY_DECAY)                                                                                          \
-    VARIANT(rule, FPS_BY_MOMENTUM)                                                                                       \
-    VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_DECAY)                                                                        \
-    VARIANT(rule, FPS_BY_CENTERED)                                                                                       \
-    VARIANT(rule, FPS_BY_CENTERED | FPS_BY_DECAY)                                                                        \
-    VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_CENTERED)                                                                     \
-    VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_CENTERED | FPS_BY_DECAY)
-#define FPS_NADAM_VARIANTS(VARIANT, rule) VARIANT(rule, 0) VARIANT(rule, FPS_BY_DECAY) VARIANT(rule, FPS_BY_SHRINK)
+    FPS_DECAYED(VARIANT, rule, 0)                                                                                        \
+    FPS_DECAYED(VARIANT, rule, FPS_BY_MOMENTUM)                                                                          \
+    FPS_DECAYED(VARIANT, rule, FPS_BY_CENTERED)                                                                          \
+    FPS_DECAYED(VARIANT, rule, FPS_BY_MOMENTUM | FPS_BY_CENTERED)
+#define FPS_NADAM_VARIANTS(VARIANT, rule) FPS_DECAYED_OR_SHRUNK(VARIANT, rule, 0)
 #define FPS_RADAM_VARIANTS(VARIANT, rule)                                                                                \
-    VARIANT(rule, 0)                                                                                                     \
-    VARIANT(rule, FPS_BY_DECAY)                                                                                          \
-    VARIANT(rule, FPS_BY_SHRINK)                                                                                         \
-    VARIANT(rule, FPS_BY_RECTIFIED)                                                                                      \
-    VARIANT(rule, FPS_BY_RECTIFIED | FPS_BY_DECAY)                                                                       \
-    VARIANT(rule, FPS_BY_RECTIFIED | FPS_BY_SHRINK)
-#define FPS_ADAMAX_VARIANTS(VARIANT, rule) VARIANT(rule, 0) VARIANT(rule, FPS_BY_DECAY)
-#define FPS_ADADELTA_VARIANTS(VARIANT, rule) VARIANT(rule, 0) VARIANT(rule, FPS_BY_DECAY)
+    FPS_DECAYED_OR_SHRUNK(VARIANT, rule, 0) FPS_DECAYED_OR_SHRUNK(VARIANT, rule, FPS_BY_RECTIFIED)
+#define FPS_ADAMAX_VARIANTS(VARIANT, rule) FPS_DECAYED(VARIANT, rule, 0)
+#define FPS_ADADELTA_VARIANTS(VARIANT, rule) FPS_DECAYED(VARIANT, rule, 0)
 
 #define FPS_RULE_USER 4    /* a user's function; it owns all planes but the average's */
 #define FPS_RULE_SUMMING 9 /* the same, of a function that reads sums over a whole parameter */
