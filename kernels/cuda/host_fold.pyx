@@ -13,22 +13,14 @@ cdef extern from "update/fold_coefficients.h" nogil:
 
 cdef extern from "cuda/fold.cu" nogil:
     enum:
-        FPS_DEVICE_SUM
-        FPS_DEVICE_EACH
-        FPS_ARGUMENT_BYTES
+        FPS_DEVICE_SUM, FPS_DEVICE_EACH, FPS_ARGUMENT_BYTES
     cpdef enum:
-        FLOAT32 "FPS_DEVICE_FLOAT32"
-        FLOAT16 "FPS_DEVICE_FLOAT16"
-        BFLOAT16 "FPS_DEVICE_BFLOAT16"
-        COPY_RUNS "FPS_COPY_RUNS"
-        TILE_BYTES "sizeof(fps_device_tile)"
+        FLOAT32 "FPS_DEVICE_FLOAT32", FLOAT16 "FPS_DEVICE_FLOAT16", BFLOAT16 "FPS_DEVICE_BFLOAT16"
+        COPY_RUNS "FPS_COPY_RUNS", TILE_BYTES "sizeof(fps_device_tile)"
         COEFFICIENTS_BYTES "sizeof(fps_device_coefficients)"
-        CLASS_BYTES "sizeof(fps_device_class)"
-        ENTRY_BYTES "sizeof(fps_device_entry)"
-        ARGS_BYTES "sizeof(fps_launch_args)"
-        CHECK_ARGS_BYTES "sizeof(fps_check_args)"
-        COPY_ARGS_BYTES "sizeof(fps_copy_args)"
-        ARGUMENT_BYTES "sizeof(fps_fold_argument)"
+        CLASS_BYTES "sizeof(fps_device_class)", ENTRY_BYTES "sizeof(fps_device_entry)"
+        ARGS_BYTES "sizeof(fps_launch_args)", ARGUMENT_BYTES "sizeof(fps_fold_argument)"
+        CHECK_ARGS_BYTES "sizeof(fps_check_args)", COPY_ARGS_BYTES "sizeof(fps_copy_args)"
     ctypedef struct fps_device_coefficients:
         pass
     ctypedef void (*fps_kernel)(const void *argument)

@@ -18,15 +18,7 @@ import numpy.typing as npt
 
 from fastps.kernels.cuda import host_fold
 from fastps.kernels.cuda.users_rule import STEP_PLACE
-from fastps.kernels.update.fold import (
-    FOLD_EACH,
-    FOLD_SUM,
-    MAX_USER_PLANES,
-    MOST_PLANES,
-    RULE_USER,
-    RULES,
-    planes_needed,
-)
+from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, MAX_USER_PLANES, MOST_PLANES, RULE_USER, RULES, planes_needed
 
 Bytes = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
@@ -71,15 +63,9 @@ _CHECK_ARGS = np.dtype(
 )
 _RUN = np.dtype([("source", "<u8"), ("target", "<u8"), ("vectors", "<i8")])
 _COPY_ARGS = np.dtype([("count", "<i4"), ("blocks", "<i4"), ("runs", _RUN, (host_fold.COPY_RUNS,))])
-for _found, _expected in (
-    (_TILE, host_fold.TILE_BYTES),
-    (_CLASS, host_fold.CLASS_BYTES),
-    (_ENTRY, host_fold.ENTRY_BYTES),
-    (_ARGS, host_fold.ARGS_BYTES),
-    (_CHECK_ARGS, host_fold.CHECK_ARGS_BYTES),
-    (_COPY_ARGS, host_fold.COPY_ARGS_BYTES),
-):
-    assert _found.itemsize == _expected, "fold.cu and launch_args.py lay a struct out differently"
+for _name in ("TILE", "CLASS", "ENTRY", "ARGS", "CHECK_ARGS", "COPY_ARGS"):
+    _sizes = globals()[f"_{_name}"].itemsize, getattr(host_fold, f"{_name}_BYTES")
+    assert _sizes[0] == _sizes[1], "fold.cu and launch_args.py lay a struct out differently"
 
 
 class Launch(NamedTuple):
@@ -238,7 +224,14 @@ class _Tables:
         """Add a class: parameters of `group` with `steps` applications so far and a gradient in the pushes `present`."""
         first = len(self.entries)
         if self._mode == FOLD_EACH:
-            self._add_each(group, steps, set(present))
+            among = set(present)
+            for index, push in enumerate(self._pushes):
+                if index in among:
+                    self.entries.append((push.gradient, len(self.coefficients), 0.0))
+                    self._add_coefficients(push.hypers[group], push.hypers[group][0] * push.rate_scale, push.scale, steps)
+                    steps += 1
+                elif self._shape.ema_decay > 0:
+                    self.entries.append((0, 0, 0.0))
             self.classes.append((first, len(self.entries) - first, 0, 0))
             return
         pushes = [self._pushes[index] for index in present]
@@ -250,15 +243,6 @@ class _Tables:
             rate = rates[0] if len(set(rates)) == 1 else sum(rates[1:], rates[0]) / len(rates)
             scale = self._scale * (pushes[0].scale if is_plain else 1.0)
             self._add_coefficients(pushes[0].hypers[group], rate * self._rate_scale, scale, steps)
-
-    def _add_each(self, group: int, steps: int, present: set[int]) -> None:
-        for index, push in enumerate(self._pushes):
-            if index in present:
-                self.entries.append((push.gradient, len(self.coefficients), 0.0))
-                self._add_coefficients(push.hypers[group], push.hypers[group][0] * push.rate_scale, push.scale, steps)
-                steps += 1
-            elif self._shape.ema_decay > 0:
-                self.entries.append((0, 0, 0.0))
 
     def _add_coefficients(self, hyper: tuple[float, ...], rate: float, scale: float, steps: int) -> None:
         if self._shape.rule == RULE_USER:

@@ -12,7 +12,8 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -115,15 +116,10 @@ def kernel(device: int, name: str, users: str = "", compiled: Compiler | None = 
     def start(stream: int, launch: Launch) -> None:
         # CuPy passes a NumPy array of size one by value. CUDA reads as many bytes as the parameter has (cuLaunchKernel).
         argument = np.frombuffer(launch.argument, f"V{launch.argument.nbytes}")
-        function((launch.blocks,), (THREADS,), (argument,), 0, _Stream(stream))
+        # A stream, as CuPy's functions take one, has `ptr` (_get_stream in cupy/cuda/function.pyx).
+        function((launch.blocks,), (THREADS,), (argument,), 0, SimpleNamespace(ptr=stream))
 
     return start
-
-
-class _Stream(NamedTuple):
-    """A stream as CuPy's functions take one (_get_stream in cupy/cuda/function.pyx)."""
-
-    ptr: int
 
 
 @functools.cache

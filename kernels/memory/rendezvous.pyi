@@ -12,15 +12,7 @@ REFUSED: int
 
 class Listener:
     def __init__(
-        self,
-        name: bytes,
-        memfd: int,
-        pidfd: int,
-        abi: int,
-        layout_hash: bytes,
-        layout: bytes,
-        place: int,
-        user: int,
+        self, name: bytes, memfd: int, pidfd: int, abi: int, layout_hash: bytes, layout: bytes, place: int, user: int
     ) -> None: ...
     def close(self) -> None: ...
     def foreign_layout(self) -> str | None: ...

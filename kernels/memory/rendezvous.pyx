@@ -8,8 +8,9 @@ cdef extern from "memory/rendezvous.h" nogil:
     const uint64_t FPS_HELLO_MAGIC, FPS_OFFER_MAGIC
     const uint32_t FPS_HELLO_OBSERVER
     const Py_ssize_t FPS_PREFIX_BYTES, FPS_HASH_BYTES, FPS_NAME_BYTES, FPS_MAX_LAYOUT_BYTES
-    enum:
-        FPS_OFFER_OK, FPS_OFFER_ABI_DIFFERS, FPS_OFFER_LAYOUT_DIFFERS, FPS_OFFER_BAD_HELLO, FPS_OFFER_REFUSED
+    cpdef enum:
+        OK "FPS_OFFER_OK", ABI_DIFFERS "FPS_OFFER_ABI_DIFFERS", LAYOUT_DIFFERS "FPS_OFFER_LAYOUT_DIFFERS"
+        BAD_HELLO "FPS_OFFER_BAD_HELLO", REFUSED "FPS_OFFER_REFUSED"
 
     ctypedef struct fps_hello:
         uint64_t magic
@@ -36,11 +37,6 @@ PREFIX_BYTES = FPS_PREFIX_BYTES
 OFFER_BYTES = sizeof(fps_offer)
 NAME_BYTES = FPS_NAME_BYTES
 MAX_LAYOUT_BYTES = FPS_MAX_LAYOUT_BYTES
-OK = FPS_OFFER_OK
-ABI_DIFFERS = FPS_OFFER_ABI_DIFFERS
-LAYOUT_DIFFERS = FPS_OFFER_LAYOUT_DIFFERS
-BAD_HELLO = FPS_OFFER_BAD_HELLO
-REFUSED = FPS_OFFER_REFUSED
 
 
 cdef class Listener:
@@ -112,11 +108,9 @@ def pack_hello(uint32_t abi, bytes layout_hash not None, uint64_t layout_length,
     cdef fps_hello hello
     _check_layout(layout_hash, layout_length)
     memset(&hello, 0, sizeof(hello))
-    hello.magic = FPS_HELLO_MAGIC
-    hello.abi = abi
+    hello.magic, hello.abi, hello.layout_length = FPS_HELLO_MAGIC, abi, layout_length
     hello.flags = FPS_HELLO_OBSERVER if observer else 0
     memcpy(hello.layout_hash, <const char *> layout_hash, FPS_HASH_BYTES)
-    hello.layout_length = layout_length
     return (<const char *> &hello)[:sizeof(hello)]
 
 

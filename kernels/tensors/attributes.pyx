@@ -91,9 +91,6 @@ cdef class Attribute:
             raise ValueError(f"expected {len(objects)} values, found {len(values)}")
         for i in range(len(objects)):
             found = self._get(objects[i])
-            if found is not values[i] and not self._is_number(found, values[i]):
+            if found is not values[i] and not (type(found) is int and found == values[i]):
                 return i
         return -1
-
-    cdef inline bint _is_number(self, object found, object value):
-        return type(found) is int and found == value

@@ -4,42 +4,24 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
 
 cdef extern from "update/fold.h" nogil:
     enum:
-        FPS_RULE_SGD  # of the rules, those that compiled callers name
-        FPS_RULE_ADAGRAD
-        FPS_RULE_USER
-        FPS_RULE_SUMMING
-        FPS_FOLD_SUM
-        FPS_FOLD_EACH
-        FPS_FLOAT32
-        FPS_FLOAT16
-        FPS_BFLOAT16
-        FPS_FLOAT64
-        FPS_MAX_PUSHES
-        FPS_TILE
+        FPS_RULE_SGD, FPS_RULE_ADAGRAD, FPS_RULE_SUMMING  # of the rules, those that compiled callers name
+        FPS_FOLD_SUM, FPS_FOLD_EACH
+        FPS_FLOAT32, FPS_FLOAT16, FPS_BFLOAT16, FPS_FLOAT64
+        FPS_MAX_PUSHES, FPS_TILE
 
     ctypedef struct fps_hyper:
-        double learning_rate
-        double momentum
-        double dampening
-        double weight_decay
-        double beta1
-        double beta2
-        double epsilon
-        double learning_rate_decay
+        double learning_rate, momentum, dampening, weight_decay, beta1, beta2, epsilon, learning_rate_decay
         uint64_t flags
 
     ctypedef struct fps_segment:
-        int64_t offset
-        int64_t length
-        int32_t group
-        int32_t parameter
+        int64_t offset, length
+        int32_t group, parameter
 
     ctypedef struct fps_push:
         const void *gradient
         const fps_hyper *hypers
         const uint64_t *presence
-        double scale
-        double rate_scale
+        double scale, rate_scale
 
     ctypedef void (*fps_user_rule)(int64_t length, int64_t steps, double *hyper, const float *gradient,
                                    const float *weight_in, float *weight_out, const float *state_in, float *state_out,
@@ -48,27 +30,18 @@ cdef extern from "update/fold.h" nogil:
     bint FPS_IS_USERS(int rule)
 
     ctypedef struct fps_fold_job:
-        int32_t rule
-        int32_t mode
-        int32_t gradient_type
-        int32_t shown_type
-        int32_t streaming
+        int32_t rule, mode, gradient_type, shown_type, streaming
         fps_user_rule user_rule
-        int32_t state_planes
-        int32_t ema_plane
-        double ema_decay
-        int64_t state_stride
-        int64_t n_segments
+        int32_t state_planes, ema_plane, n_pushes
+        double ema_decay, scale, rate_scale
+        int64_t state_stride, n_segments
         const fps_segment *segments
-        int32_t n_pushes
         const fps_push *pushes
-        double scale
-        double rate_scale
         const float *weights_in
-        float *weights_out
-        uint16_t *halves_out
         const float *state_in
+        float *weights_out
         float *state_out
+        uint16_t *halves_out
         const int64_t *steps_in
         int64_t *steps_out
         int32_t *nonfinite

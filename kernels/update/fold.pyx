@@ -19,25 +19,18 @@ cdef extern from "update/fold_double.h" nogil:
 
 cdef extern from "update/fold_run.h" nogil:
     enum:
-        FPS_ISA_BASELINE
-        FPS_ISA_AVX2
-        FPS_ISA_AVX512
-
-        FPS_RULE_NAMES
+        FPS_ISA_BASELINE, FPS_ISA_AVX2, FPS_ISA_AVX512, FPS_RULE_NAMES
 
     cpdef enum:
-        HYPER_NESTEROV "FPS_HYPER_NESTEROV"
-        HYPER_MAXIMIZE "FPS_HYPER_MAXIMIZE"
-        HYPER_DECOUPLED "FPS_HYPER_DECOUPLED"
-        HYPER_CENTERED "FPS_HYPER_CENTERED"
-        HYPER_AMSGRAD "FPS_HYPER_AMSGRAD"
+        HYPER_NESTEROV "FPS_HYPER_NESTEROV", HYPER_MAXIMIZE "FPS_HYPER_MAXIMIZE", HYPER_DECOUPLED "FPS_HYPER_DECOUPLED"
+        HYPER_CENTERED "FPS_HYPER_CENTERED", HYPER_AMSGRAD "FPS_HYPER_AMSGRAD"
         HYPER_DOUBLE_PRODUCT "FPS_HYPER_DOUBLE_PRODUCT"
-        MAX_USER_PLANES "FPS_MAX_USER_PLANES"
-        MAX_SUMS "FPS_MAX_SUMS"
+        MAX_USER_PLANES "FPS_MAX_USER_PLANES", MAX_SUMS "FPS_MAX_SUMS", MAX_PUSHES "FPS_MAX_PUSHES", TILE "FPS_TILE"
+        RULE_USER "FPS_RULE_USER", RULE_SUMMING "FPS_RULE_SUMMING", FOLD_SUM "FPS_FOLD_SUM", FOLD_EACH "FPS_FOLD_EACH"
+        FLOAT32 "FPS_FLOAT32", FLOAT16 "FPS_FLOAT16", BFLOAT16 "FPS_BFLOAT16", FLOAT64 "FPS_FLOAT64"
 
     ctypedef struct fps_rule_name:
-        int number
-        int planes
+        int number, planes
         const char *name
 
     const fps_rule_name fps_rule_names[]
@@ -58,16 +51,6 @@ cdef extern from "update/fold_run.h" nogil:
 RULES = {fps_rule_names[index].name.decode(): fps_rule_names[index].number for index in range(FPS_RULE_NAMES)}
 MOST_PLANES = {fps_rule_names[index].number: fps_rule_names[index].planes for index in range(FPS_RULE_NAMES)}
 globals().update({f"RULE_{name.upper()}": number for name, number in RULES.items()})
-RULE_USER = FPS_RULE_USER
-RULE_SUMMING = FPS_RULE_SUMMING
-FOLD_SUM = FPS_FOLD_SUM
-FOLD_EACH = FPS_FOLD_EACH
-FLOAT32 = FPS_FLOAT32
-FLOAT16 = FPS_FLOAT16
-BFLOAT16 = FPS_BFLOAT16
-FLOAT64 = FPS_FLOAT64
-MAX_PUSHES = FPS_MAX_PUSHES
-TILE = FPS_TILE
 
 _ISAS = {"baseline": FPS_ISA_BASELINE, "avx2": FPS_ISA_AVX2, "avx512": FPS_ISA_AVX512}
 
@@ -90,7 +73,6 @@ def _isa_of(str name):
 CHOSEN_ISA = _isa_of(os.environ.get("FASTPS_ISA", "auto"))
 
 cdef int _isa = CHOSEN_ISA
-cdef const fps_tile_functions *_chosen = fps_isa_functions(_isa)
 
 
 cdef class FoldScratch:
@@ -107,16 +89,20 @@ cdef class FoldScratch:
 
 
 cdef int fps_fold(const fps_fold_job *job, fps_fold_scratch *scratch, int64_t first, int64_t last) noexcept nogil:
+    return _fold_by(_isa, job, scratch, first, last)
+
+
+cdef int _fold_by(int isa, const fps_fold_job *job, fps_fold_scratch *scratch, int64_t first, int64_t last) noexcept nogil:
     if job.gradient_type == FPS_FLOAT64:
-        return fps_fold_doubles(_isa, job, scratch, first, last)
-    return fps_fold_range(_chosen, job, scratch, first, last)
+        return fps_fold_doubles(isa, job, scratch, first, last)
+    return fps_fold_range(fps_isa_functions(isa), job, scratch, first, last)
 
 
 cdef double fps_largest(
         const fps_fold_job *job, const fps_push *push, int64_t first, int64_t last, int32_t *parameter) noexcept nogil:
     if job.gradient_type == FPS_FLOAT64:
         return fps_largest_of_doubles(_isa, job, push, first, last, parameter)
-    return fps_largest_in(_chosen, job, push, first, last, parameter)
+    return fps_largest_in(fps_isa_functions(_isa), job, push, first, last, parameter)
 
 
 cdef class Folding:
@@ -168,23 +154,15 @@ cdef class Folding:
         self._set_segments(segments, n)
         self.job.gradient_type = gradient_type
         self._set_pushes(pushes, n)
-        self.job.rule = rule
-        self.job.mode = mode
-        self.job.streaming = streaming
+        self.job.rule, self.job.mode, self.job.streaming = rule, mode, streaming
         self.job.user_rule = <fps_user_rule> user_rule
-        self.job.state_planes = state.shape[0]
-        self.job.ema_plane = ema_plane
-        self.job.ema_decay = ema_decay
-        self.job.state_stride = n * self.width
-        self.job.n_segments = len(segments)
-        self.job.segments = self.segments
-        self.job.n_pushes = len(pushes)
-        self.job.pushes = self.pushes
-        self.job.scale = scale
-        self.job.rate_scale = rate_scale
+        self.job.state_planes, self.job.state_stride = state.shape[0], n * self.width
+        self.job.ema_plane, self.job.ema_decay = ema_plane, ema_decay
+        self.job.n_segments, self.job.n_pushes = len(segments), len(pushes)
+        self.job.segments, self.job.pushes = self.segments, self.pushes
+        self.job.scale, self.job.rate_scale, self.job.shown_type = scale, rate_scale, shown_type
         self.job.weights_in = self._numbers_of(weights)
         self.job.weights_out = self._numbers_of(weights_out)
-        self.job.shown_type = shown_type
         if halves_out is not None:
             self.job.halves_out = &halves_out[0]
         self.job.state_in = self._numbers_of(state) if state.shape[0] else self.job.weights_in  # never read without planes
@@ -214,10 +192,8 @@ cdef class Folding:
         for index, (offset, length, group) in enumerate(segments):
             if offset < 0 or length < 0 or offset + length > n:
                 raise ValueError(f"expected segments within {n} floats, found {length} from {offset}")
-            self.segments[index].offset = offset * self.width
-            self.segments[index].length = length * self.width
-            self.segments[index].group = group
-            self.segments[index].parameter = index
+            self.segments[index].offset, self.segments[index].length = offset * self.width, length * self.width
+            self.segments[index].group, self.segments[index].parameter = group, index
         return 0
 
     cdef int _set_pushes(self, list pushes, int64_t n) except -1:
@@ -225,24 +201,20 @@ cdef class Folding:
         cdef const double[:, ::1] hypers
         cdef const uint64_t[::1] presence
         cdef int index
+        dtypes = {FPS_FLOAT32: np.float32, FPS_FLOAT16: np.float16, FPS_FLOAT64: np.float64}
         for index, (values, groups, present, scale, *rate_scale) in enumerate(pushes):
-            gradient = _words_of(values, self.job.gradient_type).view(np.uint8)
+            gradient = np.ascontiguousarray(values, dtypes.get(self.job.gradient_type, np.uint16)).view(np.uint8)
             hypers = _hyper_words(groups)
-            presence = _presence_words(present)
+            bits = np.packbits(np.array(present, np.bool_), bitorder="little")
+            presence = np.pad(bits, (0, 8 - len(bits) % 8)).view(np.uint64)
             if len(values) != n:
                 raise ValueError(f"expected gradients of {n} numbers, found {len(values)}")
             self.keep.append((gradient, hypers, presence))
             self.pushes[index].gradient = &gradient[0]
             self.pushes[index].hypers = <const fps_hyper *> &hypers[0, 0]
             self.pushes[index].presence = &presence[0]
-            self.pushes[index].scale = scale
-            self.pushes[index].rate_scale = rate_scale[0] if rate_scale else 1.0
+            self.pushes[index].scale, self.pushes[index].rate_scale = scale, rate_scale[0] if rate_scale else 1.0
         return 0
-
-    cdef int _fold(self, int64_t first, int64_t last) noexcept nogil:
-        if self.job.gradient_type == FPS_FLOAT64:
-            return fps_fold_doubles(self.isa, &self.job, self.scratch.words, 2 * first, 2 * last)
-        return fps_fold_range(fps_isa_functions(self.isa), &self.job, self.scratch.words, first, last)
 
     def run(self, int64_t first, int64_t last, int64_t times=1):
         """Fold the numbers [first, last) `times` times. Releases the GIL. Raises ValueError for an invalid job."""
@@ -250,7 +222,7 @@ cdef class Folding:
         cdef int64_t _time
         with nogil:
             for _time in range(times):
-                outcome = outcome or self._fold(first, last)
+                outcome = outcome or _fold_by(self.isa, &self.job, self.scratch.words, self.width * first, self.width * last)
         if outcome:
             raise ValueError(f"the fold refused its job: status {outcome} (see fold.h)")
 
@@ -298,7 +270,7 @@ def narrow(const float[::1] weights not None, uint16_t[::1] halves not None, int
     >>> halves.view(np.float16).tolist()
     [1.0, -2.0]
     """
-    cdef const fps_tile_functions *tile = fps_isa_functions(_isa_of(instruction_set)) if instruction_set else _chosen
+    cdef const fps_tile_functions *tile = fps_isa_functions(_isa_of(instruction_set) if instruction_set else _isa)
     if shown_type not in (FPS_FLOAT16, FPS_BFLOAT16) or halves.shape[0] != weights.shape[0]:
         raise ValueError(f"expected {weights.shape[0]} halves of type {FPS_FLOAT16} or {FPS_BFLOAT16}, found "
                          f"{halves.shape[0]} of type {shown_type}")
@@ -339,23 +311,10 @@ cdef fps_hyper fps_hyper_of(hyper) except *:
     return words
 
 
-def _words_of(values, int gradient_type):
-    """Return a gradient as a contiguous array of the type."""
-    dtypes = {FPS_FLOAT32: np.float32, FPS_FLOAT16: np.float16, FPS_FLOAT64: np.float64}
-    return np.ascontiguousarray(values, dtypes.get(gradient_type, np.uint16))
-
-
 def _hyper_words(groups):
     """Return fps_hyper's 16 words a group: 8 doubles, 7 for a fold's own sums, and the flags as an integer's bits."""
     words = np.zeros((len(groups), 16))
     for index, (*numbers, flags) in enumerate(groups):
         words[index, :8] = numbers
         words[index, 15:].view(np.uint64)[0] = flags
-    return words
-
-
-def _presence_words(present):
-    words = np.zeros(max(1, (len(present) + 63) // 64), np.uint64)
-    for index, bit in enumerate(present):
-        words[index // 64] |= np.uint64(int(bit) << (index % 64))
     return words
