@@ -23,11 +23,7 @@ cdef extern from "base/failpoints.h" nogil:
 
     # Only in a build with FASTPS_HOOKS=1.
     ctypedef struct fps_failpoint_table:
-        int64_t accesses
-        int64_t stores
-        int64_t die_at
-        int64_t stop_at
-        int64_t mutant
+        int64_t accesses, stores, die_at, stop_at, mutant
         void (*at_access)() noexcept nogil
         void (*sleep)(const uint32_t *event, uint32_t seen, int64_t slice_ns) noexcept nogil
         void (*wake)(const uint32_t *event) noexcept nogil

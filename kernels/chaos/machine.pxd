@@ -28,8 +28,7 @@ cdef enum:
 
 # Faults, counted.
 cdef struct faults_t:
-    int64_t crashes
-    int64_t stalls
+    int64_t crashes, stalls
     int64_t spurious_wakes  # a sleeper wakes for nothing, as by a signal
     int64_t skewed_clocks
     int64_t slow_processes  # given few steps
@@ -56,8 +55,7 @@ cdef class Machine:
     cdef InvariantChecker checker
     cdef int32_t runs           # the process that runs, or -1
     cdef bint over              # a violation, or too many events: no process is resumed again
-    cdef int64_t now_ns
-    cdef int64_t events
+    cdef int64_t now_ns, events
     cdef int64_t calm_events    # events since the last fault
     cdef int64_t calm_ns        # when that was over
     cdef int64_t worst_detection_ns

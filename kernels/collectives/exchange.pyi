@@ -16,13 +16,7 @@ NO_REDUCTION: int
 def can_reduce(element: int, reduction: int) -> bool: ...
 def memory_bytes(size: int, depth: int, block_bytes: int) -> int: ...
 def reduce_arrays(
-    element: int,
-    reduction: int,
-    addresses: Sequence[int],
-    elements: int,
-    out: int,
-    second: int = 0,
-    isa: int | None = None,
+    element: int, reduction: int, addresses: Sequence[int], elements: int, out: int, second: int = 0, isa: int | None = None
 ) -> None: ...
 def described(what: int, bytes: int) -> str: ...
 

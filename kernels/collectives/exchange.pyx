@@ -27,74 +27,43 @@ cdef extern from "collectives/exchange.h" nogil:
 
     cpdef enum:
         MAX_RANKS "FPS_MAX_RANKS"
-        LIVE "FPS_LIVE"
-        FAILED "FPS_FAILED"
-        LEFT "FPS_LEFT"
-        DONE "FPS_DONE"
-        WAITING "FPS_WAITING"
-        DIFFERS "FPS_DIFFERS"
+        LIVE "FPS_LIVE", FAILED "FPS_FAILED", LEFT "FPS_LEFT"
+        DONE "FPS_DONE", WAITING "FPS_WAITING", DIFFERS "FPS_DIFFERS"
 
     enum:
-        FPS_ELEMENTS
-        FPS_REDUCTIONS
-        FPS_KINDS
-        FPS_MAX_DEPTH
-        FPS_MESSAGE_BYTES
-        FPS_LINE
-        FPS_BARRIER
-        FPS_ALL_REDUCE
-        FPS_ALL_REDUCE_SMALL
-        FPS_REDUCE
-        FPS_REDUCE_SCATTER
-        FPS_GATHER
-        FPS_SCATTER
-        FPS_ALL_TO_ALL
-        FPS_BROADCAST
+        FPS_ELEMENTS, FPS_REDUCTIONS, FPS_KINDS, FPS_MAX_DEPTH, FPS_MESSAGE_BYTES, FPS_LINE
+        FPS_BARRIER, FPS_ALL_REDUCE, FPS_ALL_REDUCE_SMALL, FPS_REDUCE, FPS_REDUCE_SCATTER
+        FPS_GATHER, FPS_SCATTER, FPS_ALL_TO_ALL, FPS_BROADCAST
 
     ctypedef void (*fps_reduce_loop)(char *out, char *second, const char *const *parts, int count, int64_t elements) noexcept
     fps_reduce_loop fps_reduce_loop_of(int isa, int element, int reduction)
     int64_t fps_element_bytes(int element)
 
     ctypedef struct fps_collective_words:
-        uint64_t what
-        uint64_t bytes
+        uint64_t what, bytes
 
     ctypedef struct fps_rank:
         uint64_t written
-        uint64_t read
-        uint32_t state
-        uint32_t process_id
+        uint32_t state, process_id
         int64_t streams
-        fps_collective_words words[8]
-        char message[512]
+        fps_collective_words *words
+        char *message
 
     ctypedef struct fps_exchange:
         fps_rank *ranks
         char *blocks
-        int rank
-        int size
-        int depth
-        int spins
-        int yields
-        int streams
+        int rank, size, depth, spins, yields, streams
         int64_t block_bytes
         uint64_t next
 
     ctypedef struct fps_collective:
-        int kind
-        int root
-        int64_t bytes
-        int64_t piece
-        int64_t element_bytes
+        int kind, root
+        int64_t bytes, piece, element_bytes
         fps_reduce_loop reduce
         fps_collective_words words
-        uint64_t first
-        uint64_t end
-        uint64_t written
-        uint64_t reduced
-        uint64_t read
-        const char *inputs[64]
-        char *outputs[64]
+        uint64_t first, end, written, reduced, read
+        const char **inputs
+        char **outputs
 
     int64_t fps_exchange_bytes(int size, int depth, int64_t block_bytes)
     int fps_exchange_advance(const fps_exchange *x, fps_collective *c, uint64_t end, int64_t slice_ns, int *other)

@@ -25,8 +25,7 @@ cdef class Batch:
     cdef int64_t samples        # of all of them
     cdef int64_t weight         # of all of them: the gradients that a mean divides by
     # Of the version that is being made.
-    cdef int64_t pushes_of_update
-    cdef int64_t staleness_of_update
+    cdef int64_t pushes_of_update, staleness_of_update
 
     cdef void begin(self) noexcept nogil
     cdef bint take_single(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil

@@ -15,15 +15,13 @@ from fastps.kernels.shm.arena_h cimport fps_descriptor, fps_shard_header
 
 # An event of virtual time: a lane's next descriptor; of lane -1 the timer that is due; of lane -2 - w worker w's next change.
 cdef struct played_t:
-    int64_t lane
-    int64_t at_ns
+    int64_t lane, at_ns
 
 
 cdef class Combiner:
     cdef Arena arena
     cdef fps_shard_header *shard_header
-    cdef uint32_t lane
-    cdef uint32_t shard
+    cdef uint32_t lane, shard
     cdef LockWord lock
     cdef int64_t now_ns         # when the lock was tried: decides which timers are due
     cdef LaneReads lanes

@@ -11,15 +11,10 @@ cdef enum:
 
 # As EVENT_DTYPE of fastps/tracing/file.py says.
 cdef struct event_t:
-    int64_t at_ns
-    int64_t commit
-    int64_t position
-    int64_t version
-    int16_t worker
-    int16_t shard
+    int64_t at_ns, commit, position, version
+    int16_t worker, shard
     uint16_t order
-    uint8_t kind
-    uint8_t written
+    uint8_t kind, written
 
 
 cdef class EventLog:

@@ -20,8 +20,7 @@ cdef enum:
 cdef class LockWord:
     cdef Arena arena
     cdef fps_shard_header *shard_header
-    cdef uint32_t lane
-    cdef uint32_t shard
+    cdef uint32_t lane, shard
     cdef uint32_t generation    # of the owner that holds the lock: a later owner of the lane does not hold it
     cdef uint32_t *ended        # of each lane: the last owner whose process is proved to have ended, its generation + 1
     cdef uint64_t held          # the word as this lane saw or wrote it last while it holds the lock

@@ -20,8 +20,7 @@ cdef uint32_t count_helpers(Arena arena, uint32_t shard, uint64_t workspace, uin
 
 cdef class SharedFold:
     cdef Arena arena
-    cdef uint32_t lane
-    cdef uint32_t shard
+    cdef uint32_t lane, shard
     cdef uint64_t workspace         # of the shard, whose work item and ticket these are
     cdef uint32_t helpers           # sleepers that a fold may wake; 0: it is not shared
     cdef bytes cores                # the part of each core, by its number; empty: a part a lane

@@ -41,20 +41,15 @@ cdef enum:
 @cython.final
 cdef class Wait:
     cdef readonly Lane lane
-    cdef public int64_t spins
-    cdef public int64_t last_wait_ns
-    cdef public int64_t checked_ns
+    cdef public int64_t spins, last_wait_ns, checked_ns
     cdef readonly int64_t slice_ns
     cdef readonly int outcome
-    cdef readonly bint held
-    cdef readonly bint is_awake
+    cdef readonly bint held, is_awake
     cdef int goal
     cdef int64_t granted
     cdef uint64_t done
-    cdef uint32_t shards
-    cdef uint32_t started
-    cdef int64_t longest_ns
-    cdef int64_t began_ns
+    cdef uint32_t shards, started
+    cdef int64_t longest_ns, began_ns
     cdef int32_t rounds          # that may still be spent awake
     cdef uint32_t seen           # the lane's event, read before it last combined
     cdef bint is_told            # whether `outcome` has not been looked at

@@ -14,18 +14,11 @@ cdef enum:
 
 @cython.final
 cdef class WorkerLane(Lane):
-    cdef public int64_t steps
-    cdef public int64_t earlier_steps
+    cdef public int64_t steps, earlier_steps
     cdef readonly uint64_t posts
     cdef readonly uint32_t slot
     cdef readonly bint awaits
-    cdef public int64_t granted_ns
-    cdef public int64_t wait_ns
-    cdef public int64_t compute_ns
-    cdef public int64_t push_ns
-    cdef public int64_t pushed_ns
-    cdef public int64_t samples
-    cdef public int64_t stale_blocks
+    cdef public int64_t granted_ns, wait_ns, compute_ns, push_ns, pushed_ns, samples, stale_blocks
     cdef public double loss
     cdef uint64_t *free_at      # of each slot: descriptors that must be done with before it may be written again
 

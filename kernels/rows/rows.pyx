@@ -18,10 +18,8 @@ cdef extern from "rows/rows.h" nogil:
     #undef FPS_ROW_RULE_NAME
     """
     ctypedef struct fps_row_rule_name:
-        int number
+        int number, planes, words
         const char *name
-        int planes
-        int words
 
     const fps_row_rule_name *fps_row_rule_names
 

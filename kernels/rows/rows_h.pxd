@@ -4,32 +4,21 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 
 cdef extern from "rows/rows.h" nogil:
     enum:
-        FPS_MAX_TABLES
-        FPS_ROWS_SGD
-        FPS_ROWS_ADAGRAD
-        FPS_N_ROW_RULES
+        FPS_MAX_TABLES, FPS_ROWS_SGD, FPS_ROWS_ADAGRAD, FPS_N_ROW_RULES
 
     const int64_t FPS_MAX_ROWS
 
     ctypedef struct fps_table:
         int64_t rows
-        int32_t width
-        int32_t parameter
-        int32_t group
-        int32_t shard
-        uint64_t weights_offset
-        uint64_t planes_offset[2]
-        uint64_t slot_offset
-        uint64_t undo_bytes
-        int32_t n_planes
+        int32_t width, parameter, group, shard, n_planes
+        uint64_t weights_offset, slot_offset, undo_bytes
+        uint64_t *planes_offset
 
     ctypedef struct fps_rows:
         int64_t count
 
     ctypedef struct fps_undo:
-        uint64_t bytes
-        uint64_t version
-        uint64_t reserved
+        uint64_t bytes, version, reserved
 
     ctypedef struct fps_undo_log:
         fps_undo *words

@@ -50,12 +50,9 @@ cdef enum:
 
 # The policy's values, as numbers.
 cdef struct policy_t:
-    int32_t fold
-    int32_t grant
-    int32_t release
+    int32_t fold, grant, release
     int32_t bound           # GRANT_BOUNDED: BOUND_NONE, or what `high` limits
-    int64_t low
-    int64_t high
+    int64_t low, high
     int64_t count           # FOLD_QUORUM: c; 0: the live workers less `backups`
     int64_t timeout_ns      # FOLD_QUORUM: tau1
     int64_t divisor         # FOLD_COUNT: n of n-softsync
@@ -88,8 +85,7 @@ cdef struct worker_t:
     int64_t kept_version    # FOLD_ALL and FOLD_QUORUM: the version whose sum they are in
     int64_t credit          # extra steps left (r_p of Algorithm 1)
     int64_t granted_ns      # GRANT_ROUND_ROBIN: when it was last granted
-    int32_t next_live       # the ring of live workers in their fixed order
-    int32_t previous_live
+    int32_t next_live, previous_live    # the ring of live workers in their fixed order
     int32_t leader          # in a tree: the first worker of its leaf, which holds the leaf's own values
     int32_t next_kept       # the leaf's workers of whom it holds pushes
     int32_t leaf_first      # of a leader: the first of them, or -1
@@ -98,32 +94,24 @@ cdef struct worker_t:
     int32_t leaf_end        # of a leader: behind the last worker of the leaf
 
     int64_t relayed         # pushes of it that its leaf has passed on to the root
-    int64_t folded
-    int64_t dropped
-    int64_t staleness_sum
-    int64_t staleness_max
+    int64_t folded, dropped, staleness_sum, staleness_max
     int64_t iteration_ns    # mean time from grant to push, exponentially weighted
     int64_t base_batch      # batch of its first push
     int64_t batch           # batch that its last grant carried
 
     double fit_n, fit_batch, fit_ns, fit_batch_batch, fit_batch_ns  # sums for time = a + k * batch
-    double line_constant    # a and k
-    double line_slope
+    double line_constant, line_slope    # a and k
     int32_t generation      # of the latest owner
     int32_t said_leave      # its last descriptor is LEAVE; 0: it lives, or it died
 
 cdef struct ends_t:         # of a list; -1: it is empty
-    int32_t first
-    int32_t last
+    int32_t first, last
 
 cdef struct list_t:         # of workers; ends of -1: it is empty
-    int32_t first
-    int32_t last
-    int32_t length
+    int32_t first, last, length
 
 cdef struct place_t:        # in a list; -1: there is no neighbour
-    int32_t next
-    int32_t previous
+    int32_t next, previous
 
 # A worker's places in lists. Apart from worker_t, so that a change of a neighbour is a change of few bytes.
 cdef struct link_t:
@@ -143,10 +131,7 @@ cdef struct bucket_t:
 cdef struct scheduler_t:
     policy_t policy
     int64_t links_offset    # of what lies behind this struct and worker_t[n_workers], in bytes
-    int64_t buckets_offset
-    int64_t iterations_offset
-    int64_t equal_times_offset
-    int64_t lists_offset
+    int64_t buckets_offset, iterations_offset, equal_times_offset, lists_offset
     int64_t version         # folds so far, counted as the policy counts them
     int64_t now_ns          # time of the last event
     int64_t sequence        # commits so far: marks what changed in this one
@@ -156,8 +141,7 @@ cdef struct scheduler_t:
     int64_t gap_ns          # GRANT_ROUND_ROBIN: what lies between two grants at least,
     int64_t gap_slowest_ns  # with this T
     int64_t gap_n_live      # and this N
-    int32_t n_workers
-    int32_t n_live
+    int32_t n_workers, n_live
     int32_t n_arrived       # live workers that have a push in this version's sum
     int32_t n_kept          # pushes in it, those of workers that left since, too; in a tree, those that reached the root
     int32_t fold_next       # FOLD_IN_ORDER: whose push is next, a live worker
@@ -167,9 +151,7 @@ cdef struct scheduler_t:
     int32_t free_bucket
     int32_t frontier        # GRANT_BOUNDED: the last bucket whose waiting workers were released by its clock, or -1
     list_t waiting          # all that wait for more than a clock
-    int32_t n_dirty_workers
-    int32_t n_dirty_links
-    int32_t n_dirty_buckets
+    int32_t n_dirty_workers, n_dirty_links, n_dirty_buckets
 
 cdef int64_t state_lay_out(scheduler_t *state, int64_t n_workers) noexcept nogil
 cdef int64_t state_size(int64_t n_workers) noexcept nogil

@@ -14,9 +14,7 @@ cdef struct match_t:
 cdef struct tournament_t:
     int64_t most            # the greatest number
     int64_t sequence        # commits so far
-    int32_t n_matches
-    int32_t n_levels
-    int32_t n_dirty
+    int32_t n_matches, n_levels, n_dirty
     int32_t begins[TOURNAMENT_LEVELS]  # the first match of each level; level 0 holds the numbers
 
 cdef int64_t tournament_bytes(int64_t n_entries) noexcept nogil

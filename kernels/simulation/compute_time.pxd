@@ -10,24 +10,15 @@ cdef enum:
 cdef struct compute_worker_t:
     double factor           # multiplies the compute time
     uint64_t key            # of its streams
-    uint64_t burst_key
-    uint64_t drawn
-    uint64_t bursts_drawn
-    int64_t burst_from_ns   # the burst drawn last
-    int64_t burst_until_ns
-    int64_t first           # replay: bounds of its times, and the next one
-    int64_t last
-    int64_t next
+    uint64_t burst_key, drawn, bursts_drawn
+    int64_t burst_from_ns, burst_until_ns   # the burst drawn last
+    int64_t first, last, next               # replay: bounds of its times, and the next one
     int64_t drawn_at        # index of the time drawn last
 
 cdef class ComputeTimes:
     cdef int64_t n_workers
     cdef int model
-    cdef double location_ns
-    cdef double spread
-    cdef double burst_every_ns
-    cdef double burst_length_ns
-    cdef double burst_factor
+    cdef double location_ns, spread, burst_every_ns, burst_length_ns, burst_factor
     cdef compute_worker_t *workers
     cdef int64_t[::1] times
     cdef int64_t[::1] blocked   # empty: no step waits

@@ -20,8 +20,7 @@ cdef struct core_t:
 
 cdef class Cores:
     cdef bint shared
-    cdef int64_t slice_ns
-    cdef int64_t n_cores
+    cdef int64_t slice_ns, n_cores
     cdef double speed     # of each
     cdef working_t *workers
     cdef core_t *cores

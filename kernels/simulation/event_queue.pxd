@@ -22,13 +22,11 @@ cdef enum:
 cdef struct event_t:
     int64_t key        # the time in ns, or another ordered value
     uint64_t sequence  # number of the event: orders equal keys
-    int32_t kind
-    int32_t index
+    int32_t kind, index
 
 cdef struct queue_t:
     event_t *events
-    int64_t length
-    int64_t room
+    int64_t length, room
     uint64_t made      # events added so far
     int64_t now_ns     # the time: the key of the event removed last
     bint no_memory     # memory is exhausted: an event is missing

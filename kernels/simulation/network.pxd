@@ -17,8 +17,7 @@ cdef struct link_t:
     queue_t progress        # transfers by the value of `served` at which they end
 
 cdef struct message_t:
-    int32_t worker
-    int32_t shard
+    int32_t worker, shard
     int32_t kind            # EVENT_PUSHED or EVENT_PULLED
     int32_t next            # in a list: of free messages, of those that wait for a server, or of pushes that wait for a fold
     int64_t step            # PULLED: the granted step
@@ -30,15 +29,13 @@ cdef struct message_t:
 
 cdef class Network:
     cdef readonly int64_t n_links
-    cdef bint instant
-    cdef bint half_duplex
+    cdef bint instant, half_duplex
     cdef link_t *ports
     cdef int64_t[::1] latency_ns
     cdef message_t *messages
     cdef int64_t room
     cdef int32_t first_free
-    cdef uint64_t seed
-    cdef uint64_t drawn
+    cdef uint64_t seed, drawn
     cdef double late_share[2]
     cdef int64_t late_ns[2]
     cdef message_t *make(self, queue_t *queue) noexcept nogil

@@ -22,8 +22,7 @@ cdef class ServerQueue:
     cdef readonly int64_t n_stations
     cdef Network network
     cdef station_t *stations
-    cdef int64_t groups
-    cdef int64_t n_workers
+    cdef int64_t groups, n_workers
     cdef int32_t own_of(self, int32_t shard) noexcept nogil
     cdef int32_t station_of(self, int32_t worker, int32_t shard) noexcept nogil
     cdef void add(self, queue_t *queue, int32_t message) noexcept nogil

@@ -24,12 +24,9 @@ cdef enum:
 
 # 32 bytes, with the fields of the trace's NumPy dtype in its order.
 cdef struct record_t:
-    int64_t time_ns
-    int64_t version
-    int64_t detail
+    int64_t time_ns, version, detail
     int32_t worker
-    int16_t shard
-    int16_t kind
+    int16_t shard, kind
 
 cdef struct server_t:
     scheduler_t *state
@@ -38,8 +35,7 @@ cdef struct server_t:
     int64_t last_update_ns  # or -1
     int64_t updates
     double sigma_sum        # sum of <sigma> over the updates
-    int64_t pushes_of_update
-    int64_t staleness_of_update
+    int64_t pushes_of_update, staleness_of_update
     int64_t gaps[FPS_GAP_BUCKETS]
     list_t sum              # pushes that wait for their fold
     list_t *leaves          # those of each leaf that it has not passed on to the sum
@@ -49,8 +45,7 @@ cdef struct server_t:
 cdef class SimulatedShards:
     cdef readonly Network network
     cdef readonly ServerQueue server_queue
-    cdef readonly int32_t n_workers
-    cdef readonly int32_t n_shards
+    cdef readonly int32_t n_workers, n_shards
     cdef readonly int64_t ended_ns       # time of the last event of any scheduler
     cdef readonly int64_t received       # pushes, over all shards
     cdef readonly int64_t samples        # in the pushes that shard 0 received
@@ -63,8 +58,7 @@ cdef class SimulatedShards:
     cdef int64_t[::1] staleness          # histogram: pushes by staleness
     cdef bint tracing
     cdef record_t *records
-    cdef int64_t n_records
-    cdef int64_t records_room
+    cdef int64_t n_records, records_room
     cdef double shard_bytes
     cdef int32_t[::1] links              # of each worker the first; the shard is added
     cdef bint overlap

@@ -31,9 +31,7 @@ KINDS = ("begin", "computed", "receive", "fold", "drop", "grant", "timer", "leav
 cdef struct player_t:
     int64_t steps           # steps pushed
     int64_t computed_ns     # time of its last gradient
-    int64_t began_ns
-    int64_t compute_ns
-    int64_t wait_ns
+    int64_t began_ns, compute_ns, wait_ns
     int64_t grant_wait_ns   # from a shard's receipt of a push to its grant, summed over shards
     int64_t timestamp       # newest version, over the shards, that it computes with
     int64_t batch
@@ -85,9 +83,7 @@ cdef class Simulator(SimulatedShards):
     cdef int32_t n_idle
     cdef int64_t[::1] relaying           # version that each node of the broadcast tree sends its children, or -1
     cdef int64_t hop_ns                  # time of a hop of the broadcast tree; -1: none, each worker pulls for itself
-    cdef int64_t pull_timeout_ns
-    cdef int64_t slots
-    cdef int64_t batch
+    cdef int64_t pull_timeout_ns, slots, batch
     cdef int32_t needed
     cdef bint is_direct                  # messages take no time, so none is made
 
