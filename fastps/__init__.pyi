@@ -1,4 +1,4 @@
-"""The public names of fastps, a line each, which the program reads, too; the disciplines are those that their module exports."""
+"""The public names of fastps, a line each, which the program reads, too; the disciplines are those that their module has."""
 
 from fastps.checkpoint.format import Checkpoint as Checkpoint
 from fastps.checkpoint.loading import load as load
