@@ -46,11 +46,6 @@ def _attached(store: fastps.Store, rank: int, then: Callable[[fastps.Worker], An
     return child
 
 
-def _kill(child: processes.Child) -> None:
-    os.kill(child.process_id, signal.SIGKILL)
-    processes.finish([child], 10)
-
-
 def _weights(store: fastps.Store) -> list[float]:
     weights: list[float] = store.weight_views(store.committed()[0])[0].tolist()
     return weights
@@ -93,8 +88,7 @@ def test_case_02_a_gradient_half_written_never_happened() -> None:
             other.gradients["w"][:6] = 1e9
             os.kill(os.getpid(), signal.SIGKILL)
 
-        child = processes.start(lambda: die(store.attach(1)))
-        processes.finish([child], 10)
+        processes.ended(lambda: die(store.attach(1)))
         wait_until(lambda: worker.step(ONES) is None and store.arena.lane_state(1) == LANE_DEAD)
         assert _weights(store) == [1.0 - 0.25 - worker.steps] * 12
 
@@ -108,8 +102,7 @@ def test_case_03_a_push_that_was_posted_before_a_death_is_folded_once_and_the_ne
             other.push(store.hypers)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        child = processes.start(die)
-        processes.finish([child], 10)
+        processes.ended(die)
         worker.step(ONES)
         assert _weights(store) == [1.0 - (3.0 + 1.0) / 2] * 12, "the mean of both, once"
         assert store.arena.counters(1)["folded"] == 1
@@ -118,9 +111,7 @@ def test_case_03_a_push_that_was_posted_before_a_death_is_folded_once_and_the_ne
             with store.attach(1) as other:
                 return other.begun_at, other.generation
 
-        again = processes.start(replace)
-        processes.finish([again], 10)
-        assert again.outcome == (1, 1), "its predecessor's step is done"
+        assert processes.ended(replace).outcome == (1, 1), "its predecessor's step is done"
 
 
 @pytest.mark.parametrize("sync", ["asp", "ssp:2"])
@@ -175,9 +166,7 @@ def test_case_05_06_whoever_runs_the_server_dies_in_an_update_and_nothing_is_tor
             children = [processes.start(lambda rank=rank, store=store: work(store, rank)) for rank in (1, 2)]
             wait_until(lambda store=store: min(store.arena.counters(lane)["posted"] for lane in (1, 2)) > 2)
             time.sleep(0.001 * np.random.default_rng(seed).random())
-            for child in children:
-                os.kill(child.process_id, signal.SIGKILL)
-            processes.finish(children, 10)
+            processes.kill(*children)
             began = time.monotonic()
             while store.arena.lane_states()[1:] != bytes([LANE_DEAD] * 2):
                 worker.step({"w": np.full(300_000, amount)})
@@ -406,8 +395,7 @@ def test_case_24_every_call_in_a_forked_child_is_refused() -> None:
     with _store(2) as store, store.attach(0) as worker:
         others = lambda: worker.push(store.hypers), lambda: worker.step(ONES), lambda: fastps.save(worker, "/nonexistent")
         for call in (worker.pull, worker.advance, worker.wait_for_start, *others):
-            child = processes.start(call)
-            processes.finish([child], 10)
+            child = processes.ended(call)
             assert child.outcome[0] == "UsageError", child.outcome
             assert "forked from worker 0" in child.outcome[1]
         worker.step(ONES)
@@ -422,7 +410,7 @@ def test_case_25_a_wait_for_a_stopped_holder_sleeps_and_says_who_waits_for_whom(
             with pytest.raises(fastps.TimeoutExceededError, match=r"worker 0 waited 1 s at step 1 under bsp for worker 1 \(at"):
                 worker.step(ONES)
             assert time.process_time() - began_cpu < 0.5 * (time.monotonic() - began), "it spun"
-        _kill(other)
+        processes.kill(other)
 
 
 def test_case_25_many_more_workers_than_cores() -> None:

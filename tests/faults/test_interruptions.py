@@ -212,8 +212,7 @@ def test_a_served_worker_releases_a_lock_that_it_recovered_while_a_helper_was_aw
             other.lock_shards()
             os.kill(os.getpid(), signal.SIGKILL)
 
-        child = processes.start(die_with_the_turn)
-        processes.finish([child], 10)
+        processes.ended(die_with_the_turn)
         set_helping(store.memory, 2, 1)
         back = threading.Timer(0.2, set_helping, (store.memory, 2, 0))
         back.start()
@@ -273,7 +272,7 @@ def test_a_lock_is_recovered_whose_owners_successor_died_before_it_could(have_me
                 steady.check_peers()
             told[0] = 1
             processes.finish([owner], 10)
-            processes.finish([processes.start(die_before_the_claim)], 10)
+            processes.ended(die_before_the_claim)
             assert (store.arena.lane_state(1), steady.lane.owner()) == (LANE_DEAD, 1)
             for _ in range(3):
                 steady.step(ONES)
@@ -286,8 +285,7 @@ def test_a_process_of_another_job_of_the_name_is_not_taken_for_a_peer() -> None:
         first = processes.start(lambda: store.attach(0) and time.sleep(60))
         with store.attach(1) as left:
             left.wait_for_start()
-            os.kill(first.process_id, signal.SIGKILL)
-            processes.finish([first], 10)
+            processes.kill(first)
             for listener in store._listeners[:1]:
                 store.stop_answering(listener)  # "host", as where the creator was that worker
             with _store("bsp", job=store.job) as again, again.attach(0):

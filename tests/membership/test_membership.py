@@ -82,9 +82,7 @@ def test_a_job_whose_workers_all_died_goes_on_with_the_next() -> None:
     with _store("ssp:1", workers=2) as store:
         children = [processes.start(_until(store, rank, 10**6)) for rank in range(2)]
         processes.wait_until(lambda: store.version >= 20)
-        for child in children:
-            os.kill(child.process_id, signal.SIGKILL)
-        processes.finish(children, 10)
+        processes.kill(*children)
         before = store.version
         replacements = [processes.start(_until(store, rank, before + 40, 0.0)) for rank in range(2)]
         processes.results(replacements, 30)
@@ -181,8 +179,7 @@ def test_a_dead_workers_pins_count_no_more() -> None:
     with _store("asp", workers=2) as store, store.attach(0) as worker:
         other = processes.start(_until(store, 1, 10**6))
         processes.wait_until(lambda: store.arena.counters(1)["posted"] > 0)
-        os.kill(other.process_id, signal.SIGKILL)
-        processes.finish([other], 10)
+        processes.kill(other)
         pinned = store.arena.pins()[1]
         seen = set()
         processes.wait_until(

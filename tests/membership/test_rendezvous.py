@@ -274,9 +274,7 @@ def test_two_real_users_get_nothing_from_each_other(job: str, memory: int) -> No
             return str(caught.value), connection.recv(100)
 
     with _listener(job, memory):
-        child = processes.start(work)
-        processes.finish([child], 10)
-        text, data = child.outcome
+        text, data = processes.ended(work).outcome
         assert text.endswith("expected user 65534, found 0")
         assert answer.unpack_offer(data) == (answer.REFUSED, 0, 0)
         _ask_and_close(job)
@@ -303,8 +301,7 @@ def _impostor(job: str, reply: bytes, sent: list[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(child.process_id, signal.SIGKILL)
-        processes.finish([child], 10)
+        processes.kill(child)
 
 
 @pytest.fixture
@@ -411,9 +408,7 @@ def test_a_forked_child_holds_none_of_its_parents_sockets(job: str, memory: int)
             listener.close()
             return found
 
-        child = processes.start(look_and_close)
-        processes.finish([child], 10)
-        assert child.outcome == (before, None)
+        assert processes.ended(look_and_close).outcome == (before, None)
         _ask_and_close(job, 0)
         _ask_and_close(job, 1)
 

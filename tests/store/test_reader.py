@@ -181,15 +181,14 @@ def test_eight_stopped_readers_of_eight_versions_delay_nobody(sync: str, killed:
             assert psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE, "a reader saw two versions"
 
 
-def test_the_place_of_a_killed_reader_is_free(killed: list[int]) -> None:
+def test_the_place_of_a_killed_reader_is_free() -> None:
     with _store(max_readers=1) as store, store.attach(0) as worker:
         for _ in range(5):
-            child, process_id = _read_and_hold(store.job)
+            child, _ = _read_and_hold(store.job)
             _steps(worker, 2)
             with pytest.raises(fastps.AttachError, match="a free place of 1 for readers, found none; close a reader"):
                 _open(store.job)
-            os.kill(process_id, signal.SIGKILL)
-            processes.finish([child], 10)
+            processes.kill(child)
             _steps(worker, 2 * store.arena.buffers)
         with _open(store.job) as reader:
             _check(reader)
@@ -213,8 +212,7 @@ def test_a_readers_child_does_not_keep_its_place(killed: list[int]) -> None:
 
 def test_a_forked_child_is_told_to_open_its_own() -> None:
     with _store() as store, store.attach(0), _open(store.job) as reader:
-        child = processes.start(lambda: reader.pull())
-        processes.finish([child], 10)
+        child = processes.ended(lambda: reader.pull())
         assert child.outcome[0] == "UsageError"
         assert "was made in the parent of this process" in child.outcome[1]
         reader.pull()

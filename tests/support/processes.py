@@ -79,6 +79,20 @@ def finish(children: list[Child], timeout_s: float) -> None:
         time.sleep(0.002)
 
 
+def ended(work: Callable[[], Any], timeout_s: float = 60.0) -> Child:
+    """Fork a child that runs `work`, and wait for its end."""
+    child = start(work)
+    finish([child], timeout_s)
+    return child
+
+
+def kill(*children: Child) -> None:
+    """Kill children, and wait for their ends."""
+    for child in children:
+        os.kill(child.process_id, signal.SIGKILL)
+    finish(list(children), 10)
+
+
 def start_each(work: Callable[[int], Any], count: int) -> list[Child]:
     """Fork a child for each rank."""
     return [start(partial(work, rank)) for rank in range(count)]
@@ -173,9 +187,7 @@ def busy_core(loops: int = 4) -> Iterator[None]:
         children += [start(loop) for _ in range(loops)]
         yield
     finally:
-        for child in children:
-            os.kill(child.process_id, signal.SIGKILL)
-        finish(children, 10)
+        kill(*children)
         os.sched_setaffinity(0, own)
 
 

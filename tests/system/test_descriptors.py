@@ -23,9 +23,7 @@ def _within(soft: int, hard: int, what: object) -> processes.Child:
         what()
         return resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    child = processes.start(work)
-    processes.finish([child], 60)
-    return child
+    return processes.ended(work)
 
 
 def test_a_low_soft_limit_is_raised_as_far_as_needed() -> None:
@@ -66,6 +64,4 @@ def test_arena_is_no_standard_stream_of_a_process_that_has_closed_them() -> None
         with Store.create({"w": np.zeros(3, np.float32)}, SGD(lr=1.0)):
             return [str(Path(f"/proc/self/fd/{number}").readlink()) for number in range(3)]
 
-    child = processes.start(work)
-    processes.finish([child], 60)
-    assert child.outcome == [os.devnull] * 3
+    assert processes.ended(work).outcome == [os.devnull] * 3

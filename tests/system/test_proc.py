@@ -27,8 +27,7 @@ def test_a_name_with_anything_in_it_does_not_hide_what_a_process_does(name: byte
         processes.stop(child.process_id)
         assert proc.processor_time(child.process_id) == "stopped"
     finally:
-        os.kill(child.process_id, signal.SIGKILL)
-        processes.finish([child], 20)
+        processes.kill(child)
         os.close(reader)
         os.close(writer)
     assert proc.processor_time(child.process_id) == "", "it has ended"

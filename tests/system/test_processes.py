@@ -24,9 +24,7 @@ def _orphan() -> int:
             signal.pause()
         return child
 
-    between = processes.start(parent)
-    processes.finish([between], 60)
-    return int(between.outcome)
+    return int(processes.ended(parent).outcome)
 
 
 def test_an_orphan_becomes_a_child_of_the_process_that_adopts() -> None:
@@ -59,14 +57,12 @@ def test_a_child_that_asked_for_it_dies_with_its_parent() -> None:
         return child
 
     with adopting_orphans():
-        between = processes.start(parent)
-        processes.finish([between], 60)
-        assert os.waitstatus_to_exitcode(os.waitpid(between.outcome, 0)[1]) == -signal.SIGKILL
+        child = processes.ended(parent).outcome
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
 def test_a_child_whose_parent_is_another_ends_at_once() -> None:
-    child = processes.start(lambda: ask_to_die_with_parent(1 << 30))
-    processes.finish([child], 60)
+    child = processes.ended(lambda: ask_to_die_with_parent(1 << 30))
     assert (child.exit_code, child.outcome) == (1, None)
 
 

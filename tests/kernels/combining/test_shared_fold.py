@@ -92,11 +92,6 @@ def _helper(job: Job) -> processes.Child:
     return processes.start(job.help_for_ever)
 
 
-def _end(child: processes.Child) -> None:
-    os.kill(child.process_id, signal.SIGKILL)
-    processes.finish([child], 10)
-
-
 class Soon:
     """Send the child a signal at a random moment within the fold that is made inside the block (which releases the GIL)."""
 
@@ -154,7 +149,7 @@ def test_folds_that_are_not_shared_are_not_helped_with(job: Job) -> None:
     child = _helper(job)
     for step in range(5):
         assert job.push(0, step) == codes.DONE
-    _end(child)
+    processes.kill(child)
     assert job.arena.version == 5
 
 
@@ -200,7 +195,7 @@ def _fold_while_helpers_die(expected: list[bytes], rng: random.Random) -> int:
         job.post_step(0, step)
         with Soon(child, signal.SIGKILL, rng):
             outcome = job.lanes[0].try_combine()
-        _end(child)
+        processes.kill(child)
         awaited += outcome == codes.AWAITING
         assert _resolved(job, outcome) == codes.DONE
         assert _bits(job.weights()) == expected[step + 1]
@@ -229,7 +224,7 @@ def _fold_while_a_helper_is_stopped(expected: list[bytes], rng: random.Random) -
             assert _bits(job.weights()) == expected[step + 1]
             time.sleep(0.002)
     finally:
-        _end(child)
+        processes.kill(child)
     return awaited
 
 
@@ -258,7 +253,7 @@ def test_when_the_holder_of_a_shared_fold_is_killed_its_helpers_are_waited_for(e
         kill_at = time.monotonic() + 0.01 + 0.3 * rng.random()
         while time.monotonic() < kill_at:
             job.lanes[1].wait(1 << 40, 0, 2_000, SLICE_NS)
-        _end(child)
+        processes.kill(child)
         job.lanes[1].recover_lock(0)
         step = job.arena.version
         assert _bits(job.weights()) == expected[step]
@@ -297,8 +292,7 @@ def test_a_holder_of_long_folds_hands_the_lock_to_a_lane_that_waits_and_goes_on_
             if step > 100 and ran:
                 break
     finally:
-        for child in children:
-            _end(child)
+        processes.kill(*children)
     # A fold has 8 pushes at most; a holder that stayed for as long as others push would make some 20 versions before it let go.
     assert 0 < sum(ran) <= 10 * len(ran), ran
 
