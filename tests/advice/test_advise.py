@@ -13,29 +13,20 @@ from fastps.advice import replay
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
 from fastps.lab.virtual.compute_texts import parse_compute
-from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Outcome, Simulation, simulate
+from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Outcome
 from fastps.system.clock import Clock
 from fastps.tracing import summary as trace_summary
 from fastps.tracing.check import check
 from fastps.tracing.file import DROPPED, FOLDED, PUSH_DTYPE, STEP_DTYPE, Trace, read, write
 from tests.support import commands
+from tests.support.virtual_runs import lines_of, played, times
 
 MS = 1_000_000
-
-
-def played(spec: str, **options: Any) -> Outcome:
-    return simulate(parse_policy(spec), Simulation(**options), trace=True)
 
 
 def _steps(*needs: tuple[int, int]) -> ComputeModel:
     """Each worker always needs as much of a core, and then waits as long without one."""
     return ComputeModel("replay", replay=[[cpu] for cpu, _ in needs], blocked=[[blocked] for _, blocked in needs])
-
-
-def _times(outcome: Outcome, kind: str, worker: int) -> list[int]:
-    assert outcome.trace is not None
-    chosen = (outcome.trace["kind"] == TRACE_KINDS.index(kind)) & (outcome.trace["worker"] == worker)
-    return [int(time_ns) for time_ns in outcome.trace["time_ns"][chosen]]
 
 
 # -- cores, by hand --------------------------------------------------------------------------------
@@ -44,36 +35,36 @@ def _times(outcome: Outcome, kind: str, worker: int) -> list[int]:
 def test_two_workers_on_one_core_take_twice_as_long() -> None:
     """In slices of 50: 0 to 50 and 100 to 150 are worker 0's. Who comes back goes to the end of the line."""
     shared = played("asp", workers=2, steps=2, compute=_steps((100, 0), (100, 0)), cores=1, slice_ns=50)
-    assert (_times(shared, "computed", 0), _times(shared, "computed", 1)) == ([150, 350], [200, 400])
+    assert (times(shared, "computed", 0), times(shared, "computed", 1)) == ([150, 350], [200, 400])
     whole = played("asp", workers=2, steps=2, compute=_steps((100, 0), (100, 0)), cores=1)
-    assert (_times(whole, "computed", 0), _times(whole, "computed", 1)) == ([100, 300], [200, 400])
+    assert (times(whole, "computed", 0), times(whole, "computed", 1)) == ([100, 300], [200, 400])
     own = played("asp", workers=2, steps=2, compute=_steps((100, 0), (100, 0)))
-    assert _times(own, "computed", 1) == [100, 200]
+    assert times(own, "computed", 1) == [100, 200]
 
 
 def test_whoever_waits_without_a_core_leaves_it_to_others() -> None:
     """In turns of 20 until 120, when worker 1 has had its 60; then worker 0 has the core for its last 40 and sleeps 100."""
     outcome = played("bsp", workers=2, steps=1, compute=_steps((100, 100), (60, 0)), cores=1, slice_ns=20)
-    assert _times(outcome, "computed", 1) == [120]
-    assert _times(outcome, "computed", 0) == [160 + 100]
+    assert times(outcome, "computed", 1) == [120]
+    assert times(outcome, "computed", 0) == [160 + 100]
 
 
 def test_three_equal_steps_on_two_cores_take_two_times_one_or_in_small_slices_one_and_a_half() -> None:
     for slice_ns, ends in ((1000, [600, 600, 1200]), (10, [890, 900, 900])):
         outcome = played("bsp", workers=3, steps=1, compute=_steps(*[(600, 0)] * 3), cores=2, slice_ns=slice_ns)
-        assert sorted(_times(outcome, "computed", worker)[0] for worker in range(3)) == ends
+        assert sorted(times(outcome, "computed", worker)[0] for worker in range(3)) == ends
 
 
 def test_a_fraction_of_a_core_makes_both_slower_and_none_is_faster_than_one() -> None:
     for cores, end in ((1.5, 800), (2.0, 600), (2.5, 720)):  # 2.5 are three, of which each has five sixths
         outcome = played("bsp", workers=4, steps=1, compute=_steps((600, 0), *[(1, 0)] * 3), cores=cores)
-        assert _times(outcome, "computed", 0) == [end]
+        assert times(outcome, "computed", 0) == [end]
 
 
 def test_of_those_who_go_on_together_who_waited_longest_has_a_core_first() -> None:
     """Worker 0 is done last, and wakes the others: it waits for the core until both have had it."""
     outcome = played("bsp", workers=3, steps=2, compute=_steps((100, 500), (100, 0), (100, 0)), cores=1)
-    assert [_times(outcome, "computed", worker) for worker in range(3)] == [[600, 1400], [200, 700], [300, 800]]
+    assert [times(outcome, "computed", worker) for worker in range(3)] == [[600, 1400], [200, 700], [300, 800]]
 
 
 def test_a_straggler_that_sleeps_slows_nobody_down() -> None:
@@ -90,17 +81,7 @@ def test_pushes_and_pulls_of_a_half_duplex_link_share_it() -> None:
     options: dict[str, Any] = {"compute": _steps((10, 0), (510, 0)), "model_bytes": 1000, "bandwidth": 1e9}
     for half, then in ((False, 2010), (True, 2510)):
         outcome = played("asp", workers=2, steps=1, **options, half_duplex=half)
-        assert (_times(outcome, "receive", 0)[0], _times(outcome, "receive", 1)[0]) == (1510, then)
-
-
-@pytest.mark.parametrize("spec", ["bsp", "dssp:3,15", "softsync:2", "adv*:1", "r2sp:0.8,tune=true", "psp:3,0.75"])
-def test_the_same_seed_gives_the_same_bytes_on_shared_cores(spec: str) -> None:
-    options: dict[str, Any] = {"workers": 4, "steps": 200, "cores": 1.7, "compute": parse_compute("lognormal:10ms,0.4")}
-    first, second = played(spec, **options, seed=5), played(spec, **options, seed=5)
-    assert first.trace is not None and second.trace is not None
-    assert first.trace.tobytes() == second.trace.tobytes()
-    other = played(spec, **options, seed=6)
-    assert other.trace is not None and other.trace.tobytes() != first.trace.tobytes()
+        assert (times(outcome, "receive", 0)[0], times(outcome, "receive", 1)[0]) == (1510, then)
 
 
 # -- the same decisions live -----------------------------------------------------------------------
@@ -129,8 +110,7 @@ def test_a_live_store_decides_as_the_simulator_when_events_come_at_the_same_time
     with fastps.trace(file), fastps.Store.create(weights, fastps.SGD(lr=0.1), sync=spec, workers=4, clock=clock) as store:
         workers = [store.attach(rank) for rank in range(4)]
         reads = _drive(outcome, workers, clock, origin_ns)
-        begun = outcome.trace[outcome.trace["kind"] == TRACE_KINDS.index("begin")]  # type: ignore[index]
-        assert reads == [(int(line["worker"]), int(line["version"])) for line in begun]
+        assert reads == [(int(line["worker"]), int(line["version"])) for line in lines_of(outcome, "begin")]
         for worker in workers:
             worker.close()
     trace = read(file)
@@ -165,7 +145,7 @@ def _compare_fates(outcome: Outcome, trace: Trace, origin_ns: int) -> None:
     assert outcome.trace is not None
     until_ns = int(outcome.trace["time_ns"].max())
     for kind, fate in (("fold", FOLDED), ("drop", DROPPED)):
-        simulated = outcome.trace[outcome.trace["kind"] == TRACE_KINDS.index(kind)]
+        simulated = lines_of(outcome, kind)
         expected = sorted((int(x["time_ns"]), int(x["worker"]), int(x["detail"]) if kind == "fold" else 0) for x in simulated)
         lines = trace.pushes[(trace.pushes["fate"] == fate) & (trace.pushes["decided_ns"] <= origin_ns + until_ns)]
         found = sorted((int(x["decided_ns"]) - origin_ns, int(x["worker"]), int(x["staleness"])) for x in lines)

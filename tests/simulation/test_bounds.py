@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from fastps.errors import PolicyError
 from fastps.job.policy import Policy
-from fastps.job.specs import parse_policy
 from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.lab.worlds.chaos_worlds import bound_of
-from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Simulation, simulate
+from fastps.simulation.simulate import TRACE_KINDS, ComputeModel
 from tests.job.test_policy import SCALES, SENSIBLE
 from tests.support.sizes import sample_and_full
+from tests.support.virtual_runs import lines_of, played, row_of
 
 WORKERS, STEPS, MS = 4, 25, 1_000_000
 NUMBERS: dict[str, st.SearchStrategy[Any]] = {
@@ -100,9 +100,9 @@ def least_of(policy: Policy) -> int:
     return WORKERS // policy.divisor if policy.fold == "count" else counts.get(policy.fold, 1)
 
 
-def check(policy: Policy, simulation: Simulation) -> None:
+def _keeps_its_bounds(policy: Policy, surroundings: dict[str, Any]) -> None:
     """Run the job, and hold its trace against what the documents state."""
-    trace = simulate(policy, simulation, trace=True).trace
+    trace = played(policy, workers=WORKERS, steps=STEPS, **surroundings).trace
     assert trace is not None
     lead, most = bound_of(policy), staleness_of(policy)
     clocks = {shard: dict.fromkeys(range(WORKERS), 0) for shard in range(policy.shards)}
@@ -135,32 +135,24 @@ def test_every_accepted_combination_keeps_the_bounds_of_its_parts(draws: int) ->
     settings(max_examples=draws, deadline=None, derandomize=True, suppress_health_check=skipped)(jobs(_keeps_its_bounds))()
 
 
-def _keeps_its_bounds(policy: Policy, surroundings: dict[str, Any]) -> None:
-    check(policy, Simulation(workers=WORKERS, steps=STEPS, **surroundings))
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_late_pushes_under_a_full_pull_are_dropped_and_never_stale(seed: int) -> None:
     """PSP-SGD, server, line 7: "if t' < t then drop", with the t' of the oldest block that the gradient was computed with."""
     compute = parse_compute("lognormal:10ms,0.4")
-    job = Simulation(workers=4, steps=200, compute=compute, late_pushes=(0.05, 300_000_000), seed=seed)
-    row = simulate(parse_policy("psp:3,1,shards=4"), job).row
+    row = row_of("psp:3,1,shards=4", workers=4, steps=200, compute=compute, late_pushes=(0.05, 300_000_000), seed=seed)
     assert row["staleness_max"] == row["stale_blocks"] == 0
     assert row["dropped"] > 0
 
 
 def test_softsyncs_mean_staleness_is_more_than_n_where_n_does_not_divide_the_workers() -> None:
     """(lambda - 1) / c: with 19 learners and n = 10 each gradient is an update, and <sigma> is 18."""
-    row = simulate(parse_policy("softsync:10"), Simulation(workers=19, steps=400, compute=parse_compute("normal:10ms,1ms"))).row
+    row = row_of("softsync:10", workers=19, steps=400, compute=parse_compute("normal:10ms,1ms"))
     assert row["sigma_mean"] == pytest.approx(18, rel=0.02)
 
 
 def test_a_tuned_batch_follows_a_worker_that_becomes_slower() -> None:
     """After 59 steps at a quarter of its speed it is as slow as the other, and has its first batch again."""
     model = ComputeModel("replay", replay=[[40_000_000], [10_000_000] * 100 + [40_000_000] * 100])
-    job = Simulation(workers=2, steps=161, compute=model, batch=8)
-    trace = simulate(parse_policy("r2sp:0.8,tune=true"), job, trace=True).trace
-    assert trace is not None
-    begun = trace[(trace["kind"] == TRACE_KINDS.index("begin")) & (trace["worker"] == 1)]
-    batches = begun["detail"].tolist()
+    outcome = played("r2sp:0.8,tune=true", workers=2, steps=161, compute=model, batch=8)
+    batches = lines_of(outcome, "begin", 1)["detail"].tolist()
     assert batches[99] == 32 and batches[159] == 8

@@ -20,36 +20,12 @@ from fastps.kernels.simulation.network import Network
 from fastps.kernels.simulation.simulator import Simulator
 from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.lab.virtual.options import SimulationTexts, read_policies, read_simulation
-from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Outcome, Simulation, simulate
+from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Simulation, simulate
 from tests.oracles.table import SIMULATED, Play, play
 from tests.support import commands
+from tests.support.virtual_runs import constant, lines_of, played, row_of, times
 
 VARIED = parse_compute("lognormal:10ms,0.4")
-
-
-def played(spec: str, **options: Any) -> Outcome:
-    return simulate(parse_policy(spec), Simulation(**options), trace=True)
-
-
-def row_of(spec: str, **options: Any) -> dict[str, Any]:
-    return simulate(parse_policy(spec), Simulation(**options)).row
-
-
-def lines_of(outcome: Outcome, kind: str, worker: int | None = None) -> Any:
-    """The lines of a kind of all workers, or of one."""
-    assert outcome.trace is not None
-    lines = outcome.trace[outcome.trace["kind"] == TRACE_KINDS.index(kind)]
-    return lines if worker is None else lines[lines["worker"] == worker]
-
-
-def times(outcome: Outcome, kind: str, worker: int) -> list[int]:
-    """When the lines of a kind of one worker were written, in ns."""
-    return [int(time_ns) for time_ns in lines_of(outcome, kind, worker)["time_ns"]]
-
-
-def constant(*times_ns: int) -> ComputeModel:
-    """Each worker always computes as long."""
-    return ComputeModel("replay", replay=[[time_ns] for time_ns in times_ns])
 
 
 # -- by hand ---------------------------------------------------------------------------------------
@@ -271,7 +247,6 @@ def test_decisions_are_the_oracles_at_the_same_times(judged: Play, end: str, net
     if end == "killed" and policy.shards > 1:
         options = {"changes": KILLS}
     outcome = played(judged.name, workers=workers, steps=steps, compute=model, seed=11, **options, **NETWORKS[network])
-    assert outcome.trace is not None
     for shard in range(outcome.row["shards"]):
         oracle, seen = judged.oracle(workers), 0
         for event, folded, granted, dropped in decisions(outcome.trace, shard):
@@ -305,7 +280,7 @@ def test_combined_decisions_are_the_oracles_drain_by_drain(spec: str, leave: boo
     workers, steps = 7, 40
     model = replace(parse_compute("normal:10ms,2ms"), factors={0: 2.5})
     outcome = played(spec, workers=workers, steps=steps, leave=leave, compute=model, seed=11, **surroundings)
-    assert outcome.trace is not None and outcome.row["steps"] == workers * steps
+    assert outcome.row["steps"] == workers * steps
     oracle, granted_since = play(spec).oracle(workers), list[int]()
     for event, folded, granted, _ in decisions(outcome.trace, 0):
         kind, worker, now_ns = TRACE_KINDS[event["kind"]], int(event["worker"]), int(event["time_ns"])
@@ -372,30 +347,6 @@ def test_r2sps_staleness_is_at_most_n_minus_1_and_reaches_it(workers: int) -> No
         row = row_of(spec, workers=workers, steps=100, compute=compute)
         assert row["staleness_max"] == workers - 1
         assert compute is VARIED or dict(row["staleness"])[workers - 1] >= row["steps"] - 10 * workers, "once they have settled"
-
-
-# -- one seed, one trace -----------------------------------------------------------------------------
-
-MIXED: dict[str, Any] = {
-    "workers": 9,
-    "steps": 200,
-    "compute": replace(parse_compute("pareto:5ms,2.5"), factors={3: 1.7}, bursts=(2e8, 3e7, 4.0)),
-    "model_bytes": 1_234_567,
-    "bandwidth": 1.25e9,
-    "worker_bandwidth": 4e8,
-    "latency_ns": 12_345,
-    "late_pushes": (0.01, 7_000_000),
-}
-
-
-@pytest.mark.parametrize("server", [{}, {"service_ns": 100_003, "service_rate": 3.3e9, "update_ns": 200_001}], ids=["", "busy"])
-@pytest.mark.parametrize("spec", ["bsp", "dssp:3,15", "psp:6,0.75", "softsync:4", "adv*:2", "r2sp:0.8,tune=true"])
-def test_one_seed_gives_the_same_trace_twice(spec: str, server: dict[str, Any]) -> None:
-    first, again, other = (played(spec, **MIXED, **server, seed=seed).trace for seed in (5, 5, 6))
-    assert first is not None and again is not None and other is not None
-    assert first.tobytes() == again.tobytes()
-    assert first.tobytes() != other.tobytes()
-    assert len(first) > 9 * 200 * 4
 
 
 def test_disciplines_are_compared_on_the_same_computing_times() -> None:

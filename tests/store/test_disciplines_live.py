@@ -15,10 +15,11 @@ import pytest
 import fastps
 from fastps.job.specs import parse_policy
 from fastps.lab.demo.delays import Delays, delay
-from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Simulation, simulate
+from fastps.simulation.simulate import ComputeModel
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.tracing.file import read
 from tests.support import processes
+from tests.support.virtual_runs import played, row_of, times
 
 AMOUNT = np.float32(1.0 / 1024)
 
@@ -247,10 +248,7 @@ def test_partial_pull_keeps_the_speed_that_rare_large_delays_take_from_a_full_pu
 def test_a_late_response_is_late_from_the_grant_on() -> None:
     """PSP-SGD, section 4.2, delays the responses: a peer of 0.3 s and a delay of 0.15 s are 0.45 s, as in virtual time."""
     peer, delay_s = ComputeModel("replay", replay=[[1], [300_000_000]]), 0.15
-    simulation = Simulation(workers=2, steps=3, compute=peer, late_pulls=(1.0, int(delay_s * 1e9)))
-    trace = simulate(parse_policy("bsp"), simulation, trace=True).trace
-    assert trace is not None
-    begun = trace[(trace["kind"] == TRACE_KINDS.index("begin")) & (trace["worker"] == 0)]["time_ns"]
+    begun = times(played("bsp", workers=2, steps=3, compute=peer, late_pulls=(1.0, int(delay_s * 1e9))), "begin", 0)
     with _store("bsp") as store:
 
         def work(rank: int, step_s: float) -> float:
@@ -289,13 +287,9 @@ def test_communication_overlaps_more_in_a_tree_and_wholly_in_the_background() ->
 def test_the_staleness_of_background_pulls_is_that_of_virtual_time(transfer: float) -> None:
     """Rudra, section 3.3: received weights wait until the next step. `transfer`: in steps; each push is a version."""
     policy, step_s = parse_policy("adv*:2"), 0.03
-    simulation = Simulation(
-        workers=2,
-        compute=ComputeModel("normal", step_s * 1e9, 0.05 * step_s * 1e9),
-        model_bytes=1.0,
-        bandwidth=1 / (step_s * transfer),
-    )
-    tree, direct = (simulate(replace(policy, groups=groups), simulation).row for groups in (2, 0))  # live there is no tree
+    options: dict[str, Any] = {"workers": 2, "compute": ComputeModel("normal", step_s * 1e9, 0.05 * step_s * 1e9)}
+    options |= {"model_bytes": 1.0, "bandwidth": 1 / (step_s * transfer)}
+    tree, direct = (row_of(replace(policy, groups=groups), **options) for groups in (2, 0))  # live there is no tree
     found = run("adv*:2", 2, step_s=step_s, seconds=1.0 + transfer, delays=Delays(1000 * step_s * transfer))
     counted = found.staleness()
     mean = sum(staleness * count for staleness, count in counted.items()) / counted.total()

@@ -5,25 +5,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastps import parse_policy
 from fastps.errors import UsageError
 from fastps.kernels.simulation.network import Network
 from fastps.kernels.simulation.server_queue import ServerQueue
 from fastps.lab.virtual.options import SimulationTexts, read_simulation
-from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Simulation, simulate
+from fastps.simulation.simulate import TRACE_KINDS
 from tests.oracles.asp import Asp
 from tests.oracles.bsp import Bsp
 from tests.oracles.serving import play
 from tests.oracles.ssp import Ssp
-
-
-def constant(*times_ns: int) -> ComputeModel:
-    return ComputeModel("replay", replay=[[time_ns] for time_ns in times_ns])
+from tests.support.virtual_runs import constant, lines_of, played, row_of
 
 
 def lines(spec: str, *kinds: str, **options: Any) -> list[tuple[int, str, int]]:
     """The trace's lines of some kinds as (time, kind, worker)."""
-    trace = simulate(parse_policy(spec), Simulation(**options), trace=True).trace
+    trace = played(spec, **options).trace
     assert trace is not None
     named = [(int(line["time_ns"]), TRACE_KINDS[line["kind"]], int(line["worker"])) for line in trace]
     return [line for line in named if line[1] in kinds]
@@ -58,18 +54,16 @@ def test_bytes_take_time_and_an_answer_without_weights_has_none() -> None:
 
 
 def test_a_slow_server_takes_longer_and_each_shard_has_its_own_line() -> None:
-    job = Simulation(workers=1, steps=2, compute=constant(10), service_ns=5, slow_servers={1: 3.0})
-    outcome = simulate(parse_policy("asp,shards=2"), job, trace=True)
-    assert outcome.trace is not None
-    received = outcome.trace[outcome.trace["kind"] == TRACE_KINDS.index("receive")]
+    outcome = played("asp,shards=2", workers=1, steps=2, compute=constant(10), service_ns=5, slow_servers={1: 3.0})
+    received = lines_of(outcome, "receive")
     assert [(int(line["time_ns"]), int(line["shard"])) for line in received[:2]] == [(15, 0), (25, 1)]
 
 
 def test_a_full_server_bounds_the_steps_and_says_so() -> None:
-    row = simulate(parse_policy("asp"), Simulation(workers=20, steps=200, compute=constant(*[1000] * 20), service_ns=100)).row
+    row = row_of("asp", workers=20, steps=200, compute=constant(*[1000] * 20), service_ns=100)
     assert row["steps_per_s"] == pytest.approx(1 / 200e-9, rel=0.01), "a push and an answer a step"
     assert row["server_share_max"] > 0.99 and row["server_line_max"] == 20
-    free = simulate(parse_policy("asp"), Simulation(workers=20, steps=200, compute=constant(*[1000] * 20))).row
+    free = row_of("asp", workers=20, steps=200, compute=constant(*[1000] * 20))
     assert free["steps_per_s"] == pytest.approx(20 / 1e-6, rel=0.01) and free["server_share_max"] == 0
 
 
@@ -86,8 +80,7 @@ def test_a_tree_has_a_line_before_each_leaf_and_holds_a_leaf_up_while_it_relays(
 
 
 def test_overlapped_pulls_cost_no_server_any_time() -> None:
-    job = Simulation(workers=4, steps=300, compute=constant(*[1000] * 4), service_ns=300)
-    row = simulate(parse_policy("adv*:1,groups=2"), job).row
+    row = row_of("adv*:1,groups=2", workers=4, steps=300, compute=constant(*[1000] * 4), service_ns=300)
     assert row["steps_per_s"] == pytest.approx(4 / 1e-6, rel=0.02)
     assert row["server_share_max"] == pytest.approx(0.6, abs=0.05), "two pushes a step at each leaf"
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from fastps import parse_policy
 from fastps.lab.virtual.compute_texts import parse_compute
-from fastps.simulation.simulate import Simulation, simulate
+from tests.support.virtual_runs import played
 
 BURSTS = (2e8, 3e7, 4.0)
 MIXED: dict[str, Any] = {
@@ -60,7 +59,7 @@ SURROUNDINGS = {"links": MIXED, "busy": {**MIXED, **BUSY}, "cores": {**MIXED, **
 
 
 def bits(spec: str, **options: Any) -> bytes:
-    trace = simulate(parse_policy(spec), Simulation(**options), trace=True).trace
+    trace = played(spec, **options).trace
     assert trace is not None and len(trace) > 1000
     return trace.tobytes()
 
@@ -70,6 +69,11 @@ def test_a_trace_has_the_bits_that_were_written_down(spec: str, surroundings: st
     compute = replace(parse_compute("pareto:5ms,2.5"), factors={3: 1.7}, bursts=BURSTS)
     found = bits(spec, **SURROUNDINGS[surroundings], compute=compute)
     assert hashlib.sha256(found).hexdigest() == TRACES[spec, surroundings]
+
+
+def test_another_seed_has_other_bits() -> None:
+    compute = parse_compute("pareto:5ms,2.5")
+    assert bits("asp", **MIXED, compute=compute) != bits("asp", **{**MIXED, "seed": 6}, compute=compute)
 
 
 def test_computing_times_of_every_model_have_the_bits_that_were_written_down() -> None:
