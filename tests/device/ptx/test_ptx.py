@@ -21,9 +21,8 @@ from tests.device.ptx.machine import Memory, Threads
 from tests.device.ptx.program import Kernel, kernels_of
 from tests.kernels.cuda import test_users_rule
 from tests.kernels.cuda.test_host_fold import aligned, fold_by_reference, fold_on_device, narrowed
-from tests.kernels.update.test_fold import with_average
 from tests.support import twins
-from tests.support.folds.fold_jobs import ALL_ROWS, SITUATIONS, assert_same_bits, make_job
+from tests.support.folds.fold_jobs import ALL_ROWS, SITUATIONS, assert_same_bits, make_job, with_average
 from tests.support.sizes import sample_and_full
 
 try:

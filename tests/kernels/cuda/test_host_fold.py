@@ -20,7 +20,7 @@ from fastps.kernels.cuda import host_fold, launch_args
 from fastps.kernels.cuda import runtime as cuda
 from fastps.kernels.update import fold
 from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_ADAM, RULE_SGD, RULE_SUMMING
-from tests.kernels.update.test_fold import DECAYS, with_average
+from tests.kernels.update.test_fold import DECAYS
 from tests.support.folds import fold_jobs
 from tests.support.folds import fold_reference as reference
 from tests.support.folds.fold_jobs import MODES, ROWS, SGD_ROWS, SITUATIONS, SIZES, Job, Result, Row, assert_same_bits, make_job
@@ -124,7 +124,7 @@ def test_every_rule_dtype_and_situation_has_the_bits_of_the_reference(row: Row, 
 @ROWS
 def test_the_moving_average_has_the_bits_of_the_reference(row: Row, mode: int) -> None:
     for seed, situation in enumerate(SITUATIONS):
-        job = with_average(make_job(row, 3, situation, seed, SIZES[:5]), DECAYS[seed % len(DECAYS)] or 0.1)
+        job = fold_jobs.with_average(make_job(row, 3, situation, seed, SIZES[:5]), DECAYS[seed % len(DECAYS)] or 0.1)
         assert_is_the_references(job, mode, "float32", situation)
 
 
@@ -149,7 +149,7 @@ def test_a_fold_that_is_larger_than_a_launch_takes_is_several_launches(
         launch(kernel, argument, blocks)
 
     monkeypatch.setattr(host_fold, "launch", counted)
-    job = with_average(make_job(ADAM, pushes, "absent_in_one", 1, [3] * parameters), 0.9)
+    job = fold_jobs.with_average(make_job(ADAM, pushes, "absent_in_one", 1, [3] * parameters), 0.9)
     job.steps[:] = 7
     assert_is_the_references(job, mode, "float32")
     assert launched == [4096] * launches
@@ -161,7 +161,7 @@ def test_a_sum_of_more_pushes_than_a_launch_takes_is_refused() -> None:
 
 
 def test_a_fold_of_no_pushes_copies_everything_even_what_is_not_finite() -> None:
-    job = with_average(make_job(SGD_ROWS[3], 1, "in_all", 3, SIZES[:5]), 0.9)
+    job = fold_jobs.with_average(make_job(SGD_ROWS[3], 1, "in_all", 3, SIZES[:5]), 0.9)
     job.weights[20], job.state[1][40] = np.inf, np.nan
     empty = Job(job.row, job.segments, [], job.weights, job.state, job.steps, ema_decay=0.9)
     for mode in (FOLD_SUM, FOLD_EACH):
@@ -169,26 +169,10 @@ def test_a_fold_of_no_pushes_copies_everything_even_what_is_not_finite() -> None
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    row=st.sampled_from(fold_jobs.ALL_ROWS),
-    mode=st.sampled_from([FOLD_SUM, FOLD_EACH]),
-    dtype=st.sampled_from(list(launch_args.DTYPES)),
-    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5),
-    pushes=st.integers(1, 6),
-    situation=st.sampled_from(sorted(SITUATIONS)),
-    seed=st.integers(0, 2**32),
-    share=st.floats(0, 1),
-)
-def test_any_floats_at_all_fold_as_the_reference_folds_them(
-    row: Row, mode: int, dtype: str, lengths: list[int], pushes: int, situation: str, seed: int, share: float
-) -> None:
-    job = make_job(row, pushes, situation, seed, lengths)
-    random = np.random.default_rng(seed)
-    for values in (job.weights, job.state, *(push[0] for push in job.pushes)):
-        is_any = random.random(values.shape) < share
-        values[is_any] = random.integers(0, 2**32, values.shape, np.uint32).view(np.float32)[is_any]
+@given(fold_jobs.any_jobs(st.integers(0, 70), st.none()), st.sampled_from(list(launch_args.DTYPES)))
+def test_any_floats_at_all_fold_as_the_reference_folds_them(drawn: tuple[Job, int], dtype: str) -> None:
     with np.errstate(all="ignore"):
-        assert_is_the_references(job, mode, dtype)
+        assert_is_the_references(*drawn, dtype)
 
 
 def test_every_half_and_every_bfloat16_means_what_numpy_says() -> None:

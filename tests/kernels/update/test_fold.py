@@ -29,10 +29,13 @@ from tests.support.folds.fold_jobs import (
     Pushes,
     Result,
     Row,
+    any_jobs,
+    assert_is_the_references,
     assert_same_bits,
     bits,
     make_job,
     normal,
+    with_average,
 )
 from tests.support.folds.fold_reference import Hyper
 from tests.support.sizes import sample_and_full
@@ -55,10 +58,7 @@ def test_every_rule_of_the_fold_has_rows() -> None:
 def test_compiled_fold_is_the_reference_bit_for_bit(row: Row, mode: int, counts: Sequence[int]) -> None:
     for pushes in counts:
         for seed, situation in enumerate(SITUATIONS):
-            job = make_job(row, pushes, situation, seed)
-            expected = job.fold_by_reference(mode)
-            for isa in compiled.instruction_sets():
-                assert_same_bits(job.fold(mode, isa), expected, (isa, pushes, situation))
+            assert_is_the_references(make_job(row, pushes, situation, seed), mode, (pushes, situation))
 
 
 @ISAS
@@ -175,12 +175,6 @@ def test_a_rate_scale_is_a_factor_of_the_learning_rate(row: Row, isa: str) -> No
     assert_same_bits(replace(job, rate_scale=0.5).fold(FOLD_EACH, isa), job.fold(FOLD_EACH, isa), isa)
 
 
-def with_average(job: Job, decay: float, seed: int = 0) -> Job:
-    """The same job with one more plane of state, that of the moving average of the weights."""
-    average = normal(np.random.default_rng(seed), 1, len(job.weights))
-    return replace(job, state=np.concatenate([job.state, average]), ema_decay=decay)
-
-
 DECAYS = (0.9999, 0.9, 0.5, 0.25, 0.0)
 
 
@@ -257,31 +251,10 @@ def test_a_fold_of_no_pushes_changes_nothing(mode: int, isa: str) -> None:
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    row=st.sampled_from(ALL_ROWS),
-    mode=st.sampled_from([FOLD_SUM, FOLD_EACH]),
-    lengths=st.lists(st.integers(0, 70) | st.integers(1000, 1100), min_size=1, max_size=5),
-    pushes=st.integers(1, 6),
-    situation=st.sampled_from(sorted(SITUATIONS)),
-    seed=st.integers(0, 2**32),
-    share=st.floats(0, 1),
-    decay=st.none() | st.floats(0, 1),
-)
-def test_any_floats_at_all_fold_as_the_reference_folds_them(
-    row: Row, mode: int, lengths: list[int], pushes: int, situation: str, seed: int, share: float, decay: float | None
-) -> None:
-    """`share` of the values are any 32 bits: subnormal, huge, infinite and not a number among them."""
-    job = make_job(row, pushes, situation, seed, lengths)
-    if decay is not None:
-        job = with_average(job, decay, seed)
-    random = np.random.default_rng(seed)
-    for values in (job.weights, job.state, *(push[0] for push in job.pushes)):
-        is_any = random.random(values.shape) < share
-        values[is_any] = random.integers(0, 2**32, values.shape, np.uint32).view(np.float32)[is_any]
+@given(any_jobs(st.integers(0, 70) | st.integers(1000, 1100), st.none() | st.floats(0, 1)))
+def test_any_floats_at_all_fold_as_the_reference_folds_them(drawn: tuple[Job, int]) -> None:
     with np.errstate(all="ignore"):
-        expected = job.fold_by_reference(mode)
-        for isa in compiled.instruction_sets():
-            assert_same_bits(job.fold(mode, isa), expected, isa)
+        assert_is_the_references(*drawn)
 
 
 def almost_halfway(random: np.random.Generator, n: int) -> tuple[Floats, Floats, np.float32]:

@@ -22,9 +22,11 @@ from tests.support.folds.fold_jobs import (
     SITUATIONS,
     Pushes,
     Row,
+    assert_is_the_references,
     assert_same_bits,
     in_double,
     make_job,
+    with_average,
 )
 from tests.support.sizes import sample_and_full
 
@@ -40,20 +42,14 @@ def test_compiled_fold_of_doubles_is_the_reference_bit_for_bit(row: Row, mode: i
     for pushes in counts:
         for seed, situation in enumerate(SITUATIONS):
             job = in_double(make_job(row, pushes, situation, seed, SIZES))
-            expected = job.fold_by_reference(mode)
-            assert expected[0].dtype == expected[1].dtype == np.float64
-            for isa in compiled.instruction_sets():
-                assert_same_bits(job.fold(mode, isa), expected, (isa, pushes, situation))
+            weights, state, _ = assert_is_the_references(job, mode, (pushes, situation))
+            assert weights.dtype == state.dtype == np.float64
 
 
 @MODES
-@ISAS
-def test_an_average_of_doubles_is_the_references(mode: int, isa: str) -> None:
+def test_an_average_of_doubles_is_the_references(mode: int) -> None:
     for row in SGD_ROWS[3:5]:
-        job = in_double(make_job(row, 3, "absent_in_one", 4, SIZES))
-        average = job.weights[None] * 0.5
-        job = replace(job, state=np.concatenate([job.state, average]), ema_decay=0.9)
-        assert_same_bits(job.fold(mode, isa), job.fold_by_reference(mode), isa)
+        assert_is_the_references(in_double(with_average(make_job(row, 3, "absent_in_one", 4, SIZES), 0.9)), mode)
 
 
 @ISAS

@@ -35,10 +35,9 @@ def test_folds_of_half_precision_are_the_references_bit_for_bit(row: Row, mode: 
         for pushes in (1, 3, 6):
             job = make_job(row, pushes, situation, seed, lengths=[1, 17, 1025])
             halves = [(halved(push[0], gradient_type), *push[1:]) for push in job.pushes]
-            job = replace(job, pushes=halves, gradient_type=gradient_type)
-            expected = job.fold_by_reference(mode)
-            for isa in compiled.instruction_sets():
-                assert_same_bits(job.fold(mode, isa), expected, (isa, situation, pushes))
+            fold_jobs.assert_is_the_references(
+                replace(job, pushes=halves, gradient_type=gradient_type), mode, (situation, pushes)
+            )
 
 
 @ISAS
@@ -131,8 +130,7 @@ def test_a_fold_writes_the_halves_of_the_weights_that_it_writes(row: Row, mode: 
 
 @MODES
 def test_a_fold_with_a_moving_average_writes_halves_too(mode: int) -> None:
-    job = replace(make_job(SGD_ROWS[3], 3, "absent_in_one", 0), ema_decay=0.9)
-    job = replace(job, state=np.concatenate([job.state, job.weights[None]]))
+    job = fold_jobs.with_average(make_job(SGD_ROWS[3], 3, "absent_in_one", 0), 0.9)
     halves = np.zeros(len(job.weights), np.uint16)
     weights, _, _ = replace(job, halves=(halves, BFLOAT16)).fold(mode, "auto")
     inside = np.concatenate([np.arange(offset, offset + length) for offset, length, _ in job.segments])

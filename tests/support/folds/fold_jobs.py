@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from fastps.job.update_rules import UPDATE_RULES
 from fastps.kernels.update import fold as compiled
@@ -276,6 +277,26 @@ def make_job(row: Row, pushes: int, situation: str, seed: int, lengths: Sequence
     return Job(row, segments, made, normal(random, n), state, steps, 1 / pushes, rate_scale)
 
 
+def with_average(job: Job, decay: float, seed: int = 0) -> Job:
+    """The same job with one more plane of state, that of the moving average of the weights."""
+    average = normal(np.random.default_rng(seed), 1, len(job.weights))
+    return replace(job, state=np.concatenate([job.state, average]), ema_decay=decay)
+
+
+@st.composite
+def any_jobs(draw: st.DrawFn, length: st.SearchStrategy[int], decay: st.SearchStrategy[float | None]) -> tuple[Job, int]:
+    """A job of any rule, of whose values a share is any 32 bits: subnormal, huge, infinite and not a number; and its mode."""
+    lengths, seed = draw(st.lists(length, min_size=1, max_size=5)), draw(st.integers(0, 2**32))
+    situation, drawn = draw(st.sampled_from(sorted(SITUATIONS))), draw(decay)
+    job = make_job(draw(st.sampled_from(ALL_ROWS)), draw(st.integers(1, 6)), situation, seed, lengths)
+    job = job if drawn is None else with_average(job, drawn, seed)
+    random, share = np.random.default_rng(seed), draw(st.floats(0, 1))
+    for values in (job.weights, job.state, *(push[0] for push in job.pushes)):
+        is_any = random.random(values.shape) < share
+        values[is_any] = random.integers(0, 2**32, values.shape, np.uint32).view(np.float32)[is_any]
+    return job, draw(st.sampled_from([FOLD_SUM, FOLD_EACH]))
+
+
 class Terms(NamedTuple):
     """A push's presence bits, gradient scale, factor of its learning rates, and rate scale."""
 
@@ -304,6 +325,14 @@ def bits(values: Floats) -> npt.NDArray[Any]:
     """The bits of floats or doubles. All NaNs map to one, because IEEE 754 leaves open which NaN an operation gives."""
     same = np.where(np.isnan(values), values.dtype.type(np.nan), values).astype(values.dtype)
     return same.view(np.int32 if values.dtype == np.float32 else np.int64)
+
+
+def assert_is_the_references(job: Job, mode: int, context: object = None) -> Result:
+    """Compare the fold of every instruction set with the reference's result, which is returned."""
+    expected = job.fold_by_reference(mode)
+    for isa in compiled.instruction_sets():
+        assert_same_bits(job.fold(mode, isa), expected, (isa, context))
+    return expected
 
 
 def assert_same_bits(found: Result, expected: Result, context: object) -> None:
