@@ -56,17 +56,19 @@ class Trial:
     events: list[str] = field(default_factory=list)
     pushes: int = 0
     folded: int = 0
+    dropped: int = 0
 
     def __post_init__(self) -> None:
         self.oracle = self.discipline.oracle(self.workers)
         self.scheduler = self.discipline.scheduler(self.workers)
         self.policy = self.discipline.policy(self.workers)
         self.bound = bound_of(self.policy)
+        self.read = dict.fromkeys(range(self.workers), 0)  # the version at each worker's latest grant
 
-    def push(self, worker: int, now_ns: int, *computed: int) -> list[int]:
-        """`computed`: the timestamp and the samples, where the discipline takes them."""
+    def push(self, worker: int, now_ns: int, timestamp: int = 0, samples: int = 1) -> list[int]:
+        """The timestamp and the samples are told where the discipline takes them."""
         self.pushes += 1
-        return self.step("push", worker, now_ns, *computed)
+        return self.step("push", worker, now_ns, *((timestamp, samples) if self.discipline.plays.timed else ()))
 
     def leave(self, worker: int, now_ns: int) -> list[int]:
         return self.step("leave", worker, now_ns)
@@ -84,6 +86,7 @@ class Trial:
         self.compare_state()
         self.check_folds(found[0])
         self.check_promises(found[1])
+        self.read |= dict.fromkeys(found[1], self.scheduler.version)
         return list(found[1])
 
     def where(self) -> str:
@@ -138,21 +141,52 @@ SPEED_MODELS: dict[str, Speed] = {
 def run_trial(trial: Trial, rng: random.Random, speed: Speed, events: int) -> int:
     """Feed at most `events` events; fewer when all have left. Returns how many."""
     leave_rate = rng.choice((0.0, 0.5 / events, 4.0 / events, 0.02))
+    late_rate = rng.choice((0.0, 0.05)) if trial.discipline.plays.timed else 0.0
+    odd_rate = rng.choice((0.0, 0.01, 0.1)) if trial.policy.pull < 1 else 0.0
     pace = [rng.choice((1.0, 3.1, rng.uniform(1.0, 3.1))) for _ in range(trial.workers)]
+    base = [rng.choice((1, 8, 32, rng.randint(1, 512))) for _ in range(trial.workers)]
+    constant = rng.choice((0.0, 0.3))  # the share of a step's time that does not grow with its batch
+    batch = list(base)
+    oracle, live = trial.oracle, trial.oracle.t
     now_ns = rng.choice((0, 7, 10**15))
-    due = [(now_ns + speed(rng, pace[worker]), rng.random(), worker) for worker in range(trial.workers)]
+
+    def next_push(worker: int) -> tuple[int, float, int]:
+        grows = constant + (1 - constant) * batch[worker] / base[worker]
+        return now_ns + int(speed(rng, pace[worker]) * grows), rng.random(), worker
+
+    due = [next_push(worker) for worker in range(trial.workers)]
     heapq.heapify(due)
-    live = trial.oracle.t
     for event in range(events):
-        if rng.random() < leave_rate:
+        timer_ns, draw = oracle.due_ns(), rng.random()
+        # A leave and a push that was not granted come at the time of the event before. When that event bore an earlier
+        # time (late_ns), its timer may be due already.
+        if timer_ns is not None and timer_ns <= now_ns:
+            now_ns = timer_ns
+            granted = trial.step("fire")
+        elif draw < leave_rate:
             # Whoever holds the others up is the interesting one to lose.
-            leaver = trial.oracle.slowest() if rng.random() < 0.5 else rng.choice(list(live))
-            granted = trial.leave(leaver, now_ns)
+            granted = trial.leave(oracle.slowest() if rng.random() < 0.5 else rng.choice(list(live)), now_ns)
+        elif oracle.waiting and draw > 1 - odd_rate:
+            # A worker that went on with the other servers' shards, mostly one version ahead of this one.
+            timestamp = max(0, oracle.version + rng.choice((1, 1, 1, 2, 0, -1)))
+            granted = trial.push(rng.choice(sorted(oracle.waiting)), now_ns, timestamp, 1)
+        elif timer_ns is not None and (not due or timer_ns <= due[0][0]):
+            now_ns = timer_ns
+            granted = trial.step("fire")
         else:
             now_ns, _, worker = heapq.heappop(due)
-            granted = trial.push(worker, now_ns) if worker in live else []
+            if worker not in live:
+                granted = []
+            else:
+                timestamp = trial.read[worker]
+                if rng.random() < odd_rate:
+                    timestamp = max(0, timestamp + rng.choice((-2, -1, 1, 2)))
+                late_ns = rng.choice((1, 1_000, 5_000_000)) if rng.random() < late_rate else 0
+                granted = trial.push(worker, max(0, now_ns - late_ns), timestamp, batch[worker])
         for worker in granted:
-            heapq.heappush(due, (now_ns + speed(rng, pace[worker]), rng.random(), worker))
+            if getattr(oracle, "tune", False):
+                batch[worker] = trial.scheduler.batch(worker)
+            heapq.heappush(due, next_push(worker))
         if trial.discipline.combines and rng.random() < 0.3:
             trial.close()
         if not live:
@@ -160,8 +194,8 @@ def run_trial(trial: Trial, rng: random.Random, speed: Speed, events: int) -> in
     return events
 
 
-def play_random_traffic(row: Play, size: float, run: Callable[[int, str, Speed, int], int]) -> None:
-    """Run trials of each number of workers and speed model; `run(workers, seed, speed, events)` returns how many it fed."""
+def play_random_traffic(row: Play, size: float, kind: type[Trial]) -> None:
+    """Run trials of each number of workers and speed model."""
     total, events = 0, size * row.events
     for workers in WORKER_COUNTS:
         # More events for more workers, so that the clocks of 64 come apart as well.
@@ -170,7 +204,8 @@ def play_random_traffic(row: Play, size: float, run: Callable[[int, str, Speed, 
         for name, speed in SPEED_MODELS.items():
             done = trials = 0
             while done < share:
-                done += run(workers, f"{row.name}/{workers}/{name}/{trials}", speed, share - done)
+                seed = f"{row.name}/{workers}/{name}/{trials}"
+                done += run_trial(kind(row, workers, seed), random.Random(seed), speed, share - done)
                 trials += 1
             total += done
     assert total >= events
@@ -180,24 +215,7 @@ def play_random_traffic(row: Play, size: float, run: Callable[[int, str, Speed, 
 @every_discipline
 @sample_and_full(0.1, 0.5)
 def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(discipline: Play, size: float) -> None:
-    def run(workers: int, seed: str, speed: Speed, events: int) -> int:
-        return run_trial(Trial(discipline, workers, seed), random.Random(seed), speed, events)
-
-    play_random_traffic(discipline, size, run)
-
-
-@pytest.mark.parametrize("name", ["bsp", *(discipline.name for discipline in DISCIPLINES if discipline.combines)])
-@sample_and_full(50, 200, "trials")
-def test_every_push_is_folded_once_whoever_leaves(name: str, trials: int) -> None:
-    for number in range(trials):
-        rng = random.Random(f"{name} leaves {number}")
-        trial = Trial(play(name), rng.randint(1, 9), f"{name} leaves {number}")
-        run_trial(trial, rng, SPEED_MODELS["anything"], rng.randint(1, 60))
-        for worker in list(trial.oracle.t):
-            trial.leave(worker, 10**18)
-        if trial.discipline.combines:
-            trial.close()
-        assert trial.folded == trial.pushes, f"{trial.folded} of {trial.pushes} pushes folded; {trial.where()}"
+    play_random_traffic(discipline, size, Trial)
 
 
 def test_a_drain_is_one_version_and_one_without_a_push_is_none() -> None:

@@ -5,12 +5,11 @@ the same pushes, leaves and timers and must answer every one alike. What the pap
 compiled scheduler's own numbers, so that an error shared with the oracle would show. Speed is not tested here.
 """
 
-import heapq
 import random
 
 import pytest
 
-from tests.kernels.scheduling.test_scheduler import SPEED_MODELS, Speed, Trial, play_random_traffic
+from tests.kernels.scheduling.test_scheduler import SPEED_MODELS, Trial, play_random_traffic, run_trial
 from tests.oracles.by_hand import SEQUENCES, Sequence
 from tests.oracles.table import PLAYED, Play
 from tests.support.sizes import sample_and_full
@@ -24,18 +23,16 @@ class TimedTrial(Trial):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.read = dict.fromkeys(range(self.workers), 0)  # the version at each worker's latest grant
         self.carried: dict[int, list[int]] = {worker: [] for worker in range(self.workers)}  # of pushes in no fold yet
-        self.dropped = 0
         self.pusher: int | None = None  # of the event
         self.leaver: int | None = None
         self.left = False
         self.turn = 0  # r2sp: whose update is next
 
-    def push(self, worker: int, now_ns: int, *computed: int) -> list[int]:
-        self.carried[worker].append(computed[0])
+    def push(self, worker: int, now_ns: int, timestamp: int = 0, samples: int = 1) -> list[int]:
+        self.carried[worker].append(timestamp)
         self.pusher, self.dropped_before = worker, self.scheduler.dropped(worker)
-        return super().push(worker, now_ns, *computed)
+        return super().push(worker, now_ns, timestamp, samples)
 
     def leave(self, worker: int, now_ns: int) -> list[int]:
         self.left, self.leaver = True, worker
@@ -43,7 +40,6 @@ class TimedTrial(Trial):
 
     def step(self, kind: str, *arguments: int) -> list[int]:
         granted = super().step(kind, *arguments)
-        self.read |= dict.fromkeys(granted, self.scheduler.version)
         self.pusher = self.leaver = None
         return granted
 
@@ -100,83 +96,32 @@ class TimedTrial(Trial):
             assert not any(scheduler.waiting(worker) for worker in live), f"someone waits; {self.where()}"
 
 
-def run_trial(trial: TimedTrial, rng: random.Random, speed: Speed, events: int) -> int:
-    """Feed at most `events` events; fewer when all have left. Returns how many."""
-    leave_rate = rng.choice((0.0, 0.5 / events, 4.0 / events, 0.02))
-    late_rate = rng.choice((0.0, 0.05))
-    odd_rate = rng.choice((0.0, 0.01, 0.1)) if trial.policy.pull < 1 else 0.0
-    pace = [rng.choice((1.0, 3.1, rng.uniform(1.0, 3.1))) for _ in range(trial.workers)]
-    base = [rng.choice((1, 8, 32, rng.randint(1, 512))) for _ in range(trial.workers)]
-    constant = rng.choice((0.0, 0.3))  # the share of a step's time that does not grow with its batch
-    batch = list(base)
-    oracle, live = trial.oracle, trial.oracle.t
-    now_ns = rng.choice((0, 7, 10**15))
-
-    def next_push(worker: int) -> tuple[int, float, int]:
-        grows = constant + (1 - constant) * batch[worker] / base[worker]
-        return now_ns + int(speed(rng, pace[worker]) * grows), rng.random(), worker
-
-    due = [next_push(worker) for worker in range(trial.workers)]
-    heapq.heapify(due)
-    for event in range(events):
-        timer_ns, draw = oracle.due_ns(), rng.random()
-        # A leave and a push that was not granted come at the time of the event before. When that event bore an earlier
-        # time (late_ns), its timer may be due already.
-        if timer_ns is not None and timer_ns <= now_ns:
-            now_ns = timer_ns
-            granted = trial.step("fire")
-        elif draw < leave_rate:
-            granted = trial.leave(oracle.slowest() if rng.random() < 0.5 else rng.choice(list(live)), now_ns)
-        elif oracle.waiting and draw > 1 - odd_rate:
-            # A worker that went on with the other servers' shards, mostly one version ahead of this one.
-            timestamp = max(0, oracle.version + rng.choice((1, 1, 1, 2, 0, -1)))
-            granted = trial.push(rng.choice(sorted(oracle.waiting)), now_ns, timestamp, 1)
-        elif timer_ns is not None and (not due or timer_ns <= due[0][0]):
-            now_ns = timer_ns
-            granted = trial.step("fire")
-        else:
-            now_ns, _, worker = heapq.heappop(due)
-            if worker not in live:
-                granted = []
-            else:
-                timestamp = trial.read[worker]
-                if rng.random() < odd_rate:
-                    timestamp = max(0, timestamp + rng.choice((-2, -1, 1, 2)))
-                late_ns = rng.choice((1, 1_000, 5_000_000)) if rng.random() < late_rate else 0
-                granted = trial.push(worker, max(0, now_ns - late_ns), timestamp, batch[worker])
-        for worker in granted:
-            if getattr(oracle, "tune", False):
-                batch[worker] = trial.scheduler.batch(worker)
-            heapq.heappush(due, next_push(worker))
-        if not live:
-            return event + 1
-    return events
-
-
 @pytest.mark.sampled(4)
 @every_row
 @sample_and_full(0.1, 0.5)
 def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(row: Play, size: float) -> None:
-    def run(workers: int, seed: str, speed: Speed, events: int) -> int:
-        return run_trial(TimedTrial(row, workers, seed), random.Random(seed), speed, events)
-
-    play_random_traffic(row, size, run)
+    play_random_traffic(row, size, TimedTrial)
 
 
-@sample_and_full(20, 60, "trials")
-@every_row
+LEFT = [played for played in PLAYED if played.name == "bsp" or played.combines or played.plays.timed]
+
+
+@sample_and_full(25, 100, "trials")
+@pytest.mark.parametrize("row", LEFT, ids=lambda row: row.name)
 def test_every_push_is_folded_or_dropped_once_whoever_leaves(row: Play, trials: int) -> None:
     for number in range(trials):
         seed = f"{row.name} leaves {number}"
         rng = random.Random(seed)
-        trial = TimedTrial(row, rng.randint(1, 9), seed)
-        run_trial(trial, rng, SPEED_MODELS["coarse_clock"], rng.randint(1, 80))
+        trial = (TimedTrial if row.plays.timed else Trial)(row, rng.randint(1, 9), seed)
+        run_trial(trial, rng, SPEED_MODELS[rng.choice(("anything", "coarse_clock"))], rng.randint(1, 80))
         now_ns = 10**17
         while trial.oracle.t:
             while trial.oracle.due_ns() is not None and trial.oracle.due_ns() <= now_ns:
                 trial.step("fire")
             trial.leave(rng.choice(list(trial.oracle.t)), now_ns)
             now_ns += 1
+        if row.combines:
+            trial.close()
         assert trial.scheduler.due_ns() is None, f"a timer runs on for nobody; {trial.where()}"
         assert trial.pushes == trial.folded + trial.dropped, f"{trial.pushes} pushes; {trial.where()}"
 
