@@ -63,12 +63,11 @@ def test_a_move_in_the_middle_gives_the_bits_of_a_run_without(update: Update) ->
     assert outcomes == [outcomes[0]] * 4
 
 
-def _train(rank: int, delay_s: float, steps: int, job: str, file: Path | None, leaves_at: int, moved: Any) -> Any:
+def _train(rank: int, delay_s: float, steps: int, file: Path | None, leaves_at: int, moved: Any) -> Any:
     """A torch loop under auto:8; returns what was chosen, the steps counted, the version, and a weight that all must share.
 
     None takes the ninth step before all have seen the weights after the eighth.
     """
-    os.environ.update(RANK=str(rank), WORLD_SIZE="3", FASTPS_JOB=job)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if file is not None:
@@ -96,13 +95,12 @@ def _train(rank: int, delay_s: float, steps: int, job: str, file: Path | None, l
 
 
 def _trained(delays_s: list[float], steps: int, file: Path | None = None, leaves_at: int = 0) -> list[Any]:
-    job = f"auto-{os.getpid()}-{time.monotonic_ns()}"
     moved = multiprocessing.get_context("fork").Barrier(2 if leaves_at else 3)
 
     def work(rank: int) -> Any:
-        return _train(rank, delays_s[rank], steps, job, file, leaves_at if rank == 2 else 0, moved)
+        return _train(rank, delays_s[rank], steps, file, leaves_at if rank == 2 else 0, moved)
 
-    return processes.results(processes.start_each(work, 3), 60)
+    return processes.results(processes.start_job(work, 3), 60)
 
 
 def test_all_choose_the_same_after_the_same_step_and_a_straggler_is_not_waited_for(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ torch's own optimizer, every loss that a worker saw comes out again: to the bit 
 near as sums in another order allow where several are one. So what stale gradients do to a run, the scheme does, not the store.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,6 @@ def _loss(model: torch.nn.Module, batch: Batch) -> float:
 
 def _work(sync: str, rank: int) -> list[float]:
     """One worker's losses."""
-    os.environ["RANK"] = str(rank)
     model = _model()
     losses = []
     with fastps.DistributedOptimizer(_sgd(model), sync=sync, model=model) as optimizer:
@@ -97,10 +95,8 @@ def _set(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> No
 def recorded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run of real processes: each worker's losses, and what became of each push."""
     sync = request.param
-    monkeypatch.setenv("FASTPS_JOB", f"test-replay-{os.getpid()}")
-    monkeypatch.setenv("WORLD_SIZE", str(WORKERS))
     monkeypatch.setenv("FASTPS_TRACE", str(tmp_path / "run.trace"))
-    losses = processes.results(processes.start_each(lambda rank: _work(sync, rank), WORKERS), 60)
+    losses = processes.results(processes.start_job(lambda rank: _work(sync, rank), WORKERS), 60)
     trace = read(tmp_path / "run.trace")
     assert check(trace) == []
     return losses, trace.pushes[trace.pushes["fate"] == FOLDED]

@@ -308,7 +308,6 @@ def test_weights_that_a_latecomer_of_the_start_loads_are_not_those_of_the_others
     said, eighth = mmap.mmap(-1, 3), torch.full((1, 1), 1 / 8)
 
     def work(rank: int) -> Any:
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2", FASTPS_JOB=f"late-{os.getppid()}")
         model = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.ones_(model.weight)
         processes.wait_until(lambda: rank == 0 or said[0], 60)
@@ -326,6 +325,6 @@ def test_weights_that_a_latecomer_of_the_start_loads_are_not_those_of_the_others
             processes.wait_until(lambda: said[2], 60)  # close() takes the shard locks, and asp does not wait for a fold
             return found
 
-    first, late = processes.results(processes.start_each(work, 2), 60)
+    first, late = processes.results(processes.start_job(work, 2), 60)
     assert late == (3, 100.0, 5, 1 - 4 / 8), "its first gradient, of what it loaded, is not used"
     assert first == (5, 1 - 3 / 8, 6, 1 - 5 / 8)

@@ -1,7 +1,6 @@
 """Workers that all push the same gradients are told so, once, and others are not."""
 
 import logging
-import os
 import time
 from collections.abc import Callable
 
@@ -13,8 +12,6 @@ from tests.support import processes
 
 
 def _warnings(sync: str, inputs: Callable[[int, int], torch.Tensor], steps: int = 6, workers: int = 2) -> list[list[str]]:
-    job = f"equal-{os.getpid()}-{time.monotonic_ns()}"
-
     def work(rank: int) -> list[str]:
         said: list[str] = []
         handler = logging.Handler()
@@ -23,7 +20,7 @@ def _warnings(sync: str, inputs: Callable[[int, int], torch.Tensor], steps: int 
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
-        with fastps.DistributedOptimizer(inner, sync, job=job, rank=rank, workers=workers, timeout_s=30) as optimizer:
+        with fastps.DistributedOptimizer(inner, sync, timeout_s=30) as optimizer:
             optimizer.wait_for_start()
             for step in range(steps):
                 time.sleep(0.5 if step < 2 else 0.05)  # all have the first weights, and the first gradients stay for a while
@@ -33,7 +30,7 @@ def _warnings(sync: str, inputs: Callable[[int, int], torch.Tensor], steps: int 
             optimizer.wait_for_others()
         return [each for each in said if "the same gradients" in each]
 
-    return processes.results(processes.start_each(work, workers), 60)
+    return processes.results(processes.start_job(work, workers), 60)
 
 
 def _drawn(seed: int) -> torch.Tensor:

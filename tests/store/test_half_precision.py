@@ -1,9 +1,6 @@
 """Gradients pushed in half precision: what is rounded, what is not, and what stays as with single precision."""
 
-import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,30 +11,14 @@ from fastps.lab.demo.data import load
 from fastps.lab.demo.options import TrainingOptions
 from fastps.lab.demo.worker_main import TrainingRun
 from tests.support import processes
-from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
+from tests.support.torch_optimizers import OPTIMIZERS, alone, batches_of, new_model, relative_difference  # noqa: F401 - a fixture
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.005),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.005),
-}
-
-
-def _model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(13, 17), torch.nn.Tanh(), torch.nn.Linear(17, 3))
 
 
 def _loss(model: torch.nn.Module, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    inputs, labels = torch.randn(16, 13, generator=generator), torch.randint(3, (16,), generator=generator)
+    [(inputs, labels)] = batches_of(1, 16, seed)
     return torch.nn.functional.cross_entropy(model(inputs), labels)
-
-
-def _vector(model: torch.nn.Module) -> torch.Tensor:
-    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
 def _round_gradients(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -50,7 +31,7 @@ def _round_gradients(model: torch.nn.Module, dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize(("name", "sync"), [("momentum", "bsp"), ("adamw", "asp"), ("rmsprop", "bsp"), ("nadam", "asp")])
 def test_one_worker_does_what_torch_does_with_rounded_gradients(name: str, dtype: torch.dtype, sync: str) -> None:
-    model, plain = _model(), _model()
+    model, plain = new_model(), new_model()
     expected = OPTIMIZERS[name](plain.parameters())
     with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), sync, push_dtype=dtype) as optimizer:
         for step in range(50):
@@ -61,13 +42,13 @@ def test_one_worker_does_what_torch_does_with_rounded_gradients(name: str, dtype
             optimizer.step()
             expected.step()
     # Torch's square root is an ulp off at times; a gradient may then be rounded to the other side.
-    assert float((_vector(model) - _vector(plain)).abs().max()) <= (0 if name == "momentum" else 1e-4)
+    assert relative_difference(model, plain) <= (0 if name == "momentum" else 1e-4)
 
 
 @DTYPES
 def test_what_is_done_to_gradients_after_backward_is_pushed(dtype: torch.dtype) -> None:
     """Clipped by hand, added to by a second backward, or set to None."""
-    model, plain = _model(), _model()
+    model, plain = new_model(), new_model()
     expected = torch.optim.SGD(plain.parameters(), lr=0.1)
     with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), push_dtype=dtype) as optimizer:
         for step in range(6):
@@ -83,23 +64,23 @@ def test_what_is_done_to_gradients_after_backward_is_pushed(dtype: torch.dtype) 
             _round_gradients(plain, dtype)
             optimizer.step()
             expected.step()
-            assert float((_vector(model) - _vector(plain)).abs().max()) < 1e-6, step
+            assert relative_difference(model, plain) < 1e-6, step
 
 
 @DTYPES
 def test_zeroed_gradients_are_pushed_as_zeros(dtype: torch.dtype) -> None:
-    model = _model()
+    model, before = new_model(), new_model()
     with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), push_dtype=dtype) as optimizer:
         _loss(model, 0).backward()
         optimizer.step()
-        before = _vector(model)
+        before.load_state_dict(model.state_dict())
         optimizer.zero_grad(set_to_none=False)
         optimizer.step()
-        assert torch.equal(_vector(model), before)
+        assert relative_difference(model, before) == 0
 
 
 def test_the_gradient_stays_in_single_precision_and_stays_there() -> None:
-    model = _model()
+    model = new_model()
     with fastps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), "asp", push_dtype=torch.bfloat16
     ) as optimizer:
@@ -139,10 +120,8 @@ def test_clipping_by_the_policy_is_by_the_norm_of_the_unrounded_gradient(dtype: 
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 def test_workers_sums_are_made_in_single_precision(sync: str) -> None:
     """Two gradients of 256 and 1: their mean has more digits than bfloat16."""
-    job = f"half-{os.getpid()}-{sync}"
 
     def work(rank: int) -> list[float]:
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2", FASTPS_JOB=job)
         weight = torch.nn.Parameter(torch.zeros(100))
         with fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), sync, push_dtype=torch.bfloat16) as optimizer:
             optimizer.wait_for_start()
@@ -152,9 +131,7 @@ def test_workers_sums_are_made_in_single_precision(sync: str) -> None:
                 optimizer.wait_for_others()
             return sorted(set(weight.tolist()))
 
-    children = processes.start_each(work, 2)
-    processes.results(children, 30)
-    assert children[0].outcome == ([-128.5] if sync == "bsp" else [-257.0])
+    assert processes.results(processes.start_job(work, 2), 30)[0] == ([-128.5] if sync == "bsp" else [-257.0])
 
 
 def test_a_store_without_torch_pushes_float16() -> None:

@@ -25,10 +25,9 @@ ENDS: dict[str, End] = {
 
 def _run(sync: str, end: End, timeout_s: int = 30) -> list[Any]:
     """Two workers, of which the second is slow, add 1 to a weight in each step of each epoch."""
-    job = f"again-{os.getpid()}-{time.monotonic_ns()}"
 
     def work(rank: int) -> float:
-        os.environ.update(FASTPS_JOB=job, FASTPS_RANK=str(rank), FASTPS_WORKERS="2", FASTPS_TIMEOUT=str(timeout_s))
+        os.environ["FASTPS_TIMEOUT"] = str(timeout_s)
         jobs_of_process._next[0] = 0
         model = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.zeros_(model.weight)
@@ -45,7 +44,7 @@ def _run(sync: str, end: End, timeout_s: int = 30) -> list[Any]:
         optimizer.close()
         return model.weight.item()
 
-    children = processes.start_each(work, 2)
+    children = processes.start_job(work, 2)
     processes.finish(children, 60)
     return [child.outcome for child in children]
 
