@@ -143,24 +143,6 @@ def test_another_worker_takes_the_place_of_one_that_was_expelled_and_has_ended(s
         assert after["folded"] - before["folded"] == 4 * store.arena.shards
 
 
-@pytest.mark.parametrize("what", DAMAGES)
-@pytest.mark.parametrize("sync", ["asp", "bsp", "ssp:1,shards=2"])
-def test_a_worker_does_not_pay_for_the_damaged_words_of_the_one_before_it(sync: str, what: str) -> None:
-    """The first worker ends with a push that nobody has looked at, and its lane's words are damaged."""
-    with _store(sync) as store:
-        workers, _ = _damaged(store, what)
-        workers[BAD].lane.fold_with(lambda call: None, ())  # it ends at once, and does not combine before
-        workers[BAD].close("its process fails")
-        again = store.attach(BAD)
-        assert again.generation == 1 and store.arena.lane_state(BAD) == LANE_LIVE
-        before = store.arena.counters(BAD)
-        assert before["done"] == before["posted"], "nobody waits for what the first one has left"
-        _step_all([workers[0], again, workers[2]], 4)
-        _end(workers[0], again, workers[2])
-        assert store.arena.counters(BAD)["folded"] - before["folded"] == 4 * store.arena.shards
-        assert [store.arena.counters(rank)["folded"] for rank in (0, 2)] == [6 * store.arena.shards] * 2
-
-
 def test_a_worker_in_a_wait_that_is_expelled_ends_with_an_error_that_says_so() -> None:
     """Its process lives, and waits for a grant that never comes."""
     with _store("bsp") as store:

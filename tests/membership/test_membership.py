@@ -164,17 +164,6 @@ def test_a_lane_that_somebody_has_is_not_given_away() -> None:
         store.attach(0)
 
 
-def test_the_others_models_are_refused_and_the_job_goes_on() -> None:
-    update = fastps.SGD(lr=1.0)
-    with _store("asp", workers=2) as store, store.attach(0) as worker:
-        theirs = fastps.Store.create({"a": np.ones(41, np.float32)}, update, workers=2, on_worker_loss="continue")
-        with theirs, pytest.raises(fastps.LayoutError):
-            fastps.Store.connect(store.job, theirs.layout, [update.hyper], timeout_s=5)
-        time.sleep(0.06)
-        worker.step({"a": np.zeros(40), "b": np.zeros(9)})
-        assert worker.steps == 1
-
-
 def test_a_dead_workers_pins_count_no_more() -> None:
     with _store("asp", workers=2) as store, store.attach(0) as worker:
         other = processes.start(_until(store, 1, 10**6))

@@ -13,20 +13,6 @@ from fastps.kernels.combining.ring import Ring
 from tests.support.sizes import sample_and_full
 
 
-def test_new_ring_is_empty() -> None:
-    assert Ring(bytearray(Ring.bytes_for(4)), 4).take() is None
-
-
-def test_full_ring_refuses_until_one_is_taken() -> None:
-    ring = Ring(bytearray(Ring.bytes_for(2)), 2)
-    assert ring.post(1, 0)
-    assert ring.post(2, 0)
-    assert not ring.post(3, 0)
-    assert ring.take() == (1, 0)
-    assert ring.post(3, 0)
-    assert [ring.take(), ring.take(), ring.take()] == [(2, 0), (3, 0), None]
-
-
 @pytest.mark.parametrize("size", [0, 3, 12])
 def test_size_must_be_a_power_of_two(size: int) -> None:
     with pytest.raises(ValueError, match="power of two"):

@@ -23,20 +23,6 @@ def test_a_joiner_in_a_bound_waits_and_is_waited_for() -> None:
     assert ssp.push(1, 32) == ([1], [0, 1])
 
 
-def test_a_joiner_with_a_lower_clock_than_all_releases_those_who_waited_when_it_catches_up() -> None:
-    ssp = Scheduler(3, fold="each", grant="bounded", low=1, high=1, release="printed")
-    ssp.leave(2, 1)
-    for step in range(4):
-        ssp.push(0, 10 + 2 * step)
-        ssp.push(1, 11 + 2 * step)
-    ssp.join(2, 30, 1)  # as a shard that is ahead lets a worker join at another shard's clock
-    assert ssp.push(0, 31) == ([0], []), "four ahead"
-    granted: list[int] = []
-    for step in range(5):
-        granted += ssp.push(2, 40 + step)[1]
-    assert 0 in granted
-
-
 def test_who_lives_or_has_a_push_waiting_may_not_join() -> None:
     scheduler = Scheduler(2, fold="count", grant="at-once", scale="divisor", divisor=2)
     with pytest.raises(ValueError, match="it lives"):
