@@ -1,26 +1,28 @@
 """A worker that is stopped in the middle of a fold holds the others up for no longer than they are told to wait."""
 
+import contextlib
 import os
 import signal
-import struct
 import time
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
 import fastps
 from fastps.job import limits
-from fastps.kernels.shm.offsets import OFFSETS
+from fastps.kernels.protocol.lane import Lane
 from fastps.membership.stalls import Stalls
-from tests.fuzz.places import header_of
 from tests.support import processes
+from tests.support.plain_arena import helps
 
 FLOATS = 4_000_000
 STALL_S = 0.3
 
 
-def _work(store: fastps.Store, rank: int, steps: int) -> None:
+def _work(store: fastps.Store, steps: int, rank: int) -> None:
     gradient = {"w": np.ones(FLOATS, np.float32)}
     with store.attach(rank) as worker:
         worker.wait_for_start()
@@ -28,19 +30,12 @@ def _work(store: fastps.Store, rank: int, steps: int) -> None:
             worker.step(gradient)
 
 
-def _owner(store: fastps.Store) -> int:
-    """The lane that holds the lock of the only shard, or -1."""
-    header = header_of(bytes(memoryview(store.memory)[:4096]))
-    (lock,) = struct.unpack_from("<Q", store.memory, header.shard_headers_offset + OFFSETS["shard_header.lock"])
-    return int(lock >> 1 & 0xFFFF) - 1
-
-
 def _stop_in_fold(store: fastps.Store, victim: processes.Child, rank: int) -> None:
     """Stop the victim while it holds the shard's lock and a push is undecided: one that the others can fold at their bounds."""
     while True:
         processes.stop(victim.process_id)
         counters = [store.arena.counters(lane) for lane in range(3)]
-        if _owner(store) == rank and any(each["posted"] > each["done"] for each in counters):
+        if Lane(store.arena, 0).owner() == rank and any(each["posted"] > each["done"] for each in counters):
             return
         os.kill(victim.process_id, signal.SIGCONT)
         time.sleep(0.001)
@@ -51,29 +46,27 @@ def _await_versions(store: fastps.Store, more: int) -> None:
     processes.wait_until(lambda: store.version >= before + more, 5.0, "the others waited for the stopped worker")
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("sync", "steps"), [("asp", 60), ("dssp:3,15", 60)])
-def test_the_others_go_on_without_a_worker_that_is_stopped_in_its_fold(
-    monkeypatch: pytest.MonkeyPatch, sync: str, steps: int
-) -> None:
-    monkeypatch.setenv("FASTPS_STALL_MS", str(int(STALL_S * 1000)))
+@contextlib.contextmanager
+def _working(sync: str, steps: int, **options: Any) -> Iterator[tuple[fastps.Store, list[processes.Child]]]:
+    """A job of three workers, which have no patience; at its end each push was folded once."""
     weights = {"w": np.zeros(FLOATS, np.float32)}
-    with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync=sync, workers=3, timeout_s=30) as store:
-        children = [processes.start(partial(_work, store, rank, steps)) for rank in range(3)]
-        while store.version < 10:
-            time.sleep(0.001)
-        _stop_in_fold(store, children[1], 1)
-        _await_versions(store, 1)
-        os.kill(children[1].process_id, signal.SIGCONT)
+    with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync=sync, workers=3, timeout_s=30, **options) as store:
+        children = processes.start_each(partial(_work, store, steps), 3)
+        yield store, children
         processes.results(children, 60)
         assert store.version == 3 * steps
         assert set(store.weight_views(store.committed()[0])[0].tolist()) == {-3.0 * steps}, "a push is lost or doubled"
 
 
-def _is_helping(store: fastps.Store, lane: int) -> bool:
-    header = header_of(bytes(memoryview(store.memory)[:4096]))
-    offset = header.lanes_offset + lane * header.lane_bytes + OFFSETS["lane.helping"]
-    return struct.unpack_from("<I", store.memory, offset) != (0,)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("sync", ["asp", "dssp:3,15"])
+def test_the_others_go_on_without_a_worker_that_is_stopped_in_its_fold(monkeypatch: pytest.MonkeyPatch, sync: str) -> None:
+    monkeypatch.setenv("FASTPS_STALL_MS", str(int(STALL_S * 1000)))
+    with _working(sync, 60) as (store, children):
+        processes.wait_until(lambda: store.version >= 10)
+        _stop_in_fold(store, children[1], 1)
+        _await_versions(store, 1)
+        os.kill(children[1].process_id, signal.SIGCONT)
 
 
 def _stop_helper(store: fastps.Store, children: list[processes.Child]) -> processes.Child:
@@ -81,7 +74,7 @@ def _stop_helper(store: fastps.Store, children: list[processes.Child]) -> proces
     while store.version < 120:
         for lane, child in enumerate(children):
             processes.stop(child.process_id)
-            if _is_helping(store, lane):
+            if helps(store.memory, lane):
                 return child
             os.kill(child.process_id, signal.SIGCONT)
         time.sleep(0.0005)
@@ -93,18 +86,12 @@ def test_a_server_goes_on_without_a_worker_that_is_stopped_while_it_helps_also_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FASTPS_STALL_MS", str(int(STALL_S * 1000)))
-    weights, steps = {"w": np.zeros(FLOATS, np.float32)}, 50
-    with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="asp", workers=3, server="process", timeout_s=30) as store:
-        children = [processes.start(partial(_work, store, rank, steps)) for rank in range(3)]
+    with _working("asp", 50, server="process") as (store, children):
         for first in (10, 40):
-            while store.version < first:
-                time.sleep(0.001)
+            processes.wait_until(lambda first=first: store.version >= first)
             victim = _stop_helper(store, children)
             _await_versions(store, 2)
             os.kill(victim.process_id, signal.SIGCONT)
-        processes.results(children, 60)
-        assert store.version == 3 * steps
-        assert set(store.weight_views(store.committed()[0])[0].tolist()) == {-3.0 * steps}, "a push is lost or doubled"
 
 
 def test_a_peer_that_computes_is_not_taken_for_stopped() -> None:

@@ -19,10 +19,19 @@ ASP: dict[str, Any] = {"fold": "each", "grant": "at-once"}
 BSP: dict[str, Any] = {"fold": "all", "grant": "next-version"}
 
 
+def _helping(memory: Any, lane: int) -> int:
+    header = header_of(memory)
+    return int(header.lanes_offset + lane * header.lane_bytes + OFFSETS["lane.helping"])
+
+
 def set_helping(memory: Any, lane: int, word: int) -> None:
     """Let a lane say that it helps with a fold, as one says that is stopped there; 0: that it does not, 1: with shard 0's."""
-    header = header_of(memory)
-    struct.pack_into("<I", memory, header.lanes_offset + lane * header.lane_bytes + OFFSETS["lane.helping"], word)
+    struct.pack_into("<I", memory, _helping(memory, lane), word)
+
+
+def helps(memory: Any, lane: int) -> bool:
+    """Whether a lane says that it helps with a fold."""
+    return struct.unpack_from("<I", memory, _helping(memory, lane)) != (0,)
 
 
 def planned(**measures: Any) -> tuple[bytes, int, int]:

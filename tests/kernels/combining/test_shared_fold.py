@@ -5,7 +5,6 @@ import itertools
 import os
 import random
 import signal
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 
 from fastps.kernels.protocol import lane as codes
 from fastps.kernels.protocol.lane import Lane
-from fastps.kernels.shm.offsets import OFFSETS
 from fastps.kernels.update import fold
 from tests.support import plain_arena, processes
 from tests.support.sizes import sample_and_full
@@ -52,10 +50,6 @@ class Job(plain_arena.Job):
         self.post_step(lane, step)
         return self.lanes[lane].try_combine()
 
-    def helping_offset(self, lane: int) -> int:
-        """Where that lane says whose fold it helps with; 0 if it helps with none."""
-        return self.header.lanes_offset + lane * self.header.lane_bytes + OFFSETS["lane.helping"]
-
     def help_for_ever(self) -> None:
         """A helper's life: it waits for what never comes."""
         while True:
@@ -86,10 +80,6 @@ def _bits(weights: npt.NDArray[np.float32]) -> bytes:
 @pytest.fixture
 def job() -> Job:
     return Job()
-
-
-def _helper(job: Job) -> processes.Child:
-    return processes.start(job.help_for_ever)
 
 
 class Soon:
@@ -146,7 +136,7 @@ def test_a_shared_fold_has_the_bits_of_one_that_is_not(job: Job, expected: list[
 
 def test_folds_that_are_not_shared_are_not_helped_with(job: Job) -> None:
     job.lanes[0].share_folds(0)
-    child = _helper(job)
+    child = processes.start(job.help_for_ever)
     for step in range(5):
         assert job.push(0, step) == codes.DONE
     processes.kill(child)
@@ -155,7 +145,7 @@ def test_folds_that_are_not_shared_are_not_helped_with(job: Job) -> None:
 
 def test_a_wait_for_helpers_on_a_busy_core_ends_before_it_has_yielded_its_last_time(job: Job) -> None:
     job.post_step(0, 0)
-    struct.pack_into("<I", job.memory, job.helping_offset(1), 1)  # lane 1 says that it helps with this fold of shard 0
+    plain_arena.set_helping(job.memory, 1, 1)  # lane 1 says that it helps with this fold of shard 0
     with processes.busy_core():
         began = time.monotonic()
         assert job.lanes[0].try_combine() == codes.AWAITING
@@ -168,7 +158,7 @@ def test_only_a_long_fold_has_no_more_helpers_than_there_are_cores_for(floats: i
     child = processes.start(partial(job.help_until, 2, 8))
     for step in range(8):
         job.post_step(0, step)
-        struct.pack_into("<I", job.memory, job.helping_offset(1), 1)  # so lane 1 says that it helps with this fold of shard 0
+        plain_arena.set_helping(job.memory, 1, 1)  # so lane 1 says that it helps with this fold of shard 0
         outcome = job.lanes[0].try_combine()
         assert outcome == codes.AWAITING, "lane 1 was not seen to help"
         while outcome == codes.AWAITING:
@@ -190,7 +180,7 @@ def _fold_while_helpers_die(expected: list[bytes], rng: random.Random) -> int:
     """A job's folds, each with a helper that is killed meanwhile; how many of them were helping just then."""
     job, awaited = Job(), 0
     for step in range(39):
-        child = _helper(job)
+        child = processes.start(job.help_for_ever)
         time.sleep(0.002)
         job.post_step(0, step)
         with Soon(child, signal.SIGKILL, rng):
@@ -206,14 +196,14 @@ def _fold_while_helpers_die(expected: list[bytes], rng: random.Random) -> int:
 def _fold_while_a_helper_is_stopped(expected: list[bytes], rng: random.Random) -> int:
     """A job's folds, with a helper that is stopped in each and then goes on; how often it was helping just then."""
     job, awaited = Job(), 0
-    child = _helper(job)
+    child = processes.start(job.help_for_ever)
     try:
         for step in range(39):
             job.post_step(0, step)
             with Soon(child, signal.SIGSTOP, rng):
                 outcome = job.lanes[0].try_combine()
             processes.await_stop(child.process_id)
-            if outcome == codes.AWAITING and struct.unpack_from("<I", job.memory, job.helping_offset(1))[0]:
+            if outcome == codes.AWAITING and plain_arena.helps(job.memory, 1):
                 awaited += 1
                 assert job.lanes[0].try_combine() == codes.AWAITING, "a helper that lives may still write"
                 assert job.arena.version == step
