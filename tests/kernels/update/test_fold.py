@@ -228,20 +228,6 @@ def test_each_moves_the_average_as_often_as_sums_of_one_push_would(row: Row, isa
 
 @ISAS
 @MODES
-def test_a_parameter_that_no_push_has_still_draws_its_average(mode: int, isa: str) -> None:
-    job = with_average(make_job(SGD_ROWS[3], 3, "absent_in_all", seed=16), 0.9)
-    offset, length, _ = job.segments[1]
-    span = slice(offset, offset + length)
-    _, state, steps = job.fold(mode, isa)
-    average = job.state[-1][span]
-    for _ in range(3 if mode == FOLD_EACH else 1):
-        average = reference.lerp(average, job.weights[span], np.float32(1 - 0.9))
-    assert np.array_equal(bits(state[-1][span]), bits(average))
-    assert steps[1] == job.steps[1]
-
-
-@ISAS
-@MODES
 def test_a_fold_of_no_pushes_changes_nothing(mode: int, isa: str) -> None:
     job = replace(with_average(make_job(SGD_ROWS[3], 1, "in_all", seed=17), 0.9), pushes=[])
     expected = job.fold_by_reference(mode)
