@@ -11,13 +11,13 @@ import fastps
 from fastps.advice import advise as advice
 from fastps.advice import replay
 from fastps.errors import UsageError
-from fastps.job.specs import parse_policy
 from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Outcome
 from fastps.system.clock import Clock
 from fastps.tracing import summary as trace_summary
 from fastps.tracing.check import check
 from fastps.tracing.file import DROPPED, FOLDED, PUSH_DTYPE, STEP_DTYPE, Trace, read, write
+from tests.report import traces
 from tests.support import commands
 from tests.support.virtual_runs import lines_of, played, times
 
@@ -170,9 +170,7 @@ def made(cpu_ms: list[float], blocked_ms: list[float], *, steps: int = 50, queue
             version += 1
             pushes.append((step, step, 0, version, computed_ns, 0, worker, 0, FOLDED, 1))
             now_ns = computed_ns
-    notes = {str(worker): {"transfer_ns": 0, "load": None} for worker in range(len(cpu_ms))}
-    header = {"sync": "asp", "policy": asdict(parse_policy("asp")), "workers": len(cpu_ms), "shards": 1, "spins": 0}
-    header |= {"machine": {"cores": cores}, "recorded": list(range(len(cpu_ms))), "unfinished": [], "of_worker": notes}
+    header = traces.header("asp", len(cpu_ms), machine={"cores": cores})
     return Trace(header, np.array(lines, STEP_DTYPE), np.array(pushes, PUSH_DTYPE))
 
 

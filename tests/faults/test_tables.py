@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import time
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,6 +26,16 @@ def _push(worker: fastps.Worker, rank: int) -> None:
     worker.step({"d": np.ones(16)})
 
 
+def _work(store: fastps.Store, steps: list[int], rank: int) -> np.ndarray:
+    """Push so many times; the table once all have."""
+    with store.attach(rank) as worker:
+        worker.wait_for_start()
+        for _ in range(steps[rank]):
+            _push(worker, rank)
+        worker.wait_for_others()
+        return worker.weights["t"].copy()
+
+
 def _check(store: fastps.Store, table: np.ndarray) -> None:
     """Own rows tell how often each worker's pushes were folded, and the counters agree."""
     folded = [store.arena.counters(lane)["folded"] for lane in range(WORKERS)]
@@ -40,18 +50,8 @@ def test_a_worker_that_is_killed_at_any_moment_leaves_the_rows_of_whole_pushes(s
     store = fastps.Store.create(
         _weights(), fastps.SGD(lr=1.0), sync="asp", workers=WORKERS, tables=["t"], on_worker_loss="continue"
     )
-
-    def work(rank: int) -> Any:
-        with store.attach(rank) as worker:
-            worker.wait_for_start()
-            steps = 1_000_000 if rank == 1 else 150
-            for _ in range(steps):
-                _push(worker, rank)
-            worker.wait_for_others()
-            return worker.weights["t"].copy()
-
     with store:
-        children = processes.start_each(work, WORKERS)
+        children = processes.start_each(partial(_work, store, [150, 1_000_000, 150]), WORKERS)
         while store.arena.counters(1)["posted"] < rng.randint(1, 60):
             time.sleep(0.0002)
         os.kill(children[1].process_id, signal.SIGKILL)
@@ -63,16 +63,8 @@ def test_a_worker_that_is_killed_at_any_moment_leaves_the_rows_of_whole_pushes(s
 
 def test_a_server_process_folds_rows() -> None:
     store = fastps.Store.create(_weights(), fastps.SGD(lr=1.0), sync="asp", workers=WORKERS, tables=["t"], server="process")
-
-    def work(rank: int) -> Any:
-        with store.attach(rank) as worker:
-            for _ in range(20):
-                _push(worker, rank)
-            worker.wait_for_others()
-            return worker.weights["t"].copy()
-
     with store:
-        _check(store, processes.results(processes.start_each(work, WORKERS), 60)[0])
+        _check(store, processes.results(processes.start_each(partial(_work, store, [20] * WORKERS), WORKERS), 60)[0])
 
 
 def test_a_table_beyond_the_memory_is_refused_in_one_sentence() -> None:

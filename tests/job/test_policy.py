@@ -350,21 +350,15 @@ def _policies(draw: st.DrawFn) -> fastps.Policy:
     return fastps.parse_policy(",".join([policy.spec, *(f"{name}={modifiers[name]}" for name in chosen)]))
 
 
-@pytest.mark.parametrize("name", _named)
-def test_a_named_policys_spec_reads_as_the_policy(name: str) -> None:
-    @settings(max_examples=60, deadline=None)
-    @given(_named[name])
+@pytest.mark.parametrize("name", [*_named, "policy"])
+def test_a_policys_spec_reads_as_the_policy(name: str) -> None:
+    @settings(max_examples=60 if name in _named else 200, deadline=None)
+    @given(_named.get(name, _policies_of_values()))
     def check(policy: fastps.Policy) -> None:
         assert policy.spec.partition(":")[0] == name
         assert fastps.parse_policy(policy.spec) == policy
 
     check()
-
-
-@settings(max_examples=200, deadline=None)
-@given(_policies_of_values())
-def test_a_policy_of_values_has_a_spec_that_reads_as_the_policy(policy: fastps.Policy) -> None:
-    assert fastps.parse_policy(policy.spec) == policy
 
 
 @settings(max_examples=200, deadline=None)

@@ -41,36 +41,25 @@ def _stays_awake(worker: fastps.Worker) -> bool:
 
 
 @pytest.mark.skipif(len(_OWN) < 2, reason="needs two cores")
-def test_workers_with_a_core_each_spin_and_share_their_folds() -> None:
+def test_workers_with_a_core_each_spin_and_keep_it_and_share_their_folds() -> None:
     with _job() as store, _attach(store, 0, {min(_OWN)}) as first, _attach(store, 1, {max(_OWN)}) as second:
         assert first.cores.spins == 0  # it was alone, and one of two workers
         first.cores.look()
         assert first.cores.spins == second.cores.spins == config.SPINS
         assert (first.lane.begins_with(2), second.lane.begins_with(2)) == (0b01, 0b10)
+        assert not _stays_awake(first)
 
 
-def test_workers_that_share_a_core_sleep_and_fold_alone() -> None:
+def test_workers_that_share_a_core_fold_alone_and_stay_awake_for_short_waits_only() -> None:
     with _job() as store, _attach(store, 0, {min(_OWN)}) as first, _attach(store, 1, {min(_OWN)}) as second:
         first.cores.look()
         assert first.cores.spins == second.cores.spins == 0
         assert first.lane.begins_with(2) == second.lane.begins_with(2) == 0b11
-
-
-def test_who_outnumbers_the_cores_stays_awake_for_short_waits_only() -> None:
-    with _job() as store, _attach(store, 0, {min(_OWN)}) as first, _attach(store, 1, {min(_OWN)}):
-        first.cores.look()
         assert _stays_awake(first)
         first.step_wait.last_wait_ns = SHORT_WAIT
         assert not _stays_awake(first)
         first.step_wait.last_wait_ns = SHORT_WAIT - 1
         assert _stays_awake(first)
-
-
-@pytest.mark.skipif(len(_OWN) < 2, reason="needs two cores")
-def test_who_has_a_core_spins_and_keeps_it() -> None:
-    with _job() as store, _attach(store, 0, {min(_OWN)}) as first, _attach(store, 1, {max(_OWN)}):
-        first.cores.look()
-        assert first.cores.spins and not _stays_awake(first)
 
 
 def test_a_long_wait_of_workers_on_one_core_ends_asleep() -> None:

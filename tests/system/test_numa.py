@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +22,11 @@ def _policy_of(memory: mmap.mmap) -> str:
 
 
 @pytest.fixture
-def descriptor() -> int:
+def descriptor() -> Iterator[int]:
     made = os.memfd_create("fastps-test-nodes")
     os.ftruncate(made, SIZE)
-    return made
+    yield made
+    os.close(made)
 
 
 needs_nodes = pytest.mark.skipif(
@@ -35,13 +37,10 @@ needs_nodes = pytest.mark.skipif(
 @needs_nodes
 def test_pages_that_are_not_there_yet_are_spread_over_the_nodes(descriptor: int) -> None:
     nodes = memory_nodes.nodes_of(os.sched_getaffinity(0))
-    try:
-        assert memory_nodes.spread(descriptor, SIZE, nodes)
-        os.posix_fallocate(descriptor, 0, SIZE)
-        with mmap.mmap(descriptor, SIZE, mmap.MAP_SHARED) as memory:
-            assert _policy_of(memory).startswith("interleave:")
-    finally:
-        os.close(descriptor)
+    assert memory_nodes.spread(descriptor, SIZE, nodes)
+    os.posix_fallocate(descriptor, 0, SIZE)
+    with mmap.mmap(descriptor, SIZE, mmap.MAP_SHARED) as memory:
+        assert _policy_of(memory).startswith("interleave:")
 
 
 @needs_nodes
@@ -53,11 +52,8 @@ def test_pages_are_brought_to_the_node_of_this_core() -> None:
 
 
 def test_a_machine_with_one_node_is_left_alone(descriptor: int) -> None:
-    try:
-        several = len(memory_nodes.nodes_of(set(range(os.cpu_count() or 1)))) > 1
-        assert memory_nodes.spread(descriptor, SIZE) == several
-    finally:
-        os.close(descriptor)
+    several = len(memory_nodes.nodes_of(set(range(os.cpu_count() or 1)))) > 1
+    assert memory_nodes.spread(descriptor, SIZE) == several
 
 
 def test_the_nodes_of_cores_are_read_from_the_kernels_lists(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The roofline's loops, and the kernels' own loops for benchmarks, compute what they should."""
 
 import mmap
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,7 @@ from fastps.kernels.baseline.scheduler_load import SchedulerLoad
 from fastps.kernels.combining.ring import Ring
 from fastps.kernels.scheduling.scheduler import Scheduler
 from fastps.kernels.update import fold
-from tests.support.processes import finish, start
+from tests.support import processes
 
 Floats = npt.NDArray[np.float32]
 LENGTH = 1013
@@ -89,13 +88,6 @@ def test_refusals_say_what_was_expected() -> None:
         roofline.Loop([weights[1:17]], weights[:16], state[:, :16].copy(), weights[:16], state, learning_rate=0.1, momentum=0.9)
 
 
-def _both(work: Callable[[bool], object]) -> None:
-    child = start(lambda: work(False))
-    work(True)
-    finish([child], timeout_s=30)
-    assert child.exit_code == 0, child.outcome
-
-
 def test_two_processes_echo_descriptors_and_spin() -> None:
     size = Ring.bytes_for(4)
     memory = mmap.mmap(-1, 3 * 4096)
@@ -108,7 +100,9 @@ def test_two_processes_echo_descriptors_and_spin() -> None:
             rings[0].echo(rings[1], first, 20)
             roofline.spin(memoryview(memory)[8192:8320], first, 20)
 
-    _both(work)
+    child = processes.start(lambda: work(False))
+    work(True)
+    processes.results([child], 30)
     assert (len(there), len(back)) == (0, 0)
 
 

@@ -144,32 +144,32 @@ def _play(mine: Exchange, rank: int, size: int, kind: str, length: int, seed: in
     """One collective of float32, compared with what NumPy says."""
     random = np.random.default_rng(seed)
     every = [random.standard_normal((size, length)).astype(np.float32) for _ in range(size)]  # of each rank, for each rank
-    own, nbytes = every[rank].copy(), length * 4
-    outs = [np.full(length, -1, np.float32) for _ in range(size)]
-    if kind == "barrier":
-        _run(mine, kind, "float32", None, 0, 0, [], [])
-    elif kind == "all_reduce":
-        _run(mine, kind, "float32", "sum", 0, nbytes, [own[0]], [own[0]])
-        np.testing.assert_array_equal(own[0], _combined([each[0] for each in every], "sum"))
-    elif kind == "reduce":
-        _run(mine, kind, "float32", "max", root, nbytes, [own[0]], [own[0]])
-        np.testing.assert_array_equal(own[0], _combined([e[0] for e in every], "max") if rank == root else every[rank][0])
-    elif kind == "reduce_scatter":
-        _run(mine, kind, "float32", "sum", 0, nbytes, list(own), [outs[0]])
-        np.testing.assert_array_equal(outs[0], _combined([each[rank] for each in every], "sum"))
-    elif kind in ("all_gather", "gather"):
-        _run(mine, kind, "float32", None, root, nbytes, [own[0]], outs)
-        if kind == "all_gather" or rank == root:
-            np.testing.assert_array_equal(outs, [each[0] for each in every])
-    elif kind == "scatter":
-        _run(mine, kind, "float32", None, root, nbytes, list(own), [outs[0]])
-        np.testing.assert_array_equal(outs[0], every[root][rank])
-    elif kind == "all_to_all":
-        _run(mine, kind, "float32", None, 0, nbytes, list(own), outs)
-        np.testing.assert_array_equal(outs, [each[rank] for each in every])
-    else:
-        _run(mine, kind, "float32", None, root, nbytes, [own[0]], [own[0]])
-        np.testing.assert_array_equal(own[0], every[root][0])
+    own, firsts, mines = every[rank].copy(), [each[0] for each in every], [each[rank] for each in every]
+    one, all_own, outs = [own[0]], list(own), [np.full(length, -1, np.float32) for _ in range(size)]
+    cases: dict[str, tuple[str | None, list[Any], list[Any], list[Any]]] = {  # reduction, inputs, outputs, expected outputs
+        "barrier": (None, [], [], []),
+        "broadcast": (None, one, one, [firsts[root]]),
+        "all_reduce": ("sum", one, one, [_combined(firsts, "sum")]),
+        "reduce": ("max", one, one, [_combined(firsts, "max") if rank == root else firsts[rank]]),
+        "reduce_scatter": ("sum", all_own, outs[:1], [_combined(mines, "sum")]),
+        "all_gather": (None, one, outs, firsts),
+        "gather": (None, one, outs, firsts if rank == root else outs),
+        "scatter": (None, all_own, outs[:1], [every[root][rank]]),
+        "all_to_all": (None, all_own, outs, mines),
+    }
+    reduction, inputs, outputs, expected = cases[kind]
+    _run(mine, kind, "float32", reduction, root, 4 * length if inputs else 0, inputs, outputs)
+    np.testing.assert_array_equal(outputs, expected)
+
+
+def _play_all(world: "World", played: list[tuple[str, int, int]]) -> None:
+    """Collectives one after the other, each of a kind, a length and a root."""
+
+    def member(rank: int, mine: Exchange) -> None:
+        for seed, (kind, length, root) in enumerate(played):
+            _play(mine, rank, world.size, kind, length, seed, root % world.size)
+
+    world.run(member)
 
 
 @settings(max_examples=25, deadline=None)
@@ -181,11 +181,7 @@ def _play(mine: Exchange, rank: int, size: int, kind: str, length: int, seed: in
 def test_collectives_in_any_order_give_numpys_results(
     size: int, memory: tuple[int, int], played: list[tuple[str, int, int]]
 ) -> None:
-    def member(rank: int, mine: Exchange) -> None:
-        for seed, (kind, length, root) in enumerate(played):
-            _play(mine, rank, size, kind, length, seed, root % size)
-
-    World(size, *memory).run(member)
+    _play_all(World(size, *memory), played)
 
 
 def test_a_rank_that_waits_on_a_busy_core_looks_for_deadlines_before_it_has_yielded_its_last_time() -> None:
@@ -205,11 +201,7 @@ def test_a_thousand_random_collectives(size: int) -> None:
         (str(random.choice(sorted(KINDS))), int(10 ** random.uniform(0, 4.5)), int(random.integers(size))) for _ in range(1000)
     ]
 
-    def member(rank: int, mine: Exchange) -> None:
-        for seed, (kind, length, root) in enumerate(played):
-            _play(mine, rank, size, kind, length, seed, root)
-
-    World(size).run(member)
+    _play_all(World(size), played)
 
 
 def _start(mine: Exchange, kind: str, length: int = 4) -> Any:

@@ -111,16 +111,22 @@ def test_a_kept_push_of_a_dead_owner_whose_slot_is_damaged_is_dropped_from_its_s
     assert sum(job.arena.counters(rank)["folded"] for rank in (0, 2, 3)) == 3
 
 
-@pytest.mark.parametrize("what", DAMAGES)
-@pytest.mark.parametrize("shards", [1, 2])
-def test_a_joiner_that_dies_before_any_shard_admits_it_leaves_nothing_undecided(shards: int, what: str) -> None:
-    """The others end once every lane's posts are done with."""
+def _expelled(shards: int, what: str) -> Job:
+    """A job whose worker BAD has made one step, and was expelled for what was damaged in the next."""
     job = _job("asp", shards)
     now_ns = _round(job, 10)
     _push(job, BAD, now_ns)
     _damage(job, what)
     _combine(job)
     assert job.arena.lane_state(BAD) == LANE_EXPELLED
+    return job
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_joiner_that_dies_before_any_shard_admits_it_leaves_nothing_undecided(shards: int, what: str) -> None:
+    """The others end once every lane's posts are done with."""
+    job = _expelled(shards, what)
     _replace(job)
     assert job.arena.mark_dead(BAD, 1)
     _combine(job)
@@ -166,12 +172,7 @@ def _check_counts(job: Job, shards: int) -> None:
 def test_where_the_count_of_posts_is_damaged_nothing_is_counted_as_dropped_that_may_not_have_been_posted(
     shards: int, what: str
 ) -> None:
-    job = _job("asp", shards)
-    now_ns = _round(job, 10)
-    _push(job, BAD, now_ns)
-    _damage(job, what)
-    _combine(job)
-    assert job.arena.lane_state(BAD) == LANE_EXPELLED
+    job = _expelled(shards, what)
     _replace(job)
     _combine(job)
     counters = job.arena.counters(BAD)
