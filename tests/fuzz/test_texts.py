@@ -27,6 +27,7 @@ from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.processes.hosts import HostsOptions
 from fastps.telemetry.prometheus import parse_address
 from tests.fuzz.amount import fuzz
+from tests.support.variables import VARIABLES
 
 _NUMBERS = st.one_of(
     st.sampled_from(
@@ -47,17 +48,6 @@ _SPECS = st.one_of(
         st.lists(_NUMBERS, max_size=3),
         st.lists(st.tuples(st.sampled_from([*MODIFIERS, "low", "high", "c", "f"]), st.one_of(_NUMBERS, _TEXTS)), max_size=3),
     ),
-)
-_OF_FASTPS = (
-    *("FASTPS_RANK", "FASTPS_WORKERS", "FASTPS_JOB", "FASTPS_JOINS", "FASTPS_TIMEOUT", "FASTPS_STALL_MS", "FASTPS_MAX_WORKERS"),
-    *("FASTPS_MAX_READERS", "FASTPS_ON_WORKER_LOSS", "FASTPS_NONFINITE", "FASTPS_CHECKPOINT", "FASTPS_CHECKPOINT_EVERY"),
-    *("FASTPS_PLACEMENT", "FASTPS_KEEP_MEMORY", "FASTPS_GPUS", "CUDA_VISIBLE_DEVICES", "FASTPS_BUCKET_MB", "FASTPS_SERVER"),
-    *("FASTPS_NNODES", "FASTPS_NODE_RANK", "FASTPS_LOCAL_RANK", "FASTPS_LOCAL_WORKERS", "FASTPS_RENDEZVOUS", "FASTPS_LINK"),
-    *("FASTPS_NODE_TIMEOUT", "FASTPS_LOCAL_STEPS", "FASTPS_LOCAL_MIX", "FASTPS_OUTER_LR", "FASTPS_SECRET", "FASTPS_HOMES"),
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    *("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID", "SLURM_STEP_ID"),
-    *("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "JOB_COMPLETION_INDEX"),
 )
 _VALUES = st.one_of(_NUMBERS, _TEXTS, st.binary(max_size=100).map(os.fsdecode)).map(
     lambda text: text.replace("\0", "").replace("\ud800", "")
@@ -129,7 +119,7 @@ def test_any_environment_is_read_or_refused() -> None:
     ]
 
     def check(data: st.DataObject) -> None:
-        with _environment(data.draw(st.dictionaries(st.sampled_from(_OF_FASTPS), _VALUES, max_size=8))):
+        with _environment(data.draw(st.dictionaries(st.sampled_from(VARIABLES), _VALUES, max_size=8))):
             for read in readers:
                 _refused(read)
 

@@ -4,46 +4,36 @@ import pytest
 
 from fastps.errors import UsageError
 from fastps.job.environment import identity, job_name, joins, rank, world_size
+from tests.job.conftest import Environment
 
-VARIABLES = ("FASTPS_RANK", "RANK", "LOCAL_RANK", "FASTPS_WORKERS", "WORLD_SIZE", "FASTPS_JOB", "FASTPS_JOINS")
 TORCHRUN = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*VARIABLES, *TORCHRUN, "TORCHELASTIC_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def _set(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-
+@pytest.mark.usefixtures("environment")
 def test_without_a_launcher_a_process_is_alone_in_a_job_of_its_own() -> None:
     assert (rank(), world_size(), joins()) == (0, 1, False)
     assert identity().job != identity().job
 
 
-def test_the_variables_of_fastps_come_before_those_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    _set(monkeypatch, RANK="3", WORLD_SIZE="4", LOCAL_RANK="2")
+def test_the_variables_of_fastps_come_before_those_of_torchrun(environment: Environment) -> None:
+    environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "2"})
     assert (rank(), world_size()) == (3, 4)
-    _set(monkeypatch, FASTPS_RANK="1", FASTPS_WORKERS="2", FASTPS_JOB="mnist")
+    environment({"FASTPS_RANK": "1", "FASTPS_WORKERS": "2", "FASTPS_JOB": "mnist"})
     assert (rank(), world_size(), identity().name, job_name(2)) == (1, 2, "mnist", "mnist.2")
 
 
-def test_what_the_script_says_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    _set(monkeypatch, FASTPS_RANK="1", FASTPS_WORKERS="2", FASTPS_JOB="mnist")
+def test_what_the_script_says_comes_first(environment: Environment) -> None:
+    environment({"FASTPS_RANK": "1", "FASTPS_WORKERS": "2", "FASTPS_JOB": "mnist"})
     found = identity("other", 4, 5)
     assert (found.name, found.rank, found.workers) == ("other", 4, 5)
 
 
-def test_workers_of_one_torchrun_find_one_name_and_a_restart_finds_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    _set(monkeypatch, RANK="0", WORLD_SIZE="2", **TORCHRUN)
+def test_workers_of_one_torchrun_find_one_name_and_a_restart_finds_another(environment: Environment) -> None:
+    environment({"RANK": "0", "WORLD_SIZE": "2"}, TORCHRUN)
     first = identity().name
-    monkeypatch.setenv("RANK", "1")
+    environment({"RANK": "1"})
     assert identity().name == first
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    environment({"TORCHELASTIC_RESTART_COUNT": "1"})
     assert identity().name != first
 
 
@@ -59,9 +49,7 @@ def test_workers_of_one_torchrun_find_one_name_and_a_restart_finds_another(monke
     ({"FASTPS_JOB": "\udcff"}, "printable text"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, "neither FASTPS_JOB nor torchrun's variables"),
 ])  # fmt: skip
-def test_variables_that_make_no_worker_are_refused(
-    variables: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _set(monkeypatch, **variables)
+def test_variables_that_make_no_worker_are_refused(variables: dict[str, str], sentence: str, environment: Environment) -> None:
+    environment(variables)
     with pytest.raises(UsageError, match=sentence):
         identity()

@@ -8,6 +8,7 @@ from fastps.errors import UsageError
 from fastps.job.environment import identity, rank, world_size
 from fastps.job.launchers import Launched, LauncherPlace, first_host, launched, launcher_place, tasks_of_nodes
 from fastps.job.nodes import Nodes, nodes_of_environment
+from tests.job.conftest import Environment
 
 SLURM = {
     "SLURM_JOB_ID": "812", "SLURM_STEP_ID": "3", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
@@ -19,45 +20,29 @@ OPEN_MPI = {
     "PMIX_NAMESPACE": "prterun-a-1@1", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1",
 }  # fmt: skip
+ONE_TASK = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
 HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-CLEARED = (
-    *("FASTPS_RANK", "FASTPS_WORKERS", "FASTPS_NNODES", "FASTPS_RENDEZVOUS", "FASTPS_JOB", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    *("GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
-)
 
 
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (*SLURM, *OPEN_MPI, *HYDRA, *CLEARED):
-        monkeypatch.delenv(name, raising=False)
-    return monkeypatch
-
-
-def _set(environment: pytest.MonkeyPatch, *variables: dict[str, str]) -> None:
-    for each in variables:
-        for name, value in each.items():
-            environment.setenv(name, value)
-
-
-def test_a_step_of_slurm_counts_and_not_its_whole_job(environment: pytest.MonkeyPatch) -> None:
-    _set(environment, SLURM)
+def test_a_step_of_slurm_counts_and_not_its_whole_job(environment: Environment) -> None:
+    environment(SLURM)
     assert (rank(), world_size()) == (5, 11)
     nodes = nodes_of_environment()
     assert nodes == Nodes(3, 1, 1, 4, "node01", 20000 + (812 * 64 + 3) % 10000, launched=launched())
 
 
-def test_the_processes_of_one_launch_derive_one_job_and_those_of_another_step_another(environment: pytest.MonkeyPatch) -> None:
-    _set(environment, SLURM)
+def test_the_processes_of_one_launch_derive_one_job_and_those_of_another_step_another(environment: Environment) -> None:
+    environment(SLURM)
     first = identity().job
-    environment.setenv("SLURM_PROCID", "6")
+    environment({"SLURM_PROCID": "6"})
     assert identity().job == first
-    environment.setenv("SLURM_STEP_ID", "4")
+    environment({"SLURM_STEP_ID": "4"})
     assert identity().job != first
 
 
 @pytest.mark.parametrize("variables", [OPEN_MPI, HYDRA])
-def test_mpi_says_which_process_and_not_which_node(environment: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
-    _set(environment, variables, {"FASTPS_RENDEZVOUS": "a:7000"})
+def test_mpi_says_which_process_and_not_which_node(environment: Environment, variables: dict[str, str]) -> None:
+    environment(variables, {"FASTPS_RENDEZVOUS": "a:7000"})
     assert (rank(), world_size()) == (2, 3)
     nodes = nodes_of_environment()
     assert nodes is not None
@@ -65,8 +50,8 @@ def test_mpi_says_which_process_and_not_which_node(environment: pytest.MonkeyPat
     assert (nodes.host, nodes.port) == ("a", 7000)
 
 
-def test_processes_of_one_node_are_a_job_of_one_node(environment: pytest.MonkeyPatch) -> None:
-    _set(environment, OPEN_MPI, {"OMPI_COMM_WORLD_LOCAL_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "2"})
+def test_processes_of_one_node_are_a_job_of_one_node(environment: Environment) -> None:
+    environment(OPEN_MPI, {"OMPI_COMM_WORLD_LOCAL_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "2"})
     assert nodes_of_environment() is None
     assert (identity().rank, identity().workers) == (2, 3)
 
@@ -76,48 +61,44 @@ def test_processes_of_one_node_are_a_job_of_one_node(environment: pytest.MonkeyP
     {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "1"},  # torchrun in one
     {"RANK": "5", "WORLD_SIZE": "8"},
 ])  # fmt: skip
-def test_a_launcher_inside_a_process_of_slurm_counts(environment: pytest.MonkeyPatch, inner: dict[str, str]) -> None:
-    _set(environment, SLURM, inner)
+def test_a_launcher_inside_a_process_of_slurm_counts(environment: Environment, inner: dict[str, str]) -> None:
+    environment(SLURM, inner)
     assert launched() is None
     assert nodes_of_environment() is None
     assert world_size() == int(inner.get("FASTPS_WORKERS", inner.get("WORLD_SIZE", "")))
 
 
-def test_a_script_that_repeats_slurms_numbers_for_torch_is_still_slurms(environment: pytest.MonkeyPatch) -> None:
-    _set(environment, SLURM, {"RANK": "5", "WORLD_SIZE": "11", "MASTER_ADDR": "node01", "MASTER_PORT": "29500"})
+def test_a_script_that_repeats_slurms_numbers_for_torch_is_still_slurms(environment: Environment) -> None:
+    environment(SLURM, {"RANK": "5", "WORLD_SIZE": "11", "MASTER_ADDR": "node01", "MASTER_PORT": "29500"})
     nodes = nodes_of_environment()
     assert nodes is not None
     assert (nodes.count, nodes.number) == (3, 1)
 
 
-def test_a_batch_script_of_slurm_is_one_process(environment: pytest.MonkeyPatch) -> None:
+def test_a_batch_script_of_slurm_is_one_process(environment: Environment) -> None:
     """It has SLURM_PROCID and the numbers of the whole job, and no step."""
-    _set(environment, {name: value for name, value in SLURM.items() if "STEP" not in name})
+    environment({name: value for name, value in SLURM.items() if "STEP" not in name})
     assert (rank(), world_size(), nodes_of_environment()) == (0, 1, None)
 
 
-def test_a_step_of_one_task_is_alone(environment: pytest.MonkeyPatch) -> None:
-    one = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
-    _set(environment, SLURM, one)
+def test_a_step_of_one_task_is_alone(environment: Environment) -> None:
+    environment(SLURM, ONE_TASK)
     assert launched() is None
     assert identity().job != identity().job, "several may run side by side"
 
 
 @pytest.mark.parametrize("variables", [OPEN_MPI, HYDRA])
 def test_several_processes_that_mpi_starts_inside_a_step_of_one_task_are_one_job(
-    environment: pytest.MonkeyPatch, variables: dict[str, str]
+    environment: Environment, variables: dict[str, str]
 ) -> None:
-    one = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
-    _set(environment, SLURM, one, variables)
+    environment(SLURM, ONE_TASK, variables)
     assert (rank(), world_size()) == (2, 3)
 
 
-def test_a_local_rank_beside_slurms_numbers_is_not_the_rank(environment: pytest.MonkeyPatch) -> None:
-    _set(environment, SLURM, {"LOCAL_RANK": SLURM["SLURM_LOCALID"]})
+def test_a_local_rank_beside_slurms_numbers_is_not_the_rank(environment: Environment) -> None:
+    environment(SLURM, {"LOCAL_RANK": SLURM["SLURM_LOCALID"]})
     assert (rank(), world_size()) == (5, 11)
-    environment.setenv("SLURM_STEP_NUM_TASKS", "1")
-    environment.setenv("SLURM_STEP_TASKS_PER_NODE", "1")
-    environment.setenv("SLURM_NODEID", "0")
+    environment(ONE_TASK)
     assert rank() == 1, "Lightning started this process"
 
 
@@ -127,19 +108,17 @@ def test_a_local_rank_beside_slurms_numbers_is_not_the_rank(environment: pytest.
     ({**SLURM, "SLURM_LOCALID": "x"}, "expected SLURM_LOCALID to be a whole number, found 'x'"),
     (OPEN_MPI, "set FASTPS_RENDEZVOUS=HOST:PORT for all of them"),
 ])  # fmt: skip
-def test_variables_that_say_too_little_are_refused(
-    environment: pytest.MonkeyPatch, variables: dict[str, str], message: str
-) -> None:
-    _set(environment, variables)
+def test_variables_that_say_too_little_are_refused(environment: Environment, variables: dict[str, str], message: str) -> None:
+    environment(variables)
     with pytest.raises(UsageError, match=re.escape(message)):
         nodes_of_environment()
 
 
-def test_a_launch_without_a_name_is_refused(environment: pytest.MonkeyPatch) -> None:
-    _set(environment, HYDRA)
+def test_a_launch_without_a_name_is_refused(environment: Environment) -> None:
+    environment(HYDRA)
     with pytest.raises(UsageError, match="gives their launch no name: set FASTPS_JOB"):
         identity()
-    environment.setenv("FASTPS_RENDEZVOUS", "a:7000")
+    environment({"FASTPS_RENDEZVOUS": "a:7000"})
     assert identity().rank == 2
 
 

@@ -12,6 +12,7 @@ from fastps.job.disciplines import DISCIPLINES
 from fastps.job.nodes import Nodes, address, check_policy, nodes_of_environment
 from fastps.job.options import NodePolicy
 from fastps.job.specs import parse_policy
+from tests.job.conftest import Environment
 
 OWN = {
     "FASTPS_NNODES": "2", "FASTPS_NODE_RANK": "1", "FASTPS_RENDEZVOUS": "[fd77::1]:29400", "FASTPS_LOCAL_RANK": "2",
@@ -23,23 +24,15 @@ TORCHRUN = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (*OWN, *TORCHRUN, "FASTPS_WITHIN", "FASTPS_ON_NODE_LOSS", "FASTPS_NODE_TIMEOUT", "FASTPS_LINK_DTYPE"):
-        monkeypatch.delenv(name, raising=False)
-    return monkeypatch
-
-
-def test_one_node_has_no_nodes(environment: pytest.MonkeyPatch) -> None:
+def test_one_node_has_no_nodes(environment: Environment) -> None:
     assert nodes_of_environment() is None
-    environment.setenv("GROUP_WORLD_SIZE", "1")
+    environment({"GROUP_WORLD_SIZE": "1"})
     assert nodes_of_environment() is None
 
 
 @pytest.mark.parametrize(("variables", "host", "port"), [(OWN, "fd77::1", 29400), (TORCHRUN, "node0", 29500)])
-def test_both_launchers_say_the_same(environment: pytest.MonkeyPatch, variables: dict[str, str], host: str, port: int) -> None:
-    for name, value in variables.items():
-        environment.setenv(name, value)
+def test_both_launchers_say_the_same(environment: Environment, variables: dict[str, str], host: str, port: int) -> None:
+    environment(variables)
     assert nodes_of_environment() == Nodes(2, 1, 2, 3, host, port)
 
 
@@ -51,9 +44,8 @@ def test_both_launchers_say_the_same(environment: pytest.MonkeyPatch, variables:
     ("FASTPS_NODE_TIMEOUT", "0.1", "--node-timeout (FASTPS_NODE_TIMEOUT) to be a number of 1 to 3600 seconds, found '0.1'"),
     ("FASTPS_NODE_TIMEOUT", "soon", "(FASTPS_NODE_TIMEOUT) to be a number of 1 to 3600 seconds, found 'soon'"),
 ])  # fmt: skip
-def test_a_wrong_value_is_named(environment: pytest.MonkeyPatch, name: str, value: str, message: str) -> None:
-    for each, text in {**OWN, name: value}.items():
-        environment.setenv(each, text)
+def test_a_wrong_value_is_named(environment: Environment, name: str, value: str, message: str) -> None:
+    environment(OWN, {name: value})
     with pytest.raises(UsageError, match=re.escape(message)):
         nodes_of_environment()
 
@@ -88,16 +80,14 @@ def test_every_discipline_makes_sense_between_nodes_or_says_why_not(name: str) -
             check_policy(policy, of)
 
 
-def test_a_policy_survives_the_environment(environment: pytest.MonkeyPatch) -> None:
+def test_a_policy_survives_the_environment(environment: Environment) -> None:
     policy = NodePolicy("asp", "continue", 7.5, "int8")
-    for name, value in policy.environment().items():
-        environment.setenv(name, value)
+    environment(policy.environment())
     assert NodePolicy.of_environment() == policy
 
 
-def test_an_optimizer_that_is_told_its_workers_is_of_no_node(environment: pytest.MonkeyPatch) -> None:
-    for name, value in OWN.items():
-        environment.setenv(name, value)
+def test_an_optimizer_that_is_told_its_workers_is_of_no_node(environment: Environment) -> None:
+    environment(OWN)
     weights = torch.nn.Parameter(torch.zeros(1))
     with fastps.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), workers=1) as optimizer:
         weights.grad = torch.ones(1)

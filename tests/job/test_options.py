@@ -11,26 +11,20 @@ import fastps
 from fastps.cli.main import app
 from fastps.errors import UsageError
 from fastps.job.options import OPTIONS, NodePolicy, Range, value_of
+from tests.job.conftest import Environment
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for variable in (*OPTIONS, *NodePolicy().environment()):
-        monkeypatch.delenv(variable, raising=False)
-    return monkeypatch
-
-
-def test_an_argument_counts_before_the_variable_and_that_before_the_default(environment: pytest.MonkeyPatch) -> None:
+def test_an_argument_counts_before_the_variable_and_that_before_the_default(environment: Environment) -> None:
     assert value_of("FASTPS_MAX_READERS") == 8
-    environment.setenv("FASTPS_MAX_READERS", "3")
+    environment({"FASTPS_MAX_READERS": "3"})
     assert (value_of("FASTPS_MAX_READERS"), value_of("FASTPS_MAX_READERS", 0)) == (3, 0)
-    environment.setenv("FASTPS_SERVER", "process")
+    environment({"FASTPS_SERVER": "process"})
     assert (value_of("FASTPS_SERVER", ""), value_of("FASTPS_SERVER", "workers")) == ("process", "workers")
 
 
 @pytest.mark.parametrize("variable", OPTIONS)
-def test_an_empty_variable_is_the_default(environment: pytest.MonkeyPatch, variable: str) -> None:
-    environment.setenv(variable, "")
+def test_an_empty_variable_is_the_default(environment: Environment, variable: str) -> None:
+    environment({variable: ""})
     assert value_of(variable) == OPTIONS[variable].default
 
 
@@ -44,21 +38,19 @@ def test_an_empty_variable_is_the_default(environment: pytest.MonkeyPatch, varia
     ("FASTPS_CHECKPOINT_EVERY", "1.5", "expected checkpoint_every to be a whole number of 0 or more updates, found '1.5'"),
 ])  # fmt: skip
 def test_a_value_that_is_none_is_refused_by_the_name_that_gave_it(
-    environment: pytest.MonkeyPatch, variable: str, given: Any, sentence: str
+    environment: Environment, variable: str, given: Any, sentence: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
         value_of(variable, given)
     assert str(caught.value).startswith(sentence)
-    environment.setenv(variable, str(given))
+    environment({variable: str(given)})
     with pytest.raises(UsageError, match=f"expected {variable} to be "):
         value_of(variable)
 
 
 @pytest.mark.parametrize("variable", OPTIONS)
-def test_nonsense_is_an_error_in_a_job_that_would_not_need_the_variable_too(
-    environment: pytest.MonkeyPatch, variable: str
-) -> None:
-    environment.setenv(variable, "nonsense")
+def test_nonsense_is_an_error_in_a_job_that_would_not_need_the_variable_too(environment: Environment, variable: str) -> None:
+    environment({variable: "nonsense"})
     with pytest.raises(UsageError, match=f"expected {variable} to be "):
         fastps.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
 
