@@ -1,14 +1,13 @@
 """The fault cases of one node, each with a test named after its number in the project's list; more of each lies where named.
 
-Deaths and joins of every scheme are in test_membership.py, checkpoints in test_checkpoint.py, hostile bytes in
-kernels/test_answer.py. The cases that need several nodes (7 to 10, 12) are not here.
+Deaths and joins of every scheme are in test_membership.py, checkpoints in test_checkpoint.py. The cases that need several nodes
+(7 to 10, 12) are not here.
 """
 
 import mmap
 import os
 import select
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -334,15 +333,7 @@ def test_case_21_zero_sizes_frozen_parameters_and_missing_gradients_are_taken() 
         assert (frozen.tolist(), used.tolist()) == ([1.0] * 3, [0.0] * 3)
 
 
-def test_case_22_garbage_at_a_workers_name_changes_nothing() -> None:
-    with _store(1) as store, store.attach(0) as worker:
-        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 200, b"", b"\x00" * 7 + b"\x7f" + b"\xff" * 64):
-            with socket.socket(socket.AF_UNIX) as client:
-                client.connect(rendezvous.place_name(store.job, 0))
-                client.sendall(garbage)
-        worker.step(ONES)
-        rendezvous.connect(store.job, 0, 10, store.layout.text().encode()).close()
-        assert (store.version, _weights(store)) == (1, [0.0] * 12)
+# Case 22 (garbage at a worker's name changes nothing) is in kernels/memory/test_rendezvous.py and fuzz/test_attach_messages.py.
 
 
 # Case 23 (an index out of bounds is named and never followed) is in test_expelled_workers.py.

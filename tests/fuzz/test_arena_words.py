@@ -163,13 +163,16 @@ class Life:
         return self.outcomes
 
     def close(self) -> None:
-        for worker in self._workers.values():
+        for rank in list(self._workers):
+            self._end(rank, "it failed")
+        self.store.close()
+
+    def _end(self, rank: int, failure: str) -> None:
+        if rank in self._workers:
             try:
-                worker.close("it failed")
+                self._workers.pop(rank).close(failure)
             except Error as error:
                 self.outcomes.append(type(error).__name__)
-        self._workers.clear()
-        self.store.close()
 
     def _guarded(self, action: str, rank: int) -> None:
         if action not in ("join", "look") and rank not in self._workers:
@@ -178,12 +181,7 @@ class Life:
             getattr(self, "_" + action)(rank)
         except Error as error:
             self.outcomes.append(type(error).__name__)
-            worker = self._workers.pop(rank, None)
-            if worker is not None:
-                try:
-                    worker.close(str(error))
-                except Error as again:
-                    self.outcomes.append(type(again).__name__)
+            self._end(rank, str(error))
 
     def _join(self, rank: int) -> None:
         if rank not in self._workers:

@@ -185,20 +185,6 @@ def test_no_descriptor_would_reach_a_program_that_is_started(job: str, memory: i
         found.close()
 
 
-def test_nothing_is_leaked_over_many_asks(job: str, memory: int) -> None:
-    with _listener(job, memory):
-        before = descriptors.opened()
-        for _ in range(200):
-            _ask_and_close(job)
-            with pytest.raises(rendezvous.LayoutDiffers):
-                _ask(job, layout=b"another")
-            with pytest.raises(rendezvous.AbiDiffers):
-                _ask(job, abi=ABI + 1)
-            with pytest.raises(rendezvous.Absent):
-                _ask(job, 1)
-        assert descriptors.settle(before) == before
-
-
 # -- differences ---------------------------------------------------------------------------------------------------------
 
 

@@ -362,6 +362,8 @@ def test_disciplines_are_compared_on_the_same_computing_times() -> None:
     ({"burst": "1s:2s"}, {}, "--burst: expected EVERY:LENGTH:FACTOR"),
     ({"bandwidth": "10Gbit"}, {}, "--bandwidth needs --model-bytes"),
     ({"bandwidth": "10furlongs", "model_bytes": "1MB"}, {}, "--bandwidth: expected a rate per second"),
+    ({"service_rate": "1GB"}, {}, "--service-rate needs --model-bytes"),
+    ({"service_time": "5"}, {}, "--service-time: expected a time such as 10ms"),
     ({"late_pull": "2:1s"}, {}, "--late-pull: expected a number of 0 to 1"),
     ({}, {"workers": 0}, "--workers: expected 1 to"),
     ({}, {"steps": 0}, "--steps: expected 1 to"),

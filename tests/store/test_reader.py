@@ -55,66 +55,29 @@ def _check(reader: WeightsReader) -> None:
         assert values.min() == values.max() == expected, f"{name} of version {expected}: {values.min()} to {values.max()}"
 
 
-def _read(job: str, last: int) -> int:
-    """Update without a pause until version `last`; return the number of versions seen."""
-    seen: set[int] = set()
-    with _open(job) as reader:
-        while reader.version < last:
-            over = reader.version in seen and reader.over
-            reader.pull()
-            _check(reader)
-            assert reader.version == last or not over
-            seen.add(reader.version)
-    return len(seen)
-
-
-def _ready(work: Callable[[int], Any]) -> tuple[processes.Child, int]:
-    """Start a child, and wait until it writes a byte to the descriptor that `work` gets."""
-    mine, theirs = os.pipe()
-    child = processes.start(lambda: work(theirs))
-    os.close(theirs)
-    assert os.read(mine, 1) == b"r"
-    os.close(mine)
-    return child, child.process_id
-
-
-def _read_and_hold(job: str) -> tuple[processes.Child, int]:
+def _read_and_hold(job: str) -> processes.Child:
     """A child that reads one version and holds it until it is killed."""
 
-    def work(ready: int) -> None:
+    def work(ready: Callable[[], object]) -> None:
         with _open(job) as reader:
             _check(reader)
-            os.write(ready, b"r")
+            ready()
             while True:
                 time.sleep(1)
                 _check(reader)
 
-    return _ready(work)
+    return processes.start_ready(work)
 
 
 @pytest.fixture
-def killed() -> Iterator[list[int]]:
-    """Processes to kill at the end, stopped or not."""
-    found: list[int] = []
+def killed() -> Iterator[list[processes.Child]]:
+    """Children to kill at the end, stopped or not."""
+    found: list[processes.Child] = []
     yield found
-    for process_id in found:
-        os.kill(process_id, signal.SIGKILL)
-        os.waitpid(process_id, 0)
+    processes.kill(*found)
 
 
 # -- what is read --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("sync", "server"), [("asp", "process"), (f"asp,shards={SHARDS}", "workers")])
-def test_eight_readers_without_a_pause_see_one_version_a_shard(sync: str, server: str) -> None:
-    workers, steps = 2, 150
-    with _store(sync=sync, workers=workers, server=server) as store:
-        readers = processes.start_each(lambda _: _read(store.job, workers * steps), 8)
-        children = processes.start_each(lambda rank: _train(store, rank, steps), workers)
-        seen = processes.results([*readers, *children], 60)[:8]
-        assert min(seen) >= 1 and sum(seen) > 8, "no reader saw two versions"
-        assert store.version == workers * steps
 
 
 def test_a_version_stays_until_the_next_update() -> None:
@@ -146,9 +109,8 @@ def test_a_job_has_the_readers_buffer_only_when_a_reader_comes() -> None:
 
 
 def test_weights_cannot_be_written() -> None:
-    with _store() as store, _open(store.job) as reader:
-        with pytest.raises(ValueError, match="read-only"):
-            reader.weights["a"][0] = 1.0
+    with _store() as store, _open(store.job) as reader, pytest.raises(ValueError, match="read-only"):
+        reader.weights["a"][0] = 1.0
 
 
 # -- nobody waits for a reader -------------------------------------------------------------------------------------------
@@ -156,14 +118,13 @@ def test_weights_cannot_be_written() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", ["ssp:1", f"psp:1,1,shards={SHARDS}"])
-def test_eight_stopped_readers_of_eight_versions_delay_nobody(sync: str, killed: list[int]) -> None:
+def test_eight_stopped_readers_of_eight_versions_delay_nobody(sync: str, killed: list[processes.Child]) -> None:
     with _store(sync=sync, workers=2) as store, store.attach(0) as worker:
         other = processes.start(lambda: _train(store, 1, 60))
         worker.wait_for_start()
         for _ in range(8):
-            _, process_id = _read_and_hold(store.job)
-            killed.append(process_id)
-            os.kill(process_id, signal.SIGSTOP)
+            killed.append(_read_and_hold(store.job))
+            os.kill(killed[-1].process_id, signal.SIGSTOP)
             _steps(worker, 3)
         began = time.monotonic()
         _steps(worker, 36)
@@ -173,18 +134,16 @@ def test_eight_stopped_readers_of_eight_versions_delay_nobody(sync: str, killed:
         assert took_s < 5, "36 steps take some ms"
         with pytest.raises(fastps.AttachError, match="a free place of 8 for readers, found none"):
             _open(store.job)
-        for process_id in killed:
-            os.kill(process_id, signal.SIGCONT)
+        for child in killed:
+            os.kill(child.process_id, signal.SIGCONT)
         time.sleep(1.2)  # each looks at its version again
-        for process_id in killed:
-            assert psutil.Process(process_id).is_running()
-            assert psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE, "a reader saw two versions"
+        assert all(processes.runs(child.process_id) for child in killed), "a reader saw two versions"
 
 
 def test_the_place_of_a_killed_reader_is_free() -> None:
     with _store(max_readers=1) as store, store.attach(0) as worker:
         for _ in range(5):
-            child, _ = _read_and_hold(store.job)
+            child = _read_and_hold(store.job)
             _steps(worker, 2)
             with pytest.raises(fastps.AttachError, match="a free place of 1 for readers, found none; close a reader"):
                 _open(store.job)
@@ -195,16 +154,10 @@ def test_the_place_of_a_killed_reader_is_free() -> None:
             assert reader.version == store.version
 
 
-def test_a_readers_child_does_not_keep_its_place(killed: list[int]) -> None:
+def test_a_readers_child_does_not_keep_its_place(killed: list[processes.Child]) -> None:
     with _store(max_readers=1) as store, store.attach(0):
         reader = _open(store.job)
-
-        def sleep(ready: int) -> None:
-            os.write(ready, b"r")
-            time.sleep(60)
-
-        _, process_id = _ready(sleep)
-        killed.append(process_id)
+        killed.append(processes.start_ready(lambda ready: (ready(), time.sleep(60))))
         reader.close()
         with _open(store.job):
             pass
@@ -222,18 +175,17 @@ def test_a_forked_child_is_told_to_open_its_own() -> None:
 
 
 def test_wait_returns_at_the_version_and_at_the_end_of_the_job() -> None:
-    with _store(workers=1) as store:
-        with _open(store.job) as reader:
-            child = processes.start(lambda: _train(store, 0, 40))
-            assert reader.wait(25)
-            reader.pull()
-            assert reader.version >= 25
-            assert not reader.wait(1000, timeout_s=30)
-            assert reader.over
-            reader.pull()
-            assert reader.version == 40
-            _check(reader)
-            processes.finish([child], 10)
+    with _store(workers=1) as store, _open(store.job) as reader:
+        child = processes.start(lambda: _train(store, 0, 40))
+        assert reader.wait(25)
+        reader.pull()
+        assert reader.version >= 25
+        assert not reader.wait(1000, timeout_s=30)
+        assert reader.over
+        reader.pull()
+        assert reader.version == 40
+        _check(reader)
+        processes.finish([child], 10)
 
 
 @pytest.mark.sampled(2)
@@ -269,15 +221,15 @@ def test_the_weights_outlive_the_job(end: int | None) -> None:
 def _waits_for_each(job: str, last: int) -> processes.Child:
     """A child that waits for every version until `last`, as a process that sleeps."""
 
-    def work(ready: int) -> None:
+    def work(ready: Callable[[], object]) -> None:
         with _open(job) as reader:
-            os.write(ready, b"r")
+            ready()
             while reader.version < last:
                 assert reader.wait(timeout_s=60)
                 reader.pull()
                 _check(reader)
 
-    return _ready(work)[0]
+    return processes.start_ready(work)
 
 
 @pytest.mark.timing

@@ -27,9 +27,9 @@ MOST_PUSHES = 2**23  # beyond twice that, a float32 does not hold each version
 _LIMIT_S = 3000.0
 
 
-def _store(sync: str) -> fastps.Store:
+def _store(sync: str, server: str) -> fastps.Store:
     weights = {name: np.zeros(length, np.float32) for name, length in LENGTHS.items()}
-    return fastps.Store.create(weights, fastps.SGD(lr=1.0), sync=sync, workers=WORKERS)
+    return fastps.Store.create(weights, fastps.SGD(lr=1.0), sync=sync, workers=WORKERS, server=server)
 
 
 def _push_until(store: fastps.Store, rank: int, is_over: Callable[[], bool]) -> int:
@@ -63,13 +63,14 @@ def _is_whole(values: npt.NDArray[np.float32], version: int) -> bool:
     return bool((values == np.float32(version)).all())
 
 
-@pytest.mark.parametrize(("sync", "looks"), [
-    ("asp", 20_000),
-    pytest.param(f"asp,shards={SHARDS}", LOOKS, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+@pytest.mark.parametrize(("sync", "server", "looks"), [
+    ("asp", "workers", 20_000),
+    ("asp", "process", 2_000),
+    pytest.param(f"asp,shards={SHARDS}", "workers", LOOKS, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
 ])  # fmt: skip
-def test_no_look_sees_two_versions_in_one_shard(sync: str, looks: int) -> None:
+def test_no_look_sees_two_versions_in_one_shard(sync: str, server: str, looks: int) -> None:
     over = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)
-    with _store(sync) as store:
+    with _store(sync, server) as store:
         workers = processes.start_each(lambda rank: _push_until(store, rank, lambda: bool(over[0])), WORKERS)
         readers = [processes.start(lambda: _look(store.job, looks // READERS)) for _ in range(READERS)]
         processes.finish(readers, _LIMIT_S)

@@ -86,6 +86,16 @@ def ended(work: Callable[[], Any], timeout_s: float = 60.0) -> Child:
     return child
 
 
+def start_ready(work: Callable[[Callable[[], object]], Any]) -> Child:
+    """Fork a child, and wait until it calls the function that `work` gets."""
+    mine, theirs = os.pipe()
+    child = start(lambda: work(lambda: os.write(theirs, b"r")))
+    os.close(theirs)
+    assert os.read(mine, 1), "the child ended before it was ready"
+    os.close(mine)
+    return child
+
+
 def kill(*children: Child) -> None:
     """Kill children, and wait for their ends."""
     for child in children:

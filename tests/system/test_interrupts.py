@@ -25,25 +25,22 @@ def _interrupt() -> None:
 
 def test_interrupts_are_raised_once_the_context_is_left() -> None:
     before, noted = signal.getsignal(signal.SIGINT), Noted()
-    with pytest.raises(KeyboardInterrupt):
-        with deferred_interrupts(noted):
-            _interrupt()
-            _interrupt()
-            assert noted.numbers == [signal.SIGINT] * 2
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts(noted):
+        _interrupt()
+        _interrupt()
+        assert noted.numbers == [signal.SIGINT] * 2
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_interrupt_takes_the_place_of_an_error_that_it_caused() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        with deferred_interrupts(Noted()):
-            _interrupt()
-            raise ValueError
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts(Noted()):
+        _interrupt()
+        raise ValueError
 
 
 def test_error_passes_where_nobody_interrupts() -> None:
-    with pytest.raises(ValueError):
-        with deferred_interrupts(Noted()):
-            raise ValueError
+    with pytest.raises(ValueError), deferred_interrupts(Noted()):
+        raise ValueError
 
 
 def test_handler_of_the_program_is_called_too() -> None:
@@ -54,10 +51,9 @@ def test_handler_of_the_program_is_called_too() -> None:
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            with deferred_interrupts(Noted()):
-                _interrupt()
-                assert called == []
+        with pytest.raises(KeyboardInterrupt), deferred_interrupts(Noted()):
+            _interrupt()
+            assert called == []
         assert called == [signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) is note
     finally:
@@ -92,11 +88,10 @@ def test_start_of_processes_is_not_cut_short_by_a_signal_that_another_thread_get
     thread = threading.Thread(target=is_over.wait)
     thread.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
-            with ignored_by_children():
-                signal.pthread_kill(thread.ident or 0, signal.SIGINT)
-                time.sleep(0.05)
-                is_started = True
+        with pytest.raises(KeyboardInterrupt), ignored_by_children():
+            signal.pthread_kill(thread.ident or 0, signal.SIGINT)
+            time.sleep(0.05)
+            is_started = True
         assert is_started
     finally:
         is_over.set()

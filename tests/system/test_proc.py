@@ -1,9 +1,9 @@
 """Processes are looked at by their files under /proc: their names are anybody's, and they may end meanwhile."""
 
 import ctypes
-import os
 import signal
 import subprocess
+from collections.abc import Callable
 
 import pytest
 
@@ -13,23 +13,18 @@ from tests.support import processes
 
 @pytest.mark.parametrize("name", [b"a) T 1", b"\xff\xfe", b"x\ny", b") ) )", b" "])
 def test_a_name_with_anything_in_it_does_not_hide_what_a_process_does(name: bytes) -> None:
-    reader, writer = os.pipe()
-
-    def work() -> None:
+    def work(ready: Callable[[], object]) -> None:
         ctypes.CDLL(None).prctl(15, name, 0, 0, 0)  # PR_SET_NAME
-        os.write(writer, b"x")
+        ready()
         signal.pause()
 
-    child = processes.start(work)
-    assert os.read(reader, 1) == b"x"
+    child = processes.start_ready(work)
     try:
         assert proc.processor_time(child.process_id) not in ("", "stopped")
         processes.stop(child.process_id)
         assert proc.processor_time(child.process_id) == "stopped"
     finally:
         processes.kill(child)
-        os.close(reader)
-        os.close(writer)
     assert proc.processor_time(child.process_id) == "", "it has ended"
 
 

@@ -8,6 +8,7 @@ import contextlib
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,8 @@ def fold_on_device(
 
 
 def fold_by_reference(job: Job, mode: int, gradients: list[Any], fold: Callable[..., Any] = reference.fold) -> Result:
-    pushes = [(gradient, *push[1:]) for gradient, push in zip(gradients, job.pushes, strict=True)]
-    options: dict[str, Any] = {"scale": job.scale, "rate_scale": job.rate_scale}
-    if job.ema_decay is not None:
-        options |= {"ema_plane": len(job.state) - 1, "ema_decay": job.ema_decay}
-    found: Result = fold(job.row.rule, mode, job.segments, pushes, job.weights, job.state, job.steps, **options)
+    job = replace(job, pushes=[(gradient, *push[1:]) for gradient, push in zip(gradients, job.pushes, strict=True)])
+    found: Result = fold(job.row.rule, mode, *job.measures(), **job.options())
     return found
 
 

@@ -152,15 +152,6 @@ def test_a_damaged_policy_lets_nobody_attach() -> None:
 # -- descriptors, the commit word, orders ----------------------------------------------------------------
 
 
-def test_a_kept_push_that_names_another_slot_by_now_is_refused() -> None:
-    job = Job(2, POLICIES["bsp"])
-    job.post(0, 0.25, 10)
-    assert job.lanes[0].try_combine(10) == codes.DONE
-    job.write(job.header.lanes_offset + SIZES["lane"] + OFFSETS["descriptor.slot"], "<I", 1 << 30)  # of the first
-    job.post(1, 0.25, 20)
-    assert (job.lanes[1].try_combine(20), job.lanes[1].bad_lane) == (codes.BAD_DESCRIPTOR, 0)
-
-
 def test_a_buffer_that_the_arena_has_not_is_not_read() -> None:
     job = Job(2, POLICIES["asp"])
     commit = job.header.shard_headers_offset + OFFSETS["shard_header.commit"]

@@ -72,12 +72,6 @@ def test_sums_of_half_precision_are_made_in_single_precision(isa: str, gradient_
         assert found.tolist() == [sum(values)] * 17
 
 
-def test_an_unknown_type_of_gradient_is_refused() -> None:
-    arrays = np.zeros(17, np.float32), np.zeros((0, 17), np.float32), np.zeros(1, np.int64)
-    with pytest.raises(ValueError, match="status -3"):
-        compiled.fold(RULE_SGD, FOLD_SUM, [(0, 17, 0)], [], *arrays, gradient_type=4)
-
-
 # -- weights that a model reads as halves ----------------------------------------------------------
 
 
@@ -137,8 +131,10 @@ def test_a_fold_with_a_moving_average_writes_halves_too(mode: int) -> None:
     assert _same_halves(halves[inside], torch.from_numpy(weights[inside]).to(torch.bfloat16))
 
 
-def test_halves_of_an_unknown_type_or_another_length_are_refused() -> None:
+def test_gradients_and_halves_of_an_unknown_type_or_another_length_are_refused() -> None:
     arrays = np.zeros(17, np.float32), np.zeros((0, 17), np.float32), np.zeros(1, np.int64)
+    with pytest.raises(ValueError, match="status -3"):
+        compiled.fold(RULE_SGD, FOLD_SUM, [(0, 17, 0)], [], *arrays, gradient_type=4)
     with pytest.raises(ValueError, match="expected room for 17 halves, found 16"):
         compiled.fold(RULE_SGD, FOLD_SUM, [(0, 17, 0)], [], *arrays, halves_out=np.zeros(16, np.uint16), shown_type=FLOAT16)
     with pytest.raises(ValueError, match="status -3"):

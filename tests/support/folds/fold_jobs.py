@@ -205,12 +205,12 @@ class Job:
 
     def fold(self, mode: int, isa: str, ranges: Sequence[tuple[int, int]] | None = None) -> Result:
         """Fold with ordinary and with non-temporal stores; both must give the same bits."""
-        options = {**self._options(), "instruction_set": isa, "ranges": ranges}
+        options = {**self.options(), "instruction_set": isa, "ranges": ranges}
         if self.halves is not None:
             options |= {"halves_out": self.halves[0], "shown_type": self.halves[1]}
-        plain = compiled.fold(self.row.rule, mode, *self._measures(), **options)
+        plain = compiled.fold(self.row.rule, mode, *self.measures(), **options)
         written = self._take_halves()
-        streamed = compiled.fold(self.row.rule, mode, *self._measures(), **options, streaming=True)
+        streamed = compiled.fold(self.row.rule, mode, *self.measures(), **options, streaming=True)
         assert_same_bits(streamed, plain, "non-temporal stores")
         assert self.halves is None or written == self.halves[0].tobytes()
         return plain
@@ -224,12 +224,14 @@ class Job:
         return written
 
     def fold_by_reference(self, mode: int) -> Result:
-        return reference.fold(self.row.rule, mode, *self._measures(), **self._options())
+        return reference.fold(self.row.rule, mode, *self.measures(), **self.options())
 
-    def _measures(self) -> tuple[Any, ...]:
+    def measures(self) -> tuple[Any, ...]:
+        """What a fold takes by position, after the rule and the mode."""
         return self.segments, self.pushes, self.weights, self.state, self.steps
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        """What it takes by name."""
         options: dict[str, Any] = {"scale": self.scale, "rate_scale": self.rate_scale, "gradient_type": self.gradient_type}
         if self.ema_decay is not None:
             options |= {"ema_plane": len(self.state) - 1, "ema_decay": self.ema_decay}
