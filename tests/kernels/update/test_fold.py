@@ -14,40 +14,22 @@ from hypothesis import strategies as st
 
 from fastps.kernels.update import fold as compiled
 from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_ADAM, RULE_SGD
+from tests.support.folds import fold_jobs
 from tests.support.folds import fold_reference as reference
-from tests.support.folds.fold_jobs import (
-    ALL_ROWS,
-    GAP,
-    ISAS,
-    MODES,
-    ROWS,
-    SGD_ROWS,
-    SITUATIONS,
-    SOME_ROWS,
-    Floats,
-    Job,
-    Pushes,
-    Result,
-    Row,
-    any_jobs,
-    assert_is_the_references,
-    assert_same_bits,
-    bits,
-    make_job,
-    normal,
-    with_average,
-)
+from tests.support.folds.fold_jobs import ISAS, MODES, ROWS, SGD_ROWS, Job, Row, assert_same_bits, bits, make_job, with_average
 from tests.support.folds.fold_reference import Hyper
 from tests.support.sizes import sample_and_full
 
 
 def each_rule(test: Any) -> Any:
     """Run a test with two rows of each rule, each mode and instruction set; in `make test` with some."""
-    return pytest.mark.sampled(4)(ISAS(MODES(pytest.mark.parametrize("row", SOME_ROWS, ids=lambda row: row.name)(test))))
+    return pytest.mark.sampled(4)(
+        ISAS(MODES(pytest.mark.parametrize("row", fold_jobs.SOME_ROWS, ids=lambda row: row.name)(test)))
+    )
 
 
 def test_every_rule_of_the_fold_has_rows() -> None:
-    assert [name for name, number in compiled.RULES.items() if number not in {row.rule for row in ALL_ROWS}] == []
+    assert [name for name, number in compiled.RULES.items() if number not in {row.rule for row in fold_jobs.ALL_ROWS}] == []
 
 
 @pytest.mark.sampled(4)
@@ -57,8 +39,8 @@ def test_every_rule_of_the_fold_has_rows() -> None:
 @sample_and_full((1, 2, 5), range(1, 7), "counts")
 def test_compiled_fold_is_the_reference_bit_for_bit(row: Row, mode: int, counts: Sequence[int]) -> None:
     for pushes in counts:
-        for seed, situation in enumerate(SITUATIONS):
-            assert_is_the_references(make_job(row, pushes, situation, seed), mode, (pushes, situation))
+        for seed, situation in enumerate(fold_jobs.SITUATIONS):
+            fold_jobs.assert_is_the_references(make_job(row, pushes, situation, seed), mode, (pushes, situation))
 
 
 @ISAS
@@ -129,7 +111,7 @@ def adjoining(row: Row, pushes: int, situation: str, seed: int) -> Job:
 def test_segments_that_adjoin_are_folded_as_each_by_itself(row: Row, mode: int, isa: str) -> None:
     random = np.random.default_rng(1)
     for pushes in (1, 3):
-        for seed, situation in enumerate(SITUATIONS):
+        for seed, situation in enumerate(fold_jobs.SITUATIONS):
             job = adjoining(row, pushes, situation, seed)
             for decay in (None, 0.9):
                 averaged = job if decay is None else with_average(job, decay)
@@ -182,7 +164,7 @@ DECAYS = (0.9999, 0.9, 0.5, 0.25, 0.0)
 @ROWS
 @MODES
 def test_the_moving_average_is_the_references_bit_for_bit_and_disturbs_nothing(row: Row, mode: int) -> None:
-    for seed, situation in enumerate(SITUATIONS):
+    for seed, situation in enumerate(fold_jobs.SITUATIONS):
         plain = make_job(row, 3, situation, seed)
         job = with_average(plain, DECAYS[seed % len(DECAYS)])
         expected = job.fold_by_reference(mode)
@@ -197,7 +179,7 @@ def test_the_moving_average_has_the_bits_of_torch_lerp(decay: float) -> None:
     job = with_average(make_job(SGD_ROWS[3], 1, "in_all", seed=13, lengths=[3000]), decay)
     weights, state, _ = job.fold(FOLD_SUM, "auto")
     expected = torch.lerp(torch.from_numpy(job.state[-1]), torch.from_numpy(weights), 1 - decay).numpy()
-    span = slice(GAP, GAP + 3000)
+    span = slice(fold_jobs.GAP, fold_jobs.GAP + 3000)
     assert np.array_equal(bits(state[-1][span]), bits(expected[span]))
 
 
@@ -220,7 +202,7 @@ def test_each_moves_the_average_as_often_as_sums_of_one_push_would(row: Row, isa
     """Also for a parameter that some pushes, or all, have no gradient for: the average goes with versions."""
     for situation in ("own_loss_scales", "absent_in_one", "absent_in_all"):
         job = with_average(make_job(row, 5, situation, seed=15), 0.9)
-        now: Result = (job.weights, job.state, job.steps)
+        now: fold_jobs.Result = (job.weights, job.state, job.steps)
         for push in job.pushes:
             now = Job(row, job.segments, [push], *now, ema_decay=0.9).fold(FOLD_SUM, isa)
         assert_same_bits(job.fold(FOLD_EACH, isa), now, (isa, situation))
@@ -237,15 +219,15 @@ def test_a_fold_of_no_pushes_changes_nothing(mode: int, isa: str) -> None:
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(any_jobs(st.integers(0, 70) | st.integers(1000, 1100), st.none() | st.floats(0, 1)))
+@given(fold_jobs.any_jobs(st.integers(0, 70) | st.integers(1000, 1100), st.none() | st.floats(0, 1)))
 def test_any_floats_at_all_fold_as_the_reference_folds_them(drawn: tuple[Job, int]) -> None:
     with np.errstate(all="ignore"):
-        assert_is_the_references(*drawn)
+        fold_jobs.assert_is_the_references(*drawn)
 
 
-def almost_halfway(random: np.random.Generator, n: int) -> tuple[Floats, Floats, np.float32]:
+def almost_halfway(random: np.random.Generator, n: int) -> tuple[fold_jobs.Floats, fold_jobs.Floats, np.float32]:
     """Return c, a and b for which c + a * b is less than half a float from c, by too little for a double to tell."""
-    c = normal(random, n)
+    c = fold_jobs.normal(random, n)
     b = np.float32(2**-10 * (1 - 2**-23))
     a = np.spacing(c) * np.float32(2**9 * (1 + 2**-23)) * random.choice(np.array([-1, 1], np.float32), n)
     return c, a, b
@@ -254,7 +236,9 @@ def almost_halfway(random: np.random.Generator, n: int) -> tuple[Floats, Floats,
 def test_the_references_fused_multiply_add_rounds_once() -> None:
     random = np.random.default_rng(6)
     c, a, b = almost_halfway(random, 1000)
-    more = [normal(random, 3000) * np.float32(2) ** random.integers(-30, 30, 3000).astype(np.float32) for _ in range(3)]
+    more = [
+        fold_jobs.normal(random, 3000) * np.float32(2) ** random.integers(-30, 30, 3000).astype(np.float32) for _ in range(3)
+    ]
     first, second, third = (np.append(one, other) for one, other in zip(more, (a, np.broadcast_to(b, c.shape), c), strict=True))
     found = reference.fused_multiply_add(first, second, third)
     for x, y, z, rounded in zip(first.tolist(), second.tolist(), third.tolist(), found, strict=True):
@@ -271,7 +255,7 @@ def test_the_compiled_fused_multiply_add_rounds_once(isa: str) -> None:
     rounded_twice = (weights + gradient.astype(np.float64) * rate).astype(np.float32)
     assert np.count_nonzero(rounded_twice != weights) > 100
     hyper = SGD_ROWS[0].hyper._replace(learning_rate=float(-rate))
-    pushes: Pushes = [(gradient, [hyper], [True], 1.0, 1.0)]
+    pushes: fold_jobs.Pushes = [(gradient, [hyper], [True], 1.0, 1.0)]
     arguments = ([(0, 1000, 0)], pushes, weights, np.zeros((0, 1000), np.float32), np.zeros(1, np.int64))
     found, _, _ = compiled.fold(RULE_SGD, FOLD_SUM, *arguments, instruction_set=isa)
     assert np.array_equal(bits(found), bits(weights))

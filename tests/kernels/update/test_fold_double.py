@@ -14,20 +14,7 @@ from fastps.kernels.update.fold import FLOAT64, FOLD_SUM, HYPER_DOUBLE_PRODUCT, 
 from tests.kernels.update.test_fold_torch import steps_beside_torch
 from tests.support.folds import fold_jobs
 from tests.support.folds import fold_reference as reference
-from tests.support.folds.fold_jobs import (
-    ISAS,
-    MODES,
-    ROWS,
-    SGD_ROWS,
-    SITUATIONS,
-    Pushes,
-    Row,
-    assert_is_the_references,
-    assert_same_bits,
-    in_double,
-    make_job,
-    with_average,
-)
+from tests.support.folds.fold_jobs import ISAS, MODES, ROWS, SGD_ROWS, Row, assert_same_bits, make_job
 from tests.support.sizes import sample_and_full
 
 SIZES = (1, 7, 8, 9, 511, 512, 513)  # around the sizes of a vector (8 doubles) and of a tile (512)
@@ -40,21 +27,23 @@ SIZES = (1, 7, 8, 9, 511, 512, 513)  # around the sizes of a vector (8 doubles) 
 @sample_and_full((1, 3), range(1, 6), "counts")
 def test_compiled_fold_of_doubles_is_the_reference_bit_for_bit(row: Row, mode: int, counts: Any) -> None:
     for pushes in counts:
-        for seed, situation in enumerate(SITUATIONS):
-            job = in_double(make_job(row, pushes, situation, seed, SIZES))
-            weights, state, _ = assert_is_the_references(job, mode, (pushes, situation))
+        for seed, situation in enumerate(fold_jobs.SITUATIONS):
+            job = fold_jobs.in_double(make_job(row, pushes, situation, seed, SIZES))
+            weights, state, _ = fold_jobs.assert_is_the_references(job, mode, (pushes, situation))
             assert weights.dtype == state.dtype == np.float64
 
 
 @MODES
 def test_an_average_of_doubles_is_the_references(mode: int) -> None:
     for row in SGD_ROWS[3:5]:
-        assert_is_the_references(in_double(with_average(make_job(row, 3, "absent_in_one", 4, SIZES), 0.9)), mode)
+        fold_jobs.assert_is_the_references(
+            fold_jobs.in_double(fold_jobs.with_average(make_job(row, 3, "absent_in_one", 4, SIZES), 0.9)), mode
+        )
 
 
 @ISAS
 def test_ranges_of_one_fold_give_the_bits_of_the_whole(isa: str) -> None:
-    job = in_double(make_job(SGD_ROWS[3], 2, "in_all", 1, SIZES))
+    job = fold_jobs.in_double(make_job(SGD_ROWS[3], 2, "in_all", 1, SIZES))
     n = len(job.weights)
     assert_same_bits(job.fold(FOLD_SUM, isa, [(0, 64), (64, 640), (640, n)]), job.fold(FOLD_SUM, isa), isa)
 
@@ -123,7 +112,7 @@ def test_the_compiled_fused_multiply_add_of_doubles_rounds_once(isa: str) -> Non
     a, b, c = _almost_halfway(1000)
     for gradient, rate, weights in zip(a, b, c, strict=True):
         hyper = SGD_ROWS[0].hyper._replace(learning_rate=-float(rate))
-        pushes: Pushes = [(np.array([gradient]), [hyper], [True], 1.0, 1.0)]
+        pushes: fold_jobs.Pushes = [(np.array([gradient]), [hyper], [True], 1.0, 1.0)]
         found, _, _ = compiled.fold(
             RULE_SGD, FOLD_SUM, [(0, 1, 0)], pushes, np.array([weights]), np.zeros((0, 1)), np.zeros(1, np.int64),
             instruction_set=isa, gradient_type=FLOAT64,
@@ -132,7 +121,7 @@ def test_the_compiled_fused_multiply_add_of_doubles_rounds_once(isa: str) -> Non
 
 
 def test_arrays_of_the_other_type_and_users_rules_are_refused() -> None:
-    job = in_double(make_job(SGD_ROWS[0], 1, "in_all", 0, (8,)))
+    job = fold_jobs.in_double(make_job(SGD_ROWS[0], 1, "in_all", 0, (8,)))
     arguments = (job.segments, job.pushes, job.weights, job.state, job.steps)
     with pytest.raises(ValueError, match="Buffer dtype mismatch"):
         compiled.fold(RULE_SGD, FOLD_SUM, *arguments)
