@@ -149,12 +149,9 @@ def test_case_05_06_whoever_runs_the_server_dies_in_an_update_and_nothing_is_tor
 
     def work(store: fastps.Store, rank: int) -> None:
         with store.attach(rank) as worker:
-            worker.gradients["w"][:] = amount
             while True:
                 worker.gradients["w"][:] = amount
-                worker.push(store.hypers)
-                worker.advance()
-                worker.pull()
+                worker.step()
 
     for seed in range(3):
         store = fastps.Store.create(

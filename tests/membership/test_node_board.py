@@ -73,10 +73,7 @@ def test_a_reader_in_another_process_sees_whole_rows_only() -> None:
 
 
 def _row(node: int, count: int) -> NodeStatistics:
-    return NodeStatistics(
-        node, "x" * (count % 60), "live", count, count, count, count, count, count, count, count, count, count, count, count,
-        count, count, count,
-    )  # fmt: skip
+    return NodeStatistics(node, "x" * (count % 60), "live", *[count] * 15)
 
 
 def _read(job: str) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """What a lane wants while it waits: the machine is asked without a driver, a clock or another process."""
 
+from typing import Any
+
 from fastps.kernels.protocol import wait
 from fastps.kernels.protocol.lane import AWAITING, BAD_STATE, BUSY, DONE, KIND_LEAVE, UNSERVED, Lane
 from fastps.kernels.protocol.wait import Wait
@@ -16,10 +18,15 @@ def _wait(lane: Lane) -> Wait:
     return found
 
 
+def _waiting(lanes: int, policy: dict[str, Any], **measures: Any) -> tuple[Job, Wait]:
+    """A job, and such a wait of its first lane."""
+    job = Job(lanes, policy, **measures)
+    return job, _wait(job.lanes[0])
+
+
 def test_a_worker_that_waits_for_a_step_combines_for_the_others() -> None:
-    job = Job(2, BSP)
+    job, waits = _waiting(2, BSP)
     job.post(0, 1.0, NOW_NS)
-    waits = _wait(job.lanes[0])
     waits.begin_step(2, 1, NOW_NS)
     assert waits.want(NOW_NS) == wait.REST
     job.post(1, 1.0, NOW_NS)  # worker 1 does not combine
@@ -29,8 +36,7 @@ def test_a_worker_that_waits_for_a_step_combines_for_the_others() -> None:
 
 
 def test_a_step_that_is_granted_in_the_first_rest_needs_no_driver() -> None:
-    job = Job(2, BSP)
-    waits = _wait(job.lanes[0])
+    job, waits = _waiting(2, BSP)
     job.post(0, 1.0, NOW_NS)
     assert not waits.take_step(2, 1, NOW_NS) and not job.arena.version, "a first rest combines nothing"
     job.post(1, 1.0, NOW_NS)
@@ -42,8 +48,7 @@ def test_a_step_that_is_granted_in_the_first_rest_needs_no_driver() -> None:
 
 
 def test_a_driver_is_told_to_check_the_peers_once_a_slice_and_the_lane_combines_after_it() -> None:
-    job = Job(2, BSP)
-    waits = _wait(job.lanes[0])
+    job, waits = _waiting(2, BSP)
     waits.begin_step(2, 0, NOW_NS)
     late_ns = NOW_NS + wait.SLICE
     assert [waits.want(now_ns) for now_ns in (NOW_NS, late_ns - 1, late_ns, late_ns)] == [
@@ -56,16 +61,14 @@ def test_a_driver_is_told_to_check_the_peers_once_a_slice_and_the_lane_combines_
 
 
 def test_a_wait_is_not_over_while_the_lane_holds_a_fold_for_a_helper() -> None:
-    job = Job(1, ASP)
-    waits = _wait(job.lanes[0])
+    _, waits = _waiting(1, ASP)
     waits.settle(AWAITING, NOW_NS)
     assert waits.want(NOW_NS) == wait.REST and waits.held and waits.is_awake
     assert waits.want(NOW_NS) == wait.NOTHING and not waits.held, "the next combine ends it"
 
 
 def test_what_a_driver_tells_is_the_outcome_of_the_next_combine() -> None:
-    job = Job(2, BSP)
-    waits = _wait(job.lanes[0])
+    _, waits = _waiting(2, BSP)
     for outcome, wanted in ((DONE, wait.NOTHING), (BUSY, wait.NOTHING), (BAD_STATE, wait.FAILURE)):
         waits.settle(outcome, NOW_NS)
         assert waits.want(NOW_NS) == wanted
@@ -76,9 +79,8 @@ def test_what_a_driver_tells_is_the_outcome_of_the_next_combine() -> None:
 
 
 def test_a_wait_of_the_drivers_own_pauses_and_leaves_the_lane_alone() -> None:
-    job = Job(1, ASP)
+    job, waits = _waiting(1, ASP)
     job.post(0, 1.0, NOW_NS)
-    waits = _wait(job.lanes[0])
     waits.begin_own(1_234, NOW_NS)
     assert waits.want(NOW_NS) == waits.want(NOW_NS) == wait.PAUSE
     assert waits.slice_ns == 1_234 and job.arena.version == 0
@@ -131,9 +133,8 @@ def test_a_worker_whose_server_has_ended_is_told_to_take_over() -> None:
 
 
 def test_no_wait_ends_between_the_servers_end_and_the_lanes_own_combine() -> None:
-    job = Job(1, ASP, servers=1)
+    job, waits = _waiting(1, ASP, servers=1)
     job.post(0, 1.0, NOW_NS)
-    waits = _wait(job.lanes[0])
     waits.begin_step(0, 0, NOW_NS)  # reached from the start
     waits.tell(UNSERVED)
     assert waits.want(NOW_NS) == wait.TAKE_OVER
@@ -141,9 +142,8 @@ def test_no_wait_ends_between_the_servers_end_and_the_lanes_own_combine() -> Non
 
 
 def test_a_lane_that_was_expelled_waits_no_longer() -> None:
-    job = Job(2, BSP)
+    job, waits = _waiting(2, BSP)
     job.arena.claim(0, 1)
-    waits = _wait(job.lanes[0])
     waits.begin_step(2, 0, NOW_NS)
     assert waits.want(NOW_NS) == wait.REST
     job.arena.expel(0, 0)
