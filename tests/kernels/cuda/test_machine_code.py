@@ -1,6 +1,7 @@
 """What the CUDA compiler makes of every kernel: no spilled register, 16-byte loads, no atomic and no barrier. Needs nvcc."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,12 @@ def test_no_kernel_spills_and_five_blocks_share_a_multiprocessor(architecture: s
     most = {name: each.registers for name, each in found.items()}
     assert max(most.pop(f"fps_fold_adagrad_{dtype}") for dtype in DTYPES) <= FOUR_BLOCKS
     assert max(most.values()) <= FIVE_BLOCKS
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_no_kernel_has_a_warning(architecture: str, tmp_path: Path) -> None:
+    machine_code._compile(tmp_path, "", f"-arch={architecture}", "-cubin", "-Werror=all-warnings")
 
 
 @NEEDS_NVCC
