@@ -386,11 +386,6 @@ def test_every_usage_string_is_in_use(name: str, usage: str, specs: list[str]) -
         Scheduler(4, **policy.values(4))
 
 
-def test_a_fraction_that_is_long_stays_exact() -> None:
-    assert fastps.PSP(3, 0.12345678901).spec == "psp:3,0.12345678901"
-    assert fastps.R2SP(1 / 3).spec == f"r2sp:{1 / 3}"
-
-
 @pytest.mark.parametrize(
     ("spec", "links"), [("bsp", [0, 0, 0, 0]), ("adv:1", [0, 0, 1, 1]), ("adv*:1", [0, 1, 2, 3])], ids=["server", "tree", "own"]
 )

@@ -81,16 +81,6 @@ def test_200_steps_of_nadam_in_double_are_torchs_if_that_is_its_default_type(row
         assert difference < 1e-12, isa
 
 
-def test_the_product_of_momenta_in_double_is_one_product_a_step() -> None:
-    product, expected = 1.0, [1.0]
-    for step in range(1, 2001):
-        product *= reference.momentum(0.99, 4e-3, step)
-        expected.append(product)
-    for steps in [*range(50), 2000, 1999, 3, 700]:
-        assert compiled.mu_product(0.99, 4e-3, steps, True) == expected[steps]
-        assert compiled.mu_product(0.99, 4e-3, steps) == reference.mu_product(0.99, 4e-3, steps)
-
-
 def _almost_halfway(n: int) -> tuple[Any, Any, Any]:
     """Numbers a, b, c whose a * b + c rounds otherwise with one rounding than with two, or lies near such a place."""
     random = np.random.default_rng(6)
