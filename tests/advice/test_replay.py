@@ -5,7 +5,6 @@ torch's own optimizer, every loss that a worker saw comes out again: to the bit 
 near as sums in another order allow where several are one. So what stale gradients do to a run, the scheme does, not the store.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from fastps.processes.options import JobOptions
 from fastps.tracing.check import check
 from fastps.tracing.file import FOLDED, Lines, read
 from tests.support import processes
+from tests.support.scripts import program
 from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
 WORKERS, STEPS, BATCH = 4, 60, 8
@@ -151,10 +151,9 @@ def test_a_live_run_is_as_fast_and_as_stale_as_its_steps_played_again(
     sync: str, steps: int, least_s: float, tmp_path: Path
 ) -> None:
     """Four workers that sleep in place of computing, one of them three times as long, while all are at work."""
-    script, file = tmp_path / "sleeper.py", tmp_path / "run.trace"
-    script.write_text(SLEEPER)
+    file = tmp_path / "run.trace"
     options = JobOptions(variables={"FASTPS_SYNC": sync, "FASTPS_TRACE": str(file)})
-    assert Launcher([sys.executable, str(script), str(steps), str(least_s)], 4, options=options).run().exit_code == 0
+    assert Launcher([*program(tmp_path, SLEEPER), str(steps), str(least_s)], 4, options=options).run().exit_code == 0
     trace = read(file)
     steady = replay.steady_part(trace)
     cores = trace.header["machine"]["cores"]

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import re
 import resource
@@ -144,26 +145,24 @@ def test_a_process_answers_while_its_interpreter_is_busy(job: str) -> None:
 
 
 def test_a_forked_child_asks_its_parent_and_answers_for_itself(job: str, memory: int) -> None:
-    reader, writer = os.pipe()
+    answered = mmap.mmap(-1, 1)
 
     def work() -> tuple[int, int]:
         with _listener(job, memory, 1):
             asked = _ask_and_close(job, 0).process_id
-            os.read(reader, 1)
+            processes.wait_until(lambda: answered[0])
         return asked, os.getpid()
 
     with _listener(job, memory, 0):
         child = processes.start(work)
-        answered: list[rendezvous.Offer] = []
-        while not answered:
+        found: list[rendezvous.Offer] = []
+        while not found:
             with contextlib.suppress(rendezvous.Absent):
-                answered.append(_ask_and_close(job, 1))
-        os.write(writer, b".")
+                found.append(_ask_and_close(job, 1))
+        answered[0] = 1
         processes.finish([child], 10)
-    assert answered[0].process_id == child.process_id
+    assert found[0].process_id == child.process_id
     assert child.outcome == (os.getpid(), child.process_id)
-    os.close(reader)
-    os.close(writer)
 
 
 def test_two_jobs_do_not_meet(job: str, memory: int) -> None:

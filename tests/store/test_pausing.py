@@ -4,11 +4,11 @@ import fcntl
 import os
 import pty
 import subprocess
-import sys
 import termios
 from pathlib import Path
 
 from tests.support.commands import OF_A_JOB
+from tests.support.scripts import program
 
 SCRIPT = """
 from fastps.store import pausing
@@ -48,17 +48,15 @@ def answers(command: list[str], said: bytes) -> tuple[str, int]:
 
 
 def test_pdb_stops_in_the_script_and_reads_from_the_terminal(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    shown, code = answers([sys.executable, str(tmp_path / "script.py")], b"p 'found', loss\nn\np 'then', loss\nc\n")
+    shown, code = answers(program(tmp_path, SCRIPT), b"p 'found', loss\nn\np 'then', loss\nc\n")
     assert code == 0, shown
     assert "(worker 2, step 140)" in shown and "-> loss += 1" in shown
     assert "('found', 41)" in shown and "('then', 42)" in shown and "loss 42" in shown
 
 
 def test_without_a_terminal_the_step_cannot_be_paused(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
     found = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")],
+        program(tmp_path, SCRIPT),
         stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True, check=False,
     )  # fmt: skip
     assert found.returncode == 1

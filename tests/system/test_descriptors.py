@@ -2,6 +2,7 @@
 
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,11 @@ from fastps.system.descriptors import reserve
 from tests.support import descriptors, processes
 
 
-def _within(soft: int, hard: int, what: object) -> processes.Child:
+def _within(soft: int, hard: int, what: Callable[[], object]) -> processes.Child:
     """A forked child that calls `what` with these limits."""
 
     def work() -> object:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert callable(what)
         what()
         return resource.getrlimit(resource.RLIMIT_NOFILE)
 

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import psutil
 import pytest
 
 from fastps.system import memory_limits
+from tests.support.scripts import program
 
 MIB = 1 << 20
 Group = Callable[..., Path]
@@ -114,9 +114,9 @@ def limited() -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_a_worker_that_the_oom_killer_ended_is_named_so(limited: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import os, time\nhog = b'x' * (400 << 20) if os.environ['FASTPS_RANK'] == '1' else time.sleep(60)\n")
+    text = "import os, time\nhog = b'x' * (400 << 20) if os.environ['FASTPS_RANK'] == '1' else time.sleep(60)\n"
+    python, script = program(tmp_path, text)
     entering = f'echo $$ > {limited}/cgroup.procs && exec "$@"'
-    done = subprocess.run(["sh", "-c", entering, "sh", sys.executable, "-c", HOG, str(script)], capture_output=True, text=True)
+    done = subprocess.run(["sh", "-c", entering, "sh", python, "-c", HOG, script], capture_output=True, text=True)
     assert "ended by SIGKILL, by the kernel's OOM killer" in done.stdout, done
     assert done.stdout.count("SIGKILL") == 1, "the launcher ended the other worker"

@@ -7,7 +7,6 @@ import numpy as np
 
 from fastps import SGD, Store
 from fastps.kernels.protocol.lane import DONE, KIND_LEAVE, KIND_NULL, Lane
-from fastps.kernels.shm.arena import Arena
 from fastps.tracing.file import EVENT_DEATH, EVENT_DTYPE, EVENT_JOIN, EVENT_LEAVE, EVENT_NULL
 
 
@@ -55,10 +54,6 @@ def test_a_log_grows_with_its_file(tmp_path: Path) -> None:
         assert events_of(file)["position"].tolist() == list(range(9_000))
 
 
-def counts(arena: Arena) -> list[int]:
-    return [arena.counters(lane)["done"] for lane in range(2)]
-
-
 def test_deaths_and_joins_are_logged_and_played_again(tmp_path: Path) -> None:
     """A worker dies behind two pushes, and its lane's next owner comes before the second one is decided."""
     files = []
@@ -77,7 +72,7 @@ def test_deaths_and_joins_are_logged_and_played_again(tmp_path: Path) -> None:
                 assert lanes[0].play(0, [(-2, 400)]) == DONE, "worker 0 neither died nor joins"
             else:
                 assert lanes[0].try_combine(400) == DONE
-            assert counts(arena) == [0, 2]
+            assert [arena.counters(lane)["done"] for lane in range(2)] == [0, 2]
             events = events_of(files[-1])
             assert events["kind"].tolist() == [EVENT_NULL, EVENT_NULL, EVENT_DEATH, EVENT_JOIN]
             assert events["position"].tolist() == [0, 1, 2, 2] and events["at_ns"].tolist() == [100, 300, 400, 400]

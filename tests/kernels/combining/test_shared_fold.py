@@ -1,5 +1,6 @@
 """Folds that several processes share: the same bits whoever folds what, and whoever of them is stopped or killed meanwhile."""
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -7,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -82,21 +83,13 @@ def job() -> Job:
     return Job()
 
 
-class Soon:
+@contextlib.contextmanager
+def _soon(child: processes.Child, number: signal.Signals, rng: random.Random) -> Iterator[None]:
     """Send the child a signal at a random moment within the fold that is made inside the block (which releases the GIL)."""
-
-    def __init__(self, child: processes.Child, number: signal.Signals, rng: random.Random) -> None:
-        self._thread = threading.Thread(target=self._send, args=(child, number, rng.random() * 0.004))
-
-    def _send(self, child: processes.Child, number: signal.Signals, delay_s: float) -> None:
-        time.sleep(delay_s)
-        os.kill(child.process_id, number)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join()
+    timer = threading.Timer(rng.random() * 0.004, os.kill, (child.process_id, number))
+    timer.start()
+    yield
+    timer.join()
 
 
 @given(chunks=st.integers(1, 56), helpers=st.integers(0, 9))
@@ -183,7 +176,7 @@ def _fold_while_helpers_die(expected: list[bytes], rng: random.Random) -> int:
         child = processes.start(job.help_for_ever)
         time.sleep(0.002)
         job.post_step(0, step)
-        with Soon(child, signal.SIGKILL, rng):
+        with _soon(child, signal.SIGKILL, rng):
             outcome = job.lanes[0].try_combine()
         processes.kill(child)
         awaited += outcome == codes.AWAITING
@@ -200,7 +193,7 @@ def _fold_while_a_helper_is_stopped(expected: list[bytes], rng: random.Random) -
     try:
         for step in range(39):
             job.post_step(0, step)
-            with Soon(child, signal.SIGSTOP, rng):
+            with _soon(child, signal.SIGSTOP, rng):
                 outcome = job.lanes[0].try_combine()
             processes.await_stop(child.process_id)
             if outcome == codes.AWAITING and plain_arena.helps(job.memory, 1):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fastps.kernels.protocol.row_writer import RowWriter
 from fastps.kernels.shm.arena import Arena
+from fastps.kernels.shm.offsets import header_of
 from tests.support.plain_arena import BSP, Job, planned
 
 pytestmark = pytest.mark.unit
@@ -73,13 +74,7 @@ def test_a_table_of_impossible_measures_is_refused(tables: list[tuple[int, int, 
 
 def test_descriptions_of_tables_that_were_written_over_are_refused() -> None:
     memory, _ = _arena()
-    offset = _tables_offset(memory)
+    offset = header_of(memory)["tables_offset"]
     memory[offset : offset + 8] = (5_000).to_bytes(8, "little")
     with pytest.raises(ValueError, match="the arena's tables are damaged"):
         Arena(memory)
-
-
-def _tables_offset(memory: mmap.mmap) -> int:
-    from fastps.kernels.shm.offsets import header_of
-
-    return int(header_of(memory)["tables_offset"])
