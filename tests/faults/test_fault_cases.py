@@ -27,9 +27,9 @@ from tests.support.processes import wait_until
 W = ONES = {"w": np.ones(12, np.float32)}
 
 
-def _store(workers: int, sync: str = "asp", **options: Any) -> fastps.Store:
+def _store(workers: int, sync: str = "asp", weights: Any = W, **options: Any) -> fastps.Store:
     settings = {"on_worker_loss": "continue", "timeout_s": 20.0, **options}
-    return fastps.Store.create(options.pop("weights", W), fastps.SGD(lr=1.0), sync=sync, workers=workers, **settings)
+    return fastps.Store.create(weights, fastps.SGD(lr=1.0), sync=sync, workers=workers, **settings)
 
 
 def _attached(store: fastps.Store, rank: int, then: Callable[[fastps.Worker], Any]) -> processes.Child:
@@ -154,10 +154,7 @@ def test_case_05_06_whoever_runs_the_server_dies_in_an_update_and_nothing_is_tor
                 worker.step()
 
     for seed in range(3):
-        store = fastps.Store.create(
-            weights, fastps.SGD(lr=1.0, momentum=0.0), workers=3, sync="asp", on_worker_loss="continue", timeout_s=20
-        )
-        with store, store.attach(0) as worker:
+        with _store(3, weights=weights) as store, store.attach(0) as worker:
             children = [processes.start(lambda rank=rank, store=store: work(store, rank)) for rank in (1, 2)]
             wait_until(lambda store=store: min(store.arena.counters(lane)["posted"] for lane in (1, 2)) > 2)
             time.sleep(0.001 * np.random.default_rng(seed).random())

@@ -1,7 +1,7 @@
 """The board of nodes: what one process writes, others read whole; other bytes are no rows."""
 
+import contextlib
 import os
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -47,27 +47,14 @@ def test_another_process_reads_what_was_written(state: str, numbers: list[int], 
 def test_a_reader_in_another_process_sees_whole_rows_only() -> None:
     """Every number of a row is the same, so half of a new row shows."""
     job = f"board-{os.getpid()}"
-    board = NodeBoard(job, 2)
-    try:
+    with contextlib.closing(NodeBoard(job, 2)) as board:
         assert BoardView.of(job + "-x") is None
         board.write([_row(0, 1)])
-        reader = processes.start(lambda: _read(job))
-        ends = threading.Event()
-
-        def write() -> None:
-            count = 1
-            while not ends.is_set():
-                count += 1
-                board.write([_row(0, count), _row(1, count)])
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        processes.finish([reader], 30)
-        ends.set()
-        writer.join()
-    finally:
-        board.close()
-    looks, changes = reader.outcome
+        reader, count = processes.start(lambda: _read(job)), 1
+        while processes.runs(reader.process_id):
+            count += 1
+            board.write([_row(0, count), _row(1, count)])
+        [(looks, changes)] = processes.results([reader], 30)
     assert looks > 100 and changes > 10
     assert BoardView.of(job) is None
 
@@ -90,15 +77,12 @@ def _read(job: str) -> tuple[int, int]:
 
 def test_a_row_of_other_bytes_is_left_out() -> None:
     job = f"board-damaged-{os.getpid()}"
-    board = NodeBoard(job, 3)
-    try:
+    with contextlib.closing(NodeBoard(job, 3)) as board:
         board.write([_row(0, 5), _row(1, 5)])
         view = BoardView.of(job)
         assert view is not None and [row.node for row in view.rows()] == [0, 1]
         board._memory[64 + 256 + 50] ^= 1
         assert [row.node for row in view.rows()] == [0]
-    finally:
-        board.close()
 
 
 def test_other_memory_is_no_board() -> None:

@@ -11,11 +11,10 @@ import secrets
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -351,17 +350,15 @@ def test_a_killed_process_is_absent_at_once(job: str) -> None:
 
 
 def test_a_killed_process_is_absent_although_its_forked_child_lives(job: str, memory: int) -> None:
-    reader, writer = os.pipe()
-
-    def parent() -> None:
+    def parent(ready: Callable[[], object]) -> None:
         with _listener(job, memory):
-            if os.fork() == 0:
-                os.write(writer, struct.pack("=i", os.getpid()))
+            os.fork()
+            ready()
             time.sleep(60)
             os._exit(0)
 
-    process = processes.start(parent)
-    (grandchild,) = struct.unpack("=i", os.read(reader, 4))
+    process = processes.start_ready(parent)
+    [grandchild] = processes.children_of(process.process_id)
     grandchild_pidfd = os.pidfd_open(grandchild)
     try:
         try:
@@ -377,7 +374,7 @@ def test_a_killed_process_is_absent_although_its_forked_child_lives(job: str, me
     finally:
         signal.pidfd_send_signal(grandchild_pidfd, signal.SIGKILL)
         assert select.select([grandchild_pidfd], [], [], 10)[0]
-        for descriptor in (grandchild_pidfd, reader, writer, process.reader):
+        for descriptor in (grandchild_pidfd, process.reader):
             os.close(descriptor)
 
 

@@ -387,7 +387,9 @@ def test_what_does_not_fit_the_workers_or_shards_is_refused() -> None:
 
 def test_options_are_read_as_written() -> None:
     texts = SimulationTexts(compute="normal:10ms,2ms", speed=["0:2"], straggler=["0-1:3"], latency="50us", late_push="0.01:1s")
+    texts = replace(texts, service_time="5us", service_rate="4.8GB", update_time="1ms", model_bytes="1MB")
     simulation = read_simulation(texts, workers=4, seed=3)
+    assert (simulation.service_ns, simulation.service_rate, simulation.update_ns) == (5000, 4.8e9, 1_000_000)
     assert simulation.compute == ComputeModel("normal", 10e6, 2e6, {0: 1.5, 1: 3.0})
     assert (simulation.latency_ns, simulation.late_pushes) == (50_000, (0.01, 1_000_000_000))
 

@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -259,12 +259,10 @@ def test_a_sleeping_reader_survives_the_kill_of_combiners() -> None:
             processes.finish(others, 10)
             _steps(worker, 20)  # recovers the locks
             wanted = reader.newest + 30
-            sleeper = threading.Thread(target=lambda: seen.append(reader.wait(wanted, timeout_s=30)))
-            seen: list[bool] = []
-            sleeper.start()
-            _steps(worker, 40)
-            sleeper.join(30)
-            assert seen == [True]
+            with ThreadPoolExecutor(1) as threads:
+                seen = threads.submit(reader.wait, wanted, timeout_s=30)
+                _steps(worker, 40)
+            assert seen.result()
             reader.pull()
             _check(reader)
 

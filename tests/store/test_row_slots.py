@@ -1,7 +1,7 @@
 """Rows that a worker pushes of a job's tables, without torch: what is summed, what is refused, and what memory they take."""
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -112,11 +112,10 @@ def test_rows_are_collected_while_other_threads_run() -> None:
     """The collection releases the GIL."""
     table = np.zeros((300_000, 16), np.float32)
     with fastps.Store.create({"t": table}, fastps.SGD(lr=1.0), tables=["t"]) as store, store.attach(0) as worker:
-        slots, ticks, done = RowSlots(store, 0), 0, threading.Event()
+        slots, ticks = RowSlots(store, 0), 0
         numbers, values = np.arange(300_000), np.ones((300_000, 16), np.float32)
-        thread = threading.Thread(target=lambda: (slots.put(worker.slot, 0, numbers, values), done.set()))
-        thread.start()
-        while not done.is_set():
-            ticks += 1
-        thread.join()
-        assert ticks > 10
+        with ThreadPoolExecutor(1) as threads:
+            put = threads.submit(slots.put, worker.slot, 0, numbers, values)
+            while not put.done():
+                ticks += 1
+        assert ticks > 10 and put.exception() is None

@@ -1,8 +1,8 @@
 """Reductions against NumPy, and collectives between threads: every kind, any size, ranks that differ, fail and leave."""
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -111,21 +111,8 @@ class World:
 
     def run(self, member: Callable[[int, Exchange], None]) -> None:
         """Call `member(rank, exchange)` in a thread for each rank; raise what one raised."""
-        errors: list[BaseException] = []
-
-        def guarded(rank: int) -> None:
-            try:
-                member(rank, self.ranks[rank])
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        with ThreadPoolExecutor(self.size) as threads:
+            list(threads.map(member, range(self.size), self.ranks))
 
 
 def _run(

@@ -1,7 +1,7 @@
 """Shard locks on plain memory: commits, grants, pins, order of events, locks of the dead, and two threads at once."""
 
 import mmap
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -229,11 +229,8 @@ def test_threads_on_lanes_of_one_process_lose_no_push(policy: dict[str, Any], aw
             lane.pull()
         assert _wait_for(lane, 0, pushes, awake)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(workers) as threads:
+        list(threads.map(work, range(workers)))
     total = pushes if policy is BSP else workers * pushes
     assert job.arena.version == total or (policy is COMBINED and pushes <= job.arena.version <= total)
     assert sum(job.arena.counters(index)["folded"] for index in range(workers)) == workers * pushes

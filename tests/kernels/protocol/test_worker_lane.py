@@ -145,7 +145,7 @@ def test_lanes_that_there_are_not_are_refused() -> None:
         WorkerLane(Job(2, ASP).arena, 2)
 
 
-def _assert_refused(job: Job, calls: tuple[Callable[[int], object], ...], number: int, message: str) -> None:
+def _assert_refused(job: Job, calls: list[Callable[[int], object]], number: int, message: str) -> None:
     before = bytes(job.memory)
     for call in calls:
         with pytest.raises(IndexError, match=f"expected a {message}, found {number}"):
@@ -156,26 +156,14 @@ def _assert_refused(job: Job, calls: tuple[Callable[[int], object], ...], number
 def test_slots_shards_and_words_of_lanes_that_there_are_not_are_refused() -> None:
     job = Job(2, ASP)
     lane, arena = job.lanes[0], job.arena
-    of_slots = (
-        *(lambda slot: lane.set_presence(slot, bytes(8)), lane.set_versions),
-        lambda slot: lane.set_hyper(slot, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0),
-    )
-    of_shards = (
-        *(
-            lane.hold,
-            lane.spare,
-            lambda shard: lane.release(True, shard),
-            lane.granted,
-            lane.owner,
-            lane.shard_version,
-            lane.pull,
-        ),
-        *(lambda shard: arena.pin_version(0, shard), lambda shard: arena.unpin_version(0, shard)),
-    )
-    of_lanes = (
-        *(lambda lane: arena.claim(lane, 1), arena.joined, arena.finish, arena.leave, lambda lane: arena.mark_dead(lane, 0)),
-        *(lambda lane: arena.pin_version(lane, 0), lambda lane: arena.set_cores(lane, 0, 1), lane.recover_lock),
-    )
+    of_slots = [lambda slot: lane.set_presence(slot, bytes(8)), lane.set_versions]
+    of_slots += [lambda slot: lane.set_hyper(slot, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)]
+    of_shards = [lane.hold, lane.spare, lane.granted, lane.owner, lane.shard_version, lane.pull]
+    of_shards += [lambda shard: lane.release(True, shard)]
+    of_shards += [lambda shard: arena.pin_version(0, shard), lambda shard: arena.unpin_version(0, shard)]
+    of_lanes = [lambda lane: arena.claim(lane, 1), arena.joined, arena.finish, arena.leave, lane.recover_lock]
+    of_lanes += [lambda lane: arena.mark_dead(lane, 0), lambda lane: arena.pin_version(lane, 0)]
+    of_lanes += [lambda lane: arena.set_cores(lane, 0, 1)]
     _assert_refused(job, of_slots, 2, "slot of 0 to 1")
     _assert_refused(job, of_shards, 1, "shard of 0 to 0")
     _assert_refused(job, of_lanes, 2, "lane of 0 to 1")

@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from fastps.kernels.simulation.compute_time import ComputeTimes, exponential, lo
 
 MS = 1_000_000
 ONE = np.ones(1)
+INVERSE = statistics.NormalDist().inv_cdf
 
 
 def test_words_are_those_of_splitmix64() -> None:
@@ -26,19 +28,14 @@ def test_uniform_numbers_never_reach_an_end() -> None:
     assert statistics.fmean(found) == pytest.approx(0.5, abs=0.01)
 
 
-@pytest.mark.parametrize("x", [1e-300, 1e-9, 0.3, 0.7071, 1 - 1e-12, 1.0, 1.5, math.e, 1e9, 1e300])
-def test_logarithm_agrees_with_the_library(x: float) -> None:
-    assert logarithm(x) == pytest.approx(math.log(x), rel=5e-16, abs=1e-16)
-
-
-@pytest.mark.parametrize("x", [-700.0, -30.5, -1.0, -1e-9, 0.0, 0.1, 1.0, 2.5, 30.0, 700.0])
-def test_exponential_agrees_with_the_library(x: float) -> None:
-    assert exponential(x) == pytest.approx(math.exp(x), rel=1e-15)
-
-
-@pytest.mark.parametrize("p", [1e-15, 1e-6, 0.02, 0.075, 0.3, 0.5, 0.925, 0.999, 1 - 1e-12])
-def test_normal_quantile_agrees_with_the_library(p: float) -> None:
-    assert normal_quantile(p) == pytest.approx(statistics.NormalDist().inv_cdf(p), rel=1e-13, abs=1e-15)
+@pytest.mark.parametrize(("ours", "librarys", "rel", "at_zero", "places"), [
+    (logarithm, math.log, 5e-16, 1e-16, (1e-300, 1e-9, 0.3, 0.7071, 1 - 1e-12, 1.0, 1.5, math.e, 1e9, 1e300)),
+    (exponential, math.exp, 1e-15, 0.0, (-700.0, -30.5, -1.0, -1e-9, 0.0, 0.1, 1.0, 2.5, 30.0, 700.0)),
+    (normal_quantile, INVERSE, 1e-13, 1e-15, (1e-15, 1e-6, 0.02, 0.075, 0.3, 0.5, 0.925, 0.999, 1 - 1e-12)),
+], ids=["logarithm", "exponential", "normal quantile"])  # fmt: skip
+def test_functions_agree_with_the_librarys(ours: Any, librarys: Any, rel: float, at_zero: float, places: Any) -> None:
+    for place in places:
+        assert ours(place) == pytest.approx(librarys(place), rel=rel, abs=at_zero), place
 
 
 @pytest.mark.parametrize(("kind", "spread", "median", "mean"), [

@@ -7,7 +7,6 @@ import pytest
 
 from fastps.kernels.simulation.network import Network
 from fastps.kernels.simulation.server_queue import ServerQueue
-from fastps.lab.virtual.options import SimulationTexts, read_simulation
 from fastps.simulation.simulate import TRACE_KINDS
 from tests.oracles.asp import Asp
 from tests.oracles.bsp import Bsp
@@ -103,14 +102,6 @@ def test_the_simulator_serves_as_the_plain_server_does(spec: str, oracle: Any, s
 
 
 # -- usage -----------------------------------------------------------------------------------------
-
-
-def test_options_are_read() -> None:
-    texts = SimulationTexts(
-        compute="constant:10ms", service_time="5us", service_rate="4.8GB", update_time="1ms", model_bytes="1MB"
-    )
-    found = read_simulation(texts, workers=4)
-    assert (found.service_ns, found.service_rate, found.update_ns) == (5000, 4.8e9, 1_000_000)
 
 
 def test_a_table_of_times_that_does_not_fit_is_refused() -> None:
