@@ -57,6 +57,8 @@ def _launcher(folder: Path, text: str, imports: list[str] | None = None, **optio
 
 
 def _ended(outcome: Outcome) -> list[tuple[int, int, int | None]]:
+    """The rank, restart and exit code of each process of a job that ended well."""
+    assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
     return [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers]
 
 
@@ -67,9 +69,7 @@ def test_a_killed_worker_is_replaced_by_the_fork_server_and_the_job_ends_well(tm
         if launcher._forkserver is not None and launcher._forkserver.is_ready:
             (tmp_path / "ready").touch()
 
-    outcome = launcher.run(on_tick=look)
-    assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
-    assert _ended(outcome) == [(0, 0, 0), (1, 0, -9), (1, 1, 0)]
+    assert _ended(launcher.run(on_tick=look)) == [(0, 0, 0), (1, 0, -9), (1, 1, 0)]
     generation, is_forked, begun = (tmp_path / "worker-1").read_text().split()
     assert (generation, is_forked) == ("1", "True")
     assert int(begun) >= 10
@@ -96,9 +96,7 @@ for phase in range(2):
 
 @pytest.mark.slow
 def test_a_replaced_worker_0_makes_the_arena_of_the_next_optimizer(tmp_path: Path) -> None:
-    outcome = _launcher(tmp_path, PHASES, restarts=1).run()
-    assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
-    assert sorted(_ended(outcome)) == [(0, 0, -9), (0, 1, 0), (1, 0, 0)]
+    assert sorted(_ended(_launcher(tmp_path, PHASES, restarts=1).run())) == [(0, 0, -9), (0, 1, 0), (1, 0, 0)]
 
 
 NO_SHOW = """
@@ -118,8 +116,7 @@ for phase in range(2):
 def test_nobody_waits_for_workers_that_failed_before_they_attached_and_are_not_replaced(tmp_path: Path) -> None:
     """Worker 1 does not come to the first optimizer, worker 2 not to the second."""
     outcome = Launcher(program(tmp_path, NO_SHOW), 3, options=JobOptions(on_worker_loss="continue")).run()
-    assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
-    assert [worker.exit_code for worker in outcome.workers] == [0, -9, -9]
+    assert _ended(outcome) == [(0, 0, 0), (1, 0, -9), (2, 0, -9)]
     assert outcome.seconds < 60
 
 
@@ -169,9 +166,7 @@ def _lose_twice(folder: Path, before_second: Callable[[Launcher], None]) -> list
             before_second(launcher)
             (folder / "end-1").touch()
 
-    outcome = launcher.run(on_tick=look, tick_s=0.02)
-    assert outcome.exit_code == 0, [list(worker.errors.tail) for worker in outcome.workers]
-    assert _ended(outcome) == [(0, 0, 0), (1, 0, -9), (1, 1, -9), (1, 2, 0)]
+    assert _ended(launcher.run(on_tick=look, tick_s=0.02)) == [(0, 0, 0), (1, 0, -9), (1, 1, -9), (1, 2, 0)]
     return [(folder / f"life-{restart}").read_text().split() for restart in range(3)]
 
 

@@ -1,6 +1,7 @@
 """The pull thread of Rudra-adv*: what it has received can be taken at any time, and stays whole until then."""
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,9 +34,8 @@ def test_received_weights_are_taken_during_the_next_fetch_and_no_fold_writes_wha
             writer.step({"w": np.full(4, -2.0)})  # divided by n: each version adds 1
             wait_until(lambda: store.version == version)
 
-        def contents(buffer: int) -> list[float]:
-            view: list[float] = store.weight_views((buffer,))[0].tolist()
-            return view
+        def contents(buffer: int) -> list[Any]:
+            return list(store.weight_views((buffer,))[0])
 
         background = Background(reader.lane, link.make, SYSTEM_CLOCK)
         try:

@@ -140,8 +140,7 @@ def test_combined_pushes_are_numpys_sums_with_the_mean_learning_rate(sync: str, 
         fastps.trace(file),
         fastps.Store.create({"w": np.ones(500, np.float32)}, fastps.SGD(lr=1.0, momentum=0.5), sync=sync, workers=3) as store,
     ):
-        children = processes.start_each(lambda rank: _push_with_momentum(store, rank, steps), 3)
-        processes.results(children, 40)
+        processes.results(processes.start_each(lambda rank: _push_with_momentum(store, rank, steps), 3), 40)
         version, (buffers, _) = store.version, store.committed()
         found = store.weight_views(tuple(buffers))[0].copy()
     pushes = read(file).pushes

@@ -41,14 +41,13 @@ def test_workers_sums_are_those_of_one_process() -> None:
             return [value.reshape(-1).tolist() for value in worker.weights.values()]
 
     with fastps.Store.create(WEIGHTS, fastps.SGD(lr=0.1), workers=3) as store:
-        children = processes.start_each(work, 3)
-        processes.finish(children, 30)
-    assert children[0].outcome == children[1].outcome == children[2].outcome
+        first, *others = processes.results(processes.start_each(work, 3), 30)
+    assert others == [first] * 2
     expected = [value.copy() for value in WEIGHTS.values()]
     for step in range(50):
         for value, *gradients in zip(expected, *(_gradient(rank, step).values() for rank in range(3)), strict=True):
             value -= 0.1 * sum(gradients) / 3
-    for found, value in zip(children[0].outcome, expected, strict=True):
+    for found, value in zip(first, expected, strict=True):
         np.testing.assert_allclose(found, value.reshape(-1), rtol=0, atol=1e-13)
 
 

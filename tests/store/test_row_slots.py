@@ -89,9 +89,7 @@ def test_every_discipline_folds_each_push_of_rows_once(sync: str) -> None:
             return {name: array.copy() for name, array in worker.weights.items()}, [each["dropped"] for each in counters]
 
     with store:
-        children = processes.start_each(work, workers)
-        processes.results(children, 60)
-    found, dropped = children[0].outcome
+        found, dropped = processes.results(processes.start_each(work, workers), 60)[0]
     for table in ("t", "u"):
         own, common = found[table][:workers, 0], found[table][rows - 1, 0]
         assert np.allclose(own.sum(), common, atol=1e-4), "what each folds of its own, all fold of the common row"

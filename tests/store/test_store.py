@@ -6,6 +6,7 @@ import signal
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,8 +39,7 @@ def test_every_push_of_every_process_is_folded_exactly_once(sync: str) -> None:
     workers, steps = 4, 200
     weights = {"w": np.ones(1000, np.float32), "b": np.ones((3, 5), np.float32)}
     with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync=sync, workers=workers) as store:
-        children = processes.start_each(lambda rank: _steps(store, rank, steps), workers)
-        processes.results(children, 60)
+        processes.results(processes.start_each(lambda rank: _steps(store, rank, steps), workers), 60)
         assert store.version == (steps if sync == "bsp" else workers * steps)
         _, buffer, _ = store.arena.committed()
         assert set(store.weight_views(buffer)[0].tolist()) == {1.0 - store.version / 1024}
@@ -81,13 +81,11 @@ def test_a_second_push_waits_for_the_grant_before_it_writes_its_hyper_parameters
         for worker in workers:
             worker.gradients["w"][:] = 1.0
         workers[0].push(store.hypers)
-        again = threading.Thread(
-            target=workers[0].push, args=([hyper._replace(learning_rate=100.0) for hyper in store.hypers],)
-        )
-        again.start()
-        again.join(0.2)
-        workers[1].push(store.hypers)
-        again.join()
+        with ThreadPoolExecutor(1) as threads:
+            again = threads.submit(workers[0].push, [hyper._replace(learning_rate=100.0) for hyper in store.hypers])
+            time.sleep(0.2)
+            workers[1].push(store.hypers)
+        assert again.exception() is None
         assert store.version == 1 and store.weight_views(store.committed()[0])[0].tolist() == [-1.0, -1.0]
         for worker in workers:
             worker.close()
@@ -176,15 +174,14 @@ def test_gradients_that_are_written_before_the_grant_are_those_of_the_next_push(
 
 
 def test_ctrl_c_ends_a_wait() -> None:
-    with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0), workers=2) as store:
-        with store.attach(0) as worker:
-            timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
-            timer.start()
-            began = time.monotonic()
-            with pytest.raises(KeyboardInterrupt):
-                worker.step({"w": np.zeros(4)})
-            assert time.monotonic() - began < 2
-            timer.join()
+    with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0), workers=2) as store, store.attach(0) as worker:
+        timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            worker.step({"w": np.zeros(4)})
+        assert time.monotonic() - began < 2
+        timer.join()
 
 
 # -- bad input -------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from types import FrameType
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -44,17 +44,13 @@ def test_error_passes_where_nobody_interrupts() -> None:
 
 
 def test_handler_of_the_program_is_called_too() -> None:
-    called: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        called.append(number)
-
+    note = Noted()
     before = signal.signal(signal.SIGINT, note)
     try:
         with pytest.raises(KeyboardInterrupt), deferred_interrupts(Noted()):
             _interrupt()
-            assert called == []
-        assert called == [signal.SIGINT]
+            assert note.numbers == []
+        assert note.numbers == [signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) is note
     finally:
         signal.signal(signal.SIGINT, before)
@@ -71,16 +67,12 @@ def test_ignored_signal_stays_ignored() -> None:
 
 
 def test_other_threads_have_no_signal_handler() -> None:
-    handlers: list[object] = []
-
-    def enter() -> None:
+    def enter() -> object:
         with deferred_interrupts(Noted()):
-            handlers.append(signal.getsignal(signal.SIGINT))
+            return signal.getsignal(signal.SIGINT)
 
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert handlers == [signal.getsignal(signal.SIGINT)]
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(enter).result() == signal.getsignal(signal.SIGINT)
 
 
 def test_start_of_processes_is_not_cut_short_by_a_signal_that_another_thread_gets() -> None:

@@ -74,14 +74,8 @@ def fold_on_device(
     ]
     weights, state = aligned(job.weights), aligned(job.state)
     weights_out, state_out = aligned(np.zeros_like(weights)), aligned(np.zeros_like(state))
-    buffers = launch_args.Buffers(
-        weights.ctypes.data,
-        weights_out.ctypes.data,
-        state.ctypes.data,
-        state_out.ctypes.data,
-        len(weights),
-        halves.ctypes.data if halves is not None else 0,
-    )
+    addresses = [each.ctypes.data for each in (weights, weights_out, state, state_out)]
+    buffers = launch_args.Buffers(*addresses, len(weights), halves.ctypes.data if halves is not None else 0)
     tiles, flag = aligned(launch_args.tiles_of(shape)), nonfinite.ctypes.data if nonfinite is not None else 0
     launches, steps = launch_args.make_launches(
         shape, mode, pushes, job.steps, buffers, tiles.ctypes.data, factors=(job.scale, job.rate_scale), nonfinite=flag
