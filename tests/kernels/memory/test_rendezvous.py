@@ -189,7 +189,10 @@ def test_close_ends_the_thread_and_frees_the_name(name: bytes, memory: int) -> N
     assert descriptors.opened() == before
     with pytest.raises(ConnectionRefusedError):
         _client(name)
-    processes.wait_until(lambda: not _threads(), 5)  # the kernel lists a joined thread for a moment longer
+    deadline = time.monotonic() + 5  # the kernel lists a joined thread for a moment longer
+    while _threads() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not _threads()
     with _listener(name, memory):
         _seconds_to_answer(name)
 

@@ -10,7 +10,7 @@ import pytest
 from fastps.kernels.protocol import lane as codes
 from fastps.kernels.protocol.reader_pins import ReaderPins
 from fastps.kernels.shm.offsets import OFFSETS, header_of
-from tests.support import plain_arena, processes
+from tests.support import plain_arena
 
 LONG_NS = 60_000_000_000  # a missed wake would last so long
 LIMIT_S = 30.0
@@ -70,7 +70,10 @@ class Sleeper(threading.Thread):
 
 def _await(job: Job, wanted: int) -> None:
     """Wait until a reader says that it sleeps for the version; it sleeps a moment later."""
-    processes.wait_until(lambda: job.wanted == wanted, LIMIT_S, f"version {wanted} is not wanted")
+    deadline = time.monotonic() + LIMIT_S
+    while job.wanted != wanted:
+        assert time.monotonic() < deadline, f"expected version {wanted} to be wanted, found {job.wanted}"
+        time.sleep(0.0005)
     time.sleep(0.005)
 
 
