@@ -3,10 +3,9 @@
 Every push adds one to every weight, so all weights of a shard equal its version.
 """
 
+import mmap
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -188,32 +187,26 @@ def test_wait_returns_at_the_version_and_at_the_end_of_the_job() -> None:
         processes.finish([child], 10)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("end", [signal.SIGKILL, None])
-def test_the_weights_outlive_the_job(end: int | None) -> None:
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_the_weights_outlive_the_job(is_killed: bool) -> None:
     """All processes of the job end while the reader has its memory."""
-    code = (
-        "import numpy as np, sys, fastps\n"
-        "store = fastps.Store.create({'w': np.zeros(1000, np.float32)}, fastps.SGD(lr=1.0), job=sys.argv[1])\n"
-        "worker = store.attach(0)\n"
-        "[worker.step({'w': -np.ones(1000)}) for _ in range(5)]\n"
-        "print('ready', flush=True); sys.stdin.read(1); worker.close(); store.close()"
-    )
-    job = f"outlived-{os.getpid()}"
-    command = [sys.executable, "-c", code, job]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        with _open(job) as reader:
-            assert not reader.over
-            if end is None:
-                process.communicate(b"x", timeout=20)
-            else:
-                process.send_signal(end)
-                process.wait(20)
-            assert not reader.wait(6, timeout_s=30)
-            reader.pull()
-            assert reader.weights["w"].tolist() == [5.0] * 1000
+    job, told = f"outlived-{os.getpid()}", mmap.mmap(-1, 1)
+
+    def work(ready: Callable[[], object]) -> None:
+        with _store(job=job) as store, store.attach(0) as worker:
+            _steps(worker, 5)
+            ready()
+            processes.wait_until(lambda: told[0], 60)
+
+    child = processes.start_ready(work)
+    with _open(job) as reader:
+        assert not reader.over
+        told[0] = not is_killed
+        processes.kill(child) if is_killed else processes.results([child], 20)
+        assert not reader.wait(6, timeout_s=30)
+        reader.pull()
+        _check(reader)
+        assert reader.version == 5
     with pytest.raises(fastps.AttachError, match="found nobody"):
         WeightsReader(job, 0.1, SYSTEM_CLOCK)
 
