@@ -12,23 +12,7 @@ from hypothesis import strategies as st
 
 from fastps.job.update_rules import UPDATE_RULES
 from fastps.kernels.update import fold as compiled
-from fastps.kernels.update.fold import (
-    FOLD_EACH,
-    FOLD_SUM,
-    HYPER_AMSGRAD,
-    HYPER_CENTERED,
-    HYPER_DECOUPLED,
-    HYPER_MAXIMIZE,
-    HYPER_NESTEROV,
-    RULE_ADADELTA,
-    RULE_ADAGRAD,
-    RULE_ADAM,
-    RULE_ADAMAX,
-    RULE_NADAM,
-    RULE_RADAM,
-    RULE_RMSPROP,
-    RULE_SGD,
-)
+from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, HYPER_AMSGRAD, HYPER_CENTERED, HYPER_MAXIMIZE
 from tests.support.folds import fold_reference as reference
 from tests.support.folds.fold_reference import Hyper
 
@@ -72,112 +56,100 @@ class Row:
         return self.hyper._replace(learning_rate=0.03, momentum=0.0, weight_decay=0.02, beta1=beta1, flags=flags)
 
 
-def sgd_row(name: str, flags: int = 0, **options: Any) -> Row:
-    momentum, dampening, decay = (options.get(key, 0.0) for key in ("momentum", "dampening", "weight_decay"))
-    hyper = Hyper(0.1, momentum, dampening, decay, 0.0, 0.0, 0.0, 0.0, flags)
-    return Row(name, RULE_SGD, hyper, torch.optim.SGD, {"lr": 0.1, **options})
+# Of each optimizer: the fold's rule, torch's class, and the options of the rows that do not name them.
+_OPTIMIZERS: dict[str, tuple[int, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (compiled.RULE_SGD, torch.optim.SGD, {"lr": 0.1}),
+    "adam": (compiled.RULE_ADAM, torch.optim.Adam, {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}),
+    "adamw": (compiled.RULE_ADAM, torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
+    "adagrad": (compiled.RULE_ADAGRAD, torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-10}),
+    "rmsprop": (compiled.RULE_RMSPROP, torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.99, "eps": 1e-8}),
+    "nadam": (compiled.RULE_NADAM, torch.optim.NAdam, {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "momentum_decay": 4e-3}),
+    "radam": (compiled.RULE_RADAM, torch.optim.RAdam, {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}),
+    "adamax": (compiled.RULE_ADAMAX, torch.optim.Adamax, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}),
+    "adadelta": (compiled.RULE_ADADELTA, torch.optim.Adadelta, {"lr": 0.5, "rho": 0.9, "eps": 1e-6}),
+}
+_FIELDS = {
+    "lr": "learning_rate", "momentum": "momentum", "dampening": "dampening", "weight_decay": "weight_decay", "alpha": "beta2",
+    "rho": "beta2", "eps": "epsilon", "lr_decay": "learning_rate_decay", "momentum_decay": "learning_rate_decay",
+}  # fmt: skip
+_FLAGS = {
+    "maximize": HYPER_MAXIMIZE, "nesterov": compiled.HYPER_NESTEROV, "amsgrad": HYPER_AMSGRAD, "centered": HYPER_CENTERED,
+    "decoupled_weight_decay": compiled.HYPER_DECOUPLED,
+}  # fmt: skip
 
 
-def adam_row(name: str, flags: int = 0, beta1: float = 0.9, **options: Any) -> Row:
-    hyper = Hyper(0.01, 0.0, 0.0, options.get("weight_decay", 0.0), beta1, 0.999, 1e-8, 0.0, flags)
-    optimizer = torch.optim.AdamW if flags & HYPER_DECOUPLED else torch.optim.Adam
-    return Row(name, RULE_ADAM, hyper, optimizer, {"lr": 0.01, "betas": (beta1, 0.999), "weight_decay": 0.0, **options})
-
-
-def adagrad_row(name: str, flags: int = 0, **options: Any) -> Row:
-    decay, rate_decay = options.get("weight_decay", 0.0), options.get("lr_decay", 0.0)
-    hyper = Hyper(0.05, 0.0, 0.0, decay, 0.0, 0.0, 1e-10, rate_decay, flags)
-    return Row(name, RULE_ADAGRAD, hyper, torch.optim.Adagrad, {"lr": 0.05, **options})
-
-
-def rmsprop_row(name: str, flags: int = 0, alpha: float = 0.99, **options: Any) -> Row:
-    momentum, decay = options.get("momentum", 0.0), options.get("weight_decay", 0.0)
-    hyper = Hyper(0.01, momentum, 0.0, decay, 0.0, alpha, 1e-8, 0.0, flags)
-    return Row(name, RULE_RMSPROP, hyper, torch.optim.RMSprop, {"lr": 0.01, "alpha": alpha, **options})
-
-
-def nadam_row(name: str, flags: int = 0, beta1: float = 0.9, **options: Any) -> Row:
-    decay, momentum_decay = options.get("weight_decay", 0.0), options.get("momentum_decay", 4e-3)
-    hyper = Hyper(0.01, 0.0, 0.0, decay, beta1, 0.999, 1e-8, momentum_decay, flags)
-    return Row(name, RULE_NADAM, hyper, torch.optim.NAdam, {"lr": 0.01, "betas": (beta1, 0.999), **options})
-
-
-def radam_row(name: str, flags: int = 0, betas: tuple[float, float] = (0.9, 0.999), **options: Any) -> Row:
-    hyper = Hyper(0.01, 0.0, 0.0, options.get("weight_decay", 0.0), *betas, 1e-8, 0.0, flags)
-    return Row(name, RULE_RADAM, hyper, torch.optim.RAdam, {"lr": 0.01, "betas": betas, **options})
-
-
-def adamax_row(name: str, flags: int = 0, beta1: float = 0.9, **options: Any) -> Row:
-    hyper = Hyper(0.01, 0.0, 0.0, options.get("weight_decay", 0.0), beta1, 0.99, 1e-8, 0.0, flags)
-    return Row(name, RULE_ADAMAX, hyper, torch.optim.Adamax, {"lr": 0.01, "betas": (beta1, 0.99), **options})
-
-
-def adadelta_row(name: str, flags: int = 0, rho: float = 0.9, **options: Any) -> Row:
-    hyper = Hyper(0.5, 0.0, 0.0, options.get("weight_decay", 0.0), 0.0, rho, 1e-6, 0.0, flags)
-    return Row(name, RULE_ADADELTA, hyper, torch.optim.Adadelta, {"lr": 0.5, "rho": rho, **options})
+def _row(optimizer: str, name: str, **options: Any) -> Row:
+    """A row of an optimizer with these options of torch's. A flag is named only where it is set."""
+    rule, make, usual = _OPTIMIZERS[optimizer]
+    options = usual | options
+    beta1, beta2 = options.get("betas", (0.0, 0.0))
+    hyper = Hyper(0.0, 0.0, 0.0, 0.0, beta1, beta2, 0.0)
+    hyper = hyper._replace(**{_FIELDS[each]: value for each, value in options.items() if each in _FIELDS})
+    flags = sum(_FLAGS.get(each, 0) for each in options) | (compiled.HYPER_DECOUPLED if optimizer == "adamw" else 0)
+    return Row(name, rule, hyper._replace(flags=flags), make, options)
 
 
 SGD_ROWS = (
-    sgd_row("sgd"),
-    sgd_row("sgd-decay", weight_decay=0.01),
-    sgd_row("sgd-maximize", HYPER_MAXIMIZE, maximize=True),
-    sgd_row("momentum", momentum=0.9),
-    sgd_row("momentum-decay", momentum=0.9, weight_decay=0.01),
-    sgd_row("momentum-dampening", momentum=0.9, dampening=0.3),
-    sgd_row("momentum-all", HYPER_MAXIMIZE, momentum=0.9, dampening=0.3, weight_decay=0.01, maximize=True),
-    sgd_row("nesterov", HYPER_NESTEROV, momentum=0.9, nesterov=True),
-    sgd_row("nesterov-decay", HYPER_NESTEROV, momentum=0.9, weight_decay=0.01, nesterov=True),
+    _row("sgd", "sgd"),
+    _row("sgd", "sgd-decay", weight_decay=0.01),
+    _row("sgd", "sgd-maximize", maximize=True),
+    _row("sgd", "momentum", momentum=0.9),
+    _row("sgd", "momentum-decay", momentum=0.9, weight_decay=0.01),
+    _row("sgd", "momentum-dampening", momentum=0.9, dampening=0.3),
+    _row("sgd", "momentum-all", momentum=0.9, dampening=0.3, weight_decay=0.01, maximize=True),
+    _row("sgd", "nesterov", momentum=0.9, nesterov=True),
+    _row("sgd", "nesterov-decay", momentum=0.9, weight_decay=0.01, nesterov=True),
 )
 ADAM_ROWS = (
-    adam_row("adam"),
-    adam_row("adam-decay", weight_decay=0.1),
-    adam_row("adam-low-beta1", beta1=0.3),
-    adam_row("adam-half-beta1", beta1=0.5),
-    adam_row("adam-zero-beta1", beta1=0.0),
-    adam_row("adam-maximize", HYPER_MAXIMIZE, maximize=True),
-    adam_row("adamw", HYPER_DECOUPLED, weight_decay=0.1),
-    adam_row("adamw-without-decay", HYPER_DECOUPLED),
-    adam_row("adamw-low-beta1-maximize", HYPER_DECOUPLED | HYPER_MAXIMIZE, beta1=0.3, weight_decay=0.1, maximize=True),
-    adam_row("amsgrad", HYPER_AMSGRAD, amsgrad=True),
-    adam_row("amsgrad-decay-maximize", HYPER_AMSGRAD | HYPER_MAXIMIZE, amsgrad=True, weight_decay=0.1, maximize=True),
-    adam_row("amsgrad-adamw", HYPER_AMSGRAD | HYPER_DECOUPLED, amsgrad=True, weight_decay=0.1),
+    _row("adam", "adam"),
+    _row("adam", "adam-decay", weight_decay=0.1),
+    _row("adam", "adam-low-beta1", betas=(0.3, 0.999)),
+    _row("adam", "adam-half-beta1", betas=(0.5, 0.999)),
+    _row("adam", "adam-zero-beta1", betas=(0.0, 0.999)),
+    _row("adam", "adam-maximize", maximize=True),
+    _row("adamw", "adamw", weight_decay=0.1),
+    _row("adamw", "adamw-without-decay"),
+    _row("adamw", "adamw-low-beta1-maximize", betas=(0.3, 0.999), weight_decay=0.1, maximize=True),
+    _row("adam", "amsgrad", amsgrad=True),
+    _row("adam", "amsgrad-decay-maximize", amsgrad=True, weight_decay=0.1, maximize=True),
+    _row("adamw", "amsgrad-adamw", amsgrad=True, weight_decay=0.1),
 )
 ADAGRAD_ROWS = (
-    adagrad_row("adagrad"),
-    adagrad_row("adagrad-decays", weight_decay=0.01, lr_decay=0.05),
-    adagrad_row("adagrad-maximize", HYPER_MAXIMIZE, maximize=True),
+    _row("adagrad", "adagrad"),
+    _row("adagrad", "adagrad-decays", weight_decay=0.01, lr_decay=0.05),
+    _row("adagrad", "adagrad-maximize", maximize=True),
 )
 RMSPROP_ROWS = (
-    rmsprop_row("rmsprop"),
-    rmsprop_row("rmsprop-decay-low-alpha", alpha=0.4, weight_decay=0.01),
-    rmsprop_row("rmsprop-momentum", momentum=0.9),
-    rmsprop_row("rmsprop-centered", HYPER_CENTERED, centered=True),
-    rmsprop_row("rmsprop-centered-low-alpha", HYPER_CENTERED, alpha=0.4, centered=True),
-    rmsprop_row("rmsprop-all", HYPER_CENTERED | HYPER_MAXIMIZE, momentum=0.9, centered=True, weight_decay=0.01, maximize=True),
+    _row("rmsprop", "rmsprop"),
+    _row("rmsprop", "rmsprop-decay-low-alpha", alpha=0.4, weight_decay=0.01),
+    _row("rmsprop", "rmsprop-momentum", momentum=0.9),
+    _row("rmsprop", "rmsprop-centered", centered=True),
+    _row("rmsprop", "rmsprop-centered-low-alpha", alpha=0.4, centered=True),
+    _row("rmsprop", "rmsprop-all", momentum=0.9, centered=True, weight_decay=0.01, maximize=True),
 )
 NADAM_ROWS = (
-    nadam_row("nadam"),
-    nadam_row("nadam-decay-low-beta1", beta1=0.3, weight_decay=0.1),
-    nadam_row("nadam-no-momentum-decay", momentum_decay=0.0),
-    nadam_row("nadam-momentum-decay-maximize", HYPER_MAXIMIZE, momentum_decay=0.5, maximize=True),
-    nadam_row("nadamw", HYPER_DECOUPLED, weight_decay=0.1, decoupled_weight_decay=True),
+    _row("nadam", "nadam"),
+    _row("nadam", "nadam-decay-low-beta1", betas=(0.3, 0.999), weight_decay=0.1),
+    _row("nadam", "nadam-no-momentum-decay", momentum_decay=0.0),
+    _row("nadam", "nadam-momentum-decay-maximize", momentum_decay=0.5, maximize=True),
+    _row("nadam", "nadamw", weight_decay=0.1, decoupled_weight_decay=True),
 )
 RADAM_ROWS = (
-    radam_row("radam"),
-    radam_row("radam-decay-early", betas=(0.3, 0.8), weight_decay=0.1),
-    radam_row("radam-never-rectified", betas=(0.9, 0.5)),
-    radam_row("radam-maximize", HYPER_MAXIMIZE, maximize=True),
-    radam_row("radamw", HYPER_DECOUPLED, weight_decay=0.1, decoupled_weight_decay=True),
+    _row("radam", "radam"),
+    _row("radam", "radam-decay-early", betas=(0.3, 0.8), weight_decay=0.1),
+    _row("radam", "radam-never-rectified", betas=(0.9, 0.5)),
+    _row("radam", "radam-maximize", maximize=True),
+    _row("radam", "radamw", weight_decay=0.1, decoupled_weight_decay=True),
 )
 ADAMAX_ROWS = (
-    adamax_row("adamax"),
-    adamax_row("adamax-decay-low-beta1", beta1=0.3, weight_decay=0.1),
-    adamax_row("adamax-maximize", HYPER_MAXIMIZE, maximize=True),
+    _row("adamax", "adamax"),
+    _row("adamax", "adamax-decay-low-beta1", betas=(0.3, 0.99), weight_decay=0.1),
+    _row("adamax", "adamax-maximize", maximize=True),
 )
 ADADELTA_ROWS = (
-    adadelta_row("adadelta"),
-    adadelta_row("adadelta-decay-low-rho", rho=0.4, weight_decay=0.01),
-    adadelta_row("adadelta-maximize", HYPER_MAXIMIZE, maximize=True),
+    _row("adadelta", "adadelta"),
+    _row("adadelta", "adadelta-decay-low-rho", rho=0.4, weight_decay=0.01),
+    _row("adadelta", "adadelta-maximize", maximize=True),
 )
 _OF_ROOTS = ADAM_ROWS, ADAGRAD_ROWS, RMSPROP_ROWS, NADAM_ROWS, RADAM_ROWS, ADAMAX_ROWS, ADADELTA_ROWS
 ROOT_ROWS: tuple[Row, ...] = sum(_OF_ROOTS, ())  # the rules that take a square root
