@@ -205,16 +205,15 @@ def test_batch_tuning_takes_the_fast_workers_blocking_away() -> None:
 
 def test_a_step_without_a_gradient_is_no_workers_first_batch() -> None:
     """R2SP, Algorithm 1, worker, line 5: the rate is that of the first batch, and a null push has none."""
-    with fastps.Store.create({"w": np.zeros(1, np.float32)}, fastps.SGD(lr=1.0), sync="r2sp:0,tune=true", workers=1) as store:
-        with store.attach(0) as worker:
-            worker.push_nothing()
-            worker.advance()
-            worker.pull()
-            worker.gradients["w"][:] = 1.0
-            worker.push(store.hypers, samples=32)
-            worker.advance()
-            worker.pull()
-            assert (worker.weights["w"].tolist(), worker.batch_size) == ([-1.0], 32)
+    with _store("r2sp:0,tune=true", workers=1) as store, store.attach(0) as worker:
+        worker.push_nothing()
+        worker.advance()
+        worker.pull()
+        worker.gradients["w"][:] = 2.0
+        worker.push(store.hypers, samples=32)
+        worker.advance()
+        worker.pull()
+        assert (worker.weights["w"].tolist(), worker.batch_size) == ([-1.0] * 4, 32)
 
 
 @pytest.mark.timing
@@ -402,10 +401,9 @@ def test_the_linear_scale_counts_each_push_fully_and_the_mean_does_not() -> None
 
 
 def test_the_moving_average_follows_the_weights() -> None:
-    with fastps.Store.create({"w": np.zeros(4, np.float32)}, fastps.SGD(lr=1.0), sync="bsp,ema=0.5") as store:
-        with store.attach(0) as worker:
-            for _ in range(3):
-                worker.step({"w": np.full(4, -1.0)})
-            _, buffers = store.committed()
-            # 0, then towards 1, 2 and 3 by halves: 0.5, 1.25, 2.125.
-            assert store.plane_views(buffers, 0)[0].tolist() == [2.125] * 4
+    with _store("bsp,ema=0.5", workers=1) as store, store.attach(0) as worker:
+        for _ in range(3):
+            worker.step({"w": np.full(4, -1.0)})
+        _, buffers = store.committed()
+        # 1, then towards 2, 3 and 4 by halves: 1.5, 2.25, 3.125.
+        assert store.plane_views(buffers, 0)[0].tolist() == [3.125] * 4
