@@ -82,10 +82,3 @@ def wrapped(model: TableModel, name: str, resume: Iterable[Path] = ()) -> Iterat
         pairs = itertools.zip_longest(MAKERS[name](model), resume)
         jobs = (fastps.DistributedOptimizer(each, "bsp", model=model, resume=folder) for each, folder in pairs)
         yield [stack.enter_context(job) for job in jobs]
-
-
-def difference(mine: TableModel, theirs: TableModel) -> float:
-    """The largest absolute difference of two models' weights over the largest absolute weight."""
-    pairs = list(zip(mine.parameters(), theirs.parameters(), strict=True))
-    most = max(float(weight.detach().abs().max()) for _, weight in pairs)
-    return max(float((one - other).detach().abs().max()) for one, other in pairs) / most

@@ -1,11 +1,13 @@
-"""A small model, its batches, and every torch optimizer that the fold runs."""
+"""A small model, its batches, and every torch optimizer that the fold runs; scripts with fastps and with torch alone."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+import fastps
 from tests.support.own_processes import LAUNCHERS
 
 STEPS = 200
@@ -99,3 +101,34 @@ def relative_difference(model: torch.nn.Module, expected: torch.nn.Module) -> fl
     ours = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     theirs = torch.nn.utils.parameters_to_vector(expected.parameters()).detach()
     return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def with_and_without(script: Callable[[Callable[..., Any]], Any], **options: Any) -> tuple[Any, Any]:
+    """What a script returns with fastps, and with torch alone: it gets a function that wraps an optimizer, or gives it back.
+
+    Jobs have `options`, and end with the script.
+    """
+    with contextlib.ExitStack() as jobs:
+        found = script(lambda inner, **more: jobs.enter_context(fastps.DistributedOptimizer(inner, **options, **more)))
+    return found, script(lambda inner, **more: inner)
+
+
+def as_in_torch(
+    run: Callable[[Any, Any], Any],
+    make: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    most: float = 0.0,
+    model: Callable[[], torch.nn.Module] = new_model,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Run the same with fastps and with torch alone, on a model each. The weights differ by at most `most`: with 0, in no bit.
+
+    Returns what `run(model, optimizer)` returned with fastps, and what it returned without.
+    """
+
+    def script(wrap: Callable[..., Any]) -> tuple[Any, torch.nn.Module]:
+        own = model()
+        return run(own, wrap(make(own.parameters()))), own
+
+    (found, ours), (expected, theirs) = with_and_without(script, **options)
+    assert relative_difference(ours, theirs) <= most
+    return found, expected

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastps
-from tests.support.torch_optimizers import BATCH, batches_of, new_model, relative_difference, train_on
+from tests.support.torch_optimizers import BATCH, batches_of, new_model, relative_difference, train_on, with_and_without
 
 Script = Callable[[torch.nn.Module, torch.optim.Optimizer, Callable[[Any], Any]], Any]
 
@@ -82,16 +82,11 @@ def _own_state(model: torch.nn.Module, inner: torch.optim.Optimizer, wrap: Calla
 
 @pytest.mark.parametrize("script", [_noise_in_a_hook, _states_in_hooks, _other_groups, _own_state])
 def test_scripts_have_the_same_results_as_with_one_optimizer(script: Script) -> None:
-    plain, model = new_model(), new_model()
-    expected = script(plain, torch.optim.Adam(plain.parameters(), lr=0.01), lambda inner: inner)
-    opened: list[fastps.DistributedOptimizer] = []
+    def run(wrap: Callable[[Any], Any]) -> tuple[Any, torch.nn.Module]:
+        model = new_model()
+        return script(model, torch.optim.Adam(model.parameters(), lr=0.01), wrap), model
 
-    def wrap(inner: torch.optim.Optimizer) -> fastps.DistributedOptimizer:
-        opened.append(fastps.DistributedOptimizer(inner))
-        return opened[0]
-
-    found = script(model, torch.optim.Adam(model.parameters(), lr=0.01), wrap)
-    opened[0].close()
+    (found, model), (expected, plain) = with_and_without(run)
     if script is _own_state:
         torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
         found, expected = found[1:], expected[1:]

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fastps
 from fastps.torch.placements.placed import placed
 from tests.support.rules import lazy_rule
-from tests.support.torch_optimizers import BATCH, OPTIMIZERS, STEPS, batches_of, new_model, relative_difference, train_on
+from tests.support.torch_optimizers import BATCH, OPTIMIZERS, STEPS, as_in_torch, batches_of, new_model, train_on
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 ADAM = OPTIMIZERS["adam"]
@@ -43,13 +43,13 @@ def _vector(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RULES)
 def test_one_worker_equals_torch_in_double_for_200_steps(name: str) -> None:
-    plain, model, batches = _double(), _double(), _batches(STEPS)
-    train_on(plain, OPTIMIZERS[name](plain.parameters()), batches)
-    with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), sync="bsp", model=model) as optimizer:
-        train_on(model, optimizer, batches)
-        assert optimizer.worker.store.layout.gradient_type == "float64"
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
-    assert relative_difference(model, plain) < 1e-12
+    def run(model: torch.nn.Module, optimizer: Any) -> Any:
+        train_on(model, optimizer, _batches(STEPS))
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+        return optimizer
+
+    optimizer, _ = as_in_torch(run, OPTIMIZERS[name], most=1e-12, model=_double, sync="bsp")
+    assert optimizer.worker.store.layout.gradient_type == "float64"
 
 
 @pytest.fixture
@@ -62,14 +62,12 @@ def double_by_default() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("double_by_default")
 def test_nadam_equals_torch_also_where_double_is_the_default_type() -> None:
-    plain, model, batches = _double(), _double(), _batches(STEPS)
-    expected = OPTIMIZERS["nadam"](plain.parameters())
-    train_on(plain, expected, batches)
-    with fastps.DistributedOptimizer(OPTIMIZERS["nadam"](model.parameters()), model=model) as optimizer:
-        train_on(model, optimizer, batches)
-        found = optimizer.state_dict()["state"][0]["mu_product"]
-    assert relative_difference(model, plain) < 1e-12
-    assert torch.equal(found, expected.state_dict()["state"][0]["mu_product"])
+    def run(model: torch.nn.Module, optimizer: Any) -> Any:
+        train_on(model, optimizer, _batches(STEPS))
+        return optimizer.state_dict()["state"][0]["mu_product"]
+
+    found, expected = as_in_torch(run, OPTIMIZERS["nadam"], most=1e-12, model=_double)
+    assert torch.equal(found, expected)
     assert found.dtype == torch.float64
 
 

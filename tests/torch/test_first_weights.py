@@ -12,6 +12,7 @@ import torch
 import fastps
 from fastps.kernels.protocol.lane import Lane
 from fastps.torch.placements import host
+from tests.support.torch_optimizers import with_and_without
 from tests.torch.test_foreign import _in_processes, _model, _train, _wrap
 
 
@@ -28,13 +29,9 @@ def _write(model: torch.nn.Linear) -> None:
         model.weight.copy_(kept)
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("loops", ["auto", "attributes"])
-def test_weights_written_before_the_first_gradient_are_written_once_whatever_they_were(
-    workers: int, loops: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", loops)
-
+def test_weights_written_before_the_first_gradient_are_written_once_whatever_they_were(workers: int) -> None:
     def work(rank: int) -> list[float]:
         model = _model()
         for _ in range(2):
@@ -121,10 +118,9 @@ def test_first_weights_of_float64_may_have_any_form(form: Callable[[], torch.nn.
             parameter.data.mul_(0.5)
         sum(parameter.square().sum() for parameter in model.parameters()).backward()
         optimizer.step()
-        getattr(optimizer, "close", lambda: None)()
         return [parameter.detach().clone() for parameter in model.parameters()]
 
-    assert all(map(torch.equal, run(fastps.DistributedOptimizer), run(lambda inner: inner)))
+    assert all(map(torch.equal, *with_and_without(run)))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -316,9 +316,8 @@ def test_an_optimizer_whose_parameters_another_has_says_so_at_its_next_step() ->
             _train(model, first, 1)
 
 
-@pytest.mark.parametrize("loops", ["auto", "attributes"])
-def test_parameter_that_is_pointed_elsewhere_is_told_of(loops: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", loops)
+@pytest.mark.usefixtures("loops")
+def test_parameter_that_is_pointed_elsewhere_is_told_of() -> None:
     model = _model()
     with _wrap(model, model=model) as optimizer:
         _train(model, optimizer, 2)

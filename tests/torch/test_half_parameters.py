@@ -182,18 +182,30 @@ def test_two_workers_equal_one_process_with_the_gradients_of_both(make: Callable
     assert torch.equal(_vector(torch.tensor(values, dtype=expected.dtype) for values in found), expected)
 
 
+SYNCS = ["asp", "asp,shards=2", "ssp:2", "asp,ema=0.9", "softsync:1", "asp,combine=true", "psp:1,0.75,shards=3"]
+
+
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bfloat16", "float64"])
-@pytest.mark.parametrize(
-    "sync", ["asp", "asp,shards=2", "ssp:2", "asp,ema=0.9", "softsync:1", "asp,combine=true", "psp:1,0.75,shards=3"]
-)
-def test_under_every_kind_of_discipline_masters_have_torchs_bits_and_are_shown(sync: str, dtype: torch.dtype) -> None:
-    model, batches = _half(dtype), batches_of(12, 16)
-    with fastps.DistributedOptimizer(OPTIMIZERS["momentum"](model.parameters()), sync=sync, model=model) as optimizer:
+@pytest.mark.parametrize(("dtype", "kind", "options"), [
+    *((dtype, fastps.DistributedOptimizer, {"sync": sync}) for sync in SYNCS for dtype in (torch.bfloat16, torch.float64)),
+    (torch.bfloat16, fastps.DistributedOptimizer, {"server": "process"}),
+    (torch.bfloat16, fastps.DistributedOptimizer, {"push_dtype": torch.float32}),
+    (torch.bfloat16, StagedOptimizer, {}),
+    (torch.float16, StagedOptimizer, {}),
+], ids=lambda each: str([*each.values(), "bsp"][0] if isinstance(each, dict) else getattr(each, "__name__", each)))  # fmt: skip
+def test_whoever_folds_and_whatever_is_pushed_the_masters_have_torchs_bits_and_are_shown(
+    dtype: torch.dtype, kind: Any, options: Any
+) -> None:
+    """Under every kind of discipline, too."""
+    batches, model = batches_of(20, 16), _half(dtype)
+    with kind(OPTIMIZERS["momentum"](model.parameters()), model=model, **{"sync": "bsp", **options}) as optimizer:
         for batch in batches:
             _train(model, optimizer, [batch])
             assert _shows_its_masters(model, optimizer)
         found = _vector(_masters(optimizer))
+        if "push_dtype" in options:
+            with pytest.raises(fastps.UsageError, match="gradients that are pushed in it"):
+                optimizer.expose_gradients()
     assert torch.equal(found, _vector(_reference(_half(dtype), OPTIMIZERS["momentum"], [[batch] for batch in batches])))
 
 
@@ -211,25 +223,6 @@ def test_a_move_to_another_arena_takes_masters_and_halves_along(dtype: torch.dty
                 assert torch.equal(torch.tensor(weights), master)
                 assert torch.equal(torch.tensor(shown).view(dtype), parameter.reshape(-1))
         moved.store.close()
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("dtype", "kind", "options"), [
-    (torch.bfloat16, fastps.DistributedOptimizer, {"server": "process"}),
-    (torch.bfloat16, fastps.DistributedOptimizer, {"push_dtype": torch.float32}),
-    (torch.bfloat16, StagedOptimizer, {}),
-    (torch.float16, StagedOptimizer, {}),
-], ids=["a server process", "pushed in float32", "staged in bfloat16", "staged in float16"])  # fmt: skip
-def test_whoever_folds_and_whatever_is_pushed_the_masters_have_torchs_bits(dtype: torch.dtype, kind: Any, options: Any) -> None:
-    batches, model = batches_of(20, 16), _half(dtype)
-    with kind(OPTIMIZERS["momentum"](model.parameters()), sync="bsp", model=model, **options) as optimizer:
-        _train(model, optimizer, batches)
-        found = _vector(_masters(optimizer))
-        assert _shows_its_masters(model, optimizer)
-        if "push_dtype" in options:
-            with pytest.raises(fastps.UsageError, match="gradients that are pushed in it"):
-                optimizer.expose_gradients()
-    assert torch.equal(found, _vector(_reference(_half(dtype), OPTIMIZERS["momentum"], [[batch] for batch in batches])))
 
 
 @lazy_rule(hyper=("learning_rate",))

@@ -13,8 +13,7 @@ import torch
 import fastps
 from fastps.torch.tensor_loops import why_not_compiled
 from tests.support import processes
-from tests.support.torch_optimizers import BATCH, batches_of, new_model, relative_difference, train_on
-from tests.torch.test_optimizer import _both
+from tests.support.torch_optimizers import BATCH, as_in_torch, batches_of, new_model, relative_difference, train_on
 
 
 def test_a_grad_scaler_unscales_and_skips_as_in_torch() -> None:
@@ -30,14 +29,11 @@ def test_a_grad_scaler_unscales_and_skips_as_in_torch() -> None:
             scaler.step(optimizer)
             scaler.update()
             seen.append([float(each.grad.norm()) for each in model.parameters()])
+        assert getattr(optimizer, "version", 4) == 4, "a skipped step counts, so that nobody waits for it"
         return seen
 
-    plain, model = new_model(), new_model()
-    expected = run(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
-        assert run(model, optimizer) == expected
-        assert optimizer.version == 4, "a skipped step counts, so that nobody waits for it"
-    assert relative_difference(model, plain) == 0.0
+    found, expected = as_in_torch(run)
+    assert found == expected
 
 
 def test_a_scaled_step_that_is_interrupted_does_not_scale_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,12 +56,9 @@ def test_a_scaled_step_that_is_interrupted_does_not_scale_the_next(monkeypatch: 
         assert model.weight.item() == -3.0
 
 
-@pytest.mark.parametrize("loops", ["auto", "attributes"])
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
-def test_a_backward_through_a_graph_of_earlier_weights_is_refused_as_in_torch(
-    sync: str, loops: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", loops)
+def test_a_backward_through_a_graph_of_earlier_weights_is_refused_as_in_torch(sync: str) -> None:
     one, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     with fastps.DistributedOptimizer(torch.optim.SGD([one, other], lr=0.1), sync=sync) as optimizer:
         stale, current, retained = one.square().sum(), other.square().sum(), one.square().sum()
@@ -83,12 +76,9 @@ def test_a_backward_through_a_graph_of_earlier_weights_is_refused_as_in_torch(
         assert other.grad is not None
 
 
-@pytest.mark.parametrize("loops", ["auto", "attributes"])
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("way", ["replace_weights", "take_newest", "take_newest_weights", "load_state_dict"])
-def test_a_backward_through_a_graph_of_weights_that_others_have_changed_is_refused(
-    way: str, loops: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", loops)
+def test_a_backward_through_a_graph_of_weights_that_others_have_changed_is_refused(way: str) -> None:
     own, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     job: dict[str, Any] = {"sync": "asp", "job": f"graph-{os.getpid()}", "workers": 2}
     optimizer = fastps.DistributedOptimizer(torch.optim.SGD([own], lr=0.1), rank=0, **job)
@@ -190,7 +180,7 @@ def test_gradients_are_cleared_as_in_torch_between_steps(clear: Callable[[torch.
         optimizer.step()
         train_on(model, optimizer, batches[2:])
 
-    _both(run, sync)
+    as_in_torch(run, sync=sync)
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
@@ -207,7 +197,7 @@ def test_gradients_that_a_script_holds_stay_those_of_the_parameters(sync: str) -
             held[0].requires_grad_(True)
             optimizer.step()
 
-    _both(run, sync)
+    as_in_torch(run, sync=sync)
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:3"])
@@ -227,4 +217,4 @@ def test_gradients_of_zero_and_a_scripts_own_buffer_count_after_a_step_that_does
             flat.mul_(0.5)
             optimizer.step()
 
-    _both(run, sync)
+    as_in_torch(run, sync=sync)

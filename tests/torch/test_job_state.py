@@ -15,7 +15,7 @@ import torch
 import fastps
 from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
 from tests.support import processes
-from tests.support.torch_optimizers import mean_square, steps_on
+from tests.support.torch_optimizers import mean_square, steps_on, with_and_without
 
 Reset = Callable[[Any, torch.nn.Module], None]
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -56,8 +56,6 @@ def _weights(make: str, reset: Reset, wrap: Callable[[torch.optim.Optimizer], An
     _train(optimizer, model, 5.0)
     reset(optimizer, model)
     _train(optimizer, model, -5.0)
-    if isinstance(optimizer, fastps.DistributedOptimizer):
-        optimizer.close()
     return torch.cat([each.detach().flatten() for each in model.parameters()])
 
 
@@ -78,10 +76,8 @@ CASES = [(make, reset) for make in MAKERS for reset in RESETS if make != "adagra
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("make", "name"), CASES)
 def test_state_that_a_script_writes_is_the_jobs_at_the_next_step(make: str, name: str) -> None:
-    reset = RESETS[name]
-    plain = _weights(make, reset, lambda inner: inner)
+    found, plain = with_and_without(lambda wrap: _weights(make, RESETS[name], wrap))
     without = _weights(make, lambda optimizer, model: None, lambda inner: inner)
-    found = _weights(make, reset, fastps.DistributedOptimizer)
     assert torch.allclose(found, plain, rtol=1e-6, atol=1e-7)
     assert not torch.allclose(found, without, rtol=1e-3)
 
@@ -134,7 +130,7 @@ def test_a_momentum_of_none_is_that_of_a_first_step_as_in_torch() -> None:
         for entry in optimizer.state.values():
             entry["momentum_buffer"] = None
 
-    plain, found = (_weights("momentum", reset, wrap) for wrap in (lambda inner: inner, fastps.DistributedOptimizer))
+    found, plain = with_and_without(lambda wrap: _weights("momentum", reset, wrap))
     assert torch.allclose(found, plain, rtol=1e-6, atol=1e-7)
 
 
@@ -236,22 +232,21 @@ FROZEN: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", list(FROZEN))
 def test_frozen_parameters_of_other_kinds_are_left_out_as_in_torch(kind: str) -> None:
-    found = []
-    for wrap in (lambda inner: inner, fastps.DistributedOptimizer):
+    def script(wrap: Callable[[Any], Any]) -> Any:
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 1)
         constant = torch.nn.Parameter(FROZEN[kind](), requires_grad=False)
         inner = torch.optim.AdamW([{"params": [constant, model.weight]}, {"params": [model.bias], "lr": 0.01}], lr=0.1)
-        optimizer: Any = wrap(inner)
+        optimizer = wrap(inner)
         steps_on(model, optimizer, torch.ones(2, 3), 3)
         saved = optimizer.state_dict()
         optimizer.load_state_dict(saved)
         assert list(saved["state"]) == [1, 2]
-        if isinstance(optimizer, fastps.DistributedOptimizer):
-            optimizer.close()
         sums = [float(each["exp_avg"].sum()) for each in saved["state"].values()]
-        found.append((model.weight.tolist(), model.bias.tolist(), sums))
-    assert found[0] == found[1]
+        return model.weight.tolist(), model.bias.tolist(), sums
+
+    found, expected = with_and_without(script)
+    assert found == expected
 
 
 def test_gradient_of_a_parameter_that_was_left_out_is_refused_by_name() -> None:
@@ -265,11 +260,12 @@ def test_gradient_of_a_parameter_that_was_left_out_is_refused_by_name() -> None:
             optimizer.step()
 
 
-def test_state_can_be_looked_at_after_a_failure_and_its_dict_says_that_it_was_not_kept() -> None:
+def test_state_can_be_looked_at_after_a_failure_and_what_hands_it_out_says_that_it_was_not_kept() -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = fastps.DistributedOptimizer(MAKERS["adam"](model.parameters()))
     _train(optimizer, model, 1.0)
     optimizer.close("the data ended")
     assert list(optimizer.state.values()) == list(optimizer._inner.state.values()) == []  # a trainer's clean-up moves them
-    with pytest.raises(UsageError, match="the worker left with an error"):
-        optimizer.state_dict()
+    for call in (optimizer.state_dict, optimizer.unwrap):
+        with pytest.raises(UsageError, match="the worker left with an error"):
+            call()

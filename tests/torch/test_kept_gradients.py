@@ -1,7 +1,6 @@
 """Tensors that a script keeps stay as they are: gradients of earlier backwards, states, shown and averaged weights."""
 
 import gc
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +9,9 @@ import pytest
 import torch
 
 import fastps
-from fastps.torch import tensor_loops
+from tests.support.torch_optimizers import with_and_without
 
+pytestmark = pytest.mark.usefixtures("loops")
 Model = torch.nn.Module
 Optimizer = torch.optim.Optimizer
 Zero = Callable[[Optimizer, Model], None]
@@ -20,14 +20,6 @@ ZEROS: dict[str, Zero] = {
     "model.zero_grad": lambda optimizer, model: model.zero_grad(),
     "p.grad = None": lambda optimizer, model: [setattr(each, "grad", None) for each in model.parameters()] and None,
 }
-
-
-@pytest.fixture(params=["auto", "attributes"], autouse=True)
-def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both kinds of loops over tensors."""
-    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", request.param)
-    assert (tensor_loops.why_not_compiled() is None) == (request.param == "auto")
-    return str(request.param)
 
 
 def _data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -109,18 +101,18 @@ def _pointed_elsewhere(optimizer: Optimizer, model: Model, zero: Zero, kept: lis
         optimizer.step()
 
 
-def _run(script: Callable[..., None], zero: Zero, sync: str | None) -> tuple[list[Any], list[Any]]:
-    """The weights in the end, and what the script kept; without `sync` by torch alone."""
-    torch.manual_seed(1)
-    model = torch.nn.Linear(3, 1)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    if sync is not None:
-        optimizer = fastps.DistributedOptimizer(optimizer, sync=sync)
-    kept: list[Any] = []
-    script(optimizer, model, zero, kept)
-    if sync is not None:
-        optimizer.close()
-    return [each.tolist() for each in model.parameters()], kept
+def _assert_as_in_torch(script: Callable[..., None], zero: Zero, sync: str) -> None:
+    """The weights in the end, and what the script kept, are those of torch alone."""
+
+    def run(wrap: Callable[[Any], Any]) -> tuple[list[Any], list[Any]]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 1)
+        kept: list[Any] = []
+        script(wrap(torch.optim.SGD(model.parameters(), lr=0.1)), model, zero, kept)
+        return [each.tolist() for each in model.parameters()], kept
+
+    found, expected = with_and_without(run, sync=sync)
+    assert found == expected
 
 
 @pytest.mark.sampled(8)
@@ -128,16 +120,13 @@ def _run(script: Callable[..., None], zero: Zero, sync: str | None) -> tuple[lis
 @pytest.mark.parametrize("script", [_surgery, _last_step, _variance, _kept_in_place, _pointed_elsewhere])
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 def test_scripts_that_keep_gradients_compute_what_they_do_in_torch(script: Callable[..., None], zero: str, sync: str) -> None:
-    assert _run(script, ZEROS[zero], sync) == _run(script, ZEROS[zero], None)
+    _assert_as_in_torch(script, ZEROS[zero], sync)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("script", [_surgery, _last_step, _variance])
 def test_gradients_that_are_zeroed_in_place_are_the_tensors_that_were_kept(script: Callable[..., None]) -> None:
-    def zero(optimizer: Optimizer, model: Model) -> None:
-        optimizer.zero_grad(set_to_none=False)
-
-    assert _run(script, zero, None) == _run(script, zero, "bsp")
+    _assert_as_in_torch(script, lambda optimizer, model: optimizer.zero_grad(set_to_none=False), "bsp")
 
 
 def _backward(model: Model, factor: float) -> None:
@@ -169,29 +158,21 @@ def test_arrays_and_tensors_that_are_kept_outlive_the_job(sync: str) -> None:
 
 def test_write_to_a_kept_gradient_does_not_change_a_push_that_waits() -> None:
     model = torch.nn.Linear(3, 1, bias=False)
-    job = f"kept-{time.monotonic_ns()}"
-    first = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), "softsync:1", job=job, rank=0, workers=2)
     other = torch.nn.Linear(3, 1, bias=False)
-    found: list[Any] = []
-
-    def join() -> None:
-        found.append(
-            fastps.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=1.0), "softsync:1", job=job, rank=1, workers=2)
-        )
-
-    thread = threading.Thread(target=join)
-    thread.start()
-    thread.join()
+    job: dict[str, Any] = {"job": f"kept-{time.monotonic_ns()}", "workers": 2}
+    optimizer, pushing = (
+        fastps.DistributedOptimizer(torch.optim.SGD(each.parameters(), lr=1.0), "softsync:1", rank=rank, **job)
+        for rank, each in enumerate((model, other))
+    )
     start = model.weight.detach().clone()
-    optimizer: Any = first
     optimizer.zero_grad()
     _backward(model, 1.0)
     kept = model.weight.grad
     optimizer.step()  # waits for the other's push, because a fold takes two
     kept.mul_(1000.0)
     _backward(other, 1.0)
-    found[0].step()
-    found[0].close()
+    pushing.step()
+    pushing.close()
     optimizer.wait_for_others()
     moved = (start - model.weight.detach()).tolist()
     optimizer.close()

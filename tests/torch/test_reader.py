@@ -33,12 +33,9 @@ def _same(model: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("loops", ["auto", "attributes"])
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_a_model_shows_each_version_and_keeps_it(
-    loops: str, memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", loops)
+def test_a_model_shows_each_version_and_keeps_it(memory_format: torch.memory_format) -> None:
     model, other = _model().to(memory_format=memory_format), _model(1)
     buffers = copy.deepcopy(dict(other.named_buffers()))
     with _wrapped(model) as optimizer, fastps.reader(optimizer.worker.store.job) as reader:

@@ -7,6 +7,7 @@ correctly, and then some last digits differ; so the tests give torch correctly r
 import sys
 import types
 import unittest
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 import fastps
 from fastps.errors import UnsupportedError
 from tests.support.sizes import sample_and_full
+from tests.support.torch_optimizers import with_and_without
 
 REFUSED = {"Adafactor", "ASGD", "LBFGS", "Muon", "Rprop"}
 OF_TABLES = {"SparseAdam"}
@@ -44,7 +46,7 @@ def _rounded_root(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.asarray(np.sqrt(values.detach().numpy())))
 
 
-def _weights(kind: Any, options: dict[str, Any], is_own: bool) -> list[torch.Tensor]:
+def _weights(kind: Any, options: dict[str, Any], wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
     """The parameters after twelve steps, in which one of them is frozen and unfrozen."""
     torch.manual_seed(0)
     parameters = [
@@ -52,31 +54,25 @@ def _weights(kind: Any, options: dict[str, Any], is_own: bool) -> list[torch.Ten
         torch.nn.Parameter(torch.randn(4)),
         torch.nn.Parameter(torch.randn(())),
     ]
-    inner = kind(parameters, **options)
-    optimizer: Any = fastps.DistributedOptimizer(inner) if is_own else inner
+    optimizer = wrap(kind(parameters, **options))
     inputs = torch.randn(5, 3)
     for step in range(12):
         parameters[1].requires_grad_(step not in (6, 7))
         optimizer.zero_grad()
         ((inputs @ parameters[0].t() + parameters[1]) * parameters[2]).square().mean().backward()
         optimizer.step()
-    if is_own:
-        optimizer.close()
     return [each.detach().clone() for each in parameters]
 
 
-def _table(kind: Any, options: dict[str, Any], is_own: bool) -> list[torch.Tensor]:
+def _table(kind: Any, options: dict[str, Any], wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
     """A table after twelve steps, each with a few of its rows, one of them twice."""
     torch.manual_seed(0)
     layer = torch.nn.Embedding(6, 3, sparse=True)
-    inner = kind(layer.parameters(), **options)
-    optimizer: Any = fastps.DistributedOptimizer(inner) if is_own else inner
+    optimizer = wrap(kind(layer.parameters(), **options))
     for step in range(12):
         optimizer.zero_grad()
         layer(torch.tensor([step % 6, (step * step) % 6, step % 6])).square().sum().backward()
         optimizer.step()
-    if is_own:
-        optimizer.close()
     return [layer.weight.detach().clone()]
 
 
@@ -100,8 +96,8 @@ def _compare(kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "sqrt", _rounded_root)
         patch.setattr(torch.Tensor, "sqrt_", lambda values: values.copy_(_rounded_root(values)))
-        found = weights(kind, options, False)
-    for own, plain in zip(weights(kind, options, True), found, strict=True):
+        both = with_and_without(lambda wrap: weights(kind, options, wrap))
+    for own, plain in zip(*both, strict=True):
         if name in OF_TABLES:
             assert torch.allclose(own, plain, rtol=3e-7, atol=1e-8), options
         else:

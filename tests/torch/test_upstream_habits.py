@@ -15,7 +15,16 @@ import torch
 
 import fastps
 from tests.support import processes
-from tests.support.torch_optimizers import BATCH, batches_of, new_model, relative_difference, share_of, train_on
+from tests.support.torch_optimizers import (
+    BATCH,
+    as_in_torch,
+    batches_of,
+    new_model,
+    relative_difference,
+    share_of,
+    train_on,
+    with_and_without,
+)
 
 SYNCS = ["bsp", "asp", "ssp:1", "dssp:1,3"]
 Wrap = Callable[[torch.optim.Optimizer], Any]
@@ -25,23 +34,12 @@ def _momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def _plain(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return inner
-
-
 def _values(model: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
-
-
-def _end(optimizer: Any, model: torch.nn.Module) -> list[torch.Tensor]:
-    """The weights, once a job of the optimizer's is closed."""
-    if isinstance(optimizer, fastps.DistributedOptimizer):
-        optimizer.close()
-    return _values(model)
 
 
 # -- parameters that are frozen and unfrozen ---------------------------------------------------------
@@ -63,14 +61,13 @@ def _train_in_phases(wrap: Wrap) -> list[torch.Tensor]:
     last = model[4].weight.detach().clone()
     train_on(model, optimizer, batches[8:])
     assert torch.equal(model[4].weight, last)
-    return _end(optimizer, model)
+    return _values(model)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", SYNCS)
 def test_parameters_that_are_frozen_and_unfrozen_train_as_in_torch(sync: str) -> None:
-    found = _train_in_phases(lambda inner: fastps.DistributedOptimizer(inner, sync=sync))
-    assert _are_equal(found, _train_in_phases(_plain))
+    assert _are_equal(*with_and_without(_train_in_phases, sync=sync))
 
 
 def test_parameter_that_was_frozen_when_wrapped_pushes_during_backward() -> None:
@@ -126,18 +123,19 @@ def test_parameters_that_are_added_or_exchanged_are_refused_with_the_cure() -> N
         assert optimizer.version == 2
 
 
-def _grow_and_train(wrap: Wrap, batches: list[Any], middle: int, unwrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+def _grow_and_train(wrap: Wrap, batches: list[Any], middle: int) -> list[torch.Tensor]:
     """Train; add a layer, whose parameters get a group with another learning rate; train on."""
     model = new_model()
     optimizer = wrap(_momentum(model.parameters()))
     train_on(model, optimizer, batches[:middle])
-    inner = unwrap(optimizer)
+    inner = getattr(optimizer, "unwrap", lambda: optimizer)()
     torch.manual_seed(5)
     model.append(torch.nn.Linear(3, 3))
     inner.add_param_group({"params": list(model[-1].parameters()), "lr": 0.02})
     optimizer = wrap(inner)
     train_on(model, optimizer, batches[middle:])
-    return _end(optimizer, model)
+    getattr(optimizer, "close", lambda: None)()
+    return _values(model)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -146,10 +144,9 @@ def test_model_that_grows_is_wrapped_anew_and_trains_on_as_in_torch(workers: int
 
     def work(rank: int) -> list[list[float]]:
         wrap = lambda inner: fastps.DistributedOptimizer(inner, sync="bsp", timeout_s=30)  # noqa: E731
-        found = _grow_and_train(wrap, share_of(batches, rank), 4, lambda each: each.unwrap())
-        return [value.flatten().tolist() for value in found]
+        return [value.flatten().tolist() for value in _grow_and_train(wrap, share_of(batches, rank), 4)]
 
-    expected = _grow_and_train(_plain, batches, 4, _plain)
+    expected = _grow_and_train(lambda inner: inner, batches, 4)
     for outcome in processes.results(processes.start_job(work, workers), 60):
         for found, value in zip(outcome, expected, strict=True):
             np.testing.assert_allclose(found, value.flatten().numpy(), rtol=0, atol=1e-5)
@@ -284,44 +281,31 @@ def test_a_closed_optimizer_has_the_state_at_its_end_as_a_finished_torch_optimiz
     assert optimizer.unwrap() is inner
 
 
-def test_an_optimizer_that_left_with_an_error_says_that_it_kept_no_state() -> None:
-    optimizer = fastps.DistributedOptimizer(_momentum(new_model().parameters()))
-    optimizer.close("the data ended")
-    for call in (optimizer.state_dict, optimizer.unwrap):
-        with pytest.raises(fastps.UsageError, match="the worker left with an error"):
-            call()
-
-
 # -- loading a state dict ----------------------------------------------------------------------------
 
 
-def _train_and_go_back(wrap: Wrap, model: torch.nn.Module, load: Callable[[Any, dict[str, Any]], None]) -> list[torch.Tensor]:
+def _train_and_go_back(wrap: Callable[..., Any]) -> list[torch.Tensor]:
     """Train, keep a copy of everything, train on, go back to the copy, train on."""
-    optimizer = wrap(torch.optim.Adam(model.parameters(), lr=0.01))
+    model = new_model()
+    optimizer = wrap(torch.optim.Adam(model.parameters(), lr=0.01), model=model)
     batches = batches_of(9, BATCH)
     train_on(model, optimizer, batches[:3])
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     optimizer.param_groups[0]["lr"] = 0.5
     train_on(model, optimizer, batches[3:6])
-    load(optimizer, weights)
+    getattr(optimizer, "replace_weights", model.load_state_dict)(weights)
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 0.01
     train_on(model, optimizer, batches[6:])
     assert optimizer.state_dict()["state"][0]["step"] == 6
-    if isinstance(optimizer, fastps.DistributedOptimizer):
-        assert optimizer.version == 9, "going back is no update, and takes none away"
-    return _end(optimizer, model)
+    assert getattr(optimizer, "version", 9) == 9, "going back is no update, and takes none away"
+    return _values(model)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", SYNCS)
 def test_state_dicts_are_loaded_between_any_steps_as_in_torch(sync: str) -> None:
-    model, plain = new_model(), new_model()
-    wrap = lambda inner: fastps.DistributedOptimizer(inner, sync=sync, model=model)  # noqa: E731
-    found = _train_and_go_back(wrap, model, fastps.DistributedOptimizer.replace_weights)
-    expected = _train_and_go_back(_plain, plain, lambda _, weights: plain.load_state_dict(weights))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(*with_and_without(_train_and_go_back, sync=sync), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.sampled(4)
@@ -440,13 +424,10 @@ def _check_copy(copied: torch.nn.Module, model: torch.nn.Module, optimizer: fast
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("loops", ["auto", "attributes"])
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copy_of_a_model_is_private_at_any_time(
-    copied_by: Callable[[Any], Any], sync: str, loops: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", loops)
+def test_copy_of_a_model_is_private_at_any_time(copied_by: Callable[[Any], Any], sync: str) -> None:
     model = new_model()
     with fastps.DistributedOptimizer(_momentum(model.parameters()), sync=sync, model=model) as optimizer:
         _check_copy(copied_by(model), model, optimizer)
@@ -476,10 +457,7 @@ def test_average_of_swa_utils_is_that_of_plain_torch() -> None:
             averaged.update_parameters(model)
         return _values(averaged.module)
 
-    plain, model = new_model(), new_model()
-    expected = average(plain, _momentum(plain.parameters()))
-    with fastps.DistributedOptimizer(_momentum(model.parameters())) as optimizer:
-        assert _are_equal(average(model, optimizer), expected)
+    assert _are_equal(*as_in_torch(average, _momentum))
 
 
 # -- saving ------------------------------------------------------------------------------------------

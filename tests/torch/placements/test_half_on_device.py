@@ -8,7 +8,7 @@ import torch
 import fastps
 from tests.support import processes
 from tests.support.torch_optimizers import OPTIMIZERS, batches_of, new_model
-from tests.torch.placements.test_staged import HostDeviceOptimizer, SeveralDevicesOptimizer
+from tests.torch.placements.test_staged import HostDeviceOptimizer, SeveralDevicesOptimizer, assert_same
 from tests.torch.test_half_parameters import Mixed, _half, _train
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -32,16 +32,14 @@ def state_of(optimizer: fastps.DistributedOptimizer) -> list[Any]:
 @DTYPES
 @pytest.mark.parametrize("name", ["half", "mixed"])
 def test_one_worker_has_the_bits_of_the_cpu_in_halves_masters_and_state(name: str, dtype: torch.dtype) -> None:
-    found = []
-    for kind in (fastps.DistributedOptimizer, HostDeviceOptimizer):
-        model = made(name, dtype)
-        with kind(ADAM(model.parameters()), sync="bsp", model=model) as optimizer:
-            first = bits(model)
-            _train(model, optimizer, batches_of(12, 8))
-            found.append((first, bits(model), state_of(optimizer)))
-            assert {parameter.dtype for parameter in model.parameters()} >= {dtype}
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1] and any(entry == "master" for entry, _ in found[0][2])
+    def run(model: torch.nn.Module, optimizer: Any) -> list[Any]:
+        _train(model, optimizer, batches_of(12, 8))
+        assert {parameter.dtype for parameter in model.parameters()} >= {dtype}
+        state = state_of(optimizer)
+        assert any(entry == "master" for entry, _ in state)
+        return state
+
+    assert_same(HostDeviceOptimizer, run, ADAM, lambda: made(name, dtype), sync="bsp")
 
 
 @pytest.mark.sampled(2)
