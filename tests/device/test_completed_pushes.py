@@ -1,7 +1,6 @@
 """Disciplines that go by what has arrived: a push on a device is posted once its gradients are there, and holds nobody up."""
 
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,16 +8,16 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.device.plan import handle_table_bytes, waits_before_posting
+from fastps.device.plan import waits_before_posting
 from fastps.device.store import DeviceStore
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.lab.gpus.cuda_on_host import HostDevice
-from tests.device.test_device import store_of
+from tests.device.test_device import AMOUNT, homed, store_of
 from tests.support import processes
 
-AMOUNT, SIZE = np.float32(1 / 1024), 1025
+SIZE = 1025
 SLOW_S = 0.12
 
 
@@ -26,8 +25,7 @@ def layout_of(sync: str, workers: int, owner_lanes: tuple[int, ...] = (0,), **op
     rows = [(f"p{number}", (SIZE,), (1,), 0) for number in range(len(owner_lanes))]
     options.setdefault("faults", FaultPolicy(nonfinite="allow"))
     layout = Layout(place(rows, 1), 1, fastps.SGD(lr=1.0).rule, parse_policy(sync), workers, **options)
-    layout = layout.with_shards(len(owner_lanes)) if len(owner_lanes) > 1 else layout
-    return replace(layout, owner_lanes=owner_lanes, extra_bytes=handle_table_bytes(len(owner_lanes)))
+    return homed(layout.with_shards(len(owner_lanes)) if len(owner_lanes) > 1 else layout, owner_lanes)
 
 
 def test_who_waits_is_a_matter_of_the_fold_of_going_on_and_of_the_check() -> None:

@@ -6,9 +6,9 @@ import pickle
 import signal
 import threading
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 import fastps
@@ -32,30 +32,29 @@ def unpacked(calls: bytes) -> list[Call]:
     return found
 
 
-def recorded(store: Any, workers: int, steps: int, gpus: list[list[str]]) -> Any:
-    """Run a job; returns the weights of each worker, and the calls of each process."""
+def recorded(store: Any, gpus: Sequence[str], work: Callable[[int], Any]) -> tuple[list[Any], list[list[Call]]]:
+    """Run a job with a worker on each of `gpus`, which sees the others', too; what each returned, and its process' calls."""
 
-    def work(rank: int) -> Any:
-        api = RecordedCuda(HostCuda(gpus[rank]))
+    def in_child(rank: int) -> Any:
+        seen = [gpus[rank], *(gpu for gpu in dict.fromkeys(gpus) if gpu != gpus[rank])]
+        api = RecordedCuda(HostCuda(seen, Faults(seed=rank, delay_s=0.001)))
         with store.use(CudaDevice(0, api)):
-            weights, _ = jobs.steps_of(store, rank, steps, jobs.gradient)
-        return weights, packed(api.calls)
+            found = work(rank)
+        return found, packed(api.calls)
 
     with store:
-        outcomes = processes.results(processes.start_each(work, workers), 60)
-    return [weights for weights, _ in outcomes], [unpacked(calls) for _, calls in outcomes]
+        outcomes = processes.results(processes.start_each(in_child, len(gpus)), 60)
+    return [found for found, _ in outcomes], [unpacked(calls) for _, calls in outcomes]
 
 
 @pytest.mark.parametrize(("sync", "gpus"), [("bsp", "00"), ("bsp,ema=0.9,shards=2", "01")])
 def test_a_job_keeps_the_rules_of_cuda_and_has_the_bits_of_the_cpu(sync: str, gpus: str) -> None:
     update = fastps.Adam(lr=0.01)
     owners = (0,) if gpus == "00" else (0, 1)
-    seen = [[f"gpu {gpu}", *(f"gpu {other}" for other in "01" if other != gpu)] for gpu in gpus]
-    weights, calls = recorded(jobs.make_store(update, sync, 2, owners), 2, 12, seen)
-    store = fastps.Store.create(jobs.first_weights(), update, sync=sync, workers=2)
-    expected = jobs.run_workers(store, 2, 12, [])[0][0]
-    for found in weights:
-        assert all(np.array_equal(found[name], values) for name, values in expected.items())
+    store = jobs.make_store(update, sync, 2, owners)
+    found, calls = recorded(store, [f"gpu {gpu}" for gpu in gpus], lambda rank: jobs.steps_of(store, rank, 12, jobs.gradient))
+    on_cpu = fastps.Store.create(jobs.first_weights(), update, sync=sync, workers=2)
+    jobs.assert_equal(found, jobs.run_workers(on_cpu, 2, 12, [])[0][0])
     peers = [frozenset(("gpu 0", "gpu 1"))]
     whole = merged(*calls)
     assert check_record(whole, peers, {call.process for call in whole}) == len(whole) > 300
@@ -116,17 +115,3 @@ def test_a_wait_for_a_process_that_has_ended_never_ends_and_the_device_is_left_t
     device.shut(waits=False)
     device._cuda.runtime.end()
     reader.join(20)
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_is_named_by_those_on_the_simulated_runtime() -> None:
-    store = jobs.make_store(fastps.SGD(lr=0.01), "bsp", 2, (0,))
-
-    def work(rank: int) -> None:
-        api = HostCuda(["gpu 0"], Faults(dies_at=150 * rank), computes_at_once=False)
-        jobs.endless(store, rank, CudaDevice(0, api))
-
-    with store:
-        children = processes.start_each(work, 2)
-        processes.finish(children, 60)
-    jobs.assert_named(children, 1)

@@ -164,6 +164,18 @@ def test_a_device_that_fails_is_named_by_its_worker_and_by_the_others(make: Any,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("make", "operation"), [(on_host, 40), (on_host, 83), (on_host, 151), (on_cuda, 150)])
+def test_a_worker_that_dies_between_two_operations_of_its_device_is_named(make: Any, operation: int) -> None:
+    with jobs.make_store(fastps.SGD(lr=0.01), "bsp", 3, (0,)) as store:
+        faults = [Faults(), Faults(dies_at=operation), Faults()]
+        children = processes.start_each(lambda rank: jobs.endless(store, rank, make(faults[rank])), 3)
+        processes.finish(children, 60)
+    assert children[1].exit_code == -signal.SIGKILL
+    for child in (children[0], children[2]):
+        assert child.outcome[0] == "WorkerDiedError" and "worker 1" in child.outcome[1], child.outcome
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("lost_at", [45, 77])
 def test_with_a_server_the_others_go_on_without_a_worker_whose_device_is_lost(lost_at: int) -> None:
     with served.make_store(fastps.SGD(lr=1.0), "asp") as store:

@@ -1,6 +1,5 @@
 """Non-finite gradients on devices: found by a kernel before the push is posted, and rejected as the CPU's fold rejects them."""
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,15 +8,14 @@ import pytest
 
 import fastps
 from fastps.device.arena import FiniteCheck
-from fastps.device.plan import handle_table_bytes
 from fastps.device.store import DeviceStore
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import Layout, place
-from fastps.job.specs import parse_policy
+from fastps.job.layout import Layout
 from fastps.job.update_rules import Update
 from fastps.lab.gpus.cuda_on_host import Faults, HostDevice
 from fastps.store.row_slots import presence_of
-from tests.device.test_device import ROWS, SHAPES, first_weights, gradient
+from tests.device import test_device as jobs
+from tests.device.test_device import SHAPES, first_weights, gradient
 from tests.support import processes
 
 Places = dict[tuple[int, int], dict[tuple[str, int], float]]
@@ -57,19 +55,13 @@ def made(rank: int, step: int, dtype: str, amount: float | None) -> dict[str, An
 def layout_of(update: Update, sync: str, dtype: Any, nonfinite: str, places: str) -> Layout:
     """Two workers and two shards: on the CPU, on one device, or on two devices."""
     faults = FaultPolicy(nonfinite=nonfinite)
-    layout = Layout(place(ROWS), 1, update.rule, parse_policy(sync), 2, gradient_type=dtype, faults=faults).with_shards(2)
-    owners = {"cpu": (), "one": (0, 0), "two": (0, 1)}[places]
-    return replace(layout, owner_lanes=owners, extra_bytes=handle_table_bytes(2)) if owners else layout
+    layout = jobs.layout_of(update, sync, 2, gradient_type=dtype, faults=faults).with_shards(2)
+    return layout if places == "cpu" else jobs.homed(layout, (0, 0) if places == "one" else (0, 1))
 
 
 def run(update: Update, sync: str, dtype: str, places: str, amount: float | None = None, nonfinite: str = "reject") -> Any:
     """Take the steps; returns the weights, and what was counted and rejected of each worker."""
     layout = layout_of(update, sync, dtype, nonfinite, places)
-    kind = fastps.Store if places == "cpu" else DeviceStore
-
-    def write(views: list[Any]) -> None:
-        for view, values in zip(views, first_weights().values(), strict=True):
-            view[:] = values.reshape(-1)
 
     def work(rank: int) -> Any:
         if isinstance(store, DeviceStore):
@@ -92,7 +84,7 @@ def run(update: Update, sync: str, dtype: str, places: str, amount: float | None
         finally:
             store.close()
 
-    with kind.create_for(layout, write, [update.hyper], timeout_s=20) as store:
+    with jobs.store_of(layout, update, kind=fastps.Store if places == "cpu" else DeviceStore, timeout_s=20) as store:
         children = processes.start_each(work, 2)
         processes.finish(children, 40)
         arena = store.arena

@@ -1,7 +1,6 @@
 """Shards whose gradients have appeared are folded while backward still computes the others."""
 
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,27 +8,16 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.device.plan import handle_table_bytes, shards_of
+from fastps.device.plan import shards_of
 from fastps.device.store import DeviceStore
-from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import Layout, place
-from fastps.job.specs import parse_policy
 from fastps.lab.gpus.cuda_on_host import HostDevice
 from fastps.lab.worlds.device_workers import parts_of
-from tests.device.test_device import store_of
+from tests.device.test_completed_pushes import SIZE, layout_of
+from tests.device.test_device import AMOUNT, store_of
 from tests.support import processes
 
-SIZE, STEPS, AMOUNT = 1025, 3, np.float32(1 / 1024)
+STEPS = 3
 GAP_S = 0.2  # between the gradients of two shards
-
-
-def make_store(owner_lanes: tuple[int, ...]) -> DeviceStore:
-    update = fastps.SGD(lr=1.0)
-    rows = [(f"p{number}", (SIZE,), (1,), 0) for number in range(len(owner_lanes))]
-    unchecked = FaultPolicy(nonfinite="allow")  # a push that is checked is posted behind all its gradients
-    layout = Layout(place(rows, 1), 1, update.rule, parse_policy("bsp"), 2, faults=unchecked).with_shards(len(owner_lanes))
-    layout = replace(layout, owner_lanes=owner_lanes, extra_bytes=handle_table_bytes(len(owner_lanes)))
-    return store_of(layout, update, [0] * len(owner_lanes), timeout_s=20)
 
 
 def work(store: DeviceStore, rank: int, gpus: str, marks: bool) -> Any:
@@ -67,7 +55,8 @@ def work(store: DeviceStore, rank: int, gpus: str, marks: bool) -> Any:
     "marks", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["marked by hooks", "left to the push"]
 )
 def test_a_shard_is_folded_while_backward_computes_the_others(marks: bool) -> None:
-    with make_store((0, 1, 0, 1)) as store:
+    # It checks nothing: a push that is checked is posted behind all its gradients.
+    with store_of(layout_of("bsp", 2, (0, 1, 0, 1)), fastps.SGD(lr=1.0), [0] * 4, timeout_s=20) as store:
         children = processes.start_each(lambda rank: work(store, rank, "ab", marks), 2)
         assert processes.results(children, 40) == [[], [marks] * STEPS]
 

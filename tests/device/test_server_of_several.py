@@ -22,7 +22,6 @@ from fastps.device.interface import DeviceError
 from fastps.device.plan import placed_on
 from fastps.device.store import DeviceStore
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Update
 from fastps.kernels.shm.arena import LANE_DEAD
@@ -31,6 +30,7 @@ from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice, host_devi
 from fastps.lab.gpus.cuda_rules import check_record
 from tests.device import test_device as jobs
 from tests.device import test_several_devices as several
+from tests.device.test_cuda import recorded
 from tests.support import processes
 
 GPUS = ("gpu 0", "gpu 1", "gpu 0", "gpu 1")
@@ -40,9 +40,8 @@ STEPS = 8
 
 def make_store(update: Update, sync: str, *, loss: str = "continue", gpus: Any = GPUS) -> DeviceStore:
     """A job with a server, a worker on each of `gpus`, and a shard on each GPU. Its weights are those of the jobs on one."""
-    policy = parse_policy(sync)
     faults = FaultPolicy(on_worker_loss=loss, nonfinite="allow")  # type: ignore[arg-type]
-    layout = Layout(place(jobs.ROWS, policy.shards), 1, update.rule, policy, len(gpus), faults=faults, server="process")
+    layout = jobs.layout_of(update, sync, len(gpus), faults=faults, server="process")
     make = partial(host_devices, list(dict.fromkeys(gpus)), 0.0005)
     return jobs.store_of(placed_on(layout, gpus), update, timeout_s=20, server_devices=make)
 
@@ -111,15 +110,9 @@ def test_a_server_on_two_gpus_of_the_simulated_runtime_keeps_the_rules_of_cuda(
     monkeypatch.setattr(sys.modules[__name__], "partial", lambda *_: make)
     store = make_store(update, "bsp", loss="stop", gpus=gpus)
 
-    def work(rank: int) -> Any:
-        api = RecordedCuda(HostCuda([gpus[rank], gpus[1 - rank]], Faults(seed=rank)))
-        with store.use(CudaDevice(0, api)):
-            return jobs.steps_of(store, rank, STEPS, jobs.gradient), api.calls
-
-    with store:
-        outcomes = processes.results(processes.start_each(work, 2), 60)
-    jobs.assert_equal([found for found, _ in outcomes], several.on_cpu(update, "bsp", 2, STEPS))
-    calls = merged(pickle.loads(path.read_bytes()), *(own for _, own in outcomes))
+    found, own = recorded(store, gpus, lambda rank: jobs.steps_of(store, rank, STEPS, jobs.gradient))
+    jobs.assert_equal(found, several.on_cpu(update, "bsp", 2, STEPS))
+    calls = merged(pickle.loads(path.read_bytes()), *own)
     assert check_record(calls, [frozenset(gpus)]) == len(calls)
     enabled = [call for call in calls if call.name == "deviceEnablePeerAccess"]
     assert len(enabled) == 2, "each GPU of the server reads the other's slots"
@@ -195,8 +188,8 @@ def test_a_worker_on_another_gpu_than_its_slots_is_told_so() -> None:
 
 
 def test_without_a_server_going_on_is_refused_by_name() -> None:
-    policy, faults = parse_policy("asp"), FaultPolicy(on_worker_loss="continue", nonfinite="allow")
-    layout = Layout(place(jobs.ROWS, 1), 1, fastps.SGD(lr=1.0).rule, policy, 2, faults=faults)
+    faults = FaultPolicy(on_worker_loss="continue", nonfinite="allow")
+    layout = jobs.layout_of(fastps.SGD(lr=1.0), "asp", 2, faults=faults)
     with jobs.store_of(placed_on(layout, GPUS[:2]), fastps.SGD(lr=1.0)) as store:
         with pytest.raises(fastps.UnsupportedError, match="only if a server owns the memory"):
             store.use(HostDevice("gpu 0")).attach(0)
@@ -212,7 +205,7 @@ def test_a_server_whose_gpus_do_not_reach_each_other_is_refused_by_name() -> Non
 
 
 def test_the_plan_gives_each_gpu_shards_and_the_slots_of_its_workers() -> None:
-    layout = Layout(place(jobs.ROWS), 1, fastps.SGD(lr=1.0).rule, parse_policy("bsp"), 4)
+    layout = jobs.layout_of(fastps.SGD(lr=1.0), "bsp", 4)
     assert placed_on(layout, GPUS).owner_lanes == (0, 1) and placed_on(layout, GPUS).slot_owners == ()
     served = placed_on(replace(layout, server="process"), GPUS)
     assert sorted(served.owner_lanes) == [4, 5] and served.slot_owners == (4, 5, 4, 5)

@@ -4,38 +4,30 @@ Streams are late here, by seeds: whatever is not ordered by an event comes too e
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import fastps
-from fastps.device.cuda import CudaDevice
-from fastps.device.plan import handle_table_bytes, homes
+from fastps.device.plan import placed_on
 from fastps.device.store import DeviceStore
-from fastps.job.layout import Layout, place
-from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Update
-from fastps.lab.gpus.cuda_calls import RecordedCuda, merged
-from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
+from fastps.lab.gpus.cuda_calls import merged
+from fastps.lab.gpus.cuda_on_host import Faults, HostDevice
 from fastps.lab.gpus.cuda_rules import check_record
 from tests.device import test_device as jobs
-from tests.device.test_cuda import packed, unpacked
+from tests.device.test_cuda import recorded
 from tests.device.test_device import assert_equal
 from tests.support import processes
 
 GPUS = ("gpu 0", "gpu 1", "gpu 2", "gpu 3")
 
 
-def make_store(update: Update, sync: str, gpus: tuple[str, ...], *, shards: int = 4, dtype: Any = "float32") -> DeviceStore:
-    """A job with a worker on each of `gpus`. Its weights are those of the jobs on one device."""
-    policy = parse_policy(sync)
-    layout = Layout(place(jobs.ROWS, policy.shards), 1, update.rule, policy, len(gpus), gradient_type=dtype)
-    if policy.shards == 1 and policy.grant != "round-robin":
-        layout = layout.with_shards(shards)
-    owners = homes([4 * (end - begin) for begin, end in layout.shards], [gpus.index(gpu) for gpu in dict.fromkeys(gpus)])
-    return jobs.store_of(replace(layout, owner_lanes=owners, extra_bytes=handle_table_bytes(len(owners))), update)
+def make_store(update: Update, sync: str, gpus: tuple[str, ...], *, shards: int = 0, dtype: Any = "float32") -> DeviceStore:
+    """A job with a worker on each of `gpus`, and a shard for each GPU. Its weights are those of the jobs on one device."""
+    layout = jobs.layout_of(update, sync, len(gpus), gradient_type=dtype)
+    return jobs.store_of(placed_on(layout.with_shards(shards) if shards else layout, gpus), update)
 
 
 def run(store: DeviceStore, gpus: tuple[str, ...], steps: int, make: Any = jobs.gradient) -> list[Any]:
@@ -112,7 +104,7 @@ def test_every_push_is_folded_or_dropped_once_and_all_see_the_same_weights(sync:
 def test_two_workers_on_each_of_two_devices_share_the_folds() -> None:
     gpus = ("gpu 0", "gpu 1", "gpu 0", "gpu 1")
     update = fastps.SGD(lr=0.1, momentum=0.9)
-    found = run(make_store(update, "bsp", gpus, shards=2), gpus, 8)
+    found = run(make_store(update, "bsp", gpus), gpus, 8)
     assert_equal(found, on_cpu(update, "bsp", 4, 8))
     folds = [count for _, count in found]
     assert folds[0] + folds[2] == folds[1] + folds[3] == 8
@@ -121,18 +113,9 @@ def test_two_workers_on_each_of_two_devices_share_the_folds() -> None:
 def test_four_gpus_of_the_simulated_runtime_keep_the_rules_of_cuda() -> None:
     update = fastps.Adam(lr=0.01)
     store = make_store(update, "bsp", GPUS)
-
-    def work(rank: int) -> Any:
-        seen = [GPUS[rank], *(gpu for gpu in GPUS if gpu != GPUS[rank])]
-        api = RecordedCuda(HostCuda(seen, Faults(seed=rank, delay_s=0.001)))
-        with store.use(CudaDevice(0, api)):
-            found = jobs.steps_of(store, rank, 6, jobs.gradient)
-        return found, packed(api.calls)
-
-    with store:
-        outcomes = processes.results(processes.start_each(work, 4), 60)
-    assert_equal([found for found, _ in outcomes], on_cpu(update, "bsp", 4, 6))
-    whole = merged(*(unpacked(calls) for _, calls in outcomes))
+    found, calls = recorded(store, GPUS, lambda rank: jobs.steps_of(store, rank, 6, jobs.gradient))
+    assert_equal(found, on_cpu(update, "bsp", 4, 6))
+    whole = merged(*calls)
     peers = [frozenset((one, other)) for one in GPUS for other in GPUS if one != other]
     assert check_record(whole, peers, {call.process for call in whole}) == len(whole)
     synchronized = [call for call in whole if call.name in ("streamSynchronize", "eventSynchronize", "deviceSynchronize")]
@@ -146,7 +129,7 @@ def test_a_replica_is_shown_where_the_home_is_elsewhere() -> None:
             worker.wait_for_others()
             return shown, None
 
-    with make_store(fastps.SGD(lr=0.1), "asp", GPUS[:2], shards=2) as store:
+    with make_store(fastps.SGD(lr=0.1), "asp", GPUS[:2]) as store:
         assert_equal(processes.results(processes.start_each(look, 2), 40), jobs.first_weights())
 
 

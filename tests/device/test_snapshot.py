@@ -12,15 +12,13 @@ import pytest
 import fastps
 from fastps.checkpoint import snapshot
 from fastps.checkpoint.runs import Run
-from fastps.device.cuda import CudaDevice
 from fastps.device.plan import placed_on
 from fastps.device.store import DeviceStore
-from fastps.job.layout import Layout, place
-from fastps.job.specs import parse_policy
-from fastps.lab.gpus.cuda_calls import RecordedCuda, merged
-from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice, host_devices
+from fastps.lab.gpus.cuda_calls import merged
+from fastps.lab.gpus.cuda_on_host import Faults, HostDevice, host_devices
 from fastps.lab.gpus.cuda_rules import check_record
 from tests.device import test_device as jobs
+from tests.device.test_cuda import recorded
 from tests.support import processes
 
 UPDATE = fastps.Adam(lr=0.01, weight_decay=0.1)
@@ -29,7 +27,7 @@ SAVED, STEPS = 5, 9
 
 
 def make_store(gpus: list[str], server: str = "workers", resume: Any = None, **options: Any) -> DeviceStore:
-    layout = placed_on(Layout(place(jobs.ROWS), 1, UPDATE.rule, parse_policy(SYNC), len(gpus), server=server), gpus)
+    layout = placed_on(jobs.layout_of(UPDATE, SYNC, len(gpus), server=server), gpus)
     make = partial(host_devices, list(dict.fromkeys(gpus)), 0.0005) if server == "process" else None
     return jobs.store_of(layout, UPDATE, resume=resume, server_devices=make, **options)
 
@@ -138,17 +136,10 @@ def test_steps_go_on_while_a_version_is_copied_and_its_buffers_are_not_written(t
 
 @pytest.mark.slow
 def test_copies_on_gpus_keep_the_rules_of_cuda(tmp_path: Path) -> None:
-    gpus = ["gpu 0", "gpu 1"]
+    gpus, folder = ["gpu 0", "gpu 1"], tmp_path / "device"
     store = make_store(gpus)
-
-    def work(rank: int) -> Any:
-        api = RecordedCuda(HostCuda([gpus[rank], gpus[1 - rank]], Faults(seed=rank, delay_s=0.001)))
-        with store.use(CudaDevice(0, api)):
-            steps_of(store, rank, 0, STEPS, tmp_path / "device", ahead=1)
-        return api.calls
-
-    with store:
-        whole = merged(*processes.results(processes.start_each(work, 2), 60))
+    _, calls = recorded(store, gpus, lambda rank: steps_of(store, rank, 0, STEPS, folder, ahead=1))
+    whole = merged(*calls)
     assert check_record(whole, [frozenset(gpus)], {call.process for call in whole}) == len(whole)
     on_cpu(tmp_path / "cpu", SAVED + 1)
     assert_same_checkpoint(tmp_path / "device", tmp_path / "cpu")
