@@ -34,26 +34,18 @@ def _step(model: torch.nn.Module, optimizer: fastps.DistributedOptimizer, steps:
     steps_on(model, optimizer, torch.ones(1, 2), steps)
 
 
+@pytest.mark.parametrize(("sync", "every"), [("bsp", 2), ("bsp", 1000), ("asp", 1000), ("ssp:3", 1000)])
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_job_that_ends_leaves_a_checkpoint_of_its_last_version(waits: bool, tmp_path: Path) -> None:
-    """A worker that waits for the others has left by then: nobody is live, and who closed before was not the first."""
-    model, optimizer = _job(tmp_path, every=2)
+def test_a_job_that_ends_leaves_a_checkpoint_of_its_last_version_and_one_that_resumes_it_begins_at_its_step(
+    waits: bool, sync: str, every: int, tmp_path: Path
+) -> None:
+    """Also where the worker that wrote it had left, as after `wait_for_others`, so that no worker was in the job any more."""
+    model, optimizer = _job(tmp_path, every, sync=sync)
     _step(model, optimizer, 5)
     if waits:
         optimizer.wait_for_others()
     optimizer.close()
     assert _versions(tmp_path)[-1] == 5
-
-
-@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:3"])
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_job_that_resumes_a_last_checkpoint_begins_at_the_step_of_its_end(waits: bool, sync: str, tmp_path: Path) -> None:
-    """Also where the worker that wrote it had left, as after `wait_for_others`, so that no worker was in the job any more."""
-    model, optimizer = _job(tmp_path, sync=sync)
-    _step(model, optimizer, 5)
-    if waits:
-        optimizer.wait_for_others()
-    optimizer.close()
     _, resumed = _job(tmp_path, resume=tmp_path, sync=sync)
     assert (resumed.worker.steps, resumed.version) == (5, 5)
     resumed.close()

@@ -69,8 +69,10 @@ class Held:
         pass
 
 
-def _write(folder: Path, count: int, memory: Array, **others: Any) -> list[Path]:
+def _write(folder: Path, count: int, memory: Any = 0, **others: Any) -> list[Path]:
+    """Write the shares of `count` nodes, which have this memory, or one of the same number everywhere."""
     layout = _layout()
+    memory = np.broadcast_to(np.asarray(memory, np.float32), layout.buffer_floats)
     shares = shares_of(layout, Nodes(count, 0, 0, 1, "a", 1, NodePolicy(homes="spread")))
     held = [Held(layout, part, number, len(shares), memory, **others) for number, part in enumerate(shares)]
     return [write(each, {"mean": np.ones(2)}, folder, Run("the run")) for each in held]
@@ -94,9 +96,8 @@ def test_shares_join_into_the_model_they_were_cut_from(tmp_path_factory: pytest.
 
 
 def test_newest_version_that_all_nodes_have_counts(tmp_path: Path) -> None:
-    memory = np.zeros(_layout().buffer_floats, np.float32)
-    _write(tmp_path, 2, memory, version=5)
-    newest = _write(tmp_path, 2, memory + 1, version=10)
+    _write(tmp_path, 2, version=5)
+    newest = _write(tmp_path, 2, 1, version=10)
     assert (fastps.load(tmp_path).version, fastps.load(tmp_path).weights()["b"][0]) == (10, 1.0)
     (newest[1] / "checkpoint.json").unlink()
     newest[1].rename(tmp_path / "elsewhere")
@@ -104,24 +105,22 @@ def test_newest_version_that_all_nodes_have_counts(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_shares_that_keeps_no_times_has_the_same_newest_version(tmp_path: Path) -> None:
-    memory = np.zeros(_layout().buffer_floats, np.float32)
-    older = _write(tmp_path, 2, memory, version=5)
-    _write(tmp_path, 2, memory + 1, version=10)
+    older = _write(tmp_path, 2, version=5)
+    _write(tmp_path, 2, 1, version=10)
     for folder in older:
         os.utime(folder, (2**32, 2**32))
     assert fastps.load(tmp_path).version == 10
 
 
 def test_the_newest_of_whole_checkpoints_and_of_shares_is_the_one_of_the_higher_version(tmp_path: Path) -> None:
-    memory = np.zeros(_layout().buffer_floats, np.float32)
     with fastps.Store.create({"w": np.ones(3, np.float32)}, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
         for _ in range(7):
             worker.step({"w": np.ones(3)})
         whole = fastps.save(worker, tmp_path)
-    _write(tmp_path, 2, memory, version=5)
+    _write(tmp_path, 2, version=5)
     assert (fastps.load(tmp_path).version, list(fastps.load(tmp_path).weights())) == (7, ["w"])
-    _write(tmp_path, 3, memory, version=6)
-    two, _ = _write(tmp_path, 2, memory + 1, version=10)
+    _write(tmp_path, 3, version=6)
+    two, _ = _write(tmp_path, 2, 1, version=10)
     assert (fastps.load(tmp_path).version, fastps.load(tmp_path).weights()["b"][0]) == (10, 1.0)
     (two / "tensors.safetensors").unlink()
     assert fastps.load(tmp_path).version == 7
@@ -130,9 +129,8 @@ def test_the_newest_of_whole_checkpoints_and_of_shares_is_the_one_of_the_higher_
 
 
 def test_shares_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
-    memory = np.zeros(_layout().buffer_floats, np.float32)
-    first, _ = _write(tmp_path, 2, memory, run="one")
-    _, second = _write(tmp_path, 2, memory, run="two")
+    first, _ = _write(tmp_path, 2, run="one")
+    _, second = _write(tmp_path, 2, run="two")
     for folder in (first, second):
         folder.rename(tmp_path / f"elsewhere-{folder.parent.name}")
     with pytest.raises(fastps.CheckpointError, match=r"found none \(share-0-of-2 has 1; share-1-of-2 has 1\)"):
@@ -140,7 +138,7 @@ def test_shares_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_share_without_a_description_is_named(tmp_path: Path) -> None:
-    _, second = _write(tmp_path, 2, np.zeros(_layout().buffer_floats, np.float32))
+    _, second = _write(tmp_path, 2)
     described = {key: value for key, value in read_description(second).items() if key != "share"}
     (second / "checkpoint.json").write_bytes(sealed(described))
     with pytest.raises(fastps.CheckpointError, match=r"share-1-of-2 has none; .* expected the description of a share"):
@@ -150,9 +148,8 @@ def test_share_without_a_description_is_named(tmp_path: Path) -> None:
 def test_damaged_share_of_the_newest_version_is_named_and_the_version_before_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = np.zeros(_layout().buffer_floats, np.float32)
-    _write(tmp_path, 2, memory, version=5)
-    newest = _write(tmp_path, 2, memory + 1, version=10)
+    _write(tmp_path, 2, version=5)
+    newest = _write(tmp_path, 2, 1, version=10)
     file = newest[1] / "tensors.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
     assert fastps.load(tmp_path).version == 5
@@ -168,7 +165,7 @@ def test_damaged_share_of_the_newest_version_is_named_and_the_version_before_tak
     (lambda share: share["whole"].append(share["whole"][3] | {"name": "e", "shape": [0]}), "a share's parameter"),
 ])  # fmt: skip
 def test_what_a_share_says_of_the_model_is_bounded(tmp_path: Path, change: Any, refusal: str) -> None:
-    first, _ = _write(tmp_path, 2, np.zeros(_layout().buffer_floats, np.float32))
+    first, _ = _write(tmp_path, 2)
     described = read_description(first)
     change(described["share"])
     (first / "checkpoint.json").write_bytes(sealed(described))
@@ -177,5 +174,5 @@ def test_what_a_share_says_of_the_model_is_bounded(tmp_path: Path, change: Any, 
 
 
 def test_one_share_can_be_read_by_itself(tmp_path: Path) -> None:
-    first, _ = _write(tmp_path, 2, np.arange(_layout().buffer_floats, dtype=np.float32))
+    first, _ = _write(tmp_path, 2, np.arange(_layout().buffer_floats))
     assert fastps.load(first).weights()["a"].shape == (15,)

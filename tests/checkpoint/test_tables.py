@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -26,16 +25,6 @@ def test_a_resumed_job_has_the_bits_of_one_that_did_not_stop(name: str, tmp_path
     with wrapped(resumed, name, folders) as optimizers:
         train_on(resumed, optimizers, batches[6:])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(resumed.parameters(), whole.parameters(), strict=True))
-
-
-def test_periodic_checkpoints_have_the_rows_of_their_version(tmp_path: Path) -> None:
-    model = TableModel()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with fastps.DistributedOptimizer(sgd, "bsp", model=model, checkpoint=tmp_path, every=2) as optimizer:
-        train_on(model, [optimizer], batches_of(4, 8))
-    found = fastps.load(tmp_path)
-    assert found.version == 4
-    assert np.array_equal(found.weights()["bag.weight"], model.bag.weight.detach().numpy())
 
 
 def test_a_checkpoint_of_a_table_is_not_resumed_by_a_dense_layer(tmp_path: Path) -> None:

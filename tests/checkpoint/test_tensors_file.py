@@ -2,6 +2,7 @@
 
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,16 +35,11 @@ def _tensors() -> dict[str, np.ndarray]:
     return found | {"scalar": np.array(2, np.float32)}
 
 
-def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
-    write_tensors(_tensors(), tmp_path / "file")
-    found = load_file(tmp_path / "file")
+@pytest.mark.parametrize(("write", "read"), [(write_tensors, load_file), (save_file, read_tensors)], ids=["read", "write"])
+def test_the_library_reads_what_is_written_and_writes_what_is_read(write: Any, read: Any, tmp_path: Path) -> None:
+    write(_tensors(), tmp_path / "file")
+    found = read(tmp_path / "file")
     assert found.keys() == _tensors().keys()
-    assert all(np.array_equal(found[name], array) and found[name].dtype == array.dtype for name, array in _tensors().items())
-
-
-def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
-    save_file(_tensors(), tmp_path / "file")
-    found = read_tensors(tmp_path / "file")
     assert all(np.array_equal(found[name], array) and found[name].dtype == array.dtype for name, array in _tensors().items())
 
 

@@ -1,7 +1,5 @@
 """Buffers that a module assigns, registers or resizes while it trains, and buffers of types that have no plain average."""
 
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,18 +30,16 @@ class Statistics(torch.nn.Module):
 
 def _averaged(keep: Callable[[Any, torch.Tensor], None]) -> list[dict[str, Any]]:
     """What two workers, with means of 1 and 3, have after a step and average_buffers()."""
-    job = f"buffers-{os.getpid()}-{time.monotonic_ns()}"
 
     def work(rank: int) -> dict[str, Any]:
-        os.environ["FASTPS_RANK"] = str(rank)
         model = torch.nn.Sequential(Statistics(keep), torch.nn.Linear(2, 1))
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
-        with fastps.DistributedOptimizer(inner, model=model, job=job, rank=rank, workers=2, timeout_s=30) as optimizer:
+        with fastps.DistributedOptimizer(inner, model=model, timeout_s=30) as optimizer:
             steps_on(model, optimizer, torch.full((4, 2), 1.0 + 2 * rank))
             optimizer.average_buffers()
             return {name: buffer.flatten()[:2].tolist() for name, buffer in model.named_buffers()}
 
-    return processes.results(processes.start_each(work, 2), 60)
+    return processes.results(processes.start_job(work, 2), 60)
 
 
 def _keep_far_from_zero(module: Any, mean: torch.Tensor) -> None:

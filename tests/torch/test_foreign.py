@@ -359,17 +359,6 @@ def test_weights_that_one_worker_replaces_are_everyones_and_no_update_is_lost() 
         assert np.allclose(found, expected, atol=1e-6)
 
 
-def test_weights_of_another_shape_replace_nothing() -> None:
-    model = _model()
-    with _wrap(model, model=model) as optimizer:
-        _train(model, optimizer, 1)
-        before = model.weight.clone()
-        with pytest.raises(ValueError, match="a tensor for each of 2 parameters"):
-            optimizer.replace_weights([torch.zeros(3)])
-        _train(model, optimizer, 1)
-        assert torch.allclose(model.weight, before - 0.01 * 2)
-
-
 # -- BatchNorm's buffers ---------------------------------------------------------------------------
 
 

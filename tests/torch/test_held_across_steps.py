@@ -120,7 +120,10 @@ def test_inference_mode_leaves_nothing_that_a_later_backward_cannot_use() -> Non
     assert relative_difference(model, plain) == 0.0
 
 
-@pytest.mark.skipif(why_not_compiled() is not None, reason="by attributes they go stale")
+@pytest.mark.skipif(
+    why_not_compiled() is not None,
+    reason="by attributes they go stale: docs/architecture/decisions/015-tensors-without-python.md",
+)
 def test_tensors_over_a_parameters_memory_follow_it_from_before_wrapping_to_after_close() -> None:
     said = mmap.mmap(-1, 2)
 

@@ -4,7 +4,6 @@ import collections
 import copy
 import io
 import operator
-import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -197,11 +196,10 @@ def test_names_that_the_rule_does_not_use_are_the_scripts_own(name: str) -> None
 
 
 def test_worker_0s_write_is_that_of_all_workers() -> None:
-    def work(rank: int, job: str) -> list[float]:
+    def work(rank: int) -> list[float]:
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 1, bias=False)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with fastps.DistributedOptimizer(inner, "bsp", job=job, rank=rank, workers=2) as optimizer:
+        with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "bsp") as optimizer:
             for step in range(4):
                 optimizer.zero_grad()
                 model(torch.ones(1, 3)).sum().backward()
@@ -210,9 +208,7 @@ def test_worker_0s_write_is_that_of_all_workers() -> None:
                 optimizer.step()
             return [float(each) for each in optimizer.state[model.weight]["momentum_buffer"].flatten()]
 
-    job = f"state-{os.getpid()}"
-    children = [processes.start(lambda rank=rank: work(rank, job)) for rank in range(2)]
-    assert processes.results(children, 60) == [pytest.approx([1.9] * 3)] * 2
+    assert processes.results(processes.start_job(work, 2), 60) == [pytest.approx([1.9] * 3)] * 2
 
 
 FROZEN: dict[str, Callable[[], torch.Tensor]] = {

@@ -157,19 +157,6 @@ def test_after_close_the_parameters_are_private_copies() -> None:
         optimizer.step()
 
 
-@pytest.mark.skipif(
-    why_not_compiled() is not None,
-    reason="by attributes they go stale: docs/architecture/decisions/015-tensors-without-python.md",
-)
-def test_what_shares_a_parameters_memory_follows_it_as_in_torch() -> None:
-    def run(model: torch.nn.Module, optimizer: Any) -> None:
-        aliases = [parameter.detach() for parameter in model.parameters()]
-        train_on(model, optimizer, batches_of(5, BATCH))
-        assert all(torch.equal(alias, parameter) for alias, parameter in zip(aliases, model.parameters(), strict=True))
-
-    as_in_torch(run)
-
-
 def test_memory_of_the_weights_before_wrapping_that_nobody_holds_is_let_go() -> None:
     model = new_model()
     before = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]

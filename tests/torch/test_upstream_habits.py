@@ -371,21 +371,22 @@ def test_state_dict_of_the_whole_model_brings_buffers_and_what_does_not_train_to
         optimizer.step()
 
 
-@pytest.mark.parametrize(("change", "sentence"), [
-    (lambda entries: entries.pop("0.weight"), r"none for 0\.weight; use model\.state_dict\(\)"),
-    (lambda entries: entries.update(extra=torch.zeros(1)), "found all and the unknown extra"),
-    (lambda entries: entries.update({"0.bias": torch.zeros(3)}), r"'0\.bias': expected .* shape \(17,\), found \(3,\)"),
-    (lambda entries: entries.update({"0.bias": [0.0]}), r"'0\.bias': expected .* shape \(17,\), found list"),
-])  # fmt: skip
-def test_state_dict_of_another_model_replaces_nothing(change: Callable[[dict[str, Any]], Any], sentence: str) -> None:
+@pytest.mark.parametrize(("given", "sentence"), [
+    (lambda own: {name: own[name] for name in own if name != "0.weight"}, r"none for 0\.weight; use model\.state_dict\(\)"),
+    (lambda own: {**own, "extra": torch.zeros(1)}, "found all and the unknown extra"),
+    (lambda own: {**own, "0.bias": torch.zeros(3)}, r"'0\.bias': expected .* shape \(17,\), found \(3,\)"),
+    (lambda own: {**own, "0.bias": [0.0]}, r"'0\.bias': expected .* shape \(17,\), found list"),
+    (lambda own: [torch.zeros(3)], "a tensor for each of 6 parameters"),
+], ids=["a name is missing", "a name too many", "another shape", "a list", "tensors of another model"])  # fmt: skip
+def test_weights_of_another_model_replace_nothing(given: Callable[[dict[str, Any]], Any], sentence: str) -> None:
     model = new_model()
-    entries = dict(new_model(seed=1).state_dict())
-    change(entries)
     with fastps.DistributedOptimizer(_momentum(model.parameters()), model=model) as optimizer:
+        train_on(model, optimizer, batches_of(1, BATCH))
         before = _values(model)
         with pytest.raises(ValueError, match=sentence):
-            optimizer.replace_weights(entries)
+            optimizer.replace_weights(given(new_model(seed=1).state_dict()))
         assert _are_equal(_values(model), before)
+        train_on(model, optimizer, batches_of(1, BATCH))
 
 
 def test_names_need_the_model_that_has_them() -> None:
