@@ -92,11 +92,18 @@ def single(folder: Path, **options: Any) -> Trainer:
 
 
 class Noted(Line):
-    """A Line whose workers write what `note` returns at the end of their fit, as JSON, into `result-RANK.json`."""
+    """A Line whose workers write what `note` returns at the end of their fit, as JSON, into `result-RANK.json`.
 
-    def __init__(self, folder: Path, note: Callable[["Noted"], Any] | None = None, **options: Any) -> None:
-        super().__init__(**options)
+    It may have more parts, by name.
+    """
+
+    def __init__(
+        self, folder: Path, note: Callable[[Any], Any] | None = None, learning_rate: float = 0.05, **parts: torch.nn.Module
+    ) -> None:
+        super().__init__(learning_rate)
         self.folder, self.note = folder, note
+        for name, part in parts.items():
+            self.add_module(name, part)
 
     def on_fit_end(self) -> None:
         found = {
@@ -107,6 +114,12 @@ class Noted(Line):
             "note": self.note(self) if self.note else None,
         }
         (self.folder / f"result-{self.global_rank}.json").write_text(json.dumps(found))
+
+
+def fit(module: Noted, *loaders: Any, strategy: Any = None, **options: Any) -> list[dict[str, Any]]:
+    """Fit a module in forked workers. Returns what each of them has noted."""
+    trainer(module.folder, strategy, **options).fit(module, *loaders)
+    return results(module.folder)
 
 
 def results(folder: Path) -> list[dict[str, Any]]:

@@ -38,6 +38,13 @@ def program(text: str, folder: Path) -> Path:
     return file
 
 
+def run_text(
+    text: str, folder: Path, way: str = "fastps run", workers: int = 2, sync: str = "bsp", **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run a program of this text in a folder, in a way of `command`."""
+    return run(command(way, program(text, folder), workers, sync), folder, **variables)
+
+
 def figures(way: str, example: str, folder: Path, *arguments: str, sync: str = "bsp") -> dict[str, Any]:
     """The figures that a program of examples/ writes at its end."""
     file = folder / "figures.json"

@@ -48,8 +48,8 @@ def test_run_that_stopped_goes_on_from_its_saved_state(tmp_path: Path) -> None:
     assert whole["processes"] == 2 and len(set(whole["weights"])) == 1
 
 
-LOADS = """
-import torch
+STEPS = """
+import os, signal, time, torch
 from fastps.integrations.accelerate import Accelerator
 
 accelerator = Accelerator(cpu=True)
@@ -58,6 +58,8 @@ model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()
 def step():
     accelerator.backward(model(torch.ones(2, 4)).sum()); optimizer.step(); optimizer.zero_grad()
 step()
+"""
+LOADS = """
 accelerator.save_state("saved")
 saved = model.weight.detach().clone()
 step()
@@ -71,7 +73,7 @@ accelerator.end_training()
 
 
 def test_state_is_loaded_between_steps_in_every_worker(tmp_path: Path) -> None:
-    ended = programs.run(programs.command("fastps run", programs.program(LOADS, tmp_path)), tmp_path)
+    ended = programs.run_text(STEPS + LOADS, tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
@@ -114,21 +116,13 @@ open("result-%d.json" % rank, "w").write(json.dumps({"version": job.worker.close
 
 @pytest.mark.parametrize("sync", ["bsp", "dssp:1,3", "backup:1"])
 def test_workers_that_step_unequally_often_meet_in_gathers_under_each_discipline(sync: str, tmp_path: Path) -> None:
-    words = programs.command("fastps run", programs.program(CALLS, tmp_path), 3, sync)
-    ended = programs.run(words, tmp_path)
+    ended = programs.run_text(CALLS, tmp_path, workers=3, sync=sync)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert len(list(tmp_path.glob("result-*.json"))) == 3
 
 
 DYING = """
-import os, signal, sys, time, torch
-from fastps.integrations.accelerate import Accelerator
-
-accelerator = Accelerator(cpu=True)
-model = torch.nn.Linear(2, 1)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-for step in range(3):
-    accelerator.backward(model(torch.ones(4, 2)).mean()); optimizer.step(); optimizer.zero_grad()
+step(); step()
 if accelerator.process_index == 1:
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -137,28 +131,10 @@ accelerator.gather(torch.ones(1))
 
 
 def test_death_of_a_worker_ends_those_that_wait_in_a_gather_with_an_error_that_names_it(tmp_path: Path) -> None:
-    words = programs.command("fastps run", programs.program(DYING, tmp_path), 3, "asp")
-    ended = programs.run(words, tmp_path)
+    ended = programs.run_text(STEPS + DYING, tmp_path, workers=3, sync="asp")
     assert ended.returncode != 0
     assert "worker 1 failed first: ended by SIGKILL" in ended.stdout + ended.stderr
     assert ended.stderr.count("fastps.errors.WorkerDiedError: worker 1 ") == 2, ended.stderr
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"mixed_precision": "fp16"}, "expected mixed_precision 'bf16' or 'no', found 'fp16'"),
-    ({"fsdp_plugin": object()}, "FSDP shards or averages itself"),
-    ({"deepspeed_plugin": object()}, "DeepSpeed shards or averages itself"),
-    ({"megatron_lm_plugin": object()}, "Megatron-LM shards or averages itself"),
-    ({"parallelism_config": object()}, "ParallelismConfig shards or averages itself"),
-]
-
-
-@pytest.mark.parametrize(("options", "sentence"), REFUSED, ids=[next(iter(options)) for options, _ in REFUSED])
-def test_arguments_that_cannot_go_together_are_refused(options: dict[str, Any], sentence: str) -> None:
-    from fastps.integrations.accelerate import Accelerator
-
-    with pytest.raises(UnsupportedError, match=sentence):
-        Accelerator(cpu=True, **options)
 
 
 def test_handlers_without_effect_are_refused() -> None:
@@ -171,7 +147,12 @@ def test_handlers_without_effect_are_refused() -> None:
             Accelerator(cpu=True, kwargs_handlers=[handler])
 
 
-@pytest.mark.parametrize(("variables", "sentence"), [
+REFUSED: list[tuple[dict[str, Any], str]] = [  # arguments, or variables of the environment, whose names are upper case
+    ({"mixed_precision": "fp16"}, "expected mixed_precision 'bf16' or 'no', found 'fp16'"),
+    ({"fsdp_plugin": object()}, "FSDP shards or averages itself"),
+    ({"deepspeed_plugin": object()}, "DeepSpeed shards or averages itself"),
+    ({"megatron_lm_plugin": object()}, "Megatron-LM shards or averages itself"),
+    ({"parallelism_config": object()}, "ParallelismConfig shards or averages itself"),
     ({"ACCELERATE_USE_FSDP": "true"}, "found ACCELERATE_USE_FSDP"),
     ({"ACCELERATE_USE_DEEPSPEED": "true"}, "found ACCELERATE_USE_DEEPSPEED"),
     ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "found 'fp16'"),
@@ -180,16 +161,19 @@ def test_handlers_without_effect_are_refused() -> None:
     ({"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "WORLD_SIZE": "2",
       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "expected workers of one node, found a launch on several"),
     ({"FASTPS_RANK": "0", "FASTPS_WORKERS": "2"}, "neither FASTPS_JOB nor torchrun.s variables say which job"),
-])  # fmt: skip
-def test_launches_that_cannot_work_are_refused(
-    variables: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "sentence"), REFUSED, ids=[next(iter(given)) for given, _ in REFUSED])
+def test_arguments_and_launches_that_cannot_work_are_refused(
+    given: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fastps.integrations.accelerate import Accelerator
 
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    for name in filter(str.isupper, given):
+        monkeypatch.setenv(name, given[name])
     with pytest.raises(Exception, match=sentence) as raised:
-        Accelerator(cpu=True)
+        Accelerator(cpu=True, **{name: value for name, value in given.items() if not name.isupper()})
     assert type(raised.value).__module__ == "fastps.errors"
 
 

@@ -1,7 +1,7 @@
 """A worker that waits outside of the store: its job goes on, and it pushes without a gradient only where nobody computes."""
 
-from collections.abc import Collection
-from typing import Any
+import contextlib
+from collections.abc import Collection, Iterator
 
 import pytest
 import torch
@@ -28,9 +28,11 @@ class Board:
         return set(ranks) <= self.there
 
 
-def _pair(sync: str, name: str) -> tuple[Any, Worker, Worker]:
-    store = fastps.Store.create({"w": torch.zeros(2).numpy()}, fastps.SGD(lr=1.0), sync=sync, workers=2, job=name)
-    return store, store.attach(0), store.attach(1)
+@contextlib.contextmanager
+def _workers(sync: str, count: int = 2) -> Iterator[list[Worker]]:
+    store = fastps.Store.create({"w": torch.zeros(2).numpy()}, fastps.SGD(lr=1.0), sync=sync, workers=count)
+    with store:
+        yield [store.attach(rank) for rank in range(count)]
 
 
 def _looked(worker: Worker, board: Board, looks: int = 2) -> None:
@@ -54,8 +56,7 @@ def test_without_a_job_it_only_waits() -> None:
 
 
 def test_other_that_computes_is_not_pushed_for() -> None:
-    store, first, _second = _pair("bsp", "meeting-computes")
-    with store:
+    with _workers("bsp") as (first, _):
         board = Board()
         _looked(first, board)
         assert board.calls > 0
@@ -64,8 +65,7 @@ def test_other_that_computes_is_not_pushed_for() -> None:
 
 @pytest.mark.parametrize("sync", ["bsp", "ssp:0"])
 def test_other_that_waits_for_a_grant_gets_it_by_a_push_without_a_gradient(sync: str) -> None:
-    store, first, second = _pair(sync, "meeting-" + sync.replace(":", "-"))
-    with store:
+    with _workers(sync) as (first, second):
         _push(second)
         _looked(first, Board(), looks=1)
         assert first.posts == 0, "it may be about to leave the meeting"
@@ -75,12 +75,11 @@ def test_other_that_waits_for_a_grant_gets_it_by_a_push_without_a_gradient(sync:
         assert second.steps == 1
         second.pull()
         assert second.weights["w"].max() < 0, "its own push is folded"
-        assert store.version >= 1
+        assert first.store.version >= 1
 
 
 def test_nothing_is_pushed_for_another_that_has_made_a_step_since_the_last_look() -> None:
-    store, first, second = _pair("asp", "meeting-moves")
-    with store:
+    with _workers("asp") as (first, second):
         attendance = Attendance([first], Board(), SYSTEM_CLOCK)
         for _ in range(2):
             _push(second)
@@ -96,9 +95,7 @@ def test_without_a_job_the_wait_ends_at_its_own_limit() -> None:
 
 
 def test_nothing_is_pushed_while_a_third_worker_neither_waits_nor_has_come() -> None:
-    store = fastps.Store.create({"w": torch.zeros(2).numpy()}, fastps.SGD(lr=1.0), sync="bsp", workers=3)
-    with store:
-        first, second, _third = (store.attach(rank) for rank in range(3))
+    with _workers("bsp", 3) as (first, second, _):
         _push(second)
         _looked(first, Board())
         assert first.posts == 0

@@ -31,14 +31,13 @@ def test_strangers_that_say_nothing_are_not_counted() -> None:
             own.result(30)
 
 
-def test_worker_0_names_those_that_do_not_come() -> None:
-    with pytest.raises(TimeoutExceededError, match=r"worker 0 waited 0.01 s for worker 1, worker 2 to reach the place"):
-        meet("meets-nobody", 0, 3, 0.01)
-
-
-def test_others_say_that_worker_0_does_not_come() -> None:
-    with pytest.raises(TimeoutExceededError, match=r"worker 2 waited 0.01 s for worker 0 to begin the process group: see the"):
-        meet("meets-without-0", 2, 3, 0.01)
+@pytest.mark.parametrize(("rank", "sentence"), [
+    (0, "worker 0 waited 0.01 s for worker 1, worker 2 to reach the place"),
+    (2, "worker 2 waited 0.01 s for worker 0 to begin the process group: see the"),
+])  # fmt: skip
+def test_who_does_not_come_is_named(rank: int, sentence: str) -> None:
+    with pytest.raises(TimeoutExceededError, match=sentence):
+        meet(f"meets-nobody-{rank}", rank, 3, 0.01)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 from torchmetrics import MeanMetric  # noqa: E402
 
 from fastps.integrations.lightning import FastpsStrategy  # noqa: E402
-from tests.integrations.lightning_modules import Line, Noted, data, loader, results, single, trainer  # noqa: E402
+from tests.integrations.lightning_modules import Line, Noted, data, fit, loader, results, single, trainer  # noqa: E402
 
 
 def _forked(sync: str = "bsp", **options: Any) -> FastpsStrategy:
@@ -57,8 +57,7 @@ def test_two_workers_under_bsp_train_like_one_process_with_both_batches(
         return [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)] if averages else []
 
     module, both = kind(tmp_path), kind(tmp_path)
-    trainer(tmp_path, callbacks=callbacks(), **options).fit(module, loader(batch=4))
-    found = results(tmp_path)
+    found = fit(module, loader(batch=4), callbacks=callbacks(), **options)
     single(tmp_path, callbacks=callbacks(), **options).fit(both, loader(batch=8))
     assert _weights(module) == pytest.approx(_weights(both), rel=1e-5), "the main process has the trained weights"
     assert [each["steps"] for each in found] == [steps] * 2
@@ -71,8 +70,7 @@ _DISCIPLINES = ["asp", "ssp:3", "dssp:3,15", "backup:1", "softsync:1", "hardsync
 @pytest.mark.parametrize("sync", _DISCIPLINES)
 def test_all_workers_end_with_the_same_weights_under_every_discipline(sync: str, tmp_path: Path) -> None:
     module = Noted(tmp_path, learning_rate=0.02)
-    trainer(tmp_path, _forked(sync), max_epochs=3).fit(module, loader(batch=2), loader(16))
-    found = results(tmp_path)
+    found = fit(module, loader(batch=2), loader(16), strategy=_forked(sync), max_epochs=3)
     assert [each["steps"] for each in found] == [48, 48]
     assert found[0]["weight"] == found[1]["weight"] == _weights(module)
     assert found[0]["metrics"]["val_loss"] < 0.7 * float(Line().loss(data(16)[:])), "it has learnt"
@@ -80,8 +78,7 @@ def test_all_workers_end_with_the_same_weights_under_every_discipline(sync: str,
 
 def test_each_worker_sees_its_share_of_the_data_shuffled_anew_each_epoch(tmp_path: Path) -> None:
     shuffled = torch.utils.data.DataLoader(data(32), batch_size=4, shuffle=True)
-    trainer(tmp_path, max_epochs=2, use_distributed_sampler=True).fit(Noted(tmp_path), shuffled)
-    first, second = results(tmp_path)
+    first, second = fit(Noted(tmp_path), shuffled, max_epochs=2, use_distributed_sampler=True)
     epochs = [[_flat(each["seen"][4 * epoch : 4 * epoch + 4]) for each in (first, second)] for epoch in (0, 1)]
     for own, other in epochs:
         assert sorted(own + other) == list(range(32))
@@ -89,8 +86,8 @@ def test_each_worker_sees_its_share_of_the_data_shuffled_anew_each_epoch(tmp_pat
 
 
 def test_sampler_stays_as_it_is_where_the_trainer_is_told_so(tmp_path: Path) -> None:
-    trainer(tmp_path).fit(Noted(tmp_path), torch.utils.data.DataLoader(data(16), batch_size=4))
-    assert [_flat(each["seen"]) for each in results(tmp_path)] == [list(range(16))] * 2
+    found = fit(Noted(tmp_path), torch.utils.data.DataLoader(data(16), batch_size=4))
+    assert [_flat(each["seen"]) for each in found] == [list(range(16))] * 2
 
 
 def test_parameters_and_buffers_begin_as_those_of_worker_0(tmp_path: Path) -> None:
@@ -99,8 +96,8 @@ def test_parameters_and_buffers_begin_as_those_of_worker_0(tmp_path: Path) -> No
             self.net.weight.data.fill_(1.0 + self.global_rank)
             self.frozen = torch.nn.Parameter(torch.full((2,), 5.0 + self.global_rank), requires_grad=False)
 
-    trainer(tmp_path).fit(Apart(tmp_path, lambda it: it.frozen.tolist(), learning_rate=0.0), loader(16))
-    assert [(each["weight"], each["note"]) for each in results(tmp_path)] == [([1.0] * 4, [5.0, 5.0])] * 2
+    found = fit(Apart(tmp_path, lambda it: it.frozen.tolist(), learning_rate=0.0), loader(16))
+    assert [(each["weight"], each["note"]) for each in found] == [([1.0] * 4, [5.0, 5.0])] * 2
 
 
 def test_validation_alone_begins_with_the_weights_of_worker_0(tmp_path: Path) -> None:
@@ -116,21 +113,15 @@ def test_validation_alone_begins_with_the_weights_of_worker_0(tmp_path: Path) ->
 
 
 def test_parameters_that_no_loss_uses_need_no_flag(tmp_path: Path) -> None:
-    class Unused(Noted):
-        def __init__(self, folder: Path) -> None:
-            super().__init__(folder, lambda it: it.unused.weight.view(-1).tolist())
-            self.unused = torch.nn.Linear(1, 1)
-            torch.nn.init.ones_(self.unused.weight)
-
-    trainer(tmp_path).fit(Unused(tmp_path), loader(16))
-    assert [each["note"] for each in results(tmp_path)] == [[1.0], [1.0]]
+    torch.nn.init.ones_((unused := torch.nn.Linear(1, 1)).weight)
+    module = Noted(tmp_path, lambda it: it.unused.weight.view(-1).tolist(), unused=unused)
+    assert [each["note"] for each in fit(module, loader(16))] == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
 def test_precision(precision: Any, tmp_path: Path) -> None:
     module = Noted(tmp_path, lambda it: str(it.net.weight.dtype))
-    trainer(tmp_path, precision=precision, max_epochs=4).fit(module, loader(batch=4))
-    found = results(tmp_path)
+    found = fit(module, loader(batch=4), precision=precision, max_epochs=4)
     expected = {"bf16-mixed": "torch.float32", "bf16-true": "torch.bfloat16", "16-true": "torch.float16"}[precision]
     assert [each["note"] for each in found] == [expected] * 2
     assert found[0]["weight"] == found[1]["weight"]
@@ -154,11 +145,6 @@ def test_manual_optimization_of_two_optimizers_is_two_jobs(tmp_path: Path) -> No
     class Two(Noted):
         automatic_optimization = False
 
-        def __init__(self, folder: Path) -> None:
-            super().__init__(folder, lambda it: it.trained)
-            self.other = torch.nn.Linear(4, 1, bias=False)
-            self.other.weight.data.zero_()
-
         def training_step(self, batch: Any, index: int) -> None:
             first, second = self.optimizers()
             first.zero_grad()
@@ -172,10 +158,10 @@ def test_manual_optimization_of_two_optimizers_is_two_jobs(tmp_path: Path) -> No
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.net.parameters(), lr=0.05), torch.optim.Adam(self.other.parameters(), lr=0.1)
 
-    module = Two(tmp_path)
-    trainer(tmp_path, max_epochs=2).fit(module, loader(batch=4))
-    assert results(tmp_path)[0]["note"] == [16, 16]
-    assert module.other.weight.view(-1).tolist() == pytest.approx([1.0] * 4, abs=0.5)
+    torch.nn.init.zeros_((other := torch.nn.Linear(4, 1, bias=False)).weight)
+    module = Two(tmp_path, lambda it: it.trained, other=other)
+    assert fit(module, loader(batch=4), max_epochs=2)[0]["note"] == [16, 16]
+    assert other.weight.view(-1).tolist() == pytest.approx([1.0] * 4, abs=0.5)
 
 
 # -- metrics ------------------------------------------------------------------------------------------
@@ -191,13 +177,8 @@ def test_logged_values_are_reduced_over_the_workers(tmp_path: Path) -> None:
             self.log("mean", self.mean, on_epoch=True, on_step=False)
             return self.loss(batch)
 
-        def __init__(self, folder: Path) -> None:
-            super().__init__(folder, lambda it: it.all_gather(torch.tensor([it.global_rank])).tolist())
-            self.mean = MeanMetric()
-
-    trainer(tmp_path).fit(Logs(tmp_path), loader(16))
-    found = results(tmp_path)
-    for rank, each in enumerate(found):
+    module = Logs(tmp_path, lambda it: it.all_gather(torch.tensor([it.global_rank])).tolist(), mean=MeanMetric())
+    for rank, each in enumerate(fit(module, loader(16))):
         assert each["note"] == [[0], [1]]
         metrics = each["metrics"]
         assert metrics["rank"] == metrics["rank_epoch"] == metrics["mean"] == 0.5
@@ -218,9 +199,9 @@ def test_strategy_reduces_gathers_and_broadcasts(tmp_path: Path) -> None:
             "gathered": strategy.all_gather(own).tolist(),
         }
 
-    trainer(tmp_path).fit(Noted(tmp_path, note), loader(8))
     expected = {"mean": 1.5, "sum": 3.0, "max": 1, "other": "text", "all": [False, True], "object": {"from": 1}}
-    assert [each["note"] for each in results(tmp_path)] == [{**expected, "gathered": [[1.0], [2.0]]}] * 2
+    found = fit(Noted(tmp_path, note), loader(8))
+    assert [each["note"] for each in found] == [{**expected, "gathered": [[1.0], [2.0]]}] * 2
 
 
 def test_every_worker_validates_the_same_weights_under_asp(tmp_path: Path) -> None:
@@ -232,24 +213,20 @@ def test_every_worker_validates_the_same_weights_under_asp(tmp_path: Path) -> No
         def on_fit_start(self) -> None:
             self.same: list[bool] = []
 
-    its = trainer(tmp_path, _forked("asp"), max_epochs=3, val_check_interval=4)
-    its.fit(Watch(tmp_path, lambda it: it.same), loader(), loader(8))
-    assert [each["note"] for each in results(tmp_path)] == [[True] * 7] * 2, "once before training, and twice in each epoch"
+    module = Watch(tmp_path, lambda it: it.same)
+    found = fit(module, loader(), loader(8), strategy=_forked("asp"), max_epochs=3, val_check_interval=4)
+    assert [each["note"] for each in found] == [[True] * 7] * 2, "once before training, and twice in each epoch"
 
 
 def test_batch_norm_has_the_mean_of_all_workers_statistics(tmp_path: Path) -> None:
     class Normed(Noted):
-        def __init__(self, folder: Path) -> None:
-            super().__init__(folder, lambda it: it.norm.running_mean.tolist())
-            self.norm = torch.nn.BatchNorm1d(4, momentum=1.0)
-
         def loss(self, batch: Any) -> torch.Tensor:
             return torch.nn.functional.mse_loss(self.net(self.norm(batch[0])), batch[1])
 
-    module = Normed(tmp_path)
-    trainer(tmp_path).fit(module, loader(16, batch=8))
+    module = Normed(tmp_path, lambda it: it.norm.running_mean.tolist(), norm=torch.nn.BatchNorm1d(4, momentum=1.0))
+    found = fit(module, loader(16, batch=8))
     expected = data(16).tensors[0].mean(0).tolist()
-    assert [each["note"] for each in results(tmp_path)] == [pytest.approx(expected, abs=1e-6)] * 2
+    assert [each["note"] for each in found] == [pytest.approx(expected, abs=1e-6)] * 2
     assert module.norm.running_mean is not None
     assert module.norm.running_mean.tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -333,8 +310,8 @@ def test_early_stopping_ends_all_workers_though_one_alone_wants_it(tmp_path: Pat
             self.log("val", float(self.current_epoch if self.global_rank else -self.current_epoch))
 
     stopping = EarlyStopping("val", patience=1)
-    trainer(tmp_path, callbacks=[stopping], max_epochs=9).fit(Uneven(tmp_path), loader(16), loader(8))
-    assert [each["steps"] for each in results(tmp_path)] == [4, 4], "worker 1 sees no improvement after the first epoch"
+    found = fit(Uneven(tmp_path), loader(16), loader(8), callbacks=[stopping], max_epochs=9)
+    assert [each["steps"] for each in found] == [4, 4], "worker 1 sees no improvement after the first epoch"
 
 
 def test_only_worker_0_logs(tmp_path: Path) -> None:
@@ -358,29 +335,26 @@ def test_averaged_weights_are_validated_and_kept_and_training_goes_on_with_its_o
 
     average = WeightAveraging(avg_fn=get_ema_avg_fn(0.5))
     module = Watch(tmp_path, lambda it: it.shown)
-    trainer(tmp_path, _forked(sync), callbacks=[average], max_epochs=3, num_sanity_val_steps=0).fit(module, loader(), loader(8))
-    found = results(tmp_path)
+    options: dict[str, Any] = {"callbacks": [average], "num_sanity_val_steps": 0}
+    found = fit(module, loader(), loader(8), strategy=_forked(sync), max_epochs=3, **options)
     plain = Noted(tmp_path)
-    trainer(tmp_path, _forked(sync), max_epochs=3).fit(plain, loader(), loader(8))
+    fit(plain, loader(), loader(8), strategy=_forked(sync), max_epochs=3)
     assert found[0]["weight"] == found[0]["note"][-1], "the average, which the last validation saw"
     assert found[0]["weight"] != _weights(plain)
     assert found[0]["weight"] == pytest.approx(_weights(plain), abs=0.1)
 
 
 def test_learning_rate_finder_trains_before_and_the_fit_begins_with_the_first_weights(tmp_path: Path) -> None:
-    class Finds(Noted):
-        def __init__(self, folder: Path) -> None:
-            super().__init__(folder, lambda it: [it.first, it.trainer.optimizers[0].param_groups[0]["lr"]])
-            self.first: list[list[float]] = []
+    first: list[list[float]] = []
 
+    class Finds(Noted):
         def on_train_start(self) -> None:
-            self.first.append(_weights(self))
+            first.append(_weights(self))
 
     finder = LearningRateFinder(num_training_steps=8, max_lr=0.1)
-    trainer(tmp_path, callbacks=[finder], max_epochs=2).fit(Finds(tmp_path), loader(batch=4))
-    found = results(tmp_path)
+    found = fit(Finds(tmp_path, lambda it: first), loader(batch=4), callbacks=[finder], max_epochs=2)
     assert found[0]["weight"] == found[1]["weight"] != _weights(Line())
-    assert found[0]["note"][0] == found[1]["note"][0] == [_weights(Line())] * 2, "the finder's run, and the fit"
+    assert found[0]["note"] == found[1]["note"] == [_weights(Line())] * 2, "the finder's run, and the fit"
     assert found[0]["steps"] == 16
 
 
@@ -411,19 +385,14 @@ class _Short(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.parametrize("sync", ["bsp", "ssp:2", "dssp:2,4", "asp"])
 def test_workers_whose_epochs_differ_in_length_do_not_wait_for_each_other_for_ever(sync: str, tmp_path: Path) -> None:
     class Metric(Noted):
-        def __init__(self, folder: Path) -> None:
-            super().__init__(folder)
-            self.mean = MeanMetric()
-
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             self.mean(1.0)
             self.log("mean", self.mean, on_epoch=True, on_step=False)
             return super().training_step(batch, index)
 
     short = torch.utils.data.DataLoader(_Short(), batch_size=4)
-    its = trainer(tmp_path, _forked(sync, timeout_s=30), max_epochs=3)
-    its.fit(Metric(tmp_path), short, loader(8))
-    found = results(tmp_path)
+    module = Metric(tmp_path, mean=MeanMetric())
+    found = fit(module, short, loader(8), strategy=_forked(sync, timeout_s=30), max_epochs=3)
     assert [each["steps"] for each in found] == [9, 30]
     assert found[0]["weight"] == found[1]["weight"]
 
@@ -444,7 +413,7 @@ def test_workers_do_not_wait_for_a_slow_worker_0_within_an_epoch_under_asp(tmp_p
         def on_fit_start(self) -> None:
             self.times: list[float] = []
 
-    trainer(tmp_path, _forked("asp")).fit(Slow(tmp_path, lambda it: it.times[-1] - it.times[0]), loader(128))
-    slow, fast = (each["note"] for each in results(tmp_path))
+    found = fit(Slow(tmp_path, lambda it: it.times[-1] - it.times[0]), loader(128), strategy=_forked("asp"))
+    slow, fast = (each["note"] for each in found)
     assert slow >= 15 * 0.05
     assert fast < slow / 2

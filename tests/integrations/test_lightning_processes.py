@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.clients import programs
+from tests.clients.programs import needs
+from tests.integrations.programs import command, program, run, run_text
 from tests.support.processes import runs, wait_until
 
-programs.needs("lightning", "torchmetrics")
+needs("lightning", "torchmetrics")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "lightning_digits"
@@ -45,24 +46,18 @@ print(f"rank {trainer.global_rank} of {trainer.world_size}, {found}", flush=True
 """
 
 
-def _program(folder: Path, text: str) -> Path:
-    (folder / "tests").symlink_to(ROOT / "tests")
-    (folder / "program.py").write_text(text)
-    return folder / "program.py"
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": ".", "PYTHONWARNINGS": "ignore"}
-
-
-def _run(folder: Path, *command: str) -> Any:
-    options: Any = {"capture_output": True, "text": True, "check": False, "timeout": 280, "start_new_session": True}
-    return subprocess.run(command, cwd=folder, env=_environment(), **options)
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where programs run, which find these tests there."""
+    monkeypatch.setenv("PYTHONPATH", ".")
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    return tmp_path
 
 
 def _start(folder: Path, text: str) -> "subprocess.Popen[str]":
     options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    return subprocess.Popen([sys.executable, str(_program(folder, text))], cwd=folder, env=_environment(), **options)
+    return subprocess.Popen(command("alone", program(text, folder)), cwd=folder, **options)
 
 
 def _pids(folder: Path, workers: int = 2) -> list[int]:
@@ -83,43 +78,38 @@ def _lines(text: str) -> list[str]:
 # -- launchers ------------------------------------------------------------------------------------------
 
 
-def test_script_starts_its_workers_itself_and_fits_twice(tmp_path: Path) -> None:
-    ended = _run(tmp_path, sys.executable, str(_program(tmp_path, _TRAIN + _FIT + _FIT)))
+def test_script_starts_its_workers_itself_and_fits_twice(folder: Path) -> None:
+    ended = run_text(_TRAIN + _FIT + _FIT, folder, "alone")
     assert ended.returncode == 0, ended.stderr
     lines = _lines(ended.stdout)
     assert len(lines) == 4 and len({line.split(", ", 1)[1] for line in lines}) == 1, ended.stdout
     assert lines[0].startswith("rank 0 of 2, step 8")
 
 
-def test_processes_of_multiprocessing_bring_weights_and_metrics_back(tmp_path: Path) -> None:
+def test_processes_of_multiprocessing_bring_weights_and_metrics_back(folder: Path) -> None:
     """Of a server of forks, for which the launcher does what Lightning does for "spawn"."""
     guarded = _FIT.replace("FastpsStrategy(SYNC)", "FastpsStrategy(SYNC, start_method='forkserver')").replace("\n", "\n    ")
-    ended = _run(tmp_path, sys.executable, str(_program(tmp_path, _TRAIN + 'if __name__ == "__main__":' + guarded)))
+    ended = run_text(_TRAIN + 'if __name__ == "__main__":' + guarded, folder, "alone")
     assert ended.returncode == 0, ended.stderr
     assert len(_lines(ended.stdout)) == 1 and _lines(ended.stdout)[0].startswith("rank 0 of 2, step 0"), ended.stdout
     weight = float(_lines(ended.stdout)[0].rsplit(" ", 1)[1])
     assert abs(weight - 4) < 2, "the sum of the four weights, which begins at 0.45 and ends at 4"
 
 
-@pytest.mark.parametrize("launcher", ["fastps", "torchrun"])
-def test_launchers_number_of_workers_counts(launcher: str, tmp_path: Path) -> None:
-    program = _program(tmp_path, _TRAIN + "DEVICES = 1" + _FIT)
-    commands = {
-        "fastps": [sys.executable, "-m", "fastps.cli", "run", "-n", "2", str(program)],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)],
-    }
-    ended = _run(tmp_path, *commands[launcher])
+@pytest.mark.parametrize("launcher", ["fastps run", "torchrun"])
+def test_launchers_number_of_workers_counts(launcher: str, folder: Path) -> None:
+    ended = run_text(_TRAIN + "DEVICES = 1" + _FIT, folder, launcher)
     assert ended.returncode == 0, ended.stderr
     lines = _lines(ended.stdout)
     assert [line[:19] for line in lines] == ["rank 0 of 2, step 8", "rank 1 of 2, step 8"], ended.stdout
 
 
-def test_example_differs_from_plain_lightning_in_three_lines_and_learns(tmp_path: Path) -> None:
+def test_example_differs_from_plain_lightning_in_three_lines_and_learns(folder: Path) -> None:
     plain, main = ((EXAMPLE / name).read_text().splitlines() for name in ("plain.py", "main.py"))
     changed = [line for line in main[1:] if line and line not in plain]
     assert len(changed) <= 3, changed
     assert all(line in main or line.strip() == "devices=1," for line in plain[1:])
-    ended = _run(tmp_path, sys.executable, str(EXAMPLE / "main.py"), "5")
+    ended = run([sys.executable, str(EXAMPLE / "main.py"), "5"], folder)
     assert ended.returncode == 0, ended.stderr
     found = re.fullmatch(r"accuracy ([\d.]+) after 5 epochs, 95 steps a worker\n", ended.stdout)
     assert found, ended.stdout
@@ -129,9 +119,14 @@ def test_example_differs_from_plain_lightning_in_three_lines_and_learns(tmp_path
 # -- ends -----------------------------------------------------------------------------------------------
 
 
-def test_killed_worker_ends_the_trainer_with_the_named_error(tmp_path: Path) -> None:
-    process = _start(tmp_path, _TRAIN.replace("    pass", "    time.sleep(0.01)").replace('"bsp", 1', '"asp", 1000') + _FIT)
-    pids = _pids(tmp_path)
+@pytest.mark.parametrize(("act", "sync_and_epochs"), [
+    ("time.sleep(0.01)", '"asp", 1000'),
+    ("time.sleep(600) if module.global_rank == 1 else torch.distributed.barrier()", '"bsp", 1'),
+], ids=["in their steps", "in a collective"])  # fmt: skip
+def test_killed_worker_ends_the_others_with_the_named_error(act: str, sync_and_epochs: str, folder: Path) -> None:
+    process = _start(folder, _TRAIN.replace("pass", act).replace('"bsp", 1', sync_and_epochs) + _FIT)
+    pids = _pids(folder)
+    time.sleep(0.5)
     os.kill(pids[1], signal.SIGKILL)
     began = time.monotonic()
     _, stderr = process.communicate(timeout=60)
@@ -141,38 +136,26 @@ def test_killed_worker_ends_the_trainer_with_the_named_error(tmp_path: Path) -> 
     _await_end(pids)
 
 
-def test_killed_worker_ends_those_that_wait_in_a_collective(tmp_path: Path) -> None:
-    act = "    time.sleep(600) if module.global_rank == 1 else torch.distributed.barrier()"
-    process = _start(tmp_path, _TRAIN.replace("    pass", act) + _FIT)
-    pids = _pids(tmp_path)
-    time.sleep(0.5)
-    os.kill(pids[1], signal.SIGKILL)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "WorkerDiedError: worker 1" in stderr, stderr
-    _await_end(pids)
-
-
-def test_error_of_one_worker_is_quoted_by_the_others(tmp_path: Path) -> None:
-    act = "    if module.global_rank == 1: raise ValueError('the data of worker 1 is bad')"
-    ended = _run(tmp_path, sys.executable, str(_program(tmp_path, _TRAIN.replace("    pass", act) + _FIT)))
+def test_error_of_one_worker_is_quoted_by_the_others(folder: Path) -> None:
+    act = "if module.global_rank == 1: raise ValueError('the data of worker 1 is bad')"
+    ended = run_text(_TRAIN.replace("pass", act) + _FIT, folder, "alone")
     assert ended.returncode == 1
     assert "WorkerDiedError: worker 1" in ended.stderr and "ValueError: the data of worker 1 is bad" in ended.stderr
 
 
-def test_worker_that_ends_before_it_trains_is_named(tmp_path: Path) -> None:
+def test_worker_that_ends_before_it_trains_is_named(folder: Path) -> None:
     early = "if os.environ.get('LOCAL_RANK') == '1': sys.exit(7)\n"
-    ended = _run(tmp_path, sys.executable, str(_program(tmp_path, _TRAIN + early + _FIT)))
+    ended = run_text(_TRAIN + early + _FIT, folder, "alone")
     assert ended.returncode == 1
     found = re.search(r"WorkerDiedError: worker 1 \(process \d+\) ended with exit code 7 before it met", ended.stderr)
     assert found, ended.stderr
 
 
 @pytest.mark.parametrize(("number", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["Ctrl-C", "SIGTERM"])
-def test_signal_ends_all_workers(number: signal.Signals, to_all: bool, tmp_path: Path) -> None:
-    text = _TRAIN.replace("    pass", "    time.sleep(0.01)").replace('"bsp", 1', '"dssp:3,15", 1000')
-    process = _start(tmp_path, text + _FIT)
-    pids = _pids(tmp_path)
+def test_signal_ends_all_workers(number: signal.Signals, to_all: bool, folder: Path) -> None:
+    text = _TRAIN.replace("pass", "time.sleep(0.01)").replace('"bsp", 1', '"dssp:3,15", 1000')
+    process = _start(folder, text + _FIT)
+    pids = _pids(folder)
     for pid in pids if to_all else pids[:1]:
         os.kill(pid, number)
     process.communicate(timeout=60)
@@ -180,9 +163,9 @@ def test_signal_ends_all_workers(number: signal.Signals, to_all: bool, tmp_path:
     _await_end(pids)
 
 
-def test_workers_end_with_a_killed_main_process(tmp_path: Path) -> None:
-    process = _start(tmp_path, _TRAIN.replace("    pass", "    time.sleep(600)") + _FIT)
-    pids = _pids(tmp_path)
+def test_workers_end_with_a_killed_main_process(folder: Path) -> None:
+    process = _start(folder, _TRAIN.replace("pass", "time.sleep(600)") + _FIT)
+    pids = _pids(folder)
     process.kill()
     process.communicate()
     _await_end(pids)

@@ -37,19 +37,22 @@ def test_names_are_registered_and_make_the_strategy() -> None:
         assert made.launcher.is_interactive_compatible == (name in ("fastps_fork", "fastps_notebook"))
 
 
-def test_several_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    _refused(fastps.UnsupportedError, "num_nodes=1", "found 2", "fastps run --nnodes", num_nodes=2)
-    monkeypatch.setenv("FASTPS_NNODES", "3")
-    _refused(fastps.UnsupportedError, "num_nodes=1", "found 3")
-
-
-@pytest.mark.parametrize(("options", "words"), [
+@pytest.mark.parametrize(("given", "words"), [
     ({"precision": "64-true"}, ("64-true", "float64", "bf16-mixed")),
     ({"plugins": [FSDPPrecision("bf16-mixed")]}, ("FSDPPrecision",)),
     ({"sync_batchnorm": True}, ("sync_batchnorm", "averages BatchNorm")),
-], ids=["float64", "plugins of other strategies", "layers that meet in every forward"])  # fmt: skip
-def test_what_the_strategy_cannot_do_is_refused_by_its_name(options: dict[str, Any], words: tuple[str, ...]) -> None:
-    _refused(fastps.UnsupportedError, *words, **options)
+    ({"num_nodes": 2}, ("num_nodes=1", "found 2", "fastps run --nnodes")),
+    ({"FASTPS_NNODES": "3"}, ("num_nodes=1", "found 3")),
+    ({"strategy": FastpsStrategy(on_worker_loss="continue")}, ("on_worker_loss='continue'", "ckpt_path")),
+    ({"FASTPS_ON_WORKER_LOSS": "continue"}, ("on_worker_loss='continue'",)),
+], ids=lambda given: next(iter(given)))  # fmt: skip
+def test_what_the_strategy_cannot_do_is_refused_by_its_name(
+    given: dict[str, Any], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`given`: options of the Trainer, or variables of the environment, whose names are upper case."""
+    for name in filter(str.isupper, given):
+        monkeypatch.setenv(name, given[name])
+    _refused(fastps.UnsupportedError, *words, **{name: value for name, value in given.items() if not name.isupper()})
 
 
 def test_accelerators_other_than_the_cpu_are_refused() -> None:
@@ -61,13 +64,6 @@ def test_accelerators_other_than_the_cpu_are_refused() -> None:
 def test_options_that_the_strategy_gives_are_refused(option: str) -> None:
     with pytest.raises(fastps.UsageError, match=rf"FastpsStrategy\({option}="):
         FastpsStrategy("bsp", **{option: 1})
-
-
-def test_jobs_that_go_on_without_a_worker_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = FastpsStrategy(on_worker_loss="continue")
-    _refused(fastps.UnsupportedError, "on_worker_loss='continue'", "ckpt_path", strategy=strategy)
-    monkeypatch.setenv("FASTPS_ON_WORKER_LOSS", "continue")
-    _refused(fastps.UnsupportedError, "on_worker_loss='continue'")
 
 
 def test_number_of_devices_other_than_the_launchers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ distributed.destroy_process_group()
 
 def test_collectives_are_those_of_gloo(tmp_path: Path) -> None:
     """Under torchrun; the next test meets under `fastps run`."""
-    ended = programs.run(programs.command("torchrun", programs.program(PROGRAM, tmp_path)), tmp_path)
+    ended = programs.run_text(PROGRAM, tmp_path, "torchrun")
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
@@ -72,7 +72,7 @@ def test_worker_that_ends_before_a_job_began_is_an_error_of_fastps_in_the_others
         "if torch.distributed.get_rank() == 1:\n    sys.exit(0)\n"
         "torch.distributed.all_reduce(torch.ones(1))\n"
     )
-    ended = programs.run(programs.command("fastps run", programs.program(program, tmp_path)), tmp_path)
+    ended = programs.run_text(program, tmp_path)
     assert ended.returncode != 0
     assert "WorkerDiedError: worker 0: expected all 2 workers in allreduce of torch.distributed, found that one" in ended.stderr
 
@@ -84,5 +84,5 @@ def test_spawned_workers_meet(tmp_path: Path) -> None:
         "    own = torch.tensor([float(rank)])\n    torch.distributed.all_reduce(own)\n    assert own.item() == 1.0\n"
         "if __name__ == '__main__':\n    fastps.spawn(work, workers=2)\n    print('met')\n"
     )
-    ended = programs.run(programs.command("alone", programs.program(program, tmp_path)), tmp_path)
+    ended = programs.run_text(program, tmp_path, "alone")
     assert (ended.returncode, ended.stdout) == (0, "met\n"), ended.stderr

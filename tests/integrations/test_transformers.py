@@ -70,8 +70,7 @@ open("result-%d.json" % arguments.process_index, "w").write(json.dumps(result))
 
 
 def _results(folder: Path, options: str, sync: str) -> tuple[list[dict[str, Any]], str]:
-    file = programs.program(PROGRAM.replace("OPTIONS", options), folder)
-    ended = programs.run(programs.command("fastps run", file, 2, sync), folder)
+    ended = programs.run_text(PROGRAM.replace("OPTIONS", options), folder, sync=sync)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return results(folder), ended.stdout
 
@@ -132,7 +131,7 @@ def test_training_goes_on_after_one_that_was_interrupted_as_that_of_transformers
         "found, expected = weights(with_fastps), weights(transformers)\n"
         "assert found[1] == expected[1] == 7 and torch.allclose(found[0], expected[0], atol=1e-6), (found, expected)\n"
     )
-    ended = programs.run(programs.command("alone", programs.program(INTERRUPTED + check, tmp_path)), tmp_path)
+    ended = programs.run_text(INTERRUPTED + check, tmp_path, "alone")
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
@@ -190,7 +189,6 @@ def test_import_in_the_checkout_says_where_to_start_instead() -> None:
 
 
 def test_gathers_of_tokens_at_every_step_are_refused_under_a_discipline_without_waits(tmp_path: Path) -> None:
-    file = programs.program(PROGRAM.replace("OPTIONS", "average_tokens_across_devices=True"), tmp_path)
-    ended = programs.run(programs.command("fastps run", file, 2, "asp"), tmp_path)
+    ended = programs.run_text(PROGRAM.replace("OPTIONS", "average_tokens_across_devices=True"), tmp_path, sync="asp")
     assert ended.returncode != 0
     assert "average_tokens_across_devices makes every step wait for all workers" in ended.stderr
