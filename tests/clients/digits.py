@@ -1,9 +1,14 @@
 """The task of all client programs: scikit-learn's digits, a small network, and the spread of the plain program's accuracy."""
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import fastps
 
 EPOCHS = 12
 
@@ -42,6 +47,36 @@ def train(model: torch.nn.Module, optimizer: Any, rank: int = 0, workers: int = 
             optimizer.step()
             steps += 1
     return steps
+
+
+def loader() -> Any:
+    """Shuffled batches of 16 of this worker's share."""
+    inputs, targets, _, _ = data()
+    share = slice(fastps.rank(), None, fastps.world_size())
+    return DataLoader(TensorDataset(inputs[share], targets[share]), batch_size=16, shuffle=True)
+
+
+def report(model: torch.nn.Module, steps: int, optimizer: fastps.DistributedOptimizer) -> None:
+    """End the job, and leave what this worker has found in `result-RANK.json`; worker 0 waits for the others before."""
+    if fastps.rank() == 0:
+        optimizer.wait_for_others()
+    found = {"accuracy": accuracy(model), "steps": steps, "version": optimizer.version}
+    optimizer.close()
+    Path(f"result-{fastps.rank()}.json").write_text(json.dumps(found))
+
+
+def lose_a_worker(job: str, rank: int) -> None:
+    """Of the job's two workers 1 leaves with an error, and 0 gets it."""
+    model = make_model()
+    optimizer = fastps.DistributedOptimizer(make_sgd(model), sync="bsp", job=job, rank=rank, workers=2)
+    optimizer.wait_for_start()
+    if rank == 1:
+        optimizer.close("it had to")
+        return
+    try:
+        train(model, optimizer)
+    finally:
+        optimizer.close()
 
 
 def accuracy(model: torch.nn.Module) -> float:

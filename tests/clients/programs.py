@@ -39,9 +39,9 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(folder.glob("result-*.json"))]
 
 
-def check_two_workers(script: str, folder: Path, *arguments: str) -> None:
-    """Two workers of a script learn what the plain program learns."""
-    ended = run(script, folder, *arguments, workers=2)
+def check_two_workers(script: str, folder: Path, *arguments: str, workers: int = 2) -> None:
+    """Two workers of a script learn what the plain program learns. With `workers` 0 the script starts them."""
+    ended = run(script, folder, *arguments, workers=workers)
     assert ended.returncode == 0, ended.stderr
     found = results(folder)
     assert len(found) == 2

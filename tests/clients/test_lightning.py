@@ -8,7 +8,7 @@ programs.needs("lightning")
 
 
 PROGRAM = """
-import json, sys, warnings
+import sys, warnings
 import lightning, torch
 import fastps
 from tests.clients import digits
@@ -29,21 +29,14 @@ class Digits(lightning.LightningModule):
         return self.wrapped
 
 
-inputs, labels, _, _ = digits.data()
-share = slice(fastps.rank(), None, fastps.world_size())
-loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs[share], labels[share]), batch_size=16, shuffle=True)
 lightning.seed_everything(fastps.rank(), verbose=False)
 module = Digits()
 trainer = lightning.Trainer(
     max_epochs=digits.EPOCHS, accelerator="cpu", devices=int(sys.argv[1]), logger=False, enable_checkpointing=False,
     enable_progress_bar=False, enable_model_summary=False,
 )
-trainer.fit(module, loader)
-if fastps.rank() == 0:
-    module.wrapped.wait_for_others()
-result = {"accuracy": digits.accuracy(module.net), "steps": trainer.global_step, "version": module.wrapped.version}
-module.wrapped.close()
-open(f"result-{fastps.rank()}.json", "w").write(json.dumps(result))
+trainer.fit(module, digits.loader())
+digits.report(module.net, trainer.global_step, module.wrapped)
 """
 
 

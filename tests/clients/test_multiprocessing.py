@@ -23,28 +23,15 @@ def test_hogwild_by_spawn_learns_what_the_plain_program_learns() -> None:
     assert digits.accuracy(model) >= digits.least_accuracy()
 
 
-def lose_a_worker(rank: int) -> None:
-    """Worker 1 dies; worker 0 gets an error."""
-    model = digits.make_model()
-    optimizer = fastps.DistributedOptimizer(
-        digits.make_sgd(model), sync="bsp", job=f"pool-{os.getppid()}", rank=rank, workers=2
-    )
-    optimizer.wait_for_start()
-    if rank == 1:
-        optimizer.close("it had to")
-        return
-    digits.train(model, optimizer)
-
-
 def test_pools_are_given_back_the_error_of_a_lost_worker() -> None:
-    context = multiprocessing.get_context("spawn")
+    context, job = multiprocessing.get_context("spawn"), f"pool-{os.getpid()}"
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as executor:
-        futures = [executor.submit(lose_a_worker, rank) for rank in range(2)]
+        futures = [executor.submit(digits.lose_a_worker, job, rank) for rank in range(2)]
         with pytest.raises(fastps.WorkerDiedError, match="it had to") as caught:
             futures[0].result(timeout=100)
         assert caught.value.worker == 1
     with context.Pool(2) as pool:
-        waiting = [pool.apply_async(lose_a_worker, (rank,)) for rank in range(2)]
+        waiting = [pool.apply_async(digits.lose_a_worker, (job, rank)) for rank in range(2)]
         with pytest.raises(fastps.WorkerDiedError, match="it had to"):
             waiting[0].get(timeout=100)
         pool.close()

@@ -30,17 +30,8 @@ class Actor:
             return digits.accuracy(model), steps, optimizer.version
 
     def lose(self, job: str, rank: int) -> None:
-        """Worker 1 leaves with an error, and worker 0 gets it."""
-        model = digits.make_model()
-        optimizer = fastps.DistributedOptimizer(digits.make_sgd(model), job=job, rank=rank, workers=2)
-        optimizer.wait_for_start()
-        if rank == 1:
-            optimizer.close("it had to")
-            return
-        try:
-            digits.train(model, optimizer)
-        finally:
-            optimizer.close()
+        """Take part in a job that loses worker 1."""
+        digits.lose_a_worker(job, rank)
 
 
 def test_example_of_the_page_trains_one_job_after_the_other() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastps
-from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
+from tests.support.torch_optimizers import alone, with_and_without  # noqa: F401 - a fixture
 
 
 class _Named(type):
@@ -51,15 +51,14 @@ def timm() -> Iterator[Any]:
         yield timm
 
 
-def _train(timm: Any, name: str, wraps: bool, clip: str = "norm", scaled: bool = False, **options: Any) -> list[torch.Tensor]:
+def _train(timm: Any, name: str, wrap: Any, clip: str = "norm", scaled: bool = False, **options: Any) -> list[torch.Tensor]:
     """Two epochs: mixed images, a warm-up and a cosine, clipped gradients, a moving average, a checkpoint after each epoch."""
     torch.manual_seed(0)
     np.random.seed(0)  # of which Mixup draws
     draw = torch.Generator().manual_seed(1)
     # Of the keys' bias the gradient is rounding alone, which Adam makes as large as any.
     model = timm.create_model(name, num_classes=4, **({"qkv_bias": False} if name == "test_vit" else {}))
-    optimizer = timm.optim.create_optimizer_v2(model, lr=1e-3, weight_decay=0.05, **options)
-    optimizer = fastps.DistributedOptimizer(optimizer) if wraps else optimizer
+    optimizer = wrap(timm.optim.create_optimizer_v2(model, lr=1e-3, weight_decay=0.05, **options))
     schedule, _ = timm.scheduler.create_scheduler_v2(
         optimizer, "cosine", 2, warmup_epochs=1, warmup_lr=1e-5, step_on_epochs=False, updates_per_epoch=3
     )
@@ -86,8 +85,6 @@ def _train(timm: Any, name: str, wraps: bool, clip: str = "norm", scaled: bool =
         schedule.step(epoch + 1)
         saved = copy.deepcopy([model.state_dict(), average.module.state_dict(), optimizer.state_dict()])
         optimizer.load_state_dict(saved[2])
-    if wraps:
-        optimizer.close()
     state = [value for entry in saved[2]["state"].values() for value in entry.values() if isinstance(value, torch.Tensor)]
     return [*saved[0].values(), *saved[1].values(), *state]
 
@@ -104,9 +101,7 @@ def _train(timm: Any, name: str, wraps: bool, clip: str = "norm", scaled: bool =
 )
 @pytest.mark.usefixtures("alone")
 def test_one_worker_has_the_digits_of_plain_torch(timm: Any, options: dict[str, Any]) -> None:
-    plain, own = (_train(timm, wraps=wraps, **options) for wraps in (False, True))
-    assert len(plain) == len(own)
-    for expected, found in zip(plain, own, strict=True):
+    for found, expected in zip(*with_and_without(lambda wrap: _train(timm, wrap=wrap, **options)), strict=True):
         assert (
             torch.equal(found, expected) if options["opt"] == "sgd" else torch.allclose(found, expected, rtol=2e-6, atol=1e-7)
         )

@@ -11,21 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import fastps
-from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
+from tests.support.torch_optimizers import alone, with_and_without  # noqa: F401 - a fixture
 
 Wrap = Callable[[torch.optim.Optimizer], Any]
 Weights = list[torch.Tensor]
-
-
-def _plain(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return inner
-
-
-def _close(*optimizers: Any) -> None:
-    for optimizer in optimizers:
-        if isinstance(optimizer, fastps.DistributedOptimizer):
-            optimizer.close()
 
 
 def _word2vec(wrap: Wrap) -> Weights:
@@ -48,7 +37,6 @@ def _word2vec(wrap: Wrap) -> Weights:
             loss.backward()
             optimizer.step()
             schedule.step()
-    _close(optimizer)
     return [centre.weight.detach().clone(), context.weight.detach().clone()]
 
 
@@ -72,7 +60,6 @@ def _wgan(wrap: Wrap) -> Weights:
         of_maker.zero_grad()
         (-critic(maker(torch.randn(16, 4, generator=draw))).mean()).backward()
         of_maker.step()
-    _close(of_maker, of_critic)
     return [each.detach().clone() for model in (maker, critic) for each in model.parameters()]
 
 
@@ -115,7 +102,6 @@ def _small_gpt(wrap: Wrap) -> Weights:
         optimizer.zero_grad(set_to_none=True)
         if step == 3:
             saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    _close(optimizer)
     again = SmallGPT()
     again.load_state_dict(saved["model"])
     state = [value for entry in saved["optimizer"]["state"].values() for value in entry.values()]
@@ -128,7 +114,7 @@ def _ppo(wrap: Wrap) -> Weights:
     model = library.PPO("MlpPolicy", "CartPole-v1", n_steps=64, batch_size=32, n_epochs=2, seed=3, device="cpu")
     model.policy.optimizer = wrap(model.policy.optimizer)
     model.learn(total_timesteps=192)
-    _close(model.policy.optimizer)
+    getattr(model.policy.optimizer, "close", lambda: None)()
     saved = io.BytesIO()
     model.save(saved)
     again = library.PPO.load(saved, device="cpu")
@@ -141,10 +127,9 @@ def _ppo(wrap: Wrap) -> Weights:
 @pytest.mark.parametrize("script", [_word2vec, _wgan, _small_gpt, _ppo])
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 def test_one_worker_has_the_digits_of_plain_torch(script: Callable[[Wrap], Weights], sync: str) -> None:
-    found = []
-    for wrap in (_plain, lambda inner: fastps.DistributedOptimizer(inner, sync=sync)):
+    def seeded(wrap: Wrap) -> Weights:
         torch.manual_seed(0)
-        found.append(script(wrap))
-    assert len(found[0]) == len(found[1])
-    for plain, own in zip(*found, strict=True):
+        return script(wrap)
+
+    for own, plain in zip(*with_and_without(seeded, sync=sync), strict=True):
         assert torch.allclose(own, plain, rtol=2e-6, atol=1e-7)

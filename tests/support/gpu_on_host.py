@@ -22,7 +22,7 @@ from fastps.device.placement import gpus_of_workers, placement
 from fastps.diagnostics import gpu
 from fastps.diagnostics.finding import Finding
 from fastps.lab.gpus.cuda_on_host import HostCuda, HostDevice
-from tests.torch.placements.test_staged import SeveralDevicesPlacement, StagedOptimizer
+from tests.torch.placements.test_staged import SeveralDevicesPlacement, StagedOptimizer, placed_by
 
 HERE = (sys.executable, "-m", "tests.support.gpu_on_host")
 GPUS = ["gpu 0", "gpu 1"]
@@ -36,11 +36,7 @@ class Placement(SeveralDevicesPlacement):
         return HostDevice(f"gpu {gpus[fastps.rank()]}" if gpus else GPUS[0])
 
 
-class OnDevice(fastps.DistributedOptimizer):
-    """On that device."""
-
-    def _place(self, push_dtype: Any) -> Any:
-        return Placement(self._tensors, push_dtype)
+OnDevice = placed_by(Placement)
 
 
 def optimizer(*arguments: Any, **more: Any) -> fastps.DistributedOptimizer:

@@ -77,10 +77,17 @@ def share_of(batches: list[tuple[torch.Tensor, torch.Tensor]], rank: int, size: 
     return [(first[own], second[own]) for first, second in batches]
 
 
-def train_on(model: torch.nn.Module, optimizer: Any, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for inputs, labels in batches:
+def train_on(
+    model: torch.nn.Module,
+    optimizer: Any,
+    batches: list[tuple[torch.Tensor, torch.Tensor]],
+    change: Callable[[int], Any] = lambda step: None,
+) -> None:
+    """A step for each batch; `change(step)` is called between its backward and its step."""
+    for step, (inputs, labels) in enumerate(batches):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        change(step)
         optimizer.step()
 
 
@@ -101,6 +108,24 @@ def relative_difference(model: torch.nn.Module, expected: torch.nn.Module) -> fl
     ours = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     theirs = torch.nn.utils.parameters_to_vector(expected.parameters()).detach()
     return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@contextlib.contextmanager
+def one_worker(
+    model: torch.nn.Module | None = None,
+    make: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    *,
+    named: bool = False,
+    kind: type[fastps.DistributedOptimizer] = fastps.DistributedOptimizer,
+    **options: Any,
+) -> Iterator[tuple[Any, fastps.DistributedOptimizer]]:
+    """A model, new if none is given, and the optimizer of a job of one worker that ends with the block.
+
+    `named`: the job has the model's names and buffers.
+    """
+    own = new_model() if model is None else model
+    with kind(make(own.parameters()), **({"model": own} if named else {}), **options) as optimizer:
+        yield own, optimizer
 
 
 def with_and_without(script: Callable[[Callable[..., Any]], Any], **options: Any) -> tuple[Any, Any]:
