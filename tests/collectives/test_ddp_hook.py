@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import fastps
+from tests.collectives.test_process_group import _group
 from tests.support import processes
 from tests.support.torch_optimizers import alone as alone
 
@@ -26,11 +26,8 @@ def _batches() -> torch.Tensor:
 
 def _in_workers(folder: Path, work: Callable[[int], Any], backend: str) -> list[Any]:
     def live(rank: int) -> Any:
-        dist.init_process_group(backend, f"file://{folder}/store", world_size=2, rank=rank)
-        try:
+        with _group(folder, rank, 2, backend):
             return work(rank)
-        finally:
-            dist.destroy_process_group()
 
     return processes.results(processes.start_job(live, 2), 60)
 

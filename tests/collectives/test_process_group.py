@@ -42,17 +42,18 @@ def _start(folder: Path, size: int, member: Callable[[int], Any], **options: Any
 
 
 def _run(folder: Path, size: int, member: Callable[[int], Any], **options: Any) -> list[Any]:
-    children = _start(folder, size, member, **options)
-    processes.finish(children, 60)
-    for child in children:
-        assert child.exit_code == 0, [each.outcome for each in children]
-    return [child.outcome for child in children]
+    return processes.results(_start(folder, size, member, **options), 60)
 
 
 def _errors(folder: Path, size: int, member: Callable[[int], Any], **options: Any) -> list[Any]:
     children = _start(folder, size, member, **options)
     processes.finish(children, 60)
     return [child.outcome for child in children]
+
+
+def _await_rank_0() -> None:
+    """Wait until rank 0 has begun a collective."""
+    processes.wait_until(lambda: dist.distributed_c10d._get_default_group()._group._exchange.state_of(0)[0], 60)
 
 
 # -- torch's functions
@@ -187,9 +188,7 @@ def test_a_group_is_made_again_with_more_ranks(tmp_path: Path) -> None:
             dist.destroy_process_group()
         return sums
 
-    children = processes.start_each(member, 3)
-    processes.finish(children, 60)
-    assert [child.outcome for child in children] == [[3.0, 6.0], [3.0, 6.0], [6.0]]
+    assert processes.results(processes.start_each(member, 3), 60) == [[3.0, 6.0], [3.0, 6.0], [6.0]]
 
 
 def test_one_process_is_a_group(tmp_path: Path) -> None:
@@ -269,7 +268,6 @@ def test_ddp_trains_as_with_gloo_and_as_one_process(tmp_path: Path, size: int) -
             assert size > 2 or (mine == theirs).all()  # two terms have one sum
 
 
-@pytest.mark.slow
 def _reduced_by_callbacks(rank: int) -> list[float]:
     """Collectives that callbacks make and wait for, while others are pending; of a collective that runs here, too."""
 
@@ -353,8 +351,7 @@ def test_a_killed_rank_ends_the_others_by_name(tmp_path: Path, size: int) -> Non
         _reduce_forever(rank)
 
     children = _start(tmp_path, size, member)
-    while not begun.exists():
-        time.sleep(0.01)
+    processes.wait_until(begun.exists, 60)
     os.kill(children[1].process_id, signal.SIGKILL)
     processes.finish_after_a_death([child for rank, child in enumerate(children) if rank != 1], "rank 1 (")
     processes.finish([children[1]], 10)
@@ -406,8 +403,7 @@ def test_the_timeout_names_the_rank_that_is_missing(tmp_path: Path) -> None:
             with pytest.raises(UsageError, match="the process group is broken"):
                 dist.all_reduce(torch.ones(3))
             return time.monotonic() - began
-        while dist.distributed_c10d._get_default_group()._group._exchange.state_of(0)[0] == 0:
-            time.sleep(0.01)
+        _await_rank_0()
         return 0.0
 
     assert 0.3 <= _run(tmp_path, 2, member, timeout=timedelta(seconds=0.3))[0] < 5
@@ -421,13 +417,11 @@ def test_ctrl_c_ends_a_wait_and_the_other_rank(tmp_path: Path) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             begun.touch()
             dist.all_reduce(torch.ones(100_000))
-        while dist.distributed_c10d._get_default_group()._group._exchange.state_of(0)[0] == 0:
-            time.sleep(0.01)
+        _await_rank_0()
         _reduce_forever(rank)  # the first has all it needs
 
     children = _start(tmp_path, 2, member)
-    while not begun.exists():
-        time.sleep(0.01)
+    processes.wait_until(begun.exists, 60)
     time.sleep(0.1)
     os.kill(children[0].process_id, signal.SIGINT)
     processes.finish(children, 20)
