@@ -45,6 +45,13 @@ class Outcome(NamedTuple):
     computing_s: float
 
 
+def final_values(worker: fastps.Worker, device: HostDevice) -> Any:
+    """All weights at the end of the job."""
+    worker.wait_for_others()
+    device.synchronize(device.compute_stream())
+    return np.concatenate([np.array(values) for values in worker.weights.values()])
+
+
 def work(store: DeviceStore, rank: int, gpus: str, steps: list[int]) -> Outcome:
     """Take steps whose gradients are queued; worker 0's appear slowly.
 
@@ -71,9 +78,7 @@ def work(store: DeviceStore, rank: int, gpus: str, steps: list[int]) -> Outcome:
         device.synchronize(stream)
         ended = time.monotonic()
         counted = store.arena.counters(rank)["compute_ns"] / 1e9
-        worker.wait_for_others()
-        device.synchronize(stream)
-        values = np.concatenate([np.array(values) for values in worker.weights.values()])
+        values = final_values(worker, device)
         assert np.unique(values).size == 1, "a fold read a slot before its gradient was there"
         return Outcome(ended, -values[0] / AMOUNT, posted_at, posted_after, counted)
 

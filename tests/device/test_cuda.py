@@ -42,8 +42,7 @@ def recorded(store: Any, gpus: Sequence[str], work: Callable[[int], Any]) -> tup
             found = work(rank)
         return found, packed(api.calls)
 
-    with store:
-        outcomes = processes.results(processes.start_each(in_child, len(gpus)), 60)
+    outcomes = jobs.in_workers(store, len(gpus), in_child)
     return [found for found, _ in outcomes], [unpacked(calls) for _, calls in outcomes]
 
 
@@ -53,8 +52,7 @@ def test_a_job_keeps_the_rules_of_cuda_and_has_the_bits_of_the_cpu(sync: str, gp
     owners = (0,) if gpus == "00" else (0, 1)
     store = jobs.make_store(update, sync, 2, owners)
     found, calls = recorded(store, [f"gpu {gpu}" for gpu in gpus], lambda rank: jobs.steps_of(store, rank, 12, jobs.gradient))
-    on_cpu = fastps.Store.create(jobs.first_weights(), update, sync=sync, workers=2)
-    jobs.assert_equal(found, jobs.run_workers(on_cpu, 2, 12, [])[0][0])
+    jobs.assert_equal(found, jobs.on_cpu(update, sync, 2, 12))
     peers = [frozenset(("gpu 0", "gpu 1"))]
     whole = merged(*calls)
     assert check_record(whole, peers, {call.process for call in whole}) == len(whole) > 300

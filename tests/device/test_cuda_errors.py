@@ -214,9 +214,7 @@ def test_a_server_whose_device_is_lost_is_named_by_every_worker(lost_at: int, mo
             device = HostDevice(served.GPUS[rank], 0.0005, computes_at_once=False)
             with store.use(device), store.attach(rank) as worker:
                 for _ in range(1_000_000):
-                    worker.push(store.hypers, samples=8)
-                    worker.advance()
-                    worker.pull()
+                    jobs.go_on(worker, samples=8)
 
         children = processes.start_each(work, 4)
         processes.finish(children, 10)

@@ -244,9 +244,10 @@ def store_of(layout: Layout, update: Update, weights: Any = None, kind: Any = De
         for view, values in zip(views, weights or first_weights().values(), strict=True):
             view[:] = np.reshape(values, -1)
 
-    store: DeviceStore = kind.create_for(layout, write, [update.hyper], **options)
+    store = kind.create_for(layout, write, [update.hyper], **options)
     assert isinstance(store, kind)
-    return store
+    found: DeviceStore = store
+    return found
 
 
 def layout_of(update: Update, sync: str, workers: int, **options: Any) -> Layout:
@@ -274,6 +275,13 @@ def constant(rank: int, step: int) -> dict[str, Any]:
     return {name: np.full(shape, AMOUNT) for name, shape in SHAPES.items()}
 
 
+def go_on(worker: fastps.Worker, **options: Any) -> None:
+    """Push what is in the slot, and wait for what follows."""
+    worker.push(worker.store.hypers, **options)
+    worker.advance()
+    worker.pull()
+
+
 def steps_of(store: fastps.Store, rank: int, steps: int, make: Callable[[int, int], dict[str, Any]]) -> tuple[Any, Any]:
     """Take steps; returns the final weights, and how many folds this worker queued if it has a device."""
     with store.attach(rank) as worker:
@@ -285,17 +293,29 @@ def steps_of(store: fastps.Store, rank: int, steps: int, make: Callable[[int, in
         return weights, folds
 
 
-def run_workers(
-    store: fastps.Store, workers: int, steps: int, identities: list[str], make: Callable[[int, int], dict[str, Any]] = gradient
+def in_workers(
+    store: Any, workers: int, work: Callable[[int], Any], device_of: Callable[[int], CudaDevice] | None = None
 ) -> list[Any]:
-    def work(rank: int) -> Any:
-        if isinstance(store, DeviceStore):
-            store.use(HostDevice(identities[rank], DELAY_S))
+    """What `work(rank)` returns in each worker, which has its device, or is on the CPU."""
+
+    def in_child(rank: int) -> Any:
+        if device_of is not None:
+            store.use(device_of(rank))
         with store:
-            return steps_of(store, rank, steps, make)
+            return work(rank)
 
     with store:
-        return processes.results(processes.start_each(work, workers), 60)
+        return processes.results(processes.start_each(in_child, workers), 60)
+
+
+def slow_devices(identities: str) -> Callable[[int], CudaDevice]:
+    return lambda rank: HostDevice(identities[rank], DELAY_S)
+
+
+def on_cpu(update: Update, sync: str, workers: int, steps: int, steps_of: Callable[..., Any] = steps_of) -> Any:
+    """The weights that workers on the CPU end with."""
+    store = fastps.Store.create(first_weights(), update, sync=sync, workers=workers)
+    return in_workers(store, workers, lambda rank: steps_of(store, rank, steps, gradient))[0][0]
 
 
 def endless(store: DeviceStore, rank: int, device: CudaDevice) -> None:
@@ -328,11 +348,10 @@ def assert_equal(found: list[Any], expected: dict[str, Any]) -> None:
 def test_a_job_on_devices_has_the_bits_of_the_same_job_on_the_cpu(
     update: Update, sync: str, owner_lanes: tuple[int, ...]
 ) -> None:
-    identities = ["one", "two"] if len(set(owner_lanes)) > 1 else ["one", "one"]
-    on_cpu = fastps.Store.create(first_weights(), update, sync=sync, workers=2)
-    expected = run_workers(on_cpu, 2, 12, identities)[0][0]
-    found = run_workers(make_store(update, sync, 2, owner_lanes), 2, 12, identities)
-    assert_equal(found, expected)
+    devices = slow_devices("12" if len(set(owner_lanes)) > 1 else "11")
+    store = make_store(update, sync, 2, owner_lanes)
+    found = in_workers(store, 2, lambda rank: steps_of(store, rank, 12, gradient), devices)
+    assert_equal(found, on_cpu(update, sync, 2, 12))
     assert sum(folds for _, folds in found) >= 12 * len(owner_lanes)
     if len(set(owner_lanes)) > 1:
         assert all(folds >= 12 for _, folds in found), "each device's own worker folds its shards"
@@ -342,7 +361,8 @@ def test_a_job_on_devices_has_the_bits_of_the_same_job_on_the_cpu(
 def test_every_push_is_folded_exactly_once_on_a_device(sync: str, identities: str) -> None:
     """`identities`: workers of the shard's own device (s) take the turns; those of another (o) push and are answered."""
     steps, expected = 20, first_weights()
-    found = run_workers(make_store(fastps.SGD(lr=1.0), sync, 3, (0,)), 3, steps, list(identities), constant)
+    store = make_store(fastps.SGD(lr=1.0), sync, 3, (0,))
+    found = in_workers(store, 3, lambda rank: steps_of(store, rank, steps, constant), slow_devices(identities))
     for values in expected.values():
         for _ in range(3 * steps):
             values -= AMOUNT
@@ -373,9 +393,7 @@ def test_folds_wait_for_gradients_that_are_still_computed_and_for_weights_that_a
                     device.copy(address, zeros.ctypes.data, 4 * parameter.length, stream)
                     device.copy(address, gradient_values.ctypes.data, 4 * parameter.length, stream)
                 device.copy(read[step].ctypes.data, store.devices.weights_address(buffer, 2), size, stream)
-                worker.push(store.hypers)
-                worker.advance()
-                worker.pull()
+                go_on(worker)
             device.synchronize(stream)
             expected, wrong = first_weights()["c"], []
             for step, values in enumerate(read):

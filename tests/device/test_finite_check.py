@@ -74,9 +74,7 @@ def run(update: Update, sync: str, dtype: str, places: str, amount: float | None
                     present = [index for index, name in enumerate(SHAPES) if name in gradients]
                     for name, values in gradients.items():
                         worker.gradients[name].view(values.dtype)[...] = values
-                    worker.push(store.hypers, samples=1, presence=presence_of(present, len(SHAPES)))
-                    worker.advance()
-                    worker.pull()
+                    jobs.go_on(worker, samples=1, presence=presence_of(present, len(SHAPES)))
                 worker.wait_for_others()
                 return {name: np.array(values) for name, values in worker.weights.items()}
         except (fastps.NonFiniteGradientError, fastps.NonFiniteWeightsError, fastps.WorkerDiedError) as error:

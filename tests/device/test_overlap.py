@@ -12,8 +12,8 @@ from fastps.device.plan import shards_of
 from fastps.device.store import DeviceStore
 from fastps.lab.gpus.cuda_on_host import HostDevice
 from fastps.lab.worlds.device_workers import parts_of
-from tests.device.test_completed_pushes import SIZE, layout_of
-from tests.device.test_device import AMOUNT, store_of
+from tests.device.test_completed_pushes import SIZE, final_values, layout_of
+from tests.device.test_device import AMOUNT, go_on, store_of
 from tests.support import processes
 
 STEPS = 3
@@ -41,12 +41,8 @@ def work(store: DeviceStore, rank: int, gpus: str, marks: bool) -> Any:
                     device.api.streams[stream].do(partial(time.sleep, GAP_S))
                     made = step + 2  # the first record is that of the setup
                     device.api.streams[stream].do(lambda made=made: seen.append(int(folded.words[1]) >= made))  # type: ignore[misc]
-            worker.push(store.hypers, samples=1)
-            worker.advance()
-            worker.pull()
-        worker.wait_for_others()
-        device.synchronize(stream)
-        values = np.concatenate([np.array(values) for values in worker.weights.values()])
+            go_on(worker, samples=1)
+        values = final_values(worker, device)
         assert np.allclose(values, -STEPS * AMOUNT), "every gradient was there when it was folded"
         return seen if last in arena.own_shards() else []
 

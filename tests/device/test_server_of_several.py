@@ -74,9 +74,7 @@ def steps_of(
         for step in range(worker.steps, worker.steps + STEPS):
             pause(step)
             compute(store, device, rank, worker.slot, make(rank, step))
-            worker.push(store.hypers, samples=8)
-            worker.advance()
-            worker.pull()
+            jobs.go_on(worker, samples=8)
         worker.wait_for_others()
         device.synchronize(device.compute_stream())
         folds = store.arena_on_devices().folds

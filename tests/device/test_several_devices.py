@@ -3,7 +3,7 @@
 Streams are late here, by seeds: whatever is not ordered by an event comes too early.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,14 +30,13 @@ def make_store(update: Update, sync: str, gpus: tuple[str, ...], *, shards: int 
     return jobs.store_of(placed_on(layout.with_shards(shards) if shards else layout, gpus), update)
 
 
-def run(store: DeviceStore, gpus: tuple[str, ...], steps: int, make: Any = jobs.gradient) -> list[Any]:
-    def work(rank: int) -> Any:
-        faults = Faults(seed=rank, delay_s=0.001, late_s=0.0005)
-        with store.use(HostDevice(gpus[rank], faults=faults)):
-            return steps_of(store, rank, steps, make)
+def run(store: DeviceStore, gpus: Sequence[str], steps: int, make: Any = jobs.gradient, **options: Any) -> list[Any]:
+    """Train on late devices, which have `options`."""
 
-    with store:
-        return processes.results(processes.start_each(work, len(gpus)), 60)
+    def device_of(rank: int) -> HostDevice:
+        return HostDevice(gpus[rank], faults=Faults(seed=rank, delay_s=0.001, late_s=0.0005), **options)
+
+    return jobs.in_workers(store, len(gpus), lambda rank: steps_of(store, rank, steps, make), device_of)
 
 
 def steps_of(store: fastps.Store, rank: int, steps: int, make: Callable[[int, int], dict[str, Any]]) -> tuple[Any, int]:
@@ -50,9 +49,7 @@ def steps_of(store: fastps.Store, rank: int, steps: int, make: Callable[[int, in
                 if later is not None and later.shard != parameter.shard:
                     mark(store, later.shard)
                 later = parameter
-            worker.push(store.hypers, samples=8)
-            worker.advance()
-            worker.pull()
+            jobs.go_on(worker, samples=8)
         worker.wait_for_others()
         weights = {name: np.array(values) for name, values in worker.weights.items()}
         devices = store.devices if isinstance(store, DeviceStore) else None
@@ -65,11 +62,8 @@ def mark(store: fastps.Store, shard: int) -> None:
         store.arena_on_devices().mark_computed(shard)
 
 
-def on_cpu(update: Update, sync: str, workers: int, steps: int) -> dict[str, Any]:
-    with fastps.Store.create(jobs.first_weights(), update, sync=sync, workers=workers) as store:
-        children = processes.start_each(lambda rank: steps_of(store, rank, steps, jobs.gradient), workers)
-        found: dict[str, Any] = processes.results(children, 60)[0][0]
-        return found
+def on_cpu(update: Update, sync: str, workers: int, steps: int) -> Any:
+    return jobs.on_cpu(update, sync, workers, steps, steps_of)
 
 
 def test_four_devices_have_the_bits_of_the_cpu() -> None:
@@ -124,13 +118,13 @@ def test_four_gpus_of_the_simulated_runtime_keep_the_rules_of_cuda() -> None:
 
 def test_a_replica_is_shown_where_the_home_is_elsewhere() -> None:
     def look(rank: int) -> Any:
-        with store.use(HostDevice(GPUS[rank])), store.attach(rank) as worker:
+        with store.attach(rank) as worker:
             shown = {name: np.array(values) for name, values in worker.weights.items()}
             worker.wait_for_others()
             return shown, None
 
-    with make_store(fastps.SGD(lr=0.1), "asp", GPUS[:2]) as store:
-        assert_equal(processes.results(processes.start_each(look, 2), 40), jobs.first_weights())
+    store = make_store(fastps.SGD(lr=0.1), "asp", GPUS[:2])
+    assert_equal(jobs.in_workers(store, 2, look, lambda rank: HostDevice(GPUS[rank])), jobs.first_weights())
 
 
 @pytest.mark.parametrize("out_of_reach", [{"gpu 0"}, {"gpu 0", "gpu 1"}], ids=["one way", "both ways"])

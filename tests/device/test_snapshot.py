@@ -48,14 +48,10 @@ def steps_of(store: Any, rank: int, first: int, last: int, folder: Path | None, 
 
 
 def run(store: Any, gpus: list[str], work: Any) -> list[Any]:
-    def in_child(rank: int) -> Any:
-        if isinstance(store, DeviceStore):
-            store.use(HostDevice(gpus[rank], faults=Faults(seed=rank, delay_s=0.002, late_s=0.0005)))
-        with store:
-            return work(rank)
+    def device_of(rank: int) -> HostDevice:
+        return HostDevice(gpus[rank], faults=Faults(seed=rank, delay_s=0.002, late_s=0.0005))
 
-    with store:
-        return processes.results(processes.start_each(in_child, 2), 60)
+    return jobs.in_workers(store, 2, work, device_of if gpus else None)
 
 
 def on_cpu(folder: Path | None, last: int = STEPS) -> Any:

@@ -14,12 +14,12 @@ from fastps.device import users_rule
 from fastps.device.cuda import CudaDevice
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
-from fastps.job.update_rules import Rule, Update
+from fastps.job.update_rules import Rule
 from fastps.kernels.shm.arena import LANE_FREE, LANE_LIVE
-from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
-from tests.device.test_device import assert_equal, gradient
-from tests.device.test_several_devices import make_store, on_cpu, steps_of
-from tests.support import processes, twins
+from fastps.lab.gpus.cuda_on_host import HostCuda, HostDevice
+from tests.device.test_device import assert_equal
+from tests.device.test_several_devices import make_store, on_cpu, run
+from tests.support import twins
 
 pytestmark = pytest.mark.skipif(twins.COMPILER is None, reason="a C compiler is not installed")
 GPUS = ("gpu 0", "gpu 1")
@@ -36,23 +36,12 @@ def layout_of(rule: Rule) -> Layout:
     return Layout(place([("w", (4,), (1,), 0)]), 1, rule, parse_policy("bsp"), 1)
 
 
-def run(update: Update, sync: str) -> list[Any]:
-    store = make_store(update, sync, GPUS, shards=2)
-
-    def work(rank: int) -> Any:
-        faults = Faults(seed=rank, delay_s=0.001)
-        with store.use(HostDevice(GPUS[rank], faults=faults, compile_rule=twins.compiled)):
-            return steps_of(store, rank, 6, gradient)
-
-    with store:
-        return processes.results(processes.start_each(work, 2), 60)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sign_sgd", "slowing"])
 def test_a_job_on_two_devices_has_the_bits_of_the_cpu(name: str) -> None:
     update = twins.RULES[name]()
-    assert_equal(run(update, "bsp,ema=0.9"), on_cpu(update, "bsp,ema=0.9", 2, 6))
+    found = run(make_store(update, "bsp,ema=0.9", GPUS), GPUS, 6, compile_rule=twins.compiled)
+    assert_equal(found, on_cpu(update, "bsp,ema=0.9", 2, 6))
 
 
 def test_a_worker_compiles_what_it_needs_before_it_attaches() -> None:

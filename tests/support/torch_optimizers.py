@@ -124,7 +124,7 @@ def one_worker(
     `named`: the job has the model's names and buffers.
     """
     own = new_model() if model is None else model
-    with kind(make(own.parameters()), **({"model": own} if named else {}), **options) as optimizer:
+    with kind(make(own.parameters()), model=own if named else None, **options) as optimizer:
         yield own, optimizer
 
 
