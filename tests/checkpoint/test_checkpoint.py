@@ -21,7 +21,7 @@ from fastps.checkpoint import snapshot
 from fastps.checkpoint.format import JSON_FILE, TENSORS_FILE, sealed
 from fastps.store import jobs_of_process
 from tests.support import commands, processes
-from tests.support.torch_optimizers import steps_on
+from tests.support.torch_optimizers import one_worker, steps_on
 
 WEIGHTS = {"w": np.linspace(-1, 1, 30, dtype=np.float32).reshape(5, 6), "b": np.ones(3, np.float32)}
 UPDATES: dict[str, Any] = {
@@ -295,15 +295,14 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_checkpoint_goes_on_in_fastps_and_in_plain_torch(tmp_path: Path, name: str) -> None:
     make = MAKERS[name]
-    model = _model()
-    with fastps.DistributedOptimizer(make(model.parameters()), model=model, checkpoint=tmp_path, every=5) as optimizer:
+    with one_worker(_model(), make, named=True, checkpoint=tmp_path, every=5) as (model, optimizer):
         _train(model, optimizer, 0, 5)
         optimizer.param_groups[0]["lr"] = 0.02
         _train(model, optimizer, 5, 10)
     checkpoint = fastps.load(tmp_path)
     assert checkpoint.version == 10
-    with_fastps, plain = _model(), _model()
-    with fastps.DistributedOptimizer(make(with_fastps.parameters()), model=with_fastps, resume=tmp_path) as optimizer:
+    plain = _model()
+    with one_worker(_model(), make, named=True, resume=tmp_path) as (with_fastps, optimizer):
         assert optimizer.version == 10 and optimizer.param_groups[0]["lr"] == 0.02
         _train(with_fastps, optimizer, 10, 15)
     saved = {**checkpoint.weights(), **checkpoint.buffers()}
@@ -371,9 +370,8 @@ def test_an_optimizer_that_the_resumed_run_did_not_reach_begins_anew(
 
 
 def test_checkpoints_every_so_many_updates_and_a_failure_goes_on(tmp_path: Path) -> None:
-    model = _model()
     folder = tmp_path / "saved"
-    with fastps.DistributedOptimizer(MAKERS["sgd"](model.parameters()), checkpoint=folder, every=2) as optimizer:
+    with one_worker(_model(), MAKERS["sgd"], checkpoint=folder, every=2) as (model, optimizer):
         folder.rmdir()
         folder.write_text("not a directory any more")
         checkpointing: Any = optimizer._job.checkpointing

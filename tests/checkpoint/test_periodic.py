@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import fastps
 from fastps.checkpoint import loading, periodic, runs, snapshot
 from fastps.checkpoint.periodic import Checkpointing
 from fastps.checkpoint.runs import check_folder
 from tests.support.table_models import TableModel, batches_of, train_on
+from tests.support.torch_optimizers import one_worker
 
 WEIGHTS = {"w": np.ones(3, np.float32)}
 
@@ -153,9 +153,7 @@ def test_tables_are_copied_and_a_hung_disk_stops_no_step(
     if not room:
         monkeypatch.setattr(snapshot, "available_bytes", lambda: (0, "nothing"))
         disk.set()
-    model = TableModel()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with fastps.DistributedOptimizer(sgd, "bsp", model=model, checkpoint=tmp_path, every=2) as optimizer:
+    with one_worker(TableModel(), sync="bsp", named=True, checkpoint=tmp_path, every=2) as (model, optimizer):
         batches = batches_of(5, 8)
         train_on(model, [optimizer], batches[:2])
         expected = model.bag.weight.detach().numpy().copy()

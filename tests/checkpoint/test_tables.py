@@ -7,7 +7,7 @@ import torch
 
 import fastps
 from tests.support.table_models import TableModel, batches_of, train_on, wrapped
-from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
+from tests.support.torch_optimizers import alone, one_worker  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
 
@@ -28,8 +28,7 @@ def test_a_resumed_job_has_the_bits_of_one_that_did_not_stop(name: str, tmp_path
 
 
 def test_a_checkpoint_of_a_table_is_not_resumed_by_a_dense_layer(tmp_path: Path) -> None:
-    model = TableModel()
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bsp", model=model) as optimizer:
+    with one_worker(TableModel(), sync="bsp", named=True) as (model, optimizer):
         folder = fastps.save(optimizer, tmp_path)
     model.bag.sparse = False
     with pytest.raises(fastps.CheckpointError, match=r"parameter 0: expected 'bag.weight' .* found 'bag.weight' .*, a table"):

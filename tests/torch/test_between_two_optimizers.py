@@ -8,7 +8,15 @@ import pytest
 import torch
 
 import fastps
-from tests.support.torch_optimizers import BATCH, batches_of, new_model, relative_difference, train_on, with_and_without
+from tests.support.torch_optimizers import (
+    BATCH,
+    batches_of,
+    new_model,
+    one_worker,
+    relative_difference,
+    train_on,
+    with_and_without,
+)
 
 Script = Callable[[torch.nn.Module, torch.optim.Optimizer, Callable[[Any], Any]], Any]
 
@@ -95,9 +103,8 @@ def test_scripts_have_the_same_results_as_with_one_optimizer(script: Script) -> 
 
 
 def test_step_of_the_wrapped_optimizer_is_refused_until_close() -> None:
-    model = new_model()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with fastps.DistributedOptimizer(inner) as optimizer:
+    with one_worker() as (model, optimizer):
+        inner = optimizer._inner
         before = [each.detach().clone() for each in model.parameters()]
         (inputs, labels), *_ = batches_of(1, BATCH)
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()

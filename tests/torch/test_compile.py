@@ -9,7 +9,7 @@ import torch
 from torch._dynamo import compiled_autograd
 
 import fastps
-from tests.support.torch_optimizers import BATCH, OPTIMIZERS, batches_of, new_model
+from tests.support.torch_optimizers import BATCH, OPTIMIZERS, batches_of, new_model, one_worker
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 # Traced and differentiated as by the default compiler, but run by torch's own kernels: no C++ compiler is waited for.
@@ -106,8 +106,7 @@ def test_a_model_that_is_compiled_with_less_overhead_has_the_weights_of_torch() 
 
 
 def test_one_graph_with_the_optimizers_calls_is_refused_by_torch_by_name() -> None:
-    model = new_model()
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
+    with one_worker() as (model, optimizer):
 
         @torch.compile(backend=TRACED, fullgraph=True)
         def step() -> None:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,14 +80,6 @@ def test_a_gradient_beyond_float32_is_finite_and_an_infinite_one_is_rejected() -
 
 
 # -- memory and state ------------------------------------------------------------------------------
-
-
-def test_a_job_in_double_is_not_resumed_in_float32(tmp_path: Path) -> None:
-    model, single = _double(), new_model()
-    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
-        fastps.save(optimizer, tmp_path)
-    with pytest.raises(fastps.Error, match=r"of float32, .* of float64,"):
-        fastps.DistributedOptimizer(ADAM(single.parameters()), model=single, resume=tmp_path)
 
 
 def test_weights_are_replaced_shown_and_read_in_double() -> None:

@@ -95,10 +95,7 @@ CASES = {
 }
 
 
-SAMPLE = ("raising hook", "os._exit")
-
-
-def _exit_codes(loops: str, repeats: int, names: Iterable[str] = tuple(CASES)) -> dict[str, list[int]]:
+def _exit_codes(loops: str, repeats: int, names: Iterable[str]) -> dict[str, list[int]]:
     cases = {name: CASES[name][1:] for name in names}
     ended = subprocess.run(
         [sys.executable, "-c", _PROGRAM, json.dumps(cases), str(repeats)],
@@ -112,12 +109,11 @@ def _exit_codes(loops: str, repeats: int, names: Iterable[str] = tuple(CASES)) -
     return codes
 
 
-def test_process_ends_with_the_exit_code_of_plain_torch() -> None:
-    assert _exit_codes("auto", 1, SAMPLE) == {name: [CASES[name][0]] for name in SAMPLE}
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("loops", "times"), [("auto", 10), ("attributes", 3)])
-def test_process_ends_so_every_time(loops: str, times: int) -> None:
-    assert _exit_codes(loops, times) == {name: [code] * times for name, (code, *_) in CASES.items()}
+@pytest.mark.parametrize(("loops", "times", "names"), [
+    ("auto", 1, ("raising hook", "os._exit")),
+    pytest.param("auto", 10, tuple(CASES), marks=pytest.mark.slow),
+    pytest.param("attributes", 3, tuple(CASES), marks=pytest.mark.slow),
+], ids=["a sample", "compiled loops", "attributes"])  # fmt: skip
+def test_process_ends_with_the_exit_code_of_plain_torch_every_time(loops: str, times: int, names: tuple[str, ...]) -> None:
+    assert _exit_codes(loops, times, names) == {name: [CASES[name][0]] * times for name in names}

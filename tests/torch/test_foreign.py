@@ -50,44 +50,41 @@ def _in_processes(work: Callable[[int], Any], workers: int, start: Any = process
 # -- processes that no launcher started ------------------------------------------------------------
 
 
-def _wrap_in_child(told: Any) -> None:
-    try:
-        _wrap(_model()).close()
-        told.put("trained alone")
-    except fastps.Error as error:
-        told.put(str(error))
+def _of_multiprocessing(work: Callable[[int], Any], count: int) -> list[Any]:
+    """What `work(number)` returns in children that multiprocessing starts."""
+    context = multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+    children = [context.Process(target=lambda number=number: told.put(work(number))) for number in range(count)]
+    for child in children:
+        child.start()
+    found = [told.get() for _ in children]
+    for child in children:
+        child.join()
+    return found
 
 
 def test_child_of_multiprocessing_that_nobody_told_its_rank_is_refused() -> None:
-    context = multiprocessing.get_context("fork")
-    told = context.SimpleQueue()
-    child = context.Process(target=_wrap_in_child, args=(told,))
-    child.start()
-    text = told.get()
-    child.join()
+    def work(_: int) -> str:
+        with pytest.raises(fastps.Error) as refused:
+            _wrap(_model())
+        return str(refused.value)
+
+    (text,) = _of_multiprocessing(work, 1)
     assert "started by multiprocessing" in text
     assert "fastps.spawn(fn, args, workers=N)" in text
 
 
-def _train_named(rank: int, told: Any) -> None:
-    model = _model(rank)
-    with _wrap(model, job=f"named-{os.getppid()}", rank=rank, workers=2) as optimizer:
-        _train(model, optimizer, 5)
-        optimizer.wait_for_others()
-        told.put((optimizer.version, model.weight.tolist()))
-
-
 def test_workers_that_say_their_job_rank_and_number_train_together() -> None:
-    context = multiprocessing.get_context("fork")
-    told = context.SimpleQueue()
-    children = [context.Process(target=_train_named, args=(rank, told)) for rank in range(2)]
-    for child in children:
-        child.start()
-    results = [told.get(), told.get()]
-    for child in children:
-        child.join()
-    assert results[0] == results[1]
-    assert results[0][0] == 5
+    def work(rank: int) -> tuple[int, list[float]]:
+        model = _model(rank)
+        with _wrap(model, job=f"named-{os.getppid()}", rank=rank, workers=2) as optimizer:
+            _train(model, optimizer, 5)
+            optimizer.wait_for_others()
+            return optimizer.version, model.weight.flatten().tolist()
+
+    first, second = _of_multiprocessing(work, 2)
+    assert first == second
+    assert first[0] == 5
 
 
 def test_parameters_in_memory_that_torch_shares_are_refused_by_name() -> None:

@@ -24,7 +24,7 @@ from fastps.job.specs import parse_policy
 from fastps.store.worker import Worker
 from tests.support import processes
 from tests.support.rules import lazy_rule
-from tests.support.torch_optimizers import OPTIMIZERS, SAME_BITS, batches_of, new_model
+from tests.support.torch_optimizers import OPTIMIZERS, SAME_BITS, batches_of, new_model, one_worker
 from tests.torch.placements.test_staged import StagedOptimizer
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -170,8 +170,7 @@ def test_two_workers_equal_one_process_with_the_gradients_of_both(make: Callable
     batches = batches_of(40, 16)
 
     def work(rank: int) -> list[list[float]]:
-        model = make()
-        with fastps.DistributedOptimizer(OPTIMIZERS["momentum"](model.parameters()), sync="bsp", model=model) as optimizer:
+        with one_worker(make(), OPTIMIZERS["momentum"], sync="bsp", named=True) as (model, optimizer):
             _train(model, optimizer, batches[rank::2])
             return [master.reshape(-1).tolist() for master in _masters(optimizer)]
 
@@ -212,8 +211,7 @@ def test_whoever_folds_and_whatever_is_pushed_the_masters_have_torchs_bits_and_a
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_move_to_another_arena_takes_masters_and_halves_along(dtype: torch.dtype) -> None:
     """As sync="auto" does after its warm-up."""
-    model = _half(dtype)
-    with fastps.DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), model=model) as optimizer:
+    with one_worker(_half(dtype), OPTIMIZERS["adam"], named=True) as (model, optimizer):
         _train(model, optimizer, batches_of(8, 16))
         before, hypers = _masters(optimizer), optimizer.worker.store.hypers
         with closing(move(optimizer.worker, parse_policy("asp,shards=2"), f"halves-{os.getpid()}.1", hypers)) as moved:
@@ -311,8 +309,7 @@ def test_spawned_workers_leave_the_final_halves_in_the_model() -> None:
 
 @ALL_DTYPES
 def test_weights_and_gradients_are_shown_without_a_copy(dtype: torch.dtype) -> None:
-    model = _half(dtype)
-    with fastps.DistributedOptimizer(ADAM(model.parameters()), sync="bsp", model=model) as optimizer:
+    with one_worker(_half(dtype), ADAM, sync="bsp", named=True) as (model, optimizer):
         worker = optimizer.worker
         store, arena = worker.store, worker.store.arena
         _backward(model, next(iter(batches_of(1, 16))))
@@ -333,8 +330,7 @@ def test_weights_and_gradients_are_shown_without_a_copy(dtype: torch.dtype) -> N
 
 
 def test_float32_jobs_have_no_halves_in_their_arena() -> None:
-    model = new_model()
-    with fastps.DistributedOptimizer(ADAM(model.parameters())) as optimizer:
+    with one_worker(make=ADAM) as (_, optimizer):
         store = optimizer.worker.store
         assert store.arena.shown_type == 0
         with pytest.raises(ValueError, match="expected an arena that has weights in half precision"):
@@ -351,9 +347,8 @@ def test_clipping_takes_the_norm_of_halves_in_single_precision(dtype: torch.dtyp
 
 
 def test_a_grad_scaler_skips_a_step_of_float16_that_overflowed() -> None:
-    model = _half(torch.float16)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15)  # type: ignore[attr-defined]
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model) as optimizer:
+    with one_worker(_half(torch.float16), named=True) as (model, optimizer):
         for factor in (1.0, 1e4, 1.0):
             optimizer.zero_grad()
             inputs, labels = batches_of(1, 16)[0]
@@ -371,8 +366,10 @@ def test_a_grad_scaler_skips_a_step_of_float16_that_overflowed() -> None:
 @ALL_DTYPES
 def test_a_checkpoint_has_the_masters_and_resumes_from_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     batches = batches_of(20, 16)
-    model = torch.nn.Sequential(new_model(), torch.nn.BatchNorm1d(3)).to(dtype)
-    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
+    with one_worker(torch.nn.Sequential(new_model(), torch.nn.BatchNorm1d(3)).to(dtype), ADAM, named=True) as (
+        model,
+        optimizer,
+    ):
         _train(model, optimizer, batches[:10])
         folder = fastps.save(optimizer, tmp_path)
         saved, statistics = _masters(optimizer), dict(copy.deepcopy(model).named_buffers())
@@ -391,12 +388,11 @@ def test_a_checkpoint_has_the_masters_and_resumes_from_the_same_bits(dtype: torc
 
 
 def test_a_checkpoint_of_a_float32_job_resumes_in_half_precision(tmp_path: Path) -> None:
-    model, half = new_model(), _half(torch.bfloat16)
-    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
+    with one_worker(make=ADAM, named=True) as (model, optimizer):
         _train(model, optimizer, batches_of(5, 16))
         fastps.save(optimizer, tmp_path)
         saved = _vector(_masters(optimizer))
-    with fastps.DistributedOptimizer(ADAM(half.parameters()), model=half, resume=tmp_path) as optimizer:
+    with one_worker(_half(torch.bfloat16), ADAM, named=True, resume=tmp_path) as (half, optimizer):
         assert torch.equal(_vector(_masters(optimizer)), saved)
         assert _shows_its_masters(half, optimizer)
 
@@ -408,8 +404,7 @@ def test_a_checkpoint_of_a_float32_job_resumes_in_half_precision(tmp_path: Path)
 ])  # fmt: skip
 def test_state_dicts_of_model_and_optimizer_continue_with_the_same_bits(name: str, dtype: torch.dtype) -> None:
     batches = batches_of(20, 16)
-    model = _half(dtype)
-    with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), model=model) as optimizer:
+    with one_worker(_half(dtype), OPTIMIZERS[name], named=True) as (model, optimizer):
         _train(model, optimizer, batches[:10])
         of_model, of_optimizer = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
         _train(model, optimizer, batches[10:])
@@ -430,8 +425,7 @@ def test_state_dicts_of_model_and_optimizer_continue_with_the_same_bits(name: st
 
 
 def test_masters_of_other_weights_are_not_used_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    model = _half(torch.bfloat16)
-    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
+    with one_worker(_half(torch.bfloat16), ADAM, named=True) as (model, optimizer):
         _train(model, optimizer, batches_of(3, 16))
         saved = optimizer.state_dict()
     other = new_model(seed=1).bfloat16()
@@ -444,10 +438,8 @@ def test_masters_of_other_weights_are_not_used_and_the_log_says_so(caplog: pytes
 
 
 def test_weights_that_are_replaced_or_shown_may_be_float32() -> None:
-    model = _half(torch.bfloat16)
-    generator = torch.Generator().manual_seed(3)
-    others = [torch.randn(parameter.shape, generator=generator) for parameter in model.parameters()]
-    with fastps.DistributedOptimizer(ADAM(model.parameters()), "bsp,ema=0.5", model=model) as optimizer:
+    others = [parameter.detach() for parameter in new_model(seed=3).parameters()]
+    with one_worker(_half(torch.bfloat16), ADAM, sync="bsp,ema=0.5", named=True) as (model, optimizer):
         with optimizer.shown_weights(others):
             assert torch.equal(_vector(model.parameters()), _vector(others).bfloat16())
         _train(model, optimizer, batches_of(2, 16))
@@ -463,9 +455,8 @@ def test_weights_that_are_replaced_or_shown_may_be_float32() -> None:
 
 
 def test_readers_show_the_halves_or_the_masters_of_a_job() -> None:
-    model, halves, floats = _half(torch.bfloat16), _half(torch.bfloat16), new_model()
-    job = f"halves-reader-{os.getpid()}"
-    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model, job=job) as optimizer, fastps.reader(job) as reader:
+    halves, floats, job = _half(torch.bfloat16), new_model(), f"halves-reader-{os.getpid()}"
+    with one_worker(_half(torch.bfloat16), ADAM, named=True, job=job) as (model, optimizer), fastps.reader(job) as reader:
         for batch in batches_of(6, 16):
             _train(model, optimizer, [batch])
             reader.update(halves)
@@ -478,8 +469,8 @@ def test_readers_show_the_halves_or_the_masters_of_a_job() -> None:
 
 
 def test_buffers_in_half_precision_are_averaged_in_single_precision() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(13, 3), torch.nn.BatchNorm1d(3)).bfloat16()
-    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
+    normed = torch.nn.Sequential(torch.nn.Linear(13, 3), torch.nn.BatchNorm1d(3)).bfloat16()
+    with one_worker(normed, ADAM, named=True) as (model, optimizer):
         _train(model, optimizer, batches_of(3, 16))
         before = copy.deepcopy(dict(model.named_buffers()))
         optimizer.average_buffers()
@@ -492,24 +483,17 @@ def test_buffers_in_half_precision_are_averaged_in_single_precision() -> None:
 
 def test_a_write_into_halves_is_refused_also_before_the_first_step() -> None:
     """It would reach no master, and the first fold would undo it."""
-    model = _half(torch.bfloat16)
-    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
+    with one_worker(_half(torch.bfloat16), ADAM, named=True) as (model, optimizer):
         model.load_state_dict(new_model(seed=1).bfloat16().state_dict())
         _backward(model, batches_of(1, 16)[0])
         with pytest.raises(fastps.ParameterChangedError, match=r"parameter '0.weight' was written to outside of step"):
             optimizer.step()
 
 
-def test_both_halves_in_one_model_are_refused() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16)]
-    with pytest.raises(fastps.UnsupportedError, match="expected parameters of one half precision beside float32"):
-        fastps.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
-
-
 def test_the_type_of_a_parameter_is_a_part_of_the_layout() -> None:
     layouts: list[Layout] = []
     for model in (new_model(), _half(torch.bfloat16)):
-        with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model, push_dtype=torch.float32) as optimizer:
+        with one_worker(model, ADAM, named=True, push_dtype=torch.float32) as (_, optimizer):
             layouts.append(optimizer.worker.store.layout)
     assert layouts[0].digest() != layouts[1].digest()
     found = first_difference(layouts[0].text(), layouts[1].text())

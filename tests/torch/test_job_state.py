@@ -14,7 +14,7 @@ import torch
 import fastps
 from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
 from tests.support import processes
-from tests.support.torch_optimizers import mean_square, steps_on, with_and_without
+from tests.support.torch_optimizers import mean_square, one_worker, steps_on, with_and_without
 
 Reset = Callable[[Any, torch.nn.Module], None]
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -82,8 +82,7 @@ def test_state_that_a_script_writes_is_the_jobs_at_the_next_step(make: str, name
 
 
 def test_state_is_read_on_demand_and_what_was_read_stays() -> None:
-    model = torch.nn.Linear(3, 2)
-    with fastps.DistributedOptimizer(MAKERS["momentum"](model.parameters())) as optimizer:
+    with one_worker(torch.nn.Linear(3, 2), MAKERS["momentum"]) as (model, optimizer):
         assert len(optimizer.state) == 0
         assert optimizer.state[model.weight] == {}
         _train(optimizer, model, 1.0)
@@ -99,8 +98,7 @@ def test_state_is_read_on_demand_and_what_was_read_stays() -> None:
 
 
 def test_write_to_a_tensor_that_was_read_before_the_last_step_is_refused() -> None:
-    model = torch.nn.Linear(3, 2)
-    with fastps.DistributedOptimizer(MAKERS["adam"](model.parameters())) as optimizer:
+    with one_worker(torch.nn.Linear(3, 2), MAKERS["adam"]) as (model, optimizer):
         _train(optimizer, model, 1.0)
         kept = optimizer.state[model.weight]["exp_avg"]
         _train(optimizer, model, 1.0)
@@ -111,8 +109,7 @@ def test_write_to_a_tensor_that_was_read_before_the_last_step_is_refused() -> No
 
 
 def test_an_entry_that_was_read_before_the_last_step_may_be_kept_but_not_written_to() -> None:
-    model = torch.nn.Linear(3, 2)
-    with fastps.DistributedOptimizer(MAKERS["adam"](model.parameters())) as optimizer:
+    with one_worker(torch.nn.Linear(3, 2), MAKERS["adam"]) as (model, optimizer):
         _train(optimizer, model, 1.0)
         kept = optimizer.state[model.weight]
         _train(optimizer, model, 1.0)
@@ -141,8 +138,7 @@ def test_a_momentum_of_none_is_that_of_a_first_step_as_in_torch() -> None:
     ),
 ])  # fmt: skip
 def test_values_that_cannot_be_the_jobs_are_refused(write: Any, error: type[Exception], sentence: str) -> None:
-    model = torch.nn.Linear(3, 2)
-    with fastps.DistributedOptimizer(MAKERS["adam"](model.parameters())) as optimizer:
+    with one_worker(torch.nn.Linear(3, 2), MAKERS["adam"]) as (model, optimizer):
         _train(optimizer, model, 1.0)
         before = model.weight.detach().clone()
         write(optimizer.state[model.weight])
@@ -156,8 +152,7 @@ def test_values_that_cannot_be_the_jobs_are_refused(write: Any, error: type[Exce
     lambda model: model.double(), lambda model: setattr(model.weight, "data", torch.zeros(2, 4)),
 ])  # fmt: skip
 def test_a_parameter_that_gets_another_type_or_form_after_wrapping_is_named(change: Any, trained: int) -> None:
-    model = torch.nn.Linear(3, 2)
-    with fastps.DistributedOptimizer(MAKERS["momentum"](model.parameters())) as optimizer:
+    with one_worker(torch.nn.Linear(3, 2), MAKERS["momentum"]) as (model, optimizer):
         if trained:
             _train(optimizer, model, 1.0)
         optimizer.zero_grad()

@@ -25,6 +25,7 @@ from tests.support.torch_optimizers import (
     as_in_torch,
     batches_of,
     new_model,
+    one_worker,
     relative_difference,
     share_of,
     steps_on,
@@ -181,8 +182,7 @@ def test_a_closed_job_stays_mapped_only_for_arrays_that_a_script_may_have_made(s
         assert _mapped_arenas() > before
     del optimizer
     assert _mapped_arenas() == before
-    model = new_model()
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync=sync) as optimizer:
+    with one_worker(sync=sync) as (model, optimizer):
         train_on(model, optimizer, batches_of(1, BATCH))
         array = next(model.parameters()).detach().numpy()
         values = array.tolist()
@@ -218,20 +218,15 @@ def _zeroed_in_either_way(model: torch.nn.Module, optimizer: Any) -> None:
 
 
 def _clipped(model: torch.nn.Module, optimizer: Any) -> None:
-    for inputs, labels in batches_of(10, BATCH):
-        optimizer.zero_grad()
-        (10 * torch.nn.functional.cross_entropy(model(inputs), labels)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
+    train_on(model, optimizer, batches_of(10, BATCH), lambda _: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
 
 
 def _without_one_gradient(model: torch.nn.Module, optimizer: Any) -> None:
-    for index, (inputs, labels) in enumerate(batches_of(6, BATCH)):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-        if index % 2:
+    def drop(step: int) -> None:
+        if step % 2:
             next(model.parameters()).grad = None
-        optimizer.step()
+
+    train_on(model, optimizer, batches_of(6, BATCH), drop)
 
 
 def _set_by_hand(model: torch.nn.Module, optimizer: Any) -> None:
@@ -241,22 +236,18 @@ def _set_by_hand(model: torch.nn.Module, optimizer: Any) -> None:
         optimizer.step()
 
 
+def _never_zeroed(model: torch.nn.Module, optimizer: Any) -> None:
+    for inputs, labels in batches_of(5, BATCH):
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
 _WAYS = [_scheduled, _accumulated_over_backwards, _zeroed_in_either_way, _clipped, _without_one_gradient, _set_by_hand]
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp"])
-@pytest.mark.parametrize("run", _WAYS)
+@pytest.mark.parametrize(("run", "sync"), [*((run, sync) for run in _WAYS for sync in ("bsp", "asp")), (_never_zeroed, "bsp")])
 def test_gradients_of_every_kind_move_the_weights_as_in_torch(run: Callable[[torch.nn.Module, Any], None], sync: str) -> None:
     as_in_torch(run, sync=sync)
-
-
-def test_gradients_that_are_never_zeroed_accumulate_over_steps_under_bsp() -> None:
-    def run(model: torch.nn.Module, optimizer: Any) -> None:
-        for inputs, labels in batches_of(5, BATCH):
-            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-            optimizer.step()
-
-    as_in_torch(run)
 
 
 def test_a_closure_is_evaluated_and_its_loss_returned() -> None:
@@ -283,15 +274,14 @@ def test_param_groups_keep_their_own_hyper_parameters() -> None:
         groups = [{"params": [first], "lr": 0.5, "weight_decay": 0.1}, {"params": rest, "nesterov": True}]
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
-    as_in_torch(lambda *both: train_on(*both, batches_of(20, BATCH)), make)
+    as_in_torch(lambda model, optimizer: train_on(model, optimizer, batches_of(20, BATCH)), make)
 
 
 # -- refused by name -------------------------------------------------------------------------------
 
 
 def test_writing_to_a_parameter_between_steps_is_refused_by_name() -> None:
-    model = new_model()
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model) as optimizer:
+    with one_worker(named=True) as (model, optimizer):
         train_on(model, optimizer, batches_of(1, BATCH))
         with torch.no_grad():
             model[2].weight.clamp_(-0.1, 0.1)
@@ -307,19 +297,20 @@ def test_writing_to_a_parameter_between_steps_is_refused_by_name() -> None:
     (torch.optim.ASGD, r"ASGD is not supported, because .*use SGD, and ema=0\.999 in the sync spec"),
     (torch.optim.Adafactor, r"Adafactor is not supported, because .*a row and a column.*use AdamW"),
     (lambda p: torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))]), "Muon is not supported.*multiplies matrices"),
+    (lambda p: torch.optim.SGD(torch.nn.Linear(2, 2).to(torch.float8_e4m3fn).parameters()),
+     r"'param_groups\[0\]\[0\]': expected float32, float64, bfloat16 or float16, found float8_e4m3fn"),
+    (lambda p: torch.optim.SGD([torch.nn.Parameter(torch.zeros(3, dtype=each)) for each in (torch.bfloat16, torch.float16)]),
+     "expected parameters of one half precision beside float32"),
 ])  # fmt: skip
-def test_optimizers_that_the_fold_does_not_know_are_refused(make: Callable[[Any], torch.optim.Optimizer], message: str) -> None:
+def test_optimizers_and_types_that_no_fold_knows_are_refused(
+    make: Callable[[Any], torch.optim.Optimizer], message: str
+) -> None:
     with pytest.raises(fastps.UnsupportedError, match=message):
         fastps.DistributedOptimizer(make(new_model().parameters()))
 
 
-def test_other_dtypes_and_sparse_gradients_are_refused_by_name() -> None:
-    quarter = torch.nn.Linear(2, 2).to(torch.float8_e4m3fn)
-    expected = r"'weight': expected float32, float64, bfloat16 or float16, found float8_e4m3fn"
-    with pytest.raises(fastps.UnsupportedError, match=expected):
-        fastps.DistributedOptimizer(torch.optim.SGD(quarter.parameters(), lr=0.1), model=quarter)
-    embedding = torch.nn.Embedding(4, 2)
-    with fastps.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), model=embedding):
+def test_sparse_gradients_of_a_dense_layer_are_refused_by_name() -> None:
+    with one_worker(torch.nn.Embedding(4, 2), named=True) as (embedding, _):
         with pytest.raises(fastps.UnsupportedError, match=r"'weight': expected a dense gradient, found torch\.sparse_coo"):
             torch.nn.functional.embedding(torch.tensor([1]), embedding.weight, sparse=True).sum().backward()
 

@@ -16,6 +16,7 @@ from tests.support.torch_optimizers import (
     as_in_torch,
     batches_of,
     new_model,
+    one_worker,
     relative_difference,
     steps_on,
     train_on,
@@ -122,8 +123,7 @@ def test_adamw_stays_adamw_when_it_goes_on_from_adam(resumes: bool, tmp_path: Pa
 
 
 def test_a_script_that_keeps_its_own_entry_in_the_state_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    model = new_model()
-    with fastps.DistributedOptimizer(OPTIMIZERS["adamw"](model.parameters()), model=model) as optimizer:
+    with one_worker(make=OPTIMIZERS["adamw"], named=True) as (model, optimizer):
         train_on(model, optimizer, batches_of(2, BATCH))
         folder = fastps.save(optimizer, tmp_path)
     inner, first = OPTIMIZERS["adamw"](model.parameters()), next(model.parameters())
@@ -154,8 +154,7 @@ def test_groups_with_and_without_an_option_keep_different_state(make: Callable[[
 
 
 def test_an_option_that_needs_state_which_is_not_kept_is_refused_by_name() -> None:
-    model = new_model()
-    with fastps.DistributedOptimizer(torch.optim.RMSprop(model.parameters(), lr=0.002)) as optimizer:
+    with one_worker(make=OPTIMIZERS["rmsprop"]) as (model, optimizer):
         optimizer.param_groups[0]["centered"] = True
         with pytest.raises(fastps.UnsupportedError, match=r"centered was off when .* optimizer.unwrap\(\)"):
             train_on(model, optimizer, batches_of(1, BATCH))
@@ -175,8 +174,7 @@ def test_nadams_product_of_momenta_has_the_bits_of_torch() -> None:
 
 def test_nadams_betas_must_stay_as_they_are() -> None:
     """The product of momenta is computed from them and the count of steps, so a change is refused and not computed wrongly."""
-    model = new_model()
-    with fastps.DistributedOptimizer(OPTIMIZERS["nadam"](model.parameters())) as optimizer:
+    with one_worker(make=OPTIMIZERS["nadam"]) as (model, optimizer):
         train_on(model, optimizer, batches_of(2, BATCH))
         optimizer.param_groups[0]["betas"] = (0.8, 0.999)
         sentence = "betas changed after the first step, and nadam computes state from it"

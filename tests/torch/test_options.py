@@ -9,7 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fastps
 from tests.support.rules import lazy_rule
-from tests.support.torch_optimizers import BATCH, batches_of, new_model, relative_difference, train_on
+from tests.support.torch_optimizers import BATCH, batches_of, new_model, one_worker, relative_difference, train_on
 
 
 @lazy_rule(state=("buffer",), hyper=("learning_rate", "momentum"))
@@ -107,21 +107,19 @@ def test_the_average_begins_with_weights_that_are_loaded_after_wrapping(way: str
 
 
 def test_a_global_schedule_counts_the_jobs_updates_not_the_workers_steps() -> None:
-    model = new_model()
-    inner = torch.optim.SGD(model.parameters(), lr=0.5)
-    with fastps.DistributedOptimizer(inner, sync="asp", model=model) as optimizer:
+    with one_worker(sync="asp") as (model, optimizer):
         schedule = fastps.exponential_decay(optimizer, 0.1, updates=10)
         for batch in batches_of(10, BATCH):
             train_on(model, optimizer, [batch])
         schedule.step()
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
         with pytest.raises(ValueError, match="found decay=0, updates=1"):
             fastps.exponential_decay(optimizer, 0, 1)
 
 
 def test_a_global_schedule_is_saved_and_loaded_as_torchs_are(tmp_path: Path) -> None:
-    model, path = new_model(), tmp_path / "schedule.pt"
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5)) as optimizer:
+    path = tmp_path / "schedule.pt"
+    with one_worker() as (model, optimizer):
         schedule = fastps.exponential_decay(optimizer, 0.1, updates=10)
         train_on(model, optimizer, batches_of(10, BATCH))
         schedule.step()
@@ -131,13 +129,11 @@ def test_a_global_schedule_is_saved_and_loaded_as_torchs_are(tmp_path: Path) -> 
         assert again.state_dict() == schedule.state_dict()
         train_on(model, optimizer, batches_of(10, BATCH))
         again.step()
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
 
 
 def test_batches_follow_the_size_that_the_grant_carries() -> None:
-    model = new_model()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with fastps.DistributedOptimizer(inner, sync="r2sp:0.8,tune=true", model=model, batch_size=4) as optimizer:
+    with one_worker(sync="r2sp:0.8,tune=true", named=True, batch_size=4) as (model, optimizer):
         data = torch.utils.data.TensorDataset(torch.randn(50, 13), torch.randint(3, (50,)))
         loader = torch.utils.data.DataLoader(data, batch_sampler=fastps.BatchSampler(50, optimizer))
         sizes = []
@@ -153,9 +149,7 @@ def test_batches_follow_the_size_that_the_grant_carries() -> None:
 
 
 def test_a_scheme_that_counts_samples_asks_for_them_by_name() -> None:
-    model = new_model()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with fastps.DistributedOptimizer(inner, sync="hardsync:64", model=model) as optimizer:
+    with one_worker(sync="hardsync:64", named=True) as (model, optimizer):
         with pytest.raises(fastps.UsageError, match=r"report_loss\(loss, samples\)"):
             train_on(model, optimizer, batches_of(1, BATCH))
 
@@ -171,8 +165,8 @@ def test_hardsync_scales_the_learning_rate_by_the_root_of_samples_over_reference
 
 
 def test_step_hooks_run_as_torch_runs_them() -> None:
-    model, calls = new_model(), []
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model) as optimizer:
+    calls = []
+    with one_worker() as (model, optimizer):
         optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
         optimizer.register_step_post_hook(lambda *_: calls.append("after"))
         train_on(model, optimizer, batches_of(1, BATCH))

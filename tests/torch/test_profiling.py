@@ -1,9 +1,6 @@
 """Ranges of a step in torch.profiler: its export has them in their order, and without a profiler nothing of them is left."""
 
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +10,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import fastps
 from fastps.torch import profiling
-from tests.support.torch_optimizers import steps_on
+from tests.support.torch_optimizers import one_worker, steps_on
 
 _STEPS = 4
-
-
-@contextmanager
-def _wrapped(sync: str = "bsp", server: str = "workers") -> Iterator[tuple[torch.nn.Module, Any]]:
-    model = torch.nn.Linear(8, 1)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    name = f"profiling-{os.getpid()}-{sync}-{server}"
-    with fastps.DistributedOptimizer(inner, sync=sync, job=name, rank=0, workers=1, server=server) as optimizer:
-        yield model, optimizer
 
 
 def _step(model: torch.nn.Module, optimizer: Any, steps: int = 1) -> None:
@@ -49,7 +37,7 @@ def _within(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:3", "dssp:3,15"])
 def test_every_step_has_its_ranges_in_their_order(tmp_path: Path, sync: str) -> None:
-    with _wrapped(sync) as (model, optimizer):
+    with one_worker(torch.nn.Linear(8, 1), sync=sync) as (model, optimizer):
         _step(model, optimizer)
         events = _profiled(tmp_path, model, optimizer)
     for step in range(_STEPS):
@@ -67,7 +55,7 @@ def test_a_profiled_step_has_the_result_of_any_other(tmp_path: Path) -> None:
     found = []
     for is_profiled in (False, True):
         torch.manual_seed(0)
-        with _wrapped() as (model, optimizer):
+        with one_worker(torch.nn.Linear(8, 1)) as (model, optimizer):
             _profiled(tmp_path, model, optimizer) if is_profiled else _step(model, optimizer, _STEPS)
             assert optimizer.version == _STEPS
             found.append([parameter.detach().clone() for parameter in model.parameters()])
@@ -75,7 +63,7 @@ def test_a_profiled_step_has_the_result_of_any_other(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_behind_without_a_profiler(tmp_path: Path) -> None:
-    with _wrapped() as (model, optimizer):
+    with one_worker(torch.nn.Linear(8, 1)) as (model, optimizer):
         _profiled(tmp_path, model, optimizer)
         replaced = {*profiling.OF_WORKER, *profiling.OF_JOB}
         assert not replaced & {*vars(optimizer._job), *vars(optimizer.worker)}
@@ -96,7 +84,7 @@ def test_nothing_is_left_behind_without_a_profiler(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_server_folds_in_its_own_process(tmp_path: Path) -> None:
     """The worker's ranges are there; what is named a fold wakes the server."""
-    with _wrapped("asp", "process") as (model, optimizer):
+    with one_worker(torch.nn.Linear(8, 1), sync="asp", workers=1, server="process") as (model, optimizer):
         _step(model, optimizer)
         events = _profiled(tmp_path, model, optimizer)
         assert optimizer.worker._pushes_itself, "posting and calling the server is one call again"

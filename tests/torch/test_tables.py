@@ -11,7 +11,7 @@ import torch
 import fastps
 from tests.support import processes
 from tests.support.table_models import MAKERS, ROWS, TableModel, batches_of, loss_of, train_on, wrapped
-from tests.support.torch_optimizers import OPTIMIZERS, as_in_torch, relative_difference, share_of
+from tests.support.torch_optimizers import OPTIMIZERS, as_in_torch, one_worker, relative_difference, share_of
 
 pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
 
@@ -104,10 +104,8 @@ def test_a_clipped_push_has_the_norm_over_dense_parameters_and_rows() -> None:
 
 
 def test_a_table_without_a_gradient_stays_and_takes_no_step() -> None:
-    model = TableModel()
-    before = model.one.weight.detach().clone()
-    with fastps.DistributedOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), "bsp") as optimizer:
-        optimizer.zero_grad()
+    with one_worker(TableModel(), OPTIMIZERS["adagrad"], sync="bsp") as (model, optimizer):
+        before = model.one.weight.detach().clone()
         model.bag(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
         optimizer.step()
         assert torch.equal(model.one.weight, before)
@@ -117,10 +115,8 @@ def test_a_table_without_a_gradient_stays_and_takes_no_step() -> None:
 
 
 def test_rows_that_are_not_finite_are_rejected_whole_with_the_dense_part() -> None:
-    model = TableModel()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bsp", nonfinite="reject") as optimizer:
-        optimizer.zero_grad()
+    with one_worker(TableModel(), sync="bsp", nonfinite="reject") as (model, optimizer):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
         loss_of(model, batches_of(1, 8)[0]).backward()
         assert model.bag.weight.grad is not None
         model.bag.weight.grad._values()[3, 2] = float("nan")
@@ -142,8 +138,7 @@ def test_a_reader_reads_rows_in_place() -> None:
 
 
 def test_weights_replaced_by_one_worker_reach_the_table() -> None:
-    model = TableModel()
-    with fastps.DistributedOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), "bsp", model=model) as optimizer:
+    with one_worker(TableModel(), OPTIMIZERS["adagrad"], sync="bsp", named=True) as (model, optimizer):
         train_on(model, [optimizer], batches_of(2, 8))
         optimizer.replace_weights(lambda weights: [weight * 0 + 2 for weight in weights])
         assert torch.equal(model.bag.weight.detach(), torch.full((ROWS, 16), 2.0))
@@ -162,8 +157,7 @@ class _Tied(torch.nn.Module):
 
 
 def test_a_dense_gradient_of_a_table_is_refused_by_name() -> None:
-    model = _Tied()
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model) as optimizer:
+    with one_worker(_Tied(), named=True) as (model, optimizer):
         model(torch.tensor([1, 2])).sum().backward()
         with pytest.raises(fastps.UnsupportedError, match=r"'table.weight'.*expected a sparse gradient.*tied"):
             optimizer.step()
@@ -171,8 +165,7 @@ def test_a_dense_gradient_of_a_table_is_refused_by_name() -> None:
 
 
 def test_a_dense_matrix_given_to_sparse_adam_is_told_to_take_another_optimizer() -> None:
-    model = torch.nn.Linear(4, 2, bias=False)
-    with fastps.DistributedOptimizer(torch.optim.SparseAdam(list(model.parameters())), model=model) as optimizer:
+    with one_worker(torch.nn.Linear(4, 2, bias=False), torch.optim.SparseAdam, named=True) as (model, optimizer):
         model(torch.ones(1, 4)).sum().backward()
         with pytest.raises(fastps.UnsupportedError, match=r"'weight'.*it is a table.*Adam beside SparseAdam"):
             optimizer.step()

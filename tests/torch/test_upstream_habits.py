@@ -20,6 +20,7 @@ from tests.support.torch_optimizers import (
     as_in_torch,
     batches_of,
     new_model,
+    one_worker,
     relative_difference,
     share_of,
     train_on,
@@ -94,8 +95,7 @@ def test_sparse_layer_that_is_unfrozen_later_trains() -> None:
 
 
 def test_sparse_gradient_that_is_set_by_hand_is_refused_by_name() -> None:
-    layer = torch.nn.Linear(3, 5, bias=False)
-    with fastps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), model=layer) as optimizer:
+    with one_worker(torch.nn.Linear(3, 5, bias=False), named=True) as (layer, optimizer):
         layer.weight.grad = torch.ones(5, 3).to_sparse()
         with pytest.raises(fastps.UnsupportedError, match=r"'weight': expected a dense gradient"):
             optimizer.step()
@@ -105,9 +105,8 @@ def test_sparse_gradient_that_is_set_by_hand_is_refused_by_name() -> None:
 
 
 def test_parameters_that_are_added_or_exchanged_are_refused_with_the_cure() -> None:
-    model = new_model()
-    inner = _momentum(model.parameters())
-    with fastps.DistributedOptimizer(inner) as optimizer:
+    with one_worker(make=_momentum) as (model, optimizer):
+        inner = optimizer._inner
         with pytest.raises(fastps.UsageError, match=r"calls inner = optimizer\.unwrap\(\), .* wraps it again"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
         train_on(model, optimizer, batches_of(1, BATCH))
@@ -245,8 +244,7 @@ def test_weights_that_worker_0_wrote_at_the_end_are_not_replaced_by_later_ones_i
 
 
 def test_writes_into_private_weights_are_gone_after_the_block_and_others_are_refused() -> None:
-    model = new_model()
-    with fastps.DistributedOptimizer(_momentum(model.parameters())) as optimizer:
+    with one_worker(make=_momentum) as (model, optimizer):
         train_on(model, optimizer, batches_of(2, BATCH))
         before = _values(model)
         with optimizer.private_weights(), torch.no_grad():
@@ -379,8 +377,7 @@ def test_state_dict_of_the_whole_model_brings_buffers_and_what_does_not_train_to
     (lambda own: [torch.zeros(3)], "a tensor for each of 6 parameters"),
 ], ids=["a name is missing", "a name too many", "another shape", "a list", "tensors of another model"])  # fmt: skip
 def test_weights_of_another_model_replace_nothing(given: Callable[[dict[str, Any]], Any], sentence: str) -> None:
-    model = new_model()
-    with fastps.DistributedOptimizer(_momentum(model.parameters()), model=model) as optimizer:
+    with one_worker(make=_momentum, named=True) as (model, optimizer):
         train_on(model, optimizer, batches_of(1, BATCH))
         before = _values(model)
         with pytest.raises(ValueError, match=sentence):
@@ -429,8 +426,7 @@ def _check_copy(copied: torch.nn.Module, model: torch.nn.Module, optimizer: fast
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copy_of_a_model_is_private_at_any_time(copied_by: Callable[[Any], Any], sync: str) -> None:
-    model = new_model()
-    with fastps.DistributedOptimizer(_momentum(model.parameters()), sync=sync, model=model) as optimizer:
+    with one_worker(make=_momentum, sync=sync, named=True) as (model, optimizer):
         _check_copy(copied_by(model), model, optimizer)
         train_on(model, optimizer, batches_of(3, BATCH))
         _check_copy(copied_by(model), model, optimizer)

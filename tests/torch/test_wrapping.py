@@ -20,7 +20,7 @@ import fastps
 from fastps.kernels.protocol.lane import Lane
 from fastps.store import jobs_of_process
 from tests.support import processes
-from tests.support.torch_optimizers import OPTIMIZERS, mean_square, steps_on, with_and_without
+from tests.support.torch_optimizers import OPTIMIZERS, mean_square, one_worker, steps_on, with_and_without
 
 
 def _fresh(name: str = "momentum") -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -84,10 +84,9 @@ def test_state_is_not_loaded_into_an_optimizer_while_it_is_wrapped() -> None:
 
 
 def test_a_group_that_is_added_to_the_wrapped_optimizer_is_refused_at_the_next_step() -> None:
-    model, inner = _fresh()
-    with fastps.DistributedOptimizer(inner) as optimizer:
+    with one_worker(torch.nn.Linear(4, 3), OPTIMIZERS["momentum"]) as (model, optimizer):
         _train(model, optimizer, range(2))
-        inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": 0.01})
+        optimizer._inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": 0.01})
         with pytest.raises(fastps.UsageError, match=r"of 1 groups, .* found 2: add a group"):
             _train(model, optimizer, range(1))
 
@@ -116,8 +115,7 @@ def test_a_group_may_keep_values_of_any_kind() -> None:
 
 @pytest.mark.parametrize(("slot", "group"), [(0, 1), (1, 0), (2**32 - 1, 0), (0, 2**32 - 1)])
 def test_hyper_parameters_are_written_into_slots_only(slot: int, group: int) -> None:
-    _, inner = _fresh()
-    with fastps.DistributedOptimizer(inner) as optimizer:
+    with one_worker() as (_, optimizer):
         lane: Lane = optimizer.worker.lane
         with pytest.raises(IndexError, match=r"expected a (group|slot) of 0 to 0"):
             lane.set_hyper(slot, group, *optimizer.worker.store.hypers[0])
@@ -142,10 +140,9 @@ def test_lr_schedulers_of_the_wrapped_optimizer_see_no_step_that_is_missing() ->
 
 def test_a_worker_that_is_done_stays_until_the_others_of_the_start_have_come() -> None:
     """Under asp nobody waits for anybody, and who came after the last had left would find no job."""
-    job, said = f"early-{os.getpid()}", mmap.mmap(-1, 1)
+    said = mmap.mmap(-1, 1)
 
     def work(rank: int) -> int:
-        os.environ.update(RANK=str(rank), WORLD_SIZE="3", FASTPS_JOB=job)
         model, inner = _fresh()
         while rank and not said[0]:
             time.sleep(0.001)
@@ -156,7 +153,7 @@ def test_a_worker_that_is_done_stays_until_the_others_of_the_start_have_come() -
         optimizer.close()
         return optimizer.worker.own_steps
 
-    assert processes.results(processes.start_each(work, 3), 60) == [3, 3, 3]
+    assert processes.results(processes.start_job(work, 3), 60) == [3, 3, 3]
 
 
 def test_a_worker_that_is_done_gives_up_those_that_never_come(
@@ -165,8 +162,7 @@ def test_a_worker_that_is_done_gives_up_those_that_never_come(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("FASTPS_JOB", f"alone-{os.getpid()}")
-    model, inner = _fresh()
-    with fastps.DistributedOptimizer(inner, sync="asp", timeout_s=0.3) as optimizer:
+    with one_worker(torch.nn.Linear(4, 3), sync="asp", timeout_s=0.3) as (model, optimizer):
         _train(model, optimizer, range(3))
     assert "waited 0.3 s for initial workers that never attached" in caplog.text
 
@@ -184,8 +180,7 @@ def test_parameters_that_share_memory_are_refused_by_name() -> None:
 
 
 def test_other_weights_are_shown_for_an_evaluation_and_reach_nobody() -> None:
-    model, inner = _fresh()
-    with fastps.DistributedOptimizer(inner) as optimizer:
+    with one_worker(torch.nn.Linear(4, 3), OPTIMIZERS["momentum"]) as (model, optimizer):
         _train(model, optimizer, range(2))
         before = [parameter.clone() for parameter in model.parameters()]
         with optimizer.shown_weights(torch.zeros_like(parameter) for parameter in model.parameters()):
@@ -195,8 +190,7 @@ def test_other_weights_are_shown_for_an_evaluation_and_reach_nobody() -> None:
 
 
 def test_weights_that_are_written_to_after_the_last_step_are_told_of_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    model, inner = _fresh()
-    with fastps.DistributedOptimizer(inner, model=model) as optimizer:
+    with one_worker(torch.nn.Linear(4, 3), OPTIMIZERS["momentum"], named=True) as (model, optimizer):
         _train(model, optimizer, range(2))
         model.load_state_dict(model.state_dict())
     assert "parameter 'weight' was written to after the last step()" in caplog.text
@@ -330,9 +324,8 @@ WRONG: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("wrong", ["LBFGS", *WRONG])
 def test_an_optimizer_that_cannot_be_wrapped_leaves_the_job_of_its_parameters_as_it_was(wrong: str) -> None:
     """And is not counted: a script that falls back to another optimizer resumes from that one's checkpoints."""
-    model = torch.nn.Linear(2, 1)
-    inner = torch.optim.LBFGS(model.parameters()) if wrong == "LBFGS" else torch.optim.SGD(model.parameters(), lr=0.1)
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
+    with one_worker(torch.nn.Linear(2, 1)) as (model, optimizer):
+        inner = torch.optim.LBFGS(model.parameters()) if wrong == "LBFGS" else torch.optim.SGD(model.parameters(), lr=0.1)
         counted = jobs_of_process._next[0]
         with pytest.raises(fastps.Error, match="LBFGS is not supported" if wrong == "LBFGS" else wrong):
             fastps.DistributedOptimizer(inner, **WRONG.get(wrong, {}))
@@ -367,16 +360,14 @@ def test_a_job_whose_close_was_interrupted_ends_before_the_next_of_its_parameter
 def test_weights_in_half_precision_that_were_loaded_after_wrapping_are_refused_before_they_are_lost(
     call: Callable[[Any], None], dtype: torch.dtype
 ) -> None:
-    model = torch.nn.Linear(2, 1, bias=False, dtype=dtype)
-    with fastps.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), model=model) as optimizer:
+    with one_worker(torch.nn.Linear(2, 1, bias=False, dtype=dtype), OPTIMIZERS["adam"], named=True) as (model, optimizer):
         model.load_state_dict({"weight": torch.full((1, 2), 2.0, dtype=dtype)})
         with pytest.raises(fastps.ParameterChangedError, match="parameter 'weight' was written to"):
             call(optimizer)
 
 
 def test_the_end_of_an_inner_block_without_sync_does_not_end_the_outer_one() -> None:
-    model = torch.nn.Linear(2, 1)
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer, optimizer.no_sync():
+    with one_worker(torch.nn.Linear(2, 1)) as (_, optimizer), optimizer.no_sync():
         with optimizer.no_sync():
             pass
         with pytest.raises(fastps.UsageError, match=r"step\(\) was called inside no_sync"):

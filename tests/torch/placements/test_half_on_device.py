@@ -7,7 +7,7 @@ import torch
 
 import fastps
 from tests.support import processes
-from tests.support.torch_optimizers import OPTIMIZERS, batches_of, new_model
+from tests.support.torch_optimizers import OPTIMIZERS, batches_of, new_model, one_worker
 from tests.torch.placements.test_staged import HostDeviceOptimizer, SeveralDevicesOptimizer, assert_same
 from tests.torch.test_half_parameters import Mixed, _half, _train
 
@@ -47,8 +47,7 @@ def test_one_worker_has_the_bits_of_the_cpu_in_halves_masters_and_state(name: st
 def test_a_state_with_masters_is_loaded_and_the_run_goes_on_from_it(dtype: torch.dtype) -> None:
     found = []
     for kind in (fastps.DistributedOptimizer, HostDeviceOptimizer):
-        model = made("mixed", dtype)
-        with kind(ADAM(model.parameters()), sync="bsp", model=model) as optimizer:
+        with one_worker(made("mixed", dtype), ADAM, named=True, kind=kind) as (model, optimizer):
             _train(model, optimizer, batches_of(5, 8))
             state, weights = optimizer.state_dict(), {key: value.clone() for key, value in model.state_dict().items()}
         again = made("mixed", dtype)
@@ -64,8 +63,7 @@ def run_ranks(kind: type[fastps.DistributedOptimizer], name: str) -> list[Any]:
     """Train with 3 workers, each on its share of the batches; returns the model's bits at each."""
 
     def work(rank: int) -> Any:
-        model = made(name, torch.bfloat16)
-        with kind(ADAM(model.parameters()), sync="bsp", model=model) as optimizer:
+        with one_worker(made(name, torch.bfloat16), ADAM, named=True, kind=kind) as (model, optimizer):
             optimizer.wait_for_start()
             _train(model, optimizer, batches_of(9, 24)[rank::3] + batches_of(6, 8))
             optimizer.wait_for_others()

@@ -8,7 +8,7 @@ import torch
 
 import fastps
 from fastps.device.arena import DeviceArena
-from tests.support.torch_optimizers import OPTIMIZERS
+from tests.support.torch_optimizers import OPTIMIZERS, one_worker
 from tests.torch.placements import test_staged as staged
 from tests.torch.placements.test_staged import HostDeviceOptimizer, SeveralDevicesOptimizer
 
@@ -125,8 +125,7 @@ def test_a_shard_whose_gradients_come_on_two_streams_is_left_to_the_push(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTPS_BUCKET_MB", "0.0002")  # two layers a shard
-    model = make_model()
-    with HostDeviceOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model) as optimizer:
+    with one_worker(make_model(), OPTIMIZERS["sgd"], named=True, kind=HostDeviceOptimizer) as (model, optimizer):
         streams = iter([1, 1, 1, 2])
         monkeypatch.setattr(DeviceArena, "compute_stream", lambda _: next(streams))
         backward(model)
@@ -139,8 +138,7 @@ def test_nothing_is_marked_where_no_fold_is_to_overlap(
     watched: Watched, sync: str, bucket_mb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTPS_BUCKET_MB", bucket_mb)
-    model = make_model()
-    with HostDeviceOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync=sync, model=model) as optimizer:
+    with one_worker(make_model(), OPTIMIZERS["sgd"], named=True, kind=HostDeviceOptimizer, sync=sync) as (model, optimizer):
         backward(model)
         optimizer.step()
         assert optimizer.version == 1
@@ -149,8 +147,7 @@ def test_nothing_is_marked_where_no_fold_is_to_overlap(
 
 def test_a_step_without_a_push_keeps_no_mark_for_the_next(watched: Watched) -> None:
     """A scaler found an infinity. Half of the next step's backward then marks nothing that is not complete."""
-    model = make_model()
-    with HostDeviceOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model) as optimizer:
+    with one_worker(make_model(), OPTIMIZERS["sgd"], named=True, kind=HostDeviceOptimizer) as (model, optimizer):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         backward(model)
         first = next(model.parameters()).grad

@@ -26,7 +26,7 @@ from fastps.torch.placements.staged import StagedPlacement
 from fastps.torch.state import publish_weights
 from tests.device.test_device import first_weights, make_store
 from tests.support import processes
-from tests.support.torch_optimizers import OPTIMIZERS, share_of
+from tests.support.torch_optimizers import OPTIMIZERS, one_worker, share_of
 from tests.support.torch_optimizers import train_on as train
 
 
@@ -47,27 +47,14 @@ class SeveralDevicesPlacement(DevicePlacement):
         return partial(host_devices, [f"gpu {gpu}" for gpu in dict.fromkeys(gpus_of_workers())], 0.001)  # type: ignore[arg-type]
 
 
-class SeveralDevicesOptimizer(fastps.DistributedOptimizer):
-    """On several devices."""
-
-    def _place(self, push_dtype: torch.dtype) -> HostPlacement:
-        return SeveralDevicesPlacement(self._tensors, push_dtype)
-
-
-class StagedOptimizer(fastps.DistributedOptimizer):
-    """Staged, for a model on the CPU."""
-
-    def _place(self, push_dtype: torch.dtype) -> HostPlacement:
-        return StagedPlacement(self._tensors, push_dtype)
+def placed_by(placement: type[HostPlacement]) -> type[fastps.DistributedOptimizer]:
+    """The optimizer for a model on the CPU whose placement is another one."""
+    place = lambda self, push_dtype: placement(self._tensors, push_dtype)  # noqa: E731
+    return type(placement.__name__, (fastps.DistributedOptimizer,), {"_place": place})
 
 
-class HostDeviceOptimizer(fastps.DistributedOptimizer):
-    """On a device whose memory is the host's."""
-
-    def _place(self, push_dtype: torch.dtype) -> HostPlacement:
-        return HostDevicePlacement(self._tensors, push_dtype)
-
-
+StagedOptimizer, HostDeviceOptimizer = placed_by(StagedPlacement), placed_by(HostDevicePlacement)
+SeveralDevicesOptimizer = placed_by(SeveralDevicesPlacement)
 KINDS: dict[str, type[fastps.DistributedOptimizer]] = {"staged": StagedOptimizer, "device": HostDeviceOptimizer}
 EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 BATCH = 8
@@ -103,8 +90,7 @@ def assert_same(
     """`run` returns the same, and ends with the same bits, under this kind and under the plain DistributedOptimizer."""
     found = []
     for each in (fastps.DistributedOptimizer, kind):
-        model = make()
-        with each(optimizer_of(model.parameters()), model=model, **options) as optimizer:
+        with one_worker(make(), optimizer_of, named=True, kind=each, **options) as (model, optimizer):
             returned = run(model, optimizer)
         found.append((returned, flat(model)))
     assert found[0] == found[1]
@@ -164,7 +150,7 @@ def test_gradients_of_every_kind_reach_the_fold(kind: type[fastps.DistributedOpt
 def test_gradients_in_half_precision_have_the_bits_of_the_cpu(
     kind: type[fastps.DistributedOptimizer], dtype: torch.dtype
 ) -> None:
-    assert_same(kind, lambda *both: train(*both, batches(10)), sync="bsp,clip=0.5", push_dtype=dtype)
+    assert_same(kind, lambda model, optimizer: train(model, optimizer, batches(10)), sync="bsp,clip=0.5", push_dtype=dtype)
 
 
 @EACH
@@ -331,8 +317,7 @@ def test_asynchronous_workers_fold_every_push(kind: type[fastps.DistributedOptim
 
 
 def test_weights_that_are_written_behind_the_optimizers_back_are_refused_by_name() -> None:
-    model = make_model()
-    with StagedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model) as optimizer:
+    with one_worker(make_model(), named=True, kind=StagedOptimizer) as (model, optimizer):
         with torch.no_grad():
             next(model.parameters()).zero_()
         with pytest.raises(fastps.ParameterChangedError, match=r"0\.weight.*before wrapping"):
