@@ -105,15 +105,13 @@ def test_memory_that_torch_keeps_is_given_back_before_a_device_is_called_full() 
     device.shut()
 
 
-def test_a_wait_for_work_that_has_failed_ends() -> None:
+def test_a_wait_for_work_that_has_failed_ends(device: HostDevice) -> None:
     """Its record never comes. Another process that waits for it is told nothing, as in CUDA."""
-    device = HostDevice("host")
     stream, event = device.make_stream(), device.make_event()
     device.copy(1, device.host_memory(64).ctypes.data, 64, stream)
     device.record(event, stream)
     with pytest.raises(DeviceError, match="expected work on memory that is open"):
         device.synchronize_event(event)
-    device.shut()
 
 
 def test_a_device_shuts_though_the_work_that_it_waits_for_never_comes(pipes: list[Pipe]) -> None:

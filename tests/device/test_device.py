@@ -41,25 +41,13 @@ def queue_for_a_minute(there: Pipe, back: Pipe) -> processes.Child:
 
 
 def test_memory_that_is_opened_by_its_handle_is_the_same_memory(device: HostDevice, pipes: list[Pipe]) -> None:
-    there, back = pipes
-
-    def other() -> list[float]:
-        mine = HostDevice("host")
-        address = mine.open(there.receive())
-        found = mine.view(address, 4).tolist()
-        mine.view(address, 4)[:] = 7.0
-        back.send(b"w")
-        mine.shut()
+    def work(mine: HostDevice, address: int, back: Pipe) -> Any:
+        found = mine.view(address, 16).tolist()
+        mine.view(address, 16)[:] = 7.0
         return found
 
-    address = device.allocate(16)
-    device.view(address, 4)[:] = [1.0, 2.0, 3.0, 4.0]
-    child = processes.start(other)
-    there.send(device.export(address))
-    back.receive(1)
-    assert device.view(address, 4).tolist() == [7.0] * 4
-    processes.finish([child], 20)
-    assert child.outcome == [1.0, 2.0, 3.0, 4.0]
+    found, address = opened_elsewhere(device, pipes, work, "host")
+    assert found == list(range(16)) and device.view(address, 16).tolist() == [7.0] * 16
 
 
 def test_a_handle_of_an_older_generation_is_refused_although_its_numbers_are_in_use_again(device: HostDevice) -> None:
@@ -117,13 +105,16 @@ def test_work_that_waits_for_another_processes_event_comes_after_it(device: Host
 
 
 def opened_elsewhere(
-    device: HostDevice, pipes: list[Pipe], work: Callable[[HostDevice, int, Pipe], Any], **options: Any
-) -> Any:
-    """Let another process open 64 bytes of this device and work on them; returns what it found, or its error's text."""
+    device: HostDevice, pipes: list[Pipe], work: Callable[[HostDevice, int, Pipe], Any], name: str = "other", **options: Any
+) -> tuple[Any, int]:
+    """Let another process open the numbers 0 to 15 on this device and work on them.
+
+    Returns what it found, or its error's text, and where the numbers are.
+    """
     there, back = pipes
 
     def other() -> Any:
-        mine = HostDevice("other", **options)
+        mine = HostDevice(name, **options)
         try:
             return work(mine, mine.open(there.receive()), back)
         except DeviceError as error:
@@ -132,6 +123,7 @@ def opened_elsewhere(
             mine.shut()
 
     address = device.allocate(64)
+    device.view(address, 16)[:] = range(16)
     child = processes.start(other)
     there.send(device.export(address))
     if work is free_meanwhile:
@@ -139,7 +131,7 @@ def opened_elsewhere(
         device.close(address)
         there.send(b"f")
     processes.finish([child], 20)
-    return child.outcome
+    return child.outcome, address
 
 
 def free_meanwhile(device: HostDevice, address: int, back: Pipe) -> Any:
@@ -153,11 +145,12 @@ def free_meanwhile(device: HostDevice, address: int, back: Pipe) -> Any:
 
 
 def test_memory_that_its_owner_frees_is_poisoned_for_all(device: HostDevice, pipes: list[Pipe]) -> None:
-    assert opened_elsewhere(device, pipes, free_meanwhile) == ([0.0] * 16, True)
+    found, _ = opened_elsewhere(device, pipes, free_meanwhile)
+    assert found == (list(range(16)), True)
 
 
 def test_a_device_without_peer_access_opens_no_memory(device: HostDevice, pipes: list[Pipe]) -> None:
-    found = opened_elsewhere(device, pipes, lambda *_: "opened", faults=Faults(unreachable=frozenset({"host"})))
+    found, _ = opened_elsewhere(device, pipes, lambda *_: "opened", faults=Faults(unreachable=frozenset({"host"})))
     assert "expected peer access from other to host, found none" in found
 
 
