@@ -268,6 +268,16 @@ def constant(rank: int, step: int) -> dict[str, Any]:
     return {name: np.full(shape, AMOUNT) for name, shape in SHAPES.items()}
 
 
+def compute(store: DeviceStore, device: HostDevice, rank: int, slot: int, gradients: dict[str, Any]) -> None:
+    """Queue what writes gradients into a slot. It is overwritten twice: a fold that comes too early sees zeros."""
+    for index, parameter in enumerate(store.layout.parameters):
+        address = store.arena_on_devices().gradient_address(rank, slot, index)
+        for values in (0.0, gradients[parameter.name].reshape(-1)):
+            source = device.host_memory(4 * parameter.length)
+            source.view(np.float32)[:] = values
+            device.copy(address, source.ctypes.data, 4 * parameter.length, device.compute_stream())
+
+
 def go_on(worker: fastps.Worker, **options: Any) -> None:
     """Push what is in the slot, and wait for what follows."""
     worker.push(worker.store.hypers, **options)
@@ -371,21 +381,13 @@ def test_folds_wait_for_gradients_that_are_still_computed_and_for_weights_that_a
     def work(rank: int) -> list[int]:
         device = HostDevice("one", DELAY_S * (rank == 0), computes_at_once=False)  # one is slow, whoever folds
         with store.use(device).attach(rank) as worker:
-            assert store.devices is not None
             size = 4 * SHAPES["c"][0]
             read = [device.host_memory(size) for _ in range(steps)]
-            gradient_values = device.host_memory(size)
-            gradient_values.view(np.float32)[:] = AMOUNT
-            zeros = device.host_memory(size)
             stream = device.compute_stream()
             for step in range(steps):
                 buffer = worker.buffers[0]
-                for index, parameter in enumerate(store.layout.parameters):
-                    address = store.devices.gradient_address(rank, worker.slot, index)
-                    # What was in the slot is overwritten twice: a fold that comes too early sees the zeros.
-                    device.copy(address, zeros.ctypes.data, 4 * parameter.length, stream)
-                    device.copy(address, gradient_values.ctypes.data, 4 * parameter.length, stream)
-                device.copy(read[step].ctypes.data, store.devices.weights_address(buffer, 2), size, stream)
+                compute(store, device, rank, worker.slot, constant(rank, step))
+                device.copy(read[step].ctypes.data, store.arena_on_devices().weights_address(buffer, 2), size, stream)
                 go_on(worker)
             device.synchronize(stream)
             expected, wrong = first_weights()["c"], []

@@ -46,16 +46,6 @@ def make_store(update: Update, sync: str, *, loss: str = "continue", gpus: Any =
     return jobs.store_of(placed_on(layout, gpus), update, timeout_s=20, server_devices=make)
 
 
-def compute(store: DeviceStore, device: HostDevice, rank: int, slot: int, gradients: dict[str, Any]) -> None:
-    """Queue what writes gradients into a slot. It is overwritten twice: a fold that comes too early sees zeros."""
-    for index, parameter in enumerate(store.layout.parameters):
-        address = store.arena_on_devices().gradient_address(rank, slot, index)
-        for values in (0.0, gradients[parameter.name].reshape(-1)):
-            source = device.host_memory(4 * parameter.length)
-            source.view(np.float32)[:] = values
-            device.copy(address, source.ctypes.data, 4 * parameter.length, device.compute_stream())
-
-
 def steps_of(
     store: DeviceStore,
     rank: int,
@@ -73,7 +63,7 @@ def steps_of(
             worker.wait_for_start()
         for step in range(worker.steps, worker.steps + STEPS):
             pause(step)
-            compute(store, device, rank, worker.slot, make(rank, step))
+            jobs.compute(store, device, rank, worker.slot, make(rank, step))
             jobs.go_on(worker, samples=8)
         worker.wait_for_others()
         device.synchronize(device.compute_stream())
