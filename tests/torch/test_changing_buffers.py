@@ -10,7 +10,7 @@ import torch
 import fastps
 from fastps.errors import CheckpointError
 from tests.support import processes
-from tests.support.torch_optimizers import steps_on
+from tests.support.torch_optimizers import one_worker, steps_on
 
 
 class Statistics(torch.nn.Module):
@@ -92,13 +92,12 @@ class Constant(torch.nn.Module):
         return found
 
 
-def _train(model: torch.nn.Module, folder: Path, resume: Path | None = None) -> fastps.DistributedOptimizer:
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = fastps.DistributedOptimizer(inner, model=model, checkpoint=folder, every=2, resume=resume)
-    steps_on(model, optimizer, torch.ones(1, 2), 4)
-    optimizer.average_buffers()
-    optimizer.close()
-    return optimizer
+def _train(model: torch.nn.Module, folder: Path, resume: Path | None = None) -> Any:
+    """Train for four steps; returns the job's checkpointing."""
+    with one_worker(model, named=True, checkpoint=folder, every=2, resume=resume) as (_, optimizer):
+        steps_on(model, optimizer, torch.ones(1, 2), 4)
+        optimizer.average_buffers()
+        return optimizer._job.checkpointing
 
 
 def _bytes(tensor: torch.Tensor) -> list[Any]:
@@ -110,9 +109,8 @@ def _bytes(tensor: torch.Tensor) -> list[Any]:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_constants_of_every_type_pass_averages_checkpoints_and_a_resume(kind: str, tmp_path: Path) -> None:
     model = Constant(KINDS[kind]())
-    optimizer = _train(model, tmp_path)
-    assert optimizer._job.checkpointing is not None
-    assert (optimizer._job.checkpointing.failures, optimizer._job.checkpointing.written) == (0, 2)
+    checkpointing = _train(model, tmp_path)
+    assert (checkpointing.failures, checkpointing.written) == (0, 2)
     assert _bytes(model.value) == _bytes(KINDS[kind]())
     other = Constant(torch.zeros_like(KINDS[kind]()))
     _train(other, tmp_path / "again", tmp_path)
@@ -166,7 +164,6 @@ def test_checkpoint_that_cannot_be_written_is_counted_whatever_the_error(
         raise KeyError("a fault")
 
     monkeypatch.setattr("fastps.checkpoint.periodic.write", fail)
-    optimizer = _train(Constant(torch.ones(2)), tmp_path)
-    assert optimizer._job.checkpointing is not None
-    assert optimizer._job.checkpointing.failures >= 1
-    assert optimizer._job.checkpointing.written == 0
+    checkpointing = _train(Constant(torch.ones(2)), tmp_path)
+    assert checkpointing.failures >= 1
+    assert checkpointing.written == 0

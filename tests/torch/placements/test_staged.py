@@ -49,13 +49,17 @@ class SeveralDevicesPlacement(DevicePlacement):
 
 def placed_by(placement: type[HostPlacement]) -> type[fastps.DistributedOptimizer]:
     """The optimizer for a model on the CPU whose placement is another one."""
-    place = lambda self, push_dtype: placement(self._tensors, push_dtype)  # noqa: E731
+
+    def place(self: Any, push_dtype: torch.dtype) -> HostPlacement:
+        return placement(self._tensors, push_dtype)
+
     return type(placement.__name__, (fastps.DistributedOptimizer,), {"_place": place})
 
 
 StagedOptimizer, HostDeviceOptimizer = placed_by(StagedPlacement), placed_by(HostDevicePlacement)
 SeveralDevicesOptimizer = placed_by(SeveralDevicesPlacement)
-KINDS: dict[str, type[fastps.DistributedOptimizer]] = {"staged": StagedOptimizer, "device": HostDeviceOptimizer}
+Kind = type[fastps.DistributedOptimizer]
+KINDS: dict[str, Kind] = {"staged": StagedOptimizer, "device": HostDeviceOptimizer}
 EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 BATCH = 8
 
@@ -80,7 +84,7 @@ def flat(model: torch.nn.Module) -> list[float]:
 
 
 def assert_same(
-    kind: type[fastps.DistributedOptimizer],
+    kind: Kind,
     run: Callable[[Any, Any], Any],
     optimizer_of: Callable[[Any], torch.optim.Optimizer] = OPTIMIZERS["momentum"],
     make: Callable[[], torch.nn.Module] = make_model,
@@ -100,7 +104,7 @@ def assert_same(
 @pytest.mark.sampled(4)
 @EACH
 @pytest.mark.parametrize("name", ["nesterov", "adam", "rmsprop-all", "adamw-amsgrad", "nadam", "adadelta"])
-def test_one_worker_has_the_bits_of_the_optimizer_on_the_cpu(kind: type[fastps.DistributedOptimizer], name: str) -> None:
+def test_one_worker_has_the_bits_of_the_optimizer_on_the_cpu(kind: Kind, name: str) -> None:
     def run(model: torch.nn.Module, optimizer: Any) -> Any:
         train(model, optimizer, batches(15))
         with optimizer.averaged_weights():
@@ -114,7 +118,7 @@ def test_one_worker_has_the_bits_of_the_optimizer_on_the_cpu(kind: type[fastps.D
 
 
 @EACH
-def test_gradients_of_every_kind_reach_the_fold(kind: type[fastps.DistributedOptimizer]) -> None:
+def test_gradients_of_every_kind_reach_the_fold(kind: Kind) -> None:
     """Accumulated, clipped after backward, set by hand, missing, zeroed to zeros, and under a closure."""
 
     def run(model: torch.nn.Module, optimizer: Any) -> None:
@@ -147,14 +151,12 @@ def test_gradients_of_every_kind_reach_the_fold(kind: type[fastps.DistributedOpt
 @pytest.mark.sampled(4)
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_in_half_precision_have_the_bits_of_the_cpu(
-    kind: type[fastps.DistributedOptimizer], dtype: torch.dtype
-) -> None:
+def test_gradients_in_half_precision_have_the_bits_of_the_cpu(kind: Kind, dtype: torch.dtype) -> None:
     assert_same(kind, lambda model, optimizer: train(model, optimizer, batches(10)), sync="bsp,clip=0.5", push_dtype=dtype)
 
 
 @EACH
-def test_a_grad_scaler_skips_steps_with_infinities_and_undoes_its_scale(kind: type[fastps.DistributedOptimizer]) -> None:
+def test_a_grad_scaler_skips_steps_with_infinities_and_undoes_its_scale(kind: Kind) -> None:
     def run(model: torch.nn.Module, optimizer: Any) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for number, (inputs, labels) in enumerate(batches(8)):
@@ -170,7 +172,7 @@ def test_a_grad_scaler_skips_steps_with_infinities_and_undoes_its_scale(kind: ty
 
 
 @EACH
-def test_a_state_dict_is_loaded_and_the_run_goes_on_from_it(kind: type[fastps.DistributedOptimizer]) -> None:
+def test_a_state_dict_is_loaded_and_the_run_goes_on_from_it(kind: Kind) -> None:
     model = make_model()
     plain = OPTIMIZERS["adam"](model.parameters())
     train(model, plain, batches(5))
@@ -202,7 +204,7 @@ def test_weights_are_replaced_behind_the_folds_that_are_queued() -> None:
             assert store.plane_views(store.committed()[1], 0)[0].tolist() == [1.0] * store.layout.parameters[0].length
 
 
-def run_ranks(classes: list[type[fastps.DistributedOptimizer]], sync: str, begun: int = 0, **options: Any) -> Any:
+def run_ranks(classes: list[Kind], sync: str, begun: int = 0, **options: Any) -> Any:
     """Train with a worker a class, each on its share of the batches; returns what each ended with. `begun`: a version."""
     workers = len(classes)
     steps = batches(20, workers * BATCH)
@@ -235,7 +237,7 @@ def test_on_a_device_backward_copies_no_gradient_and_step_copies_all_of_them_at_
 
 @pytest.mark.sampled(2)
 @EACH
-def test_workers_of_a_job_end_with_the_bits_of_workers_on_the_cpu(kind: type[fastps.DistributedOptimizer]) -> None:
+def test_workers_of_a_job_end_with_the_bits_of_workers_on_the_cpu(kind: Kind) -> None:
     expected = run_ranks([fastps.DistributedOptimizer] * 2, "bsp")
     found = run_ranks([kind] * 2, "bsp")
     assert found == [expected[0]] * 2
@@ -291,9 +293,7 @@ def test_the_server_sees_the_gpus_as_worker_0_does(monkeypatch: pytest.MonkeyPat
 
 
 @EACH
-def test_a_replacement_of_worker_0_looks_for_the_job_that_runs(
-    kind: type[fastps.DistributedOptimizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replacement_of_worker_0_looks_for_the_job_that_runs(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """It never begins a second job of that name."""
     monkeypatch.setenv("FASTPS_JOINS", "1")
     with pytest.raises(fastps.AttachError, match="no-such-job"):
@@ -304,14 +304,14 @@ def test_a_replacement_of_worker_0_looks_for_the_job_that_runs(
 def test_staged_and_plain_workers_train_together() -> None:
     """A mixed group: some workers on a GPU, some on the CPU."""
     expected = run_ranks([fastps.DistributedOptimizer] * 3, "bsp")
-    mixed: list[type[fastps.DistributedOptimizer]] = [StagedOptimizer, fastps.DistributedOptimizer, StagedOptimizer]
+    mixed: list[Kind] = [StagedOptimizer, fastps.DistributedOptimizer, StagedOptimizer]
     assert run_ranks(mixed, "bsp") == expected
 
 
 @pytest.mark.sampled(4)
 @EACH
 @pytest.mark.parametrize("sync", ["asp", "dssp:1,4"])
-def test_asynchronous_workers_fold_every_push(kind: type[fastps.DistributedOptimizer], sync: str) -> None:
+def test_asynchronous_workers_fold_every_push(kind: Kind, sync: str) -> None:
     found = run_ranks([kind] * 2, sync)
     assert found[0] == found[1]
 
