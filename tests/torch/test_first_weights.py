@@ -32,23 +32,18 @@ def _write(model: torch.nn.Linear) -> None:
 @pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_weights_written_before_the_first_gradient_are_written_once_whatever_they_were(workers: int) -> None:
-    def work(rank: int) -> list[float]:
+    def train_twice(wrap: Callable[[Any], Any], rank: int = 0) -> list[float]:
         model = _model()
         for _ in range(2):
-            optimizer = _wrap(model, model=model)
+            optimizer = wrap(model)
             time.sleep(0.1 * rank)
             _write(model)
             _train(model, optimizer, 2)
-            optimizer.unwrap()
+            getattr(optimizer, "unwrap", lambda: None)()
         return [*model.weight.flatten().tolist(), *model.bias.tolist()]
 
-    plain = _model()
-    for _ in range(2):
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
-        _write(plain)
-        _train(plain, optimizer, 2)
-    expected = [*plain.weight.flatten().tolist(), *plain.bias.tolist()]
-    for found in _in_processes(work, workers):
+    expected = train_twice(lambda model: torch.optim.SGD(model.parameters(), lr=0.01))
+    for found in _in_processes(lambda rank: train_twice(lambda model: _wrap(model, model=model), rank), workers):
         assert np.allclose(found, expected, rtol=1e-6)
 
 
