@@ -152,8 +152,7 @@ class Observer(torch.nn.Module):
 @pytest.mark.slow
 def test_observer_takes_the_length_that_was_saved(tmp_path: Path) -> None:
     _train(Observer(), tmp_path)
-    other = Observer()
-    with fastps.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), model=other, resume=tmp_path):
+    with one_worker(Observer(), named=True, resume=tmp_path) as (other, _):
         assert other.most.tolist() == [1.0, 1.0]
 
 

@@ -54,12 +54,9 @@ def _half(dtype: torch.dtype) -> torch.nn.Module:
     return new_model().to(dtype)
 
 
-def _dtype(model: torch.nn.Module) -> torch.dtype:
-    return next(model.parameters()).dtype
-
-
 def _backward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    torch.nn.functional.cross_entropy(model(batch[0].to(_dtype(model))), batch[1]).backward()
+    inputs = batch[0].to(next(model.parameters()).dtype)
+    torch.nn.functional.cross_entropy(model(inputs), batch[1]).backward()
 
 
 def _train(model: torch.nn.Module, optimizer: Any, batches: Batches) -> None:
