@@ -127,14 +127,12 @@ def test_rows_that_are_not_finite_are_rejected_whole_with_the_dense_part() -> No
 
 
 def test_a_reader_reads_rows_in_place() -> None:
-    model, other = TableModel(), TableModel(seed=1)
-    job = f"test-tables-reader-{os.getpid()}"
-    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bsp", model=model, job=job) as optimizer:
-        with fastps.reader(job) as reader:
-            reader.update(other)
-            train_on(model, [optimizer], batches_of(3, 8))
-            reader.update(other)
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), other.parameters(), strict=True))
+    other, job = TableModel(seed=1), f"test-tables-reader-{os.getpid()}"
+    with one_worker(TableModel(), sync="bsp", named=True, job=job) as (model, optimizer), fastps.reader(job) as reader:
+        reader.update(other)
+        train_on(model, [optimizer], batches_of(3, 8))
+        reader.update(other)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_weights_replaced_by_one_worker_reach_the_table() -> None:
