@@ -51,6 +51,26 @@ def fastps(*arguments: str, code: str = _MAIN, **variables: str) -> "subprocess.
         return subprocess.CompletedProcess(["fastps", *arguments], exit_code, *(file.read_text() for file in files))
 
 
+def done(*arguments: str, **options: str) -> "subprocess.CompletedProcess[str]":
+    """Like `fastps`, for a command that must succeed."""
+    ended = fastps(*arguments, **options)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended
+
+
+def rows(*arguments: str, **options: str) -> list[dict[str, Any]]:
+    """The rows that a command writes as JSON, and succeeds."""
+    found: list[dict[str, Any]] = json.loads(done(*arguments, "--json", "-", **options).stdout)["rows"]
+    return found
+
+
+def refused(*arguments: str, **options: str) -> str:
+    """What a command says of wrong usage, in one line however it is wrapped: with exit code 2 and without a traceback."""
+    ended = fastps(*arguments, **options)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+    return " ".join(ended.stderr.split())
+
+
 def server_process_ids() -> list[int]:
     """The processes that commands are forked from; they end with the session."""
     return [server.pid for server in _servers]

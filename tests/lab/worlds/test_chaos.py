@@ -11,14 +11,8 @@ from tests.support import commands
 
 
 def test_without_the_build_the_command_says_how_to_make_it(tmp_path: Path) -> None:
-    ended = commands.fastps("chaos", "--seeds", "1", FASTPS_HOOKS_PATH=str(tmp_path))
-    assert ended.returncode == 2
-    assert "make hooks" in ended.stderr and str(tmp_path) in ended.stderr
-
-
-@pytest.mark.parametrize("arguments", [("--seeds", "0"), ("--seed", "-1")])
-def test_numbers_out_of_range_are_wrong_usage(arguments: tuple[str, str]) -> None:
-    assert commands.fastps("chaos", *arguments).returncode == 2
+    said = commands.refused("chaos", "--seeds", "1", FASTPS_HOOKS_PATH=str(tmp_path))
+    assert "make hooks" in said and str(tmp_path) in said
 
 
 def _needs_hooks() -> None:
@@ -30,9 +24,7 @@ def _needs_hooks() -> None:
 
 def test_rows_have_the_agreed_keys_and_exit_codes_tell_violations() -> None:
     _needs_hooks()
-    fine = commands.fastps("chaos", "--seeds", "20", "--json", "-")
-    row = json.loads(fine.stdout)["rows"][0]
-    assert fine.returncode == 0
+    (row,) = commands.rows("chaos", "--seeds", "20")
     assert {"seeds", "steps", "faults", "violations", "worst_detection_s"} <= set(row)
     assert (row["seeds"], row["violations"]) == (20, 0)
     broken = commands.fastps("chaos", "--seeds", "10", "--mutant", "flip-first", "--json", "-")
@@ -44,6 +36,4 @@ def test_rows_have_the_agreed_keys_and_exit_codes_tell_violations() -> None:
 
 def test_an_unknown_mutant_is_wrong_usage_and_the_known_are_named() -> None:
     _needs_hooks()
-    ended = commands.fastps("chaos", "--seeds", "1", "--mutant", "drop-everything")
-    assert ended.returncode == 2
-    assert "forget-pins" in ended.stderr
+    assert "forget-pins" in commands.refused("chaos", "--seeds", "1", "--mutant", "drop-everything")

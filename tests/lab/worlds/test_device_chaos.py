@@ -1,16 +1,11 @@
 """Jobs on simulated devices by seeds: without violations as they are, and with one as soon as any call is left out."""
 
-import json
-from pathlib import Path
-
 import pytest
-from typer.testing import CliRunner
 
-from fastps.cli.main import app
-from fastps.errors import UsageError
 from fastps.lab.worlds import device_chaos
 from fastps.lab.worlds.device_worlds import World
 from fastps.lab.worlds.served_worlds import ServedWorld
+from tests.support import commands
 
 SEEDS = 40
 # Mutants that seeds before this one do not find; all others are found by the first 40.
@@ -60,16 +55,11 @@ def test_every_call_that_orders_work_has_its_mutant() -> None:
         assert seen - _IDLE == expected
 
 
-def test_the_command_plays_devices_and_says_what_it_does_not_know(tmp_path: Path) -> None:
-    out = tmp_path / "chaos.json"
-    done = CliRunner().invoke(app, ["chaos", "--devices", "2", "--seeds", "3", "--json", str(out)])
-    assert done.exit_code == 0, done.output
-    row = json.loads(out.read_text())["rows"][0]
+def test_the_command_plays_devices_and_its_exit_code_tells_violations() -> None:
+    (row,) = commands.rows("chaos", "--devices", "2", "--seeds", "3")
     assert row["devices"] == 2 and row["seeds"] == 3 and row["violations"] == 0
-    done = CliRunner().invoke(app, ["chaos", "--devices", "2", "--seeds", "9", "--mutant", "record-folded"])
-    assert done.exit_code == 1 and "expected an event between them" in done.output
-    for wrong in (["--devices", "-1"], ["--devices", "2", "--nodes", "2"], ["--devices", "2", "--mutant", "forget-pins"]):
-        assert isinstance(CliRunner().invoke(app, ["chaos", "--seeds", "1", *wrong]).exception, UsageError)
+    broken = commands.fastps("chaos", "--devices", "2", "--seeds", "9", "--mutant", "record-folded")
+    assert broken.returncode == 1 and "expected an event between them" in broken.stdout + broken.stderr
 
 
 @pytest.mark.slow
