@@ -360,8 +360,7 @@ def test_a_job_that_ended_before_the_look_is_named() -> None:
 
 def test_the_command_writes_one_object(request: pytest.FixtureRequest) -> None:
     with _job(_name(request), sync="ssp:3") as job:
-        outcome = commands.fastps("top", job.store.job, "--once", "--interval", "0.05", "--json", "-")
-    assert outcome.returncode == 0, outcome.stderr
+        outcome = commands.done("top", job.store.job, "--once", "--interval", "0.05", "--json", "-")
     document = json.loads(outcome.stdout)
     assert document["command"] == "top"
     rows = [(row["kind"], row.get("steps"), row.get("version")) for row in document["rows"]]

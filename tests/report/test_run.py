@@ -75,17 +75,16 @@ def test_the_command_refuses_what_is_no_trace_and_other_suffixes_in_one_sentence
     write(bsp([5, 5], 30), whole)
     cut = tmp_path / "cut.trace"
     cut.write_bytes(whole.read_bytes()[:3000])
-    for arguments, code, words in (
-        ((str(empty),), 2, "expected a trace that --trace wrote"),
-        ((str(cut),), 2, "is damaged or from another version of fastps"),
-        ((str(whole), "-o", str(tmp_path / "page.md")), 2, "expected a file whose name ends with .html"),
-        ((str(whole), "--result", str(cut)), 2, "expected what fastps train --json wrote"),
+    for arguments, words in (
+        ((str(empty),), "expected a trace that --trace wrote"),
+        ((str(cut),), "is damaged or from another version of fastps"),
+        ((str(whole), "-o", str(tmp_path / "page.md")), "expected a file whose name ends with .html"),
+        ((str(whole), "--result", str(cut)), "expected what fastps train --json wrote"),
     ):
         done = commands.fastps("report", *arguments)
-        assert done.returncode == code and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
-    done = commands.fastps("report", str(whole), "--json", "-")
-    assert done.returncode == 0 and '"kind": "nothing"' in done.stdout
+    assert "nothing" in [row.get("kind") for row in commands.rows("report", str(whole))]
     assert whole.with_suffix(".html").stat().st_size > 4_000_000 and read(whole)
 
 

@@ -246,8 +246,7 @@ def _launch(folder: Path, *arguments: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_launch_writes_its_whole_run(tmp_path: Path) -> None:
-    outcome = commands.fastps(*_launch(tmp_path, "60"))
-    assert outcome.returncode == 0, outcome.stderr
+    commands.done(*_launch(tmp_path, "60"))
     board = tmp_path / "board"
     assert _last(board, "job/updates") == _last(board, "job/steps") == 120
     assert _last(board, "job/samples") == 240
@@ -292,11 +291,9 @@ def test_spawn_and_train_write_too(tmp_path: Path) -> None:
         "    opt.close()\n"
         f"fastps.spawn(work, workers=2, tensorboard={str(tmp_path / 'spawn')!r})\n"
     )
-    outcome = commands.fastps(code=spawning)
-    assert outcome.returncode == 0, outcome.stderr
-    outcome = commands.fastps(
+    commands.done(code=spawning)
+    commands.done(
         "train", "-n", "2", "--data", "digits", "--epochs", "1", "--no-progress", "--tensorboard", str(tmp_path / "train")
     )
-    assert outcome.returncode == 0, outcome.stderr
     assert _last(tmp_path / "spawn", "job/updates") == 9
     assert _last(tmp_path / "train", "job/loss") > 0

@@ -306,14 +306,10 @@ def test_the_command_merges(tmp_path: Path) -> None:
         write(trace, tmp_path / f"{number}.trace")
     files = [str(tmp_path / f"{number}.trace") for number in (0, 1)]
     whole, picture = tmp_path / "all.trace", tmp_path / "all.json"
-    outcome = commands.fastps("trace", *files, "-o", str(whole), "--check", "--perfetto", str(picture))
-    assert outcome.returncode == 0, outcome.stderr
+    outcome = commands.done("trace", *files, "-o", str(whole), "--check", "--perfetto", str(picture))
     assert "node 0 (host0, workers 0, 1): whose clock all times are on" in outcome.stdout
     assert "node 1 (host1, workers 2, 3, 4): its times moved by -999999.900 ms" in outcome.stdout
     assert "with an error of at most 0.2" in outcome.stdout and "the push log is right" in outcome.stdout
     assert json.loads(picture.read_text())["traceEvents"]
-    again = commands.fastps("trace", str(whole), "--json", "-")
-    assert [row["kind"] for row in json.loads(again.stdout)["rows"]] == ["node"] * 2 + ["run"] + ["worker"] * 5
-    failed = commands.fastps("trace", files[0], files[0])
-    assert failed.returncode == 2
-    assert "expected traces of different nodes, found two of node 1" in failed.stderr
+    assert [row["kind"] for row in commands.rows("trace", str(whole))] == ["node"] * 2 + ["run"] + ["worker"] * 5
+    assert "expected traces of different nodes, found two of node 1" in commands.refused("trace", files[0], files[0])

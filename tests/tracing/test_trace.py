@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -373,26 +372,22 @@ with store, store.attach(rank) as worker:
 """
 
 
-def _rows(outcome: "subprocess.CompletedProcess[str]", kind: str) -> list[Any]:
-    return [row for row in json.loads(outcome.stdout)["rows"] if row["kind"] == kind]
+def _of(rows: list[Any], kind: str) -> list[Any]:
+    return [row for row in rows if row["kind"] == kind]
 
 
 def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:
     script, file = tmp_path / "script.py", tmp_path / "run.trace"
     script.write_text(SCRIPT)
-    outcome = commands.fastps("run", "-n", "2", "--start-method", "spawn", "--trace", str(file), str(script))
-    assert outcome.returncode == 0, outcome.stderr
-    options = ("--check", "--summary", "--perfetto", str(tmp_path / "out.json"), "--json", "-")
-    checked = commands.fastps("trace", str(file), *options)
-    assert checked.returncode == 0, checked.stderr
-    (verdict,) = _rows(checked, "check")
+    commands.done("run", "-n", "2", "--start-method", "spawn", "--trace", str(file), str(script))
+    checked = commands.rows("trace", str(file), "--check", "--summary", "--perfetto", str(tmp_path / "out.json"))
+    (verdict,) = _of(checked, "check")
     assert (verdict["ok"], verdict["pushes"], verdict["folded"], verdict["complete"]) == (True, 60, 60, True)
-    assert _rows(checked, "run")[0]["sync"] == "ssp:2"
-    assert [row["steps"] for row in _rows(checked, "worker")] == [30, 30]
+    assert _of(checked, "run")[0]["sync"] == "ssp:2"
+    assert [row["steps"] for row in _of(checked, "worker")] == [30, 30]
     assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
-    advised = commands.fastps("advise", str(file), "--json", "-")
-    assert advised.returncode == 0, advised.stderr
-    rows = _rows(advised, "prediction")
+    advised = commands.done("advise", str(file), "--json", "-")
+    rows = _of(json.loads(advised.stdout)["rows"], "prediction")
     assert [row["rank"] for row in rows] == list(range(1, len(rows) + 1))
     assert {"bsp", "asp", "ssp:2", "ssp:3", "dssp:3,15", "softsync:2", "r2sp:0.8"} <= {row["sync"] for row in rows}
     (chosen,) = [row for row in rows if row["recommended"]]
@@ -422,6 +417,4 @@ def test_a_run_whose_worker_is_killed_leaves_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["trace", "advise"])
 def test_what_is_no_trace_is_one_sentence(command: str, tmp_path: Path) -> None:
     (tmp_path / "none").write_text("nothing")
-    refused = commands.fastps(command, str(tmp_path / "none"))
-    assert refused.returncode == 2
-    assert "expected a trace that --trace wrote" in refused.stderr and "Traceback" not in refused.stderr
+    assert "expected a trace that --trace wrote" in commands.refused(command, str(tmp_path / "none"))

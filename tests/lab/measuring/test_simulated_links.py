@@ -183,7 +183,6 @@ def test_the_command_predicts_64_nodes_from_two_edges(tmp_path: Path) -> None:
     file = tmp_path / "links.json"
     write_json("doctor", _report().rows(), str(file))
     options = ["--links", str(file), "--parameters", "250e3", "--compute", "constant:100ms", "--steps", "20"]
-    report = json.loads(commands.fastps("simulate", "-n", "64", "--sync", "bsp,asp", "--json", "-", *options).stdout)
-    bsp, asp = report["rows"]
+    bsp, asp = commands.rows("simulate", "-n", "64", "--sync", "bsp,asp", *options)
     assert 64 / bsp["steps_per_s"] == pytest.approx(0.1 + 0.63 * 2 / 2, rel=0.05)
     assert asp["steps_per_s"] > bsp["steps_per_s"]

@@ -1,6 +1,5 @@
 """`fastps advise --train`: the recorded script's losses at equal virtual time stand beside the predicted speeds."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 
 from fastps.errors import UsageError
 from fastps.lab.virtual.learning import _fastest_of_each, _loss_at, add_losses
-from tests.support.commands import fastps
+from tests.support import commands
 
 REPORTS = """
 import sys, time
@@ -65,12 +64,9 @@ def test_another_script_than_the_recorded_one_is_refused(replay: dict | None, me
 def test_the_recorded_script_learns_in_virtual_time_under_the_given_disciplines(tmp_path: Path) -> None:
     script, trace = tmp_path / "train.py", tmp_path / "run.trace"
     script.write_text(REPORTS)
-    assert fastps("run", "-n", "2", "--sync", "bsp", "--trace", str(trace), str(script), "40").returncode == 0
-    command = ("advise", str(trace), "--sync", "asp,adv*:1", "--json", "-")
-    found = fastps(*command, "--train", str(script))
-    assert found.returncode == 0, found.stderr
-    rows = {each["sync"]: each for each in json.loads(found.stdout)["rows"] if each["kind"] == "prediction"}
+    commands.done("run", "-n", "2", "--sync", "bsp", "--trace", str(trace), str(script), "40")
+    command = ("advise", str(trace), "--sync", "asp,adv*:1", "--train", str(script))
+    rows = {each["sync"]: each for each in commands.rows(*command) if each["kind"] == "prediction"}
     assert all(0 < rows[spec]["loss"] < 5 and rows[spec]["loss_at_s"] > 0.1 for spec in ("asp", "adv*:1"))
     script.write_text(REPORTS.replace("    optimizer.report_loss(loss.item(), 16)\n", ""))
-    refused = fastps(*command, "--train", str(script))
-    assert refused.returncode == 2 and "to report its losses" in refused.stderr
+    assert "to report its losses" in commands.refused(*command)

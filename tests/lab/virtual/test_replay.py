@@ -26,7 +26,7 @@ from fastps.store.worker import Worker
 from fastps.tracing.check import check
 from fastps.tracing.file import EVENT_DEATH, EVENT_EXPULSION, Trace, TraceError, read
 from fastps.tracing.recorder import trace as recording
-from tests.support.commands import fastps
+from tests.support import commands
 
 WORKERS, STEPS, SAMPLES = 3, 12, 16
 FIRST = {name: np.linspace(-1, 1, 5, dtype=np.float32) + index for index, name in enumerate("abcd")}
@@ -381,8 +381,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def recorded_live(spec: str, file: Path, *command: str) -> str:
     """Record four processes; options of `fastps run` may come first. Returns the line about the last weights."""
-    found = fastps("run", "-n", "4", "--sync", spec, "--trace", str(file), *command)
-    assert found.returncode == 0, found.stderr
+    found = commands.done("run", "-n", "4", "--sync", spec, "--trace", str(file), *command)
     return next(line for line in found.stdout.splitlines() if "weights" in line)
 
 
@@ -407,8 +406,7 @@ def test_live_processes_one_of_them_killed_and_replaced_are_replayed_bit_by_bit(
             patched.setenv(name, value)
         line = recorded_live(spec, file, *(["--restarts", "1"] if variables else []), *command)
     assert not check(read(file))
-    found = fastps("replay", str(file), *command)
-    assert found.returncode == 0, found.stderr
+    found = commands.done("replay", str(file), *command)
     assert line in found.stdout.splitlines()
     assert variables or "160 pushes of 4 workers" in " ".join(found.stdout.split())
 
@@ -416,16 +414,14 @@ def test_live_processes_one_of_them_killed_and_replaced_are_replayed_bit_by_bit(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_unseeded_dropout_is_named_at_its_first_step(script: str, tmp_path: Path) -> None:
-    file = tmp_path / "run.trace"
-    recorded_live("asp", file, script, "20", "unseeded")
-    found = fastps("replay", str(file), script, "20", "unseeded")
+    file, replayed_run = tmp_path / "run.trace", (str(tmp_path / "run.trace"), script, "20", "unseeded")
+    recorded_live("asp", file, *replayed_run[1:])
+    found = commands.fastps("replay", *replayed_run)
     assert found.returncode == 1
     assert found.stderr.startswith("fastps: worker 1, step 5: it pushes another gradient") and found.stderr.count("\n") == 1
     first = recorded_of(read(file), file).commits[0][0][0].version  # what is folded in one commit is not divided
-    folder = tmp_path / "at"
-    found = fastps("replay", "--until", str(first), "--checkpoint", str(folder), str(file), script, "20", "unseeded")
-    assert found.returncode == 0, found.stderr
-    assert load(folder).description["version"] == first
-    found = fastps("replay", "--until", str(first - 1), "--checkpoint", str(folder), str(file), script, "20", "unseeded")
-    assert found.returncode == 2
-    assert f"--checkpoint: expected --until {first} or more, the first version that the run published" in found.stderr
+    at = ("--checkpoint", str(tmp_path / "at"), *replayed_run)
+    commands.done("replay", "--until", str(first), *at)
+    assert load(tmp_path / "at").description["version"] == first
+    sentence = f"--checkpoint: expected --until {first} or more, the first version that the run published"
+    assert sentence in commands.refused("replay", "--until", str(first - 1), *at)

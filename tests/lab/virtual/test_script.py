@@ -17,7 +17,7 @@ from fastps.lab.demo import data
 from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.lab.virtual.training import VirtualTraining, _Replay
 from fastps.simulation.simulate import Simulation, simulate
-from tests.support.commands import fastps
+from tests.support import commands
 
 BUILT_IN = """
 import sys
@@ -90,8 +90,7 @@ def written(tmp_path: Path) -> Callable[[str], str]:
 
 def simulated(*arguments: str, workers: int = 4, **variables: str) -> list[dict]:
     """The rows of `fastps simulate --script`."""
-    found = fastps("simulate", "--script", "-n", str(workers), "--json", "-", *arguments, **variables)
-    assert found.returncode == 0, found.stderr
+    found = commands.done("simulate", "--script", "-n", str(workers), "--json", "-", *arguments, **variables)
     return json.loads(found.stdout)["rows"]
 
 
@@ -160,7 +159,7 @@ def test_a_run_repeats_bit_by_bit_on_idle_and_on_busy_cores(spec: str, script: s
     (["--checkpoint", "x"], "expected --script before a script"),
 ])  # fmt: skip
 def test_what_cannot_be_simulated_is_refused_before_any_process_starts(arguments: list[str], message: str) -> None:
-    found = fastps("simulate", *arguments)
+    found = commands.fastps("simulate", *arguments)
     assert found.returncode == 2
     assert re.search(message, found.stderr) and found.stderr.count("\n") == 1
     assert "workers are" not in found.stderr
@@ -189,7 +188,7 @@ FAILS = BUILT_IN.replace(
     (AVERAGES, "average_buffers() in virtual time: expected wait_for_others() before it"),
 ], ids=["no fastps", "wraps twice", "other server", "averages"])  # fmt: skip
 def test_a_script_that_cannot_be_simulated_ends_with_a_sentence(text: str, message: str, written: Callable[[str], str]) -> None:
-    found = fastps("simulate", "--script", "-n", "3", "--sync", "asp", written(text), "3", "5")
+    found = commands.fastps("simulate", "--script", "-n", "3", "--sync", "asp", written(text), "3", "5")
     assert found.returncode != 0
     assert message in " ".join(found.stderr.split()), found.stderr[-2000:]
 
@@ -198,18 +197,15 @@ def test_a_folder_that_has_checkpoints_is_refused_with_what_the_command_can_do(
     written: Callable[[str], str], tmp_path: Path
 ) -> None:
     (tmp_path / "asp" / "checkpoint-000001").mkdir(parents=True)
-    found = fastps(
-        "simulate", "--script", "-n", "2", "--sync", "asp", "--checkpoint", str(tmp_path), written(BUILT_IN), "2", "3"
-    )
-    sentence = " ".join(found.stderr.split())
-    assert found.returncode == 2 and "checkpoint-000001: delete it, or give another folder" in sentence, found.stderr[-2000:]
+    command = ("simulate", "--script", "-n", "2", "--sync", "asp", "--checkpoint", str(tmp_path), written(BUILT_IN), "2", "3")
+    assert "checkpoint-000001: delete it, or give another folder" in commands.refused(*command)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_worker_that_failed_is_named_and_not_one_that_ended_in_consequence(written: Callable[[str], str]) -> None:
     """The launcher may find that all have ended at once. It knows by the error's name which ones the driver ended."""
-    found = fastps("simulate", "--script", "-n", "3", "--sync", "asp", written(FAILS), "3", "5")
+    found = commands.fastps("simulate", "--script", "-n", "3", "--sync", "asp", written(FAILS), "3", "5")
     assert "worker 1 failed first: exit code 1" in found.stderr, found.stderr[-2000:]
     assert found.stderr.count("WorkerDiedError: the driver of virtual time has ended") == 2, found.stderr[-2000:]
 
