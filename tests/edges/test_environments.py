@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 
 from fastps.processes.launcher import Launcher
-from tests.support import stacks
+from tests.support import stacks, store_job
 
 _FEW = 2
 _MANY = int(os.environ.get("FASTPS_ENVIRONMENTS", "20"))
 _SEED = int(os.environ.get("FASTPS_FUZZ_SEED", "0"))
-_JOB = Path(__file__).with_name("job.py")
 _LIMIT_S = 90.0  # far above what a job takes on a busy machine
 _VARIABLES = (
     *("FASTPS_TIMEOUT", "FASTPS_STALL_MS", "FASTPS_ISA", "FASTPS_JOB", "FASTPS_JOINS", "FASTPS_RANK", "FASTPS_WORKERS"),
@@ -82,7 +81,7 @@ def _check(seed: int, tmp_path: Path) -> None:
     drawn = _draw(seed, tmp_path)
     base = {name: value for name, value in os.environ.items() if not name.startswith(("FASTPS_", "PYTEST"))}
     process = subprocess.Popen(
-        [sys.executable, "-m", "fastps", "run", "-n", "2", "--start-method", "spawn", str(_JOB)],
+        [sys.executable, "-m", "fastps", "run", "-n", "2", "--start-method", "spawn", *store_job.command("bsp", 3)],
         env={**base, "FASTPS_TIMEOUT": "20", "PYTHONPATH": str(Path(__file__).parents[2]), **drawn["variables"]},
         cwd=drawn["folder"],
         stdout=subprocess.PIPE,

@@ -2,8 +2,9 @@
 
 import importlib.util
 import pkgutil
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,19 @@ def program(folder: Path, text: str, name: str = "script.py") -> list[str]:
     """The command that runs a program, once it is written into a folder."""
     (folder / name).write_text(text)
     return [sys.executable, str(folder / name)]
+
+
+def started(command: Sequence[str | Path], **how: Any) -> "subprocess.Popen[str]":
+    """A program that runs, with pipes for the text that it writes; `how` has other arguments of Popen."""
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **{**pipes, **how})
+
+
+def output(command: Sequence[str | Path], **how: Any) -> str:
+    """What a program, which must succeed, writes to standard output; `how` has other arguments of Popen."""
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
 
 
 def modules_of(package: ModuleType) -> Iterator[str]:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from fastps.tracing import summary as trace_summary
 from fastps.tracing.check import check, is_complete, push_log_row
 from fastps.tracing.file import DROPPED, FOLDED, REJECTED, UNDECIDED, Trace, TraceError, read, write
 from fastps.tracing.parts import CHUNK_LINES, Part, folder_of, folders_of, load, merge
-from tests.support import commands, processes
+from tests.support import commands, processes, store_job
 
 SPECS = [
     "bsp", "asp", "asp,combine=true", "ssp:1", "dssp:1,4", "backup:1", "psp:2,0.5", "softsync:2", "adv:1", "adv*:1", "r2sp:0.8",
@@ -352,24 +353,11 @@ def test_perfetto_events_follow_the_format(honest: dict[str, Trace], tmp_path: P
 
 # -- the command line ------------------------------------------------------------------------------
 
-SCRIPT = """
-import numpy as np, fastps, sys
-from fastps.job.layout import Layout, place
-rank, workers = fastps.rank(), fastps.world_size()
-policy, update, job = fastps.parse_policy("ssp:2"), fastps.SGD(lr=0.1), __import__("os").environ["FASTPS_JOB"]
-weights = {"w": np.ones(10, np.float32)}
-if rank == 0:
-    store = fastps.Store.create(weights, update, sync=policy, workers=workers, job=job)
-else:
-    layout = Layout(place([("w", (10,), (1,), 0)]), 1, update.rule, policy, workers)
-    store = fastps.Store.connect(job, layout, [update.hyper])
-with store, store.attach(rank) as worker:
-    worker.wait_for_start()
-    for step in range(30):
-        if "die" in sys.argv and rank == 1 and step == 20:
-            import os, signal; os.kill(os.getpid(), signal.SIGKILL)
-        worker.step({"w": np.ones(10)})
-"""
+
+def _run(file: Path, mishap: str = "") -> "subprocess.CompletedProcess[str]":
+    """Record 30 steps of two workers under ssp:2."""
+    options = ("-n", "2", "--start-method", "spawn", "--trace", str(file))
+    return commands.fastps("run", *options, *store_job.command("ssp:2", 30, mishap))
 
 
 def _of(rows: list[Any], kind: str) -> list[Any]:
@@ -377,9 +365,9 @@ def _of(rows: list[Any], kind: str) -> list[Any]:
 
 
 def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:
-    script, file = tmp_path / "script.py", tmp_path / "run.trace"
-    script.write_text(SCRIPT)
-    commands.done("run", "-n", "2", "--start-method", "spawn", "--trace", str(file), str(script))
+    file = tmp_path / "run.trace"
+    recorded_run = _run(file)
+    assert recorded_run.returncode == 0, recorded_run.stderr
     checked = commands.rows("trace", str(file), "--check", "--summary", "--perfetto", str(tmp_path / "out.json"))
     (verdict,) = _of(checked, "check")
     assert (verdict["ok"], verdict["pushes"], verdict["folded"], verdict["complete"]) == (True, 60, 60, True)
@@ -403,10 +391,8 @@ def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_whose_worker_is_killed_leaves_a_trace(tmp_path: Path) -> None:
-    script, file = tmp_path / "script.py", tmp_path / "run.trace"
-    script.write_text(SCRIPT)
-    ended = commands.fastps("run", "-n", "2", "--start-method", "spawn", "--trace", str(file), str(script), "die")
-    assert ended.returncode == 1
+    file = tmp_path / "run.trace"
+    assert _run(file, "os.kill(os.getpid(), signal.SIGKILL)").returncode == 1
     trace = read(file)
     assert trace.header["unfinished"] == [1]
     assert check(trace) == []
