@@ -17,6 +17,7 @@ from fastps.errors import UsageError
 from fastps.processes.options import JobOptions
 from fastps.processes.outcome import LaunchedWorker
 from tests.support.processes import await_stop, is_stopped
+from tests.support.scripts import output
 
 BEGIN = """
 import os, pathlib, signal, sys, time
@@ -88,18 +89,26 @@ def start(tmp_path: Path) -> Iterator[Start]:
         job.process.wait()
 
 
-@pytest.mark.slow
-def test_ctrl_c_reaches_the_workers_which_save_until_they_are_done(start: Start) -> None:
-    """The save takes longer than the four seconds that workers once had."""
-    job = start("signal.signal(signal.SIGINT, note)\nready()\nwait_for('saved')")
+@pytest.mark.parametrize(("number", "to_all", "saves_s", "code"), [
+    # The save takes longer than the four seconds that workers once had.
+    pytest.param(signal.SIGINT, False, 5.0, 130, id="Ctrl-C and a long save", marks=pytest.mark.slow),
+    pytest.param(signal.SIGTERM, True, 0.0, 143, id="SIGTERM to every process"),
+])  # fmt: skip
+def test_a_signal_reaches_the_workers_once_and_they_save_until_they_are_done(
+    start: Start, number: signal.Signals, to_all: bool, saves_s: float, code: int
+) -> None:
+    """A handler that is called again within its save would save twice at once."""
+    job = start(f"signal.signal({int(number)}, note)\nready()\nwait_for('saved')")
     job.await_workers()
-    job.process.send_signal(signal.SIGINT)
+    launcher = psutil.Process(job.process.pid)
+    for process in [launcher, *(launcher.children(recursive=True) if to_all else ())]:
+        process.send_signal(number)
     job.await_it(lambda: "waiting up to 29 s for worker 0, worker 1 to save and end; Ctrl-C kills at once" in job.log)
-    assert [job.signals(rank) for rank in range(2)] == [["SIGINT"]] * 2
-    time.sleep(5)
+    assert [job.signals(rank) for rank in range(2)] == [[number.name]] * 2
+    time.sleep(saves_s)
     assert job.process.poll() is None
     (job.folder / "saved").touch()
-    assert job.process.wait(60) == 130, job.log
+    assert job.process.wait(60) == code, job.log
 
 
 def test_warnings_reach_the_workers_and_end_nothing(start: Start) -> None:
@@ -112,18 +121,6 @@ def test_warnings_reach_the_workers_and_end_nothing(start: Start) -> None:
     (job.folder / "end").touch()
     assert job.process.wait(60) == 0, job.log
     assert [job.signals(rank) for rank in range(2)] == [[number.name for number in numbers]] * 2
-
-
-def test_a_signal_to_every_process_comes_once_so_that_it_interrupts_no_save(start: Start) -> None:
-    """A handler that is called again within its save would save twice at once."""
-    job = start("signal.signal(signal.SIGTERM, note)\nready()\nwait_for('saved')")
-    job.await_workers()
-    for process in [psutil.Process(job.process.pid), *psutil.Process(job.process.pid).children(recursive=True)]:
-        process.send_signal(signal.SIGTERM)
-    job.await_it(lambda: "waiting up to 29 s for worker 0, worker 1 to save and end; Ctrl-C kills at once" in job.log)
-    assert [job.signals(rank) for rank in range(2)] == [["SIGTERM"]] * 2
-    (job.folder / "saved").touch()
-    assert job.process.wait(60) == 143, job.log
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -182,14 +179,12 @@ def test_a_grace_out_of_range_is_wrong_usage(grace_s: float) -> None:
 
 
 def test_the_handlers_of_before_are_back_after_a_run(tmp_path: Path) -> None:
-    code = (
+    output([sys.executable, "-c", (
         "import signal, sys\nfrom fastps.processes.launcher import Launcher\n"
         "numbers = sorted(signal.valid_signals())\nbefore = [signal.getsignal(number) for number in numbers]\n"
         "assert Launcher([sys.executable, '-c', '0'], 1).run().exit_code == 0\n"
         "assert before == [signal.getsignal(number) for number in numbers]\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    )])  # fmt: skip
 
 
 def test_a_signal_to_a_worker_that_has_ended_leaves_its_exit_to_the_launchers_wait() -> None:

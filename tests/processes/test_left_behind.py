@@ -32,26 +32,33 @@ def _runs(folder: Path, name: str) -> bool:
     return runs(int((folder / name).read_text()))
 
 
+def _running_at_the_replacement(folder: Path, script: str, *names: str) -> dict[str, bool]:
+    """Which of these processes run once the worker that was killed is replaced. Ends the others', which this program adopts."""
+    seen: dict[str, bool] = {}
+
+    def look() -> None:
+        if (folder / "replaced").exists() and not seen:
+            seen.update({name: _runs(folder, name) for name in names})
+            (folder / "looked").touch()
+
+    try:
+        assert _launcher(folder, script, JobOptions(restarts=1)).run(look).exit_code == 0
+    finally:
+        for name in names:
+            if name.startswith("others"):
+                os.kill(int((folder / name).read_text()), signal.SIGKILL)
+                os.waitpid(int((folder / name).read_text()), 0)
+    return seen
+
+
 def test_the_children_of_a_killed_worker_end_with_it_and_those_of_others_do_not(tmp_path: Path) -> None:
     script = (
         "if rank == '0':\n    start('others'); start('others_daemon', start_new_session=True)\n    wait_for('looked')\n"
         "elif fresh:\n    wait_for('others_daemon'); start('child'); start('daemon', start_new_session=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\nelse:\n    (folder / 'replaced').touch(); wait_for('looked')\n"
     )
-    seen: dict[str, bool] = {}
-
-    def look() -> None:
-        if (tmp_path / "replaced").exists() and not seen:
-            seen.update({name: _runs(tmp_path, name) for name in ("child", "daemon", "others", "others_daemon")})
-            (tmp_path / "looked").touch()
-
-    try:
-        assert _launcher(tmp_path, script, JobOptions(restarts=1)).run(look).exit_code == 0
-        assert seen == {"child": False, "daemon": False, "others": True, "others_daemon": True}
-    finally:
-        for name in ("others", "others_daemon"):
-            os.kill(int((tmp_path / name).read_text()), signal.SIGKILL)
-            os.waitpid(int((tmp_path / name).read_text()), 0)  # this program has adopted them
+    seen = _running_at_the_replacement(tmp_path, script, "child", "daemon", "others", "others_daemon")
+    assert seen == {"child": False, "daemon": False, "others": True, "others_daemon": True}
 
 
 def test_orphan_ends_with_the_worker_that_its_variables_name_however_long_it_has_run(tmp_path: Path) -> None:
@@ -63,19 +70,7 @@ def test_orphan_ends_with_the_worker_that_its_variables_name_however_long_it_has
         "elif fresh:\n    orphan('early'); wait_for('others'); os.kill(os.getpid(), signal.SIGKILL)\n"
         "else:\n    (folder / 'replaced').touch(); wait_for('looked')\n"
     )
-    seen: dict[str, bool] = {}
-
-    def look() -> None:
-        if (tmp_path / "replaced").exists() and not seen:
-            seen.update({name: _runs(tmp_path, name) for name in ("early", "others")})
-            (tmp_path / "looked").touch()
-
-    try:
-        assert _launcher(tmp_path, script, JobOptions(restarts=1)).run(look).exit_code == 0
-        assert seen == {"early": False, "others": True}
-    finally:
-        os.kill(int((tmp_path / "others").read_text()), signal.SIGKILL)
-        os.waitpid(int((tmp_path / "others").read_text()), 0)  # this program has adopted it
+    assert _running_at_the_replacement(tmp_path, script, "early", "others") == {"early": False, "others": True}
 
 
 def test_a_job_that_a_signal_ends_leaves_no_process(tmp_path: Path) -> None:

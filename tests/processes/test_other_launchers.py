@@ -11,23 +11,21 @@ import signal
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import fastps
-from tests.network.test_meeting import srun
+from tests.network.test_meeting import SCRIPT, srun
 from tests.processes.test_cluster_launchers import EXAMPLES, environment
+from tests.support.scripts import started
 from tests.support.torch_optimizers import steps_on
 
 needs_the_examples = pytest.mark.skipif(not EXAMPLES.exists(), reason="tests run without the source tree")
 
 
 def _start(*command: str, **variables: str) -> "subprocess.Popen[str]":
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *command], env=environment(**variables), **pipes)
+    return started([sys.executable, *command], env=environment(**variables))
 
 
 def _printed(running: "subprocess.Popen[str]") -> list[str]:
@@ -86,22 +84,9 @@ def test_tasks_of_one_srun_that_say_so_are_two_jobs() -> None:
     assert float(fast[1]) < float(slow[1]) < 0.64
 
 
-TASK = """
-import fastps, torch
-model = torch.nn.Linear(4, 1)
-with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="asp") as optimizer:
-    for _ in range(10):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    optimizer.wait_for_others()
-    print(fastps.rank(), fastps.world_size(), optimizer.version)
-"""
-
-
 @pytest.mark.slow
-def test_tasks_of_srun_find_each_other_by_themselves(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(TASK)
-    running = [_start(str(script), **srun((0, 0), rank)) for rank in range(2)]
-    assert [_printed(task) for task in running] == [["0 2 20"], ["1 2 20"]]
+def test_tasks_of_srun_find_each_other_by_themselves() -> None:
+    running = [_start(str(SCRIPT), **srun((0, 0), rank), FASTPS_SYNC="asp") for rank in range(2)]
+    (first,), (second,) = (_printed(task) for task in running)
+    assert first.startswith("0 of 2 here 6 "), "each push is an update"
+    assert second == "1" + first.removeprefix("0"), "with the same weights"

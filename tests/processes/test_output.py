@@ -62,12 +62,25 @@ def test_bars_of_two_workers_keep_a_line_each_on_a_terminal() -> None:
     assert terminal.shown() == ["[1] a loss of 0.5", "[0] 100%", "[1] 40%"]
 
 
-def test_bar_wider_than_the_terminal_takes_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
+@pytest.mark.parametrize(("variable", "value", "bars", "shown"), [
+    pytest.param("COLUMNS", "20", [(0, "x" * 100)] * 3, ["[0] " + "x" * 15], id="a bar wider than the terminal"),
+    pytest.param(
+        "LINES", "6", [(rank, "10%") for rank in range(8)], ["[0] 10%", "[1] 10%", "[2] 10%", "... and 5 more"],
+        id="more bars than the terminal has rows",
+    ),
+    pytest.param(
+        "COLUMNS", "11", [(0, "\x1b[32m12345\x1b[0m"), (1, "\u5b66\u4e60\u7387\u5b66")],
+        ["[0] \x1b[32m12345\x1b[0m", "[1] \u5b66\u4e60\u7387"], id="colours and wide characters",
+    ),
+])  # fmt: skip
+def test_bars_take_the_room_that_they_take_a_line_each_and_no_more_than_there_is(
+    variable: str, value: str, bars: list[tuple[int, str]], shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
     terminal, output = Terminal(), JobOutput(Steps())
-    for _ in range(3):
-        output.write(0, "x" * 100 + "\r", terminal)
-    assert terminal.shown() == ["[0] " + "x" * 15]
+    for rank, bar in bars:
+        output.write(rank, bar + "\r", terminal)
+    assert terminal.shown() == shown
 
 
 def test_bars_are_lines_of_a_file_one_a_second_and_the_last() -> None:
@@ -116,22 +129,19 @@ def test_bar_that_begins_with_its_carriage_return_is_shown_at_once() -> None:
         assert terminal.shown() == shown
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"), [(1.0, ["[0]   0%", "[0]  50%", "[0] 100%"]), (0.1, ["[0]   0%", "[0] 100%"])], ids=["slow", "fast"]
-)
-def test_bar_in_a_file_has_neither_empty_lines_nor_a_line_twice(seconds: float, shown: list[str]) -> None:
+@pytest.mark.parametrize(("pieces", "seconds", "shown"), [
+    pytest.param(ONE_LOOP, 1.0, ["[0]   0%", "[0]  50%", "[0] 100%"], id="slow"),
+    pytest.param(ONE_LOOP, 0.1, ["[0]   0%", "[0] 100%"], id="fast"),
+    pytest.param(ONE_LOOP[:3], 0.0, ["[0]   0%", "[0] 100%"], id="without an end"),
+])  # fmt: skip
+def test_bar_in_a_file_has_its_last_update_and_neither_empty_lines_nor_a_line_twice(
+    pieces: list[bytes], seconds: float, shown: list[str]
+) -> None:
     file, clock = io.StringIO(), Steps()
     output = JobOutput(clock)
-    _pass_on(ONE_LOOP, output, file, clock, seconds)
+    _pass_on(pieces, output, file, clock, seconds)
     output.end(0, file)
     assert file.getvalue().splitlines() == shown
-
-
-def test_last_update_of_a_bar_that_has_no_end_is_in_the_file() -> None:
-    file, output = io.StringIO(), JobOutput(Steps())
-    _pass_on(ONE_LOOP[:3], output, file)
-    output.end(0, file)
-    assert file.getvalue().splitlines() == ["[0]   0%", "[0] 100%"]
 
 
 def test_nested_bars_are_one_line_below_the_outer_loops_and_move_no_cursor() -> None:
@@ -157,22 +167,6 @@ def test_line_on_the_other_stream_leaves_the_bar(monkeypatch: pytest.MonkeyPatch
     output.end(0, terminal)
     output.write(0, "100%\n", errors)
     assert terminal.shown() == ["[0] a loss of 0.5", "[0] 100%"]
-
-
-def test_more_bars_than_the_terminal_has_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LINES", "6")
-    terminal, output = Terminal(), JobOutput(Steps())
-    for rank in range(8):
-        output.write(rank, "10%\r", terminal)
-    assert terminal.shown() == ["[0] 10%", "[1] 10%", "[2] 10%", "... and 5 more"]
-
-
-def test_colours_and_wide_characters_take_the_room_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "11")
-    terminal, output = Terminal(), JobOutput(Steps())
-    output.write(0, "\x1b[32m12345\x1b[0m\r", terminal)
-    output.write(1, "\u5b66\u4e60\u7387\u5b66\r", terminal)
-    assert terminal.shown() == ["[0] \x1b[32m12345\x1b[0m", "[1] \u5b66\u4e60\u7387"]
 
 
 def test_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:

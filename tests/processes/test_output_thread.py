@@ -18,14 +18,13 @@ import pytest
 from fastps.processes.launcher import Launcher
 from fastps.processes.output_thread import MOST_BYTES, StandardStreams, Stream
 from tests.support.processes import wait_until
+from tests.support.scripts import program, started
 
 RUN = [sys.executable, "-m", "fastps.cli", "run"]
 
 
 def _script(folder: Path, text: str) -> str:
-    file = folder / "script.py"
-    file.write_text(f"import os, signal, sys, time\nfolder = {str(folder)!r}\n{text}")
-    return str(file)
+    return program(folder, f"import os, signal, sys, time\nfolder = {str(folder)!r}\n{text}")[1]
 
 
 def test_a_stream_that_nobody_reads_holds_nobody_up_and_its_lost_lines_are_told(
@@ -91,8 +90,7 @@ def test_an_output_that_takes_nothing_does_not_end_the_job(
 
 def test_a_pipe_that_its_reader_closes_does_not_end_the_job(tmp_path: Path) -> None:
     text = "print('first', flush=True)\nwhile not os.path.exists(folder + '/closed'): time.sleep(0.02)\nprint('second')"
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*RUN, "-n", "1", _script(tmp_path, text)], **pipes)
+    process = started([*RUN, "-n", "1", _script(tmp_path, text)])
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "[0] first\n"
     process.stdout.close()

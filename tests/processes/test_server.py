@@ -89,19 +89,36 @@ def _server_of(store: fastps.Store) -> int:
 # -- the same results --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sync", "update"), [
-    pytest.param("bsp,ema=0.9", fastps.Adam(lr=0.01), id="adam-average"),
-    pytest.param("hardsync:8,shards=2", fastps.SGD(lr=0.1, momentum=0.9), id="two-shards"),
+def _own_rule() -> fastps.job.update_rules.Update:
+    """A rule of the user's own, which the server compiles again."""
+    factor = 0.5
+
+    @fastps.rule(state=("speed",), hyper=("learning_rate", "drag"))
+    def dragged(weight, gradient, speed, learning_rate, drag):  # type: ignore[no-untyped-def]
+        moved = speed * drag + gradient * factor
+        return weight - learning_rate * moved, moved
+
+    return dragged(learning_rate=0.1, drag=0.3)
+
+
+def _assert_all_equal(found: list[dict[str, Any]]) -> None:
+    for weights in found[1:]:
+        for name, values in weights.items():
+            assert np.array_equal(values, found[0][name]), name
+
+
+@pytest.mark.parametrize(("sync", "make"), [
+    pytest.param("bsp,ema=0.9", lambda: fastps.Adam(lr=0.01), id="adam-average"),
+    pytest.param("hardsync:8,shards=2", lambda: fastps.SGD(lr=0.1, momentum=0.9), id="two-shards"),
+    pytest.param("bsp", _own_rule, id="own-rule", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_sum_of_all_has_the_bits_of_the_workers_own_turns(sync: str, update: fastps.job.update_rules.Update) -> None:
-    found = []
+def test_a_sum_of_all_has_the_bits_of_the_workers_own_turns(sync: str, make: Callable[[], Any]) -> None:
+    found, update = [], make()
     for server in ("workers", "process"):
         with _store(sync, 2, update, server=server) as store:
             found += _run(store, 2, 30, _random)
             assert store.version == 30
-    for weights in found[1:]:
-        for name, values in weights.items():
-            assert np.array_equal(values, found[0][name]), name
+    _assert_all_equal(found)
 
 
 @pytest.mark.sampled(3)
@@ -125,22 +142,6 @@ def test_timers_of_a_quorum_are_the_servers() -> None:
         dropped = [counter["dropped"] for counter in counters]
         assert (folded + sum(dropped), sum(dropped[:2]) < dropped[2]) == (workers * steps, True)
         assert set(weights["a"].tolist()) == {1.0 - folded / 1024}, "a quorum's mean times its count is its sum"
-
-
-@pytest.mark.slow
-def test_a_rule_of_the_users_own_is_compiled_in_the_server_again() -> None:
-    factor = 0.5
-
-    @fastps.rule(state=("speed",), hyper=("learning_rate", "drag"))
-    def dragged(weight, gradient, speed, learning_rate, drag):  # type: ignore[no-untyped-def]
-        moved = speed * drag + gradient * factor
-        return weight - learning_rate * moved, moved
-
-    found = []
-    for server in ("workers", "process"):
-        with _store("bsp", 2, dragged(learning_rate=0.1, drag=0.3), server=server) as store:
-            found.append(_run(store, 2, 10, _random)[0])
-    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
 
 
 # -- who takes the turns -----------------------------------------------------------------------------------------------
@@ -408,12 +409,10 @@ def _device_steps(store: DeviceStore, rank: int, steps: int, make: Callable[[int
 def test_a_server_that_owns_a_devices_memory_has_the_bits_of_the_cpu(sync: str) -> None:
     update = fastps.Adam(lr=0.01)
     with _store(sync, 2, update, server="workers") as on_cpu:
-        expected = _run(on_cpu, 2, 12, _random)[0]
+        found = _run(on_cpu, 2, 12, _random)
     with _device_store(sync, 2, update) as store:
-        found = processes.results(processes.start_each(lambda rank: _device_steps(store, rank, 12, _random), 2), 40)
-    for weights in found:
-        for name, values in weights.items():
-            assert np.array_equal(values, expected[name]), name
+        found += processes.results(processes.start_each(lambda rank: _device_steps(store, rank, 12, _random), 2), 40)
+    _assert_all_equal(found)
 
 
 @pytest.mark.sampled(3)

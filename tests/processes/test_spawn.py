@@ -27,6 +27,7 @@ import torch
 import fastps
 from fastps.processes import spawn
 from tests.support.processes import children_of, runs, wait_until
+from tests.support.scripts import output, program, started
 from tests.support.torch_optimizers import alone, steps_on  # noqa: F401
 
 METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
@@ -100,19 +101,6 @@ def test_spawned_workers_may_have_data_loaders_with_processes_of_their_own() -> 
     before = (model := _model()).weight.clone()
     fastps.spawn(train, (model,), workers=2, model=model, start_method="fork")
     assert not torch.equal(model.weight, before), "the loaders' batches were trained on"
-
-
-def test_spawn_lets_the_others_go_on_where_it_is_told_to() -> None:
-    def train(rank: int, model: torch.nn.Module) -> None:
-        optimizer = _wrap(model, sync="asp")
-        steps_on(model, optimizer, torch.ones(2, 4), 5)
-        if rank == 1:
-            os.kill(os.getpid(), 9)
-        steps_on(model, optimizer, torch.ones(2, 4), 5)
-
-    before = (model := _model()).weight.clone()
-    fastps.spawn(train, (model,), workers=2, model=model, on_worker_loss="continue", start_method="fork")
-    assert not torch.equal(model.weight, before)
 
 
 # -- what reaches a worker -------------------------------------------------------------------------
@@ -198,20 +186,15 @@ print(setting.rate, [pickle.load(open(f"{sys.argv[1]}/{rank}", "rb")).rate for r
 
 
 def test_unguarded_program_hands_over_what_its_names_mean_at_the_call(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = output([*program(tmp_path, PROGRAM), str(tmp_path)]).splitlines()
     assert lines[-3:] == ["as it had to", "as it had to", "0.75 [1.5, 1.5]"]
     expected = sorted(f"worker {rank} line {number}" for rank in range(2) for number in range(50))
     assert sorted(lines[:-3]) == expected, "lines of workers do not mix"
 
 
 def test_program_from_standard_input_starts_workers() -> None:
-    program = "import fastps\nfastps.spawn(lambda rank: print('worker', rank), workers=2)\n"
-    done = subprocess.run([sys.executable], input=program, capture_output=True, text=True)
-    assert sorted(done.stdout.splitlines()) == ["worker 0", "worker 1"], done.stderr
+    text = "import fastps\nfastps.spawn(lambda rank: print('worker', rank), workers=2)\n"
+    assert sorted(output([sys.executable], input=text).splitlines()) == ["worker 0", "worker 1"]
 
 
 def test_workers_are_new_processes_where_an_import_starts_a_thread(
@@ -348,10 +331,7 @@ def _await_end(process_ids: list[int]) -> None:
 
 def _started(folder: Path, text: str, **how: Any) -> tuple["subprocess.Popen[str]", IO[str]]:
     """A program that runs, and its output."""
-    script = folder / "program.py"
-    script.write_text(text)
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    running = subprocess.Popen([sys.executable, str(script)], **pipes, **how)
+    running = started(program(folder, text), **how)
     assert running.stdout is not None
     return running, running.stdout
 

@@ -1,4 +1,4 @@
-"""A script that launchers start on several nodes: it trains a few steps and says where it ran."""
+"""A script that launchers start on one node or several: it trains a few steps and says where it ran."""
 
 import torch
 
@@ -14,9 +14,7 @@ with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), ti
         optimizer.step()
     optimizer.wait_for_others()
     nodes = nodes_of_environment()
-    assert nodes is not None
-    nodes = join_meeting(nodes, 30.0)
+    nodes = nodes and join_meeting(nodes, 30.0)
+    place = f"node{nodes.number}:{nodes.local_workers}" if nodes else "here"
     weights = sum(float(value.detach().sum()) for value in model.parameters())
-    print(
-        f"{fastps.rank()} of {fastps.world_size()} node{nodes.number}:{nodes.local_workers} {optimizer.version} {weights:.6f}"
-    )
+    print(f"{fastps.rank()} of {fastps.world_size()} {place} {optimizer.version} {weights:.6f}")
