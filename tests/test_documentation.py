@@ -1,8 +1,8 @@
-"""The documentation is complete, and the code that it shows runs."""
+"""The documentation is complete, the code that it shows runs, and the sentences that it quotes are those of the code."""
 
+import ast
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import fastps
 from fastps import errors
 from fastps.cli.main import app
 from fastps.job.specs import DISCIPLINES, MODIFIERS
-from tests.support.scripts import loaded
+from tests.support.scripts import loaded, output, program
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -30,9 +30,7 @@ def _environment() -> dict[str, str]:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, env=_environment(), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return output(command, env=_environment(), cwd=ROOT)
 
 
 # -- What there is has its place
@@ -122,25 +120,21 @@ def test_the_tests_that_pages_name_exist() -> None:
 # -- What is shown runs
 
 
-def _blocks_of_readme() -> list[str]:
-    file = ROOT / "README.md"
-    return re.findall(r"^```python\n(.*?)^```$", file.read_text(), re.MULTILINE | re.DOTALL) if file.exists() else []
+def blocks_of(page: Path) -> list[str]:
+    """The Python code of a page that is marked as whole."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL) if page.exists() else []
+
+
+OF_README = blocks_of(ROOT / "README.md")
 
 
 def test_readme_shows_code() -> None:
-    assert _blocks_of_readme()
+    assert OF_README
 
 
-@pytest.mark.parametrize("code", _blocks_of_readme())
+@pytest.mark.parametrize("code", OF_README)
 def test_code_of_readme_runs_alone(code: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    _run(sys.executable, str(script))
-
-
-def blocks_of(page: Path) -> list[str]:
-    """The Python code of a page that is marked as whole."""
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    _run(*program(tmp_path, code))
 
 
 @pytest.mark.slow
@@ -148,9 +142,7 @@ def blocks_of(page: Path) -> list[str]:
 def test_code_of_the_page_on_notebooks_runs_as_a_script(tmp_path: Path) -> None:
     blocks = blocks_of(DOCS / "how-to" / "notebooks.md")
     assert len(blocks) == 3
-    script = tmp_path / "script.py"
-    script.write_text("\n\n".join(blocks))
-    printed = _run(sys.executable, str(script))
+    printed = _run(*program(tmp_path, "\n\n".join(blocks)))
     assert len(re.findall(r"^worker [01]: loss 0\.0\d+$", printed, re.MULTILINE)) == 2
     assert 'raise EmptyShareError("worker 1 has no samples")' in printed
 
@@ -159,17 +151,14 @@ def test_code_of_the_page_on_notebooks_runs_as_a_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", sorted((DOCS / "coming-from").glob("*.md")), ids=lambda page: page.stem)
 def test_code_for_those_who_come_from_elsewhere_runs(page: Path, tmp_path: Path) -> None:
     (code,) = blocks_of(page)
-    script = tmp_path / "script.py"
-    script.write_text(code.replace('"model.pt"', f'"{tmp_path}/model.pt"'))
-    _run(sys.executable, str(script))
+    _run(*program(tmp_path, code.replace('"model.pt"', f'"{tmp_path}/model.pt"')))
 
 
 @pytest.mark.slow
 def test_the_model_in_double_precision_of_the_page_on_scripts_trains(tmp_path: Path) -> None:
     (code,) = [block for block in blocks_of(DOCS / "how-to" / "own-script.md") if ".double()\n" in block]
-    script = tmp_path / "script.py"
-    script.write_text(code + "print(model(x).dtype, next(model.parameters()).dtype)\n")
-    assert _run(sys.executable, str(script)) == "torch.float64 torch.float64\n"
+    code += "print(model(x).dtype, next(model.parameters()).dtype)\n"
+    assert _run(*program(tmp_path, code)) == "torch.float64 torch.float64\n"
 
 
 def _fastps(*arguments: str) -> str:
@@ -177,16 +166,10 @@ def _fastps(*arguments: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_plain_loop_of_the_tutorial_runs() -> None:
+@pytest.mark.timeout(240)
+def test_plain_loop_and_workers_of_the_tutorial_run() -> None:
     assert "20 batches" in _run(sys.executable, str(TUTORIAL / "plain.py"), "--steps", "20")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_workers_of_the_tutorial_run() -> None:
-    script = str(TUTORIAL / "workers.py")
-    assert "the job: 10 updates" in _fastps(script, "--steps", "20")
+    assert "the job: 10 updates" in _fastps(str(TUTORIAL / "workers.py"), "--steps", "20")
 
 
 @pytest.mark.slow
@@ -209,3 +192,24 @@ def test_tutorial_shows_every_script_of_its_folder() -> None:
     shown = set(re.findall(r'--8<-- "examples/tutorial/(\w+\.py)"', page))
     assert shown == {file.name for file in TUTORIAL.glob("*.py")}
     assert shown - {"task.py"} == {"plain.py", "workers.py", "resumable.py"}, "a test for each"
+
+
+# -- What is quoted is said
+
+
+def _strings() -> str:
+    """Every piece of text in fastps/, a line each; where a value is put into a sentence, a new piece begins."""
+    pieces = []
+    for file in sorted((ROOT / "fastps").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                pieces.append(node.value.replace("\n", " "))
+    return "\n".join(pieces)
+
+
+def test_sentences_that_the_page_of_errors_quotes_are_those_that_the_code_prints() -> None:
+    page, strings = (DOCS / "errors.md").read_text(), _strings()
+    quotes = [line.removeprefix("> ") for line in page.splitlines() if line.startswith("> ")]
+    assert len(quotes) >= 25
+    pieces = [piece.strip() for quote in quotes for piece in re.split(r"\*[^*]*\*", quote)]
+    assert [piece for piece in pieces if piece not in strings] == []

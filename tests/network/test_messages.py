@@ -1,14 +1,17 @@
-"""Headers between nodes: what is packed comes out again, and other bytes are refused with a sentence."""
+"""Messages between nodes: what is packed comes out again; what another node says is within its range, or refused by name."""
 
 import contextlib
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastps.errors import ProtocolError
-from fastps.network.messages import HEADER_BYTES, Header, Kind
+from fastps.job.update_rules import SGD, Hyper, RMSProp, Rule
+from fastps.network.messages import HEADER_BYTES, Header, Kind, check_push, hello_fault
+from fastps.network.sums import Terms, pack, payload_bytes, unpack
 
 
 @given(
@@ -46,3 +49,73 @@ def test_a_damaged_header_is_refused_or_read_and_never_more(at: int, value: int)
     packed[at] = value
     with contextlib.suppress(ProtocolError):
         assert Header.unpack(bytes(packed)).kind in Kind
+
+
+GROUPS, PARAMETERS = 2, 70
+RULE = SGD(0.1, momentum=0.9).rule
+GOOD = pack(Terms([Hyper(0.1, flags=3)] * GROUPS, np.ones(PARAMETERS, np.bool_)))
+LAYOUT = bytes(range(32))
+
+
+@given(st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(min_size=32, max_size=32))
+def test_only_a_hello_of_this_layout_is_one(kind: Kind, weight: int, layout: bytes) -> None:
+    fault = hello_fault(Header(kind, weight=weight, layout=layout), LAYOUT)
+    assert fault.startswith(("expected a HELLO", "node 0 was given no secret"))
+    assert hello_fault(Header(Kind.HELLO, weight=3, layout=LAYOUT), LAYOUT) == ""
+    assert "found another layout" in hello_fault(Header(Kind.HELLO, weight=3), LAYOUT)
+    assert "found 0" in hello_fault(Header(Kind.HELLO, layout=LAYOUT), LAYOUT)
+
+
+@pytest.mark.parametrize("fields", [{"weight": 0}, {"weight": 2**32 - 1}, {"samples": -1}, {"samples": 2**62}])
+def test_numbers_of_a_push_beyond_their_range_are_refused(fields: dict[str, int]) -> None:
+    with pytest.raises(ProtocolError, match="expected a sum"):
+        check_push(Header(Kind.PUSH, **{"weight": 1, **fields}))  # type: ignore[arg-type]
+    check_push(Header(Kind.PUSH, weight=4, samples=128))
+
+
+@pytest.mark.parametrize(("column", "value", "message"), [
+    (0, np.nan, "expected a finite learning_rate in group 1, found nan"),
+    (3, np.inf, "expected a finite weight_decay in group 1, found inf"),
+    (8, np.nan, "expected a finite flags"),
+    (8, -1.0, "expected flags from 0"),
+    (8, 0.5, "expected flags from 0"),
+    (8, 1e300, "expected flags from 0"),
+])  # fmt: skip
+def test_hyper_parameters_that_no_optimizer_has_are_refused(column: int, value: float, message: str) -> None:
+    unpack(GOOD, RULE, GROUPS, PARAMETERS)
+    words = np.frombuffer(GOOD, np.float64, len(Hyper._fields) * GROUPS).copy()
+    words[len(Hyper._fields) + column] = value
+    with pytest.raises(ProtocolError, match=message):
+        unpack(words.tobytes() + GOOD[words.nbytes :], RULE, GROUPS, PARAMETERS)
+
+
+@pytest.mark.parametrize(("rule", "hyper", "needed"), [
+    (SGD(0.1).rule, SGD(0.1, momentum=0.9).hyper, 1),
+    (RMSProp().rule, RMSProp(momentum=0.9).hyper, 2),
+    (RMSProp(momentum=0.9).rule, RMSProp(centered=True).hyper, 3),
+])  # fmt: skip
+def test_hyper_parameters_that_need_more_state_than_the_job_has_are_refused(rule: Rule, hyper: Hyper, needed: int) -> None:
+    """Such a push would fail the fold, and with it the job on all nodes."""
+    data = pack(Terms([hyper], np.ones(PARAMETERS, np.bool_)))
+    with pytest.raises(ProtocolError, match=f"found some that need {needed}: build the same optimizer"):
+        unpack(data, rule, 1, PARAMETERS)
+    unpack(data, RMSProp(momentum=0.9, centered=True).rule, 1, PARAMETERS)
+
+
+def test_bits_of_parameters_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="bits for 70 parameters"):
+        unpack(GOOD[:-1] + b"\x80", RULE, GROUPS, PARAMETERS)
+
+
+@given(st.binary(min_size=payload_bytes(GROUPS, PARAMETERS), max_size=payload_bytes(GROUPS, PARAMETERS)))
+def test_what_passes_can_be_unpacked(data: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        unpack(data, RULE, GROUPS, PARAMETERS)
+
+
+@given(at=st.integers(0, len(GOOD) - 1), value=st.integers(0, 255))
+def test_damaged_terms_are_refused_or_unpacked(at: int, value: int) -> None:
+    data = bytearray(GOOD)
+    data[at] = value
+    with contextlib.suppress(ProtocolError):
+        assert unpack(bytes(data), RULE, GROUPS, PARAMETERS).hypers[0].flags >= 0
