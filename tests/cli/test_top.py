@@ -28,6 +28,7 @@ from fastps.system import unix_sockets
 from fastps.system.clock import Clock
 from tests.support import commands, processes
 from tests.support.scripts import program
+from tests.telemetry.jobs import look_at
 
 
 @dataclass
@@ -105,11 +106,6 @@ def _console(**options: Any) -> tuple[Console, io.StringIO]:
     return Console(file=file, width=120, **options), file
 
 
-def _look(job: str) -> Look:
-    with contextlib.closing(fastps.observe(job)) as observer:
-        return observer.look()
-
-
 @contextmanager
 def _only(monkeypatch: pytest.MonkeyPatch, *jobs: str) -> Iterator[None]:
     """Hide the jobs of others from discovery, that may run on this machine at the same time."""
@@ -124,7 +120,7 @@ def _only(monkeypatch: pytest.MonkeyPatch, *jobs: str) -> Iterator[None]:
 
 def test_a_look_has_all_workers_and_shards(request: pytest.FixtureRequest) -> None:
     with _job(_name(request), sync="asp,shards=3") as job:
-        look = _look(job.store.job)
+        look = look_at(job.store.job)
     assert look.settled and not look.over and look.failures == {}
     assert [(row.rank, row.state, row.steps, row.loss) for row in look.workers] == [(0, "live", 5, 0.5), (1, "live", 5, 0.5)]
     assert [(shard.shard, shard.version, shard.updates) for shard in look.shards] == [(index, 10, 10) for index in range(3)]
@@ -299,21 +295,19 @@ def test_one_look_prints_workers_and_shards(request: pytest.FixtureRequest, shar
     assert "has ended" not in text_shown
 
 
-def test_watching_ends_with_the_job(request: pytest.FixtureRequest) -> None:
-    console, shown = _console()
+@pytest.mark.parametrize("is_terminal", [False, True], ids=["file", "terminal"])
+def test_watching_ends_with_the_job(is_terminal: bool, request: pytest.FixtureRequest) -> None:
+    """A terminal is shown every look."""
+    console, file = _console(force_terminal=is_terminal)
     with _job(_name(request)) as job:
         rows = top.watch(job.store.job, console, clock=Scripted(lambda: None, job.let_go))
         assert {row["state"] for row in rows if row["kind"] == "worker"} == {"left"}
-    assert shown.getvalue().splitlines()[-1] == f"job {job.store.job} has ended after version 10; its workers: 2 left"
-
-
-def test_a_terminal_is_shown_every_look(request: pytest.FixtureRequest) -> None:
-    console, file = _console(force_terminal=True)
-    with _job(_name(request)) as job:
-        top.watch(job.store.job, console, clock=Scripted(lambda: None, job.let_go))
     shown = file.getvalue()
-    assert shown.count("pushes by staleness") >= 3  # two live and the last; the display may draw one of them again
-    assert "live" in shown and "left" in shown and "has ended after version 10" in shown
+    if is_terminal:
+        assert shown.count("pushes by staleness") >= 3  # two live and the last; the display may draw one of them again
+        assert "live" in shown and "left" in shown and "has ended after version 10" in shown
+    else:
+        assert shown.splitlines()[-1] == f"job {job.store.job} has ended after version 10; its workers: 2 left"
 
 
 def test_watching_ends_when_the_whole_job_is_killed(request: pytest.FixtureRequest) -> None:

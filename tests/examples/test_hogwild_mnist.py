@@ -1,8 +1,5 @@
 """The Hogwild example learns real digits alone and with two workers, and no update is lost."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from tests.support import example_programs
@@ -13,17 +10,15 @@ UPDATES_OF_A_WORKER = 4 * 1024 // 64
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", example_programs.WAYS)
-def test_it_learns_digits_and_no_update_is_lost(way: str, tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    ended = example_programs.run(way, "hogwild_mnist/main.py", *SMALL, "--json", str(file))
-    figures, workers = json.loads(file.read_text()), example_programs.workers_of(way)
+def test_it_learns_digits_and_no_update_is_lost(way: str) -> None:
+    figures, shown = example_programs.figures(way, "hogwild_mnist/main.py", *SMALL)
+    workers = example_programs.workers_of(way)
     assert figures["updates"] == workers * UPDATES_OF_A_WORKER
     assert figures["accuracy"] > 0.5, "a guess is right in 10 %"
-    assert all(f"worker {rank}: epoch 4 of 4" in ended.stdout for rank in range(workers))
+    assert all(f"worker {rank}: epoch 4 of 4" in shown for rank in range(workers))
 
 
 @pytest.mark.slow
-def test_the_plain_program_learns_the_same_task(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    example_programs.run("alone", "hogwild_mnist/plain.py", *SMALL, "--workers", "2", "--json", str(file))
-    assert json.loads(file.read_text())["accuracy"] > 0.5
+def test_the_plain_program_learns_the_same_task() -> None:
+    figures, _ = example_programs.figures("alone", "hogwild_mnist/plain.py", *SMALL, "--workers", "2")
+    assert figures["accuracy"] > 0.5

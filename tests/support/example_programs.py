@@ -1,8 +1,11 @@
 """Run a program of examples/ as a user does: alone, under `fastps run`, or under torchrun."""
 
+import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from tests.support import commands
 
@@ -27,6 +30,14 @@ def run(way: str, program: str, *arguments: str) -> "subprocess.CompletedProcess
         ended = subprocess.run([*launch, file, *arguments], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended
+
+
+def figures(way: str, program: str, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Run a program that writes figures with `--json`: the figures, and what it shows."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        shown = run(way, program, *arguments, "--json", str(file)).stdout
+        return json.loads(file.read_text()), shown
 
 
 def workers_of(way: str) -> int:

@@ -1,5 +1,6 @@
 """A job in this process with one worker, for tests of what other tools are told of it."""
 
+import contextlib
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import fastps
+from fastps.store.observer import Look
 from fastps.store.worker import Worker
 
 
@@ -23,6 +25,12 @@ def stepping(job: str | None = None, sync: str = "asp") -> Iterator[Worker]:
     with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=0.1), sync=sync, job=job) as store:
         with store.attach(0) as worker:
             yield worker
+
+
+def look_at(job: str) -> Look:
+    """What an observer sees of a job now."""
+    with contextlib.closing(fastps.observe(job)) as observer:
+        return observer.look()
 
 
 def step(worker: Worker, times: int = 1, loss: float = 0.5) -> None:

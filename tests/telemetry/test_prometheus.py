@@ -6,14 +6,15 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import fastps
-from fastps.telemetry.prometheus import JobCollector, families, parse_address, served
+from fastps.telemetry.prometheus import families, parse_address, served
 from fastps.telemetry.scalars import COUNTER, STALENESS, values_of
-from tests.telemetry.jobs import needs, step, stepping
+from tests.telemetry.jobs import look_at, needs, step, stepping
 
 needs("prometheus_client", "prometheus")
 
@@ -35,9 +36,7 @@ def test_a_scrape_has_the_observers_figures() -> None:
     job = _job("figures")
     with stepping(job) as worker, served("127.0.0.1:0", job) as url:
         step(worker, 5)
-        observer = fastps.observe(job)
-        look = observer.look()
-        observer.close()
+        look = look_at(job)
         found = _scrape(url)
     for scalar, number, value in values_of(look):
         family = found[scalar.metric]
@@ -82,12 +81,9 @@ def test_only_the_named_job_is_served() -> None:
 
 def test_nodes_have_samples_of_their_own() -> None:
     job = _job("nodes")
-    with stepping(job):
-        collector = JobCollector(job)
-        look = collector._looks()[job]
-        collector.close()
     nodes = [fastps.NodeStatistics(node, state="live", sent_bytes=10 * node) for node in range(3)]
-    look = fastps.store.observer.Look(look.seen_ns, look.workers, look.shards, True, {}, False, nodes)
+    with stepping(job):
+        look = replace(look_at(job), nodes=nodes)
     [sent] = [family for family in families({job: look}) if family.name == "fastps_node_sent_bytes"]
     assert [(each.labels["node"], each.value) for each in sent.samples] == [("0", 0), ("1", 10), ("2", 20)]
 

@@ -4,17 +4,8 @@ import re
 from dataclasses import replace
 
 import fastps
-from fastps.store.observer import Look
 from fastps.telemetry.scalars import COUNTER, OWNERS, SCALARS, STALENESS, updates_of, values_of
-from tests.telemetry.jobs import step, stepping
-
-
-def _look(worker: fastps.Worker) -> Look:
-    observer = fastps.observe(worker.store.job)
-    try:
-        return observer.look()
-    finally:
-        observer.close()
+from tests.telemetry.jobs import look_at, step, stepping
 
 
 def test_names_are_unique_have_units_and_a_help_text() -> None:
@@ -31,7 +22,7 @@ def test_names_are_unique_have_units_and_a_help_text() -> None:
 def test_values_are_those_of_the_observer() -> None:
     with stepping() as worker:
         step(worker, 3, loss=0.25)
-        look = _look(worker)
+        look = look_at(worker.store.job)
     row = look.workers[0]
     found = {(scalar.tag, number): value for scalar, number, value in values_of(look)}
     assert found["job/updates", 0] == found["shard/updates", 0] == updates_of(look) == 3
@@ -46,7 +37,7 @@ def test_values_are_those_of_the_observer() -> None:
 def test_a_figure_that_is_not_known_has_no_value() -> None:
     """No loss was reported before the first step, and nodes that are not home know nothing of pushes and clocks."""
     with stepping() as worker:
-        look = replace(_look(worker), nodes=[fastps.NodeStatistics(1, state="live", sent_bytes=7)])
+        look = replace(look_at(worker.store.job), nodes=[fastps.NodeStatistics(1, state="live", sent_bytes=7)])
     found = {(scalar.tag, number): value for scalar, number, value in values_of(look)}
     assert ("job/loss", 0) not in found and ("worker/loss", 0) not in found
     assert ("node/pushes", 1) not in found and ("node/round_trip_seconds", 1) not in found

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ import pytest
 import fastps
 from fastps.errors import UsageError
 from fastps.membership.node_board import NodeBoard
+from fastps.store.worker import Worker
 from fastps.system.clock import Clock
 from fastps.telemetry import tensorboard
 from fastps.telemetry.scalars import SCALARS, STALENESS, values_of
 from fastps.telemetry.tensorboard import JobWriter, written
 from tests.support import commands
-from tests.telemetry.jobs import needs, step, stepping
+from tests.telemetry.jobs import look_at, needs, step, stepping
 
 needs("tensorboard", "tensorboard")
 
@@ -49,21 +52,25 @@ def _last(folder: Path, tag: str) -> float:
     return float(_read(folder).Scalars(tag)[-1].value)
 
 
+@contextmanager
+def _ticking(folder: Path, job: str | None = None, clock: Clock | None = None, **how: Any) -> Iterator[tuple[Worker, Any]]:
+    """The worker of a job, and what writes a point of it; by default an hour passes with each."""
+    with stepping(job, **how) as worker, written(folder, lambda: worker.store.job, clock or Hours()) as tick:
+        assert tick is not None
+        yield worker, tick
+
+
 def _folder_of(base: Path, owner: str, number: int) -> Path:
     return base if owner == "job" else base / f"{owner}{number}"
 
 
 def test_the_last_point_is_what_the_observer_says(tmp_path: Path) -> None:
-    with stepping(sync="ssp:3,shards=1") as worker:
-        observer = fastps.observe(worker.store.job)
-        with written(tmp_path, lambda: worker.store.job, Hours()) as tick:
-            assert tick is not None
-            step(worker, 4, loss=2.0)
-            tick()
-            step(worker, 3, loss=0.25)
-            tick()
-        look = observer.look()
-        observer.close()
+    with _ticking(tmp_path, sync="ssp:3,shards=1") as (worker, tick):
+        step(worker, 4, loss=2.0)
+        tick()
+        step(worker, 3, loss=0.25)
+        tick()
+        look = look_at(worker.store.job)
     values = list(values_of(look))
     assert {scalar.owner for scalar, _, _ in values} == {"job", "worker", "shard"}
     for scalar, number, value in values:
@@ -77,8 +84,7 @@ def test_the_last_point_is_what_the_observer_says(tmp_path: Path) -> None:
 
 
 def test_rates_are_of_the_time_between_two_points(tmp_path: Path) -> None:
-    with stepping() as worker, written(tmp_path, lambda: worker.store.job, Hours()) as tick:
-        assert tick is not None
+    with _ticking(tmp_path) as (worker, tick):
         tick()
         step(worker, 7200)
         tick()
@@ -87,8 +93,7 @@ def test_rates_are_of_the_time_between_two_points(tmp_path: Path) -> None:
 
 
 def test_help_texts_reach_tensorboard(tmp_path: Path) -> None:
-    with stepping() as worker, written(tmp_path, lambda: worker.store.job, Hours()) as tick:
-        assert tick is not None
+    with _ticking(tmp_path) as (_, tick):
         tick()
     found = _read(tmp_path).SummaryMetadata("job/updates")
     [text] = [scalar.help for scalar in SCALARS if scalar.tag == "job/updates"]
@@ -103,8 +108,7 @@ def test_a_long_run_has_points_for_each_thousandth_of_its_time(tmp_path: Path) -
             return self.seconds * 1_000_000_000
 
     clock = Minutes()
-    with stepping() as worker, written(tmp_path, lambda: worker.store.job, clock) as tick:
-        assert tick is not None
+    with _ticking(tmp_path, clock=clock) as (worker, tick):
         for clock.seconds in range(1, 40_001):
             if clock.seconds <= 5 or 10_000 <= clock.seconds <= 10_050 or clock.seconds >= 39_900:
                 step(worker)
@@ -117,8 +121,7 @@ def test_a_second_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     for name in ("first", "second"):
         job = f"tensorboard-{os.getpid()}-{name}"
-        with stepping(job) as worker, written(folder, lambda job=job: job, Hours()) as tick:  # type: ignore[misc]
-            assert tick is not None
+        with _ticking(folder, job) as (worker, tick):
             step(worker, 2 if name == "first" else 5)
             tick()
     assert _last(folder, "job/updates") == 2
@@ -128,8 +131,7 @@ def test_a_second_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
 
 def test_a_scripts_second_optimizer_and_other_nodes_have_folders_of_their_own(tmp_path: Path) -> None:
     job = f"tensorboard-{os.getpid()}-several.node1"
-    with stepping(job) as first, stepping(f"{job}.1") as second, written(tmp_path, lambda: job, Hours()) as tick:
-        assert tick is not None
+    with stepping(f"{job}.1") as second, _ticking(tmp_path, job) as (first, tick):
         step(first, 1)
         step(second, 2)
         tick()
@@ -144,8 +146,7 @@ def test_nodes_and_their_links_have_folders_of_their_own(tmp_path: Path) -> None
         counted = {"steps": 10 * seconds, "sent_bytes": 500 * seconds, "heard_ns": seconds * 1_000_000_000}
         return [fastps.NodeStatistics(node, state="live", round_trip_ns=2_000_000, **counted) for node in range(2)]
 
-    with stepping(job), written(tmp_path, lambda: job, Hours()) as tick:
-        assert tick is not None
+    with _ticking(tmp_path, job) as (_, tick):
         tick()
         board = NodeBoard(job, 2)  # a node's agent begins after the first worker
         try:
@@ -163,14 +164,12 @@ def test_nodes_and_their_links_have_folders_of_their_own(tmp_path: Path) -> None
 
 
 def test_points_come_once_a_second_and_only_with_steps(tmp_path: Path) -> None:
-    with stepping() as worker, written(tmp_path, lambda: worker.store.job) as tick:
-        assert tick is not None
+    with _ticking(tmp_path, clock=Clock()) as (worker, tick):
         for _ in range(50):
             step(worker)
             tick()
     assert [point.step for point in _read(tmp_path).Scalars("job/updates")] == [1, 50]
-    with stepping() as worker, written(tmp_path / "idle", lambda: worker.store.job, Hours()) as tick:
-        assert tick is not None
+    with _ticking(tmp_path / "idle") as (_, tick):
         for _ in range(5):
             tick()
     assert [point.step for point in _read(tmp_path / "idle").Scalars("job/updates")] == [0]
@@ -186,8 +185,7 @@ def test_what_cannot_be_written_is_said_and_ends_nothing(
     def full(self: tensorboard.EventFile) -> None:
         raise OSError(28, "No space left on device")
 
-    with stepping() as worker, written(tmp_path, lambda: worker.store.job, Hours()) as tick:
-        assert tick is not None
+    with _ticking(tmp_path) as (worker, tick):
         monkeypatch.setattr(tensorboard.EventFile, "flush", full)
         tick()
         step(worker)

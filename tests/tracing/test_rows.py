@@ -18,6 +18,7 @@ from fastps.tracing import perfetto
 from fastps.tracing.check import check, push_log_row
 from fastps.tracing.file import PUSH_DTYPE, Trace, TraceError, read, write
 from fastps.tracing.summary import summary_row, worker_rows
+from tests.telemetry.jobs import look_at
 
 WIDTH, STEPS = 4, 12
 # Rows of each table in a push, by worker: rows 0 to n - 1, so that the workers of one version share some.
@@ -43,9 +44,7 @@ def _run(sync: str, file: Path | None = None, *, nulls: int = 0) -> tuple[Any, A
             for worker in workers:
                 worker.advance()
                 worker.pull()
-        observer = fastps.observe(store.job)
-        look = observer.look()
-        observer.close()
+        look = look_at(store.job)
         for worker in workers:
             worker.close()
     if recording is None:
@@ -67,9 +66,7 @@ def test_an_observer_counts_the_rows_of_folded_pushes_and_those_that_were_writte
 def test_a_job_without_tables_shows_no_rows() -> None:
     with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=0.5)) as store, store.attach(0) as worker:
         worker.step({"w": np.ones(4)})
-        observer = fastps.observe(store.job)
-        look = observer.look()
-        observer.close()
+        look = look_at(store.job)
     rows = top.rows_of(None, look)
     assert look.tables == look.workers[0].rows == 0
     assert not any("rows" in row or "rows_written" in row for row in rows)
