@@ -58,6 +58,7 @@ def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     (["run", "--trace", "no-such-folder/x.trace", EXAMPLE], "--trace no-such-folder/x.trace: expected a file in a folder"),
     (["run", "--json", "no-such-folder/x.json", EXAMPLE], "--json no-such-folder/x.json: expected a file in a folder"),
     (["train", "--save", "no-such-folder/x.npz"], "--save no-such-folder/x.npz: expected a file in a folder that exists"),
+    (["run", "--server", "threads", EXAMPLE], "expected server to be one of workers, process, found 'threads'"),
     (["run", "no-such-script.py"], "found no file 'no-such-script.py'"),
     (["run", "--sync", "foo", EXAMPLE], "unknown synchronization 'foo'"),
     (["stragglers", "--sync", "asp"], "waits for all workers, such as bsp, found asp"),

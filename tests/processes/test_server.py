@@ -370,12 +370,6 @@ def test_a_second_job_of_a_running_jobs_name_is_refused_as_without_a_server() ->
         _store("bsp", 1, job=store.job)
 
 
-@pytest.mark.parametrize("ask", [lambda: _store("bsp", 1, server="threads"), lambda: JobOptions(server="threads")])
-def test_an_unknown_server_is_refused_in_one_sentence(ask: Callable[[], object]) -> None:
-    with pytest.raises(fastps.UsageError, match="expected server to be one of workers, process, found 'threads'"):
-        ask()
-
-
 def test_workers_that_disagree_about_the_server_are_told_so() -> None:
     update = fastps.SGD(lr=1.0)
     with _store("bsp", 2) as store, pytest.raises(fastps.LayoutError, match="server"):

@@ -1,10 +1,14 @@
 """Traces with known facts: made by a few lines of arithmetic, and right by the check of the push log."""
 
-from dataclasses import asdict
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from fastps.job.specs import parse_policy
 from fastps.tracing.file import FOLDED, PUSH_DTYPE, STEP_DTYPE, Lines, Trace
@@ -89,10 +93,16 @@ def _trace(
     return Trace(header(sync, len(edges), **more), np.concatenate(steps), np.concatenate(pushes))
 
 
+def assert_plotly_takes(figures: Iterable[Any]) -> None:
+    """Colours are names that the style defines; anything stands for them here."""
+    graphs = pytest.importorskip("plotly.graph_objects")
+    for figure in figures:
+        text = json.dumps(figure.spec, allow_nan=False)
+        graphs.Figure(json.loads(re.sub(r"var\(--[\w-]+\)", "#123456", text)))
+
+
 def with_end(trace: Trace, worker: int, exit_code: int, at_ns: int) -> Trace:
     """The same trace of a worker whose process ended so, by the launcher."""
-    from dataclasses import replace
-
     notes = dict(trace.header["of_worker"])
     notes[str(worker)] = {**notes[str(worker)], "end": {"at_ns": at_ns, "exit_code": exit_code}}
     return replace(trace, header={**trace.header, "of_worker": notes, "unfinished": [worker]})

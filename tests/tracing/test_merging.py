@@ -37,6 +37,7 @@ from fastps.tracing.file import (
 )
 from fastps.tracing.merging import before_it_was_sent, flows, merge_nodes, nodes_of
 from fastps.tracing.perfetto import events
+from tests.report.traces import header
 from tests.support import commands, nodes
 from tests.tracing.test_trace import recorded
 
@@ -68,16 +69,10 @@ class Clocks:
 
 
 def _header(node: int, workers: int) -> dict[str, Any]:
-    of_worker = {
-        str(rank): {"began_ns": 0, "transfer_ns": 0, "posted": STEPS, "failure": None, "load": {}} for rank in range(workers)
-    }
-    return {
-        "version": "0", "machine": {"cores": 2}, "job": f"job.node{node}", "sync": "bsp", "workers": workers, "shards": 1,
-        "policy": {"fold": "all"},
-        "parameters": 10, "model_bytes": 40, "slots": 1, "spins": 0, "recorded": list(range(workers)),
-        "unfinished": [], "of_worker": of_worker, "node": {"node": node, "nodes": 2, "host": f"host{node}"},
-        "committed": {"folded": [STEPS] * workers, "dropped": [0] * workers}, "versions": [STEPS],
-    }  # fmt: skip
+    made = header("bsp", workers, job=f"job.node{node}", node={"node": node, "nodes": 2, "host": f"host{node}"})
+    for note in made["of_worker"].values():
+        note["posted"] = STEPS
+    return {**made, "committed": {"folded": [STEPS] * workers, "dropped": [0] * workers}, "versions": [STEPS]}
 
 
 def _step_times(step: int) -> int:
@@ -177,9 +172,9 @@ def test_unfinished_times_stay_as_they_are() -> None:
 ])  # fmt: skip
 def test_files_that_do_not_fit_are_named(change: dict[str, Any], message: str) -> None:
     pair = _pair(Clocks(0, 0))
-    header = {name: value for name, value in {**pair[0][1].header, **change}.items() if value is not None}
+    other = {name: value for name, value in {**pair[0][1].header, **change}.items() if value is not None}
     with pytest.raises(TraceError, match=message):
-        merge_nodes([(pair[0][0], replace(pair[0][1], header=header)), pair[1]])
+        merge_nodes([(pair[0][0], replace(pair[0][1], header=other)), pair[1]])
 
 
 def test_a_node_without_an_offset_is_named() -> None:
@@ -209,10 +204,10 @@ def test_older_traces_and_those_of_one_node_have_no_messages(tmp_path: Path) -> 
     trace = recorded(tmp_path / "run.trace", "bsp", workers=1, steps=5)
     assert nodes_of(trace) == [] and len(trace.messages) == len(trace.clock) == 0
     data = (tmp_path / "run.trace").read_bytes()
-    header = json.loads(data[24 : 24 + int.from_bytes(data[16:24], "little")])
-    assert list(header["tables"])[:4] == ["steps", "pushes", "messages", "clock"]
-    del header["tables"]["messages"], header["tables"]["clock"], header["checksum"]
-    text = json.dumps(header).encode()
+    older = json.loads(data[24 : 24 + int.from_bytes(data[16:24], "little")])
+    assert list(older["tables"])[:4] == ["steps", "pushes", "messages", "clock"]
+    del older["tables"]["messages"], older["tables"]["clock"], older["checksum"]
+    text = json.dumps(older).encode()
     text += b" " * (int.from_bytes(data[16:24], "little") - len(text))
     (tmp_path / "old.trace").write_bytes(data[:24] + text + data[24 + len(text) :])
     assert np.array_equal(read(tmp_path / "old.trace").steps, trace.steps)

@@ -150,18 +150,12 @@ def test_a_damaged_cifar_file_is_named(tmp_path: Path) -> None:
     ("mnist", "expected one of"),
     ("digits:here", "expected one of"),
     ("mnist:/no/such/folder", "expected a folder with the original files, found none at /no/such/folder"),
+    ("mnist:EMPTY", "expected the file train-images-idx3-ubyte"),
+    ("cifar10:EMPTY", "expected data_batch_1.bin"),
 ])  # fmt: skip
-def test_an_unknown_data_set_is_refused_with_the_known_ones(source: str, message: str) -> None:
+def test_an_unknown_data_set_or_a_folder_without_the_files_is_refused(source: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
-        load(source)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"), [("mnist", "expected the file train-images-idx3-ubyte"), ("cifar10", "expected data_batch_1.bin")]
-)
-def test_a_folder_without_the_files_is_refused(tmp_path: Path, kind: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        load(f"{kind}:{tmp_path}")
+        load(source.replace("EMPTY", str(tmp_path)))
 
 
 def test_cifar_without_its_test_file_is_refused(tmp_path: Path) -> None:

@@ -10,15 +10,16 @@ from fastps.lab.demo.prefetch import prefetch
 from tests.support.processes import wait_until
 
 
+def _noted(made: list[int], count: int) -> Iterator[int]:
+    """Items, each of which is noted when it is made."""
+    for index in range(count):
+        made.append(index)
+        yield index
+
+
 def test_items_come_in_order_and_no_more_than_the_depth_ahead() -> None:
     made: list[int] = []
-
-    def items() -> Iterator[int]:
-        for index in range(100):
-            made.append(index)
-            yield index
-
-    with prefetch(items(), depth=3) as ahead:
+    with prefetch(_noted(made, 100), depth=3) as ahead:
         assert [next(ahead) for _ in range(5)] == [0, 1, 2, 3, 4]
         wait_until(lambda: len(made) >= 8)
         time.sleep(0.1)
@@ -39,12 +40,6 @@ def test_an_error_comes_when_its_item_is_due() -> None:
 
 def test_making_overlaps_with_using() -> None:
     made: list[int] = []
-
-    def items() -> Iterator[int]:
-        for index in range(20):
-            made.append(index)
-            yield index
-
-    with prefetch(items()) as ahead:
+    with prefetch(_noted(made, 20)) as ahead:
         for index in ahead:
             wait_until(lambda index=index: len(made) >= min(index + 2, 20))  # the next is made while this one is used

@@ -2,17 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from fastps.errors import UsageError
-from fastps.job.specs import parse_policy
 from fastps.lab.measuring.advised_nodes import advise_nodes, model_of, node_step_ns, self_test, simulation_of_nodes
 from fastps.lab.measuring.simulated_links import MeasuredEdge, MeasuredHome, MeasuredLinks
 from fastps.system.json_report import write_json
 from fastps.tracing.file import PUSH_DTYPE, STEP_DTYPE, Trace, write
+from tests.report.traces import header
 from tests.support import commands
 
 MS = 1_000_000
@@ -34,12 +33,12 @@ def _trace(*workers: list[int], parameters: int = 250_000, waits_ms: int = 10) -
             step["worker"], step["step"], step["samples"], step["written"] = worker, number, 16, 1
             steps.append(step)
         begin = end
-    header: dict[str, Any] = {
-        "sync": "bsp", "policy": vars(parse_policy("bsp")), "workers": len(workers), "shards": 1, "parameters": parameters,
-        "recorded": list(range(len(workers))), "unfinished": [], "of_worker": {}, "spins": 0, "machine": {"cores": 2},
-    }  # fmt: skip
     lines = np.concatenate(steps)
-    return Trace(header, lines[np.argsort(lines["worker"], kind="stable")], np.zeros(0, PUSH_DTYPE))
+    return Trace(
+        header("bsp", len(workers), parameters=parameters),
+        lines[np.argsort(lines["worker"], kind="stable")],
+        np.zeros(0, PUSH_DTYPE),
+    )
 
 
 def test_a_node_is_as_slow_as_its_slowest_worker() -> None:

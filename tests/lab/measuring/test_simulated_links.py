@@ -33,44 +33,35 @@ def _step_s(spec: str, links: MeasuredLinks, model: ModelOnNodes, compute_ms: fl
     return model.nodes / float(row["steps_per_s"])
 
 
-def test_two_nodes_wait_for_the_way_out_and_back() -> None:
-    """1 MB at 100 MB/s takes 10 ms each way, and 1 ms to arrive. The model has one part."""
-    links = MeasuredLinks((_edge(latency_ns=MS),))
-    assert _step_s("bsp", links, ModelOnNodes(250_000, 2)) == pytest.approx(0.122, rel=0.01)
+ONE, TWO = MeasuredLinks((_edge(),)), MeasuredLinks((_edge(), _edge()))
+HALF_DUPLEX = MeasuredLinks((_edge(both=RATE / 2, one_way=RATE),))
+SHARED = MeasuredLinks((_edge(together=RATE / 2), _edge(together=RATE / 2)))
+SMALL, LARGE = 250_000, 25_000_000  # parameters: 1 MB, which takes 10 ms each way and has one part, and 100 MB in 32 parts
+
+
+@pytest.mark.parametrize(("spec", "links", "model", "seconds"), [
+    pytest.param("bsp", MeasuredLinks((_edge(latency_ns=MS),)), ModelOnNodes(SMALL, 2), 0.122, id="the way out and back"),
+    # 1 s both ways at once, and a 32nd of it for the last to return.
+    pytest.param("bsp", ONE, ModelOnNodes(LARGE, 2), 0.1 + 1 + 1 / 32, id="parts return while others travel"),
+    pytest.param("bsp,shards=2", ONE, ModelOnNodes(LARGE, 2), 0.1 + 2, id="a model that has no parts"),
+    pytest.param("bsp", HALF_DUPLEX, ModelOnNodes(LARGE, 2), 0.1 + 2, id="a link that carries half each way"),
+    # From one edge 64 nodes are predicted: 63 models each way on node 0's port, or with spread homes two of 63/64.
+    pytest.param("bsp", ONE, ModelOnNodes(SMALL, 64), 0.1 + 2 * 63 * 0.01, id="the port of node 0 is shared"),
+    pytest.param("bsp", ONE, ModelOnNodes(SMALL, 64, homes="spread"), 0.1 + 2 * 0.01 * 63 / 64, id="spread homes"),
+    pytest.param("bsp", TWO, ModelOnNodes(SMALL, 3), 0.12, id="edges that reach their own rates together"),
+    pytest.param("bsp", TWO, ModelOnNodes(SMALL, 5), 0.14, id="four share what two carried"),
+    pytest.param("bsp", SHARED, ModelOnNodes(SMALL, 3), 0.14, id="edges that share"),
+    pytest.param("bsp", MeasuredLinks((_edge(), _edge(RATE / 10))), ModelOnNodes(SMALL, 3), 0.3, id="a slow edge"),
+])  # fmt: skip
+def test_a_step_takes_what_was_worked_out_by_hand(spec: str, links: MeasuredLinks, model: ModelOnNodes, seconds: float) -> None:
+    assert _step_s(spec, links, model) == pytest.approx(seconds, rel=0.01)
+    assert links.is_half_duplex == (links == HALF_DUPLEX)
 
 
 def test_small_messages_take_what_was_measured() -> None:
     """100 kB and back take 3 ms on a link that would carry them in 2 ms, besides a round trip of 0.4 ms."""
     edge = MeasuredEdge(RATE, RATE, RATE, RATE, 400_000, 3_400_000)
     assert edge.latency_ns == 200_000 + 500_000
-
-
-def test_parts_return_while_others_travel() -> None:
-    """100 MB in 32 parts: 1 s both ways at once, and a 32nd of it for the last to return."""
-    links = MeasuredLinks((_edge(),))
-    assert _step_s("bsp", links, ModelOnNodes(25_000_000, 2)) == pytest.approx(0.1 + 1 + 1 / 32, rel=0.01)
-    assert _step_s("bsp,shards=2", links, ModelOnNodes(25_000_000, 2)) == pytest.approx(0.1 + 2, rel=0.01)
-
-
-def test_a_link_that_carries_half_each_way_has_nothing_from_parts() -> None:
-    links = MeasuredLinks((_edge(both=RATE / 2, one_way=RATE),))
-    assert links.is_half_duplex
-    assert _step_s("bsp", links, ModelOnNodes(25_000_000, 2)) == pytest.approx(0.1 + 2, rel=0.01)
-
-
-def test_the_port_of_node_0_is_shared_by_all_others() -> None:
-    """From one edge 64 nodes are predicted: 63 models each way on node 0's port, or with spread homes two of 63/64."""
-    links = MeasuredLinks((_edge(),))
-    assert _step_s("bsp", links, ModelOnNodes(250_000, 64)) == pytest.approx(0.1 + 2 * 63 * 0.01, rel=0.01)
-    assert _step_s("bsp", links, ModelOnNodes(250_000, 64, homes="spread")) == pytest.approx(0.1 + 2 * 0.01 * 63 / 64, rel=0.01)
-
-
-def test_edges_that_reach_their_own_rates_together_share_nothing() -> None:
-    links = MeasuredLinks((_edge(), _edge()))
-    assert _step_s("bsp", links, ModelOnNodes(250_000, 3)) == pytest.approx(0.12, rel=0.01)
-    assert _step_s("bsp", links, ModelOnNodes(250_000, 5)) == pytest.approx(0.14, rel=0.01), "four share what two carried"
-    shared = MeasuredLinks((_edge(together=RATE / 2), _edge(together=RATE / 2)))
-    assert _step_s("bsp", shared, ModelOnNodes(250_000, 3)) == pytest.approx(0.14, rel=0.01)
 
 
 def test_one_transfer_on_a_wide_port_is_as_slow_as_its_edge() -> None:
@@ -86,11 +77,8 @@ def test_one_transfer_on_a_wide_port_is_as_slow_as_its_edge() -> None:
     assert own[1] - own[0] == 100 * MS, "node 0 has the weights"
 
 
-def test_a_slow_edge_holds_up_bsp_and_not_asp() -> None:
-    links = MeasuredLinks((_edge(), _edge(RATE / 10)))
-    model = ModelOnNodes(250_000, 3)
-    assert _step_s("bsp", links, model) == pytest.approx(0.3, rel=0.01)
-    assert _step_s("asp", links, model) < 0.15
+def test_a_slow_edge_does_not_hold_up_asp() -> None:
+    assert _step_s("asp", MeasuredLinks((_edge(), _edge(RATE / 10))), ModelOnNodes(SMALL, 3)) < 0.15
 
 
 def test_the_home_sums_and_folds() -> None:

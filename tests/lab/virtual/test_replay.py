@@ -17,21 +17,16 @@ from fastps.checkpoint.loading import load
 from fastps.errors import UsageError
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_FREE
 from fastps.lab.virtual.counterfactual import Counterfactual
-from fastps.lab.virtual.driver import Listener
-from fastps.lab.virtual.hosting import Hosting
 from fastps.lab.virtual.recorded import Recorded, recorded_of
 from fastps.lab.virtual.replay import Player, ReplayDiffersError, Row
-from fastps.processes.options import JobOptions
 from fastps.store.worker import Worker
 from fastps.tracing.check import check
 from fastps.tracing.file import EVENT_DEATH, EVENT_EXPULSION, Trace, TraceError, read
 from fastps.tracing.recorder import trace as recording
+from tests.lab.virtual.test_driver import FIRST, SAMPLES, STEPS, WORKERS, Arrays, driven
 from tests.support import commands
 
-WORKERS, STEPS, SAMPLES = 3, 12, 16
-FIRST = {name: np.linspace(-1, 1, 5, dtype=np.float32) + index for index, name in enumerate("abcd")}
 TABLES = {"t": np.linspace(-2, 2, 30, dtype=np.float32).reshape(6, 5)}
-Arrays = dict[str, np.ndarray]
 Gradient = Callable[[np.ndarray, int, int], np.ndarray]
 Deaths = dict[int, tuple[int, bool]]
 
@@ -152,20 +147,11 @@ def replayed(
     recorded = run.recorded
     monkeypatch.setenv("FASTPS_VIRTUAL", "1")
     name = f"replay-{threading.get_native_id()}-{time.monotonic_ns()}"
-    player, listener = Player(run, **options), Listener(name)
-    hosting = Hosting([], WORKERS, recorded.sync, JobOptions(), player.play)
-    thread = threading.Thread(target=hosting.drive, args=(listener,), daemon=True)
-    thread.start()
-    try:
+    player = Player(run, **options)
+    with driven(name, recorded.sync, player.play):
         job = Job(recorded.sync, made, {}, joins, server="process", job=name, tables=tables or {})
         player.start = job.join
         weights = job.weights()
-    finally:
-        listener.close()
-        thread.join(60)
-        listener.free()
-    if hosting.error is not None:
-        raise hosting.error
     return weights, player.row
 
 

@@ -2,9 +2,6 @@
 
 import json
 import math
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,8 @@ import pytest
 from fastps.job.specs import parse_policy
 from fastps.lab.virtual.side_by_side import page_of
 from fastps.simulation.simulate import Simulation, simulate
+from tests.report.traces import assert_plotly_takes
+from tests.support import commands
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +68,11 @@ def test_without_losses_there_is_no_plot_of_them(rows: list[dict[str, Any]]) -> 
 
 
 def test_every_figure_is_one_that_plotly_takes(rows: list[dict[str, Any]]) -> None:
-    graphs = pytest.importorskip("plotly.graph_objects")
-    for figure in page_of(rows, "4 workers").figures:
-        text = json.dumps(figure.spec, allow_nan=False)
-        graphs.Figure(json.loads(re.sub(r"var\(--[\w-]+\)", "#123456", text)))
+    assert_plotly_takes(page_of(rows, "4 workers").figures)
 
 
 def test_the_command_writes_the_page(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     file = tmp_path / "page.html"
-    command = [sys.executable, "-m", "fastps", "simulate", "--steps", "20", "--sync", "bsp,ssp:3", "--report", str(file)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    commands.done("simulate", "--steps", "20", "--sync", "bsp,ssp:3", "--report", str(file))
     assert "x 20 steps in virtual time, seed 0: fastps</title>" in file.read_text()
