@@ -52,16 +52,11 @@ def _side(
     return lambda end: prove(end, secret, name, is_home=is_home, timeout_s=timeout_s)
 
 
-def test_equal_secrets_pass() -> None:
-    reasons, ends = _run(_side(FIRST), _side(FIRST, is_home=True))
+@pytest.mark.parametrize(("secret", "kinds"), [(FIRST, [Kind.CHALLENGE, Kind.PROOF]), (None, [])], ids=["equal", "none"])
+def test_equal_secrets_pass_and_without_one_nothing_is_sent(secret: Secret | None, kinds: list[Kind]) -> None:
+    reasons, ends = _run(_side(secret), _side(secret, is_home=True))
     assert reasons == ["", ""]
-    assert [[header.kind for header in end.sent] for end in ends] == [[Kind.CHALLENGE, Kind.PROOF]] * 2
-
-
-def test_without_a_secret_nothing_is_sent() -> None:
-    reasons, ends = _run(_side(None), _side(None, is_home=True))
-    assert reasons == ["", ""]
-    assert [end.sent for end in ends] == [[], []]
+    assert [[header.kind for header in end.sent] for end in ends] == [kinds] * 2
 
 
 @pytest.mark.parametrize(("leaf", "message"), [

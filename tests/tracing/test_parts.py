@@ -58,20 +58,16 @@ def test_what_a_crashed_job_left_is_no_part_of_the_next_one_of_its_name(tmp_path
     assert len(read(file).steps) == 2 and folders_of(file) == [earlier]
 
 
-def test_what_a_newer_job_left_is_shown_instead_of_an_older_trace(tmp_path: Path) -> None:
-    file = tmp_path / "run.trace"
+@pytest.mark.parametrize(("name", "shown"), [("run", 5), ("run.1", 2)])
+def test_what_a_newer_job_left_of_the_same_file_and_no_other_is_shown_instead_of_an_older_trace(
+    name: str, shown: int, tmp_path: Path
+) -> None:
+    """The other file's name begins with that of the trace."""
+    file, newer = tmp_path / "run", tmp_path / name
     _end_well(file, 2)
     time.sleep(0.02)  # file systems count in hundredths of a second
-    _die(file, workers=1, steps=5)
-    assert (len(load(file).steps), len(read(file).steps)) == (5, 2)
-
-
-def test_a_trace_shows_no_parts_of_another_file_whose_name_begins_with_its_own(tmp_path: Path) -> None:
-    file = tmp_path / "run"
-    _end_well(file, 2)
-    time.sleep(0.02)  # file systems count in hundredths of a second
-    _die(tmp_path / "run.1", workers=1, steps=5)
-    assert (len(load(file).steps), len(load(tmp_path / "run.1").steps)) == (2, 5)
+    _die(newer, workers=1, steps=5)
+    assert (len(load(file).steps), len(load(newer).steps), len(read(file).steps)) == (shown, 5, 2)
 
 
 def test_a_launch_that_fails_before_it_trains_changes_no_earlier_trace(tmp_path: Path) -> None:

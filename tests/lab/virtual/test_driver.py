@@ -47,9 +47,13 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 CASES = [
-    (spec, network)
+    pytest.param(spec, network, False, marks=pytest.mark.sampled(4))
     for spec, network in product(DISCIPLINES, NETWORKS)
     if not (network == "late pushes" and spec.startswith("psp"))  # refused: a push could overtake another
+]
+CASES += [
+    pytest.param(spec, network, True, id=f"{spec}-{network}-table")
+    for spec, network in product(("bsp", "asp", "dssp:3,15", "softsync:2", "backup:1"), ("instant", "busy"))
 ]
 
 
@@ -80,10 +84,10 @@ def pushed_rows(worker: int, step: int) -> list[int]:
     return sorted({worker, (worker + step) % len(ROWS), step % len(ROWS)})
 
 
-def work(worker: Worker, steps: int, pauses: bool = False) -> None:
+def work(worker: Worker, steps: int) -> None:
     with worker:
         for step in range(steps):
-            time.sleep(random.random() * 0.004 if pauses else 0)
+            time.sleep(random.random() * 0.004)
             for name, view in worker.gradients.items():
                 view[...] = gradient(worker.weights[name], name, worker.rank, step)
             if worker.store.tables:
@@ -111,11 +115,7 @@ def driven(job: str, spec: str, play: Callable[..., Any]) -> Iterator[threading.
 
 
 def trained(
-    spec: str,
-    simulation: Simulation,
-    steps: tuple[int, ...] = (STEPS,) * WORKERS,
-    pauses: bool = False,
-    tables: Arrays | None = None,
+    spec: str, simulation: Simulation, steps: tuple[int, ...] = (STEPS,) * WORKERS, tables: Arrays | None = None
 ) -> tuple[Arrays, dict[str, Any]]:
     """The final weights of a job whose workers are threads here, and the run's row."""
     first, options = FIRST | (tables or {}), {"sync": spec, "workers": WORKERS, "server": "process"}
@@ -124,7 +124,7 @@ def trained(
     with driven(job, spec, run.play) as driver:
         with Store.create(first, rule, job=job, tables=tables or (), **options) as store:
             threads = [driver] + [
-                threading.Thread(target=lambda rank=rank: work(store.attach(rank), steps[rank], pauses), daemon=True)
+                threading.Thread(target=lambda rank=rank: work(store.attach(rank), steps[rank]), daemon=True)
                 for rank in range(WORKERS)
             ]
             for thread in threads[1:]:
@@ -201,32 +201,21 @@ class Loop:
         self.kept[shard].append(made)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("spec", "network"), CASES)
+@pytest.mark.parametrize(("spec", "network", "has_table"), CASES)
 def test_weights_are_those_of_a_plain_loop_over_the_same_events_however_long_workers_really_compute(
-    spec: str, network: str
+    spec: str, network: str, has_table: bool
 ) -> None:
-    policy = parse_policy(spec)
-    weights, row = trained(spec, simulation_of(network), pauses=True)
+    """A step reads the rows of a table of the moment when it begins."""
+    policy, rows = parse_policy(spec), dict(zip(ROWS, TABLE, strict=True)) if has_table else {}
+    weights, row = trained(spec, simulation_of(network), tables={"t": TABLE} if has_table else None)
     outcome = simulate(policy, simulation_of(network, leave=True), trace=True)
-    expected = Loop(policy).play(outcome.trace)
-    for name in FIRST:
+    expected = Loop(policy, rows).play(outcome.trace)
+    if has_table:
+        weights |= dict(zip(ROWS, weights["t"].reshape(TABLE.shape), strict=True))
+    for name in FIRST | rows:
         np.testing.assert_array_equal(weights[name], expected[name])
     for key in ("seconds", "updates", "staleness", "dropped", "stale_blocks", "wait_share", "events"):
         assert row[key] == outcome.row[key]
-
-
-@pytest.mark.parametrize("network", ["instant", "busy"])
-@pytest.mark.parametrize("spec", ["bsp", "asp", "dssp:3,15", "softsync:2", "backup:1"])
-def test_a_step_reads_the_rows_of_the_moment_when_it_begins_however_long_it_takes(spec: str, network: str) -> None:
-    policy = parse_policy(spec)
-    weights, _ = trained(spec, simulation_of(network), pauses=True, tables={"t": TABLE})
-    outcome = simulate(policy, simulation_of(network, leave=True), trace=True)
-    expected = Loop(policy, dict(zip(ROWS, TABLE, strict=True))).play(outcome.trace)
-    for name, row in zip(ROWS, weights["t"].reshape(TABLE.shape), strict=True):
-        np.testing.assert_array_equal(row, expected[name])
-    for name in FIRST:
-        np.testing.assert_array_equal(weights[name], expected[name])
 
 
 @pytest.mark.parametrize("spec", ["bsp", "softsync:2", "psp:2,0.75"])

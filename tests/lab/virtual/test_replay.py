@@ -155,22 +155,6 @@ def replayed(
     return weights, player.row
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("spec", [
-    "bsp", "asp", "ssp:1", "dssp:1,4", "softsync:2", "backup:1", "psp:2,0.75,push_timeout=0.003", "r2sp:0.8", "hardsync:64",
-    "adv*:1", "ssp:1,shards=2", "asp,combine=true", "dssp:1,4,shards=2,combine=true",
-])  # fmt: skip
-def test_the_weights_of_a_replay_are_those_of_the_recorded_run(
-    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights, trace = record(spec, tmp_path / "run.trace")
-    found, row = replayed(recorded_of(trace, tmp_path / "run.trace"), monkeypatch)
-    for name in FIRST:
-        np.testing.assert_array_equal(found[name], weights[name])
-    assert row["pushes"] == sum(STEPS + rank for rank in range(WORKERS))
-    assert row["checksums"] >= trace.header["shards"] and row["nonfinite"] is None
-
-
 CHANGES: list[tuple[Deaths, Sequence[int]]] = [
     ({2: (5, True)}, ()),
     ({2: (5, False)}, (2,)),
@@ -181,6 +165,10 @@ SERVED = [("asp", {}, ()), ("ssp:1,shards=2", {}, ()), ("bsp", *CHANGES[2])]
 
 
 @pytest.mark.parametrize(("spec", "deaths", "joins", "options"), [
+    *(pytest.param(spec, {}, (), {}, marks=pytest.mark.sampled(4)) for spec in (
+        "bsp", "asp", "ssp:1", "dssp:1,4", "softsync:2", "backup:1", "psp:2,0.75,push_timeout=0.003", "r2sp:0.8", "hardsync:64",
+        "adv*:1", "ssp:1,shards=2", "asp,combine=true", "dssp:1,4,shards=2,combine=true",
+    )),
     *(pytest.param(*case, {}, marks=pytest.mark.sampled(4)) for case in (
         *(("bsp", *change) for change in CHANGES), *(("dssp:1,4,shards=2", *change) for change in CHANGES),
         ("asp", *CHANGES[0]), ("ssp:1", *CHANGES[1]), ("softsync:2", *CHANGES[2]), ("backup:1", *CHANGES[3]),
@@ -189,15 +177,17 @@ SERVED = [("asp", {}, ()), ("ssp:1,shards=2", {}, ()), ("bsp", *CHANGES[2])]
     )),
     *((*case, {"server": "process"}) for case in SERVED),
 ])  # fmt: skip
-def test_deaths_and_joins_come_where_they_came_also_with_a_server_process(
+def test_the_weights_of_a_replay_are_those_of_the_recorded_run_whose_deaths_and_joins_come_where_they_came(
     spec: str, deaths: Deaths, joins: Sequence[int], options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights, trace = record(spec, tmp_path / "run.trace", deaths=deaths, joins=joins, **options)
     assert not check(trace)
-    found, row = replayed(recorded_of(trace, tmp_path / "run.trace"), monkeypatch, joins=joins or (0,))
+    found, row = replayed(recorded_of(trace, tmp_path / "run.trace"), monkeypatch, joins=joins or (0,) * bool(deaths))
     for name in FIRST:
         np.testing.assert_array_equal(found[name], weights[name])
     assert row["joined"] == len(joins) and (trace.events["kind"] == EVENT_DEATH).sum() >= len(deaths)
+    assert deaths or row["pushes"] == sum(STEPS + rank for rank in range(WORKERS))
+    assert row["checksums"] >= trace.header["shards"] and row["nonfinite"] is None
 
 
 @pytest.mark.parametrize(("spec", "deaths", "joins"), [
