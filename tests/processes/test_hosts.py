@@ -119,18 +119,6 @@ def test_nothing_is_left_after_the_end_of_the_command(runner: str, tmp_path: Pat
     assert alive == []
 
 
-@pytest.mark.parametrize(("hosts", "ssh", "message"), [
-    ("one", "", "expected two or more hosts such as node0,node1, found 'one'"),
-    ("one,", "", "expected two or more hosts"),
-    ("one,-oProxyCommand=x", "", "ssh would take it as an option"),
-    ("one,two", " ", "--ssh-command (FASTPS_SSH): expected a command"),
-])  # fmt: skip
-def test_wrong_options_are_named(hosts: str, ssh: str, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        HostsOptions.of(hosts, ssh)
-    assert message in str(caught.value)
-
-
 def test_the_first_host_is_the_rendezvous_and_variables_of_fastps_go_along() -> None:
     options = HostsOptions.of("me@node0,node1", "")
     assert options.rendezvous == "node0:29400"

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from fastps.errors import UsageError
-from fastps.processes.nodes import NodeOptions
-from fastps.processes.options import JobOptions
 from fastps.system.ports import free_port
 from tests.support.processes import is_stopped, wait_until
 
@@ -114,19 +111,3 @@ def test_a_launcher_that_waits_for_other_nodes_obeys_ctrl_z_and_then_sigterm(tmp
     finally:
         launched.kill()
         launched.communicate()
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"count": 1}, "--nnodes: expected 2 or more nodes, found 1"),
-    ({"rendezvous": ""}, "--nnodes: expected --rendezvous HOST:PORT beside it"),
-    ({"rendezvous": "here"}, "HOST:PORT, such as node0:29400, found 'here'"),
-    ({"rank": "2"}, "--node-rank: expected auto, or 0 to 1, found '2'"),
-])  # fmt: skip
-def test_a_wrong_option_is_named(options: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        NodeOptions(**{"count": 2, "rendezvous": "a:1", **options})  # type: ignore[arg-type]
-
-
-def test_options_that_several_nodes_do_not_have_are_refused() -> None:
-    with pytest.raises(UsageError, match="expected no --restarts and --inject-faults"):
-        NodeOptions(2, "a:1").check_beside(JobOptions(restarts=1))

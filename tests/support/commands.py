@@ -65,10 +65,10 @@ def rows(*arguments: str, **options: str) -> list[dict[str, Any]]:
 
 
 def refused(*arguments: str, **options: str) -> str:
-    """What a command says of wrong usage, in one line however it is wrapped: with exit code 2 and without a traceback."""
+    """What a command says of wrong usage, which is one sentence, with exit code 2 and nothing else."""
     ended = fastps(*arguments, **options)
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
-    return " ".join(ended.stderr.split())
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1), ended.stderr
+    return ended.stderr
 
 
 def server_process_ids() -> list[int]:
