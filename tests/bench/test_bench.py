@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from fastps.bench.peers import Job
 from fastps.bench.scheduler import SPECS
 from fastps.errors import UsageError
 from tests.support import commands, processes
+from tests.support.scripts import output
 
 SECONDS = {"seconds_median", "seconds_min", "seconds_max", "repeats"}
 KEYS = {
@@ -63,9 +63,7 @@ def test_the_benchmarks_of_single_kernels_run() -> None:
     folder = Path(__file__).parents[1]
     options = ["-p", "pytest_benchmark.plugin", "--benchmark-disable", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, str(folder / "kernels/update/benchmark_kernels.py")]
-    outcome = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    assert "45 passed" in outcome.stdout
+    assert "45 passed" in output(command, cwd=folder.parent)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """fastps bench nodes: every side runs on two real nodes, its result is right, and what it counts is there. Nothing is timed."""
 
-import doctest
 import io
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from rich.console import Console
 
 from fastps.bench import nodes
 from fastps.bench.measure import BenchOptions, Row, WrongResultError
-from fastps.bench.two_nodes import namespaces
 from fastps.bench.two_nodes.namespaces import ADDRESSES, Link, missing_reason, two_nodes
 from fastps.bench.two_nodes.turns import Crew, Side
 from fastps.cli.bench_report import show_benchmarks
@@ -104,8 +102,3 @@ def test_a_process_that_fails_is_named_by_its_error_and_the_end_of_any_is_notice
 def test_without_namespaces_the_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "missing_reason", lambda: "run as root")
     assert nodes.measure(BenchOptions()) == [{"bench": "nodes", "name": "fastps", "missing": "run as root"}]
-
-
-def test_examples_of_the_docstrings() -> None:
-    for module in (nodes, namespaces):
-        assert doctest.testmod(module).failed == 0

@@ -1,6 +1,5 @@
 """fastps.bench.tables: the tables of docs/benchmarks.md are what the committed figures give."""
 
-import doctest
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,3 @@ def test_a_changed_page_is_told_of_and_rewritten(tmp_path: Path, capsys: pytest.
 
 def test_a_figure_without_a_table_is_refused(tmp_path: Path) -> None:
     assert tables.main(["--docs", str(_docs(tmp_path, "no table\n"))]) == 2
-
-
-def test_examples_of_the_docstrings() -> None:
-    assert doctest.testmod(tables).failed == 0

@@ -14,7 +14,7 @@ import typer
 import fastps
 from fastps.cli.commands import SECTIONS
 from fastps.cli.main import app
-from tests.support import commands
+from tests.support import commands, example_programs
 from tests.support.scripts import program
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -192,15 +192,9 @@ def test_help_imports_neither_numpy_nor_torch(option: str) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("program", [
-    (EXAMPLE,),
-    ("-m", "fastps.cli", "run", "-n", "2", EXAMPLE),
-    pytest.param(("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE), marks=pytest.mark.slow),
-])  # fmt: skip
-def test_the_example_runs_alone_under_fastps_run_and_under_torchrun(program: tuple[str, ...]) -> None:
-    outcome = _python(*program)
-    assert outcome.returncode == 0, outcome.stderr
-    assert "after 100 updates" in outcome.stdout
+@pytest.mark.parametrize("way", [*example_programs.WAYS, pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_the_example_runs_alone_under_fastps_run_and_under_torchrun(way: str) -> None:
+    assert "after 100 updates" in example_programs.run(way, "train.py").stdout
 
 
 def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:

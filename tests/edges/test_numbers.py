@@ -1,7 +1,6 @@
 """Numbers and names that no job has: each ended in a raw exception of Python or of compiled code."""
 
 import os
-import subprocess
 import sys
 
 import numpy as np
@@ -11,6 +10,7 @@ import fastps
 from fastps.errors import UsageError
 from fastps.job import limits
 from fastps.lab.live_faults import FaultPlan
+from tests.support.scripts import output
 
 WEIGHTS = {"w": np.zeros(4, np.float32)}
 
@@ -50,6 +50,5 @@ def test_an_endless_number_of_faults_is_refused() -> None:
 
 def test_an_instruction_set_that_this_machine_lacks_is_named() -> None:
     code = "import fastps\ntry:\n    fastps.SGD\nexcept fastps.UsageError as error:\n    print(error)"
-    command = [sys.executable, "-c", code]
-    found = subprocess.run(command, env={**os.environ, "FASTPS_ISA": "zzz"}, capture_output=True, text=True, check=True)
-    assert found.stdout.startswith("FASTPS_ISA: expected an instruction set of this machine (")
+    found = output([sys.executable, "-c", code], env={**os.environ, "FASTPS_ISA": "zzz"})
+    assert found.startswith("FASTPS_ISA: expected an instruction set of this machine (")

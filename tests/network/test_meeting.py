@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import fastps
 from fastps.system.ports import free_port
 from tests.support import nodes, processes
+from tests.support.scripts import output
 from tests.support.torch_optimizers import mean_square, steps_on
 
 Variables = dict[str, str]
@@ -163,11 +163,7 @@ def test_a_real_mpiexec_starts_two_nodes(tmp_path: Path) -> None:
         "FASTPS_RENDEZVOUS": f"127.0.0.1:{free_port()}",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    ended = subprocess.run(
-        [*command, "-n", "3", sys.executable, str(SCRIPT)],
-        capture_output=True, text=True, env={**os.environ, **variables},
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    shown = output([*command, "-n", "3", sys.executable, str(SCRIPT)], env={**os.environ, **variables})
     # The lines of processes that end at once may have lost the ends that part them.
-    found = sorted(re.findall(r"([0-9]) of 3 (node[01]:[12])", ended.stdout))
-    assert found == [("0", "node0:1"), ("1", "node1:2"), ("2", "node1:2")], ended.stdout
+    found = sorted(re.findall(r"([0-9]) of 3 (node[01]:[12])", shown))
+    assert found == [("0", "node0:1"), ("1", "node1:2"), ("2", "node1:2")], shown

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import fastps
 from fastps.tracing.file import Trace, TraceError, read
 from fastps.tracing.perfetto import origin_of, save
 from fastps.tracing.torch_profile import profile_of
+from tests.support.scripts import output, program
 
 _SECOND_NS = 1_000_000_000
 
@@ -158,17 +158,14 @@ _TOLERANCE_US = 100.0
 
 @pytest.mark.slow
 def test_torchs_range_of_a_step_contains_fastps_push_and_wait_of_that_step(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(_SCRIPT)
+    script = program(tmp_path, _SCRIPT)[1]
     recorded, merged = tmp_path / "run.trace", tmp_path / "all.json"
     profiles = [str(tmp_path / f"torch-{rank}.json") for rank in range(2)]
-    fastps_command = [sys.executable, "-m", "fastps.cli"]
     for command in (
-        ["run", "-n", "2", "--trace", str(recorded), str(script), str(tmp_path)],
+        ["run", "-n", "2", "--trace", str(recorded), script, str(tmp_path)],
         ["trace", str(recorded), "--perfetto", str(merged), "--with", profiles[0], "--with", profiles[1]],
     ):
-        outcome = subprocess.run([*fastps_command, *command], capture_output=True, text=True, check=False)
-        assert outcome.returncode == 0, outcome.stderr
+        output([sys.executable, "-m", "fastps.cli", *command])
     events = json.loads(merged.read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     for worker in range(2):

@@ -38,9 +38,8 @@ def test_a_reader_that_waits_for_the_writers_event_is_in_order_and_another_is_no
         reader.synchronize(stream)
         assert found.tolist() == [7] * 64
     else:
-        with pytest.raises(
-            HazardError, match=r"memory of process 0 on gpu 0: 'copy of 64 bytes.*expected an event between them"
-        ):
+        hazard = r"memory of process 0 on gpu 0: 'copy of 64 bytes.*expected an event between them"
+        with pytest.raises(HazardError, match=hazard):
             while node.step():
                 pass
 

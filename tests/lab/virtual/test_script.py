@@ -17,6 +17,7 @@ from fastps.lab.demo import data
 from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.lab.virtual.training import VirtualTraining, _Replay
 from fastps.simulation.simulate import Simulation, simulate
+from tests.lab.virtual.test_replay import SCRIPT as REPLAYED
 from tests.support import commands
 
 BUILT_IN = """
@@ -59,21 +60,6 @@ while optimizer.version < 60:
 print(f"{optimizer.policy.spec}: {optimizer.version} updates, loss {loss.item()}")
 """
 """With dropout, a discipline of its own, and a number of updates for all workers together."""
-TABLE = """
-import fastps, torch
-
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.EmbeddingBag(20, 8, sparse=True), torch.nn.Linear(8, 1))
-optimizer = fastps.DistributedOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
-torch.manual_seed(fastps.rank())
-for _ in range(15):
-    inputs = torch.randint(20, (16, 5))
-    optimizer.zero_grad()
-    loss = (model(inputs) - inputs.float().sum(1, keepdim=True)).square().mean()
-    loss.backward()
-    optimizer.step()
-print(f"asp: {loss.item()}")
-"""
 UNEVEN = ("--compute", "lognormal:10ms,0.4", "--straggler", "0:3", "--seed", "7")
 SAME = ("seconds", "steps", "updates", "dropped", "wait_share", "grant_wait_share", "zero_gap_share")
 
@@ -122,10 +108,16 @@ def _burn() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("spec", "script"), [("dssp:3,15", DROPS_OUT), ("psp:3,0.75", DROPS_OUT), ("asp", TABLE)])
-def test_a_run_repeats_bit_by_bit_on_idle_and_on_busy_cores(spec: str, script: str, written: Callable[[str], str]) -> None:
+@pytest.mark.parametrize(("spec", "script", "options", "last"), [
+    pytest.param("dssp:3,15", DROPS_OUT, (), "dssp:3,15: ", id="dssp"),
+    pytest.param("psp:3,0.75", DROPS_OUT, (), "psp:3,0.75: ", id="psp"),
+    pytest.param("asp", REPLAYED, ("15", "table"), "weights ", id="asp with a table"),
+])  # fmt: skip
+def test_a_run_repeats_bit_by_bit_on_idle_and_on_busy_cores(
+    spec: str, script: str, options: tuple[str, ...], last: str, written: Callable[[str], str]
+) -> None:
     """test_driver has more disciplines, without a script."""
-    arguments = (*UNEVEN, "--sync", spec, written(script))
+    arguments = (*UNEVEN, "--sync", spec, written(script), *options)
     [idle] = simulated(*arguments)
     others = [multiprocessing.Process(target=_burn, daemon=True) for _ in range(3)]
     for other in others:
@@ -139,7 +131,7 @@ def test_a_run_repeats_bit_by_bit_on_idle_and_on_busy_cores(spec: str, script: s
     for row in (idle, busy):
         del row["wall_seconds"], row["events_per_s"]
     assert busy == idle
-    assert busy["last_line"].startswith(f"{spec}: ")
+    assert busy["last_line"].startswith(last)
 
 
 # -- refusals ----------------------------------------------------------------------------------------
