@@ -100,10 +100,7 @@ def test_what_tests_start_ends_with_their_process(tmp_path: Path, number: signal
         started = [int(word) for file in files for word in file.read_text().split()]
         assert all(map(processes.runs, started))
         run.send_signal(number)
-        deadline = time.monotonic() + 30
-        while any(map(processes.runs, started)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert [process_id for process_id in started if processes.runs(process_id)] == []
+        processes.wait_until(lambda: not any(map(processes.runs, started)), 30, f"some of these still run: {started}")
 
 
 @pytest.mark.slow

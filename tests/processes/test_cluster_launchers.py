@@ -8,13 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastps.system.ports import free_port
+from tests.support.scripts import output, started
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "launchers"
@@ -59,13 +61,6 @@ def _workers(output: str) -> list[tuple[int, str]]:
     return sorted((int(rank), weights) for rank, weights in found)
 
 
-def _forget_the_end(checkpoints: Path) -> None:
-    """Take the job back to its last checkpoint before the end."""
-    written = sorted(checkpoints.iterdir())
-    assert [each.name for each in written] == ["checkpoint-000002", "checkpoint-000003"]
-    shutil.rmtree(written[-1])
-
-
 def _sbatch(folder: Path, step: int) -> str:
     """What the batch script writes when SLURM runs it, with two processors for each task."""
     stand_ins = folder / "bin"
@@ -74,21 +69,25 @@ def _sbatch(folder: Path, step: int) -> str:
     (stand_ins / "srun").chmod(0o755)
     variables = environment(SLURM_JOB_ID=str(os.getpid()), SLURM_CPUS_PER_TASK="2", STEP=str(step))
     variables["PATH"] = f"{stand_ins}:{variables['PATH']}"
-    command = ["bash", str(EXAMPLES / "train.sbatch")]
-    ended = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    return output(["bash", str(EXAMPLES / "train.sbatch")], cwd=folder, env=variables)
+
+
+def _check_that_it_goes_on(start: Callable[[int], str], checkpoints: Path) -> None:
+    """Start a job twice, the second time without its last checkpoint."""
+    first = _workers(start(0))
+    assert [rank for rank, _ in first] == [0, 1, 2, 3]
+    assert len({weights for _, weights in first}) == 1, "all workers of both nodes end with the same weights"
+    written = sorted(checkpoints.iterdir())
+    assert [each.name for each in written] == ["checkpoint-000002", "checkpoint-000003"]
+    shutil.rmtree(written[-1])
+    again = start(1)
+    assert "goes on at step 200" in again
+    assert _workers(again) == first, "bsp makes the same steps again"
 
 
 def test_the_batch_script_trains_on_two_nodes_and_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     folder = _program(tmp_path / "work")
-    first = _workers(_sbatch(folder, 0))
-    assert [rank for rank, _ in first] == [0, 1, 2, 3]
-    assert len({weights for _, weights in first}) == 1, "all workers of both nodes end with the same weights"
-    _forget_the_end(folder / "runs" / str(os.getpid()))
-    again = _sbatch(folder, 1)
-    assert "goes on at step 200" in again
-    assert _workers(again) == first, "bsp makes the same steps again"
+    _check_that_it_goes_on(partial(_sbatch, folder), folder / "runs" / str(os.getpid()))
 
 
 def test_options_of_the_batch_script_fit_each_other() -> None:
@@ -127,7 +126,7 @@ def test_the_pods_train_as_one_job_and_go_on_from_its_checkpoint(tmp_path: Path)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     folder = _program(tmp_path / "work")
 
-    def pods() -> str:
+    def pods(_step: int) -> str:
         """What both pods write: their command, with this machine as pod 0, and the volume as a folder."""
         command = container["args"][0].replace("train-0.fastps:29400", f"127.0.0.1:{free_port()}")
         command = command.replace("/runs", str(tmp_path / "runs")).replace("-n 4", "-n 2")
@@ -135,17 +134,12 @@ def test_the_pods_train_as_one_job_and_go_on_from_its_checkpoint(tmp_path: Path)
         (tmp_path / "runs").mkdir(exist_ok=True)
         return _together([*container["command"], command], folder, [{**variables, "JOB_COMPLETION_INDEX": i} for i in "01"])
 
-    first = _workers(pods())
-    assert [rank for rank, _ in first] == [0, 1, 2, 3] and len({weights for _, weights in first}) == 1
-    _forget_the_end(tmp_path / "runs" / "train")
-    again = pods()
-    assert "goes on at step 200" in again and _workers(again) == first
+    _check_that_it_goes_on(pods, tmp_path / "runs" / "train")
 
 
 def _together(command: Sequence[str], folder: Path, nodes: Sequence[Mapping[str, str]]) -> str:
     """The output of the same command with each node's variables."""
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    running = [subprocess.Popen(command, cwd=folder, env=environment(**own), **pipes) for own in nodes]
+    running = [started(command, cwd=folder, env=environment(**own), stderr=subprocess.STDOUT) for own in nodes]
     printed = [each.communicate(timeout=180)[0] for each in running]
     assert [each.returncode for each in running] == [0, 0], printed
     return "".join(printed)
