@@ -58,13 +58,9 @@ def test_what_modules_share_is_compiled_with_them(build: Any) -> None:
     assert [extension.name for extension in build.extensions()].count(build.SHARED) == 1
 
 
-def test_compile_commands_go_through_ccache_where_there_is_one(build: Any, ccache: Path) -> None:
-    assert build.behind_ccache(["cc", "-O2"]) == [str(ccache), "cc", "-O2"]
-
-
-@pytest.mark.parametrize("command", [["ccache", "cc"], ["/opt/bin/ccache", "cc"], ["sccache", "cc"]])
-def test_a_compiler_that_is_cached_already_is_left_as_it_is(build: Any, ccache: Path, command: list[str]) -> None:
-    assert build.behind_ccache(command) == command
+@pytest.mark.parametrize("cached", [(), ("ccache",), ("/opt/bin/ccache",), ("sccache",)])
+def test_compile_commands_go_through_ccache_where_there_is_one_and_once(build: Any, ccache: Path, cached: tuple[str]) -> None:
+    assert build.behind_ccache([*cached, "cc", "-O2"]) == [*(cached or [str(ccache)]), "cc", "-O2"]
 
 
 def test_no_ccache_is_needed(build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -245,16 +245,15 @@ def test_the_version_is_printed_without_a_command() -> None:
 
 
 def test_resuming_takes_the_newest_whole_checkpoint_and_says_so_and_starts_nothing_without_one(tmp_path: Path) -> None:
-    script, saved = tmp_path / "script.py", tmp_path / "saved"
-    script.write_text("import os; print('from', os.environ['FASTPS_RESUME'])")
+    script, saved = program(tmp_path, "import os; print('from', os.environ['FASTPS_RESUME'])")[1], tmp_path / "saved"
     with fastps.Store.create({"w": np.ones(3, np.float32)}, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
         folders = [fastps.save(worker, saved), fastps.save(worker, saved)]
     (folders[1] / "checkpoint.json").write_text("{}")
-    done = commands.fastps("run", "-n", "2", "--resume", str(saved), str(script))
+    done = commands.fastps("run", "-n", "2", "--resume", str(saved), script)
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] from {folders[0]}" for rank in range(2)]
     assert f"{folders[1]}: field 'format': expected int, found nothing" in done.stderr
     assert f"the newest whole one is taken: {folders[0]}, version 0" in done.stderr
     (folders[0] / "tensors.safetensors").write_text("")
-    done = commands.fastps("run", "-n", "2", "--resume", str(saved), str(script))
+    done = commands.fastps("run", "-n", "2", "--resume", str(saved), script)
     assert (done.returncode, done.stdout) == (2, "")
     assert str(folders[0]) in done.stderr and str(folders[1]) in done.stderr

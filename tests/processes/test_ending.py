@@ -17,7 +17,7 @@ from fastps.errors import UsageError
 from fastps.processes.options import JobOptions
 from fastps.processes.outcome import LaunchedWorker
 from tests.support.processes import await_stop, is_stopped
-from tests.support.scripts import output
+from tests.support.scripts import output, program
 
 BEGIN = """
 import os, pathlib, signal, sys, time
@@ -44,9 +44,8 @@ class Job:
 
     def __init__(self, folder: Path, script: str, *options: str, ignored: signal.Signals | None = None) -> None:
         self.folder = folder
-        file = folder / "script.py"
-        file.write_text(BEGIN.format(folder=str(folder)) + script)
-        command = [sys.executable, "-m", "fastps.cli", "run", "-n", "2", *options, str(file)]
+        file = program(folder, BEGIN.format(folder=str(folder)) + script)[1]
+        command = [sys.executable, "-m", "fastps.cli", "run", "-n", "2", *options, file]
         with (folder / "log").open("w") as log:
             how: Any = {"stdout": log, "stderr": log, "start_new_session": True, "preexec_fn": partial(_inherit, ignored)}
             self.process = subprocess.Popen(command, **how)

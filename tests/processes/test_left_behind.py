@@ -11,6 +11,7 @@ import psutil
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
 from tests.support.processes import runs
+from tests.support.scripts import program
 
 BEGIN = """
 import os, pathlib, signal, subprocess, sys, time
@@ -24,8 +25,7 @@ def wait_for(name):
 
 
 def _launcher(folder: Path, script: str, options: JobOptions, workers: int = 2) -> Launcher:
-    (folder / "script.py").write_text(BEGIN.format(folder=str(folder)) + script)
-    return Launcher([sys.executable, str(folder / "script.py")], workers, options=options, env="torchrun")
+    return Launcher(program(folder, BEGIN.format(folder=str(folder)) + script), workers, options=options, env="torchrun")
 
 
 def _runs(folder: Path, name: str) -> bool:

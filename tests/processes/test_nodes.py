@@ -9,6 +9,7 @@ import pytest
 
 from fastps.system.ports import free_port
 from tests.support.processes import is_stopped, wait_until
+from tests.support.scripts import program, started
 
 SHOW = """
 import os
@@ -17,16 +18,16 @@ print(*(os.environ[name] for name in names), os.environ["FASTPS_JOB"])
 """
 
 
-def _launch(*arguments: str, port: int) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "fastps", "run", "--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def _launched(folder: Path, text: str, *nodes: list[str], port: int = 0) -> list["subprocess.Popen[str]"]:
+    """The launchers of a program on nodes, each with arguments of its own."""
+    place, script = f"127.0.0.1:{port or free_port()}", program(folder, text)[1]
+    command = [sys.executable, "-m", "fastps", "run", "--nnodes", "2", "--rendezvous", place]
+    return [started([*command, *arguments, script]) for arguments in nodes]
 
 
 @pytest.mark.slow
 def test_launchers_number_the_workers_of_all_nodes(tmp_path: Path) -> None:
-    script, port = tmp_path / "show.py", free_port()
-    script.write_text(SHOW)
-    launched = [_launch("-n", str(count), str(script), port=port) for count in (1, 2)]
+    launched = _launched(tmp_path, SHOW, ["-n", "1"], ["-n", "2"])
     ended = [process.communicate(timeout=60) for process in launched]
     assert [process.returncode for process in launched] == [0, 0], ended
     rows = sorted(line.split() for out, _ in ended for line in out.splitlines())
@@ -63,10 +64,9 @@ time.sleep(3 * (rank == 0))  # longer than the launcher lets others end by thems
 @pytest.mark.slow
 @pytest.mark.parametrize("attaches", [True, False])
 def test_launchers_of_several_nodes_let_a_job_go_on_after_a_loss_as_that_of_one_node(tmp_path: Path, attaches: bool) -> None:
-    script, port = tmp_path / "train.py", free_port()
-    script.write_text(OF_THE_SCRIPT % attaches)
     says = [] if attaches else ["--on-worker-loss", "continue"]  # the script's word is seen once it has attached
-    launched = [_launch("--node-rank", str(node), "-n", str(2 - node), *says, str(script), port=port) for node in range(2)]
+    nodes = [["--node-rank", str(node), "-n", str(2 - node), *says] for node in range(2)]
+    launched = _launched(tmp_path, OF_THE_SCRIPT % attaches, *nodes)
     errors = [process.communicate(timeout=90)[1] for process in launched]
     assert [process.returncode for process in launched] == [0, 0], errors
     assert "was not replaced; the job went on without it" in errors[0]
@@ -79,9 +79,7 @@ def test_launchers_of_several_nodes_let_a_job_go_on_after_a_loss_as_that_of_one_
     ([["--node-rank", "0"], ["--nnodes", "3", "--node-rank", "1"]], "give the same --nnodes everywhere"),
 ])  # fmt: skip
 def test_launchers_that_do_not_fit_together_are_told_why(tmp_path: Path, arguments: list[list[str]], message: str) -> None:
-    script, port = tmp_path / "show.py", free_port()
-    script.write_text("import time\ntime.sleep(100)")
-    launched = [_launch(*each, str(script), port=port) for each in arguments]
+    launched = _launched(tmp_path, "import time\ntime.sleep(100)", *arguments)
     wait_until(lambda: any(process.poll() is not None for process in launched), 90, "nobody was refused")
     for process in launched:
         if process.poll() is None:  # it waits for a node that was refused, or trains
@@ -98,9 +96,8 @@ def _listens(port: int) -> bool:
 
 @pytest.mark.slow
 def test_a_launcher_that_waits_for_other_nodes_obeys_ctrl_z_and_then_sigterm(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("")
     port = free_port()
-    launched = _launch("--node-rank", "0", "-n", "1", "--start-method", "spawn", str(tmp_path / "train.py"), port=port)
+    (launched,) = _launched(tmp_path, "", ["--node-rank", "0", "-n", "1", "--start-method", "spawn"], port=port)
     try:
         wait_until(lambda: _listens(port), 90, "nobody listens at the rendezvous")
         launched.send_signal(signal.SIGTSTP)

@@ -33,7 +33,7 @@ def started(command: Sequence[str | Path], **how: Any) -> "subprocess.Popen[str]
 
 def output(command: Sequence[str | Path], **how: Any) -> str:
     """What a program, which must succeed, writes to standard output; `how` has other arguments of Popen."""
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    ended: subprocess.CompletedProcess[str] = subprocess.run(command, capture_output=True, text=True, check=False, **how)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import urllib.request
 from dataclasses import replace
@@ -14,6 +13,7 @@ import pytest
 import fastps
 from fastps.telemetry.prometheus import families, parse_address, served
 from fastps.telemetry.scalars import COUNTER, STALENESS, values_of
+from tests.support.scripts import started
 from tests.telemetry.jobs import look_at, needs, step, stepping
 
 needs("prometheus_client", "prometheus")
@@ -111,8 +111,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_the_command_serves_localhost_until_ctrl_c() -> None:
-    command = [sys.executable, "-m", "fastps.cli", "top", "--prometheus", ":0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    server = started([sys.executable, "-m", "fastps.cli", "top", "--prometheus", ":0"])
     assert server.stderr is not None
     line = server.stderr.readline()
     url = line.split()[1].rstrip(";")

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from fastps.telemetry import tensorboard
 from fastps.telemetry.scalars import SCALARS, STALENESS, values_of
 from fastps.telemetry.tensorboard import JobWriter, written
 from tests.support import commands
+from tests.support.scripts import program, started
 from tests.telemetry.jobs import look_at, needs, step, stepping
 
 needs("tensorboard", "tensorboard")
@@ -237,9 +237,7 @@ opt.close()
 
 
 def _launch(folder: Path, *arguments: str) -> list[str]:
-    script = folder / "script.py"
-    script.write_text(_SCRIPT)
-    return ["run", "-n", "2", "--tensorboard", str(folder / "board"), str(script), *arguments]
+    return ["run", "-n", "2", "--tensorboard", str(folder / "board"), program(folder, _SCRIPT)[1], *arguments]
 
 
 @pytest.mark.slow
@@ -265,8 +263,7 @@ def test_a_workers_death_is_the_last_point(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_seen(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fastps.cli", *_launch(tmp_path, "5000")]
-    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    launcher = started([sys.executable, "-m", "fastps.cli", *_launch(tmp_path, "5000")])
     assert launcher.stdout is not None
     assert "twenty" in launcher.stdout.readline()
     time.sleep(0.5)
