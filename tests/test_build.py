@@ -58,8 +58,12 @@ def test_what_modules_share_is_compiled_with_them(build: Any) -> None:
     assert [extension.name for extension in build.extensions()].count(build.SHARED) == 1
 
 
-@pytest.mark.parametrize("cached", [(), ("ccache",), ("/opt/bin/ccache",), ("sccache",)])
-def test_compile_commands_go_through_ccache_where_there_is_one_and_once(build: Any, ccache: Path, cached: tuple[str]) -> None:
+@pytest.mark.parametrize(
+    "cached", [(), ("ccache",), ("/opt/bin/ccache",), ("sccache",)], ids=lambda cached: "".join(cached) or "plain"
+)
+def test_compile_commands_go_through_ccache_where_there_is_one_and_once(
+    build: Any, ccache: Path, cached: tuple[str, ...]
+) -> None:
     assert build.behind_ccache([*cached, "cc", "-O2"]) == [*(cached or [str(ccache)]), "cc", "-O2"]
 
 

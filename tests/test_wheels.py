@@ -50,7 +50,7 @@ UNSHARE = ("unshare", "--mount", *(() if os.geteuid() == 0 else ("--map-root-use
 
 def compilers() -> dict[str, Path]:
     """Whatever on the PATH compiles, assembles or links, by name, with the file behind it; and gcc's own passes."""
-    found = {}
+    found: dict[str, Path] = {}
     for folder in os.get_exec_path():
         for path in sorted(Path(folder).glob("*")) if Path(folder).is_dir() else ():
             if COMPILER.fullmatch(path.name) and path.is_file():

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ def command(sync: str, steps: int, mishap: str = "") -> list[str]:
 def main(sync: str, steps: str, mishap: str) -> None:
     """Train as the worker that the environment says."""
     who = environment.identity()
-    arguments = {"workers": who.workers, "sync": sync}
+    arguments: dict[str, Any] = {"workers": who.workers, "sync": sync}
     if who.rank == 0:
         store = fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0), job=who.name, **arguments)
     else:
