@@ -51,8 +51,7 @@ TESTED_TOGETHER = {
         "kernels/protocol/shard_locks"
     ),
     "tests/kernels/shm/test_damage.py": (
-        "kernels/memory/mapping kernels/shm/arena kernels/shm/format kernels/shm/offsets "
-        "kernels/shm/plan kernels/shm/view"
+        "kernels/memory/mapping kernels/shm/arena kernels/shm/format kernels/shm/offsets kernels/shm/plan kernels/shm/view"
     ),
     "tests/kernels/simulation/test_simulator.py": "kernels/simulation/network",
     "tests/lab/demo/test_training.py": (
