@@ -128,11 +128,33 @@ def find_described(job: str, timeout_s: float, clock: Clock) -> tuple[rendezvous
 
 def arena_of(job: str, timeout_s: float, clock: Clock, *, writable: bool = False) -> Arena:
     """Map the arena of a job without joining it. Raises AttachError, and ArenaError for one that this fastps cannot read."""
-    with find(job, None, timeout_s, clock) as answer:
-        try:
-            return Arena(shared_memory.map_shared(answer.memfd, writable=writable))
-        except ValueError as error:
-            raise ArenaError(f"job {job}: {error}") from error
+    with find(job, None, timeout_s, clock) as offer:
+        return mapped(job, offer, writable=writable)
+
+
+def mapped(job: str, offer: rendezvous.Offer, *, writable: bool = False) -> Arena:
+    """Map the arena of an offer. Raises ArenaError for one that this fastps cannot read."""
+    try:
+        return Arena(shared_memory.map_shared(offer.memfd, writable=writable))
+    except ValueError as error:
+        raise ArenaError(f"job {job}: {error}") from error
+
+
+def places_with(job: str, memory: os.stat_result) -> set[rendezvous.Place]:
+    """The listening places of a job that has this memory; none once another one has its name: it was killed, and begun anew."""
+    places = listening().get(job, set())
+    return places if any(_offers(job, place, memory) for place in sorted(places, key=str)) else set()
+
+
+def _offers(job: str, place: rendezvous.Place, memory: os.stat_result) -> bool:
+    """Whether the process at a place offers this memory, or does not say."""
+    try:
+        with rendezvous.connect(job, place, _ASK_TIMEOUT_S, observer=True) as offer:
+            return os.path.samestat(os.fstat(offer.memfd), memory)
+    except (rendezvous.Absent, rendezvous.AbiDiffers):
+        return False
+    except (rendezvous.Silent, OSError):
+        return True
 
 
 def _first(job: str, lanes: int, ask: Callable[[rendezvous.Place], Found], timeout_s: float, clock: Clock) -> Found:

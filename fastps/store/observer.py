@@ -3,6 +3,7 @@
 An observer maps the arena read-only, never pins a buffer and never takes a shard lock.
 """
 
+import os
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
@@ -142,7 +143,8 @@ class Observer:
     def __init__(self, job: str, timeout_s: float, clock: Clock) -> None:
         self._job = job
         self._clock = clock
-        self._arena = discovery.arena_of(job, timeout_s, clock)
+        with discovery.find(job, None, timeout_s, clock) as offer:
+            self._arena, self._memory = discovery.mapped(job, offer), os.fstat(offer.memfd)
         self._board = BoardView.of(job, clock)
 
     def statistics(self) -> list[WorkerStatistics]:
@@ -174,7 +176,7 @@ class Observer:
             workers, shards = statistics_of(self._arena), shard_statistics_of(self._arena)
             if settled := before == self._versions():
                 break
-        places = discovery.listening().get(self._job, set())
+        places = discovery.places_with(self._job, self._memory)
         workers = [self._with_death(row, places) for row in workers]
         return Look(
             seen_ns=self._clock.now_ns(),

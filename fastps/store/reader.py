@@ -42,7 +42,7 @@ class WeightsReader:
         self._name: rendezvous.ReaderName | None = None
         with offer:
             try:
-                described = Description.of(text)
+                described, self._identity = Description.of(text), os.fstat(offer.memfd)
                 self._workers = described.workers
                 self._memory = WeightsMemory(shared_memory.map_shared(offer.memfd, writable=False), described.parameters)
                 control = Arena(shared_memory.map_shared(offer.memfd))
@@ -144,7 +144,7 @@ class WeightsReader:
     def over(self) -> bool:
         """Whether the job has ended: no process answers for it, or every worker has left, failed or died."""
         before = self._memory.arena.lane_states()
-        listening = discovery.listening().get(self.job, set())
+        listening = discovery.places_with(self.job, self._identity)
         states = self._memory.arena.lane_states()
         # A worker listens before its lane is present and until it has left: a lane present before and after, without a
         # listener in between, is that of a worker that was killed.

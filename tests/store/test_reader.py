@@ -3,6 +3,7 @@
 Every push adds one to every weight, so all weights of a shard equal its version.
 """
 
+import contextlib
 import mmap
 import os
 import signal
@@ -209,6 +210,29 @@ def test_the_weights_outlive_the_job(is_killed: bool) -> None:
         assert reader.version == 5
     with pytest.raises(fastps.AttachError, match="found nobody"):
         WeightsReader(job, 0.1, SYSTEM_CLOCK)
+
+
+def test_a_job_that_is_killed_and_begun_anew_under_its_name_is_over_for_those_who_look_at_the_first() -> None:
+    job = f"anew-{os.getpid()}"
+
+    def first(ready: int) -> None:
+        with _store(job=job) as store, store.attach(0) as worker:
+            _steps(worker, 5)
+            os.write(ready, b"r")
+            time.sleep(60)
+
+    child, process_id = _ready(first)
+    with _open(job) as reader, contextlib.closing(fastps.observe(job)) as observer:
+        assert not reader.over and not observer.look().over
+        os.kill(process_id, signal.SIGKILL)
+        processes.finish([child], 10)
+        with _store(job=job) as store, store.attach(0) as worker:
+            look = observer.look()
+            assert look.over and [row.state for row in look.workers] == ["died"]
+            assert not reader.wait(6, timeout_s=30)
+            _steps(worker, 9)
+            with _open(job) as second:
+                assert (reader.newest, second.version, second.over) == (5, 9, False)
 
 
 def _waits_for_each(job: str, last: int) -> processes.Child:
