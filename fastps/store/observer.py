@@ -189,6 +189,10 @@ class Observer:
             tables=self._arena.n_tables,
         )
 
+    def is_of_arena_of(self, other: "Observer") -> bool:
+        """Whether both look at one arena, and not at two of one name."""
+        return os.path.samestat(self._memory, other._memory)
+
     def close(self) -> None:
         """Release the memory."""
         del self._arena

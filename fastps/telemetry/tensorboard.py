@@ -102,10 +102,16 @@ class JobWriter:
     def _find(self) -> None:
         job = self._job()
         for number in discovery.instances_of(job):
-            if number in self._followed:
+            before = self._followed.get(number)
+            if before is not None and not before.is_over:
                 continue
             with suppress(Error):  # it ended meanwhile, or its first process is just beginning
                 observer = observe(f"{job}.{number}" if number else job, timeout_s=0.0, clock=self._clock)
+                if before is not None and observer.is_of_arena_of(before.observer):
+                    observer.close()
+                    continue
+                if before is not None:  # the job begins anew
+                    before.close()
                 self._followed[number] = _Followed(observer, self._folder_of(job, number), self._clock)
 
     def _folder_of(self, job: str, number: int) -> Path:
@@ -119,7 +125,8 @@ class JobWriter:
 
 class _Followed:
     def __init__(self, observer: Observer, folder: Path, clock: Clock) -> None:
-        self._observer = observer
+        self.observer = observer
+        self.is_over = False
         self._folder = folder
         self._clock = clock
         self._files: dict[tuple[str, int], EventFile] = {}
@@ -127,7 +134,8 @@ class _Followed:
 
     def write(self) -> None:
         """Write a point, unless nothing has happened since the last. Raises OSError."""
-        look = self._observer.look()
+        look = self.observer.look()
+        self.is_over = look.over
         if self._before is not None and _progress(self._before) == _progress(look):
             return
         unix_s, step = self._clock.unix_ns() / 1e9, updates_of(look)
@@ -142,7 +150,7 @@ class _Followed:
         self._before = look
 
     def close(self) -> None:
-        self._observer.close()
+        self.observer.close()
         for file in self._files.values():
             file.close()
 

@@ -129,6 +129,22 @@ def test_a_second_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert _last(folder / job / "worker0", "worker/steps") == 5
 
 
+def test_a_job_that_begins_anew_is_followed_again(tmp_path: Path) -> None:
+    job, hours = f"tensorboard-{os.getpid()}-anew", Hours()
+    with written(tmp_path, lambda: job, hours) as tick:
+        assert tick is not None
+        for steps in (5, 2):
+            with stepping(job) as worker:
+                step(worker, steps)
+                for _ in range(3):
+                    hours.unix_ns()
+                    tick()
+            hours.unix_ns()
+            tick()
+    assert [point.value for point in _read(tmp_path).Scalars("job/updates")] == [5, 5, 2, 2], "the second is of the end"
+    assert len(list(tmp_path.glob("events*"))) == 2, "no arena is followed twice"
+
+
 def test_a_scripts_second_optimizer_and_other_nodes_have_folders_of_their_own(tmp_path: Path) -> None:
     job = f"tensorboard-{os.getpid()}-several.node1"
     with stepping(f"{job}.1") as second, _ticking(tmp_path, job) as (first, tick):
