@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastps.checkpoint.format import Array, Checkpoint, refused
@@ -12,19 +13,24 @@ from fastps.torch.update_rules import entry_of
 def described_group(group: dict[str, Any]) -> dict[str, Any]:
     """A param_group's options as JSON values, without the parameters and the options that JSON cannot represent.
 
-    >>> described_group({"params": [], "lr": torch.tensor(0.5), "betas": (0.9, 0.99)})
-    {'lr': 0.5, 'betas': [0.9, 0.99]}
+    >>> described_group({"params": [], "lr": torch.tensor(0.5), "betas": (0.9, torch.tensor(0.5)), "eps": np.float32(0.25)})
+    {'lr': 0.5, 'betas': [0.9, 0.5], 'eps': 0.25}
     """
     described: dict[str, Any] = {}
     for name, value in group.items():
         if name in ("params", "param_names"):
             continue
-        plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        if plain is None or isinstance(plain, bool | int | float | str):
+        plain = [_plain(each) for each in value] if isinstance(value, tuple | list) else _plain(value)
+        parts = plain if isinstance(plain, list) else [plain]
+        if plain is None or isinstance(plain, str) or all(isinstance(each, int | float) for each in parts):
             described[name] = plain
-        elif isinstance(plain, tuple | list) and all(isinstance(each, int | float) for each in plain):
-            described[name] = list(plain)
     return described
+
+
+def _plain(value: Any) -> Any:
+    """A number of torch or NumPy as one of Python; other values as they are."""
+    is_number = isinstance(value, torch.Tensor | np.ndarray | np.generic) and len(value.reshape(-1)) == 1
+    return value.item() if is_number else value
 
 
 def restore_group(group: dict[str, Any], described: dict[str, Any]) -> None:
