@@ -6,6 +6,7 @@ imports torch and numpy only when it needs them, so help and usage errors appear
 
 import errno
 import importlib
+import io
 import logging
 import os
 import pkgutil
@@ -86,6 +87,8 @@ def main() -> None:
     occupy_standard_streams()
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for as long as the process lasts
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name, or a bar of fastps top, that its encoding lacks
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, a child that has ended has no exit code
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _end)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -398,6 +399,14 @@ def test_a_run_whose_worker_is_killed_leaves_a_trace(tmp_path: Path) -> None:
     assert check(trace) == []
     assert len(trace.steps_of(1)) >= 19
     assert not folders_of(file)
+
+
+def test_a_name_that_the_outputs_encoding_lacks_ends_no_command(honest: dict[str, Trace], tmp_path: Path) -> None:
+    write(next(iter(honest.values())), file := tmp_path / "run.trace")
+    command = [sys.executable, "-m", "fastps", "trace", str(file), "--perfetto", str(tmp_path / "ü.json")]
+    shown = subprocess.run(command, capture_output=True, check=False, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert b"\\xfc.json" in shown.stdout.replace(b"\n", b"") and (tmp_path / "ü.json").exists()
 
 
 @pytest.mark.parametrize("command", ["trace", "advise"])
