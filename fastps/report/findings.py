@@ -11,7 +11,7 @@ from fastps.errors import Error
 from fastps.report.figure import listed, number_text, seconds_text
 from fastps.tracing.check import check
 from fastps.tracing.endings import ABSENT, CUT_SHORT, FAILED, KILLED, Ending, Pause, endings, pauses
-from fastps.tracing.file import Trace
+from fastps.tracing.file import EVENT_DEATH, EVENT_EXPULSION, EVENT_JOIN, Trace
 from fastps.tracing.merging import nodes_of
 from fastps.tracing.series import leads, span_of
 from fastps.tracing.summary import Row, pace_rows, summary_row, time_rows, worker_rows
@@ -86,6 +86,7 @@ def findings_of(facts: Facts) -> list[Finding]:
     """Return the findings, the worst first; if nothing is wrong, one says so."""
     found = [
         *_lost(facts),
+        *_replaced(facts),
         *_paused(facts),
         *_wrong_log(facts),
         *_straggler(facts),
@@ -127,6 +128,21 @@ def _lost(facts: Facts) -> Iterator[Finding]:
             CUT_SHORT: f"Worker {worker} was lost, {when}: it was killed, or it crashed.",
         }[ending.kind]
         yield Finding(ending.kind.replace(" ", "-"), BAD, what, _aftermath(facts, ending), worker, at_s)
+
+
+def _replaced(facts: Facts) -> Iterator[Finding]:
+    events = facts.trace.events[facts.trace.events["shard"] == 0]  # none where the run cannot be replayed
+    unseen = {ending.worker for ending in facts.endings if not ending.is_lost} & set(facts.trace.header["unfinished"])
+    for lost in events[np.isin(events["kind"], (EVENT_DEATH, EVENT_EXPULSION))]:
+        worker, at_s = int(lost["worker"]), facts.at_s(int(lost["at_ns"]))
+        joins = events["at_ns"][(events["kind"] == EVENT_JOIN) & (events["worker"] == worker)]
+        later_s = [facts.at_s(int(join_ns)) - at_s for join_ns in joins if join_ns >= lost["at_ns"]]
+        if later_s:
+            unseen.discard(worker)
+            when = f"{seconds_text(at_s)} into the run, and replaced {seconds_text(later_s[0])} later"
+            yield Finding("replaced", WARNING, f"Worker {worker} was lost, {when}.", "", worker, at_s)
+    for worker in sorted(unseen):
+        yield Finding("replaced", WARNING, f"Worker {worker} was lost, and replaced.", "", worker)
 
 
 def _aftermath(facts: Facts, ending: Ending) -> str:

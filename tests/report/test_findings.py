@@ -10,7 +10,7 @@ import pytest
 from fastps.advice.advise import advise
 from fastps.report.findings import BAD, GOOD, NOTE, WARNING, Finding, facts_of, findings_of, lead_bound, straggler_of
 from fastps.tracing.check import check
-from fastps.tracing.file import DROPPED, Trace
+from fastps.tracing.file import DROPPED, EVENT_DEATH, EVENT_DTYPE, EVENT_JOIN, Trace
 from tests.report.traces import BEGIN, MS, asp, bsp, with_end
 
 
@@ -57,6 +57,19 @@ def test_a_failure_has_its_own_words() -> None:
     failed = _findings(replace(trace, header={**trace.header, "of_worker": notes, "unfinished": []}))["failed"]
     assert failed.title == "Worker 1 failed, 100 ms into the run."
     assert failed.detail.startswith("ValueError: no more data. It had made 10 steps; worker 0 went on")
+
+
+def test_a_worker_that_was_lost_and_replaced_is_told_of() -> None:
+    trace = asp([5, 5], 40)
+    events = np.zeros(3, EVENT_DTYPE)
+    events["kind"], events["worker"] = (EVENT_DEATH, EVENT_JOIN, EVENT_DEATH), (1, 1, 0)  # another for worker 0 never came
+    events["at_ns"] = BEGIN + np.array((50, 80, 150)) * MS
+    found = [each for each in findings_of(facts_of(replace(trace, events=events))) if each.level != NOTE]
+    assert [(each.kind, each.level, each.worker, each.at_s) for each in found] == [("replaced", WARNING, 1, 0.05)]
+    assert found[0].title == "Worker 1 was lost, 50 ms into the run, and replaced 30 ms later."
+    without = replace(trace, header={**trace.header, "unfinished": [1]})  # the last process in its place did finish
+    without.header["of_worker"]["1"]["finished"] = True
+    assert _findings(without)["replaced"].title == "Worker 1 was lost, and replaced."
 
 
 def test_an_absent_worker_is_named() -> None:
