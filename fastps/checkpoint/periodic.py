@@ -82,7 +82,7 @@ class Checkpointing:
         every = value_of("FASTPS_CHECKPOINT_EVERY") if every is None else every
         if every < 1:
             raise UsageError(f"expected a checkpoint every 1 update or more, found every={every}")
-        return folder, every
+        return folder.absolute(), every  # a script may change its working directory
 
     def after_step(self) -> None:
         """Start a checkpoint if one is due and this worker writes it. Raises EndedBySignalError after SIGTERM."""

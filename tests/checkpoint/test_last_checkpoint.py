@@ -51,6 +51,19 @@ def test_a_job_that_ends_leaves_a_checkpoint_of_its_last_version_and_one_that_re
     resumed.close()
 
 
+def test_checkpoints_are_in_the_folder_that_was_meant_when_the_job_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = _job(Path("runs"), every=2)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    _step(model, optimizer, 3)
+    optimizer.close()
+    assert _versions(tmp_path / "runs")[-1] == 3
+    assert not list(Path().iterdir())
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", ["StepLR", "ExponentialLR", "CosineAnnealingLR", "LinearLR", "OneCycleLR"])
 def test_a_schedule_that_is_stepped_to_where_a_resumed_job_begins_has_its_learning_rate(kind: str, tmp_path: Path) -> None:
