@@ -183,12 +183,13 @@ class Recorder:
     ) -> None:
         """Record that a push begins: of the gradient in `slot`, or -1, and of so many `rows` of tables in each shard."""
         cpu_ns, queue_ns = self._clock.thread_cpu_ns(), self._clock.thread_queue_ns()
+        lost_ns = max(0, now_ns - self._begin_ns - (cpu_ns - self._begin_cpu_ns))  # it may have lost its core since `now_ns`
         self._step = self._open[step] = _NO_STEP | {
             "begin_ns": self._begin_ns,
             "computed_ns": now_ns,
             "pushed_ns": now_ns,
             "cpu_ns": cpu_ns - self._begin_cpu_ns,
-            "queue_ns": queue_ns - self._begin_queue_ns if queue_ns >= 0 else -1,
+            "queue_ns": min(queue_ns - self._begin_queue_ns, lost_ns) if queue_ns >= 0 else -1,
             "read_version": read_version,
             "step": step,
             "samples": samples,

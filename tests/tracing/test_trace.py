@@ -19,7 +19,7 @@ import pytest
 
 import fastps
 from fastps.kernels.shm.arena import OUTCOME_FOLDED
-from fastps.system.clock import SYSTEM_CLOCK
+from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.tracing import parts
 from fastps.tracing import perfetto as trace_perfetto
 from fastps.tracing import summary as trace_summary
@@ -84,6 +84,27 @@ def test_times_of_a_step_follow_each_other_and_processor_time_is_apart_from_slee
     assert np.median(trace_summary.blocked_ns(slow)) > 14e6, "it slept 15 ms"
     assert np.median(slow["cpu_ns"]) < 5e6
     assert set(slow["samples"]) == {4}
+
+
+def test_a_core_that_is_lost_between_the_end_of_a_step_and_its_record_is_no_part_of_the_step(tmp_path: Path) -> None:
+    class Losing(Clock):
+        """A clock whose thread loses its core for a second before each reading of how long it had none."""
+
+        seconds = 0
+
+        def thread_queue_ns(self) -> int:
+            self.seconds += 1
+            return self.seconds * 1_000_000_000
+
+    with (
+        fastps.trace(tmp_path / "run.trace"),
+        fastps.Store.create({"w": np.ones(3, np.float32)}, fastps.SGD(0.1), clock=Losing()) as store,
+    ):
+        with store.attach(0) as worker:
+            for _ in range(5):
+                worker.step({"w": np.ones(3)})
+    steps = read(tmp_path / "run.trace").steps
+    assert (steps["queue_ns"] >= 0).all() and (steps["queue_ns"] <= steps["computed_ns"] - steps["begin_ns"]).all()
 
 
 @pytest.mark.parametrize("sync", ["asp", "bsp", "asp,shards=2"])
