@@ -22,7 +22,7 @@ from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDie
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.protocol.worker_lane import WorkerLane
-from fastps.membership.job_memory import VersionCopy, Views
+from fastps.membership.job_memory import VersionCopy, Views, by_name
 from fastps.membership.peers import Peers
 from fastps.membership.rendezvous import Listener
 from fastps.store.server_process import AgentPlan, DevicePlan
@@ -242,7 +242,7 @@ class DeviceWorker(Worker):
     @property
     def weights(self) -> Mapping[str, Any]:
         """The pulled weights by name, as arrays of the device's type. They must not be written to."""
-        return self._named(self.store.pulled_views(self.devices.shown_numbers(self.buffers)))
+        return by_name(self.store.layout.parameters, self.store.pulled_views(self.devices.shown_numbers(self.buffers)))
 
     def close(self, failure: str | None = None, *, stays: bool = False) -> None:
         """Wait until the others have left, because they read this worker's memory; not after a failure."""

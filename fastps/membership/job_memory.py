@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -22,6 +22,17 @@ from fastps.system.clock import Clock
 Floats = npt.NDArray[Any]
 """An array of float32, or of float64 in a job of that precision."""
 Views = list[Floats]
+
+
+def by_name(parameters: Sequence[Parameter], views: Sequence[Any]) -> MappingProxyType[str, Any]:
+    """Name to array of each parameter over flat views of them, also on a device."""
+    return MappingProxyType({each.name: _shaped(view, each) for each, view in zip(parameters, views, strict=True)})
+
+
+def _shaped(view: Any, parameter: Parameter) -> Any:
+    """The dimensions lie in memory in an order of their own (channels_last), without gaps."""
+    order = sorted(range(len(parameter.shape)), key=lambda each: -parameter.stride[each])
+    return view.reshape([parameter.shape[each] for each in order]).transpose([order.index(each) for each in range(len(order))])
 
 
 class WeightsMemory:

@@ -3,9 +3,8 @@
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 import numpy.typing as npt
@@ -17,7 +16,7 @@ from fastps.kernels.protocol.lane import BUSY, DONE
 from fastps.kernels.protocol.wait import Wait
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.shm.arena import LANE_LEFT
-from fastps.membership.job_memory import JobMemory
+from fastps.membership.job_memory import JobMemory, by_name
 from fastps.membership.membership import Membership
 from fastps.membership.peers import Owner
 from fastps.membership.stalls import Stalls, patience_ns
@@ -127,17 +126,13 @@ class AttachedLane:
         key = tuple(self.buffers)
         named = self._named_weights.get(key)
         if named is None:
-            named = self._named(self.store.weight_views(key))
+            named = by_name(self.store.layout.parameters, self.store.weight_views(key))
             for view in named.values():
                 view.flags.writeable = False
             if len(self._named_weights) >= _MOST_NAMED:
                 self._named_weights.clear()  # the shards' buffers combine in many ways
             self._named_weights[key] = named
         return named
-
-    def _named(self, views: Sequence[npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:
-        pairs = zip(self.store.layout.parameters, views, strict=True)
-        return MappingProxyType({parameter.name: view.reshape(parameter.shape) for parameter, view in pairs})
 
     def check_peers(self, now_ns: int | None = None) -> None:
         """Handle every peer that has died. Raises WorkerDiedError if the job ends with a lost worker, and as `check`."""

@@ -8,7 +8,6 @@ for.
 import errno
 import os
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Self
 
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from fastps.job.layout import Description
 from fastps.kernels.protocol.reader_pins import ReaderPins
 from fastps.kernels.shm.arena import LANE_FREE, Arena
 from fastps.membership import discovery, rendezvous
-from fastps.membership.job_memory import WeightsMemory
+from fastps.membership.job_memory import WeightsMemory, by_name
 from fastps.membership.peers import WORKER_PRESENT
 from fastps.system import shared_memory
 from fastps.system.clock import Clock
@@ -102,8 +101,7 @@ class WeightsReader:
         """
         self._check_usable()
         views = self._memory.weight_views(self.buffers)
-        pairs = zip(self._memory.parameters, views, strict=True)
-        return MappingProxyType({parameter.name: view.reshape(parameter.shape) for parameter, view in pairs})
+        return by_name(self._memory.parameters, views)
 
     def pull(self) -> None:
         """Pin the newest version of each shard; the versions before are given back. Nothing is copied."""

@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from fastps.kernels.protocol.wait import Wait
 from fastps.kernels.protocol.worker_lane import FULL
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership import rendezvous
-from fastps.membership.job_memory import JobMemory
+from fastps.membership.job_memory import JobMemory, by_name
 from fastps.membership.membership import Membership
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.background import Background
@@ -322,10 +321,9 @@ class Worker(AttachedLane):
         if self.lane.awaits and not self.lane.choose_slot():
             self.advance()
         if self.slot not in self._named_gradients:
-            named = zip(self.store.layout.parameters, self.store.gradient_views(self.rank, self.slot), strict=True)
-            self._named_gradients[self.slot] = MappingProxyType(
-                {parameter.name: view.reshape(parameter.shape) for parameter, view in named if not parameter.is_table}
-            )
+            pairs = zip(self.store.layout.parameters, self.store.gradient_views(self.rank, self.slot), strict=True)
+            dense = [(parameter, view) for parameter, view in pairs if not parameter.is_table]
+            self._named_gradients[self.slot] = by_name([pair[0] for pair in dense], [pair[1] for pair in dense])
         return self._named_gradients[self.slot]
 
     def _write_slot_header(self, slot: int, hypers: Sequence[Hyper], presence: bytes) -> None:

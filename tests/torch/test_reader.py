@@ -86,6 +86,21 @@ def test_parameters_are_found_by_name_and_others_stay() -> None:
         assert torch.equal(other.get_parameter("0.bias"), bias)
 
 
+def test_arrays_by_name_have_the_values_of_parameters_of_any_strides() -> None:
+    model = _model().to(memory_format=torch.channels_last)
+    with _wrapped(model, sync="bsp") as optimizer, fastps.reader(optimizer.worker.store.job) as reader:
+        _step(model, optimizer)
+        reader.pull()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        optimizer.expose_gradients()
+        for name, array in optimizer.worker.gradients.items():
+            array[...] = gradients[name]
+            assert torch.equal(model.get_parameter(name).grad, gradients[name])
+        for arrays in (reader.weights, optimizer.worker.weights):
+            assert not any(array.flags.writeable for array in arrays.values())
+            assert all(torch.equal(torch.tensor(array), model.get_parameter(name)) for name, array in arrays.items())
+
+
 def test_a_job_without_names_is_matched_by_place() -> None:
     model, other = _model(), _model(1)
     with _wrapped(model, model=None) as optimizer, fastps.reader(optimizer.worker.store.job) as reader:
