@@ -47,7 +47,8 @@ def main() -> None:
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # by the launcher's shell, and so in each worker
     if not is_ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    order = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        order = serve(control, sys.argv[2:])
     if order is None:
         os._exit(0)  # skip exit handlers: the imported modules were not used
     if not is_ignored:

@@ -137,6 +137,14 @@ def test_classes_of_a_forked_main_module_are_pickled_and_multiprocessing_finds_i
     assert capsys.readouterr().out == "[0] spawn [42]\n[0] fork [42]\n"
 
 
+def test_a_fork_server_leaves_nothing_that_python_warns_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    assert Launcher(program(tmp_path, "print('well')"), 1).run().exit_code == 0
+    assert capsys.readouterr() == ("[0] well\n", "")
+
+
 @pytest.mark.slow
 def test_torch_is_imported_once_without_threads_and_without_cuda(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
