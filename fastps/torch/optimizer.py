@@ -408,6 +408,8 @@ class DistributedOptimizer(OptimizerState):
 
         Use it to evaluate other weights, such as the best so far or an average: writing them into the parameters would change
         the memory that other workers read. To change the job's weights, use `DistributedOptimizer.replace_weights`.
+
+        Raises ValueError for tensors of other shapes.
         """
         return shown(self._tensors, list(values))
 

@@ -14,6 +14,7 @@ from fastps.job.update_rules import Rule
 from fastps.membership.job_memory import JobMemory
 from fastps.store.worker import Worker
 from fastps.torch.update_rules import MASTER, entry_of
+from fastps.torch.weights import check_shapes
 
 logger = logging.getLogger("fastps.torch")
 
@@ -141,11 +142,7 @@ def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Ten
     """
     with _republished(worker, tensors_of) as (weights, buffers), torch.no_grad():
         values = list(make([tensor.clone() for tensor in weights]))
-        if [value.shape for value in values] != [tensor.shape for tensor in weights]:
-            raise ValueError(
-                f"expected a tensor for each of {len(weights)} parameters, in their order and shapes, found"
-                f" {[tuple(value.shape) for value in values]}"
-            )
+        check_shapes(weights, values)
         for target, value in zip(weights, values, strict=True):
             target.copy_(value)
         _begin_average(worker.store, tensors_of, weights, buffers)

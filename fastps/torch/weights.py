@@ -146,12 +146,22 @@ def shaped_tensors(
     return made
 
 
+def check_shapes(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError unless there is a value for each tensor, of its shape."""
+    if [value.shape for value in values] != [tensor.shape for tensor in tensors]:
+        raise ValueError(
+            f"expected a tensor for each of {len(tensors)} parameters, in their order and shapes, found"
+            f" {[tuple(value.shape) for value in values]}"
+        )
+
+
 @contextlib.contextmanager
 def shown(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> Iterator[None]:
     """Show `values`, converted to the parameters' type and device, as these parameters inside the block; restore them then.
 
-    No other worker may use the memory of `values`.
+    No other worker may use the memory of `values`. Raises ValueError for other shapes.
     """
+    check_shapes(tensors, values)
     kept = [tensor.data for tensor in tensors]
     try:
         for tensor, value in zip(tensors, values, strict=True):

@@ -185,6 +185,9 @@ def test_other_weights_are_shown_for_an_evaluation_and_reach_nobody() -> None:
         before = [parameter.clone() for parameter in model.parameters()]
         with optimizer.shown_weights(torch.zeros_like(parameter) for parameter in model.parameters()):
             assert all(not parameter.any() for parameter in model.parameters())
+        for others in ([weight[None] for weight in before], before[:1]):
+            with pytest.raises(ValueError, match="in their order and shapes, found"), optimizer.shown_weights(others):
+                pass
         assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
         _train(model, optimizer, range(2, 3))
 
