@@ -314,6 +314,24 @@ def test_a_checkpoint_goes_on_in_fastps_and_in_plain_torch(tmp_path: Path, name:
         assert torch.allclose(ours, theirs, atol=1e-6), key
 
 
+def test_parameters_that_torch_gives_one_name_are_all_in_a_checkpoint(tmp_path: Path) -> None:
+    def wrapped(seed: int, **options: Any) -> tuple[list[torch.nn.Parameter], fastps.DistributedOptimizer]:
+        torch.manual_seed(seed)
+        others, model = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+        inner = torch.optim.Adam([*others.named_parameters(), *model.named_parameters()])
+        return [*others.parameters(), *model.parameters()], fastps.DistributedOptimizer(inner, model=model, **options)
+
+    tensors, optimizer = wrapped(0)
+    with optimizer:
+        fastps.save(optimizer, tmp_path)
+    saved = fastps.load(tmp_path).weights()
+    names = ["param_groups[0][0]", "param_groups[0][1]", "weight", "bias"]
+    assert [torch.tensor(saved[name]).tolist() for name in names] == [tensor.tolist() for tensor in tensors]
+    resumed, optimizer = wrapped(1, resume=tmp_path)
+    with optimizer:
+        assert [tensor.tolist() for tensor in resumed] == [tensor.tolist() for tensor in tensors]
+
+
 def test_each_optimizer_of_a_script_has_a_folder_and_goes_on_with_its_own_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
