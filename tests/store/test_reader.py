@@ -215,17 +215,16 @@ def test_the_weights_outlive_the_job(is_killed: bool) -> None:
 def test_a_job_that_is_killed_and_begun_anew_under_its_name_is_over_for_those_who_look_at_the_first() -> None:
     job = f"anew-{os.getpid()}"
 
-    def first(ready: int) -> None:
+    def first(ready: Callable[[], object]) -> None:
         with _store(job=job) as store, store.attach(0) as worker:
             _steps(worker, 5)
-            os.write(ready, b"r")
+            ready()
             time.sleep(60)
 
-    child, process_id = _ready(first)
+    child = processes.start_ready(first)
     with _open(job) as reader, contextlib.closing(fastps.observe(job)) as observer:
         assert not reader.over and not observer.look().over
-        os.kill(process_id, signal.SIGKILL)
-        processes.finish([child], 10)
+        processes.kill(child)
         with _store(job=job) as store, store.attach(0) as worker:
             look = observer.look()
             assert look.over and [row.state for row in look.workers] == ["died"]
