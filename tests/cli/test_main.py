@@ -203,6 +203,12 @@ def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
     assert outcome.stdout.strip() == "[0] ['-n', '7', '--sync', 'x', '--help']"
 
 
+def test_json_on_standard_output_is_one_object_also_where_the_script_prints(tmp_path: Path) -> None:
+    outcome = commands.done("run", "-n", "2", "--json", "-", program(tmp_path, "print('a word')")[1])
+    assert [row["exit_code"] for row in json.loads(outcome.stdout)["rows"]] == [0, 0]
+    assert "[1] a word" in outcome.stderr
+
+
 def test_a_failing_script_is_reported_with_exit_code_1(tmp_path: Path) -> None:
     outcome = commands.fastps("run", "-n", "2", program(tmp_path, "raise RuntimeError('boom')")[1])
     assert outcome.returncode == 1

@@ -430,6 +430,18 @@ def test_a_name_that_the_outputs_encoding_lacks_ends_no_command(honest: dict[str
     assert b"\\xfc.json" in shown.stdout.replace(b"\n", b"") and (tmp_path / "ü.json").exists()
 
 
+@pytest.mark.parametrize("arguments", [
+    ["trace", "--perfetto"], ["trace", "--output"], ["trace", "--json"], ["advise", "--json"], ["report", "-o"],
+])  # fmt: skip
+def test_no_command_writes_over_the_trace_that_it_reads(arguments: list[str], honest: dict[str, Trace], tmp_path: Path) -> None:
+    write(next(iter(honest.values())), file := tmp_path / "run.html")
+    before = file.read_bytes()
+    (tmp_path / "link.html").symlink_to(file)
+    done = commands.fastps(arguments[0], str(file), arguments[1], str(tmp_path / "link.html"))
+    assert done.returncode == 2 and "expected another file to write than the trace" in done.stderr, done.stderr
+    assert file.read_bytes() == before
+
+
 @pytest.mark.parametrize("command", ["trace", "advise"])
 def test_what_is_no_trace_is_one_sentence(command: str, tmp_path: Path) -> None:
     (tmp_path / "none").write_text("nothing")

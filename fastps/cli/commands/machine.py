@@ -1,5 +1,6 @@
 """The commands about this machine and what runs on it: run, top, bench, doctor, gpu-check."""
 
+import contextlib
 import logging
 import os
 import re
@@ -180,8 +181,12 @@ def run(
         if reason := settle(workers):
             logging.getLogger("fastps.launch").warning("%s", reason)
     spec, command = policy.spec if policy is not None else None, _command_of(arguments, module)
-    launcher = Launcher(command, workers, sync=spec, options=job, env=env, start_method=start_method, nodes=nodes, trace=trace)
-    raise typer.Exit(_report(_outcome(launcher, tensorboard), json_file))
+    with contextlib.redirect_stdout(sys.stderr if json_file == "-" else sys.stdout):  # what workers say is no JSON
+        launcher = Launcher(
+            command, workers, sync=spec, options=job, env=env, start_method=start_method, nodes=nodes, trace=trace
+        )
+        outcome = _outcome(launcher, tensorboard)
+    raise typer.Exit(_report(outcome, json_file))
 
 
 @commands.command(

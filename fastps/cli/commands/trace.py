@@ -50,6 +50,13 @@ def _trace_of(files: list[Path], *, merges: bool = False) -> "Trace":
     return merge_nodes(read) if len(read) > 1 or merges else read[0][1]
 
 
+def _check_targets(files: list[Path], *targets: Path | str | None) -> None:
+    """Raise UsageError for a file to write that is one of those that are read."""
+    for target in targets:
+        if target is not None and Path(target).resolve() in [file.resolve() for file in files]:
+            raise UsageError(f"{target}: expected another file to write than the trace, found the trace itself")
+
+
 @commands.command(
     rich_help_panel=WATCH,
     epilog="Examples:  fastps train --trace run.trace && fastps trace run.trace --check   |   fastps trace run.trace"
@@ -86,6 +93,7 @@ def trace(
 
     if profiles and perfetto is None:
         raise UsageError("--with adds to the file of --perfetto: expected --perfetto OUT.json beside it")
+    _check_targets(files, output, perfetto, json_file)
     found = _trace_of(files, merges=output is not None)
     console = console_of(json_file)
     rows: list[Row] = [{"kind": "node", **asdict(node)} for node in nodes_of(found)]
@@ -152,6 +160,7 @@ def replay(
     from fastps.lab.virtual.script import command_of
     from fastps.tracing.parts import load
 
+    _check_targets([file], json_file)
     command = command_of(arguments, "replay")
     if pause and not sys.stdin.isatty():
         raise UsageError("--pause: expected a terminal, at which pdb asks, found none")
@@ -223,6 +232,7 @@ def advise(
     elif train is not None:
         raise UsageError("--train: expected the trace of one node, found --links beside it")
 
+    _check_targets(files, json_file)
     specs = [policy.spec for policy in parse_policies(sync)] if sync is not None else None
     console = console_of(json_file)
     predict, self_test, title = _of_run(files[0], cores) if links is None else _of_nodes(context)
@@ -298,13 +308,14 @@ def report(
     from fastps.report import page, run
     from fastps.report.findings import NOTE
 
+    target = output or files[0].with_suffix(".html")
+    _check_targets(files, target, json_file)
     found = _trace_of(files)
     page.check_installed()
     row = run.result_of(_rows_of(result), found.header["sync"]) if result is not None else None
     console = console_of(json_file)
     with trace_report.bar(console, progress and console.is_terminal) as tick:
         made = run.page_of(found, files[0].name, row, tick)
-    target = output or files[0].with_suffix(".html")
     page.write(made, target)
     say(console, *(f"{finding.level}: {finding.title}" for finding in made.findings if finding.level != NOTE))
     say(console, f"{target}: {target.stat().st_size / 1e6:.1f} MB; open it in a browser")
