@@ -41,34 +41,34 @@ SIZES = {
     "segment": sizeof(fps_segment), "header": sizeof(fps_header),
 }
 
-cdef fps_lane *_lane = NULL
-cdef fps_readers *_readers = NULL
-cdef fps_descriptor *_descriptor = NULL
-cdef fps_shard_header *_shard = NULL
-cdef fps_work *_work = NULL
-cdef scheduler_t *_scheduler = NULL
-cdef worker_t *_worker = NULL
-
 # In bytes from the struct's begin, by "struct.word".
 OFFSETS = {
-    "lane.helping": <size_t> &_lane.helping, "lane.tail": <size_t> &_lane.tail,
-    "readers.wanted": <size_t> &_readers.wanted, "readers.event": <size_t> &_readers.event,
-    "shard_header.lock": <size_t> &_shard.lock, "shard_header.commit": <size_t> &_shard.commit,
-    "shard_header.records": <size_t> &_shard.records, "record.state_buffer": <size_t> &(<fps_record *> NULL).state_buffer,
-    "descriptor.slot": <size_t> &_descriptor.slot, "descriptor.kind": <size_t> &_descriptor.kind,
-    "work.chunk_floats": <size_t> &_work.chunk_floats, "work.mode": <size_t> &_work.mode,
-    "scheduler.policy": <size_t> &_scheduler.policy, "scheduler.links_offset": <size_t> &_scheduler.links_offset,
-    "scheduler.buckets_offset": <size_t> &_scheduler.buckets_offset,
-    "scheduler.lists_offset": <size_t> &_scheduler.lists_offset, "scheduler.n_workers": <size_t> &_scheduler.n_workers,
-    "scheduler.n_live": <size_t> &_scheduler.n_live, "scheduler.n_arrived": <size_t> &_scheduler.n_arrived,
-    "scheduler.fold_next": <size_t> &_scheduler.fold_next, "scheduler.grant_next": <size_t> &_scheduler.grant_next,
-    "scheduler.first_bucket": <size_t> &_scheduler.buckets.first, "scheduler.last_bucket": <size_t> &_scheduler.buckets.last,
-    "scheduler.free_bucket": <size_t> &_scheduler.free_bucket, "scheduler.frontier": <size_t> &_scheduler.frontier,
-    "scheduler.first_waiting": <size_t> &_scheduler.waiting.first,
-    "scheduler.n_dirty_workers": <size_t> &_scheduler.n_dirty_workers,
-    "scheduler.n_dirty_links": <size_t> &_scheduler.n_dirty_links,
-    "worker.waiting": <size_t> &_worker.waiting, "worker.cursor": <size_t> &_worker.cursor,
-    "worker.next_live": <size_t> &_worker.next_live, "bucket.waiting": <size_t> &(<bucket_t *> NULL).waiting,
+    "lane.helping": <size_t> &(<fps_lane *> NULL).helping, "lane.tail": <size_t> &(<fps_lane *> NULL).tail,
+    "readers.wanted": <size_t> &(<fps_readers *> NULL).wanted, "readers.event": <size_t> &(<fps_readers *> NULL).event,
+    "shard_header.lock": <size_t> &(<fps_shard_header *> NULL).lock,
+    "shard_header.commit": <size_t> &(<fps_shard_header *> NULL).commit,
+    "shard_header.records": <size_t> &(<fps_shard_header *> NULL).records,
+    "record.state_buffer": <size_t> &(<fps_record *> NULL).state_buffer,
+    "descriptor.slot": <size_t> &(<fps_descriptor *> NULL).slot, "descriptor.kind": <size_t> &(<fps_descriptor *> NULL).kind,
+    "work.chunk_floats": <size_t> &(<fps_work *> NULL).chunk_floats, "work.mode": <size_t> &(<fps_work *> NULL).mode,
+    "scheduler.policy": <size_t> &(<scheduler_t *> NULL).policy,
+    "scheduler.links_offset": <size_t> &(<scheduler_t *> NULL).links_offset,
+    "scheduler.buckets_offset": <size_t> &(<scheduler_t *> NULL).buckets_offset,
+    "scheduler.lists_offset": <size_t> &(<scheduler_t *> NULL).lists_offset,
+    "scheduler.n_workers": <size_t> &(<scheduler_t *> NULL).n_workers,
+    "scheduler.n_live": <size_t> &(<scheduler_t *> NULL).n_live,
+    "scheduler.n_arrived": <size_t> &(<scheduler_t *> NULL).n_arrived,
+    "scheduler.fold_next": <size_t> &(<scheduler_t *> NULL).fold_next,
+    "scheduler.grant_next": <size_t> &(<scheduler_t *> NULL).grant_next,
+    "scheduler.first_bucket": <size_t> &(<scheduler_t *> NULL).buckets.first,
+    "scheduler.last_bucket": <size_t> &(<scheduler_t *> NULL).buckets.last,
+    "scheduler.free_bucket": <size_t> &(<scheduler_t *> NULL).free_bucket,
+    "scheduler.frontier": <size_t> &(<scheduler_t *> NULL).frontier,
+    "scheduler.first_waiting": <size_t> &(<scheduler_t *> NULL).waiting.first,
+    "scheduler.n_dirty_workers": <size_t> &(<scheduler_t *> NULL).n_dirty_workers,
+    "scheduler.n_dirty_links": <size_t> &(<scheduler_t *> NULL).n_dirty_links,
+    "worker.waiting": <size_t> &(<worker_t *> NULL).waiting, "worker.cursor": <size_t> &(<worker_t *> NULL).cursor,
+    "worker.next_live": <size_t> &(<worker_t *> NULL).next_live, "bucket.waiting": <size_t> &(<bucket_t *> NULL).waiting,
     "link.next_waiting": <size_t> &(<link_t *> NULL).places[OF_WAITING].next,
 }
 
