@@ -101,6 +101,7 @@ def test_missing_headers_are_named(cache: Path, compiler: Path, monkeypatch: pyt
         built_loops.build()
 
 
+@pytest.mark.usefixtures("cache")
 def test_a_cache_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
