@@ -105,11 +105,15 @@ class JobGroup(ProcessGroup):
             -1,
         )
 
-    def _transfer(self, name: str, *arguments: Any) -> Work:
-        work: Work = getattr(self._gloo, name)(*arguments)
+    def send(self, *arguments: Any) -> Work:
+        """Gloo's send, which the caller waits for."""
+        work: Work = self._gloo.send(*arguments)
         return work
 
-    send, recv = partialmethod(_transfer, "send"), partialmethod(_transfer, "recv")  # Gloo's own, which the caller waits for
+    def recv(self, *arguments: Any) -> Work:
+        """Gloo's receive, which the caller waits for."""
+        work: Work = self._gloo.recv(*arguments)
+        return work
 
     def alltoall(self, received: list[torch.Tensor], sent: list[torch.Tensor], *_: Any) -> Work:
         """Each worker's tensors to all workers, by scatters: Gloo has no other way for tensors of several sizes."""

@@ -30,7 +30,7 @@ def by_name(parameters: Sequence[Parameter], views: Sequence[Any]) -> MappingPro
 
 
 def _shaped(view: Any, parameter: Parameter) -> Any:
-    """The dimensions lie in memory in an order of their own (channels_last), without gaps."""
+    """A flat view in its parameter's shape, whose dimensions may lie in memory in another order, without gaps."""
     order = sorted(range(len(parameter.shape)), key=lambda each: -parameter.stride[each])
     return view.reshape([parameter.shape[each] for each in order]).transpose([order.index(each) for each in range(len(order))])
 

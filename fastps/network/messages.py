@@ -31,8 +31,22 @@ class Kind(enum.IntEnum):
     edge for good, with a reason. In a job with a secret, CHALLENGE and PROOF come before HELLO.
     """
 
-    HELLO, WELCOME, REFUSED, PUSH, NULL, WEIGHTS, BEAT, LEAVE = range(1, 9)
-    FAILED, RESUME, FETCH, REOPEN, DONE, CHALLENGE, PROOF, FIRST = range(9, 17)
+    HELLO = 1
+    WELCOME = 2
+    REFUSED = 3
+    PUSH = 4
+    NULL = 5
+    WEIGHTS = 6
+    BEAT = 7
+    LEAVE = 8
+    FAILED = 9
+    RESUME = 10
+    FETCH = 11
+    REOPEN = 12
+    DONE = 13
+    CHALLENGE = 14
+    PROOF = 15
+    FIRST = 16
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ cdef int _place(fps_header *header) except -1:
     """Give every part its place, by the header's measures; parts that different processes write begin on their own pages."""
     cdef uint64_t offset, lanes = header.n_lanes, servers = header.n_servers, shards = header.n_shards
     cdef uint64_t slots = header.n_slots, ring_size = header.ring_size, parameters = header.n_parameters
-    # What a weight takes in a buffer, with a shown type its half, too; and a slot for each float, of which a double is two.
+    # The bytes of a weight in a buffer (with a shown type, its half, too), and of a float in a slot (a double is two floats).
     cdef uint64_t weight_bytes = sizeof(float) if header.shown_type == FPS_FLOAT32 else sizeof(float) + sizeof(uint16_t)
     cdef uint64_t gradient_bytes = sizeof(float) if header.gradient_type in (FPS_FLOAT32, FPS_FLOAT64) else sizeof(uint16_t)
     cdef uint64_t bitmap = (parameters + 63) // 64 * sizeof(uint64_t)

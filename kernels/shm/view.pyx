@@ -164,7 +164,7 @@ cdef class ArenaView:
             return self.base + self.header.spare_state_offset
         return self.base + self.header.state_offset + buffer * self.header.state_bytes
 
-    # -- numbers, checked: the words of a lane, say, that the arena has not would lie anywhere --------
+    # -- checks of numbers: a lane that the arena does not have would lie anywhere ----------------------
 
     cdef int _check_lane(self, uint32_t lane) except -1 nogil:
         return _check(b"lane", lane, self.header.n_lanes + self.header.n_servers)

@@ -52,9 +52,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so(name: str) -> None:
 @EACH
 def test_what_rounding_takes_from_a_sum_comes_with_the_next(name: str) -> None:
     """After many messages the receiver's total is off by what one message is off, not by as many."""
-    floats, codec = CHUNK_FLOATS + 80, ROUNDED[name]
-    sent, received = RoundedSender(codec, floats, is_sum=True), RoundedReceiver(codec)
-    random = torch.Generator().manual_seed(1)
+    sent, received, floats, random = _stream(name, is_sum=True, seed=1)
     total, arrived = torch.zeros(floats, dtype=torch.float64), torch.zeros(floats, dtype=torch.float64)
     for _ in range(20):
         values = torch.randn(floats, generator=random) * 1e-3 + 1e-3
@@ -68,9 +66,7 @@ def test_what_rounding_takes_from_a_sum_comes_with_the_next(name: str) -> None:
 @EACH
 def test_weights_arrive_exactly_once_they_stand_still(name: str) -> None:
     """The receiver has, bit for bit, what the sender thinks it has, and comes as near as the last difference is small."""
-    floats, codec = CHUNK_FLOATS + 80, ROUNDED[name]
-    sent, received = RoundedSender(codec, floats, is_sum=False), RoundedReceiver(codec)
-    random = torch.Generator().manual_seed(2)
+    sent, received, floats, random = _stream(name, is_sum=False, seed=2)
     weights = torch.randn(floats, generator=random)
     has = weights.clone()
     sent.begin(weights)
@@ -88,9 +84,7 @@ def test_weights_arrive_exactly_once_they_stand_still(name: str) -> None:
 @pytest.mark.parametrize("is_sum", [False, True])
 def test_a_message_can_be_sent_again_over_another_link(name: str, is_sum: bool) -> None:
     """The second time has the same bits, even where the first time ended early."""
-    floats, codec = CHUNK_FLOATS + 80, ROUNDED[name]
-    sent, received = RoundedSender(codec, floats, is_sum=is_sum), RoundedReceiver(codec)
-    random = torch.Generator().manual_seed(3)
+    sent, received, floats, random = _stream(name, is_sum=is_sum, seed=3)
     for _ in range(3):
         values = torch.randn(floats, generator=random)
         next(sent.encoded([values[:CHUNK_FLOATS], values[CHUNK_FLOATS:]]))
@@ -115,6 +109,12 @@ def test_a_step_that_begins_again_does_not_settle_its_own_message(name: str) -> 
             sender.settle_before(step)
             found.append(_journey(sender, received, values))
         assert torch.equal(*found)
+
+
+def _stream(name: str, *, is_sum: bool, seed: int) -> tuple[RoundedSender, RoundedReceiver, int, torch.Generator]:
+    """A stream's two ends, the floats of one of its messages, and random numbers for them."""
+    floats, codec = CHUNK_FLOATS + 80, ROUNDED[name]
+    return RoundedSender(codec, floats, is_sum=is_sum), RoundedReceiver(codec), floats, torch.Generator().manual_seed(seed)
 
 
 def _journey(sent: RoundedSender, received: RoundedReceiver, values: torch.Tensor) -> torch.Tensor:
