@@ -37,7 +37,6 @@ TESTED_TOGETHER = {
         "fastps/lab/gpus/host_streams fastps/lab/gpus/regions kernels/combining/fold_call"
     ),
     "tests/device/test_several_devices.py": "fastps/device/plan",
-    "tests/diagnostics/test_doctor.py": "fastps/diagnostics/finding fastps/diagnostics/gpu",
     "tests/edges/test_strangers.py": "fastps/system/unix_sockets",
     "tests/faults/test_restarts.py": "fastps/lab/live_faults",
     "tests/job/test_limits.py": "fastps/job/layout",

@@ -291,9 +291,9 @@ def check_training(device: str, placement: str, data: str, epochs: int = 3) -> I
 
 def check_ipc() -> Iterator[Row]:
     """Whether another process reads memory of each GPU, as `fastps doctor` finds out."""
-    from fastps.diagnostics import gpu
+    from fastps.lab.measuring import doctor
 
-    for found in gpu.gpu_findings():
+    for found in doctor.gpu_findings():
         works = found.value != "no" and (found.name, found.value) != ("GPUs", 0)
         is_judged = found.name != "MPS"  # a job runs without it, too
         yield {"check": "IPC", "name": found.name, "ok": works if is_judged else None, "missing": found.shown}

@@ -9,7 +9,7 @@ from fastps.cli.tables import Column, Rows
 from fastps.lab.stragglers import Arrival, Split
 
 if TYPE_CHECKING:
-    from fastps.diagnostics.finding import Finding
+    from fastps.lab.measuring.doctor import Finding
     from fastps.lab.measuring.links import MeasuredLink
     from fastps.lab.measuring.trial import Trial
     from fastps.lab.papers import row as paper

@@ -19,7 +19,7 @@ from fastps.job.options import OPTIONS, value_of
 
 Placement = Literal["host", "device"]
 _DEVICES = Path("/dev")
-PROBE = [sys.executable, "-m", "fastps.diagnostics.gpu"]
+PROBE = [sys.executable, "-m", "fastps.device.sharing"]
 _PROBE_S = 120.0
 BUCKET_MB = int(OPTIONS["FASTPS_BUCKET_MB"].default)
 

@@ -15,12 +15,12 @@ from fastps.bench.gpu.report import Report
 from fastps.bench.gpu.worker import GRADIENT, LEARNING_RATE, GpuJob, first_weights
 from fastps.bench.measure import SMOKE
 from fastps.device.cuda import CudaDevice
-from fastps.diagnostics import gpu
-from fastps.diagnostics.finding import Finding
 from fastps.errors import Error
 from fastps.job.specs import parse_policy
 from fastps.kernels.update import fold
 from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostDevice
+from fastps.lab.measuring import doctor
+from fastps.lab.measuring.doctor import Finding
 from tests.support.folds import fold_reference as reference
 
 
@@ -150,7 +150,7 @@ def test_a_job_that_fails_is_a_row_with_its_reason() -> None:
 
 def test_a_machine_without_the_daemon_of_mps_does_not_fail_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Finding("GPUs", 1, "1 (a GPU)"), Finding("MPS", "no", "does not run"), Finding("CUDA IPC", "works", "works")]
-    monkeypatch.setattr(gpu, "gpu_findings", lambda: found)
+    monkeypatch.setattr(doctor, "gpu_findings", lambda: found)
     assert [row["ok"] for row in gpu_check.check_ipc()] == [True, None, True]
     found[2] = Finding("CUDA IPC", "no", "does not work")
     assert [row["ok"] for row in gpu_check.check_ipc()] == [True, None, False]

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from fastps.bench.gpu import step_cuda
 from fastps.cli.main import app
 from fastps.device import placement
-from fastps.diagnostics import gpu as doctor_gpu
 from fastps.errors import Error, UnsupportedError, UsageError
 from fastps.kernels.cuda import runtime as cuda
 from fastps.processes.worker_environment import environment_of
@@ -117,8 +116,3 @@ def test_kernels_on_a_gpu_are_refused_where_there_is_none() -> None:
         assert isinstance(result.exception, Error) and "found" in str(result.exception)
     else:
         pytest.skip("there is a GPU here")
-
-
-def test_the_doctor_has_a_line_on_gpus() -> None:
-    findings = doctor_gpu.gpu_findings()
-    assert findings[0].name == "GPUs" and all(finding.ok for finding in findings)

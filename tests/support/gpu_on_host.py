@@ -17,11 +17,11 @@ from fastps.bench import peers
 from fastps.bench.gpu import check as gpu_check
 from fastps.bench.gpu import step_cuda
 from fastps.bench.gpu import worker as gpu_worker
-from fastps.device import cuda
+from fastps.device import cuda, sharing
 from fastps.device.placement import gpus_of_workers, placement
-from fastps.diagnostics import gpu
-from fastps.diagnostics.finding import Finding
 from fastps.lab.gpus.cuda_on_host import HostCuda, HostDevice
+from fastps.lab.measuring import doctor
+from fastps.lab.measuring.doctor import Finding
 from tests.torch.placements.test_staged import SeveralDevicesPlacement, StagedOptimizer, placed_by
 
 HERE = (sys.executable, "-m", "tests.support.gpu_on_host")
@@ -67,12 +67,13 @@ class StepOfFastps(step_cuda.FastpsCuda):
 def findings() -> list[Finding]:
     """What doctor finds of the devices."""
 
-    def read(reader: int, handles: Sequence[gpu.Handles]) -> list[str]:
+    def read(reader: int, handles: Sequence[sharing.Handles]) -> list[str]:
         command = [*HERE, "reader", str(reader), *(handle.hex() for pair in handles for handle in pair)]
         found: list[str] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         return found
 
-    return [gpu.sharing([cuda.CudaDevice(number) for number in range(len(GPUS))], read)]
+    works, said = sharing.try_sharing([cuda.CudaDevice(number) for number in range(len(GPUS))], read)
+    return [Finding("CUDA IPC", "works" if works else "no", said)]
 
 
 GpuJob = gpu_worker.GpuJob
@@ -86,12 +87,12 @@ if __name__ == "__main__":
         sys.argv[1:] = arguments
         gpu_worker.main()
     elif kind == "reader":
-        gpu._main(arguments)
+        sharing._main(arguments)
     else:
         gpu_check.WORKER = (*HERE, "worker")  # type: ignore[assignment]
         gpu_check.CASES = gpu_check.CASES[1:2]  # the others run the same code with other rules and disciplines
         gpu_check.faults = lambda device, gpus: gpu_check.check_going_on(device, "device", gpus)  # not on one GPU, too
-        gpu.gpu_findings = findings
+        doctor.gpu_findings = findings
         step_cuda.gpus = lambda: 1  # fewer than workers, so that NCCL is not asked
         step_cuda.FastpsCuda = StepOfFastps  # type: ignore[misc]
         peers.DistributedOptimizer = OnDevice  # type: ignore[misc]

@@ -332,7 +332,7 @@ def doctor(
     options.check_beside(context, "--nodes", "parameters", "output", "link_dtype", "node_rank", "interface", "trusted_network")
     if model_size is None:
         options.check_beside(context, "--model-size", "workers", "optimizer", "sync", "dtype")
-    from fastps.diagnostics import doctor as examination
+    from fastps.lab.measuring import doctor as examination
 
     sizes = () if model_size is None else _numbers("model-size", model_size)
     if len(sizes) > 1:

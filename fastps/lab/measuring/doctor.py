@@ -18,13 +18,15 @@ import numpy as np
 import psutil
 import torch
 
-from fastps.diagnostics.finding import Finding
-from fastps.diagnostics.gpu import gpu_findings
+from fastps.device.cuda import CudaDevice
+from fastps.device.interface import DeviceError
+from fastps.device.sharing import read_in_child, try_sharing
 from fastps.errors import Error, UsageError
 from fastps.job.layout import GRADIENT_NUMBERS, GradientType, Layout, place
 from fastps.job.plan import plan
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD, Rule, examples
+from fastps.kernels.cuda.launch_args import fold_kernel
 from fastps.kernels.shm.arena import Arena
 from fastps.kernels.shm.format import format_memory
 from fastps.kernels.update import fold
@@ -38,6 +40,16 @@ _FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT_PRIVATE = 128
 _ADDRESSABLE_BYTES = 1 << 47  # by a process on x86-64
 _MAP_NORESERVE = 0x4000  # on x86-64 and arm64; not every Python's mmap module defines it
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: `value` for programs (bytes, a number or a text), `shown` for people."""
+
+    name: str
+    value: int | float | str | None
+    shown: str
+    ok: bool = True
 
 
 def examine() -> list[Finding]:
@@ -146,6 +158,48 @@ def _two_workers_step() -> str:
     if found != [-1.5]:
         raise Error(f"expected weights of -1.5 after a step, found {found[:3]}: please report this, with the lines above")
     return "an arena was made, and two workers took a step together"
+
+
+def gpu_findings() -> list[Finding]:
+    """Return the findings on GPUs, one line if there is none. None fails: without a GPU or CuPy, jobs train on the CPU."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return [Finding("GPUs", 0, "torch finds none, which is fine: fastps trains on the CPU")]
+    names = ", ".join(sorted({torch.cuda.get_device_name(index) for index in range(count)}))
+    found = [
+        Finding("GPUs", count, f"{count} ({names}); torch {torch.__version__}, CUDA {torch.version.cuda}"),
+        _mps(),
+    ]
+    try:
+        devices = [CudaDevice(index) for index in range(count)]
+        devices[0].prepare(fold_kernel(fold.RULE_SGD, "float32"))
+    except DeviceError as error:
+        return [*found, Finding("shards on GPUs", "no", f"no, the fold runs on the CPU: {error}")]
+    found.append(Finding("shards on GPUs", "yes", "a kernel was compiled and loaded"))
+    if count > 1:
+        found.append(peer_access(count, torch.cuda.can_device_access_peer))
+    works, said = try_sharing(devices, read_in_child)
+    return [*found, Finding("CUDA IPC", "works" if works else "no", said)]
+
+
+def _mps() -> Finding:
+    """Whether the daemon of MPS runs, without which the kernels of several processes on one GPU take turns."""
+    if any(process.info["name"] == "nvidia-cuda-mps-control" for process in psutil.process_iter(["name"])):
+        return Finding("MPS", "yes", "runs: kernels of several workers on one GPU run side by side")
+    return Finding("MPS", "no", "does not run: several workers on one GPU take turns; `nvidia-cuda-mps-control -d` starts it")
+
+
+def peer_access(count: int, reaches: Callable[[int, int], bool]) -> Finding:
+    """Which of the pairs of GPUs have peer access. `reaches`: whether one reads another's memory."""
+    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+    reached = [pair for pair in pairs if reaches(*pair)]
+    one_way = [pair for pair in reached if pair[::-1] not in reached]
+    shown = "all reach each other" if len(reached) == len(pairs) else f"{len(reached)} of {len(pairs)} pairs: {reached}"
+    if one_way:
+        shown += f"; {one_way} in one direction only, which jobs on these GPUs refuse: use FASTPS_PLACEMENT=host"
+    elif len(reached) < len(pairs):
+        shown += "; jobs on the others need FASTPS_PLACEMENT=host"
+    return Finding("peer access", len(reached), shown)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,12 @@ import torch
 from fastps import SGD, Adam, Store
 from fastps.device.cuda import CudaDevice
 from fastps.device.interface import DeviceError
-from fastps.diagnostics import gpu
-from fastps.diagnostics.doctor import OPTIMIZERS, Need, examine, need_findings, need_of
-from fastps.diagnostics.finding import Finding
 from fastps.errors import PolicyError, UsageError
-from fastps.lab.gpus.cuda_on_host import Faults, HostCuda
-from tests.support import commands, processes
+from fastps.lab.gpus.cuda_on_host import HostCuda
+from fastps.lab.measuring import doctor
+from fastps.lab.measuring.doctor import OPTIMIZERS, Need, examine, gpu_findings, need_findings, need_of, peer_access
+from tests.device.test_sharing import read_in_fork
+from tests.support import commands
 
 PARAMETERS = 100_000
 
@@ -127,61 +126,9 @@ def test_a_share_is_rounded_up() -> None:
     assert need.per_worker_bytes == 4
 
 
-# -- GPUs, on the simulated runtime ------------------------------------------------------------------------------------------
-
-
-def _shared(reader: int, handles: Sequence[gpu.Handles], unreachable: frozenset[str] = frozenset()) -> list[str]:
-    """Let a forked process read the memory of all GPUs on GPU `reader`."""
-
-    def work() -> list[str]:
-        faults = Faults(unreachable=unreachable - {f"gpu {reader}"})
-        return gpu.read_shared(CudaDevice(0, HostCuda([f"gpu {reader}"], faults)), handles)
-
-    child = processes.start(work)
-    processes.finish([child], 20)
-    if child.exit_code:
-        raise DeviceError(child.outcome[1])
-    found: list[str] = child.outcome
-    return found
-
-
-def _sharing(count: int, read: Callable[[int, Sequence[gpu.Handles]], list[str]]) -> Finding:
-    api = HostCuda([f"gpu {number}" for number in range(count)], Faults(delay_s=0.01))
-    try:
-        return gpu.sharing([CudaDevice(number, api) for number in range(count)], read)
-    finally:
-        api.end()  # with the events, which CUDA leaves to the process's end
-
-
-def test_sharing_is_tried_between_each_pair_of_gpus_with_one_process_for_each_gpu() -> None:
-    readers: list[int] = []
-
-    def read(reader: int, handles: Sequence[gpu.Handles]) -> list[str]:
-        readers.append(reader)
-        return _shared(reader, handles)
-
-    found = _sharing(3, read)
-    assert found.value == "works" and "for all 9 pairs" in found.shown
-    assert readers == [0, 1, 2]
-
-
-def test_pairs_that_do_not_share_are_named_and_a_gpu_that_cannot_at_all_is_told_apart() -> None:
-    found = _sharing(2, lambda reader, handles: _shared(reader, handles, frozenset({"gpu 0", "gpu 1"})))
-    assert found.value == "works" and "[(1, 0), (0, 1)]: " in found.shown and "peer access" in found.shown
-
-    def refuse(reader: int, handles: Sequence[gpu.Handles]) -> list[str]:
-        raise DeviceError("no handles here")
-
-    found = _sharing(1, refuse)
-    assert found.value == "no" and "use FASTPS_PLACEMENT=host: no handles here" in found.shown
-
-
-def test_memory_with_other_contents_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(reader: int, handles: Sequence[gpu.Handles]) -> list[str]:
-        monkeypatch.setattr(gpu, "_WORDS", b"something")
-        return _shared(reader, handles)
-
-    assert "holds something else" in _sharing(1, read).shown
+def test_the_doctor_has_a_line_on_gpus() -> None:
+    findings = gpu_findings()
+    assert findings[0].name == "GPUs" and all(finding.ok for finding in findings)
 
 
 def test_kernels_that_do_not_compile_are_said_to_where_torch_finds_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,11 +140,11 @@ def test_kernels_that_do_not_compile_are_said_to_where_torch_finds_a_gpu(monkeyp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
     apis = [WithoutCompiler(["gpu 0"]), HostCuda(["gpu 0"])]
-    monkeypatch.setattr(gpu, "CudaDevice", lambda index: CudaDevice(index, api))
-    monkeypatch.setattr(gpu, "_in_child", _shared)
+    monkeypatch.setattr(doctor, "CudaDevice", lambda index: CudaDevice(index, api))
+    monkeypatch.setattr(doctor, "read_in_child", read_in_fork)
     shown = []
     for api in apis:
-        shown.append({finding.name: finding.shown for finding in gpu.gpu_findings()})
+        shown.append({finding.name: finding.shown for finding in gpu_findings()})
         api.end()
     assert shown[0]["shards on GPUs"] == "no, the fold runs on the CPU: NVRTC is not installed" and "CUDA IPC" not in shown[0]
     assert shown[1]["shards on GPUs"] == "a kernel was compiled and loaded" and "read them" in shown[1]["CUDA IPC"]
@@ -205,8 +152,8 @@ def test_kernels_that_do_not_compile_are_said_to_where_torch_finds_a_gpu(monkeyp
 
 
 def test_peer_access_in_one_direction_is_said_to_be_refused() -> None:
-    assert gpu.peer_access(2, lambda one, other: True).shown == "all reach each other"
-    found = gpu.peer_access(3, lambda one, other: (one, other) in {(0, 1), (1, 0), (2, 0)})
+    assert peer_access(2, lambda one, other: True).shown == "all reach each other"
+    found = peer_access(3, lambda one, other: (one, other) in {(0, 1), (1, 0), (2, 0)})
     assert found.value == 3 and "3 of 6 pairs" in found.shown and "[(2, 0)] in one direction only" in found.shown
-    none = gpu.peer_access(2, lambda one, other: False)
+    none = peer_access(2, lambda one, other: False)
     assert "need FASTPS_PLACEMENT=host" in none.shown
