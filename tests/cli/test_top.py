@@ -382,25 +382,28 @@ def test_without_a_name_none_and_several_jobs_have_exit_codes_of_their_own(found
     assert message in outcome.stderr
 
 
-def test_ctrl_c_at_the_command_is_a_clean_end(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("once", "code"), [([], 0), (["--once"], 130)])
+def test_ctrl_c_ends_a_look_with_its_rows_and_what_has_none_with_code_130(
+    request: pytest.FixtureRequest, tmp_path: Path, once: list[str], code: int
+) -> None:
     file = tmp_path / "rows.json"
     with _job(_name(request)) as job:
-        # The first pause says that it has begun, so that the signal comes in the middle of it.
+        # The long pause says that it has begun, so that the signal comes in the middle of it.
         program = (
             "from fastps.cli.main import main\nfrom fastps.system import clock\nwait = clock.Clock.sleep_ns\n"
-            "clock.Clock.sleep_ns = lambda self, ns: (print('pause', flush=True), wait(self, ns))\n"
+            "clock.Clock.sleep_ns = lambda self, ns: (ns > 10**9 and print('pause', flush=True), wait(self, ns))\n"
             "main()"
         )
-        command = [sys.executable, "-c", program, "top", job.store.job, "--interval", "50", "--json", str(file)]
+        command = [sys.executable, "-c", program, "top", job.store.job, *once, "--interval", "50", "--json", str(file)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None and process.stderr is not None
             for line in process.stdout:  # ends, too, where the command did
                 if "pause" in line:
                     break
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 0
+            assert process.wait(20) == code
             assert process.stderr.read() == ""
-    assert json.loads(file.read_text())["rows"][0]["state"] == "live"
+    assert [row["state"] for row in json.loads(file.read_text())["rows"][:1]] == ["live"] if not code else not file.exists()
 
 
 def test_the_launcher_names_the_job(tmp_path: Path) -> None:

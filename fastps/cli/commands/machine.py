@@ -8,7 +8,7 @@ import sys
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -209,25 +209,21 @@ def top(
 
     if not 0.01 <= interval <= 3600:
         raise UsageError(f"--interval: expected 0.01 to 3600 seconds, found {interval:g}")
-    try:
-        if prometheus:
-            if once or json_file is not None:
-                raise UsageError("--prometheus serves until Ctrl-C: expected neither --once nor --json beside it")
-            _serve(prometheus, job)
-        show = looking.look_once if once else looking.watch
-        rows = show(looking.choose_job(job), options.console_of(json_file), interval_s=interval, wide=wide)
-    except KeyboardInterrupt:
-        raise typer.Exit from None
+    if prometheus:
+        if once or json_file is not None:
+            raise UsageError("--prometheus serves until Ctrl-C: expected neither --once nor --json beside it")
+        return _serve(prometheus, job)
+    show = looking.look_once if once else looking.watch
+    rows = show(looking.choose_job(job), options.console_of(json_file), interval_s=interval, wide=wide)
     options.save_rows("top", rows, json_file)
 
 
-def _serve(address: str, job: str | None) -> NoReturn:
+def _serve(address: str, job: str | None) -> None:
     from fastps.telemetry.prometheus import served
 
-    with served(address, job) as url:
+    with contextlib.suppress(KeyboardInterrupt), served(address, job) as url:
         say(Console(stderr=True), f"serving {url}; Ctrl-C ends it", soft_wrap=True)
-        threading.Event().wait()
-    raise AssertionError("nothing sets the event")
+        threading.Event().wait()  # for ever
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:
