@@ -48,12 +48,6 @@ def checked_page(target: Path | None, option: typer.CallbackParam) -> Path | Non
     return target
 
 
-def _renamed(given: str | None, option: typer.CallbackParam) -> None:
-    """Refuse an option by its old name: `run` would pass an unknown one on to the script."""
-    if given is not None:
-        raise UsageError(f"{option.opts[0]} is now --inject-faults {given}; `fastps chaos` is the simulation of faults")
-
-
 Options = dict[str, tuple[Any, Any]]
 """Options that several commands share: the annotation and the default of each parameter."""
 
@@ -164,7 +158,6 @@ JOB: Options = {
         metavar="kill:N,stop:N,seconds:S",
         help="Kill and stop (for 1 to 5 s) workers at random moments of the first S seconds; give --restarts for the killed.",
     ),
-    "old_chaos": option(str | None, None, "--chaos", hidden=True, callback=_renamed),
 }
 """Of the commands that start workers: how the job handles faults, and its checkpoints."""
 PLACE: Options = {

@@ -65,8 +65,6 @@ def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     (["stragglers", "--sync", "asp"], "waits for all workers, such as bsp, found asp"),
     (["stragglers", "--exponent", "-1"], "--exponent: expected 0 to 2, found -1"),
     (["stragglers", "--iterations", "4"], "expected N:ITERATIONS,... such as 2:900,4:500, found '4'"),
-    (["train", "--chaos", "kill:3"], "--chaos is now --inject-faults kill:3"),
-    (["run", "--chaos", "kill:3", EXAMPLE], "--chaos is now --inject-faults kill:3"),
     (["train", "--transfer-ms", "-5"], "--transfer-ms: expected 0 to 86400000 ms, which is a day, found -5"),
     (["train", "--compute-ms", "inf"], "--compute-ms: expected 0 to 86400000 ms, which is a day, found inf"),
     (["compare", "--transfer-ms", "nan"], "--transfer-ms: expected 0 to 86400000 ms, which is a day, found nan"),
