@@ -1,11 +1,18 @@
 """The clock of a job. All code below the command line takes a Clock, or a time that was read from one."""
 
+import io
 import os
 import threading
 import time
-from pathlib import Path
 
 import psutil
+
+
+class _ThreadsFile(io.FileIO):
+    """A file that is closed with the thread that keeps it, without a ResourceWarning."""
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Clock:
@@ -38,7 +45,7 @@ class Clock:
         file = getattr(_local, "schedstat", None)
         if file is None:
             try:
-                file = _local.schedstat = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115
+                file = _local.schedstat = _ThreadsFile("/proc/thread-self/schedstat")
             except OSError:
                 return -1
         try:

@@ -1,5 +1,9 @@
 """The system's clock: it never goes back, it counts a thread's time on a core, and a fork has counts of its own."""
 
+import gc
+import threading
+import warnings
+
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from tests.support import processes
 
@@ -37,3 +41,14 @@ def test_processes_of_a_machine_share_the_time() -> None:
 def test_a_fork_reads_its_own_queueing_time() -> None:
     parents_ns = SYSTEM_CLOCK.thread_queue_ns()  # opens the parent's file
     assert processes.ended(lambda: SYSTEM_CLOCK.thread_queue_ns() >= 0).outcome is (parents_ns >= 0)
+
+
+def test_a_threads_file_is_closed_with_the_thread_without_a_warning() -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        thread = threading.Thread(target=SYSTEM_CLOCK.thread_queue_ns)
+        thread.start()
+        thread.join()
+        del thread
+        gc.collect()
+    assert not found
