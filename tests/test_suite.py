@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import processes
+from fastps.network.tcp_store import connect_store
+from tests.support import nodes, processes
 from tests.support.sizes import mark_unsampled
 
 ROOT = Path(__file__).parents[1]
@@ -144,6 +146,15 @@ def test_a_forked_child_destroys_nothing_that_its_parent_left_in_cycles() -> Non
     child = processes.start(destroyed_here)
     processes.finish([child], 10)
     assert child.outcome is False
+
+
+def test_a_worker_that_is_forked_while_others_come_to_the_rendezvous_comes_too() -> None:
+    def come(rank: int, port: int) -> str:
+        connect_store("127.0.0.1", port, 30.0).set(f"{rank}", "")
+        return "came"
+
+    with nodes.rendezvous() as port:
+        assert processes.results([processes.start(partial(come, rank, port)) for rank in range(40)], 30) == ["came"] * 40
 
 
 class Case(pytest.Item):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -23,10 +24,27 @@ from tests.support.processes import Child
 
 @contextmanager
 def rendezvous() -> Iterator[int]:
-    """A store for nodes to find each other; gives its port."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store.port
-    del store
+    """A store for nodes to find each other, in a process of its own; gives its port.
+
+    The store's thread looks up the name of every client. A worker that its process forks meanwhile finds glibc's lock of the
+    resolver taken for ever, and hangs in its own first look-up.
+    """
+    mine, theirs = os.pipe()
+
+    def keep() -> None:
+        os.close(mine)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(theirs, str(store.port).encode())
+        signal.pause()
+
+    keeper = processes.start(keep)
+    os.close(theirs)
+    with os.fdopen(mine, "rb") as told:
+        port = int(told.read1())
+    try:
+        yield port
+    finally:
+        processes.kill(keeper)
 
 
 def start(
