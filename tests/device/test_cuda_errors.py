@@ -12,7 +12,7 @@ import fastps
 from fastps.device.cuda import CudaDevice
 from fastps.device.cuda_errors import LOST, named
 from fastps.device.interface import DeviceError, DeviceFailedError, DeviceMemoryError
-from fastps.kernels.shm.arena import LANE_DEAD
+from fastps.kernels.shm.arena import LANE_DEAD, LANE_FAILED
 from fastps.lab.gpus.cuda_on_host import Faults, HostCuda, HostCudaError, HostDevice, host_devices
 from tests.device import test_device as jobs
 from tests.device import test_server_of_several as served
@@ -191,7 +191,8 @@ def test_with_a_server_the_others_go_on_without_a_worker_whose_device_is_lost(lo
         processes.finish(children, 40)
         assert [child.exit_code for child in children] == [0, 1, 0, 0], [child.outcome for child in children]
         assert children[1].outcome[0] == "DeviceFailedError" and "worker 1: expected GPU 0 (gpu 1)" in children[1].outcome[1]
-        assert store.arena.lane_state(1) == LANE_DEAD
+        # It stays FAILED where all others have left before its process ends.
+        assert store.arena.lane_state(1) in (LANE_FAILED, LANE_DEAD)
         pushed = min(served.STEPS, store.arena.counters(1)["posted"])  # the message after all pushes says that it leaves
         moved = (jobs.first_weights()["d"] - children[0].outcome["d"]) / jobs.AMOUNT
         assert moved.round(2)[0] == 3 * served.STEPS + pushed
