@@ -336,7 +336,7 @@ def test_softsyncs_mean_staleness_is_n(n: int) -> None:
 
 @pytest.mark.parametrize("workers", [2, 5, 16])
 def test_r2sps_staleness_is_at_most_n_minus_1_and_reaches_it(workers: int) -> None:
-    """R2SP, section III-C, and figure 4b: equal workers always miss so many, and (figure 8) no two of them push at once."""
+    """R2SP, section III-C, and figure 4b: equal workers always miss so many; figure 8: they push one by one."""
     equal = constant(*[4_800_000] * workers)
     for spec, compute in (("r2sp:1", VARIED), ("r2sp:0.8", VARIED), ("r2sp:1", equal), ("r2sp:0.8", equal)):
         row = row_of(spec, workers=workers, steps=100, compute=compute)
