@@ -98,6 +98,7 @@ TESTED_TOGETHER = {
         "fastps/torch/attachment fastps/torch/gradients fastps/torch/model_buffers fastps/torch/schedules "
         "fastps/torch/state fastps/torch/update_rules fastps/torch/weights"
     ),
+    "tests/torch/test_written_weights.py": "fastps/store/agreed_writes",
     "tests/torch/test_optimizer_options.py": "fastps/torch/optimizer_state",
     "tests/torch/test_options.py": "fastps/torch/sampler",
     "tests/torch/test_row_wise_adagrad.py": "fastps/torch/own_optimizers",

@@ -44,6 +44,7 @@ class WeightsReader:
                 described, self._identity = Description.of(text), os.fstat(offer.memfd)
                 self._workers = described.workers
                 self._memory = WeightsMemory(shared_memory.map_shared(offer.memfd, writable=False), described.parameters)
+                self._view = shared_memory.map_private(offer.memfd)  # for a model, whose script may write
                 control = Arena(shared_memory.map_shared(offer.memfd))
                 self._name, reader = self._take_place(control)
                 what = f"reader {reader} of job {job}, for a weights buffer of its own,"

@@ -59,6 +59,7 @@ class Worker(AttachedLane):
         counted = store.arena.counters(rank)  # by the lane's earlier workers
         self._steps_before, lane.samples = counted["steps"], counted["samples"]
         lane.wait_ns, lane.compute_ns, lane.push_ns = counted["wait_ns"], counted["compute_ns"], counted["push_ns"]
+        lane.announce(0)
         self._listener = listener
         policy = self._policy
         self._goes_on_at_once, self._needs_samples = policy.at_once, policy.needs_samples  # each step reads them

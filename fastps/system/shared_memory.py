@@ -92,5 +92,19 @@ def map_shared(descriptor: int, *, writable: bool = True) -> SharedMapping:
     return memory
 
 
+def map_private(descriptor: int) -> SharedMapping:
+    """Map a whole arena once more, in which this process's writes stay its own. Raises ArenaError."""
+    try:
+        memory = SharedMapping(descriptor, private=True)
+    except OSError as error:
+        size = _shown(os.fstat(descriptor).st_size)
+        raise ArenaError(
+            f"the arena of {size} cannot be mapped once more, for the model: {error}; raise the limits of a process's data and"
+            " addresses (ulimit -d, ulimit -v)"
+        ) from error
+    memory.leave_out_of_dumps()
+    return memory
+
+
 def _shown(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

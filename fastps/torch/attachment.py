@@ -1,18 +1,19 @@
 """An optimizer's attachment to its job: the worker, the weights that its parameters show, and the gradients that it pushes."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from fastps.checkpoint.periodic import Checkpointing
-from fastps.errors import ArenaError
+from fastps.errors import ArenaError, ParameterChangedError
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership.job_memory import JobMemory
 from fastps.store import jobs_of_process
+from fastps.store.agreed_writes import disagreeing, others_of
 from fastps.store.equal_gradients import EqualGradients
 from fastps.store.worker import Worker
 from fastps.system import exit_handlers
@@ -20,7 +21,7 @@ from fastps.torch import foreign, state, tables
 from fastps.torch.gradients import hooked
 from fastps.torch.model_buffers import BufferRounds, ModelBuffers
 from fastps.torch.placements.host import HostPlacement
-from fastps.torch.weights import Weights
+from fastps.torch.weights import Weights, digest_of, merged
 
 logger = logging.getLogger("fastps.torch")
 
@@ -55,8 +56,12 @@ class Attachment:
         self._buffers, self._close, self._first_versions = buffers, close, versions
         self.is_late = False  # whether the job has weights that this worker's script does not know
         self.has_begun = False  # whether the first step has been made, before which a script may write weights
-        self._first: list[int] | None = None  # the first weights' buffers, while the parameters are the script's own memory
-        self._was_own = self._is_void = False  # whether they were that; whether its first gradient is not at the job's weights
+        self.is_settling = True  # whether it has not, or a parameter is memory of the script's own
+        self._own: Collection[int] = range(len(tensors)) if placement.keeps_own else ()  # parameters of the script's own memory
+        self._first: list[int] | None = None  # the buffers of the first weights, while the script knows no others
+        self._knows_first = True
+        self._everything = range(len(tensors))
+        self._is_void = False  # whether this worker's first gradient is not at the job's weights
         self.checkpointing: Checkpointing | None = None
         self._hooks: list[Any] = []
 
@@ -67,9 +72,18 @@ class Attachment:
         Its tensors are not of inference mode, in which a script may wrap, step or look: a later backward could not use them.
         """
         self.placement.begin()
+        try:
+            self.placement.use(worker)
+        except ArenaError as error:
+            worker.close(str(error))
+            worker.store.close()
+            raise
         self.worker, self.store = worker, worker.store
-        self.weights = Weights(self.tensors, self.store, partial(self.placement.shown_views, self.store))
-        self.is_late = worker.generation > 0
+        shown_views, view = partial(self.placement.shown_views, self.store), self.placement.view
+        self.weights = Weights(self.tensors, self.store, shown_views, view, self._own)
+        self.is_written = view.is_written if view is not None else lambda: False
+        self._counts = self._count_updates() if self._own else []
+        self.is_late, self._is_alone = worker.generation > 0, self.store.layout.lanes == 1
         policy = self.store.layout.policy
         self.clip = policy.clip
         self.gradients = tables.gradients_of(self.placement, worker, self.tensors, policy.waits_for_fold)
@@ -77,13 +91,6 @@ class Attachment:
         self.equal_gradients = EqualGradients(worker, reads_slots=self.placement.name != "device")
         exit_handlers.register(worker, self.leave, self.wait_for_others)
         jobs_of_process.register(worker, self.tensors, self._close, self.wait_for_others)
-        try:
-            self.placement.use(worker)
-        except ArenaError as error:
-            exit_handlers.forget(worker)
-            worker.close(str(error))
-            worker.store.close()
-            raise
 
     def hook(self, others: Sequence[Any]) -> None:
         """Copy gradients during backward, and take the job's weights. `others`: handles of hooks to remove at the end."""
@@ -104,7 +111,7 @@ class Attachment:
 
     def change_to(self, moved: Worker) -> None:
         """Leave the present job for another, which has its weights and its state."""
-        old = self.worker
+        old, self._own = self.worker, self.weights.own
         self.gradients.clone()
         self.use(moved)
         self.take_weights()
@@ -122,58 +129,89 @@ class Attachment:
         return self.placement.tensor_views(self.store, views)
 
     def take_weights(self, written: Collection[int] = ()) -> None:
-        """Update every parameter to the newest version. Autograd is told of those that this worker has `written`."""
-        if not self.has_begun and self._stays_own():
-            return
+        """Update every parameter to the newest version. Autograd is told of those that this worker has `written`.
+
+        In a job of several workers it is told of all, because the others write, too.
+        """
+        if self.is_settling:
+            return self._take_settling(written)
+        self.placement.pull(self.weights, self.worker, written if self._is_alone else self._everything)
+
+    def _take_settling(self, written: Collection[int]) -> None:
+        """Update while a parameter is memory of the script's own, or no step was made."""
+        if self.total_steps == 0 and self.placement.keeps_own:
+            return self._take_first()
         self._first = None
-        self.placement.pull(self.weights, self.worker, written)
+        if updated := self._updated():
+            self.weights.leave_alone(self.weights.own - updated)
+        self.is_settling = bool(self.weights.own) or not self.has_begun
+        self.placement.pull(self.weights, self.worker, written if self._is_alone else self._everything)
         if self.has_begun or not self.placement.shows_arena:
             return
         if self.total_steps == 0 and (self.is_late or self._first_versions or any(self._pulled_versions())):
             self.is_late = True  # replaces a lost worker, resumes, or its discipline does not wait for it
             self.weights.show_copies()  # so that a script that loads weights now does not write into the job's
-        self._accept_writes()
         self.weights.remember()
         self.has_begun = self.total_steps > 0
+        self.is_settling = bool(self.weights.own) or not self.has_begun
 
     def _pulled_versions(self) -> list[int]:
         return [self.worker.lane.shard_version(shard) for shard in range(self.store.arena.shards)]
 
-    def _stays_own(self) -> bool:
-        """Whether the parameters are the script's own memory with the first weights, until its first step ends.
+    def _take_first(self) -> None:
+        """Before the first step: leave the parameters the script's own memory, with the job's weights in it.
 
         So each worker may write them, also in terms of what they were (`p.mul_(0.5)`), and `_settle` compares.
         """
-        if self.total_steps or self.is_late or self._first_versions or not self.placement.keeps_own(self.store):
-            return False
         pulled = list(self.worker.pull())
-        if any(self._pulled_versions()) or pulled != (self._first if self._was_own else pulled):
-            return False  # others have trained, or weights were replaced
-        if not self._was_own:
-            self._first, self._was_own = pulled, True
-            self.weights.remember()
-        return True
+        has_trained = self.is_late or bool(self._first_versions) or any(self._pulled_versions())
+        if self._knows_first and not has_trained and self._first in (None, pulled):
+            self._first = self.weights.shown = pulled
+            return
+        self._first, self._knows_first, self.is_late = None, False, has_trained
+        self._check_form()
+        self.weights.take(pulled)
 
-    def take_newest(self) -> None:
-        """Take weights that only others have pushed. Autograd is told of every parameter in a shard with a new version."""
-        before = self._pulled_versions()
-        self.take_weights()
-        fresh = {shard for shard, (old, new) in enumerate(zip(before, self._pulled_versions(), strict=True)) if old != new}
-        self.weights.count_writes({index for index, each in enumerate(self.store.parameters) if each.shard in fresh})
+    def _count_updates(self) -> list[int]:
+        """How often each parameter was updated, by any worker."""
+        steps = [self.store.all_steps(buffer) for buffer in self.store.committed()[1]]
+        return [int(steps[parameter.shard][index]) for index, parameter in enumerate(self.store.parameters)]
 
-    def _settle(self, first: list[int]) -> None:
+    def _updated(self) -> set[int]:
+        """The parameters of the script's own memory that another worker has trained since this one attached."""
+        counts = self._count_updates() if self.weights.own else []
+        return {index for index in self.weights.own if counts[index] > self._counts[index]}
+
+    def settle_writes(self) -> None:
+        """Make what the script has written since the last step a part of this one, or raise ParameterChangedError.
+
+        A parameter without a gradient so far is memory of the script's own. With its first gradient it is the job's: what the
+        script made of it counts as written.
+        """
+        gained = {index for index in self.weights.own if self.tensors[index].grad is not None}
+        if self._first is not None:
+            self._settle(self._first, gained)
+        elif self.total_steps == 0 and self.placement.keeps_own:
+            self._is_void = bool(self.weights.differing(gained))
+        elif (gained or self._may_differ()) and (written := self._written(gained)):
+            self._take(written)
+        if gained:
+            self.weights.leave_alone(self.weights.own - gained)
+
+    def _settle(self, first: list[int], gained: Collection[int]) -> None:
         """Make what worker 0's script wrote before its first step the job's weights.
 
         Every other script writes the same, and its worker waits for worker 0's values. One that has others makes a null push.
         If others have trained by then, worker 0's values replace theirs.
         Raises ParameterChangedError for parameters of another form, and as `Worker.wait_until`.
         """
-        if (index := self.weights.misfit(first)) >= 0:
-            raise foreign.write_error(self.store.parameters[index].name, is_undone=False, has_moved=True)
-        if self.weights.are(first):
+        self._check_form()
+        arena, rank = self.store.arena, self.worker.rank
+        written = self._differing_first()
+        awaits = bool(rank and self.store.tables and self.worker.driver is None)  # their rows are trained in place
+        if not written and not awaits:
             return
-        arena, clock = self.store.arena, self.store.clock
-        if self.worker.rank == 0 and not any(self._pulled_versions()):
+        if rank == 0:
             initial = range(self.store.layout.workers)  # each of them reads the first weights before it attaches
             self._wait(lambda: all(arena.lane_states()[lane] not in (LANE_FREE, LANE_JOINING) for lane in initial))
             if any(Lane(arena, lane).posted() for lane in initial[1:]):
@@ -182,59 +220,114 @@ class Attachment:
                 )
             with self.worker.locked():  # no fold reads what is written
                 if is_first := not any(arena.shard_version(shard) for shard in range(arena.shards)):
-                    self.weights.write(first)
+                    self.weights.write(first, written)
             if not is_first:
-                state.publish_weights(self.worker, self.tensor_views, lambda newest: [each.detach() for each in self.tensors])
+                self._publish(written)
             elif self.store.layout.policy.ema:
                 state.begin_average(self.worker, self.tensor_views)
             return
+        clock = self.store.clock
+        until_ns = clock.now_ns() + _SETTLES_NS
 
         def is_settled() -> bool:
             has_begun = Lane(arena, 0).posted() > 0 or arena.lane_states()[0] != LANE_LIVE
-            return has_begun or self.weights.are(first) or (self.worker.driver is not None and clock.now_ns() > until_ns)
+            is_same = not awaits and not self._differing_first()
+            return has_begun or is_same or (self.worker.driver is not None and clock.now_ns() > until_ns)
 
-        until_ns = clock.now_ns() + _SETTLES_NS
-        if self.worker.rank:
-            self._wait(is_settled)
-        self._is_void = self.is_late = not self.weights.are(first)
+        self._wait(is_settled)
+        self._is_void = self.is_late = any(index in gained for index in self._differing_first())
+        self.weights.take(first, self.weights.own.difference(gained))
+
+    def _differing_first(self) -> dict[int, torch.Tensor]:
+        """What differs from the first weights, without tables whose rows were trained since."""
+        moved = [self.store.arena.shard_version(shard) > 0 for shard in range(self.store.arena.shards)]
+        trained = {index for index in self.store.tables if moved[self.store.parameters[index].shard]}
+        return self.weights.differing(self.weights.own - trained)
 
     def _wait(self, reached: Callable[[], bool]) -> None:
         text = f"worker {self.worker.rank} wrote weights before its first step, and waited for all to attach, or for worker 0's"
         self.worker.wait_until(lambda: reached() or None, _POLL_NS, lambda: text)
 
-    def _accept_writes(self) -> None:
-        """Take what a script has written before the first step for the job's first weights, with which the average begins."""
-        if not self.is_late and self.store.layout.policy.ema and self.weights.changed() >= 0:
-            state.begin_average(self.worker, self.tensor_views)
+    def _check_form(self) -> None:
+        """Raise ParameterChangedError for a parameter that the next step could not point back at the job's weights."""
+        if (index := self.weights.misfit()) >= 0:
+            raise foreign.write_error(self.store.parameters[index].name, has_moved=True)
+
+    def _may_differ(self) -> bool:
+        return self.weights.changed() >= 0 or self.is_written()
+
+    def _written(self, gained: Collection[int] = ()) -> dict[int, torch.Tensor]:
+        """What the script wrote to the job's parameters since the last step, by number, and to those that are `gained` now.
+
+        Without a view, and of tables: what torch has counted.
+        """
+        changed = self.weights.changed()
+        if self.weights.view is None:
+            is_told = self.total_steps == 0 and self.is_late and self.placement.shows_arena  # by `begins_void`
+            return {} if changed < 0 or is_told else {changed: self.tensors[changed]}
+        self._check_form()
+        found = self.weights.differing(set(self._everything) - self.weights.own.difference(gained))
+        return {changed: self.tensors[changed], **found} if changed in self.store.tables else found
+
+    def _take(self, written: Mapping[int, torch.Tensor]) -> None:
+        """Make what the script wrote the job's weights, if all workers that push have written the same."""
+        worker, spec = self.worker, self.store.layout.policy.spec
+        if self.weights.view is None or self.placement.name == "node":
+            raise self._write_error(written)
+        if any(index in self.store.tables for index in written):
+            raise self._write_error(written, "a table's rows are in memory once, which other workers read")
+        if others_of(worker):
+            if self.store.layout.policy.fold != "all" or worker.driver is not None:
+                where = f"under {spec}" if worker.driver is None else "in virtual time"
+                raise self._write_error(written, f"{where} other workers go on from the weights before")
+            if unlike := disagreeing(worker, digest_of(written)):
+                raise self._write_error(
+                    written,
+                    f"{spec} takes what all workers write, and worker {worker.rank} wrote to it, and worker"
+                    f" {', '.join(map(str, unlike))} did not write the same",
+                )
+        self._publish(written)
+
+    def _write_error(self, written: Mapping[int, torch.Tensor], why: str = "") -> ParameterChangedError:
+        if not self.has_begun:
+            foreign.check_not_averaged(self.tensors)  # the wrapper may have moved them
+        is_undone = not self.placement.shows_arena or self.placement.name == "node"
+        return foreign.write_error(self.store.parameters[min(written)].name, is_undone=is_undone, why=why)
+
+    def _publish(self, written: Mapping[int, torch.Tensor]) -> None:
+        """Make these values the job's weights, unless another worker has made the same its."""
+        with self.worker.locked():
+            if not self.weights.differing(written, self.store.committed()[0]):
+                return
+        before = self.weights.values(self.weights.shown)
+
+        def make(newest: list[torch.Tensor]) -> list[torch.Tensor]:
+            for index, data in written.items():
+                newest[index] = merged(newest[index], before[index], data)
+            return newest
+
+        state.publish_weights(self.worker, self.tensor_views, make)
 
     def refuse_writes(self) -> None:
-        """Raise ParameterChangedError for a write outside of step().
+        """Raise ParameterChangedError for a write that the next step would take, because what follows would undo it.
 
-        Other workers read these buffers, so such a write would reach them at a random moment. Before the first step they are
-        the script's own, so loading a model's state dict right after wrapping is allowed. A parameter that was pointed at
-        other memory reaches no other worker, and the next step would point it back.
+        Before the first step the parameters are the script's own, so loading a model's state dict after wrapping is allowed.
         """
         if self._first is not None:
-            return self._settle(self._first)
-        if (changed := self.weights.changed()) < 0:
-            return
-        undone = not self.placement.shows_arena or self.placement.name == "node"
-        moved = not undone and self.weights.has_moved(changed)
-        is_first = self.total_steps == 0 and (self.is_late or bool(self.store.tables))
-        if undone or moved or not is_first:
-            if not self.has_begun:
-                foreign.check_not_averaged(self.tensors)  # the wrapper may have moved them
-            raise foreign.write_error(self.store.parameters[changed].name, is_undone=undone, has_moved=moved)
-        self._accept_writes()
+            return self._settle(self._first, ())
+        is_own = self.total_steps == 0 and self.placement.keeps_own
+        if not is_own and self._may_differ() and (written := self._written()):
+            raise self._write_error(written, "what follows takes the job's weights")
 
     def begins_void(self) -> bool:
         """Whether this worker's script wrote weights that are not the job's, which it joined or resumed, or had from worker 0.
 
         Its first gradient is then not a gradient at the job's weights, so the worker makes a null push instead.
         """
-        if not self.is_late or self.worker.own_steps or not (self._is_void or self.weights.changed() >= 0):
+        is_void = self._is_void or (self.weights.view is None and self.weights.changed() >= 0)
+        if not self.is_late or self.worker.own_steps or not is_void:
             return False
-        joined = "worker 0 did not write the same" if self._is_void else "the job had begun without it, or was resumed"
+        joined = "worker 0 did not write the same" if self._first else "the job had begun without it, or was resumed"
         logger.warning("worker %d: what its script wrote to the parameters is not used: %s", self.worker.rank, joined)
         return True
 
@@ -266,12 +359,6 @@ class Attachment:
         if self.checkpointing is not None:
             self.checkpointing.close(failed=failure is not None)
         self.placement.end()
-        if failure is None and self.has_begun and (changed := self.weights.changed()) >= 0:
-            logger.warning(
-                "parameter %r was written to after the last step(): until close() all workers share its memory, so each may"
-                " have evaluated and saved what another wrote; call close() before you load or write weights",
-                self.store.parameters[changed].name,
-            )
         for hook in self._hooks:
             hook.remove()
         self.weights.show_copies()

@@ -159,10 +159,11 @@ def _pushes(wrapper: torch.nn.Module) -> bool:
     return any(hook is push_hook for hook, _ in getattr(wrapper, "_comm_hooks", ()))
 
 
-def write_error(name: str, *, is_undone: bool, has_moved: bool) -> ParameterChangedError:
+def write_error(name: str, *, is_undone: bool = False, has_moved: bool = False, why: str = "") -> ParameterChangedError:
     """The error for a parameter that something else than step() has changed.
 
-    `is_undone` says that the next pull writes over it, and `has_moved` that it was pointed at other memory.
+    `is_undone` says that the next pull writes over it, `has_moved` that it was pointed at memory that cannot follow it, and
+    `why` why the write is not taken.
     """
     if is_undone:
         return ParameterChangedError(
@@ -171,13 +172,13 @@ def write_error(name: str, *, is_undone: bool, has_moved: bool) -> ParameterChan
         )
     if has_moved:
         return ParameterChangedError(
-            f"parameter {name!r} was pointed at other memory (p.data = tensor, model.to(), share_memory(), an assigning load,"
-            " or a state dict sent through a queue of torch.multiprocessing, which moves it: send copies): expected it to"
-            f" stay where fastps shows the job's weights, because the next step points it back; {_OTHER_WEIGHTS}; to change its"
-            " type or form call optimizer.unwrap() first, and wrap again"
+            f"parameter {name!r} was pointed at other memory (of another type or form, a part of a larger tensor, or memory"
+            " that torch shares: model.to(), share_memory(), a state dict sent through a queue of torch.multiprocessing, which"
+            " moves it: send copies): expected memory of its own, because the next step points it back at the job's weights; to"
+            f" change its type or form call optimizer.unwrap() first, and wrap again; {_OTHER_WEIGHTS}"
         )
+    reason = why or "other workers read the same memory"
     return ParameterChangedError(
-        f"parameter {name!r} was written to outside of step() (in place, or by load_state_dict): other workers read the same"
-        f" memory; {_OTHER_WEIGHTS}; register parametrizations before wrapping, and avoid layers that renormalize their"
-        " weights (max_norm)"
+        f"parameter {name!r} was written to outside of step() (in place, or by load_state_dict): {reason}; {_OTHER_WEIGHTS};"
+        " register parametrizations before wrapping, and avoid layers that renormalize their weights (max_norm)"
     )

@@ -77,7 +77,7 @@ class Gradients:
                 view = self.slots[slot][index]
                 if (gradient.dtype, gradient.shape) == (view.dtype, view.shape):
                     raise
-                raise write_error(self._name(index), is_undone=False, has_moved=True) from None
+                raise write_error(self._name(index), has_moved=True) from None
         elif not self._lends and tensor.grad is not None:
             self._check_of_backward(index, tensor.grad)
         return tensor.grad is self.slots[slot][index]

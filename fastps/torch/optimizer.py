@@ -70,10 +70,10 @@ class DistributedOptimizer(OptimizerState):
     Guarantees: a forward or backward reads weights of one version. Every push is folded exactly once, or counted as dropped.
     With "bsp" the result equals that of one process that trains on the batches of all workers together.
 
-    Limits: parameters are float32 or all float64, or halves with float32 master weights. Weights change only in `step()`; the
-    next `step()` rejects a write made elsewhere and names the parameter, except a write through `.data`, which torch does not
-    count and all workers read. Evaluate other weights with `shown_weights`; load others with `replace_weights`. Under
-    disciplines that do not wait for the fold (asp, ssp, dssp) `p.grad` is None after `step()`: other workers read its memory.
+    Limits: parameters are float32 or all float64, or halves with float32 master weights. What a script writes to them reaches
+    no other worker; the next `step()` starts from it if all workers of "bsp" wrote the same, and raises an error that names
+    the parameter otherwise. Evaluate other weights with `shown_weights`; load others with `replace_weights`. Under disciplines
+    that do not wait for the fold (asp, ssp, dssp) `p.grad` is None after `step()`: other workers read its memory.
 
     Args:
         optimizer: a RuleOptimizer, or SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta or RMSprop of torch.optim; for
@@ -281,8 +281,8 @@ class DistributedOptimizer(OptimizerState):
             foreign.check_not_averaged(self._tensors)
         if gradients.is_apart:
             worker.advance()  # finishes the previous step, whose wait an error ended
-        if not job.has_begun or job.weights.changed() >= 0:
-            job.refuse_writes()
+        if job.is_settling or job.weights.changed() >= 0 or job.is_written():
+            job.settle_writes()
         inner, state = self._inner, self._state
         if self._left_out or state.is_lent or inner.state is not state or inner.param_groups is not self.param_groups:
             self._take_writes()
@@ -356,7 +356,8 @@ class DistributedOptimizer(OptimizerState):
         """
         if not self._job.store.layout.policy.ema:
             return contextlib.nullcontext()
-        return shown(self._tensors, state.averages(self._job.worker, self._job.tensor_views))
+        averages, own = state.averages(self._job.worker, self._job.tensor_views), self._job.weights.own
+        return shown(self._tensors, [tensor.data if i in own else averages[i] for i, tensor in enumerate(self._tensors)])
 
     def average_buffers(self) -> None:
         """Set this model's buffers to the average over all workers, for evaluation. A collective call.
@@ -370,21 +371,20 @@ class DistributedOptimizer(OptimizerState):
     def take_newest(self) -> None:
         """Take the newest weights now, not only with the next step: for an evaluation that the workers begin together.
 
-        Raises ParameterChangedError for weights that were written to outside of step(), UsageError after close.
+        Raises ParameterChangedError if newer weights take the place of what the script wrote, UsageError after close.
         """
         self._job.worker.check_open()
-        self._job.refuse_writes()
         self._job.worker.try_combine()
         lane, arena = self._job.worker.lane, self._job.store.arena
         if any(lane.shard_version(shard) != arena.shard_version(shard) for shard in range(arena.shards)):
-            self._job.take_newest()
+            self._job.refuse_writes()
+            self._job.take_weights()
 
     @contextlib.contextmanager
     def private_weights(self) -> Iterator[None]:
         """Show copies of the present weights as the parameters inside the block, which may write into them.
 
-        Libraries that exchange weights in place for an evaluation (averages) then change no other worker's. The block's writes
-        are gone after it.
+        For libraries that exchange weights in place for an evaluation (averages). The block's writes are gone after it.
 
         >>> import fastps
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -396,7 +396,8 @@ class DistributedOptimizer(OptimizerState):
         True
         """
         self._job.worker.check_open()
-        self._job.refuse_writes()
+        if self._job.weights.changed() >= 0:
+            self._job.refuse_writes()
         try:
             with self.shown_weights([tensor.detach().clone(memory_format=torch.preserve_format) for tensor in self._tensors]):
                 yield
@@ -406,8 +407,8 @@ class DistributedOptimizer(OptimizerState):
     def shown_weights(self, values: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         """Show these tensors as the parameters inside the block, one each in the order of the param_groups.
 
-        Use it to evaluate other weights, such as the best so far or an average: writing them into the parameters would change
-        the memory that other workers read. To change the job's weights, use `DistributedOptimizer.replace_weights`.
+        Use it to evaluate other weights, such as the best so far or an average: the next step would take what is written into
+        the parameters for a change. To change the job's weights, use `DistributedOptimizer.replace_weights`.
 
         Raises ValueError for tensors of other shapes.
         """

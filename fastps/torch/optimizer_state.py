@@ -49,7 +49,7 @@ class OptimizerState(torch.optim.Optimizer):
         self._job.worker.check_open()
         self._job.refuse_writes()
         if self._job.worker.store.version != self._job.worker.version:
-            self._job.take_newest()
+            self._job.take_weights()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise UsageError: pickle and copy would make an optimizer that belongs to no job."""
@@ -258,7 +258,7 @@ class OptimizerState(torch.optim.Optimizer):
         """
         if self._job.worker.rank == 0 and (not self._job.worker.generation or self._job.worker.own_steps):
             state.publish(self._job.worker, self._job.tensor_views, self._rule, entries)
-            self._job.take_newest()
+            self._job.take_weights()
 
 
 def check_kind(optimizer: object) -> None:

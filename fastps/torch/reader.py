@@ -33,8 +33,8 @@ class Reader(WeightsReader):
 
         All parameters of a shard have one version, which stays until the next `update`; every model that this reader was given
         before moves, too. Parameters are found by name. Those that the job does not train, and buffers (BatchNorm), stay as
-        they are. The memory is read-only: a process that writes into these parameters ends by SIGSEGV. After `close` they are
-        copies of their own.
+        they are. What this process writes into these parameters stays its own, until the next `update`. Autograd refuses a
+        backward through a graph of an earlier version. After `close` they are copies of their own.
 
         A model in the job's half precision shows the halves, and a float32 model shows the master weights.
 
@@ -45,8 +45,9 @@ class Reader(WeightsReader):
         if model is not None and model not in self._models:
             self._models[model] = self._weights_of(model)
         self.pull()
+        self._view.renew()
         for weights in self._models.values():
-            weights.show(self.buffers)
+            weights.show(self.buffers, range(len(weights.tensors)))
         return self.version
 
     def _weights_of(self, model: torch.nn.Module) -> Weights:
@@ -72,7 +73,8 @@ class Reader(WeightsReader):
                     " and load its state dict into the other"
                 )
         types = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-        return Weights(tensors, self._memory, partial(shaped_tensors, self._memory, dtypes=types))
+        shaped = partial(shaped_tensors, self._memory, dtypes=types, memory=self._view)
+        return Weights(tensors, self._memory, shaped, self._view)
 
     def _tensors_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
         """The model's parameter for each of the job's: by name, or by place if the job's have no names."""

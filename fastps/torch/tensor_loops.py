@@ -11,7 +11,7 @@ import importlib
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -44,8 +44,9 @@ class TensorLoops:
     can_own = False  # whether `own` parts a value from all others, and `own_all` all values; here only each `grad` is parted
     _remembered: list[int]
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], uncounted: Collection[int] = ()) -> None:
         self._tensors = tensors
+        self._uncounted = uncounted
         self._data = Attribute("data", tensors)
         self._grad = Attribute("grad", tensors)
         self._counters = Attribute("_version", tensors)
@@ -93,11 +94,13 @@ class TensorLoops:
 
     def changed(self) -> int:
         """The index of the first tensor written to or pointed elsewhere since `remember`, or -1. `show` is no change."""
-        if self._counters.are(self._tensors, self._remembered) >= 0:
+        if len(self._uncounted) < len(self._tensors) and self._counters.are(self._tensors, self._remembered) >= 0:
             with _counting:  # another thread may have been in `count_writes`
-                written = self._counters.are(self._tensors, self._remembered)
-            if written >= 0:
-                return written
+                counts = self._counters.get(self._tensors)
+                pairs = enumerate(zip(counts, self._remembered, strict=True))
+            for index, (count, remembered) in pairs:
+                if count != remembered and index not in self._uncounted:
+                    return index
         return next((index for index in range(len(self._tensors)) if self.has_moved(index)), -1)
 
     def has_moved(self, index: int) -> bool:
@@ -166,8 +169,10 @@ def _say_once(why: str) -> None:
     logger.info("torch %s: %s", torch.__version__, why)
 
 
-def tensor_loops(tensors: Sequence[Any]) -> TensorLoops:
+def tensor_loops(tensors: Sequence[Any], uncounted: Collection[int] = ()) -> TensorLoops:
     """Make the fastest loops over these tensors that this installation has. Raises UsageError, as `why_not_compiled` does.
+
+    uncounted: the indices of tensors of which `changed` finds only moves, and no writes.
 
     >>> parameter = torch.nn.Parameter(torch.zeros(2))
     >>> loops = tensor_loops([parameter])
@@ -178,6 +183,6 @@ def tensor_loops(tensors: Sequence[Any]) -> TensorLoops:
     module, why = _chosen()
     if module is None:
         _say_once(str(why))
-        return TensorLoops(list(tensors))
-    loops: TensorLoops = module.CompiledLoops(list(tensors))
+        return TensorLoops(list(tensors), uncounted)
+    loops: TensorLoops = module.CompiledLoops(list(tensors), uncounted)
     return loops

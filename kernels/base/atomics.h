@@ -23,6 +23,7 @@
  *   [BLOCK]    rank.written,  rank     -> other ranks    blocks of a collective that a rank has written, reduced or read;
  *              .reduced, .read                           paired with rank.sleeping, see below
  *   [USERS]    mapping.users  user     -> last user      that a view or tensor of this process's mapping is used no more
+ *   [VIEW]     view.begin     maker    -> fault handler  the bounds of a private view; null: it is unmapped
  *
  * Five places need more than acquire and release, because each side writes one word and then reads the other's:
  *   pin and commit: the reader exchanges its pin and then re-reads commit; the combiner flips commit and later reads the pins.
@@ -277,6 +278,14 @@ FPS_LOAD(fps_block_load, uint64_t, SEQ_CST)
 static inline void fps_users_add(uint32_t *users) { __atomic_fetch_add(users, 1, __ATOMIC_RELAXED); }
 /* Publishes to the last user: all that this one did with the memory. Returns whether this was the last, which acquires it. */
 static inline int fps_users_drop(uint32_t *users) { return __atomic_fetch_sub(users, 1, __ATOMIC_ACQ_REL) == 1; }
+
+/* -- [VIEW]: within one process ------------------------------------------------------------------------------------------ */
+/* Publishes to the handler of faults: the view's bounds. */
+static inline void fps_view_place(char **begin, char *place) { __atomic_store_n(begin, place, __ATOMIC_RELEASE); }
+static inline char *fps_view_begin(char *const *begin) { return __atomic_load_n(begin, __ATOMIC_ACQUIRE); }
+/* Publishes nothing: the thread that writes is the one that is told, or has told that one. */
+static inline void fps_view_note(int *is_open, int value) { __atomic_store_n(is_open, value, __ATOMIC_RELAXED); }
+static inline int fps_view_noted(const int *is_open) { return __atomic_load_n(is_open, __ATOMIC_RELAXED); }
 
 /* -- counters that are only read, never acted upon --------------------------------------------------------------------- */
 FPS_STORE(fps_counter_set, int64_t, RELAXED)

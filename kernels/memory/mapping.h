@@ -10,18 +10,21 @@
 #include <sys/mman.h>
 
 #include "base/atomics.h"
+#include "memory/private_view.h"
 
 typedef struct {
     void *address;
     size_t bytes;
     uint32_t users;
+    fps_view *view; /* of a private mapping whose first write is noted */
 } fps_mapping;
 
 /* Map all of a descriptor, with one user; null with errno set where the kernel refuses. */
-static inline fps_mapping *fps_mapping_open(int descriptor, size_t bytes, int writable) {
-    fps_mapping *mapping = malloc(sizeof *mapping);
+static inline fps_mapping *fps_mapping_open(int descriptor, size_t bytes, int writable, int is_private) {
+    fps_mapping *mapping = calloc(1, sizeof *mapping);
     if (!mapping) return NULL;
-    mapping->address = mmap(NULL, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, descriptor, 0);
+    const int sharing = is_private ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED;
+    mapping->address = mmap(NULL, bytes, PROT_READ | (writable || is_private ? PROT_WRITE : 0), sharing, descriptor, 0);
     mapping->bytes = bytes;
     mapping->users = 1;
     if (mapping->address == MAP_FAILED) {
@@ -30,11 +33,14 @@ static inline fps_mapping *fps_mapping_open(int descriptor, size_t bytes, int wr
         errno = reason;
         return NULL;
     }
+    /* Mapped for writing at first: what limits private memory refuses it here, and not at a later write. */
+    if (is_private && (mapping->view = fps_view_make(mapping->address, bytes))) mprotect(mapping->address, bytes, PROT_READ);
     return mapping;
 }
 
 static inline void fps_mapping_close(fps_mapping *mapping) {
     if (!fps_users_drop(&mapping->users)) return;
+    if (mapping->view) fps_view_place(&mapping->view->begin, NULL);
     munmap(mapping->address, mapping->bytes);
     free(mapping);
 }

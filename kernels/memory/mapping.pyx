@@ -10,19 +10,29 @@ from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.exc cimport PyErr_SetFromErrno
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from libc.stdint cimport int64_t, uint8_t
-from posix.mman cimport MADV_DONTDUMP, madvise
+from posix.mman cimport MADV_DONTDUMP, MADV_DONTNEED, madvise
+
+cdef extern from "memory/private_view.h" nogil:
+    ctypedef struct fps_view:
+        int is_open
+
+    int fps_handle_faults()
+    int fps_view_open(fps_view *view)
+    void fps_view_renew(fps_view *view)
+    int fps_view_noted(const int *is_open)
 
 cdef extern from "memory/mapping.h" nogil:
     ctypedef struct fps_mapping:
         void *address
         size_t bytes
+        fps_view *view
 
     ctypedef struct fps_dlpack:
         int64_t *shape
         int64_t *strides
         void (*deleter)(fps_dlpack *) noexcept
 
-    fps_mapping *fps_mapping_open(int descriptor, size_t bytes, int writable)
+    fps_mapping *fps_mapping_open(int descriptor, size_t bytes, int writable, int is_private)
     void fps_mapping_close(fps_mapping *mapping)
     fps_dlpack *fps_dlpack_make(fps_mapping *mapping, void *data, int dimensions, uint8_t code, uint8_t bits)
 
@@ -40,6 +50,9 @@ cdef void _forget(object capsule) noexcept:
 cdef class SharedMapping:
     """All of the shared memory behind a descriptor, which the caller keeps and may close.
 
+    A `private` mapping shows what other processes write, and keeps what this one writes to itself: the pages that it has
+    written are its own until `renew`. Arrays over it are read-only, tensors are not.
+
     Raises ValueError for an empty file, OSError where the kernel refuses.
 
     >>> descriptor = os.memfd_create("example")
@@ -48,18 +61,21 @@ cdef class SharedMapping:
     >>> memoryview(mapping)[:3] = b"abc"
     >>> len(mapping), bytes(memoryview(mapping)[:3])
     (4096, b'abc')
+    >>> own = SharedMapping(descriptor, private=True)
+    >>> bytes(memoryview(own)[:3]), own.is_written()
+    (b'abc', False)
     >>> os.close(descriptor)
     """
 
     cdef fps_mapping *mapping
     cdef bint writable
 
-    def __cinit__(self, int descriptor, bint writable=True):
+    def __cinit__(self, int descriptor, bint writable=True, bint private=False):
         cdef int64_t size = os.fstat(descriptor).st_size
         if size < 1:
             raise ValueError("expected memory to map, found an empty file")
-        self.writable = writable
-        self.mapping = fps_mapping_open(descriptor, size, writable)
+        self.writable = writable and not private
+        self.mapping = fps_mapping_open(descriptor, size, writable, private)
         if self.mapping == NULL:
             PyErr_SetFromErrno(OSError)
 
@@ -76,6 +92,26 @@ cdef class SharedMapping:
     def leave_out_of_dumps(self):
         """Keep the pages out of core dumps: a process that crashes is known to have ended only once its core is written."""
         madvise(self.mapping.address, self.mapping.bytes, MADV_DONTDUMP)
+
+    def is_written(self):
+        """Return whether this process may have written into a private mapping since it was made or renewed.
+
+        A handler of SIGSEGV notes the first write. It is put in front of one that was set since the last call. Where there can
+        be no handler, every answer is yes.
+        """
+        return self.mapping.view == NULL or not fps_handle_faults() or fps_view_noted(&self.mapping.view.is_open) != 0
+
+    def renew(self):
+        """Show the shared memory again in all of a private mapping, if this process may have written into it."""
+        if self.mapping.view == NULL:
+            madvise(self.mapping.address, self.mapping.bytes, MADV_DONTNEED)
+        elif fps_view_noted(&self.mapping.view.is_open):
+            fps_view_renew(self.mapping.view)
+
+    def let_write(self):
+        """Open a private mapping for writing: no handler is needed for what still holds its memory."""
+        if self.mapping.view != NULL:
+            fps_view_open(self.mapping.view)
 
     def tensor(self, int64_t offset, shape, strides, str dtype not None):
         """A DLPack capsule over the elements of `dtype` ("float32", "float64", "float16" or "bfloat16") from byte `offset` on.

@@ -11,7 +11,7 @@ from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.combining.combiner cimport Combiner
 from fastps.kernels.combining.lock_word cimport *
-from fastps.kernels.combining.ring cimport lane_post
+from fastps.kernels.combining.ring cimport lane_descriptor, lane_post
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport fps_hyper
@@ -32,6 +32,10 @@ NO_BUFFER = COMBINE_NO_BUFFER            # every weights buffer is active or pin
 BAD_FOLD = COMBINE_BAD_FOLD              # the fold refused its job
 BAD_STATE = COMBINE_BAD_STATE            # something wrote over the committed scheduler state
 UNSERVED = LANE_UNSERVED                 # the server has ended: `leave_to_server(False)`, then combine
+
+# Answers of announced.
+UNDECIDED = -1
+LEAVING = -2
 
 KIND_PUSH = FPS_PUSH
 KIND_NULL = FPS_NULL
@@ -120,6 +124,27 @@ cdef class Lane(ShardLocks):
         for shard in range(1, self.n_shards):
             done = min(done, fps_head_acquire(&self.arena.lane_shard(lane, shard).head))
         return done
+
+    def announce(self, uint64_t digest):
+        """Announce that the next push is computed with weights that the script has written, of this digest of 1 to 48 bits.
+
+        0 takes it back. The lane's next owner takes back what an owner that died has announced.
+        """
+        fps_counter_set(&self.words.written, fps_written_pack(self.words.tail, digest) if digest else 0)
+
+    def announced(self):
+        """What the lane's owner has announced of its push of the present version: a digest, or 0 if it has pushed without one.
+
+        UNDECIDED if it has neither announced nor pushed, LEAVING if it pushes no more. Exact while all shard locks are held.
+        """
+        cdef uint64_t tail = fps_tail_acquire(&self.words.tail), word = fps_counter_get(&self.words.written)
+        cdef bint has_pushed = tail > self._done(self.index)
+        if has_pushed and lane_descriptor(self.words, self.arena.header.ring_size, tail - 1).kind == FPS_LEAVE:
+            return LEAVING
+        tail -= has_pushed
+        if word and word >> FPS_DIGEST_BITS == tail & 0xffff:
+            return word & ((<uint64_t> 1 << FPS_DIGEST_BITS) - 1)
+        return 0 if has_pushed else UNDECIDED
 
     def done(self):
         """Descriptors that every shard is done with: their slots are free."""

@@ -11,7 +11,7 @@
 #include "rows/rows.h"
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 17
+#define FPS_ABI 18
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the lock word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -66,6 +66,12 @@ static inline uint64_t fps_damage_pack(uint64_t generation, uint64_t what, uint6
     return (generation << 40) | (what << 32) | (uint32_t)found;
 }
 
+/* What a worker announces of weights that its script has written: (posts : 16 | digest : 48). The posts tell for which push. */
+#define FPS_DIGEST_BITS 48
+static inline int64_t fps_written_pack(uint64_t posts, uint64_t digest) {
+    return (int64_t)((posts << FPS_DIGEST_BITS) | (digest & ((1ULL << FPS_DIGEST_BITS) - 1)));
+}
+
 /* One push as posted: exactly one cache line. */
 typedef struct {
     uint64_t step;         /* which step of its worker this is, from 0 */
@@ -102,7 +108,8 @@ typedef struct {
     int64_t damage; /* fps_damage_pack; written before state becomes EXPELLED */
     uint8_t pad_state[8];
     /* Counters of the worker, for observers. */
-    int64_t steps, wait_ns, compute_ns, loss_bits, samples, stale_blocks, push_ns, reserved;
+    int64_t steps, wait_ns, compute_ns, loss_bits, samples, stale_blocks, push_ns;
+    int64_t written; /* fps_written_pack: the weights that the next push is computed with, where its script wrote them */
     char message[FPS_MESSAGE_BYTES]; /* why it failed; written before state becomes FAILED */
 } fps_lane;
 _Static_assert(sizeof(fps_lane) == 5 * FPS_LINE + FPS_MESSAGE_BYTES, "each writer's words stay on lines of their own");

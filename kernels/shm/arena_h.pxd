@@ -29,7 +29,7 @@ cdef extern from "shm/arena.h" nogil:
         uint32_t event, sleeping, helping, state
         int64_t process_id, first_core, cores
         int64_t begins, miscounted, damage
-        int64_t steps, wait_ns, compute_ns, loss_bits, samples, stale_blocks, push_ns
+        int64_t steps, wait_ns, compute_ns, loss_bits, samples, stale_blocks, push_ns, written
         char *message
 
     ctypedef struct fps_lane_shard:
@@ -134,6 +134,8 @@ cdef extern from "shm/arena.h" nogil:
     uint64_t fps_commit_buffer(uint64_t commit)
     uint64_t fps_commit_record(uint64_t commit)
     uint64_t fps_commit_workspace(uint64_t commit)
+    const int FPS_DIGEST_BITS
+    int64_t fps_written_pack(uint64_t posts, uint64_t digest)
     int64_t fps_granted_pack(int64_t generation, int64_t steps)
     int64_t fps_granted_steps(int64_t granted)
     int64_t fps_granted_generation(int64_t granted)

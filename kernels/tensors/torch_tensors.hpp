@@ -99,6 +99,7 @@ struct fps_parameter {
     void *data = nullptr;  /* the data pointer set last */
     bool borrows = false;  /* the tensor shows a value in that value's storage, which must not move */
     const void *place = nullptr;  /* where it lay when it was last shown or remembered */
+    bool counts = true;           /* whether a write that torch counts is a change */
     int64_t version = 0;          /* its version counter then, and the writes counted since */
 
     void drop() {
@@ -277,7 +278,7 @@ static C10_NOINLINE Py_ssize_t fps_point_all(PyObject *list, std::vector<fps_par
 }
 static inline bool fps_is_changed(PyObject *tensor, const fps_parameter &own) {
     int64_t version;
-    return !fps_version(tensor, &version) || version != own.version || fps_place(tensor) != own.place;
+    return fps_place(tensor) != own.place || (own.counts && (!fps_version(tensor, &version) || version != own.version));
 }
 static C10_NOINLINE Py_ssize_t fps_next_changed(PyObject *list, const std::vector<fps_parameter> &known, Py_ssize_t i) {
     while (i < PyList_GET_SIZE(list) && !fps_is_changed(PyList_GET_ITEM(list, i), known[i])) i++;

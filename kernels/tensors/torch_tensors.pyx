@@ -23,6 +23,7 @@ cdef extern from "tensors/torch_tensors.hpp":
     cppclass fps_parameter:
         bint borrows
         const void *place
+        bint counts
         int64_t version
         void drop()
 
@@ -100,6 +101,8 @@ cdef class Values:
 cdef class CompiledLoops:
     """Loops over the parameters `tensors`, a list that must not change; see fastps.torch.tensor_loops.TensorLoops.
 
+    uncounted: the indices of those that only a move changes, and no write.
+
     >>> import torch
     >>> parameter = torch.nn.Parameter(torch.zeros(2))
     >>> loops = CompiledLoops([parameter])
@@ -115,9 +118,11 @@ cdef class CompiledLoops:
     cdef vector[fps_parameter] known
     cdef object memory  # which the parameters' own storages point into
 
-    def __init__(self, list tensors not None):
+    def __init__(self, list tensors not None, uncounted=frozenset()):
         self.tensors = tensors
         self.known.resize(len(tensors))
+        for index in uncounted:
+            self.known[index].counts = False
         with _counting:
             self.remember()
             _all.add(self)
@@ -217,7 +222,7 @@ cdef class CompiledLoops:
         cdef Py_ssize_t i = -1
         while (i := fps_next_changed(self.tensors, self.known, i + 1)) < len(self.tensors):
             with _counting:  # another thread may have been in `count_writes`
-                if self._version(i) != self.known[i].version or self.has_moved(i):
+                if self.has_moved(i) or (self.known[i].counts and self._version(i) != self.known[i].version):
                     return i
         return -1
 

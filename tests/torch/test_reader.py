@@ -1,16 +1,13 @@
 """fastps.reader: a model shows a running job's newest weights; what it refuses, and what a write into them does."""
 
 import copy
-import faulthandler
 import os
-import signal
 from typing import Any
 
 import pytest
 import torch
 
 import fastps
-from tests.support import processes
 from tests.support.torch_optimizers import mean_square, steps_on
 
 
@@ -130,24 +127,28 @@ def test_models_that_do_not_fit_are_refused_by_name_and_left_as_they_are() -> No
         reader.update(_model())
 
 
-def test_a_write_into_the_weights_ends_the_reader_and_leaves_the_job_as_it_was() -> None:
+def test_a_write_into_the_weights_is_the_readers_own_until_its_next_update() -> None:
     model = _model()
-    with _wrapped(model) as optimizer:
-        before = copy.deepcopy(model)
-
-        def write() -> None:
-            faulthandler.disable()
-            other = _model(1)
-            fastps.reader(optimizer.worker.store.job).update(other)
+    with _wrapped(model) as optimizer, fastps.reader(optimizer.worker.store.job) as reader:
+        before, other = copy.deepcopy(model), _model(1)
+        for _ in range(2):
+            reader.update(other)
             with torch.no_grad():
                 next(other.parameters()).add_(1.0)
+            assert _same(model, before) and not _same(other, before)
+        reader.update(other)
+        assert _same(other, before)
 
-        child = processes.start(write)
-        processes.finish([child], 20)
-        assert child.exit_code == -signal.SIGSEGV
-        assert _same(model, before)
-        with fastps.reader(optimizer.worker.store.job) as reader:
-            assert reader._pins.index == 0, "the dead reader's place is free"
+
+def test_a_backward_through_a_graph_of_an_earlier_version_is_refused() -> None:
+    model = _model()
+    with _wrapped(model) as optimizer, fastps.reader(optimizer.worker.store.job) as reader:
+        reader.update(other := _model(1))
+        stale = sum((parameter**2).sum() for parameter in other.parameters())
+        _step(model, optimizer)
+        reader.update(other)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            stale.backward()
 
 
 def test_a_reader_is_no_worker() -> None:

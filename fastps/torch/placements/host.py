@@ -1,6 +1,7 @@
 """Where a wrapped model's memory is: the base class, which places parameters in an arena in host memory."""
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,16 +11,15 @@ from fastps.checkpoint.snapshot import Pinned, PinnedVersion
 from fastps.job.layout import Layout
 from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
+from fastps.kernels.memory.mapping import SharedMapping
 from fastps.membership.job_memory import JobMemory
 from fastps.store.store import StartState
 from fastps.store.worker import Worker
-from fastps.system.memory_limits import available_bytes
+from fastps.system.shared_memory import map_private
 from fastps.torch import join
 from fastps.torch.gradients import Gradients
 from fastps.torch.join import Joining
 from fastps.torch.weights import Weights, shaped_tensors
-
-_SHARE = 3  # a model for each worker in addition to the gradients may take one part in so many of the free memory
 
 
 class HostPlacement:
@@ -27,20 +27,22 @@ class HostPlacement:
 
     Attributes:
         name: "host", "staged" or "device", for reports.
-        shows_arena: whether the parameters are views of the arena's memory, which other workers read.
+        shows_arena: whether the parameters are views of the arena's memory.
+        keeps_own: whether parameters stay the script's own memory until they get a gradient.
+        view: the process's private mapping of the arena, which the parameters show; None: they show what other workers read.
         state_follows: whether an optimizer's earlier state is published after joining, instead of written before others join.
         saves: whether a worker of this node writes the periodic checkpoints.
         saves_share: whether each node saves a share, and all must save the same versions.
     """
 
     name = "host"
-    shows_arena = saves = True
+    shows_arena = keeps_own = saves = True
     state_follows = saves_share = False
 
     def __init__(self, tensors: list[torch.Tensor], push_dtype: torch.dtype = torch.float32) -> None:
         self._tensors = tensors
         self._push_dtype = push_dtype
-        self._keeps_own: bool | None = None
+        self.view: SharedMapping | None = None
 
     def layout(self, layout: Layout) -> Layout:
         """The job's layout with this placement's additions. Raises UnsupportedError for what float64 excludes."""
@@ -68,31 +70,18 @@ class HostPlacement:
         finish = write_state if to.resumed is None else None
         return join.join(layout, self._tensors, hypers, to, read_first=self._read_first, finish=finish)
 
-    def keeps_own(self, store: JobMemory) -> bool:
-        """Whether the parameters stay the script's own memory until its first step ends.
-
-        Not where so much memory is not free beside the gradients of the first step, and not with tables, whose rows change in
-        place.
-        """
-        layout = store.layout
-        if self.name != "host" or layout.shown_type != "float32" or store.tables:
-            return False
-        if self._keeps_own is None:
-            self._keeps_own = _SHARE * 4 * layout.buffer_floats * layout.workers <= available_bytes()[0]
-        return self._keeps_own
-
     def _read_first(self, store: JobMemory) -> None:
         """Take the first weights into the script's own memory."""
-        if self.keeps_own(store):
-            values = self.shown_views(store, list(store.weight_views(store.committed()[0])))
-            for tensor, value in zip(self._tensors, values, strict=True):
-                tensor.data.copy_(value)
+        if self.keeps_own:
+            weights = Weights(self._tensors, store, partial(self.shown_views, store), own=range(len(self._tensors)))
+            weights.take(store.committed()[0])
 
     def begin(self) -> None:
         """Release the previous arena, if any, before a new one takes its place."""
 
     def use(self, worker: Worker) -> None:
         """Prepare this worker's arena. Raises ArenaError."""
+        self.view = map_private(worker.store.descriptor)
 
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
         """The class that copies gradients into the slots."""
@@ -103,8 +92,16 @@ class HostPlacement:
         return shaped_tensors(store, views)
 
     def shown_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over flat views of the weights that the model shows, each of its parameter's type."""
-        return shaped_tensors(store, views, [parameter.type for parameter in store.parameters])
+        """Tensors over flat views of the weights that the model shows, each of its parameter's type.
+
+        They lie in the private view, but for tables: rows that others update would go stale in a page of this process's own.
+        """
+        types = [parameter.type for parameter in store.parameters]
+        shown = shaped_tensors(store, views, types, self.view)
+        if self.view is not None and store.tables:
+            shared = shaped_tensors(store, views, types)
+            shown = [shared[index] if index in store.tables else each for index, each in enumerate(shown)]
+        return shown
 
     def slot_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over flat views of a slot, one per parameter, of the layout's gradient type."""

@@ -38,6 +38,7 @@ class DevicePlacement(HostPlacement):
     """Weights, optimizer state and gradients in the memory of the workers' GPUs."""
 
     name = "device"
+    keeps_own = False
     state_follows = True  # the memory on the device is allocated only when all workers have attached
 
     def make_device(self) -> CudaDevice:
@@ -56,6 +57,9 @@ class DevicePlacement(HostPlacement):
         """Ignores `write_state`: earlier state is published after joining."""
         attach, served_by = partial(_attach, self.make_device()), self.server_devices() if layout.has_server else None
         return join.join(layout, self._tensors, hypers, to, DeviceStore, attach, server_devices=served_by)
+
+    def use(self, worker: Worker) -> None:
+        """Nothing to prepare: a device's memory has no private view."""
 
     def pull(self, weights: Weights, worker: Worker, written: Collection[int]) -> None:
         assert isinstance(worker, DeviceWorker)

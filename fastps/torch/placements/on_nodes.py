@@ -32,6 +32,7 @@ class NodePlacement(HostPlacement):
     """Placement of a model whose workers are on several nodes. Raises UnsupportedError for parameters on a GPU."""
 
     name = "node"
+    keeps_own = False
 
     def __init__(self, tensors: list[torch.Tensor], push_dtype: torch.dtype, nodes: Nodes) -> None:
         super().__init__(tensors, push_dtype)

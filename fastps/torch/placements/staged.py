@@ -43,7 +43,7 @@ class StagedPlacement(HostPlacement):
     """
 
     name = "staged"
-    shows_arena = False
+    shows_arena = keeps_own = False
 
     def __init__(self, tensors: list[torch.Tensor], push_dtype: torch.dtype = torch.float32) -> None:
         super().__init__(tensors, push_dtype)
