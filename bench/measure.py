@@ -18,6 +18,7 @@ from fastps.kernels.baseline import roofline
 Row = dict[str, Any]
 Floats = npt.NDArray[np.float32]
 
+SYNC = ("bsp", "asp")  # fastps's own sides of a step
 ABLATIONS = ("alone", "plain", "streaming", "attributes", "server")  # fastps itself with one design choice changed
 PEERS = (
     "limit",
@@ -51,12 +52,15 @@ class BenchOptions:
     train_repeat_s: float = 0.5
     backend: str = "cpu"  # of kernels
     device: str = "cpu"  # of a step
+    sync: tuple[str, ...] = SYNC  # of a step
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.against if name not in PEERS]
         for name, value in {"backend": self.backend, "device": self.device}.items():
             if value not in ("cpu", "cuda"):
                 raise UsageError(f"--{name}: expected cpu or cuda, found {value!r}")
+        if not self.sync or not {*self.sync} <= {*SYNC}:
+            raise UsageError(f"--sync: expected some of {', '.join(SYNC)}, found {', '.join(self.sync) or 'none'}")
         if unknown:
             raise UsageError(f"--against: expected some of {', '.join(PEERS)}, found {', '.join(unknown)}")
         for name, values in {"repeats": (self.repeats,), "workers": self.workers, "parameters": self.parameters}.items():

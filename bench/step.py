@@ -155,6 +155,7 @@ def rows_of(
     reason_of: Callable[[str], str | None],
 ) -> list[Row]:
     """Return the rows of one number of workers and parameters: fastps' own sides, and the peers that the options name."""
+    ours = {name: kind for name, kind in ours.items() if ("asp" if name in peers.ASYNCHRONOUS else "bsp") in options.sync}
     missing = {name: reason for name in options.against if (reason := reason_of(name)) is not None}
     kinds = ours | {name: kind for peer in options.against if peer not in missing for name, kind in against[peer].items()}
     with tempfile.TemporaryDirectory(prefix="fastps-bench-") as folder, contextlib.ExitStack() as stack:
@@ -188,7 +189,7 @@ def _with_better_roofline(spreads: dict[str, Spread]) -> dict[str, Spread]:
 
 def _row(name: str, workers: int, size: int, spread: Spread, spreads: dict[str, Spread]) -> Row:
     is_asynchronous = name in peers.ASYNCHRONOUS
-    ours = spreads["fastps-asp" if is_asynchronous else "fastps"]
+    ours = spreads.get("fastps-asp" if is_asynchronous else "fastps") or next(iter(spreads.values()))  # of the only --sync
     return {
         "bench": "step",
         "name": name.removesuffix("-asp"),

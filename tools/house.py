@@ -33,7 +33,7 @@ KERNELS = {
     "cuda": {"update"},
     "simulation": {"base", "scheduling", "shm"},
     "baseline": {"base", "scheduling", "update", "rows", "shm", "combining", "protocol"},
-    "chaos": {"base", "scheduling", "update", "rows", "shm", "combining", "protocol"},
+    "chaos": {"base", "scheduling", "update", "rows", "memory", "shm", "combining", "protocol"},
 }
 
 # Functions over the limit: "file:function" and why it stays whole.

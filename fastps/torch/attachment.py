@@ -188,12 +188,13 @@ class Attachment:
         A parameter without a gradient so far is memory of the script's own. With its first gradient it is the job's: what the
         script made of it counts as written.
         """
+        may_differ = self._may_differ()  # asked in every step, because that keeps the handler of faults in front
         gained = {index for index in self.weights.own if self.tensors[index].grad is not None}
         if self._first is not None:
             self._settle(self._first, gained)
         elif self.total_steps == 0 and self.placement.keeps_own:
             self._is_void = bool(self.weights.differing(gained))
-        elif (gained or self._may_differ()) and (written := self._written(gained)):
+        elif (gained or may_differ) and (written := self._written(gained)):
             self._take(written)
         if gained:
             self.weights.leave_alone(self.weights.own - gained)
@@ -254,7 +255,7 @@ class Attachment:
             raise foreign.write_error(self.store.parameters[index].name, has_moved=True)
 
     def _may_differ(self) -> bool:
-        return self.weights.changed() >= 0 or self.is_written()
+        return self.is_written() or self.weights.changed() >= 0
 
     def _written(self, gained: Collection[int] = ()) -> dict[int, torch.Tensor]:
         """What the script wrote to the job's parameters since the last step, by number, and to those that are `gained` now.

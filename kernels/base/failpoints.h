@@ -46,7 +46,8 @@
     MUTANT(FORGET_CALL, "forget-call", "a worker whose job has a server posts, and does not call the server")             \
     MUTANT(CALL_LATE, "call-late", "a server reads the event after it has combined, and not before")                      \
     MUTANT(FORGET_TAKING_OVER, "forget-taking-over", "the workers do not combine when their server has died")             \
-    MUTANT(SERVE_ON, "serve-on", "a server does not look for workers that have died")
+    MUTANT(SERVE_ON, "serve-on", "a server does not look for workers that have died")                                    \
+    MUTANT(WRITE_THROUGH, "write-through", "what a script writes to its model reaches the memory that others read")
 
 enum {
 #define FPS_MUTANT_NUMBER(symbol, name, text) FPS_MUTANT_##symbol,

@@ -14,6 +14,16 @@ cdef extern from "chaos/coroutine.h" nogil:
     void fps_coroutine_yield(fps_coroutine *coroutine)
     void fps_coroutine_resume(fps_coroutine *coroutine)
 
+cdef extern from "memory/mapping.h" nogil:
+    ctypedef struct fps_view:
+        pass
+    ctypedef struct fps_mapping:
+        char *address
+        fps_view *view
+    fps_mapping *fps_mapping_open(int descriptor, size_t bytes, int writable, int is_private)
+    void fps_mapping_close(fps_mapping *mapping)
+    void fps_view_renew(fps_view *view)
+
 cdef enum:
     MOST_LIVES = 4                  # of one place: the first process's, and those of its replacements
 
@@ -53,6 +63,7 @@ cdef class Machine:
     cdef int32_t n_places       # of these so many, the first ones, are replaced when they die
     cdef Arena arena
     cdef InvariantChecker checker
+    cdef fps_mapping **views    # of each place, the private view of the arena's memory
     cdef int32_t runs           # the process that runs, or -1
     cdef bint over              # a violation, or too many events: no process is resumed again
     cdef int64_t now_ns, events

@@ -9,8 +9,9 @@ from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.base.atomics cimport fps_event_sleep
 from fastps.kernels.base.failpoints cimport *
-from fastps.kernels.chaos.invariants cimport MAX_STEPS, MAX_WATCHED_SHARDS, MAX_WORKERS, RING_SIZE, InvariantChecker
-from fastps.kernels.chaos.machine cimport DEAD, ENDED, MOST_LIVES, STALLED, Machine
+from fastps.kernels.chaos.invariants cimport (
+    MAX_STEPS, MAX_WATCHED_SHARDS, MAX_WORKERS, RING_SIZE, SHARD_FLOATS, InvariantChecker)
+from fastps.kernels.chaos.machine cimport DEAD, ENDED, MOST_LIVES, STALLED, Machine, fps_view_renew
 from fastps.kernels.combining.combiner cimport Combiner
 from fastps.kernels.combining.lock_word cimport COMBINE_BUSY
 from fastps.kernels.protocol.lane cimport Lane
@@ -333,6 +334,7 @@ cdef class Worker(Process):
         for _look in range(<int32_t> (self.job.draw() % 4)):
             self.job.at_access()
             self._check_reads()
+            self._scribble()
             if self.job.fetches:
                 self._fetch()
             if self.reader is not None:
@@ -342,9 +344,19 @@ cdef class Worker(Process):
                 if self.job.draw() % 4 == 0:
                     self._sleep_as_reader()
 
+    cdef void _scribble(self) noexcept nogil:
+        """Write into the weights that this worker's model shows, as a script does: into the private view. No draw is made."""
+        cdef uint64_t chance = (self.job.random ^ self.job.events) * <uint64_t> 0x9e3779b97f4a7c15 >> 32
+        cdef uint32_t shard = chance % self.lane.n_shards
+        cdef char *weights = self.job.views[self.index].address + (
+            <char *> self.arena.weights(self.buffers[shard]) - self.arena.base)
+        if chance % 4 == 0:
+            (<float *> weights)[self.arena.first[shard] + (chance >> 8) % SHARD_FLOATS] = 1e30
+
     cdef void _pull(self, bint is_first) noexcept nogil:
         cdef uint64_t commit, before
         cdef uint32_t shard
+        fps_view_renew(self.job.views[self.index].view)
         for shard in range(self.lane.n_shards):
             if self.job.is_partial and not is_first and self.lane._granted(shard) < self.lane.steps + 1:
                 continue

@@ -5,27 +5,50 @@ file makes a job, plays it, and reports its outcome.
 """
 
 import mmap
+import os
 
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memset
 
 from fastps.kernels.chaos.workers import Workers
 from fastps.kernels.shm.format import format_memory
 from fastps.kernels.shm.plan import plan
 
-from fastps.kernels.chaos.invariants cimport RING_SIZE, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
+from fastps.kernels.chaos.invariants cimport MAX_WORKERS, RING_SIZE, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
+from fastps.kernels.chaos.machine cimport Machine, fps_mapping, fps_mapping_close, fps_mapping_open
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.update.fold cimport FPS_RULE_ADAGRAD, FPS_RULE_SGD
 from fastps.kernels.rows.rows_h cimport FPS_ROWS_ADAGRAD, FPS_ROWS_SGD
 
 
 cdef class World:
-    """Runs one simulated job after the other; keeps the arena's memory in between."""
+    """Runs one simulated job after the other; keeps the arena's memory in between, and each worker's private view of it."""
 
     cdef object memory
+    cdef fps_mapping *views[MAX_WORKERS]
 
     def __cinit__(self):
         self.memory = b""
+
+    def __dealloc__(self):
+        self._unmap()
+
+    cdef void _unmap(self) noexcept:
+        cdef int32_t index
+        for index in range(MAX_WORKERS if len(self.memory) else 0):
+            fps_mapping_close(self.views[index])
+
+    cdef int _map(self, int64_t size) except -1:
+        """Make memory of this size, and a view of it for each worker."""
+        cdef int32_t index
+        self._unmap()
+        descriptor = os.memfd_create("chaos")
+        os.truncate(descriptor, size)
+        for index in range(MAX_WORKERS):
+            self.views[index] = fps_mapping_open(descriptor, size, 0, 1)
+        self.memory = mmap.mmap(descriptor, size)
+        os.close(descriptor)
+        return 0
 
     def run(self, uint64_t seed, *, int workers, int steps, int shards, int slots, bint adagrad, bint is_sum, bint is_mean,
             bint may_drop, int64_t bound, bint partial, bint at_once, int shared_least, double skew_ns, dict policy not None,
@@ -46,6 +69,7 @@ cdef class World:
         checker = InvariantChecker(arena, workers, steps, is_sum=is_sum, is_mean=is_mean, may_drop=may_drop, bound=bound)
         job = Workers(arena, checker, seed, steps=steps, partial=partial, at_once=at_once, fetches=fetches,
                       reads_rows=tables and bound == 0 and not may_drop and not partial and not at_once, **settings)
+        (<Machine> job).views = self.views
         job.play(skew_ns, shared_least)
         job.end()
         return {**job.outcome(), **checker.outcome()}
@@ -62,7 +86,7 @@ cdef class World:
             servers=server,
             row_rule=FPS_ROWS_ADAGRAD if adagrad else FPS_ROWS_SGD)
         if size > len(self.memory):
-            self.memory = mmap.mmap(-1, 2 * size)
+            self._map(2 * size)
         cdef unsigned char[::1] view = self.memory
         memset(&view[0], 0, size)
         segments = [(SHARD_FLOATS * i, SHARD_FLOATS, 0) for i in range(shards)]

@@ -23,7 +23,7 @@ typedef struct {
 static inline fps_mapping *fps_mapping_open(int descriptor, size_t bytes, int writable, int is_private) {
     fps_mapping *mapping = calloc(1, sizeof *mapping);
     if (!mapping) return NULL;
-    const int sharing = is_private ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED;
+    const int sharing = is_private && !fps_mutant(FPS_MUTANT_WRITE_THROUGH) ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED;
     mapping->address = mmap(NULL, bytes, PROT_READ | (writable || is_private ? PROT_WRITE : 0), sharing, descriptor, 0);
     mapping->bytes = bytes;
     mapping->users = 1;

@@ -104,6 +104,12 @@ def test_peers_are_measured_or_missing_with_a_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_step_of_one_discipline_is_measured_alone(tmp_path: Path) -> None:
+    document, _ = _checked_document("step", "--sync", "asp", "--against", "limit", target=tmp_path / "rows.json")
+    assert {(row["name"], row["sync"]) for row in document["rows"]} == {("fastps", "asp"), ("limit", "bsp")}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", ["rpc", "ray"])
 def test_a_training_beside_a_parameter_server_gives_the_same_weights_or_a_reason(tmp_path: Path, peer: str) -> None:
     document, text = _checked_document("train", "--against", peer, target=tmp_path / "rows.json")

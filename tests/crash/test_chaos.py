@@ -16,6 +16,7 @@ FOUND_WITHIN = {
     "row-first": 1_000, "one-count": 2_000, "forget-undo": 300, "keep-undo": 50, "rows-late": 20, "same-workspace": 200,
     "follow-commit": 500, "forget-confirm": 500, "forget-left": 2_000, "heads-back": 3_000, "forget-ring": 400,
     "read-expelled": 300, "forget-call": 50, "call-late": 200, "forget-taking-over": 20, "serve-on": 200,
+    "write-through": 5,
 }  # fmt: skip
 # Seeds whose processes are readers, too, and what is found.
 FOUND_BY_READERS = {

@@ -1,5 +1,6 @@
 """What scripts write to the weights between steps: taken if all workers write the same, else refused, and never another's."""
 
+import faulthandler
 import os
 import time
 from collections.abc import Callable
@@ -149,6 +150,20 @@ def test_weights_of_a_moment_are_in_no_checkpoint_reader_or_other_worker(sync: s
 
     for seen, version in _outcomes(work, 2):
         assert seen < 1e3 and version >= moments
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_script_that_turns_faulthandler_on_may_write(when: str) -> None:
+    def work(_: int) -> Any:
+        faulthandler.disable()
+        if when == "before":
+            faulthandler.enable()
+        program = Clamped()
+        with fastps.DistributedOptimizer(program.optimizer(), model=program.model) as optimizer:
+            faulthandler.enable()
+            return [p.numpy() for p in train(program, optimizer, 0)]
+
+    _check_equal(_outcomes(work, 1), replicas(Clamped, 1))
 
 
 def test_a_forked_child_writes_its_own_weights() -> None:

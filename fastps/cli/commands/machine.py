@@ -258,6 +258,7 @@ def bench(
     against: Annotated[str | None, typer.Option(help=AGAINST_HELP)] = None,
     backend: Annotated[str, typer.Option(help="Of kernels: cpu, or cuda on a GPU.")] = "cpu",
     device: Annotated[str, typer.Option(help="Of a step: cpu, or cuda with workers on the GPUs in turn.")] = "cpu",
+    sync: Annotated[str, typer.Option(metavar="SPEC,...", help="Of fastps in a step: bsp, asp or both.")] = "bsp,asp",
     wide: options.Wide = False,
     json_file: options.Json = None,
 ) -> None:
@@ -271,7 +272,8 @@ def bench(
     settings = BenchOptions(
         repeats=repeats, workers=_numbers("workers", workers), parameters=_numbers("parameters", parameters), against=peers
     )
-    settings = replace(settings if not smoke else replace(SMOKE, against=peers), backend=backend, device=device)
+    chosen = {"backend": backend, "device": device, "sync": tuple(sync.split(","))}
+    settings = replace(settings if not smoke else replace(SMOKE, against=peers), **chosen)
     rows = run_bench(what, settings)
     show_benchmarks(rows, options.console_of(json_file), wide=wide)
     options.save_rows(f"bench {what}", rows, json_file)
