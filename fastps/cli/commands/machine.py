@@ -272,8 +272,8 @@ def bench(
     settings = BenchOptions(
         repeats=repeats, workers=_numbers("workers", workers), parameters=_numbers("parameters", parameters), against=peers
     )
-    chosen = {"backend": backend, "device": device, "sync": tuple(sync.split(","))}
-    settings = replace(settings if not smoke else replace(SMOKE, against=peers), **chosen)
+    settings = settings if not smoke else replace(SMOKE, against=peers)
+    settings = replace(settings, backend=backend, device=device, sync=tuple(sync.split(",")))
     rows = run_bench(what, settings)
     show_benchmarks(rows, options.console_of(json_file), wide=wide)
     options.save_rows(f"bench {what}", rows, json_file)
