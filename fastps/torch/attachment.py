@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from fastps.checkpoint.periodic import Checkpointing
@@ -82,7 +84,7 @@ class Attachment:
         shown_views, view = partial(self.placement.shown_views, self.store), self.placement.view
         self.weights = Weights(self.tensors, self.store, shown_views, view, self._own)
         self.is_written = view.is_written if view is not None else lambda: False
-        self._counts = self._count_updates() if self._own else []
+        self._counts = self._count_updates()
         self.is_late, self._is_alone = worker.generation > 0, self.store.layout.lanes == 1
         policy = self.store.layout.policy
         self.clip = policy.clip
@@ -172,15 +174,16 @@ class Attachment:
         self._check_form()
         self.weights.take(pulled)
 
-    def _count_updates(self) -> list[int]:
-        """How often each parameter was updated, by any worker."""
-        steps = [self.store.all_steps(buffer) for buffer in self.store.committed()[1]]
-        return [int(steps[parameter.shard][index]) for index, parameter in enumerate(self.store.parameters)]
+    def _count_updates(self) -> npt.NDArray[np.int64]:
+        """How often each parameter was updated, by any worker; empty where no parameter is memory of the script's own."""
+        if not self._own:
+            return np.empty(0, np.int64)
+        steps = np.stack([self.store.all_steps(buffer) for buffer in self.store.committed()[1]])
+        return steps.max(axis=0)  # type: ignore[no-any-return]  # another shard's buffer may have an earlier count
 
     def _updated(self) -> set[int]:
         """The parameters of the script's own memory that another worker has trained since this one attached."""
-        counts = self._count_updates() if self.weights.own else []
-        return {index for index in self.weights.own if counts[index] > self._counts[index]}
+        return self.weights.own & set(np.flatnonzero(self._count_updates() > self._counts).tolist())
 
     def settle_writes(self) -> None:
         """Make what the script has written since the last step a part of this one, or raise ParameterChangedError.

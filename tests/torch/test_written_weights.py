@@ -152,6 +152,24 @@ def test_weights_of_a_moment_are_in_no_checkpoint_reader_or_other_worker(sync: s
         assert seen < 1e3 and version >= moments
 
 
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_parameter_that_only_another_worker_trains_is_the_jobs(sync: str) -> None:
+    def work(rank: int) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
+        before = float(model[1].weight.sum())
+        with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync, model=model) as optimizer:
+            for step in range(4):
+                optimizer.zero_grad()
+                model[rank if step > 1 else 0](torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+            optimizer.wait_for_others()
+            return before, float(model[1].weight.sum())
+
+    (before, first), (_, second) = _outcomes(work, 2)
+    assert first == second < before
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_script_that_turns_faulthandler_on_may_write(when: str) -> None:
     def work(_: int) -> Any:

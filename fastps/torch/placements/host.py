@@ -1,5 +1,6 @@
 """Where a wrapped model's memory is: the base class, which places parameters in an arena in host memory."""
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
@@ -20,6 +21,8 @@ from fastps.torch import join
 from fastps.torch.gradients import Gradients
 from fastps.torch.join import Joining
 from fastps.torch.weights import Weights, shaped_tensors
+
+logger = logging.getLogger("fastps.torch")
 
 
 class HostPlacement:
@@ -82,6 +85,8 @@ class HostPlacement:
     def use(self, worker: Worker) -> None:
         """Prepare this worker's arena. Raises ArenaError."""
         self.view = map_private(worker.store.descriptor)
+        if self.view.is_written():
+            logger.info("faults of the model's memory cannot be handled here: each step compares the weights with the job's")
 
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
         """The class that copies gradients into the slots."""
