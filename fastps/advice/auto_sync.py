@@ -121,7 +121,8 @@ def move(worker: Worker, policy: Policy, job: str, hypers: list[Hyper]) -> Worke
     rows = [(each.name, each.shape, each.stride, each.group) for each in old.layout.parameters]
     types = [each.type for each in old.layout.parameters]
     extra = old.layout.extra_bytes - room_bytes(old.layout.policy)
-    layout = replace(old.layout, parameters=place(rows, policy.shards, types=types), policy=policy, extra_bytes=extra)
+    parameters, frozen = place(rows, policy.shards, types=types), frozenset(old.frozen)
+    layout = replace(old.layout, parameters=parameters, policy=policy, extra_bytes=extra, frozen=frozen)
     if worker.rank == 0:
         write, finish = partial(_write_weights, worker), partial(_write_state, worker)
         store = Store.create_for(layout, write, hypers, job=job, timeout_s=old.timeout_s, clock=old.clock, finish=finish)

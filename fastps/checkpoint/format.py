@@ -154,8 +154,8 @@ def shaped(view: Array, parameter: Parameter) -> Array:
 
 
 def has_values(view: Array, parameter: Parameter) -> bool:
-    """Whether a flat view belongs to the parameter: the rule of a table's rows may lack state that dense parameters have."""
-    return view.size > 0 or not parameter.is_table
+    """Whether a flat view belongs to the parameter: the rule of a table's rows may lack state, and a frozen one has none."""
+    return view.size > 0 or parameter.size == 0
 
 
 def strided(view: Array, shape: Sequence[int], stride: Sequence[int]) -> Array:

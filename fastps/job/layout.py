@@ -91,6 +91,9 @@ class Layout:
     server: str = "workers"
     # The most readers at a time. The creator decides alone, so the layouts of others may differ in it.
     max_readers: int = OPTIONS["FASTPS_MAX_READERS"].default
+    # The numbers of parameters without a gradient so far. They lie in memory once, in the spare weights buffer, until a worker
+    # thaws them. The creator decides alone, too.
+    frozen: frozenset[int] = frozenset()
     lanes_are: str = "workers"  # what errors call the owners of lanes: "workers", or "nodes" in a home
 
     @property
@@ -149,6 +152,22 @@ class Layout:
             for index, parameter in enumerate(self.parameters)
             if parameter.is_table
         ]
+
+    @property
+    def segments(self) -> list[tuple[int, int, int]]:
+        """For each parameter: its first float in a buffer, its floats there when the job begins, and its group."""
+        parameters = enumerate(self.parameters)
+        return [(each.offset, 0 if index in self.frozen else each.length, each.group) for index, each in parameters]
+
+    @property
+    def frozen_runs(self) -> list[tuple[int, int]]:
+        """Runs of frozen parameters: the first float in a buffer, and the floats."""
+        runs: list[tuple[int, int]] = []
+        for index in sorted(self.frozen):
+            parameter = self.parameters[index]
+            begin = runs.pop()[0] if index - 1 in self.frozen else parameter.offset
+            runs.append((begin, parameter.offset + parameter.length - begin))
+        return runs
 
     @property
     def row_rule(self) -> int:

@@ -22,10 +22,11 @@ def check_lanes(policy: Policy, lanes: int) -> None:
         raise LayoutError(f"expected 1 to {most} workers (and max_workers=) in this job, found {lanes}")
 
 
-def plan(layout: Layout) -> tuple[bytes, int, int]:
-    """The header of a layout's arena, the arena's size in bytes, and how many of them the job needs from the beginning.
+def plan(layout: Layout) -> tuple[bytes, int, list[tuple[int, int]]]:
+    """The header of a layout's arena, the arena's size in bytes, and the ranges that the job needs from the beginning.
 
-    The rest gets pages later: the readers' buffers when a reader comes, and the rows of pushes when a worker needs them.
+    The rest gets pages later: the readers' buffers when a reader comes, the rows of pushes when a worker needs them, and frozen
+    parameters with their first gradient. A range is (offset, length).
     Raises UsageError for a layout without parameters, and LayoutError for a number of workers out of range.
     """
     if not layout.parameters:
@@ -53,6 +54,7 @@ def plan(layout: Layout) -> tuple[bytes, int, int]:
         readers=readers,
         tables=layout.tables,
         row_rule=layout.row_rule,
+        frozen=layout.frozen_runs,
     )
 
 
@@ -60,13 +62,13 @@ def remedy(layout: Layout, free: int) -> str:
     """What to change so that the arena of this layout fits into `free` bytes, as the end of an error."""
     alone = replace(layout, faults=replace(layout.faults, max_workers=0))
 
-    def is_too_large(lanes: int) -> bool:
-        return plan(replace(alone, workers=lanes))[2] > free
+    def needs(other: Layout) -> int:
+        return sum(length for _, length in plan(other)[2])
 
-    most = bisect_left(range(1, layout.lanes), True, key=is_too_large)
+    most = bisect_left(range(1, layout.lanes), True, key=lambda lanes: needs(replace(alone, workers=lanes)) > free)
     fewer = [f"at most {most} {layout.lanes_are}"] if most else []
     is_of_nodes = layout.server == "agent" or layout.lanes_are == "nodes"  # they push float32 alone
     is_wide = layout.gradient_type == "float32" and not (is_of_nodes or layout.tables)
-    if is_wide and plan(replace(layout, gradient_type="float16"))[2] <= free:
+    if is_wide and needs(replace(layout, gradient_type="float16")) <= free:
         fewer.append("gradients in half precision (push_dtype=torch.bfloat16)")
     return f"use {', '.join([*fewer, 'a smaller model'])}, or raise the limit"

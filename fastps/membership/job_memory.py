@@ -1,8 +1,9 @@
 """A job's arena, mapped into one process: typed views of weights, gradients and optimizer state, and listeners for joiners."""
 
 import contextlib
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
@@ -15,9 +16,11 @@ from fastps.job.update_rules import Hyper
 from fastps.kernels.memory.mapping import SharedMapping
 from fastps.kernels.rows import rows
 from fastps.kernels.shm import arena
+from fastps.kernels.shm.arena import STATE_BUFFERS
 from fastps.kernels.update import fold
 from fastps.membership import rendezvous
 from fastps.system.clock import Clock
+from fastps.system.shared_memory import allocate
 
 Floats = npt.NDArray[Any]
 """An array of float32, or of float64 in a job of that precision."""
@@ -43,6 +46,19 @@ class WeightsMemory:
         self.memory = memory
         self.arena = arena.Arena(memory)  # typed access to the header and the lanes
         self.tables = [index for index, parameter in enumerate(parameters) if parameter.is_table]
+        self._frozen = {index for index, each in enumerate(parameters) if each.length and not self.arena.length_of(index)}
+
+    @property
+    def frozen(self) -> set[int]:
+        """The numbers of parameters that no worker has trained. They lie in memory once, and have no state."""
+        if self._frozen:
+            self._frozen = {index for index in self._frozen if not self.arena.length_of(index)}
+        return self._frozen
+
+    def _buffer_of_each(self, buffers: int | Sequence[int]) -> list[int]:
+        """The buffer that has each parameter's weights."""
+        frozen, spare = self.frozen, self.arena.buffers + self.arena.readers
+        return [spare if i in frozen else _buffer_of(buffers, each) for i, each in enumerate(self.parameters)]
 
     def floats_at(self, byte_offset: int, parameter: Parameter) -> Floats:
         """A flat view of one parameter's values in the buffer, slot or optimizer-state tensor that begins at `byte_offset`."""
@@ -54,12 +70,15 @@ class WeightsMemory:
         return np.frombuffer(self.memory, dtype, parameter.length, byte_offset + 2 * parameter.offset)
 
     def weight_views(self, buffers: int | Sequence[int]) -> Views:
-        """A flat view of each parameter in one weights buffer, or in one buffer per shard. A table is the same in each."""
+        """A flat view of each parameter in one weights buffer, or in one buffer per shard.
+
+        A table, and a frozen parameter, is the same in each.
+        """
         return [
-            self.floats_at(self.arena.weights_offset(_buffer_of(buffers, parameter)), parameter)
+            self.floats_at(self.arena.weights_offset(buffer), parameter)
             if not parameter.is_table
             else np.frombuffer(self.memory, np.float32, parameter.size, self.arena.table_offset(self.tables.index(index)))
-            for index, parameter in enumerate(self.parameters)
+            for index, (parameter, buffer) in enumerate(zip(self.parameters, self._buffer_of_each(buffers), strict=True))
         ]
 
     def pulled_views(self, buffers: int | Sequence[int]) -> Views:
@@ -71,7 +90,7 @@ class WeightsMemory:
 
         A table has none. Raises ValueError for a job without parameters in half precision.
         """
-        offsets = [self.arena.halves_offset(_buffer_of(buffers, parameter)) for parameter in self.parameters]
+        offsets = [self.arena.halves_offset(buffer) for buffer in self._buffer_of_each(buffers)]
         return [self.halves_at(*each, np.dtype(np.uint16)) for each in zip(offsets, self.parameters, strict=True)]
 
     def write_halves(self, buffers: int | Sequence[int]) -> None:
@@ -93,9 +112,14 @@ class VersionCopy:
 
     def views(self, number: int) -> Views:
         """Views of the weights (0), or of optimizer-state tensor `number` - 1, one for each parameter."""
-        if number:
-            return self._memory.plane_views(self._state, number - 1)
-        return self._memory.weight_views(self._weights)
+        weights = self._memory.weight_views(self._weights)
+        if not number:
+            return weights
+        planes, rule = self._memory.plane_views(self._state, number - 1), self._memory.layout.rule
+        for index in self._memory.frozen:
+            values = weights[index]  # with which the average of the weights begins
+            planes[index] = np.full_like(values, rule.initial_value(number - 1)) if number <= len(rule.planes) else values
+        return planes
 
     def end(self) -> None:
         """Wait until nothing reads the version's own buffers any more; call it before they are unpinned."""
@@ -164,13 +188,41 @@ class JobMemory(WeightsMemory):
         return numbers, np.frombuffer(self.memory, np.float32, count * width, values).reshape(count, width)
 
     def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
-        """A flat view of each parameter in a state tensor, of one buffer or one a shard. The caller holds the shard locks."""
+        """A flat view of each parameter in a state tensor, of one buffer or one a shard. The caller holds the shard locks.
+
+        That of a frozen parameter is empty.
+        """
+        frozen, empty = self.frozen, np.empty(0, np.float32)
         return [
-            self.floats_at(self.arena.plane_offset(_buffer_of(buffers, parameter), plane), parameter)
+            empty
+            if index in frozen
+            else self.floats_at(self.arena.plane_offset(_buffer_of(buffers, parameter), plane), parameter)
             if not parameter.is_table
             else self._table_plane(index, plane)
             for index, parameter in enumerate(self.layout.parameters)
         ]
+
+    def thaw(self, parameters: Collection[int]) -> None:
+        """Give these parameters, if they are frozen, memory in each buffer and slot. The caller holds all shard locks.
+
+        Raises ArenaError if there is too little memory. They stay frozen then.
+        """
+        weights, state = self.committed()
+        buffers, states = {*self.arena.buffers_with_pages(), *weights}, {*range(STATE_BUFFERS), *state}
+        rule, planes = self.layout.rule, self.layout.planes
+        for index in self.frozen.intersection(parameters):
+            parameter, values = self.parameters[index], self.weight_views(0)[index]
+            for place in self.arena.places_of(parameter.offset, parameter.length):
+                allocate(self.descriptor, *place, f"parameter {parameter.name!r}, which is trained from now on,")
+            for buffer in buffers:
+                self.floats_at(self.arena.weights_offset(buffer), parameter)[:] = values
+                if self.arena.shown_type:
+                    half = self.halves_at(self.arena.halves_offset(buffer), parameter, np.dtype(np.uint16))
+                    fold.narrow(values, half, self.arena.shown_type)
+            for buffer, plane in itertools.product(states, range(planes)):
+                initial = rule.initial_value(plane) if plane < len(rule.planes) else values
+                self.floats_at(self.arena.plane_offset(buffer, plane), parameter)[:] = initial
+            self.arena.thaw(index, parameter.length)
 
     def _table_plane(self, index: int, plane: int) -> Floats:
         """A flat view of a table's optimizer-state tensor; empty if the rule of its rows has none of this number."""

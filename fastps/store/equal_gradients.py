@@ -37,8 +37,10 @@ class EqualGradients:
         states = store.arena.lane_states()[: store.layout.workers]
         if set(states) != {LANE_LIVE}:
             return
-        own = store.gradient_views(self._worker.rank, slot)
-        others = [store.gradient_views(lane, slot) for lane in range(len(states)) if lane != self._worker.rank]
+        frozen = store.frozen  # whose memory has no pages
+        views = [store.gradient_views(lane, slot) for lane in range(len(states))]
+        others = [[view for index, view in enumerate(each) if index not in frozen] for each in views]
+        own = others.pop(self._worker.rank)
         are_equal = all(np.array_equal(*pair) for each in others for pair in zip(own, each, strict=True))
         if not are_equal or not any(view.any() for view in own):
             return

@@ -171,18 +171,18 @@ class Store(JobMemory):
         values = layout.policy.values(layout.workers)
         if resume is not None:
             resume.check_layout(layout)
-        header, size, needed = plan(layout)
+        header, size, ranges = plan(layout)
         reserve(layout.lanes + _DESCRIPTORS, f"a worker of {layout.lanes}")
         floats = sum(parameter.size for parameter in layout.parameters)
         store: Self | None = None
         what = f"{floats:,} parameters and {layout.lanes} {layout.lanes_are}"
-        descriptor = shared_memory.create(size, what, needed, lambda free: remedy(layout, free))
+        descriptor = shared_memory.create(size, what, ranges, lambda free: remedy(layout, free))
         try:
             memory = shared_memory.map_shared(descriptor)
             format_memory(
                 memory,
                 header,
-                [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters],
+                layout.segments,
                 shards=layout.host_shards,
                 started=layout.workers,
                 **(resume.beginning(layout) if resume is not None else {}),
@@ -224,7 +224,7 @@ class Store(JobMemory):
 
     def _begin_average(self) -> None:
         for average, weights in zip(self.plane_views(0, self.layout.planes - 1), self.weight_views(0), strict=True):
-            average[:] = weights
+            average[:] = weights[: len(average)]
 
     def check_devices(self) -> None:
         """Raise the error of a server's work on devices that has failed. A store in host memory has none."""

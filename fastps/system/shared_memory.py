@@ -6,7 +6,7 @@ The memory has no name in any file system. The kernel frees it with the last pro
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psutil
 
@@ -17,26 +17,32 @@ from fastps.system.memory_limits import available_bytes
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _STRIDE = 256 << 20  # bytes between two looks at the free memory
+Ranges = Sequence[tuple[int, int]]
+"""Parts of a memory: each its offset and its length in bytes."""
 _ADVICE = "use fewer workers or a smaller model, or raise the limit"
 
 
-def create(size: int, what: str, needed: int | None = None, advise: Callable[[int], str] = lambda free: _ADVICE) -> int:
-    """Create a memfd of `size` bytes, sealed against resizing, and allocate the first `needed` bytes. Return its descriptor.
+def create(size: int, what: str, ranges: Ranges | None = None, advise: Callable[[int], str] = lambda free: _ADVICE) -> int:
+    """Create a memfd of `size` bytes, sealed against resizing, and allocate these ranges of it. Return its descriptor.
 
-    By default all bytes are needed; `allocate` allocates others later.
+    By default all of it is allocated; `allocate` allocates others later.
 
     Allocating every page now turns a lack of memory into an error here, instead of SIGBUS at a later access. `what` describes
     the contents in the error, and `advise(free)` says what to change if only `free` bytes can be had. Raises ArenaError.
     """
-    needed = size if needed is None else needed
+    ranges = [(0, size)] if ranges is None else ranges
+    needed, allocated = sum(length for _, length in ranges), 0
     descriptor = os.memfd_create("fastps-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
         numa.spread(descriptor, size)
-        for begin in range(0, needed, _STRIDE):
-            # Other workers build their models meanwhile: the kernel would kill one of them.
-            _check_free(begin, needed, what, advise)
-            os.posix_fallocate(descriptor, begin, min(_STRIDE, needed - begin))
+        for offset, length in ranges:
+            for begin in range(offset, offset + length, _STRIDE):
+                # Other workers build their models meanwhile: the kernel would kill one of them.
+                _check_free(allocated, needed, what, advise)
+                stride = min(_STRIDE, offset + length - begin)
+                os.posix_fallocate(descriptor, begin, stride)
+                allocated += stride
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException as error:
         os.close(descriptor)

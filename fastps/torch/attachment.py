@@ -63,6 +63,7 @@ class Attachment:
         self._first: list[int] | None = None  # the buffers of the first weights, while the script knows no others
         self._knows_first = True
         self._everything = range(len(tensors))
+        self._is_refused = False  # whether what this worker announced of its next push has been refused
         self._is_void = False  # whether this worker's first gradient is not at the job's weights
         self.checkpointing: Checkpointing | None = None
         self._hooks: list[Any] = []
@@ -84,7 +85,7 @@ class Attachment:
         shown_views, view = partial(self.placement.shown_views, self.store), self.placement.view
         self.weights = Weights(self.tensors, self.store, shown_views, view, self._own)
         self.is_written = view.is_written if view is not None else lambda: False
-        self._counts = self._count_updates()
+        self._counts, self._frozen = self._count_updates(), self.store.frozen
         self.is_late, self._is_alone = worker.generation > 0, self.store.layout.lanes == 1
         policy = self.store.layout.policy
         self.clip = policy.clip
@@ -109,7 +110,18 @@ class Attachment:
         def put(tensor: torch.Tensor) -> None:
             self.gradients.put(index, self.worker.lane.slot, tensor)
 
-        return put
+        def thaw_and_put(tensor: torch.Tensor) -> None:
+            if not self.store.arena.length_of(index):
+                self._thaw([index])
+            put(tensor)
+
+        return thaw_and_put if index in self.store.frozen else put
+
+    def _thaw(self, indices: Collection[int]) -> None:
+        """Give those of these parameters that are frozen memory for gradients and state. Raises ArenaError."""
+        if self.store.frozen.intersection(indices):
+            with self.worker.locked():
+                self.store.thaw(indices)
 
     def change_to(self, moved: Worker) -> None:
         """Leave the present job for another, which has its weights and its state."""
@@ -182,8 +194,9 @@ class Attachment:
         return steps.max(axis=0)  # type: ignore[no-any-return]  # another shard's buffer may have an earlier count
 
     def _updated(self) -> set[int]:
-        """The parameters of the script's own memory that another worker has trained since this one attached."""
-        return self.weights.own & set(np.flatnonzero(self._count_updates() > self._counts).tolist())
+        """The parameters of the script's own memory that another worker has trained or replaced since this one attached."""
+        trained = set(np.flatnonzero(self._count_updates() > self._counts).tolist())
+        return self.weights.own & (trained | (self._frozen - self.store.frozen))
 
     def settle_writes(self) -> None:
         """Make what the script has written since the last step a part of this one, or raise ParameterChangedError.
@@ -191,8 +204,12 @@ class Attachment:
         A parameter without a gradient so far is memory of the script's own. With its first gradient it is the job's: what the
         script made of it counts as written.
         """
+        if self._is_refused:
+            self.worker.lane.announce(0)
+            self._is_refused = False
         may_differ = self._may_differ()  # asked in every step, because that keeps the handler of faults in front
         gained = {index for index in self.weights.own if self.tensors[index].grad is not None}
+        self._thaw(gained)
         if self._first is not None:
             self._settle(self._first, gained)
         elif self.total_steps == 0 and self.placement.keeps_own:
@@ -285,6 +302,7 @@ class Attachment:
                 where = f"under {spec}" if worker.driver is None else "in virtual time"
                 raise self._write_error(written, f"{where} other workers go on from the weights before")
             if unlike := disagreeing(worker, digest_of(written)):
+                self._is_refused = self.is_settling = True  # until the next step: others that wait see it meanwhile
                 raise self._write_error(
                     written,
                     f"{spec} takes what all workers write, and worker {worker.rank} wrote to it, and worker"

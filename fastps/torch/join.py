@@ -7,7 +7,7 @@ to it.
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,16 @@ def resumed_from(
     optimizer.__setstate__({"state": {}})  # torch's AdamW stays AdamW after it has loaded Adam's options
     optimizer.state = state
     return found
+
+
+def with_frozen(
+    layout: Layout, tensors: Sequence[torch.Tensor], state: Mapping[Any, Any], resumed: Checkpoint | None
+) -> Layout:
+    """The layout without memory for gradients and state of those `tensors` that nobody trains as yet."""
+    begun = [each["steps"] > 0 for each in resumed.description["parameters"]] if resumed is not None else [False] * len(tensors)
+    trains = [tensor.requires_grad or tensor.grad is not None or bool(state.get(tensor)) for tensor in tensors]
+    dense = [index for index, parameter in enumerate(layout.parameters[: len(tensors)]) if parameter.length]
+    return replace(layout, frozen=frozenset(index for index in dense if not (trains[index] or begun[index])))
 
 
 def writer_of(tensors: list[torch.Tensor]) -> Callable[[list[Any]], None]:

@@ -157,6 +157,7 @@ class DistributedOptimizer(OptimizerState):
         join.check_parameters(self._tensors, layout)
         resumed = join.resumed_from(resume, stated := self._placement.stated_layout(layout), model, optimizer, number)
         join.check_checkpoints(wanted, resumed, self._identity.rank, stated, timeout_s)
+        layout = join.with_frozen(layout, self._tensors if self._placement.keeps_own else (), optimizer.state, resumed)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else its lr schedulers warn that step() was not called
         self._hypers_read = Hypers(self._rule)
         self._share_state()

@@ -27,6 +27,7 @@ class Reader(WeightsReader):
     def __init__(self, job: str, timeout_s: float, clock: Clock) -> None:
         super().__init__(job, timeout_s, clock)
         self._models: WeakKeyDictionary[torch.nn.Module, Weights] = WeakKeyDictionary()
+        self._frozen = len(self._memory.frozen)  # parameters that the job has not trained, when the models were last moved
 
     def update(self, model: torch.nn.Module | None = None) -> int:
         """Take the newest weights, point `model`'s parameters at them without a copy, and return their version.
@@ -46,8 +47,12 @@ class Reader(WeightsReader):
             self._models[model] = self._weights_of(model)
         self.pull()
         self._view.renew()
+        frozen = len(self._memory.frozen)
         for weights in self._models.values():
+            if frozen != self._frozen:
+                weights.leave_alone(())  # of another buffer from now on
             weights.show(self.buffers, range(len(weights.tensors)))
+        self._frozen = frozen
         return self.version
 
     def _weights_of(self, model: torch.nn.Module) -> Weights:

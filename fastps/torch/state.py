@@ -44,7 +44,7 @@ def _begin_average(store: JobMemory, tensors_of: MakeTensors, weights: Tensors, 
         return
     averages = tensors_of(store.plane_views(buffers, store.layout.planes - 1))
     for parameter, average, values in zip(store.parameters, averages, weights, strict=True):
-        if store.arena.shard_version(parameter.shard) == 0:
+        if store.arena.shard_version(parameter.shard) == 0 and average.numel() == values.numel():
             average.copy_(values)
 
 
@@ -78,11 +78,10 @@ def entries(
 
 
 @contextlib.contextmanager
-def _republished(worker: Worker, tensors_of: MakeTensors) -> Iterator[tuple[Tensors, list[int]]]:
+def _republished(worker: Worker, tensors_of: MakeTensors) -> Iterator[tuple[list[int], list[int]]]:
     """Hold all shard locks inside the block, which changes a copy of the published weights and state; then publish it.
 
-    The copy is in the free buffers: tensors of the weights, and the state's buffer of each shard. Nothing changes if the block
-    raises.
+    The copy is in free buffers, of the weights and of the state one for each shard. Nothing changes if the block raises.
     """
     store = worker.store
     store.layout.check_has_state("replacing weights or the optimizer's state")
@@ -92,13 +91,12 @@ def _republished(worker: Worker, tensors_of: MakeTensors) -> Iterator[tuple[Tens
         weights, state = store.committed()
         spares = [worker.lane.spare(shard) for shard in range(store.arena.shards)]
         new_weights, new_state = [pair[0] for pair in spares], [pair[1] for pair in spares]
-        copied = tensors_of(store.weight_views(new_weights))
-        _copy(tensors_of(store.weight_views(weights)), copied)
+        _copy(tensors_of(store.weight_views(weights)), tensors_of(store.weight_views(new_weights)))
         for plane in range(store.layout.planes):
             _copy(tensors_of(store.plane_views(state, plane)), tensors_of(store.plane_views(new_state, plane)))
         for source, target in zip(store.rule_steps(state), store.rule_steps(new_state), strict=True):
             target[:] = source
-        yield copied, new_state
+        yield new_weights, new_state
         store.write_halves(new_weights)
         published = True
     finally:
@@ -111,8 +109,13 @@ def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence
     Where an entry is None, the job's stays. Only the digits that halves do not show come from an entry's "master".
     """
     with _republished(worker, tensors_of) as (weights, state):
+        worker.store.thaw([index for index, entry in enumerate(given) if entry and _has_state(entry, rule)])
         write(worker.store, state, tensors_of, rule, given)
-        _refine(worker.store, weights, given)
+        _refine(worker.store, tensors_of(worker.store.weight_views(weights)), given)
+
+
+def _has_state(entry: Mapping[str, Any], rule: Rule) -> bool:
+    return any(entry.get(name) is not None for name in rule.planes)
 
 
 def _refine(store: JobMemory, weights: Tensors, given: Sequence[Mapping[str, Any] | None]) -> None:
@@ -140,12 +143,17 @@ def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Ten
 
     Raises ValueError for tensors of another number or shape, and the errors of `make`; nothing changes then.
     """
-    with _republished(worker, tensors_of) as (weights, buffers), torch.no_grad():
+    store = worker.store
+    with _republished(worker, tensors_of) as (buffers, state), torch.no_grad():
+        weights = tensors_of(store.weight_views(buffers))
         values = list(make([tensor.clone() for tensor in weights]))
         check_shapes(weights, values)
-        for target, value in zip(weights, values, strict=True):
-            target.copy_(value)
-        _begin_average(worker.store, tensors_of, weights, buffers)
+        store.thaw([index for index in store.frozen if not torch.equal(weights[index], values[index].to(weights[index]))])
+        weights = tensors_of(store.weight_views(buffers))
+        for index, target in enumerate(weights):
+            if index not in store.frozen:
+                target.copy_(values[index])
+        _begin_average(store, tensors_of, weights, state)
 
 
 def write_first(store: JobMemory, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:
@@ -165,8 +173,7 @@ def write(
     for index, entry in enumerate(given):
         if entry is None:
             continue
-        has_state = any(entry.get(name) is not None for name in rule.planes)
-        steps[index][0] = int(entry.get("step", 1)) if has_state else 0
+        steps[index][0] = int(entry.get("step", 1)) if _has_state(entry, rule) else 0
     for plane, name in enumerate(rule.planes):
         for values, entry in zip(tensors_of(store.plane_views(buffers, plane)), given, strict=True):
             if entry is None:

@@ -217,8 +217,8 @@ def shaped_tensors(
 
     `memory`: another mapping of the same, in which the tensors lie instead.
     `dtypes` names the tensors' types, or the type of all, because NumPy has no bfloat16; default: those of the views. The
-    memory stays mapped as long as one of them lives. A table's view may be empty (its gradient), or have one value for each row
-    (state of row-wise rules), and is then a column.
+    memory stays mapped as long as one of them lives. A view may be empty (a table's gradient, a frozen parameter's state), or
+    have one value for each row (state of row-wise rules), and is then a column.
     """
     begin = np.frombuffer(store.memory, np.uint8).ctypes.data
     names = [view.dtype.name for view in views] if dtypes is None else dtypes
@@ -226,7 +226,7 @@ def shaped_tensors(
     made = []
     for view, parameter, dtype in zip(views, store.parameters, names, strict=True):
         shape, stride = parameter.shape, parameter.stride
-        if parameter.is_table and view.size != parameter.size:
+        if view.size != parameter.size:
             shape, stride = (view.size, 1), (1, 1)
         place = view.ctypes.data - begin if view.size else 0
         made.append(torch.utils.dlpack.from_dlpack((memory or store.memory).tensor(place, shape, stride, dtype)))

@@ -23,6 +23,7 @@
  *   [BLOCK]    rank.written,  rank     -> other ranks    blocks of a collective that a rank has written, reduced or read;
  *              .reduced, .read                           paired with rank.sleeping, see below
  *   [USERS]    mapping.users  user     -> last user      that a view or tensor of this process's mapping is used no more
+ *   [THAW]     segment.length member   -> everyone       a frozen parameter's values in every buffer; under all shard locks
  *   [VIEW]     view.begin     maker    -> fault handler  the bounds of a private view; null: it is unmapped
  *
  * Five places need more than acquire and release, because each side writes one word and then reads the other's:
@@ -278,6 +279,11 @@ FPS_LOAD(fps_block_load, uint64_t, SEQ_CST)
 static inline void fps_users_add(uint32_t *users) { __atomic_fetch_add(users, 1, __ATOMIC_RELAXED); }
 /* Publishes to the last user: all that this one did with the memory. Returns whether this was the last, which acquires it. */
 static inline int fps_users_drop(uint32_t *users) { return __atomic_fetch_sub(users, 1, __ATOMIC_ACQ_REL) == 1; }
+
+/* -- [THAW] ------------------------------------------------------------------------------------------------------------ */
+/* Publishes to who reads weights without a lock: the parameter's values in every buffer. */
+FPS_STORE(fps_length_release, int64_t, RELEASE)
+FPS_LOAD(fps_length_acquire, int64_t, ACQUIRE)
 
 /* -- [VIEW]: within one process ------------------------------------------------------------------------------------------ */
 /* Publishes to the handler of faults: the view's bounds. */

@@ -47,6 +47,8 @@ cdef extern from "base/atomics.h" nogil:
     uint64_t fps_ticket_acquire(const uint64_t *ticket)
     int fps_ticket_claim(uint64_t *ticket, uint64_t seen, uint64_t next)
     void fps_help_set(uint32_t *helping, uint32_t value)
+    int64_t fps_length_acquire(const int64_t *word)
+    void fps_length_release(int64_t *word, int64_t value)
     uint32_t fps_help_load(const uint32_t *helping)
     int fps_help_change(uint32_t *helping, uint32_t seen, uint32_t next)
     void fps_chunk_done(uint64_t *done, uint64_t bit)

@@ -95,6 +95,7 @@ cdef class WorkItem:
         self.job.user_rule = self.user_rule
         self.job.state_planes = self.arena.header.state_planes
         self.job.state_stride = self.arena.header.buffer_floats
+        self.arena.find_thawed()
         self.job.n_segments = self.arena.header.n_parameters
         self.job.segments = self.arena.segments
         self.job.n_pushes = n_pushes

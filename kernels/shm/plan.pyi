@@ -19,4 +19,5 @@ def plan(
     readers: int = 0,
     tables: list[tuple[int, int, int, int, int]] | None = None,
     row_rule: int = 0,
-) -> tuple[bytes, int, int]: ...
+    frozen: list[tuple[int, int]] | None = None,
+) -> tuple[bytes, int, list[tuple[int, int]]]: ...

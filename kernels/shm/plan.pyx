@@ -141,17 +141,49 @@ cdef int _check_size(const fps_header *header) except -1:
     return 0
 
 
+cdef list places_of(const fps_header *header, int64_t first, int64_t floats):
+    """(offset, length) in bytes of these floats in every weights buffer of the workers, plane of the state and slot."""
+    cdef uint64_t plane_bytes = header.buffer_floats * sizeof(float)
+    cdef int width = 4 if header.gradient_type in (FPS_FLOAT32, FPS_FLOAT64) else 2
+    weights = [header.weights_offset + each * header.weights_bytes for each in range(header.n_buffers)]
+    state = [header.state_offset + each * header.state_bytes + header.state_steps_bytes + plane * plane_bytes
+             for each in range(FPS_STATE_BUFFERS) for plane in range(header.state_planes)]
+    slots = [header.slots_offset + each * header.slot_bytes + header.slot_gradient_offset
+             for each in range(header.n_lanes * header.n_slots)]
+    halves = [begin + plane_bytes for begin in weights] if header.shown_type != FPS_FLOAT32 else []
+    return ([(begin + 4 * first, 4 * floats) for begin in weights + state]
+            + [(begin + width * first, width * floats) for begin in slots]
+            + [(begin + 2 * first, 2 * floats) for begin in halves])
+
+
+cdef list _needed(const fps_header *header, list frozen):
+    """The ranges of bytes that get pages before the first process attaches, without those of `frozen` runs of floats."""
+    cdef uint64_t halves_offset = header.spare_weights_offset + header.buffer_floats * sizeof(float)
+    ranges, kept, begin = [], [], 0
+    for first, floats in frozen:
+        kept.append((header.spare_weights_offset + 4 * first, 4 * floats))
+        if header.shown_type != FPS_FLOAT32:
+            kept.append((halves_offset + 2 * first, 2 * floats))
+        ranges += places_of(header, first, floats)
+    for offset, length in sorted(ranges):
+        if (end := _aligned(offset, PAGE)) < (following := (offset + length) // PAGE * PAGE):
+            kept.append((begin, end - begin))
+            begin = following
+    return [*kept, (begin, header.reader_weights_offset - begin)]
+
+
 def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int64_t buffer_floats, int rule, int state_planes,
          int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0, bint checks_finite=False,
          int gradient_type=FPS_FLOAT32, int shown_type=FPS_FLOAT32, int servers=0, int readers=0, list tables=None,
-         int row_rule=0):
-    """The header of an arena of these measures and the descriptions of its tables, as bytes, the arena's size, and where the
-    buffers of readers begin: what lies behind gets pages only when it is needed.
+         int row_rule=0, list frozen=None):
+    """The header of an arena of these measures and the descriptions of its tables, as bytes, the arena's size, and the ranges
+    (offset, length) of it that need pages from the beginning: the others get them later, such as the buffers of readers.
 
     `servers`: 1 for a lane more, behind the workers', for a server process. `readers`: the most processes that only read.
     `gradient_type`: FLOAT64 if every number of the arena is a double, which takes two floats.
     `shown_type`: the half precision in which each weights buffer has the weights once more; FPS_FLOAT32: none.
     `tables`: (rows, width, parameter, group, shard) of each parameter of which pushes carry rows; `row_rule`: their rule.
+    `frozen`: (first, floats) of each run of a buffer's floats without gradients so far: only the spare buffer has them.
 
     Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
     """
@@ -175,7 +207,7 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     place_tables(words, &header)
     _place(&header)
     described = (<char *> &header)[:sizeof(fps_header)] + (<char *> words)[:header.n_tables * sizeof(fps_table)]
-    return described, header.total_bytes, header.reader_weights_offset
+    return described, header.total_bytes, _needed(&header, frozen or [])
 
 
 cdef int check_header(const fps_header *found, int64_t size) except -1:

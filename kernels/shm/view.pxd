@@ -33,7 +33,10 @@ cdef class ArenaView:
     cdef readonly uint32_t state_planes  # of the rule's state
     cdef readonly double ema_decay       # of the weights' moving average, the last plane of the state; 0 when none is kept
 
+    cdef uint32_t n_empty       # parameters without floats in a buffer: tables, and those that are frozen or have no values
     cdef int _copy_places(self) except -1
+    cdef bint _copy_place(self, uint32_t index) noexcept nogil
+    cdef void find_thawed(self) noexcept nogil
     cdef int _copy_tables(self) except -1
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil
     cdef fps_lane_shard *lane_shard(self, uint32_t lane, uint32_t shard) noexcept nogil

@@ -4,9 +4,10 @@ from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy
 
+from fastps.kernels.base.atomics cimport fps_length_acquire, fps_length_release, fps_readers_load
 from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.shm.arena_h cimport *
-from fastps.kernels.shm.plan cimport PAGE, check_header, place_tables
+from fastps.kernels.shm.plan cimport PAGE, check_header, place_tables, places_of
 from fastps.kernels.update.fold cimport FPS_FLOAT32, FPS_FLOAT64, fps_segment
 from fastps.kernels.rows.rows_h cimport fps_rows_values_offset, fps_table, fps_undo_log
 
@@ -57,27 +58,44 @@ cdef class ArenaView:
 
     cdef int _copy_places(self) except -1:
         """Copy the places of parameters and shards, checked once, for every fold."""
-        cdef fps_segment *segment
         cdef uint32_t index
-        cdef int64_t floats = self.header.buffer_floats, width = 2 if self.header.gradient_type == FPS_FLOAT64 else 1
+        cdef int64_t floats = self.header.buffer_floats
         self.segments = <fps_segment *> calloc(max(1, self.header.n_parameters), sizeof(fps_segment))
         if self.segments == NULL:
             raise MemoryError()
-        memcpy(self.segments, self.base + self.header.segments_offset, self.header.n_parameters * sizeof(fps_segment))
         for index in range(self.header.n_parameters):
-            segment = &self.segments[index]
-            # Without floats here the parameters lie on devices, and no fold runs here.
-            if (segment.offset < 0 or segment.offset % FLOATS_OF_LINE or segment.length < 0 or segment.length % width
-                    or (floats > 0 and (segment.offset > floats or segment.length > floats - segment.offset))
-                    or not 0 <= segment.group < <int64_t> self.header.n_groups or segment.parameter != <int64_t> index):
+            if not self._copy_place(index):
                 raise ValueError(f"expected parameter {index} within {floats} floats and {self.header.n_groups} groups, found "
-                                 f"{segment.length} floats from {segment.offset} on, group {segment.group}")
+                                 f"{self.segments[index].length} floats from {self.segments[index].offset} on, group"
+                                 f" {self.segments[index].group}")
+            self.n_empty += self.segments[index].length == 0
         for index in range(self.header.n_shards):
             self.first[index], self.last[index] = self.shard_header(index).first, self.shard_header(index).last
             if not 0 <= self.first[index] <= self.last[index] <= floats or self.first[index] % FLOATS_OF_LINE:
                 raise ValueError(
                     f"expected a shard within {floats} floats, found {self.first[index]} to {self.last[index]}")
         return 0
+
+    cdef bint _copy_place(self, uint32_t index) noexcept nogil:
+        """Copy the place of a parameter. Returns whether it is one."""
+        cdef fps_segment *segment = &self.segments[index]
+        cdef fps_segment *shared = <fps_segment *> (self.base + self.header.segments_offset) + index
+        cdef int64_t floats = self.header.buffer_floats, width = 2 if self.header.gradient_type == FPS_FLOAT64 else 1
+        segment[0] = shared[0]
+        segment.length = fps_length_acquire(&shared.length)
+        # Without floats here the parameters lie on devices, and no fold runs here.
+        return not (segment.offset < 0 or segment.offset % FLOATS_OF_LINE or segment.length < 0 or segment.length % width
+                    or (floats > 0 and (segment.offset > floats or segment.length > floats - segment.offset))
+                    or not 0 <= segment.group < <int64_t> self.header.n_groups or segment.parameter != <int64_t> index)
+
+    cdef void find_thawed(self) noexcept nogil:
+        """Copy the places of parameters that were frozen before. The caller folds, so no parameter thaws meanwhile."""
+        cdef uint32_t index
+        cdef fps_segment before
+        for index in range(self.header.n_parameters if self.n_empty else 0):
+            before = self.segments[index]
+            if before.length == 0 and not self._copy_place(index):
+                self.segments[index] = before  # damaged: it stays without floats
 
     cdef int _copy_tables(self) except -1:
         """Copy the descriptions of tables, computed again from their measures."""
@@ -238,10 +256,28 @@ cdef class ArenaView:
         """(offset, length) in bytes of the weights buffers of the first `readers` readers: whole pages, the arena's last."""
         return self.header.reader_weights_offset, readers * self.header.weights_bytes
 
+    def buffers_with_pages(self):
+        """The numbers of the weights buffers of workers, and of readers that have come so far."""
+        return range(self.header.n_buffers + min(fps_readers_load(&self.readers_words().ready), self.header.n_readers))
+
     def spare_ranges(self):
         """(offset, length) in bytes of the spare weights buffer, and of the spare state buffer: whole pages."""
         return ((self.header.spare_weights_offset, self.header.weights_bytes),
                 (self.header.spare_state_offset, self.header.state_bytes))
+
+    def length_of(self, uint32_t parameter):
+        """The floats that a parameter has in each buffer: 0 while it is frozen."""
+        _check(b"parameter", parameter, self.header.n_parameters)
+        return fps_length_acquire(&(<fps_segment *> (self.base + self.header.segments_offset) + parameter).length)
+
+    def thaw(self, uint32_t parameter, int64_t length):
+        """Give a frozen parameter its floats. The caller holds all shard locks, and every buffer has its values."""
+        _check(b"parameter", parameter, self.header.n_parameters)
+        fps_length_release(&(<fps_segment *> (self.base + self.header.segments_offset) + parameter).length, length)
+
+    def places_of(self, int64_t first, int64_t floats):
+        """(offset, length) in bytes of these floats in every weights buffer of the workers, plane of the state and slot."""
+        return places_of(self.header, first, floats)
 
     def slots_range(self, int lane):
         """(offset, length) in bytes of a lane's slots: whole pages."""

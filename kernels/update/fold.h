@@ -54,7 +54,7 @@ typedef struct {
 } fps_hyper;
 _Static_assert(sizeof(fps_hyper) == 128, "hyper-parameters are two cache lines, with room for more rules");
 
-/* One parameter; its offset is a multiple of 16 floats, so that it begins on a cache line. */
+/* One parameter; its offset is a multiple of 16 floats, so that it begins on a cache line. Its length is 0 while it is frozen. */
 typedef struct {
     int64_t offset, length;
     int32_t group, parameter;

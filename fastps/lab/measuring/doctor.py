@@ -261,15 +261,15 @@ def _measured(layout: Layout, optimizer: str) -> Need:
     if 4 * layout.buffer_floats >= _ADDRESSABLE_BYTES:
         raise UsageError(refusal)
     try:
-        header, total, needed = plan(layout)
+        header, total, ranges = plan(layout)
+        needed = sum(length for _, length in ranges)
     except ValueError as error:
         raise UsageError(str(error)) from None
     try:
         memory = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     except (OSError, OverflowError) as error:
         raise UsageError(f"{refusal} ({error})") from None
-    segments = [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters]
-    format_memory(memory, header, segments, shards=layout.shards, **layout.policy.values(layout.workers))
+    format_memory(memory, header, layout.segments, shards=layout.shards, **layout.policy.values(layout.workers))
     arena = Arena(memory)
     slots = layout.workers * arena.slots * (arena.gradient_offset(0, 1) - arena.gradient_offset(0, 0))
     weights_begin, state_begin, extra_begin = arena.weights_offset(0), arena.steps_offset(0), arena.extra_offset(0)

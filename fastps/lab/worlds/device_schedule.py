@@ -280,12 +280,11 @@ def _layout_of(update: Update, gpus: int, shards: int, faults: FaultPolicy) -> L
 
 
 def _memory_of(layout: Layout) -> JobMemory:
-    header, size, needed = plan(layout)
-    descriptor = shared_memory.create(size, "a modelled job", needed)
+    header, size, ranges = plan(layout)
+    descriptor = shared_memory.create(size, "a modelled job", ranges)
     memory = shared_memory.map_shared(descriptor)
-    segments = [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters]
     values = layout.policy.values(layout.workers)
-    format_memory(memory, header, segments, shards=layout.host_shards, started=layout.workers, **values)
+    format_memory(memory, header, layout.segments, shards=layout.host_shards, started=layout.workers, **values)
     return JobMemory(descriptor, memory, layout, "modelled", 1.0, SYSTEM_CLOCK, [SGD(lr=0.1).hyper] * layout.groups)
 
 

@@ -143,12 +143,11 @@ class World:
         return found
 
     def _memory(self) -> JobMemory:
-        header, size, needed = plan(self.layout)
-        descriptor = shared_memory.create(size, "a simulated job", needed)
+        header, size, ranges = plan(self.layout)
+        descriptor = shared_memory.create(size, "a simulated job", ranges)
         memory = shared_memory.map_shared(descriptor)
-        segments = [(parameter.offset, parameter.length, parameter.group) for parameter in self.layout.parameters]
         values = self.policy.values(self.layout.workers)
-        format_memory(memory, header, segments, shards=self.layout.host_shards, started=len(self._gpus), **values)
+        format_memory(memory, header, self.layout.segments, shards=self.layout.host_shards, started=len(self._gpus), **values)
         return JobMemory(descriptor, memory, self.layout, "simulated", 1.0, SYSTEM_CLOCK, [self.hyper])
 
     @property

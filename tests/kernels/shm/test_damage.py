@@ -114,6 +114,17 @@ def test_a_damaged_state_is_refused_and_its_lock_released(name: str) -> None:
     assert job.arena.version == 0
 
 
+def test_a_fold_passes_a_frozen_parameter_by_until_it_thaws_and_one_with_a_damaged_length_for_ever() -> None:
+    for length, changed in (0, False), (16, True), (1 << 40, False), (-16, False):
+        job = plain_arena.Job(1, POLICIES["bsp"], floats=32, segments=[(0, 16, 0), (16, 0, 0)])
+        job.arena.thaw(1, length)
+        job.post(0, 0.25, 10)
+        assert job.lanes[0].try_combine(10) == codes.DONE
+        weights = job.weights()
+        assert set(weights[:16].tolist()) == {0.75}
+        assert set(weights[16:].tolist()) == {0.75 if changed else 0.0}, length
+
+
 def test_a_ring_of_workers_that_wait_is_refused() -> None:
     job = Job(2, POLICIES["bsp"])
     job.post(0, 0.25, 10)
