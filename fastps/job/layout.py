@@ -299,6 +299,12 @@ def _first_difference(own: Any, other: Any) -> str:
     for index in range(max(len(own["parameters"]), len(other["parameters"]))):
         here, there = (layout["parameters"][index] if index < len(layout["parameters"]) else None for layout in (own, other))
         if here != there:
+            names, others = ([each["name"] for each in layout["parameters"]] for layout in (own, other))
+            if names != others and sorted(names) == sorted(others):
+                return (
+                    f"parameter {index} is {here['name']!r} here and {there['name']!r} there: give all optimizers the"
+                    " parameters in one order (model.parameters(), not a set)"
+                )
             return f"parameter {index}: here {_parameter_shown(here)}, there {_parameter_shown(there)}"
     return f"here model buffers take {own.get('extra_bytes')} bytes, there {other.get('extra_bytes')}"
 

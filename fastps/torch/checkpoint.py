@@ -7,6 +7,7 @@ import torch
 
 from fastps.checkpoint.format import Array, Checkpoint, refused
 from fastps.job.update_rules import Rule
+from fastps.torch.names import of_model, without_wrappers
 from fastps.torch.update_rules import entry_of
 
 
@@ -63,7 +64,7 @@ def saved_buffers(model: torch.nn.Module | None) -> dict[str, Array]:
     A type that NumPy lacks (bfloat16, float8) becomes float32, and a complex number two floats.
     """
     found = {}
-    for name, buffer in _persistent(model).items() if model is not None else ():
+    for name, buffer in of_model(_persistent(model)).items() if model is not None else ():
         value = buffer.detach().cpu()
         if value.is_complex():
             value = torch.view_as_real(value.resolve_conj())
@@ -78,11 +79,13 @@ def restore_buffers(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
 
     Raises CheckpointError if one is missing or does not fit.
     """
-    saved = {name: torch.from_numpy(array.copy()) for name, array in checkpoint.buffers().items()}
-    for name, buffer in _persistent(model).items():
-        if name not in saved:
-            raise refused(checkpoint.folder, f"buffer {name!r}", f"shape {tuple(buffer.shape)} as in this model", "none")
-        if buffer.is_complex() and not saved[name].is_complex():
+    found, saved, buffers = checkpoint.buffers(), {}, _persistent(model)
+    for name, plain in without_wrappers(buffers).items():
+        if plain not in found:
+            shape = tuple(buffers[name].shape)
+            raise refused(checkpoint.folder, f"buffer {plain!r}", f"shape {shape} as in this model", "none")
+        saved[name] = torch.from_numpy(found[plain].copy())
+        if buffers[name].is_complex() and not saved[name].is_complex():
             saved[name] = torch.view_as_complex(saved[name])
     try:
         model.load_state_dict(saved, strict=False)

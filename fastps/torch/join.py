@@ -17,7 +17,7 @@ import torch
 from fastps.checkpoint.format import Checkpoint
 from fastps.checkpoint.loading import load
 from fastps.checkpoint.runs import check_folder, folder_of
-from fastps.errors import CheckpointError, UnsupportedError, UsageError
+from fastps.errors import CheckpointError, LayoutError, UnsupportedError, UsageError
 from fastps.job import environment, limits
 from fastps.job.environment import Identity
 from fastps.job.layout import GradientType, Layout
@@ -32,6 +32,7 @@ from fastps.system.clock import Clock
 from fastps.system.memory_limits import available_bytes
 from fastps.torch import foreign
 from fastps.torch.checkpoint import restore_buffers, restore_group
+from fastps.torch.names import UNNAMED
 from fastps.torch.update_rules import PARAMETER_TYPES, left_out, without
 
 logger = logging.getLogger("fastps.torch")
@@ -217,6 +218,26 @@ def join(
     except BaseException:
         store.close()
         raise
+
+
+def tell_of_other_weights(names: Sequence[str], own: Mapping[int, torch.Tensor], first: Sequence[torch.Tensor]) -> None:
+    """Warn of parameters, by number, that are other ones than worker 0's `first`, which take their place.
+
+    Raises LayoutError for one without a name that is another of worker 0's: the optimizers have them in another order.
+    """
+    for index, tensor in own.items() if any(name.startswith(UNNAMED) for name in names) else ():
+        for place, other in enumerate(first):
+            if names[place].startswith(UNNAMED) and tensor.shape == other.shape and torch.equal(tensor, other):
+                raise LayoutError(
+                    f"{names[index]} is worker 0's {names[place]}: give all optimizers the parameters in one order (a list,"
+                    " not a set), or with their names (model=, or model.named_parameters())"
+                )
+    which = repr(names[min(own)]) + (f" and {len(own) - 1} more" if len(own) > 1 else "")
+    logger.warning(
+        "the first weights here (%s) are not worker 0's, which take their place: copies that the script has made of them (a"
+        " target network, an average) stay other ones than worker 0's; copy after wrapping, or seed all workers alike before",
+        which,
+    )
 
 
 def limit_threads(workers: int) -> None:

@@ -18,6 +18,7 @@ import torch
 from fastps.errors import ProtocolError, UsageError
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_FAILED, LANE_JOINING, LANE_LIVE
 from fastps.store.worker import Worker
+from fastps.torch.names import of_model
 
 logger = logging.getLogger("fastps.torch")
 
@@ -44,8 +45,8 @@ class ModelBuffers:
         """Size of a slot in bytes, in which the buffers may double; 0 if the module had none when it was wrapped."""
 
     def _now(self) -> Named:
-        named = self._model.named_buffers() if self._model is not None else ()
-        return {name: each.detach() for name, each in named if each.layout is torch.strided and not each.is_quantized}
+        named = of_model(dict(self._model.named_buffers())) if self._model is not None else {}
+        return {name: each.detach() for name, each in named.items() if each.layout is torch.strided and not each.is_quantized}
 
     def publish(self, slot: Slot, number: int) -> None:
         """Write all buffers into this worker's slot, for round `number`; none if they have outgrown it."""

@@ -12,6 +12,7 @@ from fastps.job.user_rules import UserRule
 from fastps.torch import state
 from fastps.torch.attachment import Attachment
 from fastps.torch.job_state import Entry, JobState
+from fastps.torch.names import of_model
 from fastps.torch.update_rules import HALVES, MASTER, WRAP_ANEW, Hypers, check_scalars, names_of, round_state
 
 logger = logging.getLogger("fastps.torch")
@@ -320,7 +321,7 @@ def in_order(
             "expected the model of these names, found that the optimizer was wrapped without it: pass model= to"
             " DistributedOptimizer, or a list of tensors in the order of the param_groups"
         )
-    own = model.state_dict(keep_vars=True)
+    own, values = of_model(model.state_dict(keep_vars=True)), of_model(values)
     names = {id(tensor): name for name, tensor in reversed(own.items())}  # of tied ones the first name
     wanted = [names.get(id(tensor)) for tensor in tensors]
     missing = [name or "a parameter outside the model" for name in wanted if name not in values]

@@ -1,7 +1,6 @@
 """fastps.reader: a torch model that shows the newest weights of a running job, in a process that is no worker of the job."""
 
 from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,10 +9,9 @@ from fastps.errors import LayoutError, UnsupportedError
 from fastps.store.reader import WeightsReader
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.torch import foreign
+from fastps.torch.names import UNNAMED, of_model
 from fastps.torch.update_rules import check_parameter
 from fastps.torch.weights import Weights, shaped_tensors
-
-_UNNAMED = "param_groups[0]["  # the names of parameters in a job whose optimizer was given no model
 
 
 class Reader(WeightsReader):
@@ -83,9 +81,9 @@ class Reader(WeightsReader):
 
     def _tensors_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
         """The model's parameter for each of the job's: by name, or by place if the job's have no names."""
-        named: dict[str, Any] = dict(model.named_parameters())
+        named = of_model(dict(model.named_parameters()))
         wanted = [parameter.name for parameter in self._memory.parameters]
-        if all(name.startswith(_UNNAMED) for name in wanted):
+        if all(name.startswith(UNNAMED) for name in wanted):
             if len(named) != len(wanted):
                 raise LayoutError(
                     f"job {self.job} trains {len(wanted)} parameters without names: expected a model with as many, found"

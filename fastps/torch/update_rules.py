@@ -16,6 +16,7 @@ from fastps.errors import UnsupportedError, UsageError
 from fastps.job.layout import GradientType
 from fastps.job.update_rules import DOUBLE_PRODUCT, UPDATE_RULES, Hyper, Rule, UpdateRule, rule_for
 from fastps.job.user_rules import UserRule
+from fastps.torch.names import UNNAMED, of_groups
 from fastps.torch.own_optimizers import RowWiseAdagradOptimizer, RuleOptimizer
 
 logger = logging.getLogger("fastps.torch")
@@ -292,21 +293,22 @@ def rows_of(
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int]]:
     """The name, shape, stride and param_group of each parameter of all param_groups but those with these `ids`, in order.
 
-    `model` gives the names, and else the optimizer, unless another parameter has the name: torch lets two networks' parameters
-    have the same. Raises UsageError if there are none, UnsupportedError for a parameter that cannot be in the arena.
+    `model` gives the names, else the optimizer, unless another parameter has the name: torch lets two networks' parameters have
+    the same; else the module that holds them all, else their place. Raises UsageError if there are none, UnsupportedError for
+    a parameter that cannot be in the arena.
 
     >>> rows_of([{"params": [torch.zeros(2, 3)]}], None)
     [('param_groups[0][0]', (2, 3), (3, 1), 0)]
     """
-    names = {id(tensor): name for name, tensor in model.named_parameters()} if model is not None else {}
+    names, given = of_groups(groups, model)
     rows, taken = [], set(names.values())
     for group_index, group in enumerate(groups):
         for index, tensor in enumerate(group["params"]):
             if id(tensor) in ids:
                 continue
-            place = f"param_groups[{group_index}][{index}]"
-            given = group["param_names"][index] if group.get("param_names") else place
-            name = names.get(id(tensor)) or (given if given not in taken else place)
+            place = f"{UNNAMED}{group_index}][{index}]"
+            other = given.get(id(tensor), place)
+            name = names.get(id(tensor)) or (other if other not in taken else place)
             taken.add(name)
             check_parameter(name, tensor)
             rows.append((name, tuple(tensor.shape), tuple(tensor.stride()), group_index))

@@ -77,7 +77,10 @@ class HostPlacement:
         """Take the first weights into the script's own memory."""
         if self.keeps_own:
             weights = Weights(self._tensors, store, partial(self.shown_views, store), own=range(len(self._tensors)))
-            weights.take(store.committed()[0])
+            first = store.committed()[0]
+            if others := weights.differing(weights.own, first):
+                join.tell_of_other_weights([each.name for each in store.parameters], others, weights.values(first))
+            weights.take(first, others)
 
     def begin(self) -> None:
         """Release the previous arena, if any, before a new one takes its place."""
