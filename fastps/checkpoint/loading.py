@@ -26,6 +26,9 @@ _OF_ONE_SHARE = ("share", "checksums", "header", "digest")
 _SHARE = re.compile(r"share-(\d+)-of-(\d+)")
 _Saved = tuple[str, int]
 """The run that wrote a share, and the share's version."""
+_Shares = dict[int, dict[int, list[Path]]]
+"""Number of nodes to number of the share to its checkpoints."""
+_Listed = tuple[list[Path], _Shares]
 
 
 def share_folder(number: int, count: int) -> str:
@@ -59,23 +62,37 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
 def _load(folder: Path) -> Checkpoint:
     if (folder / JSON_FILE).is_file():
         return read(folder)
-    alone = [[found] for found in reversed(whole(folder))] if folder.is_dir() else []
-    shares = _shares(folder) if folder.is_dir() else {}
+    listed: _Listed = ([], {})
+    while listed != (listed := _listed(folder)):  # what a run that goes on has removed meanwhile is not damaged
+        damage: list[str] = []
+        found = _newest(folder, *listed, damage)
+        if found is not None and not damage:
+            return found
+    if found is None:
+        raise CheckpointError(f"checkpoint {folder}: expected a whole one, found none: {'; '.join(damage)}")
+    logger.warning("%s; the newest whole one is taken: %s, version %d", "; ".join(damage), found.folder, found.version)
+    return found
+
+
+def _listed(folder: Path) -> _Listed:
+    """The checkpoints of a directory, and those of shares. Raises CheckpointError if there are none."""
+    alone, shares = (whole(folder), _shares(folder)) if folder.is_dir() else ([], {})
     if not (alone or shares):
         raise CheckpointError(f"checkpoint {folder}: expected {JSON_FILE} or folders {PREFIX}NUMBER there, found neither")
-    damage: list[str] = []
+    return alone, shares
+
+
+def _newest(folder: Path, whole_ones: list[Path], shares: _Shares, damage: list[str]) -> Checkpoint | None:
+    """The newest checkpoint of these that can be read. Adds what cannot to `damage`."""
+    alone = [[found] for found in reversed(whole_ones)]
     candidates = [alone, *(_of_all_nodes(folder, shares, damage) if shares else [])]  # each kind has numbers of its own
     for parts in heapq.merge(*candidates, key=_version_of, reverse=True):
         try:
             found = [read(part) for part in parts]
-            checkpoint = _joined(folder, found) if parts[0].parent != folder else found[0]
+            return _joined(folder, found) if parts[0].parent != folder else found[0]
         except CheckpointError as error:
             damage.append(str(error))
-            continue
-        if damage:
-            logger.warning("%s; the newest whole one is taken: %s, version %d", "; ".join(damage), parts[0], checkpoint.version)
-        return checkpoint
-    raise CheckpointError(f"checkpoint {folder}: expected a whole one, found none: {'; '.join(damage)}")
+    return None
 
 
 def _version_of(parts: Sequence[Path]) -> float:
@@ -86,9 +103,8 @@ def _version_of(parts: Sequence[Path]) -> float:
         return math.inf
 
 
-def _shares(directory: Path) -> dict[int, dict[int, list[Path]]]:
-    """Number of nodes to number of the share to its checkpoints."""
-    found: dict[int, dict[int, list[Path]]] = {}
+def _shares(directory: Path) -> _Shares:
+    found: _Shares = {}
     for folder in directory.iterdir():
         match = _SHARE.fullmatch(folder.name)
         if match:
@@ -97,7 +113,7 @@ def _shares(directory: Path) -> dict[int, dict[int, list[Path]]]:
     return found
 
 
-def _of_all_nodes(directory: Path, shares: dict[int, dict[int, list[Path]]], damage: list[str]) -> list[list[list[Path]]]:
+def _of_all_nodes(directory: Path, shares: _Shares, damage: list[str]) -> list[list[list[Path]]]:
     """For each number of nodes the shares of each version that all have written, the newest first.
 
     Adds what cannot be read to `damage`, and that no version is complete.

@@ -108,7 +108,7 @@ def show_one_version(optimizers: Iterable[DistributedOptimizer]) -> None:
             _await_fold(optimizer.worker)
     together()
     for optimizer in still_open:
-        optimizer.take_newest_weights()
+        optimizer.take_newest()
     together()
 
 

@@ -1,8 +1,9 @@
 """The identity of this process: its rank, the number of workers and its job, from the script or the launcher's variables.
 
 The module reads the variables of fastps' own launcher, of torchrun, of launchers that set torchrun's, and of SLURM's and MPI's.
-Without any, this process is alone. The environment is never changed. What other modules read of it is parsed here: a
-variable that holds nonsense is an error that names it.
+Without any, this process is alone. One variable is set here: the process that has the identity, because a program that it
+starts inherits the others. What other modules read of the environment is parsed here: a variable that holds nonsense is an
+error that names it.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ TRACE_VARIABLE = "FASTPS_TRACE"  # the file that a launch records its trace into
 # The first variable that is set counts. Lightning sets only LOCAL_RANK, the rank on one machine; others set it on each node.
 _RANKS, _WORKERS = ("FASTPS_RANK", "RANK", "LOCAL_RANK"), ("FASTPS_WORKERS", "WORLD_SIZE")
 LONGEST_JOB = 64  # bytes; the rest of a socket's name says which node, optimizer and place it is
+_OF_TORCHRUN = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 _SPAWN = "fastps.spawn(fn, args, workers=N) starts processes that find each other"
 
 
@@ -87,7 +89,8 @@ def identity(job: str | None = None, rank: int | None = None, workers: int | Non
     """The identity from the script's arguments (`job`, `rank`, `workers`), and from the environment where they are None.
 
     `instance` is the number of the optimizer in a script that names no job. Raises UsageError for a rank or a number of workers
-    out of range, and in a child of multiprocessing that gets its rank neither from the script nor from a launcher.
+    out of range, in a child of multiprocessing that gets its rank neither from the script nor from a launcher, and in a program
+    that a worker has started and that inherited the worker's.
 
     >>> identity("mnist", 1, 4).name
     'mnist'
@@ -113,7 +116,22 @@ def identity(job: str | None = None, rank: int | None = None, workers: int | Non
         return Identity(check_job(job), number, count)
     if workers is not None and workers > 1:
         raise UsageError(f"workers={workers} needs job=: expected a name that all {workers} processes give, found none")
+    if workers is None and is_told:
+        _claim(number)
     return Identity(secrets.token_hex(8) if workers == 1 else _job_of_launch(), number, count, instance)
+
+
+def _claim(rank: int) -> None:
+    """Note that this process has the environment's identity. Raises UsageError if the process that has started it has it."""
+    values = [os.environ.get(name, "") for name in (*_RANKS, *_WORKERS, "FASTPS_JOB", *_OF_TORCHRUN)]
+    mark = hashlib.sha256(os.fsencode("\0".join([*values, repr(launched())]))).hexdigest()[:16]
+    owner, _, found = os.environ.get("FASTPS_PROCESS", "").partition(" ")
+    if found == mark and owner != str(os.getpid()):
+        raise UsageError(
+            f"this process was started by worker {rank} (process {owner}), whose rank and job it has inherited: give workers=1"
+            " to train alone here, or start it without the launcher's variables (FASTPS_*, RANK, WORLD_SIZE, MASTER_*)"
+        )
+    os.environ["FASTPS_PROCESS"] = f"{os.getpid()} {mark}"
 
 
 def check_main_guard() -> None:
@@ -142,8 +160,7 @@ def _job_of_launch() -> str:
             )
         own = hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
     if own is None:
-        keys = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-        values = [os.environ.get(key, "") for key in keys]
+        values = [os.environ.get(key, "") for key in _OF_TORCHRUN]
         if not any(values[:3]):
             if world_size() > 1:
                 raise UsageError(

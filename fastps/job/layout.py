@@ -300,7 +300,7 @@ def _first_difference(own: Any, other: Any) -> str:
         here, there = (layout["parameters"][index] if index < len(layout["parameters"]) else None for layout in (own, other))
         if here != there:
             names, others = ([each["name"] for each in layout["parameters"]] for layout in (own, other))
-            if names != others and sorted(names) == sorted(others):
+            if here and there and names != others and sorted(names) == sorted(others):
                 return (
                     f"parameter {index} is {here['name']!r} here and {there['name']!r} there: give all optimizers the"
                     " parameters in one order (model.parameters(), not a set)"

@@ -6,11 +6,12 @@ halfway. The scheduler decides what a discipline does with fewer or more workers
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from fastps.errors import ExpelledError, NonFiniteGradientError, WorkerDiedError, damaged
+from fastps.errors import ArenaError, AttachError, ExpelledError, NonFiniteGradientError, WorkerDiedError, damaged
 from fastps.job.layout import first_difference
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.shm.arena import (
@@ -24,11 +25,13 @@ from fastps.kernels.shm.arena import (
     LANE_LIVE,
     Arena,
 )
+from fastps.membership import discovery
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.peers import Owner, Peers
 from fastps.system import proc
 
 logger = logging.getLogger("fastps.membership")
+_ASK_S = 0.2
 _WAITED_FOR = {LANE_FREE: ", not attached", LANE_JOINING: ", joining", LANE_LIVE: ""}
 
 
@@ -118,15 +121,50 @@ class Membership:
 
         The last item names a joiner that was refused meanwhile: it may be one of the workers that have not attached.
         """
-        layout, arena, worker = self._store.layout, self._store.arena, self._worker
-        found = []
-        for lane, state in enumerate(arena.lane_states()[: layout.lanes]):
-            if lane == worker.rank or (lane >= layout.workers and state == LANE_FREE):
-                continue  # no worker is expected in a lane beyond the initial workers' lanes
-            if state in _WAITED_FOR and (arena.clock(lane) < worker.lane.steps or state == LANE_FREE):
-                stopped = ", stopped" if proc.is_stopped(arena.process_id(lane)) else ""
-                found.append(f"worker {lane} (at step {arena.clock(lane)}{_WAITED_FOR[state]}{stopped})")
+        arena, found = self._store.arena, []
+        for lane in self._behind():
+            stopped = ", stopped" if proc.is_stopped(arena.process_id(lane)) else ""
+            found.append(f"worker {lane} (at step {arena.clock(lane)}{_WAITED_FOR[arena.lane_state(lane)]}{stopped})")
         return [*found, self._refused] if found and self._refused else found
+
+    def _behind(self) -> list[int]:
+        """The lanes of expected or present workers that have made fewer steps."""
+        layout, arena, worker = self._store.layout, self._store.arena, self._worker
+        # No worker is expected in a lane beyond the initial workers' lanes.
+        return [
+            lane
+            for lane, state in enumerate(arena.lane_states()[: layout.lanes])
+            if lane != worker.rank
+            and (lane < layout.workers or state != LANE_FREE)
+            and state in _WAITED_FOR
+            and (arena.clock(lane) < worker.lane.steps or state == LANE_FREE)
+        ]
+
+    def are_busy(self) -> bool:
+        """Whether all that this worker may be waiting for are workers of other processes, and live, as far as it can tell."""
+        arena, behind = self._store.arena, self._behind()
+        processes = {arena.process_id(lane) for lane in behind}
+        are_live = all(arena.lane_state(lane) == LANE_LIVE for lane in behind)
+        return bool(behind) and are_live and os.getpid() not in processes and not any(map(proc.is_stopped, processes))
+
+    def where_they_wait(self) -> str:
+        """What to say of a worker that this one waits for, and that waits for this one in another job; "" without any."""
+        of_process = {self._store.arena.process_id(lane): lane for lane in self._behind()}
+        for job in discovery.running_jobs(self._store.clock) if of_process else ():
+            try:
+                there = discovery.arena_of(job, _ASK_S, self._store.clock)
+            except (AttachError, ArenaError):  # it has ended
+                continue
+            lanes = {there.process_id(lane): lane for lane in range(there.lanes)}
+            steps = there.clock(lanes[os.getpid()]) if job != self._store.job and os.getpid() in lanes else -1
+            for process_id in of_process.keys() & lanes.keys() if steps >= 0 else ():
+                counters = there.counters(lanes[process_id])
+                if counters["posted"] > max(counters["done"], steps):
+                    return (
+                        f"; worker {of_process[process_id]} has made step {counters['posted']} in job {job!r}, where it waits"
+                        f" for this one, at step {steps} there: let all workers make the same number of steps in each job"
+                    )
+        return ""
 
     def look(self, now_ns: int) -> None:
         """Handle every worker that died or failed, and log a process whose layout was refused.

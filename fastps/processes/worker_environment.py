@@ -17,7 +17,7 @@ from fastps.processes.program import Program
 
 Style = Literal["fastps", "torchrun"]
 # Of this process, if it is itself a launched worker: how it began.
-_OF_THIS_WORKER = ("FASTPS_JOINS", "FASTPS_VIRTUAL", "FASTPS_PAUSE")
+_OF_THIS_WORKER = ("FASTPS_JOINS", "FASTPS_VIRTUAL", "FASTPS_PAUSE", "FASTPS_PROCESS")
 _OF_NODES = ("FASTPS_NNODES", "FASTPS_NODE_RANK", "FASTPS_RENDEZVOUS", "FASTPS_LOCAL_RANK", "FASTPS_LOCAL_WORKERS")
 _ASKS = re.compile(rb"\bRANK\b|\bLOCAL_RANK\b|\bWORLD_SIZE\b|\bMASTER_PORT\b|\binit_process_group\b|\binit_device_mesh\b")
 

@@ -1,6 +1,7 @@
 """One attached lane: what its process reads, and its waits. A waiting worker combines: it takes free shard locks and folds."""
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,8 @@ from fastps.store import drive
 from fastps.store.core_sharing import Cores
 from fastps.system import proc
 from fastps.system.deadline import Deadline
+
+logger = logging.getLogger("fastps.membership")
 
 _MOST_NAMED = 256  # combinations of buffers whose views are cached
 _Found = TypeVar("_Found")
@@ -109,6 +112,12 @@ class AttachedLane:
     def version(self) -> int:
         """The version of the last pull."""
         return self.lane.version
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a shard has another version than this worker has pulled."""
+        arena = self.store.arena
+        return any(self.lane.shard_version(shard) != arena.shard_version(shard) for shard in range(arena.shards))
 
     @property
     def has_left(self) -> bool:
@@ -268,7 +277,15 @@ class AttachedLane:
         return self.lane.granted(shard) >= granted
 
     def _timeout_text(self) -> str:
+        """Why the wait for a step ends; "" if it goes on, because all that it waits for live, and do something else."""
         others = ", ".join(self._membership.waited_for()) or "a grant"
+        there = self._membership.where_they_wait()
+        if not there and self._membership.are_busy():
+            logger.warning(
+                "worker %d has waited %g s at step %d for %s, and goes on waiting, because it lives",
+                self.rank, self._timeout_ns / 1e9, self.lane.steps, others,
+            )  # fmt: skip
+            return ""
         served = ""
         if self.lane.served:
             process = self.store.arena.process_id(self.store.arena.server_lane)
@@ -279,7 +296,7 @@ class AttachedLane:
             )
         return (
             f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s at step {self.lane.steps} under {self._policy.spec}"
-            f" for {others}; raise FASTPS_TIMEOUT if they are only slow{served}"
+            f" for {others}{there or '; raise FASTPS_TIMEOUT if they are only slow'}{served}"
         )
 
     def _held_text(self, shard: int) -> str:
@@ -302,8 +319,9 @@ class AttachedLane:
                 " itself, not in its children (such as DataLoader workers)"
             )
         raise UsageError(
-            f"worker {self.rank} is closed (by close(), or because another optimizer was given its parameters, of which each"
-            " can be in one at a time): wrap a torch optimizer again, or attach in a new job"
+            f"worker {self.rank} is closed, by close(), or because another optimizer was given its parameters: two open"
+            " optimizers cannot share some, so give one all of them, in param_groups; else wrap a torch optimizer again, or"
+            " attach in a new job"
         )
 
 

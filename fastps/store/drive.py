@@ -52,8 +52,8 @@ def drive(
 ) -> _Found | None:
     """Do what `wait` wants, until it is over or `reached` returns what is true. Returns that.
 
-    Raises TimeoutExceededError with the text `overdue` after the store's timeout (None: never), ProtocolError, ExpelledError,
-    and the errors of `owner`.
+    Raises TimeoutExceededError with the text `overdue` after each of the store's timeouts, unless it is empty (None: never),
+    ProtocolError, ExpelledError, and the errors of `owner`.
     """
     clock, deadline = owner.store.clock, None
     while True:
@@ -66,7 +66,9 @@ def drive(
             return found
         deadline = deadline or Deadline(now_ns, int(owner.store.timeout_s * 1e9))
         if overdue is not None and deadline.is_over(now_ns):
-            raise TimeoutExceededError(overdue())
+            if text := overdue():
+                raise TimeoutExceededError(text)
+            deadline = None
         if want == REST:
             wait.rest()
         elif want == PAUSE:

@@ -39,6 +39,11 @@ class _Open:
     close: "weakref.WeakMethod[Callable[[], None]]"
     finish: "weakref.WeakMethod[Callable[[], None]]"
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the worker is still in the job."""
+        return (worker := self.worker()) is not None and not worker.closed and not worker.forked
+
     def end(self) -> None:
         """Leave the job; worker 0 after all others."""
         worker, close, finish = self.worker(), self.close(), self.finish()
@@ -72,7 +77,12 @@ def register(worker: Worker, parts: list[Any], close: Callable[[], None], finish
 
 def is_any_open() -> bool:
     """Whether this process is in a job of these."""
-    return any((worker := each.worker()) is not None and not worker.closed for each in _open)
+    return any(each.is_open for each in _open)
+
+
+def trained() -> set[int]:
+    """The parts of this process's open jobs, by id."""
+    return {part for each in _open if each.is_open for part in _alive(each.parts)}
 
 
 def forget(worker: Worker) -> None:
@@ -102,9 +112,17 @@ def leave(worker: Worker, parts: Iterable[Any]) -> None:
 def end(parts: Iterable[Any], timeout_s: float, clock: Clock) -> None:
     """End the earlier jobs of these parts.
 
-    Raises UsageError if others have changed the weights since worker 0 closed, TimeoutExceededError if they do not leave.
+    Raises UsageError if an open job shares some of them and each has others, or if others have changed the weights since worker
+    0 closed; TimeoutExceededError if they do not leave.
     """
     ids = {id(part) for part in parts}
+    for each in _open:
+        if (alive := _alive(each.parts)) & ids and alive - ids and ids - alive and each.is_open:
+            raise UsageError(
+                "some of these parameters are in another open optimizer, and each has others, too: two open optimizers cannot"
+                " share parameters; give one optimizer all of them (what has no gradient in a step stays as it is), or close()"
+                " the other in every worker if it is not used any more"
+            )
     for each in [each for each in _open if ids & _alive(each.parts)]:
         each.end()
     for left in list(_left):

@@ -6,6 +6,7 @@ for.
 """
 
 import errno
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any, Self
@@ -24,6 +25,9 @@ from fastps.system import shared_memory
 from fastps.system.clock import Clock
 from fastps.system.deadline import Deadline
 
+logger = logging.getLogger("fastps.reader")
+
+_LOOK_NS = 1_000_000_000  # so often a reader without newer weights asks whether the job has ended
 _LIVENESS_NS = 200_000_000  # the longest sleep of a wait: so often it asks whether the job has ended
 
 # Strong references: a reader that were collected would give up its place while a model still shows its buffers.
@@ -36,8 +40,8 @@ class WeightsReader:
     def __init__(self, job: str, timeout_s: float, clock: Clock) -> None:
         offer, text = discovery.find_described(job, timeout_s, clock)
         self.job = job
-        self.closed = self.forked = False
-        self._clock = clock
+        self.closed = self.forked = self._is_told = False
+        self._clock, self._looked_ns = clock, clock.now_ns()
         self._name: rendezvous.ReaderName | None = None
         with offer:
             try:
@@ -104,9 +108,28 @@ class WeightsReader:
         views = self._memory.weight_views(self.buffers)
         return by_name(self._memory.parameters, views)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the job has other weights than this reader reads: a newer version, or replaced ones of the same version."""
+        arena = self._memory.arena
+        return any(arena.committed(shard)[1] != buffer for shard, buffer in enumerate(self.buffers))
+
     def pull(self) -> None:
-        """Pin the newest version of each shard; the versions before are given back. Nothing is copied."""
+        """Pin the newest version of each shard; the versions before are given back. Nothing is copied.
+
+        Once the job has ended, the log says so, because the version stays for ever.
+        """
         self._check_usable()
+        now_ns = self._clock.now_ns()
+        if not self._is_told and now_ns - self._looked_ns > _LOOK_NS and not self.is_behind:
+            self._looked_ns = now_ns
+            if self.over:
+                self._is_told = True
+                logger.warning(
+                    "job %s has ended, or has begun anew: this reader reads its last weights, of version %d; open another",
+                    self.job,
+                    self.newest,
+                )
         if (shard := self._pins.pull_all(self.buffers)) >= 0:
             raise damaged(f"the commit word of shard {shard}")
 

@@ -17,6 +17,7 @@ from fastps.membership.job_memory import JobMemory
 from fastps.store import jobs_of_process
 from fastps.store.agreed_writes import disagreeing, others_of
 from fastps.store.equal_gradients import EqualGradients
+from fastps.store.equal_options import EqualOptions
 from fastps.store.worker import Worker
 from fastps.system import exit_handlers
 from fastps.torch import foreign, state, tables
@@ -45,6 +46,7 @@ class Attachment:
     gradients: Any
     rounds: BufferRounds
     equal_gradients: EqualGradients
+    equal_options: EqualOptions
 
     def __init__(
         self,
@@ -92,6 +94,7 @@ class Attachment:
         self.gradients = tables.gradients_of(self.placement, worker, self.tensors, policy.waits_for_fold)
         self.rounds = BufferRounds(self._buffers, worker)
         self.equal_gradients = EqualGradients(worker, reads_slots=self.placement.name != "device")
+        self.equal_options = EqualOptions(worker, reads_slots=self.placement.name != "device")
         exit_handlers.register(worker, self.leave, self.wait_for_others)
         jobs_of_process.register(worker, self.tensors, self._close, self.wait_for_others)
 

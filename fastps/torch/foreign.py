@@ -5,6 +5,7 @@ names the cause, and changes nothing. Layers with sparse gradients are found, to
 with which DistributedDataParallel averages nothing: it knows no optimizer, because the optimizer finds the wrapper.
 """
 
+import logging
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +14,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fastps.errors import ParameterChangedError, UnsupportedError
+from fastps.store import jobs_of_process
 from fastps.system import garbage
+
+logger = logging.getLogger("fastps.torch")
 
 _untraced: list[str] = []  # the packages that torch.compile was told not to trace
 _SPARSE_LAYERS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -99,6 +103,22 @@ def check_not_averaged(tensors: Sequence[torch.Tensor]) -> None:
                 f" {torch.distributed.get_world_size()} processes before each push: every gradient would be counted once a"
                 f" worker; {_CURE}"
             )
+
+
+def warn_of_trained_apart(model: torch.nn.Module | None, tensors: Sequence[torch.Tensor]) -> None:
+    """Warn of parameters of the model that a torch optimizer trains beside this one: each worker trains its own copy."""
+    named = dict(model.named_parameters()) if model is not None else {}
+    own = {id(tensor) for tensor in tensors} | jobs_of_process.trained()
+    others = {id(tensor): name for name, tensor in named.items() if tensor.requires_grad and id(tensor) not in own}
+    groups = [group for each in _objects_of((torch.optim.Optimizer,)) for group in each.param_groups] if others else []
+    apart = [others[id(tensor)] for group in groups for tensor in group["params"] if id(tensor) in others]
+    if apart:
+        logger.warning(
+            "parameter %r%s of the model is trained by an optimizer that fastps does not wrap: each worker trains its own copy,"
+            " and they drift apart; wrap that optimizer, too (of a complex parameter, train torch.view_as_real of it)",
+            apart[0],
+            f" and {len(apart) - 1} more" if len(apart) > 1 else "",
+        )
 
 
 def _check_pushing(wrapper: torch.nn.Module, own: set[int]) -> None:

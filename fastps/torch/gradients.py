@@ -7,6 +7,7 @@ own, and `step()` copies it into the slot.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from fastps.errors import UnsupportedError, UsageError
 from fastps.store.row_slots import presence_of
 from fastps.torch.foreign import write_error
 from fastps.torch.tensor_loops import tensor_loops
+
+logger = logging.getLogger("fastps.torch")
 
 _bitmap = functools.lru_cache(presence_of)  # the steps of a script often have the same parameters
 
@@ -52,6 +55,7 @@ class Gradients:
         self.present: set[int] = set()
         self._keeps = keeps
         self._dropped: set[int] = set()  # of which `release` has taken p.grad, and the script has not cleared it since
+        self._is_told = False  # whether a step without a gradient was warned of
         self.is_apart = False  # whether an error ended the last step before its push was folded; see `detach`
         self._name = name
         self._everything, self._whole = set(range(len(tensors))), _bitmap(frozenset(range(len(tensors))), len(tensors))
@@ -145,7 +149,9 @@ class Gradients:
         """
         self.is_apart = False
         if self._dropped:
-            self._dropped = set()
+            dropped, self._dropped = self._dropped, set()
+            if not self._is_told and all(tensor.grad is None for tensor in self.tensors):
+                self._tell_of_nothing(len(dropped))
         if self._lends and self._loops.other_gradient(self._prepared[slot]) < 0:
             self.present = self._everything
             return self._whole
@@ -186,6 +192,14 @@ class Gradients:
         for index, held in self._loops.own_all(self._prepared[slot]).items():
             if index in self._dropped:
                 self.tensors[index].grad = held
+
+    def _tell_of_nothing(self, count: int) -> None:
+        self._is_told = True
+        logger.warning(
+            "step() pushes no gradient: the last step() took those of %d parameters, and no backward came since. Under a"
+            " discipline that does not wait for the fold p.grad is None after step(): call backward() before each step()",
+            count,
+        )
 
     def clip_factor(self, most: float, scale: float) -> float:
         """The factor that clips the push's gradient, multiplied by `scale`, to a norm of at most `most`, as torch clips.

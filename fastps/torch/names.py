@@ -4,12 +4,13 @@ A wrapper around the model changes none: what `torch.compile`, DataParallel and 
 out. Without `model=`, the names are those in the smallest module that holds all parameters of the optimizer.
 """
 
-import gc
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from fastps.system import garbage
 
 _INSERTED = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _OUTER = "module."
@@ -60,7 +61,7 @@ def of_groups(groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None
 
 def _holder(wanted: set[int]) -> torch.nn.Module | None:
     """The smallest module of this process that has all these parameters, by id; None if there is none."""
-    modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module) and "_modules" in each.__dict__]
+    modules = [each for each in garbage.objects() if issubclass(type(each), torch.nn.Module) and "_modules" in each.__dict__]
     held: dict[int, set[int]] = {}
 
     def held_by(module: torch.nn.Module) -> set[int]:

@@ -82,7 +82,8 @@ class DistributedOptimizer(OptimizerState):
         sync: a spec such as "dssp:3,15" or a Policy; default: FASTPS_SYNC, else "bsp". "auto" runs the first 32 steps under
             bsp and chooses a discipline from their times (docs/how-to/profiling.md).
         batch_size: samples in this worker's batch, for schemes that count them; report_loss may give each step's own number.
-        model: gives errors the parameters' names, and `average_buffers` the buffers (BatchNorm).
+        model: gives the parameters their names, and `average_buffers` the buffers (BatchNorm); without it the names are those in
+            the smallest module that holds all the parameters.
         on_worker_loss, nonfinite, max_workers: how the job handles faults (fault_policy.FaultPolicy); default: the environment.
         max_readers: the most processes at a time that `fastps.reader` lets read; default: FASTPS_MAX_READERS, else 8.
         server: the processes that fold: "workers" (those that wait), or "process" (a server process that worker 0 starts);
@@ -280,6 +281,8 @@ class DistributedOptimizer(OptimizerState):
         worker.check_usable()
         if not job.has_begun:
             foreign.check_not_averaged(self._tensors)
+            if self._identity.workers > 1:
+                foreign.warn_of_trained_apart(self._model, self._tensors)
         if gradients.is_apart:
             worker.advance()  # finishes the previous step, whose wait an error ended
         if job.is_settling or job.weights.changed() >= 0 or job.is_written():
@@ -299,7 +302,9 @@ class DistributedOptimizer(OptimizerState):
         clip = gradients.clip_factor(job.clip, scale) if job.clip else 1.0
         if warm_up is not None and worker.steps + 1 == warm_up.steps:
             warm_up.publish()
-        hypers = self._hypers_read.of(self.param_groups)
+        hypers, options = self._hypers_read.of(self.param_groups), job.equal_options
+        if hypers is not options.pushed or options.is_due:
+            options.look(hypers)
         try:
             worker.push(hypers, presence=presence, scale=scale * clip, null=skipped, samples=self._samples)
             if not skipped:
@@ -368,18 +373,6 @@ class DistributedOptimizer(OptimizerState):
         Raises TimeoutExceededError naming the workers that have not called it, WorkerDiedError, UsageError without `model=`.
         """
         self._job.rounds.average()
-
-    def take_newest(self) -> None:
-        """Take the newest weights now, not only with the next step: for an evaluation that the workers begin together.
-
-        Raises ParameterChangedError if newer weights take the place of what the script wrote, UsageError after close.
-        """
-        self._job.worker.check_open()
-        self._job.worker.try_combine()
-        lane, arena = self._job.worker.lane, self._job.store.arena
-        if any(lane.shard_version(shard) != arena.shard_version(shard) for shard in range(arena.shards)):
-            self._job.refuse_writes()
-            self._job.take_weights()
 
     @contextlib.contextmanager
     def private_weights(self) -> Iterator[None]:

@@ -34,23 +34,26 @@ class OptimizerState(torch.optim.Optimizer):
     _state: JobState
     _untaken: str | None = "the worker left with an error, or at the program's exit, and kept no state"
 
-    def take_newest_weights(self) -> None:
-        """Show the newest version between two steps, as `step()` does, without a push.
+    def take_newest(self) -> None:
+        """Take the newest weights now, not only with the next step: for an evaluation that the workers begin together.
 
-        Workers that must show one version, for an evaluation say, call it between two barriers, while none of them pushes.
+        Workers that must show one version call it between two barriers, while none of them pushes.
 
         >>> import fastps
         >>> model = torch.nn.Linear(2, 1)
         >>> with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
-        ...     optimizer.take_newest_weights()
+        ...     optimizer.take_newest()
 
         Raises UsageError after close, and after many calls without a step under a discipline that waits for the slowest worker;
-        ParameterChangedError as step() does.
+        ParameterChangedError if newer weights take the place of what the script wrote.
         """
         self._job.worker.check_open()
-        self._job.refuse_writes()
-        if self._job.worker.store.version != self._job.worker.version:
+        self._job.worker.try_combine()
+        if self._job.worker.is_behind:
+            self._job.refuse_writes()
             self._job.take_weights()
+
+    take_newest_weights = take_newest
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise UsageError: pickle and copy would make an optimizer that belongs to no job."""

@@ -27,8 +27,12 @@ class Reader(WeightsReader):
         self._models: WeakKeyDictionary[torch.nn.Module, Weights] = WeakKeyDictionary()
         self._frozen = len(self._memory.frozen)  # parameters that the job has not trained, when the models were last moved
 
-    def update(self, model: torch.nn.Module | None = None) -> int:
+    def update(self, model: torch.nn.Module | None = None, *, copy: bool = False) -> int:
         """Take the newest weights, point `model`'s parameters at them without a copy, and return their version.
+
+        With `copy` they get copies, which no later update changes: for a model on another device, on "meta" or in memory that
+        processes share, for a state dict that is kept, and for threads, each with a model of its own: a forward that runs
+        during an update of its model mixes two versions.
 
         All parameters of a shard have one version, which stays until the next `update`; every model that this reader was given
         before moves, too. Parameters are found by name. Those that the job does not train, and buffers (BatchNorm), stay as
@@ -41,7 +45,9 @@ class Reader(WeightsReader):
         that is not on the CPU, UsageError in a forked child or after close, ProtocolError if the arena is damaged.
         """
         self._check_usable()
-        if model is not None and model not in self._models:
+        if model is not None and copy:
+            self._models.pop(model, None)
+        elif model is not None and model not in self._models:
             self._models[model] = self._weights_of(model)
         self.pull()
         self._view.renew()
@@ -51,18 +57,39 @@ class Reader(WeightsReader):
                 weights.leave_alone(())  # of another buffer from now on
             weights.show(self.buffers, range(len(weights.tensors)))
         self._frozen = frozen
+        if model is not None and copy:
+            self._copy_into(model)
         return self.version
+
+    @torch.no_grad()
+    def _copy_into(self, model: torch.nn.Module) -> None:
+        """Give the model's parameters copies of the weights: in place where the memory is shared, else in new memory."""
+        tensors = self._tensors_of(model)
+        self._check_shapes(tensors)
+        places = {id(each): (module, name) for module in model.modules() for name, each in module._parameters.items()}
+        for tensor, value in zip(tensors, shaped_tensors(self._memory, self._memory.weight_views(self.buffers)), strict=True):
+            if tensor.is_meta:
+                module, name = places[id(tensor)]
+                setattr(module, name, torch.nn.Parameter(value.to(tensor.dtype, copy=True), tensor.requires_grad))
+            elif tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
+                tensor.copy_(value)
+            else:
+                tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
+
+    def _check_shapes(self, tensors: list[torch.Tensor]) -> None:
+        for tensor, parameter in zip(tensors, self._memory.parameters, strict=True):
+            if tuple(tensor.shape) != parameter.shape:
+                raise LayoutError(
+                    f"parameter {parameter.name!r}: expected shape {parameter.shape} as in job {self.job}, found"
+                    f" {tuple(tensor.shape)}; build the job's model"
+                )
 
     def _weights_of(self, model: torch.nn.Module) -> Weights:
         tensors = self._tensors_of(model)
         names = [parameter.name for parameter in self._memory.parameters]
         foreign.check_memory(tensors, names)
+        self._check_shapes(tensors)
         for name, tensor, parameter in zip(names, tensors, self._memory.parameters, strict=True):
-            if tuple(tensor.shape) != parameter.shape:
-                raise LayoutError(
-                    f"parameter {name!r}: expected shape {parameter.shape} as in job {self.job}, found {tuple(tensor.shape)};"
-                    " build the job's model"
-                )
             check_parameter(name, tensor)
             if tensor.dtype not in (getattr(torch, parameter.stored), getattr(torch, parameter.type)):
                 expected = " or ".join(sorted({parameter.type, parameter.stored}))
@@ -72,8 +99,8 @@ class Reader(WeightsReader):
                 )
             if tensor.device.type != "cpu":
                 raise UnsupportedError(
-                    f"parameter {name!r}: expected a tensor on the CPU, found one on {tensor.device}; update a model on the CPU"
-                    " and load its state dict into the other"
+                    f"parameter {name!r}: expected a tensor on the CPU, found one on {tensor.device}; give it copies:"
+                    " update(model, copy=True)"
                 )
         types = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
         shaped = partial(shaped_tensors, self._memory, dtypes=types, memory=self._view)

@@ -18,6 +18,9 @@ class BatchSampler(torch.utils.data.Sampler[list[int]]):
 
     A loader with `num_workers` above 0 draws batches ahead, so a tuned size takes effect that many batches later.
 
+    In a job that is resumed, and in a lost worker's replacement, the first pass goes on behind the steps that were made: of
+    tuned sizes each counts as one of the first size.
+
     Args:
         samples: number of samples in the data set.
         optimizer: the DistributedOptimizer; give it `batch_size=`, the size before any tuning.
@@ -33,7 +36,10 @@ class BatchSampler(torch.utils.data.Sampler[list[int]]):
         self._samples = samples
         self._optimizer = optimizer
         self._seed = seed
-        self._epoch = 0
+        worker = optimizer.worker
+        own = len(range(worker.rank, samples, worker.store.layout.workers))
+        self._epoch, done = divmod(worker.begun_at, max(1, -(-own // optimizer.batch_size)))
+        self._begun = self._epoch, done * optimizer.batch_size  # where the first pass goes on
 
     def set_epoch(self, epoch: int) -> None:
         """Use this epoch's order in the next pass."""
@@ -44,6 +50,8 @@ class BatchSampler(torch.utils.data.Sampler[list[int]]):
         self._epoch += 1
         worker = self._optimizer.worker
         order = torch.randperm(self._samples, generator=generator)[worker.rank :: worker.store.layout.workers].tolist()
+        (begun, done), self._begun = self._begun, (-1, 0)
+        order = order[done:] if begun == self._epoch - 1 else order
         while order:
             size = self._optimizer.batch_size
             batch, order = order[:size], order[size:]

@@ -1,6 +1,7 @@
 """The shares that several nodes have written are one checkpoint, if all have written the same version of the same run."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastps
+from fastps.checkpoint import loading
 from fastps.checkpoint.format import Array, described_rule, read_description, sealed
 from fastps.checkpoint.loading import share_folder
 from fastps.checkpoint.runs import Run
@@ -176,3 +179,31 @@ def test_what_a_share_says_of_the_model_is_bounded(tmp_path: Path, change: Any, 
 def test_one_share_can_be_read_by_itself(tmp_path: Path) -> None:
     first, _ = _write(tmp_path, 2, np.arange(_layout().buffer_floats))
     assert fastps.load(first).weights()["a"].shape == (15,)
+
+
+def test_a_directory_whose_checkpoints_a_run_removes_meanwhile_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
+        for _ in range(5):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            folder = fastps.save(optimizer, tmp_path / "saved")
+            shutil.copytree(folder, tmp_path / folder.name)
+    first, *others, newest = sorted(tmp_path.glob("checkpoint-*"))
+    later = newest.rename(tmp_path / "later")
+    read, left = loading.read, [1]
+
+    def rotated(folder: Path) -> Any:
+        if left:  # the run writes its next checkpoint, and removes all but the one that it resumed from
+            left.clear()
+            later.rename(newest)
+            for each in others:
+                shutil.rmtree(each)
+        return read(folder)
+
+    monkeypatch.setattr(loading, "read", rotated)
+    assert first.is_dir() and others
+    assert fastps.load(tmp_path).version == 5
+    assert not caplog.records

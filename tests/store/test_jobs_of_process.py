@@ -76,8 +76,28 @@ def test_close_says_how_many_still_train(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.WARNING, "fastps.torch"):
         optimizers[0].close()
         optimizers[1].close()
-    (said,) = [record.getMessage() for record in caplog.records]
+    (said,) = [record.getMessage() for record in caplog.records if "closes while" in record.getMessage()]
     assert said.startswith("worker 0 closes while others train (1 of them)")
+
+
+def test_two_open_optimizers_that_share_some_parameters_are_refused_until_one_is_closed() -> None:
+    trunk, one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    first = fastps.DistributedOptimizer(torch.optim.SGD([*trunk.parameters(), *one.parameters()], lr=0.1))
+    second = torch.optim.SGD([*trunk.parameters(), *other.parameters()], lr=0.1)
+    with pytest.raises(fastps.UsageError, match=r"two open optimizers cannot share parameters; give one optimizer all of them"):
+        fastps.DistributedOptimizer(second)
+    one(trunk(torch.ones(1, 2))).sum().backward()
+    first.step()  # it is unharmed
+    first.close()
+    with fastps.DistributedOptimizer(second) as optimizer:
+        other(trunk(torch.ones(1, 2))).sum().backward()
+        optimizer.step()
+    both = torch.optim.SGD([*trunk.parameters(), *one.parameters(), *other.parameters()], lr=0.1)
+    with fastps.DistributedOptimizer(both) as optimizer:  # the cure
+        for head in (one, other):
+            optimizer.zero_grad()
+            head(trunk(torch.ones(1, 2))).sum().backward()
+            optimizer.step()
 
 
 def test_the_same_torch_optimizer_wrapped_again_keeps_its_state() -> None:

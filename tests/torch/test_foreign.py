@@ -23,6 +23,7 @@ from fastps.processes.launcher import Launcher
 from fastps.processes.worker_environment import environment_of, style_of
 from fastps.store import jobs_of_process
 from tests.support import processes
+from tests.support.said import listen
 from tests.support.scripts import modules_of, program
 from tests.support.torch_optimizers import steps_on
 
@@ -309,8 +310,36 @@ def test_an_optimizer_whose_parameters_another_has_says_so_at_its_next_step() ->
     model, head = _model(), _model()
     first = _wrap(model)
     with fastps.DistributedOptimizer(torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.01)):
-        with pytest.raises(fastps.UsageError, match="another optimizer was given its parameters, of which each can be in one"):
+        with pytest.raises(fastps.UsageError, match="two open optimizers cannot share some"):
             _train(model, first, 1)
+
+
+@pytest.mark.parametrize("kind", ["complex", "left to torch", "wrapped, too", "frozen"])
+def test_parameters_of_the_model_that_a_torch_optimizer_trains_are_told_of_at_the_first_step(kind: str) -> None:
+    def work(rank: int) -> list[str]:
+        found = listen()
+        model = torch.nn.Linear(2, 1)
+        dtype = torch.cfloat if kind == "complex" else torch.float32
+        model.register_parameter("apart", torch.nn.Parameter(torch.ones(1, dtype=dtype), requires_grad=kind != "frozen"))
+        other: Any = torch.optim.SGD([model.apart], lr=0.1)
+        inner = torch.optim.SGD([model.weight, model.bias], lr=0.1)
+        with fastps.DistributedOptimizer(inner, model=model, timeout_s=30) as optimizer:
+            if kind == "wrapped, too":
+                other = fastps.DistributedOptimizer(other, model=model, timeout_s=30)
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+            optimizer.wait_for_others()
+        return [each for each in found if "does not wrap" in each]
+
+    children = processes.start_job(work, 2)
+    processes.finish(children, 60.0)
+    for child in children:
+        if kind in ("complex", "left to torch"):
+            (said,) = child.outcome
+            assert said.startswith("parameter 'apart' of the model is trained by an optimizer") and "view_as_real" in said
+        else:
+            assert child.outcome == []
 
 
 @pytest.mark.usefixtures("loops")

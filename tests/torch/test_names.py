@@ -1,6 +1,5 @@
 """Parameters are known by name: found without `model=`, free of what wrappers put before them, and in one order everywhere."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 import fastps
 from tests.support import processes
+from tests.support.said import listen
 
 SIDE = 4
 
@@ -164,10 +164,7 @@ def test_equal_values_in_one_order_are_no_other_order() -> None:
 def test_a_worker_whose_first_weights_are_others_than_worker_0s_says_so_once() -> None:
     def work(seed: int) -> Callable[[int], list[str]]:
         def of(rank: int) -> list[str]:
-            found: list[str] = []
-            handler = logging.Handler()
-            handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-            logging.getLogger("fastps.torch").addHandler(handler)
+            found = listen()
             torch.manual_seed(seed * rank)
             model = torch.nn.Linear(SIDE, 1)
             with _sgd(model.parameters()) as optimizer:

@@ -144,6 +144,26 @@ def test_batches_follow_the_size_that_the_grant_carries() -> None:
             fastps.BatchSampler(50, optimizer)
 
 
+@pytest.mark.parametrize("begun", [3, 7, 20])  # in the first pass, at its end, and in the third
+def test_batches_of_a_resumed_job_go_on_where_it_ended(tmp_path: Path, begun: int) -> None:
+    drawn: list[list[list[int]]] = []
+    for first, last, options in ((0, begun, {}), (begun, 25, {"resume": tmp_path}), (0, 25, {})):
+        model = new_model()
+        with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), batch_size=8, **options) as optimizer:
+            found: list[list[int]] = []
+            sampler = fastps.BatchSampler(50, optimizer)
+            while len(found) < last - first:
+                for batch in sampler:
+                    found.append(batch)
+                    train_on(model, optimizer, batches_of(1, BATCH))
+                    if len(found) == last - first:
+                        break
+            drawn.append(found)
+            if not first and last == begun:
+                fastps.save(optimizer, tmp_path)
+    assert drawn[0] + drawn[1] == drawn[2]
+
+
 def test_a_scheme_that_counts_samples_asks_for_them_by_name() -> None:
     with one_worker(sync="hardsync:64", named=True) as (model, optimizer):
         with pytest.raises(fastps.UsageError, match=r"report_loss\(loss, samples\)"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fastps
+from tests.support.said import listen
 from tests.support.torch_optimizers import mean_square, steps_on
 
 
@@ -161,3 +162,62 @@ def test_a_reader_is_no_worker() -> None:
             _step(model, optimizer)
         assert len(optimizer.statistics()) == 1
         assert reader.newest == 50
+
+
+@pytest.mark.parametrize("kind", ["plain", "meta", "shared", "double"])
+def test_copies_are_the_models_own_wherever_it_is(kind: str) -> None:
+    model = _model()
+    with _wrapped(model) as optimizer, fastps.reader(optimizer.worker.store.job) as reader:
+        other = _model(1)
+        if kind == "meta":
+            other = other.to("meta")
+        if kind == "shared":
+            other.share_memory()
+        if kind == "double":
+            other = other.double()
+        reader.update(other, copy=True)
+        kept = {name: each.detach() for name, each in other.named_parameters()}  # as a state dict has them
+        for one, mine in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one.to(mine.dtype), mine) and mine.is_shared() == (kind == "shared")
+        before = {name: value.clone() for name, value in kept.items()}
+        _step(model, optimizer)
+        reader.update()
+        assert all(torch.equal(value, before[name]) for name, value in other.named_parameters())
+        reader.update(other, copy=True)
+        assert not torch.equal(next(other.parameters()), next(iter(before.values())))
+        if kind != "shared":
+            assert all(torch.equal(kept[name], value) for name, value in before.items())
+        with pytest.raises(fastps.LayoutError, match="expected shape"):
+            wider = _model()
+            wider[3] = torch.nn.Linear(16, 3)  # type: ignore[index]
+            reader.update(wider, copy=True)
+
+
+def test_a_reader_can_tell_replaced_weights_which_make_no_version() -> None:
+    model, other = _model(), _model(1)
+    with _wrapped(model) as optimizer, fastps.reader(optimizer.worker.store.job) as reader:
+        reader.update(other)
+        assert not reader.is_behind
+        optimizer.replace_weights([torch.ones_like(each) for each in model.parameters()])
+        assert reader.is_behind and reader.newest == reader.version
+        reader.update()
+        assert not reader.is_behind and _same(model, other)
+
+
+def test_an_update_after_the_job_has_ended_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastps.store.reader._LOOK_NS", 0)
+    said, model, other = listen(), _model(), _model(1)
+    with _wrapped(model) as optimizer:
+        reader = fastps.reader(job := optimizer.worker.store.job)
+        reader.update(other)
+        _step(model, optimizer)
+        reader.update()
+        reader.update()
+        assert not said
+    with _wrapped(model, job=job) as optimizer:  # begun anew under its name
+        for _ in range(3):
+            assert reader.update() == 1
+    assert [each for each in said if "has ended, or has begun anew" in each] == [
+        f"job {job} has ended, or has begun anew: this reader reads its last weights, of version 1; open another"
+    ]
+    reader.close()

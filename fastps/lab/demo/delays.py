@@ -84,7 +84,7 @@ class DelayedWorker(Worker):
     def pull(self) -> list[int]:
         """See Worker. An unchanged version is not transferred (Rudra, section 3.2)."""
         self.check_open()
-        is_new = self._background is None and self.store.arena.version != self.lane.version
+        is_new = self._background is None and self.is_behind
         began_ns, self.pull_transfer_ns = self._clock.now_ns(), self._make_transfer() if is_new else 0
         if self.pull_transfer_ns:
             self.lane.granted_ns = self._clock.now_ns()

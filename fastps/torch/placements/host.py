@@ -71,14 +71,17 @@ class HostPlacement:
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """Create the job's store or connect to it, and attach."""
         finish = write_state if to.resumed is None else None
-        return join.join(layout, self._tensors, hypers, to, read_first=self._read_first, finish=finish)
+        read_first = partial(self._read_first, is_resumed=to.resumed is not None)
+        return join.join(layout, self._tensors, hypers, to, read_first=read_first, finish=finish)
 
-    def _read_first(self, store: JobMemory) -> None:
-        """Take the first weights into the script's own memory."""
+    def _read_first(self, store: JobMemory, is_resumed: bool) -> None:
+        """Take the first weights into the script's own memory. Raises LayoutError for parameters in another order."""
         if self.keeps_own:
             weights = Weights(self._tensors, store, partial(self.shown_views, store), own=range(len(self._tensors)))
             first = store.committed()[0]
-            if others := weights.differing(weights.own, first):
+            others = weights.differing(weights.own, first)
+            has_trained = is_resumed or any(store.arena.shard_version(shard) for shard in range(store.arena.shards))
+            if others and not has_trained:
                 join.tell_of_other_weights([each.name for each in store.parameters], others, weights.values(first))
             weights.take(first, others)
 

@@ -1,0 +1,178 @@
+"""Scripts whose workers do not do the same: what goes wrong is said by name, and a slow worker that lives is waited for."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from tests.support import processes
+from tests.support.said import listen
+
+
+def _outcomes(work: Callable[[int], Any], workers: int = 2) -> list[Any]:
+    children = processes.start_job(work, workers)
+    processes.finish(children, 90.0)
+    return [child.outcome for child in children]
+
+
+def _step(model: torch.nn.Module, optimizer: Any, rank: int = 0) -> None:
+    optimizer.zero_grad()
+    model(torch.full((2, 3), 1.0 + rank)).sum().backward()
+    optimizer.step()
+
+
+def _model() -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 1)
+
+
+def _options_said(
+    options: Callable[[int, int], dict[str, Any]], sync: str = "bsp", steps: int = 6, workers: int = 2
+) -> list[list[str]]:
+    def work(rank: int) -> list[str]:
+        said, model = listen(), _model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with fastps.DistributedOptimizer(inner, sync, timeout_s=30) as optimizer:
+            for step in range(steps):
+                optimizer.param_groups[0].update(options(rank, step))
+                _step(model, optimizer, rank)
+            optimizer.wait_for_others()
+        return [each for each in said if "other options" in each]
+
+    return _outcomes(work, workers)
+
+
+@pytest.mark.parametrize(("options", "what"), [
+    (lambda rank, step: {"lr": 0.1 * (1 + rank)}, "learning_rate 0.1 and 0.2"),
+    (lambda rank, step: {"weight_decay": 0.01 * rank}, "weight_decay 0 and 0.01"),
+    (lambda rank, step: {"maximize": rank == 1}, "switches 0 and "),
+    (lambda rank, step: {"lr": 0.05 if rank == 0 and step > 2 else 0.1}, "learning_rate 0.05 and 0.1"),
+])  # fmt: skip
+def test_options_that_differ_by_rank_are_told_of_once_by_name(options: Callable[[int, int], dict[str, Any]], what: str) -> None:
+    zero, one = _options_said(options)
+    assert len(zero) == 1 and what in zero[0] and zero[0].startswith("workers 0 and 1 push with other options ("), zero
+    assert len(one) <= 1
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_schedule_that_all_follow_is_not_told_of(sync: str) -> None:
+    assert not any(_options_said(lambda rank, step: {"lr": 0.1 / (1 + step)}, sync, steps=20, workers=3))
+
+
+def test_a_second_step_after_one_backward_is_told_of_where_it_has_nothing_to_push() -> None:
+    said, model = listen(), _model()
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "asp") as optimizer:
+        for _ in range(3):
+            _step(model, optimizer)
+            optimizer.step()
+        found = [each for each in said if "pushes no gradient" in each]
+        assert len(found) == 1 and "took those of 2 parameters" in found[0]
+    plain, model = _model(), _model()
+    inner, expected = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    with fastps.DistributedOptimizer(inner, "bsp") as optimizer:  # as in torch
+        for each, of in ((optimizer, model), (expected, plain)):
+            _step(of, each)
+            each.step()
+        assert torch.equal(model.weight, plain.weight)
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_steps_with_a_backward_each_are_not_told_of(clear: str) -> None:
+    said, model = listen(), _model()
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "asp") as optimizer:
+        for _ in range(4):
+            (optimizer if clear == "optimizer" else model).zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()  # a step without a gradient, as it is in torch
+    assert not [each for each in said if "pushes no gradient" in each]
+
+
+CHILD = "import torch, fastps; m = torch.nn.Linear(3, 1); fastps.DistributedOptimizer(torch.optim.SGD(m.parameters(), 0.1){})"
+
+
+def _told(rank: int, workers: int) -> None:
+    os.environ.update({"FASTPS_RANK": str(rank), "FASTPS_WORKERS": str(workers), "FASTPS_JOB": f"told-{os.getppid()}"})
+
+
+def _wraps(**options: Any) -> str:
+    try:
+        fastps.DistributedOptimizer(torch.optim.SGD(_model().parameters(), lr=0.1), **options).close()
+    except fastps.UsageError as error:
+        return str(error)
+    return ""
+
+
+def _in_child(queue: Any, options: dict[str, Any]) -> None:
+    queue.put(_wraps(**options))
+
+
+def test_a_program_that_a_worker_starts_is_told_whose_rank_it_has_inherited() -> None:
+    def work(rank: int) -> list[str]:
+        _told(rank, 2)
+        model, found = _model(), []
+        with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), timeout_s=60) as optimizer:
+            _step(model, optimizer)
+            if rank == 1:
+                for options in ("", ", workers=1"):
+                    program = [sys.executable, "-c", CHILD.format(options)]
+                    done = subprocess.run(program, capture_output=True, text=True, check=False)
+                    found.append(done.stderr.strip().splitlines()[-1] if done.returncode else "")
+                for options_of_child in ({}, {"workers": 1}):
+                    queue = multiprocessing.get_context("fork").SimpleQueue()
+                    child = multiprocessing.get_context("fork").Process(target=_in_child, args=(queue, options_of_child))
+                    child.start()
+                    found.append(queue.get())
+                    child.join()
+            _step(model, optimizer)
+        return found
+
+    _, (exec_same, exec_alone, fork_same, fork_alone) = _outcomes(work)
+    for said in (exec_same, fork_same):
+        assert "this process was started by worker 1 (process " in said and "workers=1" in said
+    assert exec_alone == fork_alone == ""
+
+
+def test_a_worker_that_lives_is_waited_for_beyond_the_timeout_and_one_that_is_stopped_is_not() -> None:
+    def work(rank: int) -> tuple[int, list[str]]:
+        said, model = listen(), _model()
+        with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), timeout_s=1) as optimizer:
+            optimizer.wait_for_start()
+            for _ in range(2):
+                _step(model, optimizer, rank)
+                if rank == 0:
+                    time.sleep(3)  # an evaluation
+        return optimizer.version, [each for each in said if "goes on waiting" in each]
+
+    (_, zero), (version, one) = _outcomes(work)
+    assert version == 2 and not zero
+    assert one and one[0].startswith("worker 1 has waited 1 s at step 2 for worker 0 (at step 1), and goes on waiting")
+
+
+def test_workers_that_wait_for_each_other_in_two_jobs_are_told_both() -> None:
+    def work(rank: int) -> str:
+        one, other = _model(), _model()
+        jobs = []
+        for model, name in ((one, "first"), (other, "second")):
+            inner, job = torch.optim.SGD(model.parameters(), lr=0.1), f"{name}-{os.getppid()}"
+            jobs.append(fastps.DistributedOptimizer(inner, timeout_s=2, job=job, rank=rank, workers=2))
+        try:
+            for _ in range(3 + rank):
+                _step(one, jobs[0], rank)
+            _step(other, jobs[1], rank)
+        except (fastps.TimeoutExceededError, fastps.WorkerDiedError) as error:
+            for each in jobs:
+                each.close("they differ")
+            return str(error)
+        return ""
+
+    said = [each for each in _outcomes(work) if "let all workers make the same number of steps in each job" in each]
+    assert said and any(f"in job '{name}-" in said[0] for name in ("first", "second")), said
