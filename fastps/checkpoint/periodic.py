@@ -136,8 +136,14 @@ class Checkpointing:
         if pinned.holds_locks:  # which this worker's own thread gives back
             self._write(pinned, buffers)
             return
-        self._thread = threading.Thread(target=self._write, args=(pinned, buffers), name="fastps-checkpoint", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=(pinned, buffers), name="fastps-checkpoint", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("no thread can be started for a checkpoint (%s): the worker waits until it is written", error)
+            self._write(pinned, buffers)
+        else:
+            self._thread = thread
 
     def _delay(self, version: int) -> None:
         """Leave a checkpoint that is due for a later step; once the next one is due, too, it is missed."""

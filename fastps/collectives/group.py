@@ -37,6 +37,7 @@ DEPTH = 4
 _MOST_MEMORY = 32 << 20  # bytes for the blocks of a group, which should stay in the caches
 _LEAST_BLOCK, _MOST_BLOCK = 64 << 10, 256 << 10
 _CONNECT_S = 5.0
+_DIFFER = "are in different collectives"
 
 
 class KeyStore(Protocol):
@@ -262,6 +263,8 @@ class Group:
             )
         failures = {rank: mine.state_of(rank)[2] for rank in range(self.size) if mine.state_of(rank)[0] == exchange.FAILED}
         for rank, message in failures.items():
+            if _DIFFER in message:
+                raise UsageError(f"{message} (found by rank {rank})")
             raise WorkerDiedError(f"rank {rank} failed, which {what} on rank {self.rank} waits for: {message}", rank)
 
 
@@ -277,7 +280,7 @@ def _absence(mine: exchange.Exchange) -> Error:
 def _difference(mine: exchange.Exchange, rank: int) -> Error:
     ours, theirs = exchange.described(*mine.own_words()), exchange.described(*mine.words_of(mine.other))
     return UsageError(
-        f"ranks {rank} and {mine.other} are in different collectives: expected the same on all ranks, in the same order and of"
+        f"ranks {rank} and {mine.other} {_DIFFER}: expected the same on all ranks, in the same order and of"
         f" the same size and type, found {ours} on rank {rank} and {theirs} on rank {mine.other}"
     )
 

@@ -5,6 +5,8 @@ no process listens at its name, its owner died before this process connected to 
 generation tells them apart. This module reports a death and does not act on it.
 """
 
+import errno
+import logging
 import os
 import select
 
@@ -20,6 +22,8 @@ from fastps.kernels.shm.arena import (
     Arena,
 )
 from fastps.membership import rendezvous
+
+logger = logging.getLogger("fastps.membership")
 
 _ASK_TIMEOUT_S = 0.05
 _MOST_SKIPPED_LOOKS = 20  # the backoff for a peer that does not answer (a stopped process), because each try costs time
@@ -44,6 +48,7 @@ class Peers:
         self._dismissed: set[Owner] = set()
         self._looks_to_skip: dict[Owner, int] = {}
         self._silences: dict[Owner, int] = {}
+        self._is_told = False  # whether a lack of descriptors was warned of
 
     def dead(self) -> Owner | None:
         """A worker that failed, or died without leaving; None if there is none. Costs one system call once all peers are known.
@@ -127,6 +132,12 @@ class Peers:
             answer = rendezvous.connect(self._job, place, _ASK_TIMEOUT_S, observer=True)
         except rendezvous.Absent:
             return self._has_changed(owner)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._warn_of_descriptors(lane, error)
+            self._looks_to_skip[owner] = _MOST_SKIPPED_LOOKS
+            return True
         except rendezvous.Silent:
             # The process listens, so it is stopped or slow, not dead; or it is about to end, and will be absent soon.
             self._silences[owner] = min(_MOST_SKIPPED_LOOKS, 2 * self._silences.get(owner, 0) + 1)
@@ -141,6 +152,11 @@ class Peers:
         self._owner_of[answer.pidfd] = owner
         self._poll.register(answer.pidfd, select.POLLIN)
         return True
+
+    def _warn_of_descriptors(self, lane: int, error: OSError) -> None:
+        if not self._is_told:
+            logger.warning("the death of worker %d would not be noticed here: %s; close files, or raise ulimit -n", lane, error)
+        self._is_told = True
 
     def _forget_replaced(self, owner: Owner) -> None:
         """Forget earlier owners of a lane whose processes live on: they have given it back. `dead` returns the others."""

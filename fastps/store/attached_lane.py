@@ -271,6 +271,8 @@ class AttachedLane:
                 break
             self.lane.wait(granted, 0, 0, min(until_ns - now_ns, 1_000_000))
             self.try_combine()
+            if now_ns - self._checked_ns > limits.LIVENESS_NS:
+                self.check_peers(now_ns)  # the holder of a shard's lock may have died
         return now_ns
 
     def _is_fresh(self, shard: int, granted: int) -> bool:

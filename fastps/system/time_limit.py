@@ -39,8 +39,8 @@ def call_within(
 ) -> Result:
     """Call, and return the result or raise the error. After the limit a later result is handed to `discard`.
 
-    The call runs in a thread of its own, which lives on after the limit. The log says `what` is waited for, if not "". Raises
-    TimeoutError.
+    The call runs in a thread of its own, which lives on after the limit; where no thread can be started, here and without a
+    limit. The log says `what` is waited for, if not "". Raises TimeoutError.
 
     >>> call_within(1.0, lambda: 3)
     3
@@ -54,7 +54,13 @@ def call_within(
             answer.set_exception(error)
 
     thread = threading.Thread(target=run, name="fastps-time-limit", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # of Python, which names no cause
+        logger.warning(
+            "no thread can be started (%s): the call has no limit of time%s", error, f" until {what}" if what else ""
+        )
+        return call()
     if not (ends_within(thread, limit_s, what) or answer.done()):
         answer.add_done_callback(lambda late: late.exception() or discard(late.result()))
         raise TimeoutError(f"expected an answer within {limit_s:g} s")

@@ -82,8 +82,8 @@ class DistributedOptimizer(OptimizerState):
         sync: a spec such as "dssp:3,15" or a Policy; default: FASTPS_SYNC, else "bsp". "auto" runs the first 32 steps under
             bsp and chooses a discipline from their times (docs/how-to/profiling.md).
         batch_size: samples in this worker's batch, for schemes that count them; report_loss may give each step's own number.
-        model: gives the parameters their names, and `average_buffers` the buffers (BatchNorm); without it the names are those in
-            the smallest module that holds all the parameters.
+        model: gives the parameters their names, and `average_buffers` the buffers (BatchNorm); without it the names are those
+            in the smallest module that holds all the parameters.
         on_worker_loss, nonfinite, max_workers: how the job handles faults (fault_policy.FaultPolicy); default: the environment.
         max_readers: the most processes at a time that `fastps.reader` lets read; default: FASTPS_MAX_READERS, else 8.
         server: the processes that fold: "workers" (those that wait), or "process" (a server process that worker 0 starts);

@@ -117,6 +117,13 @@ static inline int fps_gives(const fps_collective *c, int from, int to) {
     return 1;
 }
 
+/* Whether this rank compares its collective with that of rank `other`, although it needs nothing of it: the root does with all, and
+ * all with the root. Once, at the first block, or ranks that differ in the root would not wait for each other. */
+static inline int fps_compares(const fps_exchange *x, const fps_collective *c, uint64_t number, int other) {
+    const int has_root = c->kind == FPS_BROADCAST || c->kind == FPS_SCATTER || c->kind == FPS_REDUCE || c->kind == FPS_GATHER;
+    return has_root && number == c->first && (x->rank == c->root || other == c->root);
+}
+
 /* Which of a rank's inputs, and of the parts of its block, is for rank `to`: its own, or one for all. */
 static inline int fps_part_for(const fps_collective *c, int to) {
     return c->kind == FPS_REDUCE_SCATTER || c->kind == FPS_ALL_TO_ALL || c->kind == FPS_SCATTER ? to : 0;
@@ -234,7 +241,7 @@ static int fps_is_open(const fps_exchange *x, const fps_collective *c, int stage
     const fps_rank *rank = &x->ranks[other];
     if (other == x->rank) return 1;
     if (stage == FPS_STAGE_WRITE) return fps_block_load(&rank->read) + (uint64_t)x->depth > number;
-    if (!fps_gives(c, other, x->rank)) return 1;
+    if (!fps_gives(c, other, x->rank) && !fps_compares(x, c, number, other)) return 1;
     if (fps_block_load(&rank->written) <= number) return 0;
     const fps_collective_words *words = &rank->words[number % (uint64_t)x->depth];
     if (words->what != c->words.what || words->bytes != c->words.bytes) return -1;

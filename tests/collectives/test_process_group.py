@@ -475,3 +475,27 @@ def test_works_run_in_order_and_closing_waits_for_them() -> None:
     assert ran == list(range(9)) and all(work.is_success() for work in works)
     with pytest.raises(UsageError, match="was destroyed"):
         sequencer.give(GroupWork([]), [], at_once=True)
+
+
+def _scatter_or_gather(rank: int, size: int) -> None:
+    if rank == 0:
+        dist.scatter(torch.ones(3), [torch.ones(3) for _ in range(size)], src=0)
+    else:
+        dist.gather(torch.ones(3), dst=0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("differ", {
+    "root": lambda rank, size: dist.broadcast(torch.ones(3), src=rank),
+    "size": lambda rank, size: dist.broadcast(torch.ones(3 + rank), src=rank),
+    "type": lambda rank, size: dist.broadcast(torch.ones(4, dtype=[torch.float32, torch.int64, torch.float64][rank]), src=rank),
+    "broadcast or reduce": lambda rank, size: (dist.reduce if rank else dist.broadcast)(torch.ones(3), 0),
+    "scatter or gather": _scatter_or_gather,
+    "nobody's root": lambda rank, size: dist.reduce(torch.ones(3), dst=(rank + 1) % size),
+    "objects": lambda rank, size: dist.broadcast_object_list([f"of {rank}"], src=rank),
+}.items(), ids=lambda pair: pair[0])  # fmt: skip
+def test_ranks_that_wait_for_nobodys_data_find_out_that_they_differ(
+    tmp_path: Path, size: int, differ: tuple[str, Callable[[int, int], Any]]
+) -> None:
+    for error in _errors(tmp_path, size, lambda rank: differ[1](rank, size)):
+        assert error is not None and error[0] == "UsageError" and "are in different collectives" in error[1], error

@@ -229,8 +229,10 @@ def test_a_failed_rank_ends_the_wait_of_the_others_and_says_why() -> None:
 
 
 def test_a_rank_that_left_after_its_part_is_not_missed() -> None:
-    first, second = World(2).ranks
-    kept = [_start(first, "broadcast"), _start(second, "broadcast")]
+    first, second = World(2, block=4096, depth=2).ranks
+    kept = [_start(first, "broadcast", 2048), _start(second, "broadcast", 2048)]  # two blocks
+    assert first.advance(1000) == exchange.WAITING and first.other == 1  # for its word that it makes the same
+    assert second.advance(1000, True) == exchange.DONE
     assert first.advance(1000) == exchange.DONE
     first.leave()
     assert second.advance(1000) == exchange.DONE and second.state_of(0)[0] == exchange.LEFT
