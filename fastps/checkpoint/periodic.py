@@ -20,13 +20,15 @@ from fastps.checkpoint.runs import Run, folder_of
 from fastps.checkpoint.snapshot import Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
 from fastps.job.options import value_of
-from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE
+from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_FAILED, LANE_LEAVING, LANE_LIVE
 from fastps.store.worker import Worker
+from fastps.system import proc
 from fastps.system.noted_signals import EndedBySignalError, NotedSignals
 from fastps.system.time_limit import call_within, ends_within
 
 logger = logging.getLogger("fastps.checkpointing")
 
+_LOST = (LANE_DEAD, LANE_FAILED, LANE_EXPELLED)
 _TURN_NS, _LOOK_NS = 2_000_000_000, 5_000_000  # for workers of lower rank to leave after SIGTERM
 
 
@@ -106,10 +108,13 @@ class Checkpointing:
         """Whether this worker has the lowest rank of those that are live or, where all have left, that are not closed."""
         if self._pin is None:
             return False
-        if self._worker.driver is not None:
-            return self._worker.rank == 0
-        states = self._worker.store.arena.lane_states()
-        return self._worker.rank == states.find(LANE_LIVE if LANE_LIVE in states else LANE_LEAVING)
+        arena, rank = self._worker.store.arena, self._worker.rank
+        states = arena.lane_states()[: arena.lanes]
+        if self._worker.driver is not None:  # which has ended those that died at their virtual times
+            return rank == next(lane for lane, state in enumerate(states) if state not in _LOST or lane == rank)
+        present = [lane for lane, state in enumerate(states) if state in (LANE_LIVE, LANE_LEAVING)]
+        living = [lane for lane in present if lane == rank or not proc.has_ended(arena.process_id(lane))]
+        return rank == next((lane for lane in living if states[lane] == LANE_LIVE), living[0] if living else -1)
 
     def _start(self, version: int) -> None:
         if self._pin is None or not self._is_writer:
@@ -178,8 +183,12 @@ class Checkpointing:
             logger.exception("the checkpoint could not be written; training goes on")
 
     def close(self, failed: bool = False) -> None:
-        """Wait for the checkpoint in progress; unless the worker failed, then write a last one."""
-        if self._join() and not failed:
+        """Wait for the checkpoint in progress; then write a last one, unless the worker failed and nobody has sent SIGTERM.
+
+        Who dies of SIGTERM in a step takes the others with it, and one of them has to write what all have made.
+        """
+        self._ends = self._ends or self._signals.take(signal.SIGTERM)
+        if self._join() and (not failed or self._ends):
             self.write_last()
         self._signals.close()
 
@@ -203,7 +212,17 @@ class Checkpointing:
             if not self._is_writer or self.failures > failures or self._is_written(version):
                 return
             self._start(version)
+            while self._began != version and self._ends and clock.now_ns() < until_ns:  # another that has died copies one
+                self._end_copies_of_the_dead()
+                clock.sleep_ns(_LOOK_NS)
+                self._start(version)
             self._join()
+
+    def _end_copies_of_the_dead(self) -> None:
+        arena = self._worker.store.arena
+        for lane, (generation, state) in enumerate(arena.members()[: arena.lanes]):
+            if state in (LANE_LIVE, LANE_LEAVING) and proc.has_ended(arena.process_id(lane)):
+                arena.mark_dead(lane, generation)
 
     def _is_written(self, version: int) -> bool:
         """Whether the run began with this version, or has written it or a later one.

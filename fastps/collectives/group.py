@@ -37,7 +37,7 @@ DEPTH = 4
 _MOST_MEMORY = 32 << 20  # bytes for the blocks of a group, which should stay in the caches
 _LEAST_BLOCK, _MOST_BLOCK = 64 << 10, 256 << 10
 _CONNECT_S = 5.0
-_DIFFER = "are in different collectives"
+_DIFFER = "are in different collectives: expected the same on all ranks, in the same order and of the same size and type, found"
 
 
 class KeyStore(Protocol):
@@ -279,10 +279,7 @@ def _absence(mine: exchange.Exchange) -> Error:
 
 def _difference(mine: exchange.Exchange, rank: int) -> Error:
     ours, theirs = exchange.described(*mine.own_words()), exchange.described(*mine.words_of(mine.other))
-    return UsageError(
-        f"ranks {rank} and {mine.other} {_DIFFER}: expected the same on all ranks, in the same order and of"
-        f" the same size and type, found {ours} on rank {rank} and {theirs} on rank {mine.other}"
-    )
+    return UsageError(f"ranks {rank} and {mine.other} {_DIFFER} {ours} on rank {rank} and {theirs} on rank {mine.other}")
 
 
 def _timeout(mine: exchange.Exchange, timeout_ns: int) -> Error:

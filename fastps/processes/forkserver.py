@@ -82,6 +82,9 @@ def serve(control: socket.socket, imports: list[str]) -> dict[str, Any] | None:
                 os._exit(0)
             _begin_life(control, launcher, files)
             order: dict[str, Any] = json.loads(message)
+            if not order["reads"]:
+                os.dup2(nowhere := os.open(os.devnull, os.O_RDONLY), 0)
+                os.close(nowhere)
             return order
         os.waitpid(first, 0)
         for file in files:
@@ -193,16 +196,20 @@ class ForkServer:
             if clock.now_ns() >= deadline_ns:
                 self.refusal = "out of time"
 
-    def fork(self, environment: Mapping[str, str], arguments: Sequence[str], *, captured: bool = True) -> AdoptedProcess | None:
+    def fork(
+        self, environment: Mapping[str, str], arguments: Sequence[str], *, captured: bool = True, reads: bool = False
+    ) -> AdoptedProcess | None:
         """Fork a worker that runs `python ARGUMENTS`. Returns None if the fork server forks none in time.
 
-        If its output is not `captured`, it goes where the fork server's own goes.
+        If its output is not `captured`, it goes where the fork server's own goes. `reads`: whether it has the fork server's
+        standard input, or none.
         """
         message = json.dumps(
             {
                 "environment": {key: value for key, value in environment.items() if self.environment.get(key) != value},
                 "without": [key for key in self.environment if key not in environment],
                 "arguments": list(arguments),
+                "reads": reads,
             }
         ).encode()
         if len(message) > MAX_MESSAGE_BYTES:

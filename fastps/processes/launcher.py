@@ -47,9 +47,18 @@ _DRAIN_NS = 300_000_000  # reads output this long from pipes that a worker's own
 _PAUSE_NS = 1_000_000  # until the next try to pass on output, while the launcher's own reader is slow
 _FAULT_TICK_S = 0.02  # time between two calls of Injector.tick
 _OF_A_GROUP = re.compile("nccl|process group|process_group|cuda", re.IGNORECASE)
-_CAPTURED = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+_CAPTURED: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 START_METHODS = ("fork", "spawn")
 NO_OPTIONS = JobOptions()
+
+
+def _input() -> int:
+    """What worker 0 reads as its standard input: the launcher's, but no terminal, which belongs to the launcher's group."""
+    try:
+        os.fstat(0)
+    except OSError:  # the program was started without one
+        return subprocess.DEVNULL
+    return subprocess.DEVNULL if os.isatty(0) else 0
 
 
 class Launcher:
@@ -181,12 +190,14 @@ class Launcher:
     def _root_cause(self) -> LaunchedWorker | None:
         """Return the first failure by time, except workers whose error names another worker as the cause.
 
-        Where jobs go on after a loss, a worker that was lost is no failure if another one ended well later. A warning names it.
+        Where the user has asked for jobs that continue after a loss, a worker that was lost is no failure if another one ended
+        well later. A warning names it. To ask for restarts is to ask for a replacement.
         """
         lasts = {worker.rank: worker for worker in self._workers}  # of those that replace each other, the last
         failed = [worker for worker in lasts.values() if worker.failed]
         done_ns = max((worker.ended_ns for worker in self._workers if worker.exit_code == 0), default=0)
-        survived = [worker for worker in failed if self._continues and worker.ended_ns < done_ns]
+        may_lose = self._continues and (not self._options.restarts or self._options.says_continue)
+        survived = [worker for worker in failed if may_lose and worker.ended_ns < done_ns]
         for worker in survived:
             logger.warning("worker %d (%s) was not replaced; the job went on without it", worker.rank, worker.ending)
         others = [worker for worker in failed if worker not in survived]
@@ -223,7 +234,10 @@ class Launcher:
     def _new_worker(self, rank: int, restart: int) -> LaunchedWorker:
         """Fork a worker, or start a new process if no fork server is ready."""
         variables = self._variables(rank, restart)
-        process = self._forked(variables) or start_child(self._command, env=variables, **_CAPTURED)
+        reads = rank == 0 and self._first_rank == 0
+        process = self._forked(variables, reads)
+        if process is None:
+            process = start_child(self._command, env=variables, stdin=_input() if reads else subprocess.DEVNULL, **_CAPTURED)
         return self._listen(rank, restart, process)
 
     def _variables(self, rank: int, restart: int) -> dict[str, str]:
@@ -253,7 +267,7 @@ class Launcher:
         imports = self._program.imports if self._imports is None else self._imports
         server = self._forkserver = ForkServer(variables, self._program.path, imports)
         with server.inherited as inherited:
-            process = start_child(server.command, env=variables, pass_fds=[inherited.fileno()], **_CAPTURED)
+            process = start_child(server.command, env=variables, stdin=_input(), pass_fds=[inherited.fileno()], **_CAPTURED)
             self._forkserver_worker = self._listen(0, 0, process)
         self._selector.register(server.control, selectors.EVENT_READ, None)
         server.await_ready(self._is_interrupted, partial(self._handle_events, _FAULT_TICK_S), self._clock)
@@ -284,10 +298,10 @@ class Launcher:
         if not self._restarts_left:
             self._end_forkserver()
 
-    def _forked(self, variables: dict[str, str]) -> AdoptedProcess | None:
+    def _forked(self, variables: dict[str, str], reads: bool) -> "AdoptedProcess | subprocess.Popen[bytes] | None":
         if self._forkserver is None or not self._forkserver.is_ready:
             return None
-        forked = self._forkserver.fork(variables, self._program.arguments)
+        forked = self._forkserver.fork(variables, self._program.arguments, reads=reads)
         if forked is None:
             logger.warning("the fork server made no worker: workers are new processes from now on")
             self._end_forkserver(kill=True)

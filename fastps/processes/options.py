@@ -68,7 +68,12 @@ class JobOptions:
     @property
     def continues(self) -> bool:
         """Whether the job goes on after a loss, as far as the launcher knows: a script may say so itself. Raises UsageError."""
-        return self.restarts > 0 or value_of("FASTPS_ON_WORKER_LOSS", self.on_worker_loss) == "continue"
+        return self.restarts > 0 or self.says_continue
+
+    @property
+    def says_continue(self) -> bool:
+        """Whether the job was asked to go on without a lost worker, by that word. Raises UsageError."""
+        return bool(value_of("FASTPS_ON_WORKER_LOSS", self.on_worker_loss) == "continue")
 
     def environment(self) -> Mapping[str, str]:
         """Return the environment variables that pass these options to the workers."""

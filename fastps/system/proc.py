@@ -26,6 +26,14 @@ def is_stopped(process_id: int) -> bool:
     return processor_time(process_id) == "stopped"
 
 
+def has_ended(process_id: int) -> bool:
+    """Whether a process of this PID namespace has ended, or is a zombie."""
+    try:
+        return (Path("/proc") / str(process_id) / "stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except (OSError, IndexError):
+        return True
+
+
 def processor_time_in(stat: bytes) -> str:
     """The same from the contents of /proc/PID/stat.
 

@@ -16,6 +16,7 @@ import torch
 import fastps
 from fastps.system.noted_signals import EndedBySignalError
 from fastps.system.ports import free_port
+from tests.support import processes
 from tests.support.torch_optimizers import steps_on
 
 
@@ -245,3 +246,32 @@ def test_signals_write_checkpoints_of_a_job_of_several_nodes(tmp_path: Path) -> 
     job.await_steps(2)
     (of_node_0, _), errors = job.end(2)
     assert _versions(tmp_path / "saved")[-1] >= of_node_0, errors
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_workers_that_end_by_sigterm_save_although_worker_0_is_killed_in_that_moment(tmp_path: Path, sync: str) -> None:
+    def work(rank: int) -> int:
+        tells = rank == 0
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fastps.DistributedOptimizer(inner, sync, checkpoint=tmp_path, every=10**6, timeout_s=30) as optimizer:
+            while True:
+                optimizer.zero_grad()
+                model(torch.full((1, 2), 1.0 + rank)).sum().backward()
+                optimizer.step()
+                if optimizer.version >= 20 and tells:
+                    tells = bool(os.kill(os.getppid(), signal.SIGUSR2))
+
+    told: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: told.append(1))
+    try:
+        children = processes.start_job(work, 2)
+        processes.wait_until(lambda: told, 60)
+        for child in children:
+            os.kill(child.process_id, signal.SIGTERM)
+        os.kill(children[0].process_id, signal.SIGKILL)
+        processes.finish(children, 60)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert fastps.load(tmp_path).version >= 20

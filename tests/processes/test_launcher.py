@@ -114,3 +114,32 @@ def test_survivors_of_a_real_job_end_by_themselves_naming_the_first(sync: str, m
         assert worker.exit_code == 1, "ended by itself, with an error"
         assert worker.ended_ns - failed_ns < 2_000_000_000
         assert "WorkerDiedError: worker 2" in worker.errors.tail[-1] or "worker 2" in worker.errors.tail[-1]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_worker_0_reads_what_is_piped_into_the_launcher_and_no_other_does(tmp_path: Path, method: str) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, sys; print(os.environ['FASTPS_RANK'], sys.stdin.read().split(), flush=True)\n"
+    )
+    command = [sys.executable, "-m", "fastps", "run", "-n", "2", "--start-method", method, "--", sys.executable, "script.py"]
+    done = subprocess.run(command, input="one two", capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True)
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 ['one', 'two']", "[1] 1 []"]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True
+    )
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 []", "[1] 1 []"]
+
+
+def test_a_worker_that_is_lost_at_the_end_and_not_replaced_is_a_failure_unless_continue_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, signal, time\n"
+        "if os.environ['FASTPS_RANK'] == '0':\n"
+        "    os.kill(os.getpid(), signal.SIGKILL) if os.path.exists('gone') else open('gone', 'w').close()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(3)\n"
+    )
+    for options, is_well in ((["--restarts", "1"], False), (["--restarts", "1", "--on-worker-loss", "continue"], True)):
+        (tmp_path / "gone").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "fastps", "run", "-n", "2", *options, "--", sys.executable, "script.py"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+        assert (done.returncode == 0) == is_well, done.stderr
