@@ -18,6 +18,7 @@ from fastps.errors import ArenaError, AttachError, Error, TimeoutExceededError, 
 from fastps.job.environment import Identity
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership import discovery
+from fastps.membership.job_memory import JobMemory
 from fastps.store.observer import observe
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
@@ -83,6 +84,11 @@ def is_any_open() -> bool:
 def trained() -> set[int]:
     """The parts of this process's open jobs, by id."""
     return {part for each in _open if each.is_open for part in _alive(each.parts)}
+
+
+def open_stores() -> list[JobMemory]:
+    """The memory of each open job of this process."""
+    return [worker.store for each in _open if each.is_open and (worker := each.worker()) is not None]
 
 
 def forget(worker: Worker) -> None:

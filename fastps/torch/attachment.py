@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from fastps.checkpoint.periodic import Checkpointing
-from fastps.errors import ArenaError, ParameterChangedError
-from fastps.kernels.protocol.lane import Lane
+from fastps.errors import ArenaError, ParameterChangedError, UsageError
+from fastps.kernels.protocol.lane import UNDECIDED, Lane
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership.job_memory import JobMemory
 from fastps.store import jobs_of_process
@@ -29,7 +29,6 @@ from fastps.torch.weights import Weights, digest_of, merged
 logger = logging.getLogger("fastps.torch")
 
 _POLL_NS = 1_000_000
-_SETTLES_NS = 10_000_000_000  # how long a worker in virtual time waits for worker 0's weights: the driver posts its push later
 
 
 class Attachment:
@@ -232,8 +231,11 @@ class Attachment:
         self._check_form()
         arena, rank = self.store.arena, self.worker.rank
         written = self._differing_first()
-        awaits = bool(rank and self.store.tables and self.worker.driver is None)  # their rows are trained in place
+        is_virtual = self.worker.driver is not None
+        awaits = bool(rank and (self.store.tables or is_virtual))  # rows are trained in place; a moment must not count
         if not written and not awaits:
+            if is_virtual:
+                self.worker.lane.announce(1)
             return
         if rank == 0:
             initial = range(self.store.layout.workers)  # each of them reads the first weights before it attaches
@@ -249,14 +251,15 @@ class Attachment:
                 self._publish(written)
             elif self.store.layout.policy.ema:
                 state.begin_average(self.worker, self.tensor_views)
+            if is_virtual:
+                self.worker.lane.announce(1)  # the driver posts its push later
             return
-        clock = self.store.clock
-        until_ns = clock.now_ns() + _SETTLES_NS
 
         def is_settled() -> bool:
-            has_begun = Lane(arena, 0).posted() > 0 or arena.lane_states()[0] != LANE_LIVE
+            first = Lane(arena, 0)
+            has_begun = first.posted() > 0 or arena.lane_states()[0] not in (LANE_FREE, LANE_JOINING, LANE_LIVE)
             is_same = not awaits and not self._differing_first()
-            return has_begun or is_same or (self.worker.driver is not None and clock.now_ns() > until_ns)
+            return has_begun or is_same or (is_virtual and first.announced() != UNDECIDED)
 
         self._wait(is_settled)
         self._is_void = self.is_late = any(index in gained for index in self._differing_first())
@@ -355,6 +358,18 @@ class Attachment:
         joined = "worker 0 did not write the same" if self._first else "the job had begun without it, or was resumed"
         logger.warning("worker %d: what its script wrote to the parameters is not used: %s", self.worker.rank, joined)
         return True
+
+    def check_moment(self, what: str) -> None:
+        """Raise UsageError for what reads or writes the job between two steps, in virtual time: other workers change it.
+
+        Where all make the same steps, none does. The moment at which a process comes to it follows from the machine's load.
+        """
+        driver = self.worker.driver
+        if driver is not None and not (driver.is_over or self.store.layout.policy.is_level):
+            raise UsageError(
+                f"{what} in virtual time: expected wait_for_others() before it, or workers that make the same steps (bsp),"
+                f" found {self.store.layout.policy.spec}, under which it would depend on the real moment"
+            )
 
     def wait_for_others(self) -> None:
         """Wait until every other worker has closed, and take the final weights.

@@ -54,8 +54,13 @@ def gradient_type(push_dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> G
     return found
 
 
-def check_parameters(tensors: list[torch.Tensor], layout: Layout) -> None:
-    """Raise UnsupportedError for a model that would train wrongly: shared memory, or gradients averaged elsewhere."""
+def check_parameters(tensors: list[torch.Tensor], layout: Layout, *, is_counted: bool) -> None:
+    """Raise UnsupportedError for a model that would train wrongly: shared memory, or gradients averaged elsewhere.
+
+    Raises UsageError if the job has a number alone (`is_counted`), and could be taken for another of this process.
+    """
+    if is_counted:
+        _check_distinct(layout)
     names = [parameter.name for parameter in layout.parameters]
     foreign.check_memory(tensors, names)
     foreign.check_not_averaged(tensors)
@@ -67,6 +72,21 @@ def check_parameters(tensors: list[torch.Tensor], layout: Layout) -> None:
             raise UnsupportedError(
                 f"parameters {both} share memory: expected tied weights to be one Parameter (a.weight = b.weight), given once"
             )
+
+
+def _check_distinct(layout: Layout) -> None:
+    """Raise UsageError if an open job of this process cannot be told from this one: no names, and the same shapes.
+
+    The jobs of a script are counted, so a worker that makes them in another order would join the others' for them.
+    """
+    has_names = not all(each.name.startswith(UNNAMED) for each in layout.parameters)
+    stores = jobs_of_process.open_stores() if layout.workers > 1 and not has_names else []
+    if any(each.layout.parameters == layout.parameters for each in stores):
+        raise UsageError(
+            "another open optimizer has parameters of the same shapes, and neither has names: expected what tells them apart in"
+            " every worker, found their order alone; give each its own job= (with rank= and workers=), or named parameters"
+            " ([(name, parameter), ...]), or all parameters to one optimizer"
+        )
 
 
 def check_checkpoints(

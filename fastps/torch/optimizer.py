@@ -155,7 +155,7 @@ class DistributedOptimizer(OptimizerState):
             self._identity = self._identity.of_instance(jobs_of_process.count_next())
         wanted = Checkpointing.wanted(checkpoint, every, number := self._identity.instance)
         jobs_of_process.end(self._tensors, limits.timeout_s(timeout_s), clock)
-        join.check_parameters(self._tensors, layout)
+        join.check_parameters(self._tensors, layout, is_counted=job is None and workers is None)
         resumed = join.resumed_from(resume, stated := self._placement.stated_layout(layout), model, optimizer, number)
         join.check_checkpoints(wanted, resumed, self._identity.rank, stated, timeout_s)
         layout = join.with_frozen(layout, self._tensors if self._placement.keeps_own else (), optimizer.state, resumed)
@@ -362,6 +362,7 @@ class DistributedOptimizer(OptimizerState):
         """
         if not self._job.store.layout.policy.ema:
             return contextlib.nullcontext()
+        self._job.check_moment("averaged_weights()")
         averages, own = state.averages(self._job.worker, self._job.tensor_views), self._job.weights.own
         return shown(self._tensors, [tensor.data if i in own else averages[i] for i, tensor in enumerate(self._tensors)])
 

@@ -1,5 +1,6 @@
 """Parameters are known by name: found without `model=`, free of what wrappers put before them, and in one order everywhere."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,3 +179,27 @@ def test_a_worker_whose_first_weights_are_others_than_worker_0s_says_so_once() -
     assert _outcomes(work(0)) == [[], []]
     zero, one = _outcomes(work(1))
     assert zero == [] and len(one) == 1 and "('weight' and 1 more)" in one[0] and "copy after wrapping" in one[0]
+
+
+@pytest.mark.parametrize("kind", ["unnamed", "named", "jobs", "one after the other"])
+def test_two_open_jobs_that_only_their_order_tells_apart_are_refused(kind: str) -> None:
+    def work(rank: int) -> str:
+        os.environ.update({"FASTPS_RANK": str(rank), "FASTPS_WORKERS": "2", "FASTPS_JOB": f"apart-{os.getppid()}"})
+        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        optimizers: list[fastps.DistributedOptimizer] = []
+        try:
+            for index, each in enumerate(parameters):
+                if kind == "one after the other" and optimizers:
+                    optimizers[0].unwrap()
+                options = {"job": f"of-{index}-{os.getppid()}", "rank": rank, "workers": 2} if kind == "jobs" else {}
+                optimizers.append(_sgd([(f"of {index}", each)] if kind == "named" else [each], **options))
+                (each * (index + 1)).sum().backward()
+                optimizers[-1].step()
+        except fastps.UsageError as error:
+            for optimizer in optimizers:
+                optimizer.close()
+            return str(error)
+        return str([round(each[0].item(), 6) for each in parameters])
+
+    for said in _outcomes(work):
+        assert ("neither has names" in said) if kind == "unnamed" else (said == "[-0.1, -0.2]"), said

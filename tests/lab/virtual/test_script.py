@@ -93,7 +93,8 @@ def test_the_built_in_task_has_the_weights_of_train(spec: str, written: Callable
     training = VirtualTraining(data=data.load("digits"), learning_rate=0.05, momentum=0.5)
     replay = _Replay(parse_policy(spec), described, training, outcome.trace)
     replay.run(None)
-    final = np.concatenate([np.asarray(array).reshape(-1) for array in load(tmp_path / spec).weights().values()])
+    found = load(tmp_path / spec)
+    final = np.concatenate([found.weights()[each["name"]].reshape(-1) for each in found.description["parameters"]])
     np.testing.assert_array_equal(final, replay._shards[0].weights)
     assert row["staleness"] == [list(each) for each in outcome.row["staleness"]]
     assert [row[key] for key in SAME] == [outcome.row[key] for key in SAME]
@@ -212,3 +213,54 @@ def test_a_worker_that_is_killed_and_replaced_repeats_bit_by_bit(spec: str, writ
     first, second = (simulated(*arguments)[0] for _ in range(2))
     assert first["weights"] == second["weights"] and first["staleness"] == second["staleness"]
     assert 45 <= first["steps"] < 60 + 15, "two complete workers, a replaced one, and one that was killed late"
+
+
+# -- the real moment ---------------------------------------------------------------------------------
+
+READS = """
+import os, random, time
+import fastps, torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), model=model)
+if fastps.rank() == 0:
+    time.sleep(random.SystemRandom().random() / 5)
+    model.load_state_dict({"weight": torch.full((1, 8), 0.5), "bias": torch.zeros(1)})  # worker 0 alone
+generator = torch.Generator().manual_seed(fastps.rank())
+for step in range(12):
+    time.sleep(random.SystemRandom().random() / 50)
+    inputs = torch.randn(16, 8, generator=generator)
+    optimizer.zero_grad()
+    (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+    READ
+"""
+READINGS = {
+    "averaged_weights()": "with optimizer.averaged_weights(): pass",
+    "optimizer.state": "optimizer.state[model.weight]",
+    "replace_weights()": "optimizer.replace_weights(lambda weights: weights)",
+    "load_state_dict()": "optimizer.load_state_dict(optimizer.state_dict())",
+}
+
+
+@pytest.mark.parametrize("what", READINGS)
+def test_what_would_depend_on_the_real_moment_is_refused_by_name(what: str, written: Callable[[str], str]) -> None:
+    script = written(READS.replace("READ", READINGS[what]))
+    found = commands.fastps("simulate", "--script", "-n", "2", "--sync", "asp,ema=0.9", script)
+    assert found.returncode != 0
+    named = "optimizer.state" if what == "load_state_dict()" else what  # a state dict is read first
+    sentence = f"{named} in virtual time: expected wait_for_others() before it"
+    assert sentence in " ".join(found.stderr.split()), found.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sync", ["asp", "dssp:1,3", "bsp,ema=0.9"])
+def test_weights_that_worker_0_loads_after_wrapping_are_those_of_all_at_any_speed(
+    sync: str, written: Callable[[str], str]
+) -> None:
+    reads = "\n    ".join(READINGS.values()) if sync.startswith("bsp") else "optimizer.take_newest()"
+    script = written(READS.replace("READ", reads))
+    found = [simulated("--sync", sync, *UNEVEN, script, workers=3)[0]["weights"] for _ in range(4)]
+    assert found == found[:1] * 4
