@@ -150,7 +150,7 @@ class Gradients:
         self.is_apart = False
         if self._dropped:
             dropped, self._dropped = self._dropped, set()
-            if not self._is_told and all(tensor.grad is None for tensor in self.tensors):
+            if self.tensors[0].grad is None and not self._is_told and all(tensor.grad is None for tensor in self.tensors):
                 self._tell_of_nothing(len(dropped))
         if self._lends and self._loops.other_gradient(self._prepared[slot]) < 0:
             self.present = self._everything
