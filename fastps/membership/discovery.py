@@ -178,8 +178,9 @@ def _first(job: str, lanes: int, ask: Callable[[rendezvous.Place], Found], timeo
         if is_over:
             others = ", ".join(sorted(listening())) or "none"
             raise AttachError(
-                f"job {job}: expected an answer from its creator or a worker within {timeout_s:g} s, found nobody (jobs that"
-                f" run here: {others}{stranger}); was worker 0 started, do all workers give the same job= or FASTPS_JOB, and"
-                " are they in one network namespace (one container)?"
+                f"job {job}: expected an answer from its creator or a worker within {timeout_s:g} s, found nobody"
+                f"{stranger}. Worker 0 makes the job when it wraps its optimizer: it may still prepare (raise FASTPS_TIMEOUT),"
+                " or was not started, gives another job= or FASTPS_JOB, or is in another network namespace (another container);"
+                f" jobs of other names that run here: {others}"
             )
         clock.sleep_ns(10_000_000)

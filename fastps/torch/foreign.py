@@ -200,5 +200,6 @@ def write_error(name: str, *, is_undone: bool = False, has_moved: bool = False, 
     reason = why or "other workers read the same memory"
     return ParameterChangedError(
         f"parameter {name!r} was written to outside of step() (in place, or by load_state_dict): {reason}; {_OTHER_WEIGHTS};"
-        " register parametrizations before wrapping, and avoid layers that renormalize their weights (max_norm)"
+        " register parametrizations before wrapping, avoid layers that renormalize their weights (max_norm), and give the"
+        " optimizer only what trains: no average or target that the script writes"
     )

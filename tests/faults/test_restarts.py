@@ -133,8 +133,10 @@ sys.exit(fastps.rank() == 0)
 """
 
 
-def test_a_worker_that_fails_when_training_is_over_is_not_replaced(tmp_path: Path) -> None:
-    assert _ended(_launcher(tmp_path, AFTERWARDS, restarts=2).run()) == [(0, 0, 1), (1, 0, 0)]
+def test_a_worker_that_fails_when_training_is_over_is_not_replaced_and_fails_the_launch(tmp_path: Path) -> None:
+    outcome = _launcher(tmp_path, AFTERWARDS, restarts=2).run()
+    assert [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers] == [(0, 0, 1), (1, 0, 0)]
+    assert outcome.exit_code == 1 and outcome.first_failure is outcome.workers[0]
 
 
 LOSSES = """
@@ -206,10 +208,14 @@ def test_a_fork_server_ends_without_a_word_with_a_launcher_that_has_read_nothing
     assert (server.returncode, said) == (0, "")
 
 
-def test_without_restarts_left_the_others_go_on_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("word", [None, "continue"])
+def test_without_restarts_left_the_others_go_on_alone_and_the_launch_fails_unless_told_to_continue(
+    tmp_path: Path, word: str | None
+) -> None:
     text = "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('no luck')\ntime.sleep(3)"
-    outcome = _launcher(tmp_path, text, [], restarts=2).run()
-    assert outcome.exit_code == 0
+    outcome = _launcher(tmp_path, text, [], restarts=2, on_worker_loss=word).run()
+    assert outcome.exit_code == (0 if word == "continue" else 1)
+    assert [worker.exit_code for worker in outcome.workers if worker.rank == 0] == [0]
     assert [(worker.rank, worker.restart) for worker in outcome.workers if worker.failed][-1][0] == 1
     assert len(outcome.workers) <= 4
 
