@@ -129,6 +129,10 @@ class Checkpoint:
             count[0] = described["steps"]
 
 
+_MOST_JSON_BYTES = 256 << 20
+_MOST = 1 << 39  # of versions, steps and samples: an arena counts to 2^40, so a job that resumes has room for as many more
+
+
 def refused(folder: Path, what: str, expected: str, found: str) -> CheckpointError:
     """The error for a checkpoint that cannot be used."""
     return CheckpointError(f"checkpoint {folder}: {what}: expected {expected}, found {found}")
@@ -201,6 +205,8 @@ def read_description(folder: Path) -> dict[str, Any]:
     try:
         if not (folder / JSON_FILE).is_file():
             raise refused(folder, JSON_FILE, "JSON as save wrote it", "no file")
+        if (size := (folder / JSON_FILE).stat().st_size) > _MOST_JSON_BYTES:
+            raise refused(folder, JSON_FILE, f"at most {_MOST_JSON_BYTES:,} bytes, as save writes it", f"{size:,}")
         text = (folder / JSON_FILE).read_bytes()
         description: dict[str, Any] = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
@@ -220,10 +226,10 @@ def read_description(folder: Path) -> dict[str, Any]:
         expected, found = end[1].decode(), hashlib.sha256(text[: end.start()]).hexdigest()
         _expect(found == expected, folder, JSON_FILE, f"the digest {expected}", f"{found}: it is damaged")
     for field in ("version", "drawn"):
-        _expect(0 <= description[field] < 1 << 40, folder, f"field {field!r}", "0 to 2^40", value=description[field])
+        _expect(0 <= description[field] < _MOST, folder, f"field {field!r}", "0 to 2^39", value=description[field])
     for field, least in (("versions", 0), ("clocks", -1)):
         values = description[field]
-        are_whole = values and all(type(value) is int and least <= value < 1 << 40 for value in values)
+        are_whole = values and all(type(value) is int and least <= value < _MOST for value in values)
         _expect(are_whole, folder, f"field {field!r}", f"whole numbers of at least {least}", value=values)
     groups = description["param_groups"]
     _expect(all(isinstance(group, dict) for group in groups), folder, "field 'param_groups'", "an object each", value=groups)
@@ -240,8 +246,8 @@ def _check_tensors(folder: Path, description: dict[str, Any], tensors: Mapping[s
         what, groups = f"parameter {index}", len(description["param_groups"])
         is_whole = isinstance(parameter, dict) and all(isinstance(parameter.get(key), kind) for key, kind in fields.items())
         _expect(is_whole, folder, what, "name, shape, group and steps", value=parameter)
-        is_there = 0 <= parameter["group"] < groups and 0 <= parameter["steps"] < 1 << 40
-        _expect(is_there, folder, what, "a group that is there and 0 to 2^40 steps", value=parameter)
+        is_there = 0 <= parameter["group"] < groups and 0 <= parameter["steps"] < _MOST
+        _expect(is_there, folder, what, "a group that is there and 0 to 2^39 steps", value=parameter)
         kind = parameter.get("type", "float32")
         _expect(kind in ("float32", "float64"), folder, what, "the type float32 or float64", value=kind)
         for name in [f"{prefix}{parameter['name']}" for prefix in ("weights/", *(f"state/{plane}/" for plane in planes))]:

@@ -23,7 +23,7 @@ from fastps.system.time_limit import call_within
 logger = logging.getLogger("fastps.checkpointing")
 
 _OF_ONE_SHARE = ("share", "checksums", "header", "digest")
-_SHARE = re.compile(r"share-(\d+)-of-(\d+)")
+_SHARE = re.compile(r"share-(\d{1,4})-of-(\d{1,4})")
 _Saved = tuple[str, int]
 """The run that wrote a share, and the share's version."""
 _Shares = dict[int, dict[int, list[Path]]]

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import signal
+import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -229,6 +230,8 @@ def write(trace: Trace, file: Path) -> None:
 def read(file: Path) -> Trace:
     """Read a trace file. Raises TraceError, which says what is wrong with the file."""
     try:
+        if not stat.S_ISREG(file.stat().st_mode):  # a device may have no end, and a pipe no writer
+            raise TraceError(f"expected a trace that --trace wrote, found no regular file: {file}")
         data = file.read_bytes()
     except OSError as error:
         raise TraceError(f"expected a trace that --trace wrote, found {file}: {error.strerror}") from None

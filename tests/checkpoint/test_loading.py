@@ -207,3 +207,21 @@ def test_a_directory_whose_checkpoints_a_run_removes_meanwhile_is_read_again(
     assert first.is_dir() and others
     assert fastps.load(tmp_path).version == 5
     assert not caplog.records
+
+
+def test_what_a_stranger_puts_into_a_folder_is_refused_at_once_and_by_name(tmp_path: Path) -> None:
+    (tmp_path / "shares" / "share-0-of-100000000" / "checkpoint-000001").mkdir(parents=True)
+    with pytest.raises(fastps.CheckpointError, match="found neither"):
+        fastps.load(tmp_path / "shares")
+    (tmp_path / "sparse").mkdir()
+    with (tmp_path / "sparse" / "checkpoint.json").open("wb") as file:
+        file.truncate(8 << 30)
+    with pytest.raises(fastps.CheckpointError, match="expected at most 268,435,456 bytes, as save writes it, found 8,589"):
+        fastps.load(tmp_path / "sparse")
+    model = torch.nn.Linear(1, 1)
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
+        folder = fastps.save(optimizer, tmp_path / "late")
+    described = read_description(folder)
+    (folder / "checkpoint.json").write_bytes(sealed({**described, "version": (1 << 40) - 2}))
+    with pytest.raises(fastps.CheckpointError, match=r"field 'version': expected 0 to 2\^39, found 1099511627774"):
+        fastps.load(folder)

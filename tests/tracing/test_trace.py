@@ -446,3 +446,10 @@ def test_no_command_writes_over_the_trace_that_it_reads(arguments: list[str], ho
 def test_what_is_no_trace_is_one_sentence(command: str, tmp_path: Path) -> None:
     (tmp_path / "none").write_text("nothing")
     assert "expected a trace that --trace wrote" in commands.refused(command, str(tmp_path / "none"))
+
+
+def test_what_is_no_regular_file_is_refused_without_reading_it(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for file in (Path("/dev/zero"), pipe):
+        with pytest.raises(TraceError, match=f"found no regular file: {file}"):
+            read(file)
