@@ -1,6 +1,7 @@
 """Parameters that nobody trains: they cost the arena one copy, and become usual ones with their first gradient."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 import fastps
 from fastps.errors import ArenaError
+from fastps.kernels.shm.arena import LANE_DEAD
+from fastps.membership import job_memory
 from fastps.system import memory_limits, shared_memory
 from tests.support import processes
 
@@ -242,3 +245,38 @@ def test_replaced_weights_and_loaded_state_of_frozen_parameters_are_the_jobs() -
         plain.step()
         for one, other in zip(model.parameters(), trained.parameters(), strict=True):
             assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("calls", [1, 5])
+def test_a_worker_that_is_killed_while_it_thaws_a_layer_leaves_it_as_it_was(calls: int) -> None:
+    def work(rank: int) -> Any:
+        model, left = _model(), [calls]
+        allocate = job_memory.allocate
+
+        def die(*place: Any) -> None:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            allocate(*place)
+
+        if rank == 1:
+            job_memory.allocate = die
+        with _wrapped(model, on_worker_loss="continue") as optimizer:
+            for _ in _steps(model, optimizer, rank, range(3)):
+                pass
+            if rank == 0:
+                processes.wait_until(
+                    lambda: optimizer.worker.store.arena.lane_state(1) == LANE_DEAD or optimizer.worker.check_peers()
+                )
+            before = model[1].weight.detach().clone()
+            model[1].requires_grad_(True)
+            optimizer.zero_grad()
+            _loss(model, 3, rank).backward()
+            gradient = model[1].weight.grad
+            assert gradient is not None
+            expected = before - 0.05 * gradient
+            optimizer.step()
+            return torch.allclose(model[1].weight, expected, rtol=1e-5, atol=1e-6), optimizer.worker.store.frozen
+
+    zero, one = _outcomes(work)
+    assert zero == (True, {0, 1}) and one is None
