@@ -185,7 +185,7 @@ class Checkpointing:
     def close(self, failed: bool = False) -> None:
         """Wait for the checkpoint in progress; then write a last one, unless the worker failed and nobody has sent SIGTERM.
 
-        Who dies of SIGTERM in a step takes the others with it, and one of them has to write what all have made.
+        A worker that ends by SIGTERM in a step ends the others, too, and one of them has to write what all have made.
         """
         self._ends = self._ends or self._signals.take(signal.SIGTERM)
         if self._join() and (not failed or self._ends):

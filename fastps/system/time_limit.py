@@ -57,9 +57,7 @@ def call_within(
     try:
         thread.start()
     except RuntimeError as error:  # of Python, which names no cause
-        logger.warning(
-            "no thread can be started (%s): the call has no limit of time%s", error, f" until {what}" if what else ""
-        )
+        logger.warning("no thread can be started (%s), so nothing limits the wait until %s", error, what or "a call ends")
         return call()
     if not (ends_within(thread, limit_s, what) or answer.done()):
         answer.add_done_callback(lambda late: late.exception() or discard(late.result()))

@@ -281,7 +281,7 @@ static inline void fps_users_add(uint32_t *users) { __atomic_fetch_add(users, 1,
 static inline int fps_users_drop(uint32_t *users) { return __atomic_fetch_sub(users, 1, __ATOMIC_ACQ_REL) == 1; }
 
 /* -- [THAW] ------------------------------------------------------------------------------------------------------------ */
-/* Publishes to who reads weights without a lock: the parameter's values in every buffer. */
+/* Publishes to processes that read weights without a lock: the parameter's values in every buffer. */
 FPS_STORE(fps_length_release, int64_t, RELEASE)
 FPS_LOAD(fps_length_acquire, int64_t, ACQUIRE)
 

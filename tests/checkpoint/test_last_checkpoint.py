@@ -260,7 +260,7 @@ def test_workers_that_end_by_sigterm_save_although_worker_0_is_killed_in_that_mo
                 optimizer.zero_grad()
                 model(torch.full((1, 2), 1.0 + rank)).sum().backward()
                 optimizer.step()
-                if optimizer.version >= 20 and tells:
+                if tells and min(each.steps for each in optimizer.statistics()) >= 10:  # all note signals by then
                     tells = bool(os.kill(os.getppid(), signal.SIGUSR2))
 
     told: list[int] = []
@@ -274,4 +274,4 @@ def test_workers_that_end_by_sigterm_save_although_worker_0_is_killed_in_that_mo
         processes.finish(children, 60)
     finally:
         signal.signal(signal.SIGUSR2, before)
-    assert fastps.load(tmp_path).version >= 20
+    assert fastps.load(tmp_path).version >= 10
