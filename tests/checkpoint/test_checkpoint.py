@@ -180,7 +180,7 @@ def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (lambda it: it.update(format=99), "field 'format': expected 1 or 2, which this fastps reads, found 99"),
     (lambda it: it["parameters"][0].pop("shape"), "parameter 0: expected name, shape, group and steps"),
     (lambda it: it["parameters"][1].update(name="c"), "parameter 'c': tensor 'weights/c': expected float32.*no such tensor"),
-    (lambda it: it["parameters"][0].update(steps=1 << 70), r"parameter 0: expected a group that is there and 0 to 2\^40 steps"),
+    (lambda it: it["parameters"][0].update(steps=1 << 70), r"parameter 0: expected a group that is there and 0 to 2\^39 steps"),
     (lambda it: it["parameters"][1].update(group=1), "parameter 1: expected a group that is there"),
     (lambda it: it.update(param_groups=[7]), r"field 'param_groups': expected an object each, found \[7\]"),
     (lambda it: it["rule"].update(planes=["x"]), "parameter 'w': tensor 'state/x/w': expected float32 of shape"),
