@@ -38,8 +38,17 @@ def style_of(wanted: str, command: Sequence[str]) -> Style:
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment without what only concerns its own place in a job."""
-    return {name: value for name, value in os.environ.items() if name not in _OF_THIS_WORKER}
+    """This process's environment without what only concerns its own place in a job; at a terminal `breakpoint()` asks there."""
+    found = {name: value for name, value in os.environ.items() if name not in _OF_THIS_WORKER}
+    return {"PYTHONBREAKPOINT": "fastps.store.pausing.ask", **found} if _has_keyboard() else found
+
+
+def _has_keyboard() -> bool:
+    """Whether this process's group has the terminal that is its standard input."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:  # it is none
+        return False
 
 
 def torchrun_variables(

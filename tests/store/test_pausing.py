@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import subprocess
+import sys
 import termios
 from pathlib import Path
 
@@ -52,6 +53,18 @@ def test_pdb_stops_in_the_script_and_reads_from_the_terminal(tmp_path: Path) -> 
     assert code == 0, shown
     assert "(worker 2, step 140)" in shown and "-> loss += 1" in shown
     assert "('found', 41)" in shown and "('then', 42)" in shown and "loss 42" in shown
+
+
+def test_breakpoint_asks_at_the_launchers_terminal_in_each_worker_and_gives_it_back(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, signal, sys, time\nrank = int(os.environ['FASTPS_RANK'])\nbreakpoint()\nprint('rank', rank, flush=True)\n"
+        "terminal = os.open('/dev/tty', os.O_RDONLY)\n"
+        "while os.tcgetpgrp(terminal) != os.getpgid(os.getppid()): time.sleep(0.01)\n"
+    )
+    command = [sys.executable, "-m", "fastps", "run", "-n", "2", "--start-method", "spawn", str(tmp_path / "script.py")]
+    shown, code = answers(command, b"rank += 10\nc\nrank += 10\nc\n")
+    assert code == 0 and "[0] rank 10" in shown and "[1] rank 11" in shown, shown
+    assert "(worker 0) " in shown and "(worker 1) " in shown
 
 
 def test_without_a_terminal_the_step_cannot_be_paused(tmp_path: Path) -> None:
