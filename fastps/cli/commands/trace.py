@@ -188,7 +188,7 @@ def _save_perfetto(found: "Trace", perfetto: Path, profiles: list[Path], console
     rich_help_panel=CHOOSE,
     epilog="Examples:  fastps train --sync bsp --straggler 0:3 --trace run.trace && fastps advise run.trace   |   fastps advise"
     " run.trace --sync ssp:3,dssp:3,15 --cores 8 --json -   |   fastps advise run.node0.trace run.node1.trace"
-    " --links links.json --nodes 64   |   fastps advise run.trace --train train.py",
+    " --links links.json --nodes 64   |   fastps advise run.trace --train 'train.py --epochs 3'",
 )
 @with_options(ON_LINKS)
 def advise(
@@ -209,9 +209,9 @@ def advise(
     train: Annotated[
         str | None,
         typer.Option(
-            metavar="SCRIPT",
-            help="Run the recorded script in virtual time, too, and add what it learns in equal time under the fastest of each"
-            " discipline, or under each of --sync.",
+            metavar="SCRIPT ARGS",
+            help="Run the recorded script, with its arguments (in quotes), in virtual time, too, and add what it learns in"
+            " equal time under the fastest of each discipline, or under each of --sync.",
         ),
     ] = None,
     links: Links = None,

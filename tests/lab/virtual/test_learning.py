@@ -51,7 +51,8 @@ def test_the_loss_is_the_mean_of_the_last_tenth_of_equal_time(points: list[tuple
 
 @pytest.mark.parametrize(("replay", "message"), [
     (None, "expected a trace of a script"),
-    ({"script": {"name": "other.py", "arguments": []}}, "expected the recorded script, other.py, found train.py"),
+    ({"script": {"name": "other.py", "arguments": []}}, "the recorded script.*found 'train.py'; give --train other.py if"),
+    ({"script": {"name": "train.py", "arguments": ["--delete", "a b"]}}, "'train.py'; give --train '.*--delete.*a b.*' if"),
     ({"script": {"name": "train.py", "arguments": []}}, "--train: expected a script's file, found no train.py"),
 ])  # fmt: skip
 def test_another_script_than_the_recorded_one_is_refused(replay: dict | None, message: str) -> None:
@@ -65,7 +66,7 @@ def test_the_recorded_script_learns_in_virtual_time_under_the_given_disciplines(
     script, trace = tmp_path / "train.py", tmp_path / "run.trace"
     script.write_text(REPORTS)
     commands.done("run", "-n", "2", "--sync", "bsp", "--trace", str(trace), str(script), "40")
-    command = ("advise", str(trace), "--sync", "asp,adv*:1", "--train", str(script))
+    command = ("advise", str(trace), "--sync", "asp,adv*:1", "--train", f"{script} 40")
     rows = {each["sync"]: each for each in commands.rows(*command) if each["kind"] == "prediction"}
     assert all(0 < rows[spec]["loss"] < 5 and rows[spec]["loss_at_s"] > 0.1 for spec in ("asp", "adv*:1"))
     script.write_text(REPORTS.replace("    optimizer.report_loss(loss.item(), 16)\n", ""))
