@@ -19,6 +19,7 @@ from fastps.checkpoint.format import Array, read_description, whole
 from fastps.checkpoint.runs import Run, folder_of
 from fastps.checkpoint.snapshot import Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
+from fastps.job import environment
 from fastps.job.options import value_of
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_FAILED, LANE_LEAVING, LANE_LIVE
 from fastps.store.worker import Worker
@@ -74,9 +75,10 @@ class Checkpointing:
     def wanted(directory: str | os.PathLike[str] | None, every: int | None, instance: int = 0) -> tuple[Path, int] | None:
         """The arguments, or FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY where they are None; None for no checkpoints.
 
-        `instance` is the number of the optimizer in its script, each of which has its own folder in FASTPS_CHECKPOINT. Raises
-        UsageError.
+        `instance` is the number of the optimizer in its script, each of which has its own folder in FASTPS_CHECKPOINT. In
+        virtual time the script's own arguments do not count. Raises UsageError.
         """
+        directory, every = (None, None) if environment.is_virtual() else (directory, every)
         given = directory if directory is not None else os.environ.get("FASTPS_CHECKPOINT")
         if not given:
             return None

@@ -35,7 +35,7 @@ from fastps.checkpoint.format import (
 )
 from fastps.checkpoint.runs import Run
 from fastps.errors import CheckpointError, ProtocolError
-from fastps.job import limits
+from fastps.job import environment, limits
 from fastps.job.layout import Parameter
 from fastps.membership.job_memory import JobMemory, VersionCopy
 from fastps.store.worker import Worker
@@ -266,7 +266,9 @@ def save(
         worker, buffers, run = source.worker, source.model_buffers(), source.run
     limit_s, pinned = worker.store.timeout_s, pin(source, extra or {})
     copied = {name: array.copy() for name, array in buffers.items()}  # a late write must not see later values
-    call = partial(write, pinned, copied, Path(directory), run, keep, limit_s / 2)
+    call = partial(write, pinned, copied, folder := environment.checkpoints_of(directory), run, keep, limit_s / 2)
+    if environment.is_virtual():
+        logger.warning("in virtual time this checkpoint is kept until the run ends, in %s; --checkpoint keeps the last", folder)
     if pinned.holds_locks:  # which this thread alone gives back
         return call()
     what = f"the checkpoint of version {pinned.description['version']} is written to {directory}"

@@ -12,6 +12,7 @@ import secrets
 import sys
 from dataclasses import dataclass, replace
 from multiprocessing import process
+from pathlib import Path
 from typing import Any
 
 from fastps.errors import UsageError
@@ -195,7 +196,12 @@ def joins() -> bool:
 
 def is_virtual() -> bool:
     """Whether this worker's job runs in virtual time (`fastps simulate --script`, `fastps replay`)."""
-    return _number(("FASTPS_VIRTUAL",), 0) > 0
+    return bool(os.environ.get("FASTPS_VIRTUAL"))
+
+
+def checkpoints_of(directory: str | os.PathLike[str]) -> Path:
+    """Where a script's checkpoints go. In virtual time that is a folder that ends with the run: theirs may be a real run's."""
+    return Path(os.environ["FASTPS_VIRTUAL"], *Path(directory).absolute().parts[1:]) if is_virtual() else Path(directory)
 
 
 def pauses(worker: int, step: int) -> bool:

@@ -162,11 +162,17 @@ class Layout:
     @property
     def frozen_runs(self) -> list[tuple[int, int]]:
         """Runs of frozen parameters: the first float in a buffer, and the floats."""
+        return self.runs(sorted(self.frozen))
+
+    def runs(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """Runs of these parameters, in order: the first float in a buffer, and the floats, padding inside included."""
         runs: list[tuple[int, int]] = []
-        for index in sorted(self.frozen):
-            parameter = self.parameters[index]
-            begin = runs.pop()[0] if index - 1 in self.frozen else parameter.offset
+        last = -1
+        for number in numbers:
+            parameter = self.parameters[number]
+            begin = runs.pop()[0] if runs and number - 1 == last else parameter.offset
             runs.append((begin, parameter.offset + parameter.length - begin))
+            last = number
         return runs
 
     @property

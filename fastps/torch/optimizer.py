@@ -166,10 +166,10 @@ class DistributedOptimizer(OptimizerState):
         start = self._placement.start(resumed) if resumed is not None else None
         versions = start.beginning(layout)["versions"] if start is not None else []
         self._job = Attachment(self._placement, self._tensors, self._buffers, self.close, versions)
+        join.limit_threads(layout.workers)  # before a recorder notes how many there are
         joined = self._join(layout, Joining(self._identity, self._names_job, start, timeout_s, clock))
         self.run = Run.of(joined.store, resumed)
         self._begin(joined, batch_size, wanted)
-        join.limit_threads(layout.workers)
         keep_freed_memory(4 * layout.buffer_floats)
         self._follow_state(self._placement.state_follows)
 

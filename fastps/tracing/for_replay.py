@@ -28,7 +28,10 @@ logger = logging.getLogger("fastps.trace")
 
 CHECKSUM_EVERY = 256
 """Versions between two checksums: those of worker 0's reads, at 1 ms for 4 MB of weights."""
-_SAMPLE_WORDS = 1024
+CHECKSUM_BYTES = 1 << 22  # of a gradient, in a checksum at 0.2 ms
+CHECKSUM_OF_GRADIENTS = 2  # how it is made
+_MOST_RUNS = 256  # lists of them that are kept
+_WIDTH = 509  # prime, so that values that change places change it
 
 
 class Recorded(Protocol):
@@ -68,13 +71,15 @@ def described(worker: Recorded) -> dict[str, Any]:
     if reason := reason_against(layout):
         return {"against": reason}
     script = {"name": file.name, "digest": digest_of(file), "arguments": sys.argv[1:]}
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    torch = sys.modules.get("torch")
+    threads = str(torch.get_num_threads()) if torch is not None else os.environ.get("OMP_NUM_THREADS", "1")
     return {
         "against": "",
         "model": model_digest(layout),
         "nonfinite": layout.faults.nonfinite,
         "script": script,
         "threads": threads,
+        "gradients": CHECKSUM_OF_GRADIENTS,
         "workers": layout.workers,
         "lanes": layout.lanes,
     }
@@ -94,19 +99,36 @@ def model_digest(layout: Layout) -> str:
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
-def gradient_sample(store: JobMemory, lane: int, slot: int) -> int:
-    """CRC-32 of up to 1,024 words of the gradient in a slot, and of each table's rows: tells steps apart, in microseconds."""
-    words = store.layout.buffer_floats // (1 if store.layout.gradient_type in ("float32", "float64") else 2)
-    pushed = [np.frombuffer(store.memory, np.uint32, words, store.arena.gradient_offset(lane, slot))]
-    if store.tables:
-        present = store.slot_words(lane, slot)[1]
-        pushed += [
-            store.pushed_rows(lane, slot, table)[1].reshape(-1).view(np.uint32) for table in store.tables if present[table]
-        ]
-    found = 0
-    for each in pushed:
-        found = zlib.crc32(np.ascontiguousarray(each[:: -(-len(each) // _SAMPLE_WORDS) | 1]), found)
-    return found
+class GradientChecksum:
+    """Checksums of what pushes have in their slots: of all up to `CHECKSUM_BYTES`, and of more of every n-th part of 4 KB."""
+
+    def __init__(self, store: JobMemory) -> None:
+        self._store, self._words = store, 8 * -(-len(store.parameters) // 64)
+        self._dtype = np.dtype(np.uint32 if store.layout.gradient_type in ("float32", "float64") else np.uint16)
+        self._runs: dict[bytes, list[tuple[int, int]]] = {}  # by presence bits
+
+    def of(self, lane: int, slot: int) -> int:
+        """The checksum of the push in a lane's slot."""
+        store, begin = self._store, self._store.arena.gradient_offset(lane, slot)
+        presence = np.frombuffer(store.memory, np.uint8, self._words, store.arena.presence_offset(lane, slot))
+        if (runs := self._runs.get(bits := presence.tobytes())) is None:
+            if len(self._runs) > _MOST_RUNS:
+                self._runs.clear()
+            present = np.unpackbits(presence, count=len(store.parameters), bitorder="little")
+            runs = self._runs[bits] = store.layout.runs(np.flatnonzero(present).tolist())
+        kind, memory = self._dtype, store.memory
+        pushed = [np.frombuffer(memory, kind, count, begin + first * kind.itemsize) for first, count in runs]
+        for table in store.tables:
+            if presence[table // 8] >> table % 8 & 1:
+                pushed += [part.reshape(-1) for part in store.pushed_rows(lane, slot, table)]
+        every, found = max(1, -(-sum(each.nbytes for each in pushed) // CHECKSUM_BYTES)), 0
+        for each in pushed:
+            rows = each.nbytes // (8 * _WIDTH)
+            if rows:
+                part, each = np.split(each, [rows * 8 * _WIDTH // each.itemsize])
+                found = zlib.crc32(np.add.reduce(part.view(np.uint64).reshape(rows, _WIDTH)[::every]), found)  # wraps around
+            found = zlib.crc32(each, found)
+        return found
 
 
 def weights_checksum(store: JobMemory, buffers: Sequence[int], shard: int) -> int:
@@ -155,6 +177,7 @@ class ReplayRecords:
     def __init__(self, worker: Recorded, part: Part) -> None:
         self._worker, self._tables = worker, part.more
         self._next = [0] * worker.store.arena.shards  # worker 0's next checksum, by shard
+        self._gradients = GradientChecksum(worker.store)
         try:
             log_events(worker.lane, part.folder, part.name)
         except OSError as error:
@@ -165,7 +188,7 @@ class ReplayRecords:
     def computed(self, position: int, slot: int, timestamp: int) -> None:
         """Record what a push was computed with, and the version that it names; `slot`: -1 for one without a gradient."""
         worker, lane = self._worker, self._worker.lane
-        sample = gradient_sample(worker.store, worker.rank, slot) if slot >= 0 else 0
+        sample = self._gradients.of(worker.rank, slot) if slot >= 0 else 0
         for shard in range(worker.store.arena.shards):
             self._tables["inputs"].append((position, lane.shard_version(shard), timestamp, sample, worker.rank, shard, 1))
         self.collect()

@@ -265,9 +265,13 @@ def _lane_of(event: Event) -> int:
 
 
 class Listener:
-    """The socket at which the workers of a job find the driver. `close`, from any thread, ends every wait at it."""
+    """The socket at which the workers of a job find the driver. `close`, from any thread, ends every wait at it.
 
-    def __init__(self, job: str) -> None:
+    `awaited` has the ranks of workers that have been started and have not come yet.
+    """
+
+    def __init__(self, job: str, awaited: Iterable[int] = ()) -> None:
+        self.awaited = set(awaited)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(rendezvous.place_name(job, "driver"))
         self._socket.listen(1024)
@@ -301,23 +305,23 @@ class Listener:
     def links(self, store: Store) -> list[socket.socket]:
         """Wait until all workers are attached. Returns a connection to each. Raises TimeoutExceededError, WorkerLostError."""
         workers, found = store.layout.workers, dict[int, socket.socket]()
-        self._socket.settimeout(store.timeout_s)
         while len(found) < workers:
-            try:
-                connection, message, _ = self._next()
-            except TimeoutError:
+            if not select.select([self._socket], [], [], store.timeout_s)[0]:
                 missing = ", ".join(str(rank) for rank in range(workers) if rank not in found)
                 raise TimeoutExceededError(
                     f"expected every worker of the script to wrap its optimizer within {store.timeout_s:g} s, found none of"
                     f" workers {missing}; raise FASTPS_TIMEOUT if they are only slow"
-                ) from None
-            found[RANK.unpack(message)[0]] = connection
+                )
+            worker, connection = self.next_link()
+            found[worker] = connection
         return [found[rank] for rank in range(workers)]
 
     def next_link(self) -> tuple[int, socket.socket]:
-        """Wait for a worker that joins. Returns its rank and a connection to it. Raises WorkerLostError."""
+        """Wait for a worker. Returns its rank and a connection to it. Raises WorkerLostError."""
         connection, message, _ = self._next()
-        return RANK.unpack(message)[0], connection
+        worker: int = RANK.unpack(message)[0]
+        self.awaited.discard(worker)
+        return worker, connection
 
     def fileno(self) -> int:
         """The descriptor at which the next worker is noticed."""
@@ -327,9 +331,7 @@ class Listener:
         """The next connection of this user, with its first message and its descriptors."""
         while True:
             try:
-                connection = self._socket.accept()[0]
-            except TimeoutError:
-                raise
+                connection = self._socket.accept()[0]  # without a timeout, with which it would find no end of a closed socket
             except OSError:
                 raise WorkerLostError("the workers have ended before all were attached") from None
             self._open.append(connection)

@@ -2,10 +2,11 @@
 
 import os
 import secrets
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -22,12 +23,12 @@ _LAST_ONLY = 1 << 50  # updates between two checkpoints, where only the last is 
 
 
 def job_options(
-    checkpoint: Path | None, threads: str = "1", nonfinite: str = "", changes: bool = False, pause: str = ""
+    checkpoint: Path | None, threads: str = "", nonfinite: str = "", changes: bool = False, pause: str = ""
 ) -> JobOptions:
     """The options of a job in virtual time, whose server saves its last version if a folder for checkpoints is given.
 
-    `threads`: of a worker's arithmetic, unless the environment says. `changes`: whether workers die or join.
-    `pause`: the worker and the step that runs under pdb.
+    `threads`: of a worker's arithmetic, where they are known; else the environment's, or 1. `changes`: whether workers die or
+    join. `pause`: the worker and the step that runs under pdb.
 
     Raises UsageError for a folder that has checkpoints: these commands can neither go on from them nor delete them.
     """
@@ -37,10 +38,9 @@ def job_options(
             " folder"
         )
     variables = {
-        "FASTPS_VIRTUAL": "1",
         "FASTPS_PAUSE": pause,
         # Threads decide the order of sums, and the hash seed that of sets.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        "OMP_NUM_THREADS": threads or os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
     }
     every = _LAST_ONLY if checkpoint is not None else 0
@@ -80,23 +80,25 @@ class Hosting:
         Raises RunFailedError, after it has shown the failure, if a worker fails; UsageError for a script that does not use
         fastps; and what `play` raises.
         """
+        with tempfile.TemporaryDirectory(prefix="fastps-virtual-") as own:
+            variables = {**self.options.variables, "FASTPS_VIRTUAL": own}
+            return self._run(tick, replace(self.options, variables=variables), silent)
+
+    def _run(self, tick: Callable[[], None], options: JobOptions, silent: bool) -> Outcome:
         job = secrets.token_hex(8)
         launcher = Launcher(
-            self.command,
-            self.workers,
-            sync=self.sync,
-            job=job,
-            options=self.options,
-            silent=silent,
-            clock=self.clock,
+            self.command, self.workers, sync=self.sync, job=job, options=options, silent=silent, clock=self.clock
         )
-        listener = Listener(job)
+        listener = Listener(job, range(self.workers))
         thread = threading.Thread(target=self.drive, args=(listener,), name="fastps-driver", daemon=True)
         thread.start()
 
         def on_tick() -> None:
             while self._joins:
-                launcher.join(self._joins.popleft())
+                listener.awaited.add(worker := self._joins.popleft())
+                launcher.join(worker)
+            if listener.awaited & launcher.failed:
+                listener.close()
             launcher.draw(tick)
 
         try:

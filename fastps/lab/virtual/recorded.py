@@ -26,7 +26,7 @@ from fastps.tracing.file import (
     Trace,
     TraceError,
 )
-from fastps.tracing.for_replay import digest_of
+from fastps.tracing.for_replay import CHECKSUM_OF_GRADIENTS, digest_of
 
 _FIRST_COMMIT = 2  # as the scheduler counts them
 _NEVER = 1 << 62
@@ -50,7 +50,7 @@ class Steps:
         reads: the version of each shard that the push was computed with.
         timestamps: the version that its descriptor named.
         numbers: the step that it was.
-        samples: the CRC-32 of its gradient's sample.
+        samples: the checksum of its gradient.
         dropped: whether a shard dropped it.
         owners: the lane's workers, in order.
         joins: whether the first of them joined a job that had begun without it.
@@ -147,6 +147,10 @@ def _reason_against(trace: Trace) -> str:
         )
     if about.get("against"):
         return f"a job {about['against']} cannot be replayed yet"
+    if about.get("gradients") != CHECKSUM_OF_GRADIENTS:
+        return (
+            f"recorded by fastps {header.get('version', '?')}, whose checksums of gradients were others: record the run again"
+        )
     if "weights" not in header or list(header["recorded"]) != list(range(trace.workers)):
         return (
             "the trace has no checksum of the last weights, because not every worker recorded to its end: record the run again"
@@ -235,6 +239,8 @@ def _owner_of(trace: Trace, events: Lines, first: int, next_first: int, died: bo
     else:  # what no combiner had taken when the run ended is there, too
         of_lane = trace.inputs["worker"] == (events["worker"][0] if len(events) else -1)
         end = int(trace.inputs["position"][of_lane].max(initial=first - 1)) + 1
+    if end > len(trace.inputs) + len(events):  # positions are one after the other
+        raise ValueError(f"a push at position {end - 1}, and {len(trace.inputs)} records of what pushes were computed with")
     if end < first or (next_first < _NEVER and end not in (next_first, next_first - 1)):
         raise ValueError(f"the events of worker {int(events['worker'][0])} are not one after the other")
     return Owner(first, end, died and not len(left))

@@ -22,7 +22,7 @@ from fastps.lab.virtual.hosting import Hosting, job_options
 from fastps.lab.virtual.recorded import Owner
 from fastps.membership.job_memory import JobMemory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
-from fastps.tracing.for_replay import gradient_sample, model_digest, weights_checksum
+from fastps.tracing.for_replay import CHECKSUM_BYTES, GradientChecksum, model_digest, weights_checksum
 
 Row = dict[str, Any]
 
@@ -132,10 +132,11 @@ class Player:
         self.start: Callable[[int], None] = lambda worker: None  # starts the process of a worker that joins
         self._nonfinite: str | None = None
         self._driver: Driver
+        self._checksum: GradientChecksum
 
     def play(self, driver: Driver) -> None:
         """Play until every worker has left, or the version is reached. Raises as `replay`."""
-        self._driver = driver
+        self._driver, self._checksum = driver, GradientChecksum(driver.store)
         try:
             self._play()
         except Error:
@@ -271,8 +272,7 @@ class Player:
             return
         if position >= count:
             raise self._differs(worker, push.step, "it pushes, and the recorded worker left")
-        store = self._driver.store
-        sample = gradient_sample(store, worker, push.slot) if push.kind != KIND_NULL else 0
+        sample = self._checksum.of(worker, push.slot) if push.kind != KIND_NULL else 0
         is_compared = not (self._has_changed or place in self._change.fresh)
         if is_compared and sample != steps.samples[position]:
             raise self._differs(worker, int(steps.numbers[position]), "it pushes another gradient than the recorded worker")
@@ -415,8 +415,13 @@ class Player:
     # -- sentences ---------------------------------------------------------------------------------
 
     def _differs(self, worker: int, step: int, how: str) -> ReplayDiffersError:
+        parts = (
+            f" (of a gradient {CHECKSUM_BYTES >> 20} MiB are compared: an earlier one may have differed in the rest)"
+            if 4 * self._driver.store.layout.buffer_floats > CHECKSUM_BYTES
+            else ""
+        )
         return ReplayDiffersError(
-            f"worker {worker}, step {step}: {how}, although it has read the same weights: the script is not"
+            f"worker {worker}, step {step}: {how}, although it has read the same versions{parts}: the script is not"
             f" deterministic{self._hint}; see docs/how-to/playing-a-run-again.md"
         )
 

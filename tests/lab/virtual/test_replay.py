@@ -22,6 +22,7 @@ from fastps.lab.virtual.replay import Player, ReplayDiffersError, Row
 from fastps.store.worker import Worker
 from fastps.tracing.check import check
 from fastps.tracing.file import EVENT_DEATH, EVENT_EXPULSION, Trace, TraceError, read
+from fastps.tracing.for_replay import GradientChecksum
 from fastps.tracing.recorder import trace as recording
 from tests.lab.virtual.test_driver import FIRST, SAMPLES, STEPS, WORKERS, Arrays, driven
 from tests.support import commands
@@ -245,6 +246,23 @@ def test_the_first_step_that_differs_is_named(asp: Recorded, monkeypatch: pytest
         replayed(asp, monkeypatch, other)
 
 
+def test_a_difference_in_a_few_values_of_many_is_named_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's own: a row of an embedding. A swap of two rows has the same sum."""
+    first = {"embedding": np.zeros(600_000, np.float32), "rest": np.zeros(7, np.float32)}
+
+    def pushed(store: Store, worker: Worker, rows: Sequence[int]) -> int:
+        made = np.zeros(600_000, np.float32)
+        for number, row in enumerate(rows, 1):
+            made[32 * row : 32 * row + 32] = number
+        worker.step({"embedding": made, "rest": np.ones(7)})
+        return GradientChecksum(store).of(0, 0)
+
+    with Store.create(first, SGD(lr=0.5)) as store, store.attach(0) as worker:
+        same = [pushed(store, worker, (3, 9)) for _ in range(2)]
+        others = [pushed(store, worker, rows) for rows in ((3, 10), (9, 3), (3,), (3, 9 + 1018 // 32))]
+    assert same[0] == same[1] and len({*same, *others}) == 5
+
+
 def test_a_replay_stops_at_a_version(asp: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     _, whole = replayed(asp, monkeypatch)
     _, row = replayed(asp, monkeypatch, until=10)
@@ -283,6 +301,10 @@ def test_what_cannot_be_replayed_is_refused(asp: Recorded, tmp_path: Path, monke
         (without(trace, "replay"), "recorded by fastps .*, which did not record the order of commits: record the run again"),
         (without(trace, "weights"), "the trace has no checksum of the last weights"),
         (replace(trace, header={**trace.header, "replay": {"against": "of several nodes"}}), "a job of several nodes cannot"),
+        (
+            replace(trace, header={**trace.header, "replay": {**trace.header["replay"], "gradients": 1}}),
+            "whose checksums of gradients were others: record the run again",
+        ),
         (replace(trace, header={**trace.header, "sync": "unheard-of"}), "expected a discipline that this fastps knows"),
         (record("asp", tmp_path / "rows.trace", tables=TABLES)[1], r"a job with tables \(sparse=True\) under asp, whose"),
         (replace(trace, events=old), "which did not record who died or joined: record the run again"),
@@ -294,6 +316,11 @@ def test_what_cannot_be_replayed_is_refused(asp: Recorded, tmp_path: Path, monke
     damaged["order"][damaged["commit"] == 3] += 1
     with pytest.raises(TraceError, match=r"is damaged: an event of commit 3 is missing"):
         recorded_of(replace(trace, events=damaged), tmp_path / "run.trace")
+    for position in (10_000, 1 << 27, 1 << 33, (1 << 63) - 1):
+        far = trace.inputs.copy()
+        far["position"][-1] = position
+        with pytest.raises(TraceError, match=r"is damaged: (a push at position|what the pushes of worker)"):
+            recorded_of(replace(trace, inputs=far), tmp_path / "run.trace")
     with pytest.raises(UsageError, match="the trace is of another script: expected its model"):
         replayed(replace(asp, about={**asp.about, "model": "another"}), monkeypatch)
     with pytest.raises(UsageError, match=r"expected the arguments that the run was recorded with .*, found --lr 2"):
@@ -401,3 +428,36 @@ def test_an_unseeded_dropout_is_named_at_its_first_step(script: str, tmp_path: P
     assert load(tmp_path / "at").description["version"] == first
     sentence = f"--checkpoint: expected --until {first} or more, the first version that the run published"
     assert sentence in commands.refused("replay", "--until", str(first - 1), *at)
+
+
+OWN = """
+import sys
+import fastps, torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+torch.set_num_threads(2)
+sgd = torch.optim.SGD(model.parameters(), lr=0.02)
+optimizer = fastps.DistributedOptimizer(sgd, model=model, checkpoint=sys.argv[1], every=4)
+generator = torch.Generator().manual_seed(fastps.rank())
+for step in range(9):
+    inputs = torch.randn(16, 8, generator=generator)
+    optimizer.zero_grad()
+    (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+if fastps.rank() == 0:
+    optimizer.wait_for_others()
+    print("version", fastps.load(fastps.save(optimizer, sys.argv[1])).version)
+"""
+
+
+def test_a_script_that_saves_its_own_checkpoints_is_replayed_and_the_real_ones_stay(script: str, tmp_path: Path) -> None:
+    Path(script).write_text(OWN)
+    file, folder, new = str(tmp_path / "run.trace"), tmp_path / "own", tmp_path / "new"
+    commands.done("run", "-n", "2", "--trace", file, script, str(folder))
+    assert read(Path(file)).header["replay"]["threads"] == "2"
+    before = {each: each.stat().st_mtime_ns for each in folder.rglob("*")}
+    found = commands.done("replay", "--checkpoint", str(new), file, script, str(folder))
+    assert "version 9" in found.stdout and "18 pushes of 2 workers" in " ".join(found.stdout.split()), found.stdout
+    assert "in virtual time this checkpoint is kept until the run ends" in found.stderr
+    assert before == {each: each.stat().st_mtime_ns for each in folder.rglob("*")} and load(new).version == 9

@@ -215,6 +215,30 @@ def test_a_worker_that_is_killed_and_replaced_repeats_bit_by_bit(spec: str, writ
     assert 45 <= first["steps"] < 60 + 15, "two complete workers, a replaced one, and one that was killed late"
 
 
+JOINER = """
+import os, fastps, torch
+if sys.argv[1] == "joiner" and os.environ.get("FASTPS_JOINS") or sys.argv[1] == "start" and fastps.rank() == 1:
+    raise RuntimeError("no data")
+model = torch.nn.Linear(8, 1)
+optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02), model=model)
+for step in range(24):
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.timeout(60)  # FASTPS_TIMEOUT is 300 s
+@pytest.mark.parametrize("who", ["joiner", pytest.param("start", marks=pytest.mark.slow)])
+def test_a_worker_that_fails_before_it_comes_ends_the_simulation_at_once_by_name(
+    who: str, written: Callable[[str], str]
+) -> None:
+    changes = ("--kill", "1@20ms", "--join", "1@30ms")
+    found = commands.fastps("simulate", "--script", "-n", "2", "--sync", "asp", *changes, written("import sys" + JOINER), who)
+    assert found.returncode == 1 and "worker 1 failed first: exit code 1" in found.stderr, found.stderr[-2000:]
+    assert "RuntimeError: no data" in found.stderr
+
+
 # -- the real moment ---------------------------------------------------------------------------------
 
 READS = """
