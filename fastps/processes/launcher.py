@@ -5,6 +5,7 @@ they raise an error that names the failed one. A fork server imports torch once 
 replacements. The launcher itself never imports torch, so usage errors appear at once.
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -36,6 +37,7 @@ from fastps.processes.worker_environment import environment_of, inherited, style
 from fastps.processes.worker_output import ErrorLines, Lines
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.descriptors import reserve
+from fastps.system.launch_note import VARIABLE, LaunchNote
 from fastps.system.memory_limits import oom_kills
 from fastps.system.ports import free_port
 from fastps.system.processes import AdoptedProcess, adopting_orphans, start_child
@@ -124,12 +126,18 @@ class Launcher:
         self._ending = Ending(self._workers, options.grace_s, clock)
         self._are_on_gpus = bool(os.environ.get("FASTPS_GPUS")) and placement(workers) == "device"
         self._left = LeftBehind(clock)
+        self._note: LaunchNote  # while `run` is called
 
     def run(self, on_tick: Callable[[], None] | None = None, tick_s: float = 0.1) -> Outcome:
         """Start all workers and wait until all have ended. Calls `on_tick` about every `tick_s` seconds."""
         began_ns = self._clock.now_ns()
         self._streams = StandardStreams()
-        with self._ending.listening(), adopting_orphans(), self._streams.carrying_logs(self._is_interrupted):
+        with (
+            contextlib.closing(LaunchNote()) as self._note,
+            self._ending.listening(),
+            adopting_orphans(),
+            self._streams.carrying_logs(self._is_interrupted),
+        ):
             try:
                 self._start()
                 while any(worker.exit_code is None for worker in self._workers):
@@ -150,12 +158,24 @@ class Launcher:
             first_failure = None if ended_by else self._root_cause()
             if ended_by or first_failure is not None:
                 self._left.end(self._own)
+            elif not self._note.has_come():
+                self._tell_of_nothing()
         seconds = (self._clock.now_ns() - began_ns) / 1e9
         faults = self._injector.row() if self._injector is not None else None
         return Outcome(self._workers, first_failure, ended_by, seconds, began_ns, faults, self._hint(first_failure))
 
     def _is_interrupted(self) -> bool:
         return self._ending.interrupts > 0
+
+    @property
+    def failed(self) -> set[int]:
+        """The ranks whose last process has failed."""
+        return {rank for rank, worker in self._lasts.items() if worker.failed}
+
+    @property
+    def _lasts(self) -> dict[int, LaunchedWorker]:
+        """By rank, the last of the workers that replace each other."""
+        return {worker.rank: worker for worker in self._workers}
 
     def draw(self, call: Callable[[], None]) -> None:
         """Let a call of `on_tick` draw on the terminal, without a wait for its reader."""
@@ -180,7 +200,7 @@ class Launcher:
     def _endings(self) -> dict[int, dict[str, Any]]:
         """What a trace cannot know by itself: how each failed worker's process ended, and when injected stops took place."""
         found: dict[int, dict[str, Any]] = {}
-        for worker in {worker.rank: worker for worker in self._workers}.values():  # a lane's last owner
+        for worker in self._lasts.values():
             if worker.failed and worker.ended_ns:
                 found.setdefault(worker.rank, {})["end"] = {"at_ns": worker.ended_ns, "exit_code": worker.exit_code}
         for rank, begin_ns, end_ns in self._injector.stops_ns if self._injector is not None else ():
@@ -193,8 +213,7 @@ class Launcher:
         Where the user has asked for jobs that continue after a loss, a worker that was lost is no failure if another one ended
         well later. A warning names it. To ask for restarts is to ask for a replacement.
         """
-        lasts = {worker.rank: worker for worker in self._workers}  # of those that replace each other, the last
-        failed = [worker for worker in lasts.values() if worker.failed]
+        failed = [worker for worker in self._lasts.values() if worker.failed]
         done_ns = max((worker.ended_ns for worker in self._workers if worker.exit_code == 0), default=0)
         may_lose = self._continues and (not self._options.restarts or self._options.says_continue)
         survived = [worker for worker in failed if may_lose and worker.ended_ns < done_ns]
@@ -202,6 +221,19 @@ class Launcher:
             logger.warning("worker %d (%s) was not replaced; the job went on without it", worker.rank, worker.ending)
         others = [worker for worker in failed if worker not in survived]
         return min(others, key=lambda worker: (worker.is_consequence, worker.ended_ns), default=None)
+
+    def _tell_of_nothing(self) -> None:
+        """Warn of options that no worker has read, and of several workers that share nothing."""
+        given = {"--sync": self._sync, "--trace": self._trace}
+        given |= {"--checkpoint": self._options.checkpoint, "--resume": self._options.resume}
+        unread = [name for name, value in given.items() if value]
+        if unread or (self._count > 1 and self._style == "fastps"):
+            logger.warning(
+                "no worker made a fastps.DistributedOptimizer: each of the %d has run the script for itself%s; wrap the"
+                " script's optimizer (docs/how-to/own-script.md)",
+                self._count,
+                f", and {', '.join(unread)} had no effect" if unread else "",
+            )
 
     def _hint(self, failure: LaunchedWorker | None) -> str:
         """A remedy where the variables that this launcher chose may be the cause: they let a script start a process group."""
@@ -241,7 +273,7 @@ class Launcher:
         return self._listen(rank, restart, process)
 
     def _variables(self, rank: int, restart: int) -> dict[str, str]:
-        base = {**inherited(), **self._options.environment()}
+        base = {**inherited(), **self._options.environment(), VARIABLE: self._note.name}
         if restart and self.job in discovery.listening():
             base["FASTPS_JOINS"] = "1"  # the worker joins the running job instead of creating it again
         variables = environment_of(

@@ -26,6 +26,7 @@ from fastps.store.background import Background
 from fastps.store.drive import drive
 from fastps.store.row_slots import Presence, RowSlots
 from fastps.store.virtual_time import DriverLink, Push
+from fastps.system import launch_note
 from fastps.tracing.recorder import Recorder, recorder_for
 
 logger = logging.getLogger("fastps.worker")
@@ -60,6 +61,7 @@ class Worker(AttachedLane):
         self._steps_before, lane.samples = counted["steps"], counted["samples"]
         lane.wait_ns, lane.compute_ns, lane.push_ns = counted["wait_ns"], counted["compute_ns"], counted["push_ns"]
         lane.announce(0)
+        launch_note.send()
         self._listener = listener
         policy = self._policy
         self._goes_on_at_once, self._needs_samples = policy.at_once, policy.needs_samples  # each step reads them

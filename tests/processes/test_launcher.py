@@ -130,6 +130,20 @@ def test_worker_0_reads_what_is_piped_into_the_launcher_and_no_other_does(tmp_pa
     assert sorted(done.stdout.splitlines()) == ["[0] 0 []", "[1] 1 []"]
 
 
+@pytest.mark.parametrize(("options", "said"), [
+    (("-n", "2", "--trace", "t", "--sync", "asp"), "the script for itself, and --sync, --trace had no effect"),
+    (("-n", "1", "--checkpoint", "c"), "the script for itself, and --checkpoint had no effect"),
+    (("-n", "2"), "each of the 2 has run the script for itself; wrap the script's optimizer"),
+    (("-n", "1"), ""),
+    (("-n", "2", "--env", "torchrun"), ""),  # it has a process group of its own
+])  # fmt: skip
+def test_a_launch_whose_options_no_worker_has_read_says_so(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('done')")
+    command = [sys.executable, "-m", "fastps", "run", *options, "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True)
+    assert said in done.stderr if said else not done.stderr, done.stderr
+
+
 def test_a_worker_that_is_lost_at_the_end_and_not_replaced_is_a_failure_unless_continue_was_asked_for(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import os, signal, time\n"
