@@ -14,7 +14,7 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
@@ -61,6 +61,10 @@ def _input() -> int:
     except OSError:  # the program was started without one
         return subprocess.DEVNULL
     return subprocess.DEVNULL if os.isatty(0) else 0
+
+
+def _first(failed: Iterable[LaunchedWorker]) -> LaunchedWorker | None:
+    return min(failed, key=lambda worker: (worker.is_consequence, worker.ended_ns), default=None)
 
 
 class Launcher:
@@ -126,18 +130,20 @@ class Launcher:
         self._ending = Ending(self._workers, options.grace_s, clock)
         self._are_on_gpus = bool(os.environ.get("FASTPS_GPUS")) and placement(workers) == "device"
         self._left = LeftBehind(clock)
-        self._note: LaunchNote  # while `run` is called
+        self._note: LaunchNote | None = None  # while `run` is called
+        self._blamed: LaunchedWorker | None = None
 
     def run(self, on_tick: Callable[[], None] | None = None, tick_s: float = 0.1) -> Outcome:
         """Start all workers and wait until all have ended. Calls `on_tick` about every `tick_s` seconds."""
         began_ns = self._clock.now_ns()
         self._streams = StandardStreams()
         with (
-            contextlib.closing(LaunchNote()) as self._note,
+            contextlib.closing(LaunchNote()) as note,
             self._ending.listening(),
             adopting_orphans(),
             self._streams.carrying_logs(self._is_interrupted),
         ):
+            self._note = note
             try:
                 self._start()
                 while any(worker.exit_code is None for worker in self._workers):
@@ -158,7 +164,7 @@ class Launcher:
             first_failure = None if ended_by else self._root_cause()
             if ended_by or first_failure is not None:
                 self._left.end(self._own)
-            elif not self._note.has_come():
+            elif not note.has_come():
                 self._tell_of_nothing()
         seconds = (self._clock.now_ns() - began_ns) / 1e9
         faults = self._injector.row() if self._injector is not None else None
@@ -167,10 +173,10 @@ class Launcher:
     def _is_interrupted(self) -> bool:
         return self._ending.interrupts > 0
 
-    @property
-    def failed(self) -> set[int]:
-        """The ranks whose last process has failed."""
-        return {rank for rank, worker in self._lasts.items() if worker.failed}
+    def blame(self, ranks: Container[int]) -> bool:
+        """Name a failed worker of these ranks as the job's failure, whether or not others end well. Returns whether there is one."""
+        self._blamed = self._blamed or _first(worker for rank, worker in self._lasts.items() if worker.failed and rank in ranks)
+        return self._blamed is not None
 
     @property
     def _lasts(self) -> dict[int, LaunchedWorker]:
@@ -213,6 +219,8 @@ class Launcher:
         Where the user has asked for jobs that continue after a loss, a worker that was lost is no failure if another one ended
         well later. A warning names it. To ask for restarts is to ask for a replacement.
         """
+        if self._blamed is not None:
+            return self._blamed
         failed = [worker for worker in self._lasts.values() if worker.failed]
         done_ns = max((worker.ended_ns for worker in self._workers if worker.exit_code == 0), default=0)
         may_lose = self._continues and (not self._options.restarts or self._options.says_continue)
@@ -220,7 +228,7 @@ class Launcher:
         for worker in survived:
             logger.warning("worker %d (%s) was not replaced; the job went on without it", worker.rank, worker.ending)
         others = [worker for worker in failed if worker not in survived]
-        return min(others, key=lambda worker: (worker.is_consequence, worker.ended_ns), default=None)
+        return _first(others)
 
     def _tell_of_nothing(self) -> None:
         """Warn of options that no worker has read, and of several workers that share nothing."""
@@ -273,7 +281,7 @@ class Launcher:
         return self._listen(rank, restart, process)
 
     def _variables(self, rank: int, restart: int) -> dict[str, str]:
-        base = {**inherited(), **self._options.environment(), VARIABLE: self._note.name}
+        base = {**inherited(), **self._options.environment(), VARIABLE: self._note.name if self._note is not None else ""}
         if restart and self.job in discovery.listening():
             base["FASTPS_JOINS"] = "1"  # the worker joins the running job instead of creating it again
         variables = environment_of(

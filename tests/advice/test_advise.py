@@ -199,6 +199,7 @@ def test_cores_that_others_used_are_not_counted() -> None:
     assert replay.cores_left(loaded) == pytest.approx(1.5), "of 1.5 busy cores the two workers were 1"
 
 
+@pytest.mark.slow
 def test_workers_that_mostly_sleep_have_the_cores_that_others_give_up_for_them(tmp_path: Path) -> None:
     """Two busy programs use both cores, and a worker waits for a core as long as it uses one: it has half of one."""
     trace = made([1, 1], [40, 40])

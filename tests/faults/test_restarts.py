@@ -133,6 +133,7 @@ sys.exit(fastps.rank() == 0)
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_when_training_is_over_is_not_replaced_and_fails_the_launch(tmp_path: Path) -> None:
     outcome = _launcher(tmp_path, AFTERWARDS, restarts=2).run()
     assert [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers] == [(0, 0, 1), (1, 0, 0)]
@@ -208,6 +209,7 @@ def test_a_fork_server_ends_without_a_word_with_a_launcher_that_has_read_nothing
     assert (server.returncode, said) == (0, "")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("word", [None, "continue"])
 def test_without_restarts_left_the_others_go_on_alone_and_the_launch_fails_unless_told_to_continue(
     tmp_path: Path, word: str | None

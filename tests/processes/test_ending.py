@@ -132,6 +132,7 @@ def test_ctrl_c_that_was_ignored_at_the_start_stays_ignored(start: Start, method
     assert job.process.wait(60) == 0, job.log
 
 
+@pytest.mark.slow
 def test_a_worker_that_waits_for_its_gpu_deaf_to_signals_is_killed_by_name_within_seconds(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

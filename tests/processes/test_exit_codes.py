@@ -73,6 +73,7 @@ time.sleep(3)  # longer than the launcher lets others end by themselves
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("says", ["script", "variable", "neither"])
 def test_job_goes_on_after_a_loss_where_the_script_or_the_variable_says_so(
     says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +85,7 @@ def test_job_goes_on_after_a_loss_where_the_script_or_the_variable_says_so(
     assert [worker.exit_code for worker in outcome.workers] == [int(says == "neither"), -9]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("says", ["script", "argument"])
 def test_spawn_goes_on_after_a_loss_as_a_launcher_does(says: str, tmp_path: Path) -> None:
     def work(rank: int) -> None:

@@ -116,6 +116,7 @@ def test_survivors_of_a_real_job_end_by_themselves_naming_the_first(sync: str, m
         assert "WorkerDiedError: worker 2" in worker.errors.tail[-1] or "worker 2" in worker.errors.tail[-1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_worker_0_reads_what_is_piped_into_the_launcher_and_no_other_does(tmp_path: Path, method: str) -> None:
     (tmp_path / "script.py").write_text(
@@ -134,8 +135,8 @@ def test_worker_0_reads_what_is_piped_into_the_launcher_and_no_other_does(tmp_pa
     (("-n", "2", "--trace", "t", "--sync", "asp"), "the script for itself, and --sync, --trace had no effect"),
     (("-n", "1", "--checkpoint", "c"), "the script for itself, and --checkpoint had no effect"),
     (("-n", "2"), "each of the 2 has run the script for itself; wrap the script's optimizer"),
-    (("-n", "1"), ""),
-    (("-n", "2", "--env", "torchrun"), ""),  # it has a process group of its own
+    pytest.param(("-n", "1"), "", marks=pytest.mark.slow),
+    pytest.param(("-n", "2", "--env", "torchrun"), "", marks=pytest.mark.slow),  # it has a process group of its own
 ])  # fmt: skip
 def test_a_launch_whose_options_no_worker_has_read_says_so(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('done')")
@@ -144,6 +145,7 @@ def test_a_launch_whose_options_no_worker_has_read_says_so(options: tuple[str, .
     assert said in done.stderr if said else not done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_lost_at_the_end_and_not_replaced_is_a_failure_unless_continue_was_asked_for(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import os, signal, time\n"

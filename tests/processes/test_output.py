@@ -202,7 +202,7 @@ def test_launcher_shows_a_bar_before_its_next_update_comes(tmp_path: Path, monke
     assert terminal.shown() == ["[0] 50%"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "before", [["python"], ["python3"], [sys.executable], ["python", "-u"], ["python", "-m"], ["environment/bin/python"]]
 )

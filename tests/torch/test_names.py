@@ -55,7 +55,8 @@ def _names(optimizer: fastps.DistributedOptimizer) -> list[str]:
 
 
 def _sgd(parameters: Any, **options: Any) -> fastps.DistributedOptimizer:
-    return fastps.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1, momentum=0.9), timeout_s=30, **options)
+    options.setdefault("timeout_s", 30)
+    return fastps.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1, momentum=0.9), **options)
 
 
 @pytest.mark.parametrize("with_model", [True, False])
@@ -139,13 +140,13 @@ def _layers(rank: int) -> list[Any]:
 
 
 def test_another_order_of_layers_is_refused_by_their_names_whatever_the_seed() -> None:
-    outcomes = _outcomes(_reversed(_layers))
+    outcomes = _outcomes(_reversed(_layers, timeout_s=3))  # so long worker 0 waits
     assert outcomes[1][0] == "LayoutError" and "parameter 0 is '2.weight' here and '0.weight' there" in outcomes[1][1]
     assert "in one order" in outcomes[1][1]
 
 
 def test_another_order_of_parameters_without_names_is_refused_by_their_values() -> None:
-    outcomes = _outcomes(_reversed(_alike))
+    outcomes = _outcomes(_reversed(_alike, timeout_s=3))
     assert outcomes[1][0] == "LayoutError" and "param_groups[0][0] is worker 0's param_groups[0][2]" in outcomes[1][1]
 
 

@@ -97,7 +97,7 @@ class Hosting:
             while self._joins:
                 listener.awaited.add(worker := self._joins.popleft())
                 launcher.join(worker)
-            if listener.awaited & launcher.failed:
+            if launcher.blame(listener.awaited):
                 listener.close()
             launcher.draw(tick)
 

@@ -451,6 +451,8 @@ if fastps.rank() == 0:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_script_that_saves_its_own_checkpoints_is_replayed_and_the_real_ones_stay(script: str, tmp_path: Path) -> None:
     Path(script).write_text(OWN)
     file, folder, new = str(tmp_path / "run.trace"), tmp_path / "own", tmp_path / "new"

@@ -228,8 +228,9 @@ for step in range(24):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)  # FASTPS_TIMEOUT is 300 s
-@pytest.mark.parametrize("who", ["joiner", pytest.param("start", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("who", ["joiner", "start"])
 def test_a_worker_that_fails_before_it_comes_ends_the_simulation_at_once_by_name(
     who: str, written: Callable[[str], str]
 ) -> None:
@@ -268,6 +269,7 @@ READINGS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("what", READINGS)
 def test_what_would_depend_on_the_real_moment_is_refused_by_name(what: str, written: Callable[[str], str]) -> None:
     script = written(READS.replace("READ", READINGS[what]))
