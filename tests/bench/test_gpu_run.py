@@ -165,6 +165,7 @@ def test_a_page_shows_what_failed(tmp_path: Path) -> None:
     assert "1 x Some GPU 1" in text and "IPC x&lt; failed." in text and "Does not work: IPC." in text
 
 
+@pytest.mark.slow
 def test_without_a_gpu_one_sentence_says_so_and_the_exit_code_is_its_own(tmp_path: Path) -> None:
     try:
         load_cupy()

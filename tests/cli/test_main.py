@@ -144,6 +144,7 @@ def test_a_full_standard_output_is_one_sentence_and_exit_code_2(unbuffered: str)
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["disciplines"], ["simulate", "-n", "2", "--steps", "10"], ["disciplines", "--json", "-"]]
 )
+@pytest.mark.sampled(4)
 def test_a_command_whose_reader_has_gone_ends_without_a_word(arguments: list[str], unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)

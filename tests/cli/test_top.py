@@ -383,6 +383,7 @@ def test_without_a_name_none_and_several_jobs_have_exit_codes_of_their_own(found
 
 
 @pytest.mark.parametrize(("once", "code"), [([], 0), (["--once"], 130)])
+@pytest.mark.sampled(2)
 def test_ctrl_c_ends_a_look_with_its_rows_and_what_has_none_with_code_130(
     request: pytest.FixtureRequest, tmp_path: Path, once: list[str], code: int
 ) -> None:

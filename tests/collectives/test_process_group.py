@@ -494,6 +494,7 @@ def _scatter_or_gather(rank: int, size: int) -> None:
     "nobody's root": lambda rank, size: dist.reduce(torch.ones(3), dst=(rank + 1) % size),
     "objects": lambda rank, size: dist.broadcast_object_list([f"of {rank}"], src=rank),
 }.items(), ids=lambda pair: pair[0])  # fmt: skip
+@pytest.mark.sampled(3)
 def test_ranks_that_wait_for_nobodys_data_find_out_that_they_differ(
     tmp_path: Path, size: int, differ: tuple[str, Callable[[int, int], Any]]
 ) -> None:

@@ -361,6 +361,7 @@ def test_a_job_on_devices_has_the_bits_of_the_same_job_on_the_cpu(
 
 
 @pytest.mark.parametrize(("sync", "identities"), [("asp", "sss"), ("dssp:1,4", "sss"), ("ssp:2", "soo"), ("asp", "soo")])
+@pytest.mark.sampled(2)
 def test_every_push_is_folded_exactly_once_on_a_device(sync: str, identities: str) -> None:
     """`identities`: workers of the shard's own device (s) take the turns; those of another (o) push and are answered."""
     steps, expected = 20, first_weights()

@@ -128,6 +128,7 @@ def test_a_strangers_socket_is_no_job_and_no_sign_of_one(job: str) -> None:
 
 @needs_root
 @pytest.mark.parametrize("kind", ["listens", "bound", "full"])
+@pytest.mark.sampled(3)
 def test_a_job_trains_although_a_stranger_has_all_its_names(job: str, kind: str) -> None:
     readers = [rendezvous._name(job, f"reader{number}") for number in range(8)]
     with _stranger(*_places(job, "host", "server", 0, 1), *readers, kind=kind):

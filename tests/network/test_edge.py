@@ -61,6 +61,7 @@ def test_a_side_that_closes_is_missed_at_once(pair: Pair) -> None:
         home.send_header(Header(Kind.PUSH))
 
 
+@pytest.mark.sampled(2)
 def test_a_side_that_is_silent_is_lost_after_the_timeout(pair: Pair) -> None:
     leaf, home = pair.edges
     leaf._ends.set()  # its beats end, and its links stay open
@@ -70,6 +71,7 @@ def test_a_side_that_is_silent_is_lost_after_the_timeout(pair: Pair) -> None:
     assert 0.9 < time.monotonic() - began < 4
 
 
+@pytest.mark.sampled(2)
 def test_floats_that_do_not_come_while_beats_do_are_a_reason_to_compare_the_mtu(pair: Pair) -> None:
     home = pair.edges[1]
     with pytest.raises(LinkLostError, match="small messages pass and large ones do not: compare the MTU of both ends"):

@@ -193,6 +193,7 @@ def test_torch_is_imported_for_scripts_that_need_more_than_the_standard_library(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "the launcher's death"])
+@pytest.mark.sampled(2)
 def test_the_end_of_the_launcher_while_the_fork_server_imports_ends_all(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "torch.py").write_text("open('imports', 'w').close()\nimport time\ntime.sleep(60)")
     (tmp_path / "script.py").write_text("import torch")

@@ -247,6 +247,7 @@ class OfTheModuleError(Exception):
 
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.sampled(2)
 def test_exception_of_a_worker_is_raised_with_its_class_and_its_traceback(method: str) -> None:
     class LocalError(Exception):
         pass
@@ -295,6 +296,7 @@ def test_exception_that_does_not_pickle_comes_back_as_its_text() -> None:
 
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.sampled(2)
 def test_worker_that_was_killed_is_named_and_its_own_children_end_with_it(method: str, tmp_path: Path) -> None:
     def work(rank: int) -> None:
         (tmp_path / str(rank)).write_text(str(subprocess.Popen(["sleep", "100"]).pid))
@@ -359,6 +361,7 @@ def _waiting(folder: Path, method: str, *, stubborn: bool = False) -> tuple["sub
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.sampled(2)
 def test_ctrl_c_ends_all_that_spawn_started(method: str, tmp_path: Path) -> None:
     running, numbers = _waiting(tmp_path, method)
     os.killpg(running.pid, signal.SIGINT)  # as a terminal and Jupyter do

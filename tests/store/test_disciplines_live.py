@@ -158,6 +158,7 @@ def test_combined_pushes_are_numpys_sums_with_the_mean_learning_rate(sync: str, 
 
 @pytest.mark.parametrize(("n", "workers"), [(2, 8), (3, 5), pytest.param(1, 8, marks=pytest.mark.slow)])
 @pytest.mark.timing
+@pytest.mark.sampled(2)
 def test_softsync_has_a_mean_staleness_near_n_and_hardly_ever_more_than_twice_that(n: int, workers: int) -> None:
     """Rudra, section 5.1: <sigma> = n, or (lambda - 1) / c, and sigma <= 2 <sigma> but for a share of 1e-4. 3 of 5 have 4."""
     found = run(f"softsync:{n}", workers, step_s=0.02, seconds=3.0)

@@ -38,6 +38,7 @@ def _drawn(seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:1"])
+@pytest.mark.sampled(3)
 def test_workers_with_one_seed_are_warned_of(sync: str) -> None:
     found = _warnings(sync, lambda rank, step: _drawn(step), workers=3 if sync == "bsp" else 2)
     said = [each for of_worker in found for each in of_worker]

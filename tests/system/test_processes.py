@@ -71,6 +71,11 @@ def test_entry_of_the_import_path_that_is_no_text_is_left_out_as_python_does(mon
     with start_module("this") as process:
         process.communicate(timeout=60)
     assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_spawned_worker_is_started_with_such_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/tmp")])
     spawn(_nothing, workers=1)
 
 

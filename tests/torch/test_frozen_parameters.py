@@ -88,6 +88,7 @@ def _allocated(optimizer: fastps.DistributedOptimizer) -> int:
     ("bsp", {}, 1), ("bsp", {}, 3), ("bsp,shards=2", {}, 3), ("hardsync:12", {"batch_size": 4}, 3), ("bsp,ema=0.9", {}, 3),
     ("bsp", {"server": "process"}, 3),
 ])  # fmt: skip
+@pytest.mark.sampled(2)
 def test_layers_that_are_unfrozen_one_after_the_other_train_as_in_torch(
     sync: str, options: dict[str, Any], workers: int
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_scaled_step_that_is_interrupted_does_not_scale_the_next(monkeypatch: 
 
 @pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.sampled(2)
 def test_a_backward_through_a_graph_of_earlier_weights_is_refused_as_in_torch(sync: str) -> None:
     one, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     with fastps.DistributedOptimizer(torch.optim.SGD([one, other], lr=0.1), sync=sync) as optimizer:
@@ -175,6 +176,7 @@ def _zeros_in_inference_mode(model: torch.nn.Module, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("clear", [_none_then_zeros, _zeros_then_none, _frozen, _zeros_in_inference_mode])
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.sampled(2)
 def test_gradients_are_cleared_as_in_torch_between_steps(clear: Callable[[torch.nn.Module, Any], None], sync: str) -> None:
     def run(model: torch.nn.Module, optimizer: Any) -> None:
         batches = batches_of(4, BATCH)

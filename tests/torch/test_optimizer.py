@@ -246,6 +246,7 @@ _WAYS = [_scheduled, _accumulated_over_backwards, _zeroed_in_either_way, _clippe
 
 
 @pytest.mark.parametrize(("run", "sync"), [*((run, sync) for run in _WAYS for sync in ("bsp", "asp")), (_never_zeroed, "bsp")])
+@pytest.mark.sampled(3)
 def test_gradients_of_every_kind_move_the_weights_as_in_torch(run: Callable[[torch.nn.Module, Any], None], sync: str) -> None:
     as_in_torch(run, sync=sync)
 

@@ -114,6 +114,7 @@ def test_a_group_may_keep_values_of_any_kind() -> None:
 
 
 @pytest.mark.parametrize(("slot", "group"), [(0, 1), (1, 0), (2**32 - 1, 0), (0, 2**32 - 1)])
+@pytest.mark.sampled(2)
 def test_hyper_parameters_are_written_into_slots_only(slot: int, group: int) -> None:
     with one_worker() as (_, optimizer):
         lane: Lane = optimizer.worker.lane
@@ -204,6 +205,7 @@ def test_a_lazy_layer_without_a_shape_is_refused_by_name_and_trains_after_a_forw
 
 
 @pytest.mark.parametrize("ending", ["return", "raise", "exit"])
+@pytest.mark.sampled(3)
 def test_a_child_that_multiprocessing_made_leaves_when_it_ends(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("FASTPS_JOB", f"child-{os.getpid()}-{ending}")
@@ -306,6 +308,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("wrong", ["LBFGS", *WRONG])
+@pytest.mark.sampled(5)
 def test_an_optimizer_that_cannot_be_wrapped_leaves_the_job_of_its_parameters_as_it_was(wrong: str) -> None:
     """And is not counted: a script that falls back to another optimizer resumes from that one's checkpoints."""
     with one_worker(torch.nn.Linear(2, 1)) as (model, optimizer):

@@ -43,6 +43,7 @@ def _check_equal(found: list[Any], expected: list[list[torch.Tensor]]) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("kind", WRITES, ids=lambda kind: kind.__name__)
+@pytest.mark.sampled(3)
 def test_programs_that_write_weights_compute_under_bsp_what_they_do_in_torch(kind: type[Program], workers: int) -> None:
     _check_equal(_outcomes(_work(kind, "bsp"), workers), replicas(kind, workers))
 
@@ -61,6 +62,7 @@ def test_programs_that_write_weights_do_so_on_busy_cores_each_of_twenty_times(ki
     ("bsp,shards=2", {}), ("hardsync:24", {"batch_size": 8}), ("bsp", {"server": "process"}), ("bsp,ema=0.9", {}),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", [Lookahead, Clamped], ids=lambda kind: kind.__name__)
+@pytest.mark.sampled(2)
 def test_writes_are_taken_wherever_all_pushes_are_folded_together(
     kind: type[Program], sync: str, options: dict[str, Any]
 ) -> None:
@@ -69,6 +71,7 @@ def test_writes_are_taken_wherever_all_pushes_are_folded_together(
 
 @pytest.mark.parametrize("sync", ["asp", "dssp:1,3", "backup:1"])
 @pytest.mark.parametrize("kind", WRITES, ids=lambda kind: kind.__name__)
+@pytest.mark.sampled(3)
 def test_writes_are_refused_by_name_where_workers_go_on_from_other_weights(kind: type[Program], sync: str) -> None:
     outcomes = _outcomes(_work(kind, sync), 2)
     if not WRITES[kind]:
@@ -117,6 +120,7 @@ def test_what_a_worker_writes_after_its_last_step_is_its_own() -> None:
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.sampled(2)
 def test_weights_of_a_moment_are_in_no_checkpoint_reader_or_other_worker(sync: str, tmp_path: Path) -> None:
     """A worker writes garbage at a thousand moments of its steps, takes it back, and trains on."""
     moments = 1000

@@ -433,6 +433,7 @@ def test_a_name_that_the_outputs_encoding_lacks_ends_no_command(honest: dict[str
 @pytest.mark.parametrize("arguments", [
     ["trace", "--perfetto"], ["trace", "--output"], ["trace", "--json"], ["advise", "--json"], ["report", "-o"],
 ])  # fmt: skip
+@pytest.mark.sampled(3)
 def test_no_command_writes_over_the_trace_that_it_reads(arguments: list[str], honest: dict[str, Trace], tmp_path: Path) -> None:
     write(next(iter(honest.values())), file := tmp_path / "run.html")
     before = file.read_bytes()

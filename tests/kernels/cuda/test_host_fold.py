@@ -127,6 +127,7 @@ def test_parameters_longer_than_a_tile_are_folded_whole(row: Row) -> None:
     (FOLD_SUM, 1, 243, 1), (FOLD_SUM, 2000, 3, 4), (FOLD_EACH, 1, 60, 2), (FOLD_EACH, 300, 20, 2),
     (FOLD_EACH, 3, 120, 8),
 ])  # fmt: skip
+@pytest.mark.sampled(2)
 def test_a_fold_that_is_larger_than_a_launch_takes_is_several_launches(
     mode: int, parameters: int, pushes: int, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,7 +231,7 @@ def run_trial(trial: Trial, rng: random.Random, speed: Speed, events: int) -> in
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("discipline", PLAYED, ids=lambda discipline: discipline.name)
-@sample_and_full(0.1, 0.5)
+@sample_and_full(0.04, 0.5)
 def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(discipline: Play, size: float) -> None:
     """Trials of each number of workers and speed model."""
     total, events = 0, size * discipline.events
@@ -251,6 +251,7 @@ def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(discipline: 
 
 @sample_and_full(25, 100, "trials")
 @pytest.mark.parametrize("row", PLAYED, ids=lambda row: row.name)
+@pytest.mark.sampled(3)
 def test_every_push_is_folded_or_dropped_once_whoever_leaves(row: Play, trials: int) -> None:
     for number in range(trials):
         seed = f"{row.name} leaves {number}"

@@ -45,6 +45,7 @@ def test_half_of_the_workers_wait_for_the_other_half_as_the_oracle_says(spec: st
 
 
 @pytest.mark.parametrize("tune", [False, True])
+@pytest.mark.sampled(2)
 def test_the_slowest_of_many_round_robin_workers_is_found_whoever_leaves(tune: bool) -> None:
     """Times fall and rise by large factors, so that the slowest changes at every level of the tournament."""
     rng = random.Random(tune)

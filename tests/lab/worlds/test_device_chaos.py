@@ -55,6 +55,7 @@ def test_every_call_that_orders_work_has_its_mutant() -> None:
         assert seen - _IDLE == expected
 
 
+@pytest.mark.slow
 def test_the_command_plays_devices_and_its_exit_code_tells_violations() -> None:
     (row,) = commands.rows("chaos", "--devices", "2", "--seeds", "3")
     assert row["devices"] == 2 and row["seeds"] == 3 and row["violations"] == 0

@@ -40,6 +40,7 @@ def test_a_mutant_is_found(mutant: str) -> None:
     assert node_chaos.simulate(3, 0, 1).violations == [], "it is off again"
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_found_and_its_exit_code_tells_violations() -> None:
     (row,) = commands.rows("chaos", "--nodes", "3", "--seeds", "20")
     assert (row["nodes"], row["seeds"], row["violations"]) == (3, 20, 0)
