@@ -70,13 +70,13 @@ def check_memory(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
             )
 
 
-def sparse_parameters(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """The numbers of the parameters that belong to a layer with sparse=True, which makes sparse gradients."""
+def sparse_parameters(tensors: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module]) -> set[int]:
+    """The numbers of the parameters that belong to one of the modules with sparse=True, which makes sparse gradients."""
     places = {id(tensor): index for index, tensor in enumerate(tensors)}
     found = set()
-    for layer in _objects_of(_SPARSE_LAYERS):
-        index = places.get(id(layer.__dict__.get("_parameters", {}).get("weight")))
-        if index is not None and layer.sparse:
+    for layer in modules:
+        index = places.get(id(layer._parameters.get("weight")))
+        if index is not None and isinstance(layer, _SPARSE_LAYERS) and layer.sparse:
             found.add(index)
     return found
 

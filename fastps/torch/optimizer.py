@@ -37,7 +37,7 @@ from fastps.store.worker import Worker
 from fastps.system import exit_handlers
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.malloc import keep_freed_memory
-from fastps.torch import foreign, join, profiling, state, tables
+from fastps.torch import foreign, join, names, profiling, state, tables
 from fastps.torch.attachment import Attachment
 from fastps.torch.checkpoint import described_group, saved_buffers
 from fastps.torch.gradients import OF_A_SCALER, loss_scaling
@@ -202,7 +202,8 @@ class DistributedOptimizer(OptimizerState):
         self._job.change_to(moved)
 
     def _layout(self, model: torch.nn.Module | None, policy: Policy, faults: FaultPolicy, pushed: GradientType) -> Layout:
-        rows, numbers = rows_of(self.param_groups, model, self._left_out), tables.tables_of(self._tensors, self._rule)
+        rows = rows_of(self.param_groups, model, self._left_out, modules := names.around(self._tensors, model))
+        numbers = tables.tables_of(self._tensors, self._rule, modules)
         groups = without(self.param_groups, self._left_out)
         tables.check(numbers, [row[0] for row in rows], groups, self._rule, policy, self._placement)
         check_types(types := [PARAMETER_TYPES[tensor.dtype] for tensor in self._tensors])

@@ -22,14 +22,14 @@ from fastps.torch.placements.host import HostPlacement
 from fastps.torch.update_rules import hyper_of
 
 
-def tables_of(tensors: Sequence[torch.Tensor], rule: Rule) -> frozenset[int]:
-    """The numbers of the parameters that are tables: of layers with sparse=True, or all if the rule updates nothing else.
+def tables_of(tensors: Sequence[torch.Tensor], rule: Rule, modules: Sequence[torch.nn.Module]) -> frozenset[int]:
+    """The numbers of the parameters that are tables: of modules with sparse=True, or all if the rule updates nothing else.
 
     Raises UnsupportedError for a table that is not float32.
     """
     row = None if rule.address else UPDATE_RULES.get(rule.name)  # a user's rule may have the name of another
     only_rows = row is not None and row.only_rows
-    found = frozenset(range(len(tensors)) if only_rows else foreign.sparse_parameters(tensors))
+    found = frozenset(range(len(tensors)) if only_rows else foreign.sparse_parameters(tensors, modules))
     for index in sorted(found):
         if tensors[index].dtype != torch.float32:
             cure = "model.float(), or sparse=False" if tensors[index].dtype == torch.float64 else "layer.float()"

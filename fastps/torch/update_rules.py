@@ -289,18 +289,21 @@ def without(groups: list[dict[str, Any]], ids: Collection[int]) -> list[dict[str
 
 
 def rows_of(
-    groups: list[dict[str, Any]], model: torch.nn.Module | None, ids: Collection[int] = ()
+    groups: list[dict[str, Any]],
+    model: torch.nn.Module | None,
+    ids: Collection[int] = (),
+    modules: Sequence[torch.nn.Module] = (),
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int]]:
     """The name, shape, stride and param_group of each parameter of all param_groups but those with these `ids`, in order.
 
     `model` gives the names, else the optimizer, unless another parameter has the name: torch lets two networks' parameters have
-    the same; else the module that holds them all, else their place. Raises UsageError if there are none, UnsupportedError for
+    the same; else the smallest of `modules` that holds them all, else their place. Raises UsageError if there are none, UnsupportedError for
     a parameter that cannot be in the arena.
 
     >>> rows_of([{"params": [torch.zeros(2, 3)]}], None)
     [('param_groups[0][0]', (2, 3), (3, 1), 0)]
     """
-    names, given = of_groups(groups, model)
+    names, given = of_groups(groups, model, modules)
     rows, taken = [], set(names.values())
     for group_index, group in enumerate(groups):
         for index, tensor in enumerate(group["params"]):

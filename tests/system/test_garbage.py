@@ -6,7 +6,7 @@ import weakref
 import torch
 
 from fastps.system import garbage
-from fastps.torch import foreign
+from fastps.torch import foreign, names
 
 
 def test_what_a_program_froze_is_found_and_stays_frozen() -> None:
@@ -37,4 +37,5 @@ def test_what_fastps_froze_is_not_looked_at() -> None:
 def test_sparse_layer_is_found_after_freeze() -> None:
     layer = torch.nn.Embedding(4, 2, sparse=True)
     gc.freeze()
-    assert foreign.sparse_parameters([torch.nn.Parameter(torch.zeros(1)), layer.weight]) == {1}
+    mixed = [torch.nn.Parameter(torch.zeros(1)), layer.weight]
+    assert foreign.sparse_parameters(mixed, names.around(mixed, None)) == {1}
