@@ -174,7 +174,7 @@ class Launcher:
         return self._ending.interrupts > 0
 
     def blame(self, ranks: Container[int]) -> bool:
-        """Name a failed worker of these ranks as the job's failure, whether or not others end well. Returns whether there is one."""
+        """Name a failed worker of these ranks, if there is one, as the job's failure. Returns whether there is one."""
         self._blamed = self._blamed or _first(worker for rank, worker in self._lasts.items() if worker.failed and rank in ranks)
         return self._blamed is not None
 

@@ -297,8 +297,8 @@ def rows_of(
     """The name, shape, stride and param_group of each parameter of all param_groups but those with these `ids`, in order.
 
     `model` gives the names, else the optimizer, unless another parameter has the name: torch lets two networks' parameters have
-    the same; else the smallest of `modules` that holds them all, else their place. Raises UsageError if there are none, UnsupportedError for
-    a parameter that cannot be in the arena.
+    the same; else the smallest of `modules` that holds them all, else their place. Raises UsageError if there are none,
+    UnsupportedError for a parameter that cannot be in the arena.
 
     >>> rows_of([{"params": [torch.zeros(2, 3)]}], None)
     [('param_groups[0][0]', (2, 3), (3, 1), 0)]
