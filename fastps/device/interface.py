@@ -21,4 +21,4 @@ class DeviceMemoryError(DeviceError):
 
 
 class DeviceFailedError(DeviceError):
-    """A device is lost to this process: a hardware fault (an Xid), or a kernel that did what none may. No work on it runs."""
+    """A device is lost to this process: by a hardware fault (an Xid), or a kernel that accessed invalid memory."""

@@ -109,13 +109,13 @@ class DeviceMemory:
         self._identities: dict[int, bytes] = {}
         self._staging: npt.NDArray[np.uint8] | None = None
 
-    def know(self, siblings: "Mapping[int, DeviceMemory]") -> None:
+    def set_siblings(self, siblings: "Mapping[int, DeviceMemory]") -> None:
         """Use the memory of the other devices of this process, by their owners' numbers. Raises DeviceError."""
         self._siblings = siblings
         for sibling in siblings.values():
             self._device.borrow(sibling._device)
 
-    def show(self, *, is_first: bool = True) -> None:
+    def publish_handles(self, *, is_first: bool = True) -> None:
         """Allocate the shards and slots that this lane owns, and write its handle table. The caller holds the shard locks.
 
         `is_first`: whether this is the lane's first owner; a later one finds the first weights written.

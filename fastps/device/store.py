@@ -106,7 +106,7 @@ class DeviceWorker(Worker):
     def _begin(self, arena: DeviceArena) -> None:
         self.lane.fold_with(arena.fold, ())  # fold no shard until the memory exists
         with self.locked():
-            arena.show(is_first=self.generation == 0)
+            arena.publish_handles(is_first=self.generation == 0)
         self._await_devices(arena, arena.is_shown)
         with self.locked():
             arena.open()
@@ -196,16 +196,12 @@ class DeviceWorker(Worker):
     def _finish(self, arena: DeviceArena, slot: int | None = None, *, combines: bool = True) -> None:
         """Wait until this worker's own work is done, where its discipline needs that, and fold what others push meanwhile."""
 
-        def is_finished() -> bool:
-            if self._needs_others and combines:  # they need this worker, too: no other lane folds the shards on its device
-                self.try_combine()
-            return arena.is_finished()
-
         arena.begin_finish(slot)
         self.wait_until(
-            is_finished,
+            arena.is_finished,
             _SLICE_NS,
             lambda: f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for its own device; raise FASTPS_TIMEOUT",
+            combines=self._needs_others and combines,  # they need this worker, too: no other lane folds its device's shards
         )
 
     def try_combine(self) -> None:
@@ -318,8 +314,8 @@ class DeviceStore(Store):
             users_rule.prepare(device, self.layout, self.hypers)
         arenas = {lane.index + number: DeviceArena(self, lane.index + number, device) for number, device in enumerate(devices)}
         for arena in arenas.values():
-            arena.know(arenas)
-            arena.show()
+            arena.set_siblings(arenas)
+            arena.publish_handles()
         for arena in arenas.values():
             arena.fill(first)
         self._arenas = list(arenas.values())

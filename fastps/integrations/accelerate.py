@@ -113,14 +113,10 @@ def show_one_version(optimizers: Iterable[DistributedOptimizer]) -> None:
 
 
 def _await_fold(worker: Worker) -> None:
-    def is_folded() -> bool:
-        worker.try_combine()
-        return worker.push_folded
-
     late = (
         f"worker {worker.rank} waited {worker.store.timeout_s:g} s for the fold of its last push, before all show one version"
     )
-    worker.wait_until(is_folded, _PAUSE_NS, lambda: late)
+    worker.wait_until(lambda: worker.push_folded, _PAUSE_NS, lambda: late, combines=True)
 
 
 def refuse_environment() -> None:

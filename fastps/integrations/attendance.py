@@ -95,7 +95,7 @@ def wait(
 
 def _wait_with(workers: list[Worker], is_over: Callable[[], bool], what: str, attendance: "Attendance | None") -> None:
     def reached() -> bool:
-        for worker in workers:
+        for worker in others:
             worker.try_combine()
         if is_over():
             return True
@@ -103,8 +103,8 @@ def _wait_with(workers: list[Worker], is_over: Callable[[], bool], what: str, at
             attendance.look()
         return False
 
-    first = workers[0]
-    first.wait_until(reached, _PAUSE_NS, lambda: _late(first.rank, first.store.timeout_s, what))
+    first, *others = workers
+    first.wait_until(reached, _PAUSE_NS, lambda: _late(first.rank, first.store.timeout_s, what), combines=True)
 
 
 def _late(rank: int, limit_s: float, what: str) -> str:

@@ -107,13 +107,13 @@ class Layout:
         return self.server != "workers"
 
     @property
-    def is_leaf(self) -> bool:
+    def has_no_state(self) -> bool:
         """Whether this is the arena of one node of several: its server is the node's agent, and node 0 has the state."""
         return self.rule.name == LEAF
 
     def check_has_state(self, what: str) -> None:
         """Raise UnsupportedError for what needs the job's state, if this is a leaf arena."""
-        if self.is_leaf:
+        if self.has_no_state:
             raise UnsupportedError(
                 f"{what}: not in a job of several nodes yet, because node 0 has the job's state and no worker reaches it; save"
                 " a checkpoint on node 0 (--checkpoint, fastps.save), and load weights before wrapping the optimizer"

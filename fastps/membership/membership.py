@@ -13,6 +13,7 @@ from typing import Protocol
 
 from fastps.errors import ArenaError, AttachError, ExpelledError, NonFiniteGradientError, WorkerDiedError, damaged
 from fastps.job.layout import first_difference
+from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.shm.arena import (
     DAMAGED_KIND,
@@ -61,24 +62,54 @@ def expel(store: JobMemory, lane: int, damage: int) -> bool:
     return True
 
 
-class Participant(Protocol):
-    """The interface that membership needs of an attached worker or of the server."""
+class Survivor(Protocol):
+    """An attached worker or a server, as a death needs it."""
+
+    combine_lock: threading.RLock  # guards the lane
+
+    @property
+    def store(self) -> JobMemory:
+        """The job's memory."""
+
+    @property
+    def lane(self) -> Lane:
+        """Its lane."""
+
+
+def lose(
+    by: Survivor, peers: Peers, dead: Owner, now_ns: int, then: str = "the job goes on without it", *, always: bool = False
+) -> WorkerDiedError | None:
+    """Handle the death of an owner of a lane: recover its locks, mark it dead, and log what happens `then`.
+
+    Where the job ends with a lost worker, unless `always`, its lane stays as it is for all to see: returns the error.
+    """
+    error, (lane, generation) = peers.error(dead), dead
+    ends = not (always or by.store.layout.faults.continues)
+    with by.combine_lock:
+        if ends:
+            by.lane.recover_lock(lane, now_ns, generation)
+            return error
+        is_first = by.lane.lose(lane, generation, now_ns)
+    if is_first:
+        logger.warning("%s; %s", error, then)
+    peers.forget(dead)
+    return None
+
+
+class Participant(Survivor, Protocol):
+    """The interface that membership needs of an attached worker."""
 
     rank: int
-    store: JobMemory
-    lane: WorkerLane
+
+    @property
+    def lane(self) -> WorkerLane:
+        """Its lane."""
 
     def try_combine(self) -> None:
         """Combine on every shard whose lock is free."""
 
     def take_over(self) -> None:
         """Combine from now on, because the server is gone."""
-
-    def recover_lock(self, owner: Owner, now_ns: int) -> None:
-        """Recover the shard locks of an owner whose process has ended."""
-
-    def recover_stale_locks(self, now_ns: int) -> None:
-        """Recover the shard locks of owners that have already been replaced."""
 
     def wait_to_join(self, timeout_text: Callable[[], str]) -> None:
         """Wait until every shard counts the worker."""
@@ -179,21 +210,17 @@ class Membership:
             self._looking.release()
 
     def _look(self, now_ns: int) -> None:
-        self._worker.recover_stale_locks(now_ns)
+        with self._worker.combine_lock:
+            self._worker.lane.recover_stale_locks(now_ns)
         if LANE_EXPELLED in self._store.arena.lane_states():
             self.tell_expelled()
         while (dead := self._peers.dead()) is not None:
             if dead[0] == self._store.arena.server_lane:
                 self._lose_server(dead, now_ns)
                 continue
-            self._worker.recover_lock(dead, now_ns)
-            if not self._faults.continues:
+            if (error := lose(self._worker, self._peers, dead, now_ns)) is not None:
                 self.report_rejections()  # under nonfinite="raise" it is why that worker failed
-                raise self._peers.error(dead)
-            error = self._peers.error(dead)
-            if self._store.arena.mark_dead(*dead):
-                logger.warning("%s; the job goes on without it", error)
-            self._peers.forget(dead)
+                raise error
             self._worker.try_combine()
         self._check_layouts()
         self.report_rejections()
@@ -211,18 +238,14 @@ class Membership:
 
     def _lose_server(self, server: Owner, now_ns: int) -> None:
         """Go on without the server under any fault policy. Raises WorkerDiedError if it owned the memory on devices."""
-        error = self._peers.error(server)
         if self._store.layout.owner_lanes:
             raise WorkerDiedError(
-                f"{error}; the memory on devices is gone with it: restart the job (with FASTPS_PLACEMENT=host it can resume"
-                " from its last checkpoint)",
+                f"{self._peers.error(server)}; the memory on devices is gone with it: restart the job (with"
+                " FASTPS_PLACEMENT=host it can resume from its last checkpoint)",
                 server[0],
             )
         self._worker.take_over()
-        self._worker.recover_lock(server, now_ns)
-        if self._store.arena.mark_dead(*server):
-            logger.warning("%s; the workers combine from now on, and nothing is lost", error)
-        self._peers.forget(server)
+        lose(self._worker, self._peers, server, now_ns, "the workers combine from now on, and nothing is lost", always=True)
         self._worker.try_combine()
 
     def _check_layouts(self) -> None:

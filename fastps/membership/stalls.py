@@ -33,7 +33,7 @@ def patience_ns(store: JobMemory) -> int:
 
     Rows are folded in place, a device has its own order of work, and an agent's fold is made on another arena.
     """
-    return 0 if store.arena.n_tables or store.layout.owner_lanes or store.layout.is_leaf else limits.stall_ns()
+    return 0 if store.arena.n_tables or store.layout.owner_lanes or store.layout.has_no_state else limits.stall_ns()
 
 
 class Stalls:

@@ -29,7 +29,7 @@ _SURVIVORS_S = 2.0  # for the others to end by themselves after a failure, and b
 _ON_GPUS_NS = 3_000_000_000  # the grace after a failure, where shards are on GPUs
 _SAY_NS = 1_000_000_000  # members that still run so long after a signal are worth a line
 _AGAIN_NS = 1_000_000_000  # a second SIGTERM within this time is the first, sent by two
-_WITNESS_NS = 100_000_000  # within which a signal to every process of the job has reached each
+_PROBE_NS = 100_000_000  # within which a signal to every process of the job has reached each
 
 
 class Member(Protocol):
@@ -68,13 +68,13 @@ class Ending:
         """`members` is the caller's own list, which grows."""
         self.interrupts = 0  # how often SIGINT or SIGTERM came
         self.number = 0  # the first of them that was obeyed
-        self.witness_id = 0  # the process id of the witness, if there is one
+        self.probe_id = 0  # the process id of the probe, if there is one
         self._members = members
         self._grace_ns, self._survivors_ns = int(grace_s * 1e9), int(survivors_s * 1e9)
         self._clock = clock
         self._arrived: deque[signal.Signals] = deque()
         self._due: deque[tuple[int, signal.Signals]] = deque()  # to pass on, and when
-        self._witness: Witness | None = None
+        self._probe: SignalProbe | None = None
         self._are_on_gpus = False
         self._began_ns = 0  # when the first signal to end came
         self._term_at_ns = self._say_at_ns = self._kill_at_ns = 0  # 0: never
@@ -83,8 +83,8 @@ class Ending:
     def listening(self) -> Iterator[None]:
         """Within this context signals wait for `obey`."""
         with _handling([*_ENDS, *_PASSED_ON, signal.SIGTSTP, signal.SIGCONT], self.note):
-            with contextlib.closing(Witness()) as self._witness:
-                self.witness_id = self._witness.process_id
+            with contextlib.closing(SignalProbe()) as self._probe:
+                self.probe_id = self._probe.process_id
                 yield
 
     def note(self, number: int, frame: object) -> None:
@@ -109,7 +109,7 @@ class Ending:
                     self._kill_at_ns = now_ns
             elif number in _ENDS:
                 self.number, self._began_ns, self._term_at_ns = number, now_ns, 0
-                self._due.append((now_ns + _WITNESS_NS, number))
+                self._due.append((now_ns + _PROBE_NS, number))
                 self._await(now_ns)
             elif number == signal.SIGTSTP:
                 self._send(number)
@@ -119,7 +119,7 @@ class Ending:
                 if self._kill_at_ns:  # the time that they stood still is no part of their grace
                     self._await(now_ns)
             else:
-                self._due.append((now_ns + _WITNESS_NS, number))
+                self._due.append((now_ns + _PROBE_NS, number))
         while self._members and self._due and now_ns >= self._due[0][0]:  # until the first has begun, signals wait
             self._pass_on(self._due.popleft()[1], now_ns)
         self._enforce(now_ns)
@@ -129,7 +129,7 @@ class Ending:
 
     def _pass_on(self, number: signal.Signals, now_ns: int) -> None:
         """Send a signal, except to members that had it: a second one would interrupt what the first made them do."""
-        has_come = self._witness is not None and self._witness.has_seen(number)
+        has_come = self._probe is not None and self._probe.has_seen(number)
         for member in self._running:
             is_new = member.replaced_ns and now_ns - member.replaced_ns < _AGAIN_NS  # the signal has ended the one before it
             if not has_come or is_new:
@@ -160,10 +160,10 @@ class Ending:
             member.send(number)
 
 
-class Witness:
+class SignalProbe:
     """A process of its own group, which only gets the signals that every process of the job gets.
 
-    SLURM's scancel and the kill of a control group reach the workers without the launcher. The witness tells the launcher so.
+    SLURM's scancel and the kill of a control group reach the workers without the launcher. The probe tells the launcher so.
     """
 
     _PROGRAM = (
@@ -181,7 +181,7 @@ class Witness:
         self.process_id = self._process.pid
 
     def has_seen(self, number: int) -> bool:
-        """Whether a signal has come since it was last asked for. The witness reports a marker after all that came before it."""
+        """Whether a signal has come since it was last asked for. The probe reports a marker after all that came before it."""
         self._process.send_signal(signal.SIGRTMIN)
         while signal.SIGRTMIN not in self._seen and select.select([self._reader], [], [], _ANSWER_S)[0]:
             report = os.read(self._reader.fileno(), 4096)

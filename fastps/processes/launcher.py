@@ -388,7 +388,7 @@ class Launcher:
     @property
     def _own(self) -> set[int]:
         running = {worker.process.pid for worker in self._started if worker.exit_code is None}
-        return running | {self._ending.witness_id, self._rendezvous.process_id if self._rendezvous is not None else 0}
+        return running | {self._ending.probe_id, self._rendezvous.process_id if self._rendezvous is not None else 0}
 
     def _on_loss(self, worker: LaunchedWorker) -> None:
         self._streams.on_terminal(self._output.hide_bars)  # log lines would be written into the bars

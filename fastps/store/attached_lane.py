@@ -19,7 +19,6 @@ from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.shm.arena import LANE_LEFT
 from fastps.membership.job_memory import JobMemory, by_name
 from fastps.membership.membership import Membership
-from fastps.membership.peers import Owner
 from fastps.membership.stalls import Stalls, patience_ns
 from fastps.store import drive
 from fastps.store.core_sharing import Cores
@@ -185,16 +184,6 @@ class AttachedLane:
         if outcome not in (DONE, BUSY):
             drive.settle(self, outcome, self._unsettled_text)
 
-    def recover_lock(self, owner: Owner, now_ns: int) -> None:
-        """Recover the shard locks of a lane's owner. The caller has proved that the owner's process has ended."""
-        with self.combine_lock:
-            self.lane.recover_lock(owner[0], now_ns, owner[1])
-
-    def recover_stale_locks(self, now_ns: int) -> None:
-        """Recover the shard locks of ended owners whose successor in the lane died before it could recover them."""
-        with self.combine_lock:
-            self.lane.recover_stale_locks(now_ns)
-
     def _combine_last(self) -> None:
         """Combine; where this worker was passed by, try for a short time to hold the lock, to write its late counters again."""
         self.try_combine()
@@ -235,9 +224,16 @@ class AttachedLane:
             for outcome in [self.lane.release(publish, shard, self._clock.now_ns()) for shard in shards]:
                 self._settle(outcome)
 
-    def wait_until(self, reached: Callable[[], _Found | None], pause_ns: int, timeout_text: Callable[[], str]) -> _Found:
+    def wait_until(
+        self,
+        reached: Callable[[], _Found | None],
+        pause_ns: int,
+        timeout_text: Callable[[], str],
+        *,
+        combines: bool = False,
+    ) -> _Found:
         """Poll `reached` as `drive.poll` does. Raises TimeoutExceededError with `timeout_text`, and errors of `check_peers`."""
-        return drive.poll(self, reached, pause_ns, timeout_text)
+        return drive.poll(self, reached, pause_ns, timeout_text, combines=combines)
 
     def wait_to_join(self, timeout_text: Callable[[], str]) -> None:
         """Wait until every shard counts this worker. Raises as `wait_until`."""
@@ -265,15 +261,10 @@ class AttachedLane:
 
     def _wait_for_more(self, granted: int) -> int:
         """Wait up to the pull timeout for shards that are not fresh yet (tau2 of PSP-SGD). Return the time it ended, in ns."""
-        until_ns = self._clock.now_ns() + int(self._policy.pull_timeout * 1e9)
-        while (now_ns := self._clock.now_ns()) < until_ns:
-            if all(self._is_fresh(shard, granted) for shard in range(self._shards)):
-                break
-            self.lane.wait(granted, 0, 0, min(until_ns - now_ns, 1_000_000))
-            self.try_combine()
-            if now_ns - self._checked_ns > limits.LIVENESS_NS:
-                self.check_peers(now_ns)  # the holder of a shard's lock may have died
-        return now_ns
+        wait, now_ns = Wait(self.lane), self._clock.now_ns()
+        wait.begin_step(granted, 0, now_ns, until_ns=now_ns + int(self._policy.pull_timeout * 1e9))
+        drive.drive(self, wait, None)
+        return self._clock.now_ns()
 
     def _is_fresh(self, shard: int, granted: int) -> bool:
         return self.lane.granted(shard) >= granted

@@ -62,7 +62,7 @@ def drive(
             want = wait.want(now_ns)
         if want == NOTHING:
             return None
-        if want in (REST, PAUSE) and (found := reached()):
+        if want in (REST, PAUSE) and not wait.held and (found := reached()):
             return found
         deadline = deadline or Deadline(now_ns, int(owner.store.timeout_s * 1e9))
         if overdue is not None and deadline.is_over(now_ns):
@@ -91,13 +91,15 @@ def drive_step(owner: Driven, wait: Wait, goal: tuple[int, int, int], overdue: C
     return ended_ns
 
 
-def poll(owner: Driven, reached: Callable[[], _Found | None], pause_ns: int, overdue: Callable[[], str]) -> _Found:
+def poll(
+    owner: Driven, reached: Callable[[], _Found | None], pause_ns: int, overdue: Callable[[], str], *, combines: bool = False
+) -> _Found:
     """Poll `reached` every `pause_ns` until its result is true, check the peers meanwhile, and return the result.
 
-    The lane does not combine. Raises as `drive`.
+    The lane `combines` meanwhile, or is left alone. Raises as `drive`.
     """
     wait = Wait(owner.lane)
-    wait.begin_own(pause_ns, owner.store.clock.now_ns())
+    wait.begin_own(pause_ns, owner.store.clock.now_ns(), combines)
     return cast(_Found, drive(owner, wait, overdue, reached))
 
 
@@ -115,7 +117,7 @@ def _report(owner: Driven, wait: Wait, want: int, now_ns: int) -> None:
     if want == CHECK_PEERS:
         owner.check_peers(now_ns)
         with owner.combine_lock:
-            owner.stalls.look(now_ns, wait.tell)
+            owner.stalls.look(now_ns, wait.set_outcome)
     elif want == EXPEL and expel(owner.store, owner.lane.bad_lane, owner.lane.damage):
         owner.tell_expelled()
     elif want == TAKE_OVER:

@@ -1,6 +1,5 @@
 """The loop of a server: on a lane of its own it folds due pushes, fires due timers, and rests until a worker posts."""
 
-import logging
 import os
 import pickle
 import sys
@@ -15,14 +14,13 @@ from fastps.job.limits import SLICE_NS
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.protocol.wait import Wait
 from fastps.membership import rendezvous
+from fastps.membership.membership import lose
 from fastps.membership.peers import WORKER_PRESENT, Peers
 from fastps.membership.stalls import Stalls, patience_ns
 from fastps.store.core_sharing import Cores
 from fastps.store.drive import drive
 from fastps.store.server_process import Order
 from fastps.store.store import Store
-
-logger = logging.getLogger("fastps.server")
 
 _ASK_TIMEOUT_S = 0.05
 _NAME_TAKEN_NS = 5_000_000_000  # the server of an earlier job with this name may take that long to notice its end
@@ -61,14 +59,7 @@ class Server:
             self.store.check_devices()
         self.lane.recover_stale_locks(now_ns)
         while (dead := self._peers.dead()) is not None:
-            self.lane.recover_lock(dead[0], now_ns, dead[1])
-            if self.store.layout.faults.continues:
-                error = self._peers.error(dead)
-                if self._arena.mark_dead(*dead):
-                    logger.warning("%s; the job goes on without it", error)
-                self._peers.forget(dead)
-            else:
-                # The other workers end with an error that names it. Its lane stays unchanged for them to see.
+            if lose(self, self._peers, dead, now_ns) is not None:  # the workers end with that error
                 self._peers.dismiss(dead)
                 if self.store.layout.owner_lanes:
                     self._is_lost = True

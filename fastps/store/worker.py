@@ -377,14 +377,13 @@ class Worker(AttachedLane):
         """
 
         def are_served() -> bool:
-            self.try_combine()
             # This worker has changed its own state: of two workers that leave at once, one sees that the other leaves.
             states = self.store.arena.lane_states()
             return LANE_FREE not in states[: self.store.layout.workers] or LANE_LIVE in states or LANE_JOINING in states
 
         text = f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for initial workers that never attached"
         try:
-            self.wait_until(are_served, 5_000_000, lambda: text)
+            self.wait_until(are_served, 5_000_000, lambda: text, combines=True)
         except Error as error:
             logger.warning("%s", str(error))  # not its traceback, which holds the arena
 

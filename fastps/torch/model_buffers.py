@@ -191,7 +191,6 @@ class BufferRounds:
 
     def _wait(self, is_there: Callable[[int], bool], number: int) -> None:
         def has_come() -> bool:
-            self._worker.try_combine()
             return all(is_there(lane) for lane in self._others())
 
         def text() -> str:
@@ -202,7 +201,7 @@ class BufferRounds:
                 " if they are only slow"
             )
 
-        self._worker.wait_until(has_come, _PAUSE_NS, text)
+        self._worker.wait_until(has_come, _PAUSE_NS, text, combines=True)
 
 
 def _header(slot: Slot) -> npt.NDArray[np.int64]:

@@ -104,7 +104,7 @@ class OptimizerState(torch.optim.Optimizer):
     def _read_state(self) -> Iterable[tuple[Any, Entry]]:
         """The entries of the job's state, each with its parameter. In a job of several nodes none: no worker reaches them."""
         self._job.worker.check_open()
-        if self._job.worker.store.layout.is_leaf:
+        if self._job.worker.store.layout.has_no_state:
             return []
         self._job.check_moment("optimizer.state")
         found = state.entries(self._job.worker, self._job.tensor_views, self._rule, self._group_of_each())

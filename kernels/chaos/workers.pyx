@@ -208,7 +208,7 @@ cdef class Process:
                     return
                 outcome = self._pass_by()
                 if outcome != COMBINE_BUSY:
-                    self.wait.tell(outcome)
+                    self.wait.set_outcome(outcome)
                 elif want == WANT_REST:
                     self.wait._rest()
                 else:
@@ -262,8 +262,7 @@ cdef class Process:
                     self.job.notice(dead)
                 if dead >= self.job.n_places:
                     self._take_over()
-                self.wait.lane._recover_locks(dead, generation, self._now())
-                self.arena.mark_dead(dead, generation)
+                self.wait.lane._lose(dead, generation, self._now())
                 if generation == self.job.processes[dead].generation:
                     self.job.processes[dead].settled = True
                 self.marked_dead[dead] = generation + 1

@@ -90,7 +90,7 @@ cdef class SharedFold:
         self.first, self.last = self.arena.first[shard], self.arena.last[shard]
 
     cdef void use(self, uint64_t workspace) noexcept nogil:
-        """Be the fold of that workspace."""
+        """Use that workspace's work item."""
         self.workspace = workspace
         self.item.words = self.arena.work(self.shard, workspace)
 

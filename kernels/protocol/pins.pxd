@@ -18,7 +18,7 @@ cdef class Pins:
     cdef int64_t _buffer_of(self, uint64_t commit) noexcept nogil
 
 
-cdef class Reader(Pins):
+cdef class LanePins(Pins):
     cdef uint64_t fresh                     # shards that were pulled since the last push before these pulls, as bits
     cdef bint has_pushed                    # since the last pull
 

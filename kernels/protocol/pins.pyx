@@ -68,7 +68,7 @@ cdef class Pins:
         return self.versions[shard]
 
 
-cdef class Reader(Pins):
+cdef class LanePins(Pins):
     """The pins of lane `index`: of what its worker reads, and of what it fetches for the next steps."""
 
     def __cinit__(self, Arena arena not None, uint32_t index):

@@ -3,12 +3,12 @@
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from fastps.kernels.protocol.pins cimport Reader
+from fastps.kernels.protocol.pins cimport LanePins
 from fastps.kernels.combining.shared_fold cimport SharedFold
 from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS
 
 
-cdef class ShardLocks(Reader):
+cdef class ShardLocks(LanePins):
     cdef readonly int bad_lane          # of the last BAD_DESCRIPTOR
     cdef readonly uint64_t damage       # of that lane, for Arena.expel
     cdef readonly tuple combiners         # one a shard
@@ -19,6 +19,7 @@ cdef class ShardLocks(Reader):
     cdef bint _is_offered(self) noexcept nogil
     cdef bint _help(self) noexcept nogil
     cdef int _try_combine(self, int64_t now_ns) noexcept nogil
+    cdef bint _lose(self, uint32_t lane, uint32_t generation, int64_t now_ns) except -1 nogil
     cdef int _recover_locks(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil
     cdef bint _was_passed_by(self) noexcept nogil
     cdef int _pass_by(self, uint32_t stopped, int64_t now_ns) noexcept nogil

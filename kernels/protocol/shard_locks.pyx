@@ -12,7 +12,7 @@ from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport fps_user_rule
 
 
-cdef class ShardLocks(Reader):
+cdef class ShardLocks(LanePins):
     """The shard locks as lane `index` of `arena` takes them. The caller has claimed the lane."""
 
     def __cinit__(self, Arena arena not None, uint32_t index):
@@ -110,6 +110,20 @@ cdef class ShardLocks(Reader):
         with nogil:
             found = self._recover_locks(dead_lane, owner, now_ns)
         return found
+
+    def lose(self, uint32_t lane, uint32_t generation, int64_t now_ns):
+        """The order of a death: recover the locks of an owner that is proved to have ended, then mark it dead, as `mark_dead`.
+
+        So no lock of it stays taken once the others stop waiting for it. It may be done again, by any lane.
+        """
+        cdef bint is_marked
+        with nogil:
+            is_marked = self._lose(lane, generation, now_ns)
+        return is_marked
+
+    cdef bint _lose(self, uint32_t lane, uint32_t generation, int64_t now_ns) except -1 nogil:
+        self._recover_locks(lane, generation, now_ns)
+        return self.arena.mark_dead(lane, generation)
 
     cdef int _recover_locks(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil:
         cdef uint32_t shard
@@ -235,17 +249,17 @@ cdef class ShardLocks(Reader):
             combiner.fold.item.user_rule = <fps_user_rule> address
         self.helper.item.user_rule = <fps_user_rule> address
 
-    def fold_with(self, device not None, shards not None, bint nothing=False):
-        """Fold the given shards by calling `device` with a FoldCall, and take no other shard's lock.
+    def fold_with(self, fold_elsewhere not None, shards not None, bint nothing=False):
+        """Fold the given shards by calling `fold_elsewhere` with a FoldCall, and take no other shard's lock.
 
-        `device` folds on its device or on another node, or queues the fold there. If some of the pushes are non-finite it may
-        instead return for each push a parameter that is, or -1; those are rejected, and it is called for the others. An error
-        that it raises gives the outcome BAD_FOLD and is `fold_failure`. With `nothing` it is also called,
+        `fold_elsewhere` folds on a device or on another node, or queues the fold there. If some of the pushes are non-finite it
+        may instead return for each push a parameter that is, or -1; those are rejected, and it is called for the others. An
+        error that it raises gives the outcome BAD_FOLD and is `fold_failure`. With `nothing` it is also called,
         without pushes, for a version of null pushes alone.
         """
         cdef Combiner combiner
         for combiner in self.combiners:
-            combiner.fold.device = device
+            combiner.fold.device = fold_elsewhere
             combiner.fold.on_device = True
             combiner.fold.folds_nothing = nothing
             combiner.hands_over = combiner.shard not in shards

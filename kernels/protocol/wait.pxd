@@ -36,6 +36,7 @@ cdef enum:
     GOAL_LAST = 3    # no other worker will push, and every push is decided
     GOAL_CALL = 4    # none: a server combines when it is called
     GOAL_OWN = 5     # the driver's own: the lane is left alone
+    GOAL_ANY = 6     # the driver's own: the lane combines meanwhile
 
 
 @cython.final
@@ -49,7 +50,7 @@ cdef class Wait:
     cdef int64_t granted
     cdef uint64_t done
     cdef uint32_t shards, started
-    cdef int64_t longest_ns, began_ns
+    cdef int64_t longest_ns, began_ns, until_ns
     cdef int32_t rounds          # that may still be spent awake
     cdef uint32_t seen           # the lane's event, read before it last combined
     cdef bint is_told            # whether `outcome` has not been looked at
@@ -57,12 +58,14 @@ cdef class Wait:
     cdef bint must_combine       # the same, and the wait is not over before
 
     cdef void _begin(self, int goal, int64_t now_ns, int64_t longest_ns) noexcept nogil
-    cpdef void begin_step(self, int64_t granted, uint64_t done, int64_t now_ns, uint32_t shards=*) noexcept nogil
+    cpdef void begin_step(
+        self, int64_t granted, uint64_t done, int64_t now_ns, uint32_t shards=*, int64_t until_ns=*
+    ) noexcept nogil
     cpdef void begin_join(self, int64_t now_ns) noexcept nogil
     cpdef void begin_last(self, uint32_t started, int64_t now_ns) noexcept nogil
     cpdef void begin_calls(self, int64_t now_ns) noexcept nogil
     cpdef void settle(self, int outcome, int64_t now_ns) noexcept nogil
-    cpdef void tell(self, int outcome) noexcept nogil
+    cpdef void set_outcome(self, int outcome) noexcept nogil
     cdef int _want(self, int64_t now_ns) noexcept nogil
     cdef bint _is_reached(self, int64_t now_ns) noexcept nogil
     cdef int _combine(self, int64_t now_ns) noexcept nogil

@@ -41,7 +41,7 @@ cdef class Wait:
     cdef void _begin(self, int goal, int64_t now_ns, int64_t longest_ns) noexcept nogil:
         self.goal = goal
         self.granted, self.done, self.shards = INT64_MAX, 0, self.lane.n_shards
-        self.longest_ns, self.began_ns = longest_ns, now_ns
+        self.longest_ns, self.began_ns, self.until_ns = longest_ns, now_ns, INT64_MAX
         self.checked_ns = self.checked_ns or now_ns
         self.is_told = self.must_combine = False
         self.combines = goal not in (GOAL_STEP, GOAL_OWN)  # the push before a step has just combined
@@ -51,10 +51,15 @@ cdef class Wait:
         if goal == GOAL_SETTLE or (not self.spins and self.last_wait_ns < SHORT_WAIT_NS):
             self.rounds = INT32_MAX if goal == GOAL_CALL else ROUNDS_AWAKE
 
-    cpdef void begin_step(self, int64_t granted, uint64_t done, int64_t now_ns, uint32_t shards=0) noexcept nogil:
-        """Wait until `granted` steps are granted by so many shards (0: by all), and `done` descriptors are done with."""
+    cpdef void begin_step(
+        self, int64_t granted, uint64_t done, int64_t now_ns, uint32_t shards=0, int64_t until_ns=INT64_MAX
+    ) noexcept nogil:
+        """Wait until `granted` steps are granted by so many shards (0: by all), and `done` descriptors are done with.
+
+        The wait is over at `until_ns` at the latest, but for a fold that this lane has begun.
+        """
         self._begin(GOAL_STEP, now_ns, SLICE_NS)
-        self.granted, self.done = granted, done
+        self.granted, self.done, self.until_ns = granted, done, until_ns
         if shards:
             self.shards = shards
 
@@ -86,16 +91,16 @@ cdef class Wait:
         """Combine whenever the lane is called, as a server. This wait is never over."""
         self._begin(GOAL_CALL, now_ns, SLICE_NS)
 
-    def begin_own(self, int64_t pause_ns, int64_t now_ns):
-        """Wait for something of the driver's own, with pauses of `pause_ns`. The lane does not combine."""
-        self._begin(GOAL_OWN, now_ns, pause_ns)
+    def begin_own(self, int64_t pause_ns, int64_t now_ns, bint combines=False):
+        """Wait for something of the driver's own, with pauses of `pause_ns`. The lane `combines` meanwhile, or does nothing."""
+        self._begin(GOAL_ANY if combines else GOAL_OWN, now_ns, pause_ns)
 
     cpdef void settle(self, int outcome, int64_t now_ns) noexcept nogil:
         """Wait until the combine that returned `outcome` is over: a helper may still have a chunk of its fold."""
         self._begin(GOAL_SETTLE, now_ns, HELD_NS)
-        self.tell(outcome)
+        self.set_outcome(outcome)
 
-    cpdef void tell(self, int outcome) noexcept nogil:
+    cpdef void set_outcome(self, int outcome) noexcept nogil:
         """Take the outcome of a combine that the driver made, when it passed a stopped peer by."""
         self.outcome = outcome
         self.is_told = True
@@ -138,7 +143,7 @@ cdef class Wait:
             return False
         if self.goal == GOAL_STEP:
             self.last_wait_ns = now_ns - self.began_ns
-            return self.lane._reached(self.granted, self.done, self.shards)
+            return now_ns >= self.until_ns or self.lane._reached(self.granted, self.done, self.shards)
         if self.goal == GOAL_JOIN:
             return self.lane.arena.has_joined(self.lane.index)
         if self.goal == GOAL_LAST:
@@ -165,14 +170,14 @@ cdef class Wait:
 
     cdef int _choose_rest(self, int64_t now_ns) noexcept nogil:
         cdef int64_t due_ns = -1
-        self.slice_ns = HELD_NS if self.held else self.longest_ns
+        self.slice_ns = HELD_NS if self.held else min(self.longest_ns, self.until_ns - now_ns)
         if self.goal == GOAL_OWN:
             return WANT_PAUSE
         if not self.lane.served:  # else the server fires the timers
             due_ns = self.lane._due_ns()
         if due_ns >= 0:
             self.slice_ns = min(self.slice_ns, due_ns - now_ns if due_ns > now_ns else <int64_t> OVERDUE_NS)
-        if self.goal in (GOAL_JOIN, GOAL_LAST) and not self.held:
+        if self.goal in (GOAL_JOIN, GOAL_LAST, GOAL_ANY) and not self.held:
             return WANT_PAUSE
         # A core that is yielded may come back late, and miss a timer.
         self.is_awake = self.rounds > 0 and due_ns < 0 and now_ns - self.began_ns < SHORT_WAIT_NS

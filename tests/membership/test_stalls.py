@@ -109,6 +109,24 @@ def test_a_peer_that_computes_is_not_taken_for_stopped() -> None:
             other.lane.release(False)
 
 
+@pytest.mark.parametrize(("used", "is_passed_by"), [("7 7", True), ("", False)])
+def test_a_peer_of_which_nobody_can_tell_whether_it_runs_is_waited_for(
+    used: str, is_passed_by: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is in another PID namespace, say: no number of it is no sign that it stands still."""
+    monkeypatch.setattr("fastps.system.proc.processor_time", lambda process_id: used)
+    with fastps.Store.create({"w": np.zeros(8, np.float32)}, fastps.SGD(lr=1.0), workers=2) as store:
+        with store.attach(0) as mine, store.attach(1) as other:
+            passed: list[int] = []
+            stalls = Stalls(mine.lane, store.descriptor, 100_000_000)
+            monkeypatch.setattr(stalls, "_pass_by", lambda peer, *_: passed.append(peer))
+            assert other.lane.hold()
+            for now_ns in (0, 200_000_000):
+                stalls.look(now_ns, lambda _: None)
+            assert passed == ([1] if is_passed_by else [])
+            other.lane.release(False)
+
+
 def test_the_patience_is_half_a_second_and_can_be_endless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTPS_STALL_MS", raising=False)
     assert limits.stall_ns() == 500_000_000

@@ -74,6 +74,11 @@ def test_a_new_lane_drops_a_push_that_never_came_and_counts_steps_from_one_again
     assert leaf.begin() == 1
 
 
+def test_step_0_is_refused_by_a_home_that_has_no_step_yet() -> None:
+    with pytest.raises(ProtocolError, match="expected step 1 from part 0 on, found step 0"):
+        HomeSession(1, 3).check(Header(Kind.PUSH, step=0, part=3))
+
+
 @pytest.mark.parametrize(("step", "part"), [(0, 0), (3, 0), (2, 2), (2, 4), (1, 0), (2**40, 0)])
 def test_a_step_that_leaves_something_out_or_is_over_is_refused(step: int, part: int) -> None:
     """The home has step 1 and the first part of step 2, of three parts."""

@@ -203,3 +203,16 @@ def test_nothing_else_that_is_handed_out_changes_later() -> None:
         optimizer.step()
     optimizer.close()
     assert all(torch.equal(one, other) for one, other in zip(kept, before, strict=True))
+
+
+def test_a_gradient_that_was_pointed_at_other_memory_is_pushed_from_there() -> None:
+    """Neither the tensor nor its version tells: `p.grad.data = ...` changes its address alone."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    with fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0)) as optimizer:
+        for _ in range(2):
+            optimizer.zero_grad()
+            weight.sum().backward()
+            assert weight.grad is not None
+            weight.grad.data = torch.tensor([3.0, 5.0])
+            optimizer.step()
+        assert weight.tolist() == [-6.0, -10.0]

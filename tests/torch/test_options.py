@@ -65,6 +65,21 @@ def test_each_push_is_clipped_to_a_global_norm_as_torch_clips_it(dtype: torch.dt
         assert relative_difference(model, plain) < most, sync
 
 
+def test_gradients_that_a_grad_scaler_has_multiplied_are_clipped_to_the_norm_that_they_have_without_it() -> None:
+    plain, model, batches = new_model(), new_model(), batches_of(10, BATCH)
+    clip = lambda _: torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)  # noqa: E731
+    train_on(plain, torch.optim.SGD(plain.parameters(), lr=0.5), batches, clip)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    with fastps.DistributedOptimizer(inner, sync="bsp,clip=0.1", model=model) as optimizer:
+        for inputs, labels in batches:
+            optimizer.zero_grad()
+            scaler.scale(torch.nn.functional.cross_entropy(model(inputs), labels)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert relative_difference(model, plain) < 1e-5
+
+
 @PRECISIONS
 @pytest.mark.parametrize("sync", ["bsp", "bsp,shards=3"])
 def test_the_average_of_the_weights_is_that_of_torchs_averaged_model(sync: str, dtype: torch.dtype, most: float) -> None:

@@ -107,12 +107,23 @@ class DelayedWorker(Worker):
 
     def _wait_for_step(self, granted: int, done: int, shards: int) -> int:
         if self._late:
-            self.wait_until(partial(self._have_responded, granted, shards), 1_000, self._timeout_text)
+            self.wait_until(partial(self._have_responded, granted, shards), 1_000, self._timeout_text, combines=True)
         return super()._wait_for_step(granted, done, shards)
+
+    def _wait_for_more(self, granted: int) -> int:
+        until_ns = self._clock.now_ns() + int(self._policy.pull_timeout * 1e9)
+        if self._late:
+            self.wait_until(
+                lambda: self._have_responded(granted, self._shards) or self._clock.now_ns() >= until_ns,
+                1_000,
+                self._timeout_text,
+                combines=True,
+            )
+            return self._clock.now_ns()
+        return super()._wait_for_more(granted)
 
     def _have_responded(self, granted: int, shards: int) -> bool:
         """Whether enough of the shards that granted the step have responded. If not, sleep until the next late response."""
-        self.try_combine()
         if sum(self._is_fresh(shard, granted) for shard in range(self._shards)) >= shards:
             return True
         known = [comes_ns - self._clock.now_ns() for comes_ns in self._late.values() if comes_ns is not None]

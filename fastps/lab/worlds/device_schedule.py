@@ -200,7 +200,7 @@ class Job:
     def _begin(self) -> None:
         for lane, arena in zip(self.lanes, self.arenas, strict=True):
             lane.fold_with(arena.fold, ())
-            arena.show()
+            arena.publish_handles()
         for arena in self.arenas:
             arena.open()
         first = FirstVersion(self.layout, is_resumed=False)

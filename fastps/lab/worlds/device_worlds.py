@@ -249,7 +249,7 @@ class World:
         self.workers += [Worker(self, rank, gpu) for rank, gpu in enumerate(self._gpus)]
         for worker in self.workers:
             worker.lane.fold_with(worker.arena.fold, ())
-            worker.arena.show()
+            worker.arena.publish_handles()
         for worker in self.workers:
             worker.arena.open()
         first = FirstVersion(self.layout, is_resumed=False)

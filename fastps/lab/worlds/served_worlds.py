@@ -85,8 +85,8 @@ class _Server:
             for number, device in enumerate(self.devices)
         }
         for each in self.arenas.values():
-            each.know(self.arenas)
-            each.show()
+            each.set_siblings(self.arenas)
+            each.publish_handles()
         first = FirstVersion(world.layout, is_resumed=False)
         for each in self.arenas.values():
             each.fill(first)
@@ -110,14 +110,13 @@ class _Server:
             raise ViolationError(f"the server combined with outcome {outcome}")
         self.world.publish(_SERVER)
 
-    def bury(self, rank: int, generation: int) -> None:
-        """Find a worker dead, as Server._look does. Its context is gone by then, so all that it ever ran is over."""
+    def lose(self, rank: int, generation: int) -> None:
+        """Find a worker dead. Its context is gone by then, so all that it ever ran is over."""
         for stream in self.world.node.streams.values():
             if stream.process == self.world.process_of(rank, generation):
                 merge(self.world.published, stream.clock)
         self.world.learn(_SERVER)
-        self.lane.recover_lock(rank, self.world.now(), generation)
-        self.world.memory.arena.mark_dead(rank, generation)
+        self.lane.lose(rank, generation, self.world.now())
 
 
 class ServedWorld(World):
@@ -187,7 +186,7 @@ class ServedWorld(World):
         if generation == 0:
             worker.device.dies_at = self._dying.get(rank, 0)
         self.learn(worker.process)
-        worker.arena.show(is_first=generation == 0)
+        worker.arena.publish_handles(is_first=generation == 0)
         worker.arena.open()
         return worker
 
@@ -276,7 +275,7 @@ class ServedWorld(World):
             dead.append(owner)
 
     def _find(self, owner: tuple[int, int], lives: dict[tuple[int, int], Iterator[None]]) -> None:
-        self._server.bury(*owner)
+        self._server.lose(*owner)
         if self.random.random() < 0.5 and any(not self._has_left(*other) for other in lives):
             self.faults["rejoins"] += 1
             lives[owner[0], 1] = self._life(owner[0], 1)

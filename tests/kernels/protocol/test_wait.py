@@ -74,7 +74,7 @@ def test_what_a_driver_tells_is_the_outcome_of_the_next_combine() -> None:
         assert waits.want(NOW_NS) == wanted
     assert waits.outcome == BAD_STATE
     waits.begin_step(2, 0, NOW_NS)
-    waits.tell(BAD_STATE)
+    waits.set_outcome(BAD_STATE)
     assert waits.want(NOW_NS) == wait.FAILURE
 
 
@@ -136,7 +136,7 @@ def test_no_wait_ends_between_the_servers_end_and_the_lanes_own_combine() -> Non
     job, waits = _waiting(1, ASP, servers=1)
     job.post(0, 1.0, NOW_NS)
     waits.begin_step(0, 0, NOW_NS)  # reached from the start
-    waits.tell(UNSERVED)
+    waits.set_outcome(UNSERVED)
     assert waits.want(NOW_NS) == wait.TAKE_OVER
     assert waits.want(NOW_NS) == wait.NOTHING and job.arena.version == 1
 
