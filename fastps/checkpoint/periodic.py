@@ -112,7 +112,7 @@ class Checkpointing:
             return False
         arena, rank = self._worker.store.arena, self._worker.rank
         states = arena.lane_states()[: arena.lanes]
-        if self._worker.driver is not None:  # which has ended those that died at their virtual times
+        if environment.is_virtual():  # whose driver has ended those that died at their virtual times
             return rank == next(lane for lane, state in enumerate(states) if state not in _LOST or lane == rank)
         present = [lane for lane, state in enumerate(states) if state in (LANE_LIVE, LANE_LEAVING)]
         living = [lane for lane in present if lane == rank or not proc.has_ended(arena.process_id(lane))]
@@ -199,8 +199,7 @@ class Checkpointing:
 
         After SIGTERM all workers leave: each waits until those of lower rank have, which may not have seen its last push.
         """
-        if self._worker.driver is not None:
-            self._worker.driver.leave()  # the last version is there once every worker has left in virtual time
+        self._worker.leave_virtual_time()  # the last version is there once every worker has
         if self._exact:
             self.after_step()
             self._join()

@@ -103,7 +103,7 @@ def leave(worker: Worker, parts: Iterable[Any]) -> None:
         state in (LANE_LIVE, LANE_JOINING) or (state == LANE_FREE and lane < initial) for lane, state in enumerate(states)
     )
     others -= states[worker.rank] == LANE_LIVE
-    if worker.rank or not others or worker.has_left or worker.driver is not None:
+    if worker.rank or not others or worker.has_left or worker.is_driven:
         return
     if not worker.store.layout.policy.waits_for_fold:
         logger.warning(

@@ -271,7 +271,7 @@ class Worker(AttachedLane):
         if posts == self._pulled_at:
             self._pull_again()
         self._pulled_at = posts
-        if self.driver is not None and not self.driver.is_over:
+        if self.is_driven:
             return self.buffers  # of the driver's last word
         if self._background is not None:
             newest = self._background.newest()
@@ -430,6 +430,27 @@ class Worker(AttachedLane):
                 _live.discard(self)
             if recorder is not None:
                 recorder.merge_if_last()
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a driver of virtual time decides what this worker reads, and when: until it has left."""
+        return self.driver is not None and not self.driver.is_over
+
+    def leave_virtual_time(self) -> None:
+        """Leave where a driver decides, which lets this worker go on once all have left. Elsewhere this does nothing."""
+        if self.driver is not None:
+            self.driver.leave()
+
+    def check_moment(self, what: str) -> None:
+        """Raise UsageError for what reads or writes the job between two steps, in virtual time: other workers change it.
+
+        Where all make the same steps, none does. The moment at which a process comes to it follows from the machine's load.
+        """
+        if self.is_driven and not self._policy.is_level:
+            raise UsageError(
+                f"{what} in virtual time: expected wait_for_others() before it, or workers that make the same steps (bsp),"
+                f" found {self._policy.spec}, under which it would depend on the real moment"
+            )
 
     def leave(self) -> None:
         """Make no more pushes, so that no worker waits for this one. Do not wait for the others. May be called twice."""

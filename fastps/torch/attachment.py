@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from fastps.checkpoint.periodic import Checkpointing
-from fastps.errors import ArenaError, ParameterChangedError, UsageError
+from fastps.errors import ArenaError, ParameterChangedError
 from fastps.kernels.protocol.lane import UNDECIDED, Lane
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership.job_memory import JobMemory
@@ -231,7 +231,7 @@ class Attachment:
         self._check_form()
         arena, rank = self.store.arena, self.worker.rank
         written = self._differing_first()
-        is_virtual = self.worker.driver is not None
+        is_virtual = self.worker.is_driven
         awaits = bool(rank and (self.store.tables or is_virtual))  # rows are trained in place; a moment must not count
         if not written and not awaits:
             if is_virtual:
@@ -304,8 +304,8 @@ class Attachment:
         if any(index in self.store.tables for index in written):
             raise self._write_error(written, "a table's rows are in memory once, which other workers read")
         if others_of(worker):
-            if self.store.layout.policy.fold != "all" or worker.driver is not None:
-                where = f"under {spec}" if worker.driver is None else "in virtual time"
+            if self.store.layout.policy.fold != "all" or worker.is_driven:
+                where = "in virtual time" if worker.is_driven else f"under {spec}"
                 raise self._write_error(written, f"{where} other workers go on from the weights before")
             if unlike := disagreeing(worker, digest_of(written)):
                 self._is_refused = self.is_settling = True  # until the next step: others that wait see it meanwhile
@@ -358,18 +358,6 @@ class Attachment:
         joined = "worker 0 did not write the same" if self._first else "the job had begun without it, or was resumed"
         logger.warning("worker %d: what its script wrote to the parameters is not used: %s", self.worker.rank, joined)
         return True
-
-    def check_moment(self, what: str) -> None:
-        """Raise UsageError for what reads or writes the job between two steps, in virtual time: other workers change it.
-
-        Where all make the same steps, none does. The moment at which a process comes to it follows from the machine's load.
-        """
-        driver = self.worker.driver
-        if driver is not None and not (driver.is_over or self.store.layout.policy.is_level):
-            raise UsageError(
-                f"{what} in virtual time: expected wait_for_others() before it, or workers that make the same steps (bsp),"
-                f" found {self.store.layout.policy.spec}, under which it would depend on the real moment"
-            )
 
     def wait_for_others(self) -> None:
         """Wait until every other worker has closed, and take the final weights.

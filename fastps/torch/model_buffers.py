@@ -144,12 +144,7 @@ class BufferRounds:
         """Take part in the next round: publish, wait for every live worker, average. Raises what waiting raises."""
         if not self._buffers.has_model:
             raise UsageError("average_buffers() needs the model: pass model= when wrapping the optimizer")
-        driver = self._worker.driver
-        if driver is not None and not (driver.is_over or self._worker.store.layout.policy.is_level):
-            raise UsageError(
-                "average_buffers() in virtual time: expected wait_for_others() before it, or workers that make the same steps"
-                " (bsp), found a worker for which the others cannot wait"
-            )
+        self._worker.check_moment("average_buffers()")  # the others cannot wait for a worker that is driven
         if not self._buffers.nbytes:
             return
         number = self._last() + 1

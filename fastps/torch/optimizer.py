@@ -329,9 +329,8 @@ class DistributedOptimizer(OptimizerState):
     @property
     def version(self) -> int:
         """The number of updates that all workers together have made so far; in virtual time, until this worker's last pull."""
-        driver = self._job.worker.driver
-        known = self._job.store if driver is None or driver.is_over else self._job.worker
-        return self._earlier_versions + known.version
+        worker = self._job.worker
+        return self._earlier_versions + (worker if worker.is_driven else worker.store).version
 
     @property
     def policy(self) -> Policy:
@@ -363,7 +362,7 @@ class DistributedOptimizer(OptimizerState):
         """
         if not self._job.store.layout.policy.ema:
             return contextlib.nullcontext()
-        self._job.check_moment("averaged_weights()")
+        self._job.worker.check_moment("averaged_weights()")
         averages, own = state.averages(self._job.worker, self._job.tensor_views), self._job.weights.own
         return shown(self._tensors, [tensor.data if i in own else averages[i] for i, tensor in enumerate(self._tensors)])
 

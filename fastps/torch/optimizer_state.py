@@ -106,7 +106,7 @@ class OptimizerState(torch.optim.Optimizer):
         self._job.worker.check_open()
         if self._job.worker.store.layout.has_no_state:
             return []
-        self._job.check_moment("optimizer.state")
+        self._job.worker.check_moment("optimizer.state")
         found = state.entries(self._job.worker, self._job.tensor_views, self._rule, self._group_of_each())
         return [(tensor, entry) for tensor, entry in zip(self._tensors, found, strict=True) if entry is not None]
 
@@ -181,8 +181,7 @@ class OptimizerState(torch.optim.Optimizer):
         """Take the state for the time after close. No error leaves this: the training is over."""
         try:
             self._job.worker.store.layout.check_has_state("the optimizer's state")
-            if self._job.worker.driver is not None:
-                self._job.worker.driver.leave()  # the last state is there once every worker has left in virtual time
+            self._job.worker.leave_virtual_time()  # the last state is there once every worker has
             self._state.detach()
             self._untaken = None
             if MASTER in names_of(self._rule, self.param_groups) and not isinstance(self._rule, UserRule):
@@ -200,7 +199,7 @@ class OptimizerState(torch.optim.Optimizer):
         ParameterChangedError as step() does.
         """
         self._job.worker.check_usable()
-        self._job.check_moment("load_state_dict()")
+        self._job.worker.check_moment("load_state_dict()")
         self._job.refuse_writes()
         taken = [state_dict]
 
@@ -245,7 +244,7 @@ class OptimizerState(torch.optim.Optimizer):
         ParameterChangedError as step() does, and the errors of waiting for the shard locks; nothing changes then.
         """
         self._job.worker.check_usable()
-        self._job.check_moment("replace_weights()")
+        self._job.worker.check_moment("replace_weights()")
         if callable(values):  # others take the place of what a script has written
             self._job.refuse_writes()
         given: Any = values
