@@ -22,7 +22,7 @@ from fastps.errors import AttachError, Error, TimeoutExceededError, UnsupportedE
 from fastps.kernels.collectives import exchange
 from fastps.kernels.memory.mapping import SharedMapping
 from fastps.membership import rendezvous
-from fastps.system import exit_handlers, shared_memory
+from fastps.system import exit_handlers, launch_note, shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.deadline import Deadline
 from fastps.system.machine import boot_id
@@ -165,6 +165,7 @@ class Group:
         self._clock = clock
         self._process_id = os.getpid()
         memory, self._pidfds = meet(store, rank, size, clock=clock)
+        launch_note.send()
         has_cores = size <= len(os.sched_getaffinity(0))
         self._exchange: exchange.Exchange | None = exchange.Exchange(
             memory, rank, size, block_bytes_of(size), DEPTH, _SPINS if has_cores else 0, _YIELDS

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastps.errors import ArenaError, AttachError, Error, TimeoutExceededError, UsageError
+from fastps.job import environment
 from fastps.job.environment import Identity
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership import discovery
@@ -103,7 +104,7 @@ def leave(worker: Worker, parts: Iterable[Any]) -> None:
         state in (LANE_LIVE, LANE_JOINING) or (state == LANE_FREE and lane < initial) for lane, state in enumerate(states)
     )
     others -= states[worker.rank] == LANE_LIVE
-    if worker.rank or not others or worker.has_left or worker.is_driven:
+    if worker.rank or not others or worker.has_left or environment.is_virtual():
         return
     if not worker.store.layout.policy.waits_for_fold:
         logger.warning(

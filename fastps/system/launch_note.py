@@ -1,4 +1,4 @@
-"""A worker's note to its launcher, that it trains by fastps: without any, the launcher says that nobody read its options."""
+"""A worker's note to its launcher, that it has a job or a group of fastps: without any, nobody has read its options."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ class LaunchNote:
 
 
 def send() -> None:
-    """Tell the launcher, if there is one, that this worker trains by fastps. Waits for nothing."""
+    """Tell the launcher, if there is one, that this worker uses fastps. Waits for nothing."""
     if name := os.environ.get(VARIABLE):
         with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.sendto(b"1", socket.MSG_DONTWAIT, b"\0" + os.fsencode(name))
