@@ -133,9 +133,9 @@ def compare(specs: Sequence[str], setting: Setting, repeats: int) -> list[Row]:
     ]
 
 
-def overhead(repeats: int, steps: int = 2000, clock: Clock = SYSTEM_CLOCK) -> tuple[float, float]:
+def overhead(repeats: int, parameters: int, steps: int = 2000, clock: Clock = SYSTEM_CLOCK) -> tuple[float, float]:
     """Return the median us of an empty step of one worker without and with recording; the two alternate."""
-    weights, update = {"w": np.zeros(1000, np.float32)}, fastps.SGD(lr=0.01)
+    weights, update = {"w": np.zeros(parameters, np.float32)}, fastps.SGD(lr=0.01)
     found: tuple[list[float], list[float]] = ([], [])
     with tempfile.TemporaryDirectory(prefix="fastps-predicted-") as folder:
         for turn in range(2 * repeats):
@@ -162,9 +162,10 @@ def main() -> None:
     parser.add_argument("--straggler", type=float, default=3.0, help="worker 0's factor")
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON; - for stdout")
     parser.add_argument("--overhead", action="store_true", help="only measure what recording costs a step")
+    parser.add_argument("--parameters", type=float, default=1000, help="with --overhead: of the model")
     given = parser.parse_args()
     if given.overhead:
-        without, recorded = overhead(given.repeats)
+        without, recorded = overhead(given.repeats, int(given.parameters))
         print(f"a step of one worker that computes nothing: {without:.1f} us, recorded {recorded:.1f} us (of {given.repeats})")
         return
     setting = Setting(workers=given.workers, straggler=given.straggler, seconds=given.seconds)

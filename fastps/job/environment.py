@@ -200,7 +200,7 @@ def is_virtual() -> bool:
 
 
 def checkpoints_of(directory: str | os.PathLike[str]) -> Path:
-    """Where a script's checkpoints go. In virtual time that is a folder that ends with the run: theirs may be a real run's."""
+    """Where a script's checkpoints go: in virtual time into a folder that ends with the run, and not beside a real run's."""
     return Path(os.environ["FASTPS_VIRTUAL"], *Path(directory).absolute().parts[1:]) if is_virtual() else Path(directory)
 
 

@@ -63,7 +63,7 @@ def expel(store: JobMemory, lane: int, damage: int) -> bool:
 
 
 class Survivor(Protocol):
-    """An attached worker or a server, as a death needs it."""
+    """What `lose` needs of an attached worker or of a server."""
 
     combine_lock: threading.RLock  # guards the lane
 

@@ -130,7 +130,7 @@ class Launcher:
         self._ending = Ending(self._workers, options.grace_s, clock)
         self._are_on_gpus = bool(os.environ.get("FASTPS_GPUS")) and placement(workers) == "device"
         self._left = LeftBehind(clock)
-        self._note: LaunchNote | None = None  # while `run` is called
+        self._note_name = ""  # where workers note that they use fastps, while `run` is called
         self._blamed: LaunchedWorker | None = None
 
     def run(self, on_tick: Callable[[], None] | None = None, tick_s: float = 0.1) -> Outcome:
@@ -143,7 +143,7 @@ class Launcher:
             adopting_orphans(),
             self._streams.carrying_logs(self._is_interrupted),
         ):
-            self._note = note
+            self._note_name = note.name
             try:
                 self._start()
                 while any(worker.exit_code is None for worker in self._workers):
@@ -281,7 +281,7 @@ class Launcher:
         return self._listen(rank, restart, process)
 
     def _variables(self, rank: int, restart: int) -> dict[str, str]:
-        base = {**inherited(), **self._options.environment(), VARIABLE: self._note.name if self._note is not None else ""}
+        base = {**inherited(), **self._options.environment(), VARIABLE: self._note_name}
         if restart and self.job in discovery.listening():
             base["FASTPS_JOINS"] = "1"  # the worker joins the running job instead of creating it again
         variables = environment_of(

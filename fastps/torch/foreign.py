@@ -75,9 +75,8 @@ def sparse_parameters(tensors: Sequence[torch.Tensor], modules: Sequence[torch.n
     places = {id(tensor): index for index, tensor in enumerate(tensors)}
     found = set()
     for layer in modules:
-        index = places.get(id(layer._parameters.get("weight")))
-        if index is not None and isinstance(layer, _SPARSE_LAYERS) and layer.sparse:
-            found.add(index)
+        if isinstance(layer, _SPARSE_LAYERS) and layer.sparse and id(layer._parameters.get("weight")) in places:
+            found.add(places[id(layer._parameters["weight"])])
     return found
 
 

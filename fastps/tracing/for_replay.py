@@ -28,7 +28,7 @@ logger = logging.getLogger("fastps.trace")
 
 CHECKSUM_EVERY = 256
 """Versions between two checksums: those of worker 0's reads, at 1 ms for 4 MB of weights."""
-CHECKSUM_BYTES = 1 << 22  # of a gradient, in a checksum at 0.2 ms
+CHECKSUM_BYTES = 1 << 22  # of a gradient, in a checksum
 CHECKSUM_OF_GRADIENTS = 2  # how it is made
 _MOST_RUNS = 256  # lists of them that are kept
 _WIDTH = 509  # prime, so that values that change places change it
@@ -106,6 +106,11 @@ class GradientChecksum:
         self._store, self._words = store, 8 * -(-len(store.parameters) // 64)
         self._dtype = np.dtype(np.uint32 if store.layout.gradient_type in ("float32", "float64") else np.uint16)
         self._runs: dict[bytes, list[tuple[int, int]]] = {}  # by presence bits
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a gradient of this job is so large that a part of it does not count."""
+        return self._store.layout.buffer_floats * self._dtype.itemsize > CHECKSUM_BYTES
 
     def of(self, lane: int, slot: int) -> int:
         """The checksum of the push in a lane's slot."""

@@ -1,9 +1,6 @@
-"""A death in any wait is named, or passed by, within 0.1 s: every public call that waits, under each way to grant."""
+"""A death in a wait is named within 0.1 s, in each public call that waits and under each way to grant."""
 
 import os
-import select
-import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -65,17 +62,7 @@ WAITS: dict[str, tuple[str, Other, Callable[[fastps.Worker], Any]]] = {
 
 def _seconds_until_known(victim: processes.Child, call: Callable[[], Any]) -> float:
     """How long after the victim's end the call ends by an error that names it."""
-    gone: list[float] = []
-
-    def kill() -> None:
-        process = os.pidfd_open(victim.process_id)
-        os.kill(victim.process_id, signal.SIGKILL)
-        select.select([process], [], [])
-        gone.append(time.monotonic())
-        os.close(process)
-
-    killer = threading.Timer(0.15, kill)
-    killer.start()
+    killer, gone = processes.kill_later(victim, 0.15)
     with pytest.raises(fastps.WorkerDiedError, match="worker 1"):
         call()
     known = time.monotonic()

@@ -6,9 +6,7 @@ Deaths and joins of every scheme are in test_membership.py, checkpoints in test_
 
 import mmap
 import os
-import select
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -56,18 +54,7 @@ def test_case_01_a_worker_killed_while_idle_is_seen_within_100_ms() -> None:
             idle = _attached(store, 1, lambda other: other.step(ONES) or time.sleep(60))
             time.sleep(0.06)  # beyond the time between two looks, so that the peers meet
             worker.step(ONES)
-            gone = []
-
-            def kill(process_id: int = idle.process_id, gone: list[float] = gone) -> None:
-                """Kill it, and note when it is gone: a process with much memory takes long to end."""
-                process = os.pidfd_open(process_id)
-                os.kill(process_id, signal.SIGKILL)
-                select.select([process], [], [])
-                gone.append(time.monotonic())
-                os.close(process)
-
-            killer = threading.Timer(0.1, kill)
-            killer.start()
+            killer, gone = processes.kill_later(idle, 0.1)
             worker.step(ONES)  # waits until the other is known to be dead
             seen = time.monotonic()
             killer.join()

@@ -113,7 +113,7 @@ def test_a_peer_that_computes_is_not_taken_for_stopped() -> None:
 def test_a_peer_of_which_nobody_can_tell_whether_it_runs_is_waited_for(
     used: str, is_passed_by: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process is in another PID namespace, say: no number of it is no sign that it stands still."""
+    """In another PID namespace, for example, its processor time cannot be read. That does not show that it stands still."""
     monkeypatch.setattr("fastps.system.proc.processor_time", lambda process_id: used)
     with fastps.Store.create({"w": np.zeros(8, np.float32)}, fastps.SGD(lr=1.0), workers=2) as store:
         with store.attach(0) as mine, store.attach(1) as other:

@@ -4,7 +4,9 @@ import contextlib
 import itertools
 import os
 import pickle
+import select
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -132,6 +134,22 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 20.0, what: s
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.001)
+
+
+def kill_later(child: Child, after_s: float) -> tuple[threading.Timer, list[float]]:
+    """Kill a child soon; the list gets the time at which it is gone: a process with much memory takes long to end."""
+    gone: list[float] = []
+
+    def kill_it() -> None:
+        process = os.pidfd_open(child.process_id)
+        os.kill(child.process_id, signal.SIGKILL)
+        select.select([process], [], [])
+        gone.append(time.monotonic())
+        os.close(process)
+
+    killer = threading.Timer(after_s, kill_it)
+    killer.start()
+    return killer, gone
 
 
 def stop(process_id: int) -> None:

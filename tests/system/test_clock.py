@@ -44,6 +44,7 @@ def test_a_fork_reads_its_own_queueing_time() -> None:
 
 
 def test_a_threads_file_is_closed_with_the_thread_without_a_warning() -> None:
+    gc.collect()  # what other tests have left
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         thread = threading.Thread(target=SYSTEM_CLOCK.thread_queue_ns)

@@ -78,6 +78,16 @@ def test_named_parameters_have_these_names_and_a_part_of_a_model_those_in_that_p
         assert _names(optimizer) == ["param_groups[0][0]", "param_groups[0][1]"]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("with_model", [True, False])
+def test_a_scripted_model_has_its_names_and_prevents_no_other_wrap(with_model: bool) -> None:
+    scripted, other = torch.jit.script(_model()), _model()  # its _parameters is no dict
+    with _sgd(scripted.parameters(), **({"model": scripted} if with_model else {})) as optimizer:
+        assert _names(optimizer)[:2] == ["0.weight", "0.bias"]
+    with _sgd(other.parameters()) as optimizer:
+        assert _names(optimizer)[:2] == ["0.weight", "0.bias"]
+
+
 def test_a_model_inside_another_and_its_deep_copy_change_no_name() -> None:
     model = _model()
     holders = [Wrapped(model), torch.optim.swa_utils.AveragedModel(model), torch.nn.ModuleDict({"net": model})]

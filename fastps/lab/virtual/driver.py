@@ -331,7 +331,8 @@ class Listener:
         """The next connection of this user, with its first message and its descriptors."""
         while True:
             try:
-                connection = self._socket.accept()[0]  # without a timeout, with which it would find no end of a closed socket
+                # Without a timeout, with which accept would try for ever once the socket is shut.
+                connection = self._socket.accept()[0]
             except OSError:
                 raise WorkerLostError("the workers have ended before all were attached") from None
             self._open.append(connection)

@@ -417,7 +417,7 @@ class Player:
     def _differs(self, worker: int, step: int, how: str) -> ReplayDiffersError:
         parts = (
             f" (of a gradient {CHECKSUM_BYTES >> 20} MiB are compared: an earlier one may have differed in the rest)"
-            if 4 * self._driver.store.layout.buffer_floats > CHECKSUM_BYTES
+            if self._checksum.is_partial
             else ""
         )
         return ReplayDiffersError(

@@ -86,6 +86,26 @@ def test_a_wait_of_the_drivers_own_pauses_and_leaves_the_lane_alone() -> None:
     assert waits.slice_ns == 1_234 and job.arena.version == 0
 
 
+def test_a_wait_of_the_drivers_own_can_combine_between_its_pauses() -> None:
+    job, waits = _waiting(1, ASP)
+    waits.begin_own(1_234, NOW_NS, combines=True)
+    for version in (1, 2):
+        job.post(0, 1.0, NOW_NS)
+        assert waits.want(NOW_NS) == wait.PAUSE and waits.slice_ns == 1_234
+        assert job.arena.version == version
+    waits.set_outcome(AWAITING)
+    assert waits.want(NOW_NS) == wait.REST and waits.held, "its fold is not over"
+
+
+def test_a_wait_for_a_step_ends_at_its_deadline_and_rests_no_longer() -> None:
+    _, waits = _waiting(2, BSP)
+    waits.begin_step(2, 0, NOW_NS, until_ns=NOW_NS + 5_000)
+    assert waits.want(NOW_NS + 1_000) == wait.REST and waits.slice_ns == 4_000
+    assert waits.want(NOW_NS + 5_000) == wait.NOTHING
+    waits.begin_step(2, 0, NOW_NS)
+    assert waits.want(NOW_NS + 6_000) == wait.REST and waits.slice_ns == wait.SLICE, "the next wait has no deadline"
+
+
 def test_the_last_worker_waits_until_every_push_is_decided_and_everybody_has_come() -> None:
     job = Job(3, ASP)
     for lane in (0, 1):

@@ -247,7 +247,7 @@ def test_the_first_step_that_differs_is_named(asp: Recorded, monkeypatch: pytest
 
 
 def test_a_difference_in_a_few_values_of_many_is_named_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script's own: a row of an embedding. A swap of two rows has the same sum."""
+    """They are a row of an embedding. Two rows that change places have the same sum."""
     first = {"embedding": np.zeros(600_000, np.float32), "rest": np.zeros(7, np.float32)}
 
     def pushed(store: Store, worker: Worker, rows: Sequence[int]) -> int:
