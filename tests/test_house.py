@@ -33,8 +33,8 @@ TESTED_TOGETHER = {
     "tests/crash/test_stop_at_every_store.py": "kernels/combining/lock_word",
     "tests/device/test_cuda.py": "fastps/lab/gpus/cuda_calls fastps/lab/gpus/cuda_on_host",
     "tests/device/test_device.py": (
-        "fastps/device/arena fastps/device/interface fastps/device/memory fastps/device/store fastps/lab/gpus/fake_cuda "
-        "fastps/lab/gpus/host_streams fastps/lab/gpus/regions kernels/combining/fold_call"
+        "fastps/device/arena fastps/device/interface fastps/device/memory fastps/device/owner fastps/device/store "
+        "fastps/lab/gpus/fake_cuda fastps/lab/gpus/host_streams fastps/lab/gpus/regions kernels/combining/fold_call"
     ),
     "tests/device/test_several_devices.py": "fastps/device/plan",
     "tests/edges/test_strangers.py": "fastps/system/unix_sockets",
@@ -87,8 +87,8 @@ TESTED_TOGETHER = {
         "kernels/simulation/shards"
     ),
     "tests/store/test_store.py": (
-        "fastps/job/plan fastps/membership/job_memory fastps/store/attached_lane fastps/store/drive fastps/store/worker "
-        "fastps/system/shared_memory"
+        "fastps/job/plan fastps/membership/job_memory fastps/store/attached_lane fastps/store/combining fastps/store/drive "
+        "fastps/store/worker fastps/system/shared_memory"
     ),
     "tests/system/test_numa.py": "kernels/memory/numa",
     "tests/test_docs.py": "fastps/system/extras",

@@ -20,6 +20,7 @@ from fastps.errors import Error, NodeLostError
 from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes
 from fastps.job.update_rules import Hyper
+from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_FAILED, LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership.job_memory import JobMemory
 from fastps.network.far_home import FarHome
@@ -33,7 +34,7 @@ from fastps.network.rendezvous import Rendezvous, Requests
 from fastps.network.serving import Serving
 from fastps.network.spread import SpreadHomes
 from fastps.network.sums import Sums
-from fastps.store.server_loop import Server, answer_as_server, run_from_order, with_rule
+from fastps.store.server_loop import Folds, Server, answer_as_server, run_from_order, with_rule
 from fastps.store.server_process import AgentPlan, Order, picklable
 from fastps.store.store import StartState, Store
 from fastps.system import shared_memory
@@ -70,53 +71,51 @@ def plan_of(
     return AgentPlan(__name__, AgentOrder(nodes, name, plain, rule, list(hypers), resume, trace))
 
 
-class AgentServer(Server):
-    """The loop of a leaf's server. It ends with an error when the home or a worker of this node is lost."""
+class LeafFolds(Folds):
+    """A leaf's server takes each version from the home. It ends with an error when the home or a worker of its node is lost."""
 
-    def __init__(self, store: Store, leaf: Leaf) -> None:
-        super().__init__(store)
+    def __init__(self, store: Store, lane: Lane, leaf: Leaf) -> None:
+        self._store, self._arena, self._clock, self._lane = store, store.arena, store.clock, lane
         self._leaf = leaf
-        self.lane.fold_with(leaf.fold, [0], nothing=True)
+        lane.fold_with(leaf.fold, [0], nothing=True)
         self._has_finished = False
 
-    def _is_over(self) -> bool:
+    def is_over(self, are_gone: bool) -> bool:
         """Not before the other nodes know that this one makes no more steps, unless a worker of this node never came.
 
-        The workers may post and leave between the last fold and this look.
+        The workers may post and leave between the last fold and this call.
         """
-        are_gone = super()._is_over()
         if not self._has_finished and self._is_done():
             self._has_finished = True
             self._finish()
-        return are_gone and (self._has_finished or LANE_FREE in self._arena.lane_states()[: self.store.layout.workers])
+        return are_gone and (self._has_finished or LANE_FREE in self._arena.lane_states()[: self._store.layout.workers])
 
     def _is_done(self) -> bool:
         """Whether every worker of this node has left, and what it pushed is folded. Nothing of an expelled one will be."""
         states = self._arena.lane_states()
-        if any(state in (LANE_FREE, LANE_JOINING, LANE_LIVE) for state in states[: self.store.layout.workers]):
+        if any(state in (LANE_FREE, LANE_JOINING, LANE_LIVE) for state in states[: self._store.layout.workers]):
             return False
-        counted = [self._arena.counters(lane) for lane in range(self.store.layout.lanes) if states[lane] != LANE_EXPELLED]
+        counted = [self._arena.counters(lane) for lane in range(self._store.layout.lanes) if states[lane] != LANE_EXPELLED]
         return all(each["done"] >= each["posted"] for each in counted)
 
     def _finish(self) -> None:
         """Wait until the other nodes have left, too, and publish the final weights for workers that wait for them."""
-        while not self.lane.hold(0):
+        while not self._lane.hold(0):
             self._clock.sleep_ns(_POLL_NS)
-        weights, state = self.lane.spare(0)
+        weights, state = self._lane.spare(0)
         try:
             self._leaf.finish(weights, state)
         finally:
-            self.lane.release(True, 0, self._clock.now_ns())
-        self._arena.finish(self.lane.index)
+            self._lane.release(True, 0, self._clock.now_ns())
+        self._arena.finish(self._lane.index)
 
-    def check_peers(self, now_ns: int) -> None:
-        """Check the workers, as a server does, and the home."""
-        super().check_peers(now_ns)
+    def check(self, server: Server) -> None:
+        """Check the home, and the workers of this node."""
         self._leaf.check()
-        if self.store.layout.faults.continues:
+        if self._store.layout.faults.continues:
             return
-        for lane, (generation, state) in enumerate(self._arena.members()[: self.store.layout.lanes]):
-            if state in (LANE_FAILED, LANE_DEAD, LANE_EXPELLED) or self._peers.is_dismissed((lane, generation)):
+        for lane, (generation, state) in enumerate(self._arena.members()[: self._store.layout.lanes]):
+            if state in (LANE_FAILED, LANE_DEAD, LANE_EXPELLED) or server.is_dismissed((lane, generation)):
                 node, workers = self._leaf.nodes.number, self._leaf.nodes.local_workers
                 reason = self._arena.failure(lane) or "its process is gone"
                 raise NodeLostError(f"node {node}: worker {lane} of {workers} failed: {reason}", node)
@@ -211,7 +210,8 @@ def _serve_node(store: Store, given: AgentOrder, upstream: Upstream, report: Rep
     kind = LocalLeaf if given.nodes.policy.local_steps else Leaf
     leaf = kind(store, given.nodes, upstream, report)
     try:
-        server = AgentServer(store, leaf)
+        server = Server(store)
+        server.folds = LeafFolds(store, server.lane, leaf)
         if not store.arena.serve(os.getpid()):
             raise Error(f"job {store.job}: expected to be its first agent, found that it has or had one")
         sys.stdin.read()  # until the creator answers, or has ended

@@ -8,13 +8,16 @@ on the CPU; on devices it owns the memory, and the job ends with it.
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 
+from fastps.device.arena import DeviceArena
 from fastps.device.interface import DeviceError
 from fastps.device.memory import FirstVersion
 from fastps.device.store import DeviceStore
 from fastps.errors import Error
-from fastps.store.server_loop import Server, answer_as_server, run_from_order, with_rule
+from fastps.kernels.protocol.lane import Lane
+from fastps.store.server_loop import Folds, Server, answer_as_server, run_from_order, with_rule
 from fastps.store.server_process import DevicePlan, Order
 from fastps.store.store import Store
 from fastps.system import shared_memory as memory_of
@@ -50,11 +53,25 @@ def serve(order: Order) -> None:
         del compiled  # keeps the rule's code alive until now
 
 
+class DeviceFolds(Folds):
+    """The server folds all shards, on devices whose memory it owns."""
+
+    def __init__(self, lane: Lane, arenas: Sequence[DeviceArena]) -> None:
+        self._arenas = arenas
+        by_shard = {shard: arena for arena in arenas for shard in arena.own_shards()}
+        lane.fold_with(lambda call: by_shard[call.shard].fold(call), by_shard)
+
+    def check(self, server: Server) -> None:
+        """Folds run behind the host, which would else find a failure only with the next fold."""
+        for arena in self._arenas:
+            arena.check()
+
+
 def _own_memory(store: DeviceStore, server: Server, devices: DevicePlan) -> None:
     """Allocate the job's memory on devices. The creator reads the reason of a failure in the server's lane."""
     with closing(FirstVersion(store.layout, is_resumed=devices.is_resumed, descriptor=devices.first)) as first:
         try:
-            store.own_memory(server.lane, devices.make(), first)
+            server.folds = DeviceFolds(server.lane, store.own_memory(devices.make(), first))
         except DeviceError as error:
             store.waits_for_work = False
             store.arena.finish(store.arena.server_lane, f"the server: {error}")

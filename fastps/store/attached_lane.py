@@ -4,31 +4,43 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
-import numpy.typing as npt
-
-from fastps.errors import NodeLostError, ProtocolError, UsageError, damaged
+from fastps.errors import UsageError, damaged
 from fastps.job import limits
-from fastps.kernels.combining.fold_call import FoldCall
 from fastps.kernels.protocol.lane import BUSY, DONE
 from fastps.kernels.protocol.wait import Wait
 from fastps.kernels.protocol.worker_lane import WorkerLane
-from fastps.kernels.shm.arena import LANE_LEFT
-from fastps.membership.job_memory import JobMemory, by_name
+from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import Membership
 from fastps.membership.stalls import Stalls, patience_ns
 from fastps.store import drive
 from fastps.store.core_sharing import Cores
 from fastps.system import proc
 from fastps.system.deadline import Deadline
+from fastps.tracing.recorder import Recorder
 
 logger = logging.getLogger("fastps.membership")
 
-_MOST_NAMED = 256  # combinations of buffers whose views are cached
 _Found = TypeVar("_Found")
+
+
+class Answers(Protocol):
+    """What the lane asks of the part that folds: see Combining."""
+
+    def after_lock(self) -> None:
+        """Called with all shard locks held, before the worker reads or writes what they guard."""
+
+    def before_release(self, publish: bool) -> None:
+        """Called before the locks are released."""
+
+    def on_server_end(self) -> None:
+        """Let the workers combine, or raise the error that ends the job."""
+
+    def explain_failure(self) -> bool:
+        """Raise the cause of a failed fold, if it is known. True: go on all the same."""
 
 
 class AttachedLane:
@@ -38,6 +50,9 @@ class AttachedLane:
     """
 
     begun_at: int
+    generation: int
+    recorder: Recorder | None
+    combining: Answers
     _membership: Membership
     check: Callable[[], None] | None = None  # called with each check of the peers: raises what else ends a wait in a node
 
@@ -57,7 +72,6 @@ class AttachedLane:
         self.stalls = Stalls(self.lane, store.descriptor, patience_ns(store))
         self.buffers = [0] * self._shards
         self.closed = self._left = False
-        self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[Any]]] = {}
 
     def _make_lane(self) -> WorkerLane:
         try:
@@ -128,20 +142,6 @@ class AttachedLane:
         """Whether every push of this worker has been folded, dropped or rejected."""
         return self.lane.done() >= self.lane.posted()
 
-    @property
-    def weights(self) -> Mapping[str, npt.NDArray[Any]]:
-        """Name to read-only array of the pulled weights, without a copy. The contents do not change before the next pull."""
-        key = tuple(self.buffers)
-        named = self._named_weights.get(key)
-        if named is None:
-            named = by_name(self.store.layout.parameters, self.store.weight_views(key))
-            for view in named.values():
-                view.flags.writeable = False
-            if len(self._named_weights) >= _MOST_NAMED:
-                self._named_weights.clear()  # the shards' buffers combine in many ways
-            self._named_weights[key] = named
-        return named
-
     def check_peers(self, now_ns: int | None = None) -> None:
         """Handle every peer that has died. Raises WorkerDiedError if the job ends with a lost worker, and as `check`."""
         if self.check is not None:
@@ -151,16 +151,11 @@ class AttachedLane:
         self._membership.look(self._checked_ns)
 
     def take_over(self) -> None:
-        """Combine from now on, because the server is gone.
+        """Go on without the server, which has ended, or raise the error that ends the job."""
+        self.combining.on_server_end()
 
-        No worker can combine in place of an agent: raises NodeLostError unless the agent has left, which it does last.
-        """
-        arena = self.store.arena
-        if self.store.layout.server == "agent":
-            if arena.lane_state(arena.server_lane) != LANE_LEFT:
-                reason = arena.failure(arena.server_lane).partition(": ")[2]
-                raise NodeLostError(reason or f"this node's agent (process {arena.process_id(arena.server_lane)}) was killed")
-            self.lane.fold_with(_fold_nothing, ())
+    def combine_itself(self) -> None:
+        """Combine from now on, because the server is gone."""
         with self.combine_lock:
             self.lane.leave_to_server(False)
             self.cores.share_among(self.store.layout.workers)
@@ -170,8 +165,8 @@ class AttachedLane:
         self._membership.tell_expelled()
 
     def explain_failure(self) -> bool:
-        """A worker knows no cause; a DeviceWorker looks for one where it calls."""
-        return False
+        """Raise the cause of a failed fold, if the part that folds knows it. True: go on all the same."""
+        return self.combining.explain_failure()
 
     def try_combine(self) -> None:
         """Combine on every shard whose lock is free. Raises ProtocolError; UsageError in a forked child or if fenced."""
@@ -203,6 +198,11 @@ class AttachedLane:
             except BaseException:
                 self._release(range(shard), False)
                 raise
+        try:
+            self.combining.after_lock()
+        except BaseException:
+            self._release(range(self._shards), False)
+            raise
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -215,7 +215,12 @@ class AttachedLane:
 
     def unlock_shards(self, publish: bool) -> None:
         """Release every shard lock. With `publish`, publish the spare buffers of all shards first."""
-        self._release(range(self._shards), publish)
+        is_done = False
+        try:
+            self.combining.before_release(publish)
+            is_done = True
+        finally:
+            self._release(range(self._shards), publish and is_done)
         if self.lane.served:
             self.try_combine()  # the server, for the pushes that were posted meanwhile
 
@@ -241,14 +246,14 @@ class AttachedLane:
         wait.begin_join(self._clock.now_ns())
         drive.drive(self, wait, timeout_text)
 
-    def _wait_for_step(self, granted: int, done: int, shards: int) -> int:
+    def wait_for_step(self, granted: int, done: int, shards: int) -> int:
         """Wait until the lane is done with `done` pushes, and `shards` shards have granted `granted` steps.
 
         Return the time at which the wait ended, in ns. Raises TimeoutExceededError.
         """
-        return drive.drive_step(self, self.step_wait, (granted, done, shards), self._timeout_text)
+        return drive.drive_step(self, self.step_wait, (granted, done, shards), self.timeout_text)
 
-    def _wait_for_room(self) -> None:
+    def wait_for_room(self) -> None:
         """Wait until the ring has room for one more descriptor. Raises ExpelledError, after which it never has."""
         if self.lane.is_expelled():
             self.tell_expelled()
@@ -257,19 +262,9 @@ class AttachedLane:
             raise damaged(f"the ring of worker {self.rank} ({posted} posted, {self.lane.done()} done with)")
         wait = Wait(self.lane)  # of its own: with overlap the push thread waits beside the worker's
         wait.begin_step(0, posted - limits.RING_SIZE + 1, self._clock.now_ns())
-        drive.drive(self, wait, self._timeout_text)
+        drive.drive(self, wait, self.timeout_text)
 
-    def _wait_for_more(self, granted: int) -> int:
-        """Wait up to the pull timeout for shards that are not fresh yet (tau2 of PSP-SGD). Return the time it ended, in ns."""
-        wait, now_ns = Wait(self.lane), self._clock.now_ns()
-        wait.begin_step(granted, 0, now_ns, until_ns=now_ns + int(self._policy.pull_timeout * 1e9))
-        drive.drive(self, wait, None)
-        return self._clock.now_ns()
-
-    def _is_fresh(self, shard: int, granted: int) -> bool:
-        return self.lane.granted(shard) >= granted
-
-    def _timeout_text(self) -> str:
+    def timeout_text(self) -> str:
         """Why the wait for a step ends; "" if it goes on, because all that it waits for live, and do something else."""
         others = ", ".join(self._membership.waited_for()) or "a grant"
         there = self._membership.where_they_wait()
@@ -316,7 +311,3 @@ class AttachedLane:
             " optimizers cannot share some, so give one all of them, in param_groups; else wrap a torch optimizer again, or"
             " attach in a new job"
         )
-
-
-def _fold_nothing(_call: FoldCall) -> None:
-    raise ProtocolError("a worker of a leaf folds nothing: the home has the weights")

@@ -15,7 +15,7 @@ from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.protocol.wait import Wait
 from fastps.membership import rendezvous
 from fastps.membership.membership import lose
-from fastps.membership.peers import WORKER_PRESENT, Peers
+from fastps.membership.peers import WORKER_PRESENT, Owner, Peers
 from fastps.membership.stalls import Stalls, patience_ns
 from fastps.store.core_sharing import Cores
 from fastps.store.drive import drive
@@ -26,11 +26,23 @@ _ASK_TIMEOUT_S = 0.05
 _NAME_TAKEN_NS = 5_000_000_000  # the server of an earlier job with this name may take that long to notice its end
 
 
+class Folds:
+    """What a server folds, as a part of it: here floats in host memory, by the compiled core."""
+
+    def check(self, server: "Server") -> None:
+        """Called with each check of the peers. Raise the error that ends the job."""
+
+    def is_over(self, are_gone: bool) -> bool:
+        """Whether the server may end; `are_gone`: no worker is left, and none can join."""
+        return are_gone
+
+
 class Server:
-    """The loop of one server, on the server's lane of `store`."""
+    """The loop of one server, on the server's lane of `store`. `folds` is set before `run`."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.folds = Folds()
         self._arena = store.arena
         self._clock = store.clock
         layout, own = store.layout, store.arena.server_lane
@@ -47,7 +59,7 @@ class Server:
         """Serve until the job is over. Raises ProtocolError, DeviceError."""
         self._wait.begin_calls(self._clock.now_ns())
         with closing(self._peers):
-            drive(self, self._wait, None, self._is_over)
+            drive(self, self._wait, None, lambda: self.folds.is_over(self._are_gone()))
 
     def check_peers(self, now_ns: int) -> None:
         """Recover the locks of dead workers, and mark the workers dead if the job goes on without them.
@@ -56,7 +68,7 @@ class Server:
         """
         self._cores.look()
         if not self._is_lost:
-            self.store.check_devices()
+            self.folds.check(self)
         self.lane.recover_stale_locks(now_ns)
         while (dead := self._peers.dead()) is not None:
             if lose(self, self._peers, dead, now_ns) is not None:  # the workers end with that error
@@ -79,7 +91,11 @@ class Server:
                 raise self.lane.fold_failure
         return self._is_lost
 
-    def _is_over(self) -> bool:
+    def is_dismissed(self, owner: Owner) -> bool:
+        """Whether the loss of this worker is known, and has ended the job."""
+        return self._peers.is_dismissed(owner)
+
+    def _are_gone(self) -> bool:
         """Whether no worker is left and none can join: a joiner connects to a worker or to the creator."""
         for lane, (generation, state) in enumerate(self._arena.members()):
             if state in WORKER_PRESENT and not self._peers.is_dismissed((lane, generation)):

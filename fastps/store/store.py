@@ -32,6 +32,8 @@ from fastps.kernels.shm.format import format_memory
 from fastps.membership import discovery, rendezvous
 from fastps.membership.job_memory import JobMemory, Views
 from fastps.store import virtual_time
+from fastps.store.attached_lane import AttachedLane
+from fastps.store.combining import AgentCombining, Combining
 from fastps.store.row_slots import check_tables
 from fastps.store.server_process import AgentPlan, DevicePlan, ServerProcess
 from fastps.store.worker import Worker
@@ -76,7 +78,6 @@ class Store(JobMemory):
     [0.5, 0.5, 0.5]
     """
 
-    worker_class: type[Worker] = Worker  # the class that `attach` instantiates
     server: ServerProcess | None = None
 
     def close(self) -> None:
@@ -226,9 +227,6 @@ class Store(JobMemory):
         for average, weights in zip(self.plane_views(0, self.layout.planes - 1), self.weight_views(0), strict=True):
             average[:] = weights[: len(average)]
 
-    def check_devices(self) -> None:
-        """Raise the error of a server's work on devices that has failed. A store in host memory has none."""
-
     def _device_plan(self, make: Callable[[], list[Any]]) -> DevicePlan:
         """The plan of the devices of a server that owns device memory. Raises UsageError: a store in host memory has none."""
         raise UsageError("expected shards on devices for a server that has devices, found them in host memory")
@@ -298,12 +296,18 @@ class Store(JobMemory):
             raise AttachError(f"worker {rank} is or was attached already: each rank joins once; check the ranks")
         numa.bring_slots(self.memory, *self.arena.slots_range(rank))
         try:
-            return self.worker_class(self, rank, listener, generation)
+            return Worker(self, rank, listener, generation, self._combining)
         except BaseException:
             if self.arena.lane_state(rank) != arena.LANE_FAILED:  # else the worker has said why
                 self.arena.finish(rank, "it could not join")
             self.stop_answering(listener)
             raise
+
+    def _combining(self, worker: AttachedLane) -> Combining:
+        """The part of a worker that folds what it pushes."""
+        if environment.is_virtual():
+            return virtual_time.Virtual(worker)
+        return AgentCombining(worker) if self.layout.server == "agent" else Combining(worker)
 
     def _answer_as(self, rank: int) -> rendezvous.Listener:
         """Start a listener at the lane's name. If the last owner has ended or is about to, wait until the name is free."""

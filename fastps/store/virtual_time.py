@@ -4,19 +4,17 @@ In such a job (`fastps simulate --script`, `fastps replay`) the driver is the on
 which version a worker reads next. The worker computes for real, and every wait of its own is one for the driver's word.
 """
 
-import math
 import os
 import pickle
 import socket
 import struct
-from typing import NamedTuple
 
 from fastps.errors import UsageError, WorkerDiedError
 from fastps.job import environment
-from fastps.kernels.protocol.lane import KIND_LEAVE
-from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.membership import rendezvous
 from fastps.membership.job_memory import JobMemory
+from fastps.store.attached_lane import AttachedLane
+from fastps.store.combining import Combining, Push
 from fastps.store.server_process import Order, picklable
 
 RANK = struct.Struct("=i")
@@ -33,34 +31,37 @@ _LONGEST = 1 << 16
 _ENDED = "the driver of virtual time has ended: see the error of the command"
 
 
-class Push(NamedTuple):
-    """What a worker hands over: the arguments of its lane's `post`."""
+class Virtual(Combining):
+    """The job's driver folds. The connection is made once all workers are there, and takes the first version."""
 
-    kind: int
-    step: int
-    slot: int
-    version: int
-    scale: float
-    loss: float
-    samples: int
+    is_direct = False
 
-
-class DriverLink:
-    """The connection of a worker to its job's driver, made once all workers are there; it takes the first version.
-
-    `lane` is the worker's, and `buffers` names the weights that it reads.
-    """
-
-    def __init__(self, store: JobMemory, lane: WorkerLane, buffers: list[int]) -> None:
-        self._lane, self._buffers, self._clock = lane, buffers, store.clock
-        self._driver = store.arena.server_lane
-        self._socket = _connected(store.job)
-        self._socket.send(RANK.pack(lane.index))
+    def __init__(self, worker: AttachedLane) -> None:
+        super().__init__(worker)
+        self._driver = worker.store.arena.server_lane
+        self._socket = _connected(worker.store.job)
+        self._socket.send(RANK.pack(worker.rank))
         self._has_said_leave = False
-        self.is_over = False  # whether this worker has left, and all others have
+        self.is_driven = True
         self._take_word()
 
-    def hand_over(self, push: Push) -> None:
+    def begin(self) -> None:
+        """The first step begins."""
+        self._pause_if_wanted()
+
+    def _pause_if_wanted(self) -> None:
+        """Run the step that begins under pdb, if the command says so."""
+        if environment.pauses(self._lane.index, self._lane.steps):
+            from fastps.store.pausing import pause  # pdb takes 25 ms to import
+
+            pause(self._lane.index, self._lane.steps)
+
+    def send(self, push: Push) -> bool:
+        """Deliver the push. A discipline with overlap has no threads: the driver makes its transfers."""
+        self._deliver(push)
+        return False
+
+    def post(self, push: Push) -> None:
         """Hand over what the worker would post. Raises WorkerDiedError if the driver has ended."""
         try:
             self._socket.send(PUSH.pack(*push))
@@ -73,23 +74,28 @@ class DriverLink:
             self._lane.granted_ns = self._clock.now_ns()
             self._take_word()
             self._lane.advance_late(self._clock.now_ns())
-            self.pause_if_wanted()
+            self._pause_if_wanted()
 
-    def pause_if_wanted(self) -> None:
-        """Run the step that begins under pdb, if the command says so."""
-        if environment.pauses(self._lane.index, self._lane.steps):
-            from fastps.store.pausing import pause  # pdb takes 25 ms to import
-
-            pause(self._lane.index, self._lane.steps)
+    def pull(self, buffers: list[int]) -> None:
+        """The driver's last word has named the buffers, until it lets the worker go."""
+        if not self.is_driven:
+            super().pull(buffers)
 
     def leave(self) -> None:
         """Leave, at the time at which the next push would count, and wait until all others have left. May be called twice."""
         if not self._has_said_leave:
             self._has_said_leave = True
-            self.hand_over(Push(KIND_LEAVE, self._lane.steps, 0, self._lane.version, 1.0, math.nan, 0))
-        if not self.is_over:
+            super().leave()
+        if self.is_driven:
             self._take_word()
-            self.is_over = True
+            self.is_driven = False
+
+    def leave_virtual_time(self) -> None:
+        """Leave: the driver then lets this worker go on once all have left."""
+        self.leave()
+
+    def wait_for_others(self) -> None:
+        """All have left by then, or this worker has stopped the job."""
 
     def _take_word(self) -> None:
         """Wait for the driver's word, and read the buffers that it names, which the driver has pinned."""
@@ -100,11 +106,11 @@ class DriverLink:
         if not word:
             raise WorkerDiedError(_ENDED, self._driver)
         if word == STOPS:
-            self._has_said_leave = self.is_over = True
+            self._has_said_leave, self.is_driven = True, False
             raise SystemExit(0)
         for shard, buffer, version in READ.iter_unpack(word[len(BEGINS) :]):
             self._lane.take_prefetched(buffer, version, shard)
-            self._buffers[shard] = buffer
+            self._worker.buffers[shard] = buffer
 
 
 def offer(store: JobMemory, *, on_devices: bool) -> None:

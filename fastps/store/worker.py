@@ -1,33 +1,28 @@
 """A worker: it pushes gradients, waits for grants and pulls weights. The compiled WorkerLane does the fast path of a step."""
 
 import logging
-import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import Error, UsageError, damaged
-from fastps.job import environment, limits
+from fastps.job import limits
 from fastps.job.update_rules import Hyper
-from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE, KIND_NULL, KIND_PUSH
-from fastps.kernels.protocol.wait import Wait
+from fastps.kernels.protocol.lane import BUSY, DONE, KIND_NULL, KIND_PUSH
 from fastps.kernels.protocol.worker_lane import FULL
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership import rendezvous
 from fastps.membership.job_memory import JobMemory, by_name
 from fastps.membership.membership import Membership
 from fastps.store.attached_lane import AttachedLane
-from fastps.store.background import Background
-from fastps.store.drive import drive
+from fastps.store.combining import Combining, Push
 from fastps.store.row_slots import Presence, RowSlots
-from fastps.store.virtual_time import DriverLink, Push
 from fastps.system import launch_note
-from fastps.tracing.recorder import Recorder, recorder_for
+from fastps.tracing.recorder import recorder_for
 
 logger = logging.getLogger("fastps.worker")
 
@@ -45,14 +40,19 @@ class Worker(AttachedLane):
         generation: the generation of the lane's owner; 0 for the first owner of an initial worker's lane.
         recorder: the recorder of this worker's part of a trace, or None.
         rows: the rows of tables in this worker's slots.
-        injected_transfer_ns: what each transfer takes, in ns; 0 but in measurements with injected delays.
-        pull_transfer_ns: what the transfer of the last pull took, with the wait for its link.
-        driver: the link to the driver of a job in virtual time, or None.
+        combining: the part that folds what this worker pushes.
     """
 
-    injected_transfer_ns = pull_transfer_ns = 0
+    combining: Combining
 
-    def __init__(self, store: JobMemory, rank: int, listener: rendezvous.Listener, generation: int = 0) -> None:
+    def __init__(
+        self,
+        store: JobMemory,
+        rank: int,
+        listener: rendezvous.Listener,
+        generation: int = 0,
+        combining: Callable[[AttachedLane], Combining] = Combining,
+    ) -> None:
         super().__init__(store, rank)
         lane = self.lane
         self.earlier_steps = 0
@@ -71,16 +71,12 @@ class Worker(AttachedLane):
         slots = store.layout.slots
         self._sent_hypers: list[tuple[Hyper, ...] | None] = [None] * slots
         self._sent_presence: list[bytes | None] = [None] * slots
-        # Round the fraction up to whole shards. 0.55 of 20 is 11, although the floating-point product is slightly more.
-        self._needed_shards = math.ceil(policy.pull * self._shards - 1e-9)
-        self._is_partial = self._needed_shards < self._shards
-        self._background: Background | None = None
         self.rows = RowSlots(store, rank)
         self._named_gradients: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
         self._presence = Presence(store.layout.parameters)
-        self.recorder: Recorder | None = None
+        self.recorder = None
         self._membership = Membership(self, generation)
-        self.driver = DriverLink(store, lane, self.buffers) if environment.is_virtual() else None
+        self.use(combining(self))
         if generation:
             self.recorder = recorder_for(self)  # this lane commits while it joins
             self._membership.join()
@@ -89,11 +85,13 @@ class Worker(AttachedLane):
             raise damaged(f"worker {rank}'s grant ({lane.steps + 1} steps)")
         lane.earlier_steps = self._steps_before - self.begun_at
         _live.add(self)
-        self.fold_apart(False)
         self.pull()
         self.recorder = self.recorder or recorder_for(self)
-        if self.driver is not None:
-            self.driver.pause_if_wanted()
+        try:
+            self.combining.begin()
+        except BaseException as error:
+            self.close(f"{type(error).__name__}: {error}")
+            raise
 
     def step(self, gradients: Mapping[str, npt.ArrayLike] | None = None) -> None:
         """Push the gradients in the slot, wait for the grant, and pull. `gradients`, if given, are first copied into the slot.
@@ -156,21 +154,20 @@ class Worker(AttachedLane):
         lane = self.lane
         if lane.awaits:
             self.advance()  # the slot still holds the push before
+        if not self._is_direct:
+            self.combining.before_push(None if null else lane.slot)
         now_ns = self._clock.now_ns()
         if not null:
             slot, present = lane.slot, self._presence.take() if presence is None else presence
             if self._sent_hypers[slot] is not hypers or self._sent_presence[slot] is not present:
                 self._write_slot_header(slot, hypers, present)
-        if self._pushes_itself and self.recorder is None:
+        if self._is_direct and self.recorder is None:
             outcome = lane.push(now_ns, scale, samples, null)
             if outcome != DONE and outcome != BUSY:
                 self._push_late(outcome, scale, samples, null)
         else:
-            if self._policy.overlap and self._background is None and self.driver is None:
-                # Not before: a DelayedWorker is made of an attached one.
-                self._background = Background(lane, self._make_transfer, self._clock)
             self._push_on_its_way(now_ns, scale, samples, null)
-        if now_ns - self._checked_ns > limits.LIVENESS_NS and self.driver is None:  # a driver notices each end itself
+        if now_ns - self._checked_ns > limits.LIVENESS_NS and not self.combining.is_driven:  # a driver notices ends itself
             self.check_peers(now_ns)
 
     def push_nothing(self) -> bool:
@@ -189,7 +186,7 @@ class Worker(AttachedLane):
         """Handle the outcome of a push: an error while combining, or a full ring."""
         while outcome == FULL:
             began_ns = self._clock.now_ns()
-            self._wait_for_room()
+            self.wait_for_room()
             now_ns = self._clock.now_ns()
             self.lane.wait_ns += now_ns - began_ns  # and not counted as computed
             self.lane.granted_ns += now_ns - began_ns
@@ -197,72 +194,36 @@ class Worker(AttachedLane):
         self._settle(outcome)
 
     def _push_on_its_way(self, now_ns: int, scale: float, samples: int, null: bool, read: int = -1) -> None:
-        """Push with a push thread, a driver, a recorder or a profiler. `read`: the version, if not the pulled one."""
+        """Push by more calls than one, or with a record. `read`: the version, if not the pulled one."""
         recorder, posts, loss = self.recorder, self.lane.posts, self.lane.loss
         step, slot, version = self.lane.begin_push(now_ns, samples, null)
         version = read if read >= 0 else version
         if recorder is not None:
             rows = self.rows.counts(slot, b"" if null else self._sent_presence[slot] or b"")
             recorder.computed(now_ns, posts, step, version, samples, -1 if null else slot, rows)
-        push = Push(KIND_NULL if null else KIND_PUSH, step, slot, version, scale, loss, samples)
-        if self._background is None:
-            self._deliver(push)
-        else:
-            self._background.send(partial(self._deliver, push))
-            self._count_as_waited(now_ns)
+        if self.combining.send(Push(KIND_NULL if null else KIND_PUSH, step, slot, version, scale, loss, samples)):
+            self.lane.pushed_ns = self._clock.now_ns()
+            self.lane.wait_ns += self.lane.pushed_ns - now_ns
+        self.combining.after_push()
         if recorder is not None:
             recorder.pushed(self._clock.now_ns())
-
-    def _count_as_waited(self, since_ns: int) -> None:
-        """Count the time of a push so far as waited, and not as pushed."""
-        self.lane.pushed_ns = self._clock.now_ns()
-        self.lane.wait_ns += self.lane.pushed_ns - since_ns
-
-    def _deliver(self, push: Push) -> None:
-        transfer_ns = self._make_transfer()
-        recorder = self.recorder  # the worker's thread may end it meanwhile
-        if recorder is not None:
-            recorder.posted(push.step, self._clock.now_ns(), transfer_ns)
-        self._post(push)
-        self.try_combine()
-
-    def _make_transfer(self) -> int:
-        """Wait for as long as a transfer takes, and return that, in ns: 0, because all is in shared memory."""
-        return 0
-
-    def _post(self, push: Push) -> None:
-        """Post one descriptor as soon as the ring has room for it, or let the driver post it."""
-        if self.driver is not None:
-            return self.driver.hand_over(push)
-        kind, step, slot, version, scale, loss, samples = push
-        while not self.lane.post(kind, step, slot, version, self._clock.now_ns(), scale, loss, samples):
-            self._wait_for_room()
 
     def advance(self) -> None:
         """Wait until the next step is granted and its slot may be written. Combine and check the peers meanwhile."""
         if self.forked:
             self._refuse()
-        if self.driver is not None:
-            self.driver.advance()
+        if not self._is_direct:
+            self.combining.advance()
         elif not self.lane.advance(self._clock.now_ns(), self._goes_on_at_once):
-            self._advance_late()
+            self.combining.advance_late()
         if self.recorder is not None:
             self.recorder.granted(self.lane.granted_ns)
         if self.store.arena.rejections != self._membership.rejections:
             self._membership.report_rejections()
 
-    def _advance_late(self) -> None:
-        """Wait for the grants of enough shards, with partial pull for a short time for those of the others, and advance."""
-        granted = 0 if self._goes_on_at_once else self.lane.steps + 1
-        granted_ns = self._wait_for_step(granted, self.lane.slot_free_at, self._needed_shards)
-        if self._is_partial:
-            granted_ns = self._wait_for_more(granted)
-        self.lane.advance_late(granted_ns)
-
     def pull(self) -> list[int]:
         """Pin the published weights of each fresh shard, and return the buffers of all shards. Nothing is copied.
 
-        A shard that has not granted the step (partial pull) keeps its old weights: PSP-SGD, Algorithm 1, worker, line 4.
         Raises UsageError for a worker that only pulls, under a discipline whose workers wait for the slowest.
         """
         if self.forked or self.closed:
@@ -271,24 +232,12 @@ class Worker(AttachedLane):
         if posts == self._pulled_at:
             self._pull_again()
         self._pulled_at = posts
-        if self.is_driven:
-            return self.buffers  # of the driver's last word
-        if self._background is not None:
-            newest = self._background.newest()
-            if newest is not None:
-                self.buffers[0] = newest
-        elif self._is_partial:
-            for shard in range(self._shards):
-                if not self._is_fresh(shard, self.lane.steps + 1):
-                    self.lane.stale_blocks += 1
-                elif (buffer := self.lane.pull(shard)) >= 0:
-                    self.buffers[shard] = buffer
-                else:
-                    raise damaged(f"the commit word of shard {shard}")
+        if not self._pulls_directly:
+            self.combining.pull(self.buffers)
         elif (shard := self.lane.pull_all(self.buffers)) >= 0:
             raise damaged(f"the commit word of shard {shard}")
         if self.recorder is not None:
-            self.recorder.pulled(self.pull_transfer_ns)
+            self.recorder.pulled(self.combining.pull_transfer_ns)
         return self.buffers
 
     def _pull_again(self) -> None:
@@ -304,7 +253,13 @@ class Worker(AttachedLane):
 
     def fold_apart(self, apart: bool) -> None:
         """Post and fold by two calls, if `apart`, so that a profiler can tell them apart; else by one, which is faster."""
-        self._pushes_itself = not (self._policy.overlap or apart or self.driver is not None)
+        self._is_direct = self.combining.is_direct and not (self._policy.overlap or apart)
+        self._pulls_directly = self._is_direct and self._policy.pull == 1.0
+
+    def use(self, combining: Combining) -> None:
+        """Set the part that folds."""
+        self.combining = combining
+        self.fold_apart(False)
 
     def hand_on(self, later: "Worker") -> None:
         """Hand the counters on to this process's worker in a later arena."""
@@ -314,6 +269,17 @@ class Worker(AttachedLane):
         lane.samples, lane.wait_ns, lane.compute_ns = earlier.samples, earlier.wait_ns, earlier.compute_ns
         lane.push_ns, lane.stale_blocks, lane.loss = earlier.push_ns, earlier.stale_blocks, earlier.loss
         lane.publish()
+        self.combining.hand_on(later)
+
+    @property
+    def injected_transfer_ns(self) -> int:
+        """What each transfer takes, in ns; 0 but in measurements with injected delays."""
+        return self.combining.injected_transfer_ns
+
+    @property
+    def weights(self) -> Mapping[str, Any]:
+        """Name to read-only array of the pulled weights, without a copy. The contents do not change before the next pull."""
+        return self.combining.weights()
 
     @property
     def gradients(self) -> Mapping[str, npt.NDArray[Any]]:
@@ -349,7 +315,7 @@ class Worker(AttachedLane):
         """Wait until every worker of the job has attached, as a common start for measurements."""
         self._check_not_forked()
         arena, workers = self.store.arena, self.store.layout.workers
-        self.wait_until(lambda: LANE_FREE not in arena.lane_states()[:workers], 1_000_000, self._timeout_text)
+        self.wait_until(lambda: LANE_FREE not in arena.lane_states()[:workers], 1_000_000, self.timeout_text)
         self.lane.granted_ns = self._clock.now_ns()
         if self.recorder is not None:
             self.recorder.pulled(0)
@@ -361,12 +327,7 @@ class Worker(AttachedLane):
         """
         self._check_not_forked()
         self.leave()
-        if self.store.layout.server == "agent":  # it leaves last, once the workers of all nodes have
-            self.wait_until(lambda: not self.store.arena.is_served(), 5_000_000, self._timeout_text)
-        if self.driver is None:  # which lets a worker go on once all have left, or where it has stopped the job
-            wait = Wait(self.lane)
-            wait.begin_last(self.store.layout.workers, self._clock.now_ns())
-            drive(self, wait, self._timeout_text)
+        self.combining.wait_for_others()
         self.pull()
 
     def _stay_for_latecomers(self) -> None:
@@ -405,15 +366,19 @@ class Worker(AttachedLane):
         """
         if self.closed or self.forked:
             return
-        self.closed = True
         try:
             try:
+                if failure is None and self.combining.closes_last:
+                    self.wait_for_others()
+                self.combining.before_close(failure)
+                self.closed = True
                 if failure is None:
                     self.leave()
                     if stays:
                         self._stay_for_latecomers()
             finally:
-                self._end_background()  # its threads use the arena
+                self.closed = True
+                self.combining.end_threads()
         except BaseException as error:  # others may still wait for this worker, or for its lock
             failure = failure or f"{type(error).__name__}: {error}"
             raise
@@ -428,18 +393,18 @@ class Worker(AttachedLane):
                 self.store.stop_answering(self._listener)
                 self._membership.close()
                 _live.discard(self)
+                self.combining.after_close(failure)
             if recorder is not None:
                 recorder.merge_if_last()
 
     @property
     def is_driven(self) -> bool:
-        """Whether a driver of virtual time decides what this worker reads, and when: until it has left."""
-        return self.driver is not None and not self.driver.is_over
+        """Whether a driver of virtual time decides what this worker reads, and when: until all have left."""
+        return self.combining.is_driven
 
     def leave_virtual_time(self) -> None:
         """Leave where a driver decides, which lets this worker go on once all have left. Elsewhere this does nothing."""
-        if self.driver is not None:
-            self.driver.leave()
+        self.combining.leave_virtual_time()
 
     def check_moment(self, what: str) -> None:
         """Raise UsageError for what reads or writes the job between two steps, in virtual time: other workers change it.
@@ -456,21 +421,11 @@ class Worker(AttachedLane):
         """Make no more pushes, so that no worker waits for this one. Do not wait for the others. May be called twice."""
         if self._left:
             return
-        if self._background is not None:
-            self._background.wait_until_delivered()
-        self._end_background()
+        self.combining.deliver_all()
         self._left = True
-        if self.driver is not None:
-            self.driver.leave()
-        else:
-            self._post(Push(KIND_LEAVE, self.lane.steps, 0, self.lane.version, 1.0, math.nan, 0))
+        self.combining.leave()
         self.store.arena.leave(self.rank, self.generation)
         self._combine_last()
-
-    def _end_background(self) -> None:
-        if self._background is not None:
-            self._background.close()
-            self._background = None
 
     def __enter__(self) -> "Worker":
         return self

@@ -43,8 +43,11 @@ class Recorded(Protocol):
     buffers: list[int]
     generation: int
     recorder: Any
-    injected_transfer_ns: int
     cores: Any  # its `spins` tells whether waiting workers spin
+
+    @property
+    def injected_transfer_ns(self) -> int:
+        """What each transfer takes, in ns; 0 but in measurements with injected delays."""
 
     @property
     def posts(self) -> int:

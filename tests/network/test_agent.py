@@ -18,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 import fastps
 from fastps.job.disciplines import DISCIPLINES
 from fastps.job.specs import parse_policy
-from fastps.network.agent import AgentServer
+from fastps.network.agent import LeafFolds
 from fastps.network.edge import Edge
 from fastps.network.link import GlooLink, LinkLostError
 from fastps.network.rendezvous import Rendezvous
@@ -312,12 +312,12 @@ def test_an_agent_that_gets_no_core_when_its_workers_leave_folds_what_they_pushe
     variables: dict[str, str], last: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node 1 makes 3 steps and node 0 makes 9; each gradient of each node is 1, and bsp takes the mean of those that come."""
-    look = AgentServer._is_over
+    look = LeafFolds.is_over
 
-    def look_late(agent: AgentServer) -> bool:
+    def look_late(agent: LeafFolds, are_gone: bool) -> bool:
         if agent._leaf.nodes.number == 1:
             time.sleep(0.2)
-        return look(agent)
+        return look(agent, are_gone)
 
     def work(rank: int) -> float:
         weight = torch.nn.Parameter(torch.zeros(1))
@@ -329,5 +329,5 @@ def test_an_agent_that_gets_no_core_when_its_workers_leave_folds_what_they_pushe
                 optimizer.wait_for_others()
             return weight.item()
 
-    monkeypatch.setattr(AgentServer, "_is_over", look_late)
+    monkeypatch.setattr(LeafFolds, "is_over", look_late)
     assert nodes.train((1, 1), work, **variables)[0] == last

@@ -98,7 +98,7 @@ def test_a_worker_whose_push_failed_ends_its_threads_before_the_arena_is_unmappe
     before = set(threading.enumerate())
     with fastps.Store.create({"w": np.zeros(4, np.float32)}, fastps.SGD(lr=1.0), sync="adv*:1", workers=2) as store:
         worker = store.attach(0)
-        monkeypatch.setattr(worker, "_deliver", fail)
+        monkeypatch.setattr(worker.combining, "_deliver", fail)
         worker.push(store.hypers, samples=1)
         with pytest.raises(Error, match="the push thread failed"):
             worker.close()

@@ -67,7 +67,7 @@ def test_nothing_is_left_behind_without_a_profiler(tmp_path: Path) -> None:
         _profiled(tmp_path, model, optimizer)
         replaced = {*profiling.OF_WORKER, *profiling.OF_JOB}
         assert not replaced & {*vars(optimizer._job), *vars(optimizer.worker)}
-        assert optimizer.worker._pushes_itself
+        assert optimizer.worker._is_direct
         version = optimizer.version
         with pytest.raises(RuntimeError, match="from the loop"):
             with profile(activities=[ProfilerActivity.CPU]):
@@ -87,5 +87,5 @@ def test_a_server_folds_in_its_own_process(tmp_path: Path) -> None:
     with one_worker(torch.nn.Linear(8, 1), sync="asp", workers=1, server="process") as (model, optimizer):
         _step(model, optimizer)
         events = _profiled(tmp_path, model, optimizer)
-        assert optimizer.worker._pushes_itself, "posting and calling the server is one call again"
+        assert optimizer.worker._is_direct, "posting and calling the server is one call again"
     assert sum(event["name"] == "fastps::push" for event in events) == _STEPS

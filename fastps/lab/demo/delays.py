@@ -10,6 +10,8 @@ import random
 from dataclasses import dataclass
 from functools import partial
 
+from fastps.store.attached_lane import AttachedLane
+from fastps.store.combining import Combining, Push
 from fastps.store.worker import Worker
 
 
@@ -30,45 +32,40 @@ class Delays:
 
 
 def delay(worker: Worker, delays: Delays) -> None:
-    """Make an attached worker a DelayedWorker."""
-    assert type(worker) is Worker, f"expected a worker of a store in host memory, found {type(worker).__name__}"
-    worker.__class__ = DelayedWorker
-    assert isinstance(worker, DelayedWorker)
-    worker.begin(delays)
+    """Delay what an attached worker of a store in host memory pushes and pulls from now on."""
+    assert type(worker.combining) is Combining, f"expected a worker in host memory, found {type(worker.combining).__name__}"
+    worker.use(Delayed(worker, delays))
 
 
-class DelayedWorker(Worker):
-    """A worker whose pushes and pulls are delayed."""
+class Delayed(Combining):
+    """The workers fold; what one pushes and pulls is delayed."""
 
-    def begin(self, delays: Delays) -> None:
-        """Delay whatever is pushed and pulled from now on."""
+    is_direct = False
+
+    def __init__(self, worker: AttachedLane, delays: Delays) -> None:
+        super().__init__(worker)
         self._delays = delays
-        self._link = self._policy.link_of(self.rank, self.store.layout.workers)
+        self._link = self._policy.link_of(worker.rank, worker.store.layout.workers)
         self.injected_transfer_ns = int(delays.transfer_ms * 1e6)
-        self._random = random.Random(delays.seed + 7919 * self.rank)
+        self._random = random.Random(delays.seed + 7919 * worker.rank)
         # The shards whose response is delayed, with the time in ns at which it arrives: None before the shard has responded.
         self._late: dict[int, int | None] = {}
-        self.fold_apart(False)
 
-    def fold_apart(self, apart: bool) -> None:
-        """See Worker. A push with a transfer is not one call."""
-        super().fold_apart(apart or self.injected_transfer_ns > 0)
-
-    def hand_on(self, later: Worker) -> None:
-        """See Worker. The later worker has the same delays."""
-        super().hand_on(later)
+    def hand_on(self, later: AttachedLane) -> None:
+        """The later worker has the same delays."""
+        assert isinstance(later, Worker)
         delay(later, self._delays)
 
     # -- transfers -----------------------------------------------------------------------------------
 
-    def _make_transfer(self) -> int:
+    def _transfer(self) -> int:
         """Wait for the link, a lock on a byte of the arena's file, then for the transfer. Return the time of both together.
 
         The kernel releases the lock if the process dies.
         """
         if not self.injected_transfer_ns:
             return 0
-        began_ns, descriptor = self._clock.now_ns(), self.store.descriptor
+        began_ns, descriptor = self._clock.now_ns(), self._worker.store.descriptor
         fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, self._link)
         try:
             self._clock.sleep_ns(self.injected_transfer_ns)
@@ -76,47 +73,43 @@ class DelayedWorker(Worker):
             fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, self._link)
         return self._clock.now_ns() - began_ns
 
-    def _push_on_its_way(self, now_ns: int, scale: float, samples: int, null: bool, read: int = -1) -> None:
-        super()._push_on_its_way(now_ns, scale, samples, null, read)
-        if self.injected_transfer_ns and self._background is None:
-            self._count_as_waited(now_ns)
+    def send(self, push: Push) -> bool:
+        """A push waits for its transfer."""
+        return super().send(push) or self.injected_transfer_ns > 0
 
-    def pull(self) -> list[int]:
-        """See Worker. An unchanged version is not transferred (Rudra, section 3.2)."""
-        self.check_open()
-        is_new = self._background is None and self.is_behind
-        began_ns, self.pull_transfer_ns = self._clock.now_ns(), self._make_transfer() if is_new else 0
+    def pull(self, buffers: list[int]) -> None:
+        """An unchanged version is not transferred (Rudra, section 3.2)."""
+        is_new = self._background is None and self._worker.is_behind
+        began_ns, self.pull_transfer_ns = self._clock.now_ns(), self._transfer() if is_new else 0
         if self.pull_transfer_ns:
-            self.lane.granted_ns = self._clock.now_ns()
-            self.lane.wait_ns += self.lane.granted_ns - began_ns
-        return super().pull()
+            self._lane.granted_ns = self._clock.now_ns()
+            self._lane.wait_ns += self._lane.granted_ns - began_ns
+        super().pull(buffers)
 
     # -- late responses ------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """See Worker. Draws which responses to the step's pull are late, and waits for responses, too."""
-        if self._delays.late_share and self.lane.awaits:
+        """Draws which responses to the step's pull are late, and waits for responses, too."""
+        if self._delays.late_share and self._lane.awaits:
             self._late = {shard: None for shard in range(self._shards) if self._random.random() < self._delays.late_share}
-        if not self._late or self.forked:
+        if not self._late:
             return super().advance()
-        self.lane.advance(self._clock.now_ns(), self._goes_on_at_once)
-        self._advance_late()
-        if self.recorder is not None:
-            self.recorder.granted(self.lane.granted_ns)
-        self._membership.report_rejections()
+        self._lane.advance(self._clock.now_ns(), self._policy.at_once)
+        self.advance_late()
 
-    def _wait_for_step(self, granted: int, done: int, shards: int) -> int:
+    def _wait_for_step(self, granted: int, shards: int) -> int:
         if self._late:
-            self.wait_until(partial(self._have_responded, granted, shards), 1_000, self._timeout_text, combines=True)
-        return super()._wait_for_step(granted, done, shards)
+            responded = partial(self._have_responded, granted, shards)
+            self._worker.wait_until(responded, 1_000, self._worker.timeout_text, combines=True)
+        return super()._wait_for_step(granted, shards)
 
     def _wait_for_more(self, granted: int) -> int:
         until_ns = self._clock.now_ns() + int(self._policy.pull_timeout * 1e9)
         if self._late:
-            self.wait_until(
+            self._worker.wait_until(
                 lambda: self._have_responded(granted, self._shards) or self._clock.now_ns() >= until_ns,
                 1_000,
-                self._timeout_text,
+                self._worker.timeout_text,
                 combines=True,
             )
             return self._clock.now_ns()

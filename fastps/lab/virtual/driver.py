@@ -19,10 +19,11 @@ from fastps.kernels.protocol.lane import BUSY, KIND_NULL, KIND_PUSH, Lane
 from fastps.kernels.simulation.simulator import KINDS
 from fastps.membership import rendezvous
 from fastps.membership.peers import WORKER_PRESENT
+from fastps.store.combining import Push
 from fastps.store.server_loop import answer_as_server, with_rule
 from fastps.store.server_process import Order
 from fastps.store.store import Store
-from fastps.store.virtual_time import BEGINS, PUSH, RANK, READ, SERVED, STOPS, STORE, Push
+from fastps.store.virtual_time import BEGINS, PUSH, RANK, READ, SERVED, STOPS, STORE
 from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 

@@ -20,7 +20,7 @@ from fastps.device.arena import DeviceArena
 from fastps.device.cuda import CudaDevice
 from fastps.device.placement import bucket_bytes, gpus_of_workers
 from fastps.device.plan import placed_on
-from fastps.device.store import DeviceStore, DeviceWorker
+from fastps.device.store import DeviceStore
 from fastps.errors import UnsupportedError
 from fastps.job.layout import Layout
 from fastps.job.update_rules import Hyper
@@ -62,17 +62,15 @@ class DevicePlacement(HostPlacement):
         """Nothing to prepare: a device's memory has no private view."""
 
     def pull(self, weights: Weights, worker: Worker, written: Collection[int]) -> None:
-        assert isinstance(worker, DeviceWorker)
-        weights.show(worker.devices.shown_numbers(worker.pull()), written)
+        weights.show(_arena(worker).shown_numbers(worker.pull()), written)
 
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
         """Marks shards while backward goes on, unless the worker waits for its push, or is told not to."""
-        assert isinstance(worker, DeviceWorker)
-        if worker.devices.waits or bucket_bytes() is None:
+        if _arena(worker).waits or bucket_bytes() is None:
             return partial(Gradients, is_hooked=False)
         are_views = all(tensor.dtype == self._push_dtype for tensor in self._tensors) and why_not_compiled() is None
         shards = [parameter.shard for parameter in worker.store.layout.parameters]
-        return partial(MarkedGradients if are_views else MarkedCountedGradients, worker.devices, shards)
+        return partial(MarkedGradients if are_views else MarkedCountedGradients, _arena(worker), shards)
 
     def tensor_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over the device's memory, with the parameters' strides; made by DLPack, without a copy."""
@@ -104,6 +102,11 @@ def _attach(device: CudaDevice, store: DeviceStore, rank: int) -> Worker:
             " `fastps run --gpus`, or use FASTPS_PLACEMENT=host"
         )
     return worker
+
+
+def _arena(worker: Worker) -> DeviceArena:
+    assert isinstance(worker.store, DeviceStore)
+    return worker.store.arena_on_devices()
 
 
 def _gpus(indices: Sequence[int]) -> list[CudaDevice]:

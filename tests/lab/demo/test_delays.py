@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 import fastps
-from fastps.lab.demo.delays import DelayedWorker, Delays, delay
+from fastps.lab.demo.delays import Delayed, Delays, delay
 from fastps.tracing.file import read
 
 MS = 1_000_000
@@ -18,7 +18,7 @@ def test_a_transfer_of_each_push_and_of_each_new_version_is_recorded_and_counts_
             delay(worker, Delays(transfer_ms=3.0))
             worker.step({"w": np.ones(3)})
             worker.pull()
-            assert worker.pull_transfer_ns == 0, "the version is unchanged"
+            assert worker.combining.pull_transfer_ns == 0, "the version is unchanged"
             assert worker.lane.wait_ns >= 6 * MS
     (step,) = read(file).steps
     assert step["push_transfer_ns"] >= 3 * MS and step["pull_transfer_ns"] >= 3 * MS
@@ -32,7 +32,7 @@ def test_the_worker_of_a_later_arena_has_the_same_delays_and_goes_on_counting() 
         delay(worker, Delays(transfer_ms=1.0, late_share=1.0, late_s=0.002))
         worker.step({"w": np.ones(3)})
         worker.hand_on(later)
-        assert isinstance(later, DelayedWorker) and later.injected_transfer_ns == MS and later.earlier_steps == 1
+        assert isinstance(later.combining, Delayed) and later.injected_transfer_ns == MS and later.earlier_steps == 1
         waited_ns = later.lane.wait_ns
         later.step({"w": np.ones(3)})
         assert later.lane.wait_ns >= waited_ns + 4 * MS and later.weights["w"].tolist() == [0.5] * 3
