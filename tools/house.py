@@ -3,8 +3,8 @@
     python tools/house.py
 
 import-linter checks the layers of fastps/ (pyproject.toml); this checks what it cannot see: cimports and includes of kernels/,
-circles among compiled modules, and sizes. A function over the limit needs a reason in `LONG_FUNCTIONS`. Exit code 1 and one
-line for each finding.
+circles among compiled modules, sizes, and which files make a lane wait. A function over the limit needs a reason in
+`LONG_FUNCTIONS`. Exit code 1 and one line for each finding.
 """
 
 import ast
@@ -39,6 +39,22 @@ KERNELS = {
 # Functions over the limit: "file:function" and why it stays whole.
 LONG_FUNCTIONS: dict[str, str] = {
     "fastps/cli/commands/simulation.py:simulate": "its signature is the command line: an option in each line, with its help",
+}
+
+# Calls in fastps/store and fastps/membership, and the files that may make them: a lane waits and combines in one place.
+CALLS = {
+    r"\blane\.try_combine\(": {"store/drive.py"},
+    r"\brecover_lock\(": {"membership/membership.py"},
+    r"\bsleep_ns\(": {
+        "store/drive.py",
+        "store/background.py",  # a thread without a lane of its own
+        "store/jobs_of_process.py",  # after the worker has closed
+        "store/server_loop.py",  # before the server serves
+        "store/server_process.py",  # the creator, for its server's first word
+        "store/store.py",  # before the worker has its lane
+        "membership/discovery.py",
+        "membership/rendezvous.py",
+    },
 }
 
 _CIMPORT = re.compile(
@@ -154,9 +170,18 @@ def function_sizes() -> Iterator[str]:
                     yield f"{key}: expected at most {MOST_FUNCTION_LINES} lines, found {lines}; split it, or give its reason"
 
 
+def calls() -> Iterator[str]:
+    """Calls that a file may not make."""
+    for path in [*sources("fastps/store", ".py"), *sources("fastps/membership", ".py")]:
+        name = path.relative_to(ROOT / "fastps").as_posix()
+        for pattern, allowed in CALLS.items():
+            if name not in allowed and (found := re.search(pattern, path.read_text())):
+                yield f"fastps/{name}: {found.group()}): expected only in {', '.join(sorted(allowed))} (see CALLS)"
+
+
 def main() -> int:
     """Print what is out of order; 0 if nothing is."""
-    found = [*kernel_arrows(), *kernel_circles(), *folder_sizes(), *file_sizes(), *function_sizes()]
+    found = [*kernel_arrows(), *kernel_circles(), *folder_sizes(), *file_sizes(), *function_sizes(), *calls()]
     for line in found:
         print(line)
     return 1 if found else 0

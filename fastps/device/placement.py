@@ -126,7 +126,7 @@ def placement(workers: int | None = None) -> Placement:
     return "device" if wanted == "device" else "host"
 
 
-def settle(workers: int) -> str:
+def place_by_trial(workers: int) -> str:
     """Where "auto" would place a job's shards on a GPU, let two processes try to share its memory and an event.
 
     If that fails, sets FASTPS_PLACEMENT to "host" for the workers, and returns why; else "".

@@ -100,7 +100,7 @@ def _wait_with(workers: list[Worker], is_over: Callable[[], bool], what: str, at
         if is_over():
             return True
         if attendance is not None:
-            attendance.look()
+            attendance.check()
         return False
 
     first, *others = workers
@@ -122,7 +122,7 @@ class Attendance:
         self._board, self._clock = board, clock
         self._next_ns = clock.now_ns() + _NOTICE_NS
 
-    def look(self) -> None:
+    def check(self) -> None:
         """If it is time: say that this worker has come, and push without a gradient where nobody computes any more."""
         now_ns = self._clock.now_ns()
         if now_ns < self._next_ns:

@@ -197,7 +197,7 @@ class Membership:
                     )
         return ""
 
-    def look(self, now_ns: int) -> None:
+    def check(self, now_ns: int) -> None:
         """Handle every worker that died or failed, and log a process whose layout was refused.
 
         Raises WorkerDiedError under on_worker_loss="stop", ExpelledError, and the errors of `report_rejections`.
@@ -205,11 +205,11 @@ class Membership:
         if not self._looking.acquire(blocking=False):
             return  # another thread of this worker, which waits for another part, looks now
         try:
-            self._look(now_ns)
+            self._check(now_ns)
         finally:
             self._looking.release()
 
-    def _look(self, now_ns: int) -> None:
+    def _check(self, now_ns: int) -> None:
         with self._worker.combine_lock:
             self._worker.lane.recover_stale_locks(now_ns)
         if LANE_EXPELLED in self._store.arena.lane_states():

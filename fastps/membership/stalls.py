@@ -51,8 +51,8 @@ class Stalls:
         self._looks: dict[int, _Look] = {}  # by shard
         self._has_spare = False
 
-    def look(self, now_ns: int, settle: Callable[[int], None]) -> None:
-        """Pass by a peer that has stopped. `settle` gets the outcome of what this lane then combines."""
+    def check(self, now_ns: int, combined: Callable[[int], None]) -> None:
+        """Pass by a peer that has stopped. `combined` gets the outcome of what this lane then combines."""
         if not self._patience_ns:
             return
         for shard, holder in enumerate(self._lane.holders()):
@@ -65,7 +65,7 @@ class Stalls:
                 used = self._processor_time(holder[0])
                 self._looks[shard] = _Look(holder, now_ns, used)
                 if used == look.used and used and self._reserve():
-                    self._pass_by(holder[0], now_ns - look.since_ns, now_ns, settle)
+                    self._pass_by(holder[0], now_ns - look.since_ns, now_ns, combined)
             elif (
                 not self._has_spare
                 and now_ns - look.since_ns >= self._patience_ns // 2
@@ -73,7 +73,7 @@ class Stalls:
             ):
                 self._reserve()  # it is likely to be needed, and takes a while for a large model
 
-    def _pass_by(self, peer: int, stood_ns: int, now_ns: int, settle: Callable[[int], None]) -> None:
+    def _pass_by(self, peer: int, stood_ns: int, now_ns: int, combined: Callable[[int], None]) -> None:
         outcome = self._lane.pass_by(peer, now_ns)
         if outcome == BUSY:
             return
@@ -84,7 +84,7 @@ class Stalls:
             " when it wakes; look whether it is stopped, or has a core",
             name, self._arena.process_id(peer), (stood_ns + limits.SLICE_NS) / 1e9,
         )  # fmt: skip
-        settle(outcome)
+        combined(outcome)
 
     def _processor_time(self, peer: int) -> str:
         """What changes while the peer's process runs; empty if that cannot be told: it may be in another PID namespace.

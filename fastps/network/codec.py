@@ -81,7 +81,7 @@ class RoundedSender:
 
     With `is_sum` every message is a sum, and the sender adds the rounding error of one message to the next. Otherwise a message
     is the difference between the values and what the receiver has; `begin` sets what it has at first. A message may be encoded
-    again, with the same result, until `settle` says that the receiver has it.
+    again, with the same result, until `received` says that the receiver has it.
     """
 
     def __init__(self, codec: Codec, floats: int, *, is_sum: bool) -> None:
@@ -92,26 +92,26 @@ class RoundedSender:
         self._decoded = torch.zeros(CHUNK_FLOATS)
         self._ring = _ring(codec, SENDS_UNDER_WAY + 1)
         self._messages = 0
-        self._step = 0  # the last for which `settle_before` was called
+        self._step = 0  # the last for which `received_before` was called
 
     def begin(self, values: torch.Tensor) -> None:
         """Set the values that the receiver has: they were sent unrounded."""
         self._kept.copy_(values)
         self._is_encoded, self._step = False, 0
 
-    def settle(self) -> None:
+    def received(self) -> None:
         """The receiver has the message that was encoded last. Does nothing the second time."""
         if self._is_encoded:
             self._kept, self._next = self._next, self._kept
             self._is_encoded = False
 
-    def settle_before(self, step: int) -> None:
+    def received_before(self, step: int) -> None:
         """The receiver has begun a step, so it has the message of the step before.
 
         Does nothing when the same step begins again: what is encoded by then is a part of its own message.
         """
         if step > self._step:
-            self.settle()
+            self.received()
             self._step = step
 
     def encoded(self, chunks: Iterable[torch.Tensor]) -> Iterator[Memory]:

@@ -207,7 +207,7 @@ class FarHome:
             # An error that refers to its own future through this frame would keep the transfers, and with them the lost link.
             taken.pop().result()
         if self._sent:
-            self._sent[self._cut.turn(session.step)].settle()
+            self._sent[self._cut.turn(session.step)].received()
 
     def _send(self, sent: Outgoing, part: int, began_ns: int) -> None:
         """Send the terms of a sum, and its floats from a part on. Its header left at `began_ns`."""

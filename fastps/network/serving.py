@@ -265,7 +265,7 @@ class Serving(threading.Thread):
             check_push(header)
         sent = self._sent[lanes.cut.turn(header.step)] if self._sent else None
         if sent is not None:
-            sent.settle_before(header.step)
+            sent.received_before(header.step)
         began_ns, granted = self._clock.now_ns(), lanes.granted(header.step)
         if header.kind == Kind.PUSH:
             if self._sender is not None:

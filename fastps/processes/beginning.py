@@ -39,7 +39,7 @@ class Beginning:
 
     def tick(self) -> None:
         """Look for the first arena, and tell the arenas of the ranks that are missing."""
-        self.look()
+        self.check()
         if self._missing and self._clock.now_ns() - self._told_ns >= _LOOK_NS:
             self._told_ns = self._clock.now_ns()
             for name in discovery.arenas_of(self._job):
@@ -47,7 +47,7 @@ class Beginning:
                 if missing and self._tell(name, missing):
                     self._told[name] = set(self._missing)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Find the arena, and forget its memory once two workers have attached."""
         if self._arena is None and not self._is_shared and (names := discovery.arenas_of(self._job)):
             with contextlib.suppress(AttachError, ArenaError):  # it has ended, or its workers say what is wrong
@@ -62,7 +62,7 @@ class Beginning:
         One that a lost worker alone had begun has not.
         """
         if self._arena is not None:
-            self.look()
+            self.check()
         has_left = self._arena is not None and any(state in _GONE for state in self._arena.lane_states())
         running = discovery.instances_of(self._job)
         return 0 not in running and (self._is_shared or has_left or bool(running))

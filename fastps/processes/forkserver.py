@@ -53,7 +53,7 @@ def main() -> None:
         os._exit(0)  # skip exit handlers: the imported modules were not used
     if not is_ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    become(order)
+    run_program(order)
 
 
 def serve(control: socket.socket, imports: list[str]) -> dict[str, Any] | None:
@@ -134,7 +134,7 @@ def seed_generators() -> None:
         torch.default_generator.seed()
 
 
-def become(order: dict[str, Any]) -> None:
+def run_program(order: dict[str, Any]) -> None:
     """Run the program as `python ARGUMENTS` does. An exception's traceback begins at the program's own frames."""
     os.environ.update(order["environment"])
     for name in order["without"]:

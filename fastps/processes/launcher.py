@@ -153,7 +153,7 @@ class Launcher:
                         self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
                     if self._continues:
                         self._beginning.tick()
-                    self._left.look(self._own)
+                    self._left.check(self._own)
                     if on_tick is not None:
                         on_tick()
                 self._end_forkserver()

@@ -32,7 +32,7 @@ class LeftBehind:
         self._seen: set[int] = set()
         self._known: set[int] = set()  # orphans of workers that run, or that have ended well
 
-    def look(self, own: Collection[int]) -> None:
+    def check(self, own: Collection[int]) -> None:
         """Reap the orphans that have ended, and note the others.
 
         An orphan that two looks have seen is not from a worker that ends later.
@@ -90,7 +90,7 @@ def _group(process_id: int) -> int:
 
 
 def _is_reaped(child: int) -> bool:
-    """Whether a child has ended, of which nothing is left."""
+    """Whether the child has ended; if so, this call reaps it."""
     try:
         return os.waitpid(child, os.WNOHANG)[0] == child
     except ChildProcessError:

@@ -72,7 +72,7 @@ class SpawnedWorker(LaunchedWorker):
         self._report = report
         self.sentinel = os.pidfd_open(process.pid)  # readable once it has ended
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Notice the worker's end. What a failed worker started itself, in its process group, ends with it."""
         if self.exit_code is not None or not connection.wait([self.sentinel], 0):
             return
@@ -161,12 +161,12 @@ class Crew:
                 process.kill()
             process.wait()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Wait until a worker ends, for a limited time, and notice what has ended. Pass signals on."""
         self.ending.obey()
         connection.wait([worker.sentinel for worker in self.running], _TICK_S)
         for worker in self.running:
-            worker.look()
+            worker.check()
 
     @property
     def running(self) -> list[SpawnedWorker]:
@@ -177,7 +177,7 @@ class Crew:
         """End the workers that still run."""
         self.ending.begin()
         while self.running:
-            self.look()
+            self.check()
         for report in self._reports:
             report.close()
 
@@ -348,7 +348,7 @@ def _await(crew: Crew, beginning: Beginning, continues: bool, on_tick: Callable[
     """Wait until all workers have ended; a failure and Ctrl-C end them. Calls `on_tick` meanwhile. Raises the first failure."""
     errors: dict[int, BaseException] = {}  # in the order of the failures, by rank
     while running := crew.running:
-        crew.look()
+        crew.check()
         if continues:
             beginning.tick()
         if on_tick is not None:

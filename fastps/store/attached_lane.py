@@ -147,8 +147,8 @@ class AttachedLane:
         if self.check is not None:
             self.check()
         self._checked_ns = self._clock.now_ns() if now_ns is None else now_ns
-        self.cores.look()
-        self._membership.look(self._checked_ns)
+        self.cores.check()
+        self._membership.check(self._checked_ns)
 
     def take_over(self) -> None:
         """Go on without the server, which has ended, or raise the error that ends the job."""
@@ -171,13 +171,12 @@ class AttachedLane:
     def try_combine(self) -> None:
         """Combine on every shard whose lock is free. Raises ProtocolError; UsageError in a forked child or if fenced."""
         self._check_not_forked()
-        with self.combine_lock:
-            self._settle(self.lane.try_combine(self._clock.now_ns()))
+        drive.combine(self, self._unsettled_text)
 
-    def _settle(self, outcome: int) -> None:
+    def _finish_combine(self, outcome: int) -> None:
         """Handle an outcome of try_combine, or of a push. Raises ExpelledError if this worker was expelled."""
         if outcome not in (DONE, BUSY):
-            drive.settle(self, outcome, self._unsettled_text)
+            drive.finish_combine(self, outcome, self._unsettled_text)
 
     def _combine_last(self) -> None:
         """Combine; where this worker was passed by, try for a short time to hold the lock, to write its late counters again."""
@@ -227,7 +226,7 @@ class AttachedLane:
     def _release(self, shards: range, publish: bool) -> None:
         with self.combine_lock:
             for outcome in [self.lane.release(publish, shard, self._clock.now_ns()) for shard in shards]:
-                self._settle(outcome)
+                self._finish_combine(outcome)
 
     def wait_until(
         self,

@@ -23,14 +23,14 @@ class Cores:
         self._own = sorted(os.sched_getaffinity(0))
         self._count = self.spins = 0
         arena.set_cores(wait.lane.index, self._own[0], len(self._own))
-        self.look()
+        self.check()
 
     def share_among(self, takers: int) -> None:
         """Set the number of processes that combine or wait."""
         self.takers, self._count = takers, 0
-        self.look()
+        self.check()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Count the cores again, because workers may have joined or left."""
         # Bound the count from shared memory: at least this process's cores, at most the machine's.
         count = min(max(self._arena.cores(), len(self._own)), max(os.cpu_count() or 1, len(self._own)))

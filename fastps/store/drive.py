@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar, cast
 
 from fastps.errors import TimeoutExceededError, raise_for_outcome
-from fastps.kernels.protocol.lane import BAD_DESCRIPTOR, Lane
+from fastps.kernels.protocol.lane import BAD_DESCRIPTOR, BUSY, DONE, Lane
 from fastps.kernels.protocol.wait import CHECK_PEERS, EXPEL, EXPELLED, NOTHING, PAUSE, REST, TAKE_OVER, Wait
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import expel
@@ -103,13 +103,21 @@ def poll(
     return cast(_Found, drive(owner, wait, overdue, reached))
 
 
-def settle(owner: Driven, outcome: int, overdue: Callable[[], str]) -> None:
+def combine(owner: Driven, overdue: Callable[[], str]) -> None:
+    """Combine on every shard whose lock is free. Raises as `drive`."""
+    with owner.combine_lock:
+        outcome = owner.lane.try_combine(owner.store.clock.now_ns())
+        if outcome not in (DONE, BUSY):
+            finish_combine(owner, outcome, overdue)
+
+
+def finish_combine(owner: Driven, outcome: int, overdue: Callable[[], str]) -> None:
     """End a combine that returned `outcome`: finish a fold that waits for its helpers, and raise the error of a failed one.
 
     A worker whose words are damaged is expelled, if the job goes on without it. Raises as `drive`.
     """
     wait = Wait(owner.lane)
-    wait.settle(outcome, owner.store.clock.now_ns())
+    wait.begin_outcome(outcome, owner.store.clock.now_ns())
     drive(owner, wait, overdue)
 
 
@@ -117,7 +125,7 @@ def _report(owner: Driven, wait: Wait, want: int, now_ns: int) -> None:
     if want == CHECK_PEERS:
         owner.check_peers(now_ns)
         with owner.combine_lock:
-            owner.stalls.look(now_ns, wait.set_outcome)
+            owner.stalls.check(now_ns, wait.set_outcome)
     elif want == EXPEL and expel(owner.store, owner.lane.bad_lane, owner.lane.damage):
         owner.tell_expelled()
     elif want == TAKE_OVER:

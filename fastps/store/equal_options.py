@@ -31,7 +31,7 @@ class EqualOptions:
         self.pushed: Sequence[Hyper] = ()
         self.is_due = False
 
-    def look(self, hypers: Sequence[Hyper]) -> None:
+    def check(self, hypers: Sequence[Hyper]) -> None:
         """Compare the options of the last push with the others', before the push with these. Warns once."""
         before, self.pushed = self.pushed, hypers
         is_due, self.is_due = self.is_due, hypers is not before and self._left > 0

@@ -66,7 +66,7 @@ class Server:
 
         Raises DeviceError if work on a device has failed.
         """
-        self._cores.look()
+        self._cores.check()
         if not self._is_lost:
             self.folds.check(self)
         self.lane.recover_stale_locks(now_ns)

@@ -191,7 +191,7 @@ class Worker(AttachedLane):
             self.lane.wait_ns += now_ns - began_ns  # and not counted as computed
             self.lane.granted_ns += now_ns - began_ns
             outcome = self.lane.push(now_ns, scale, samples, null)
-        self._settle(outcome)
+        self._finish_combine(outcome)
 
     def _push_on_its_way(self, now_ns: int, scale: float, samples: int, null: bool, read: int = -1) -> None:
         """Push by more calls than one, or with a record. `read`: the version, if not the pulled one."""

@@ -59,7 +59,7 @@ class Attachment:
         self._buffers, self._close, self._first_versions = buffers, close, versions
         self.is_late = False  # whether the job has weights that this worker's script does not know
         self.has_begun = False  # whether the first step has been made, before which a script may write weights
-        self.is_settling = True  # whether it has not, or a parameter is memory of the script's own
+        self.is_early = True  # whether it has not, or a parameter is memory of the script's own
         self._own: Collection[int] = range(len(tensors)) if placement.keeps_own else ()  # parameters of the script's own memory
         self._first: list[int] | None = None  # the buffers of the first weights, while the script knows no others
         self._knows_first = True
@@ -149,18 +149,18 @@ class Attachment:
 
         In a job of several workers it is told of all, because the others write, too.
         """
-        if self.is_settling:
-            return self._take_settling(written)
+        if self.is_early:
+            return self._take_early(written)
         self.placement.pull(self.weights, self.worker, written if self._is_alone else self._everything)
 
-    def _take_settling(self, written: Collection[int]) -> None:
+    def _take_early(self, written: Collection[int]) -> None:
         """Update while a parameter is memory of the script's own, or no step was made."""
         if self.total_steps == 0 and self.placement.keeps_own:
             return self._take_first()
         self._first = None
         if updated := self._updated():
             self.weights.leave_alone(self.weights.own - updated)
-        self.is_settling = bool(self.weights.own) or not self.has_begun
+        self.is_early = bool(self.weights.own) or not self.has_begun
         self.placement.pull(self.weights, self.worker, written if self._is_alone else self._everything)
         if self.has_begun or not self.placement.shows_arena:
             return
@@ -169,7 +169,7 @@ class Attachment:
             self.weights.show_copies()  # so that a script that loads weights now does not write into the job's
         self.weights.remember()
         self.has_begun = self.total_steps > 0
-        self.is_settling = bool(self.weights.own) or not self.has_begun
+        self.is_early = bool(self.weights.own) or not self.has_begun
 
     def _pulled_versions(self) -> list[int]:
         return [self.worker.lane.shard_version(shard) for shard in range(self.store.arena.shards)]
@@ -177,7 +177,7 @@ class Attachment:
     def _take_first(self) -> None:
         """Before the first step: leave the parameters the script's own memory, with the job's weights in it.
 
-        So each worker may write them, also in terms of what they were (`p.mul_(0.5)`), and `_settle` compares.
+        So each worker may write them, also in terms of what they were (`p.mul_(0.5)`), and `_agree_on_first` compares.
         """
         pulled = list(self.worker.pull())
         has_trained = self.is_late or bool(self._first_versions) or any(self._pulled_versions())
@@ -200,7 +200,7 @@ class Attachment:
         trained = set(np.flatnonzero(self._count_updates() > self._counts).tolist())
         return self.weights.own & (trained | (self._frozen - self.store.frozen))
 
-    def settle_writes(self) -> None:
+    def adopt_writes(self) -> None:
         """Make what the script has written since the last step a part of this one, or raise ParameterChangedError.
 
         A parameter without a gradient so far is memory of the script's own. With its first gradient it is the job's: what the
@@ -213,7 +213,7 @@ class Attachment:
         gained = {index for index in self.weights.own if self.tensors[index].grad is not None}
         self._thaw(gained)
         if self._first is not None:
-            self._settle(self._first, gained)
+            self._agree_on_first(self._first, gained)
         elif self.total_steps == 0 and self.placement.keeps_own:
             self._is_void = bool(self.weights.differing(gained))
         elif (gained or may_differ) and (written := self._written(gained)):
@@ -221,7 +221,7 @@ class Attachment:
         if gained:
             self.weights.leave_alone(self.weights.own - gained)
 
-    def _settle(self, first: list[int], gained: Collection[int]) -> None:
+    def _agree_on_first(self, first: list[int], gained: Collection[int]) -> None:
         """Make what worker 0's script wrote before its first step the job's weights.
 
         Every other script writes the same, and its worker waits for worker 0's values. One that has others makes a null push.
@@ -255,13 +255,13 @@ class Attachment:
                 self.worker.lane.announce(1)  # the driver posts its push later
             return
 
-        def is_settled() -> bool:
+        def has_agreed() -> bool:
             first = Lane(arena, 0)
             has_begun = first.posted() > 0 or arena.lane_states()[0] not in (LANE_FREE, LANE_JOINING, LANE_LIVE)
             is_same = not awaits and not self._differing_first()
             return has_begun or is_same or (is_virtual and first.announced() != UNDECIDED)
 
-        self._wait(is_settled)
+        self._wait(has_agreed)
         self._is_void = self.is_late = any(index in gained for index in self._differing_first())
         self.weights.take(first, self.weights.own.difference(gained))
 
@@ -308,7 +308,7 @@ class Attachment:
                 where = "in virtual time" if worker.is_driven else f"under {spec}"
                 raise self._write_error(written, f"{where} other workers go on from the weights before")
             if unlike := disagreeing(worker, digest_of(written)):
-                self._is_refused = self.is_settling = True  # until the next step: others that wait see it meanwhile
+                self._is_refused = self.is_early = True  # until the next step: others that wait see it meanwhile
                 raise self._write_error(
                     written,
                     f"{spec} takes what all workers write, and worker {worker.rank} wrote to it, and worker"
@@ -336,13 +336,13 @@ class Attachment:
 
         state.publish_weights(self.worker, self.tensor_views, make)
 
-    def refuse_writes(self) -> None:
+    def check_writes(self) -> None:
         """Raise ParameterChangedError for a write that the next step would take, because what follows would undo it.
 
-        Before the first step the parameters are the script's own, so loading a model's state dict after wrapping is allowed.
+        Before the first step the parameters are the script's own: what it has loaded into them becomes the job's weights now.
         """
         if self._first is not None:
-            return self._settle(self._first, ())
+            return self._agree_on_first(self._first, ())
         is_own = self.total_steps == 0 and self.placement.keeps_own
         if not is_own and self._may_differ() and (written := self._written()):
             raise self._write_error(written, "what follows takes the job's weights")
@@ -368,7 +368,7 @@ class Attachment:
         before = self._pulled_versions()
         self.worker.wait_for_others()
         if self.has_begun and self._pulled_versions() != before:
-            self.refuse_writes()
+            self.check_writes()
         self.take_weights()
 
     def _leave_buffers(self) -> None:

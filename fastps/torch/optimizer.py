@@ -286,8 +286,8 @@ class DistributedOptimizer(OptimizerState):
                 foreign.warn_of_trained_apart(self._model, self._tensors)
         if gradients.is_apart:
             worker.advance()  # finishes the previous step, whose wait an error ended
-        if job.is_settling or job.weights.changed() >= 0 or job.is_written():
-            job.settle_writes()
+        if job.is_early or job.weights.changed() >= 0 or job.is_written():
+            job.adopt_writes()
         inner, state = self._inner, self._state
         if self._left_out or state.is_lent or inner.state is not state or inner.param_groups is not self.param_groups:
             self._take_writes()
@@ -305,7 +305,7 @@ class DistributedOptimizer(OptimizerState):
             warm_up.publish()
         hypers, options = self._hypers_read.of(self.param_groups), job.equal_options
         if hypers is not options.pushed or options.is_due:
-            options.look(hypers)
+            options.check(hypers)
         try:
             worker.push(hypers, presence=presence, scale=scale * clip, null=skipped, samples=self._samples)
             if not skipped:
@@ -392,7 +392,7 @@ class DistributedOptimizer(OptimizerState):
         """
         self._job.worker.check_open()
         if self._job.weights.changed() >= 0:
-            self._job.refuse_writes()
+            self._job.check_writes()
         try:
             with self.shown_weights([tensor.detach().clone(memory_format=torch.preserve_format) for tensor in self._tensors]):
                 yield

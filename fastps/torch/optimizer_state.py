@@ -50,7 +50,7 @@ class OptimizerState(torch.optim.Optimizer):
         self._job.worker.check_open()
         self._job.worker.try_combine()
         if self._job.worker.is_behind:
-            self._job.refuse_writes()
+            self._job.check_writes()
             self._job.take_weights()
 
     take_newest_weights = take_newest
@@ -200,7 +200,7 @@ class OptimizerState(torch.optim.Optimizer):
         """
         self._job.worker.check_usable()
         self._job.worker.check_moment("load_state_dict()")
-        self._job.refuse_writes()
+        self._job.check_writes()
         taken = [state_dict]
 
         def check(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
@@ -246,7 +246,7 @@ class OptimizerState(torch.optim.Optimizer):
         self._job.worker.check_usable()
         self._job.worker.check_moment("replace_weights()")
         if callable(values):  # others take the place of what a script has written
-            self._job.refuse_writes()
+            self._job.check_writes()
         given: Any = values
         others: list[Pair] = []
         if isinstance(values, Mapping):

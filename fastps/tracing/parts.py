@@ -105,7 +105,7 @@ def _is_left(folder: Path, since_ns: int, notes: Sequence[Mapping[str, Any]]) ->
 
 
 def _are_since(notes: Sequence[Mapping[str, Any]], since_ns: int) -> bool:
-    """Whether the workers with these notes began after a Unix time."""
+    """Whether all workers with these notes began after a Unix time, in ns."""
     return all((note.get("began_ns") or 0) + (note.get("unix_offset_ns") or 0) >= since_ns for note in notes)
 
 
@@ -174,7 +174,7 @@ def merge_if_over(folder: Path, file: Path, arena: Arena, more: Callable[[], Map
 
     def complete(found: Trace) -> Trace:
         """Add the combiners' own counts of commits, for comparison with the records."""
-        settle(arena, found.pushes)
+        complete_outcomes(arena, found.pushes)
         counters = [arena.counters(lane) for lane in range(arena.lanes)]
         names = ("folded", "dropped", *(["rows"] if arena.n_tables else []))
         committed = {name: [count[name] for count in counters] for name in names}  # type: ignore[literal-required]
@@ -196,7 +196,7 @@ def outcome_of(arena: Arena, worker: int, shard: int, position: int) -> tuple[in
     return version, decided_ns, staleness, _FATES.get(kind, FOLDED)
 
 
-def settle(arena: Arena, pushes: Lines) -> None:
+def complete_outcomes(arena: Arena, pushes: Lines) -> None:
     """Complete the outcomes of pushes that other workers decided after their own worker's end."""
     for index in (pushes["fate"] == UNDECIDED).nonzero()[0]:
         line = pushes[index]

@@ -440,7 +440,7 @@ cdef class Worker(Process):
         self.pushes += 1
         if outcome == COMBINE_BUSY:
             outcome = self._pass_by()
-        self.wait.settle(outcome, self._now())
+        self.wait.begin_outcome(outcome, self._now())
         self._drive()
         if self.job.wounds_left and self.job.draw() % 8 == 0:
             self.job.wound()

@@ -251,7 +251,7 @@ cdef class SharedFold:
         return helped
 
     cdef bint _has_enough(self) noexcept nogil:
-        """Whether a fold, long even with one push, has a helper for every core beside the combiner's."""
+        """Whether every core beside the combiner's has a helper already, for a fold that is long even with one push."""
         cdef int64_t moved = (self.last - self.first) * (1 + 2 * (1 + <int64_t> self.arena.header.state_planes))
         return moved >= ONE_A_CORE_LEAST and (
             count_helpers(self.arena, self.shard, self.workspace, self.lane) >= self.helpers)

@@ -30,7 +30,7 @@ cdef enum:
     WANT_FAILURE = 7      # `outcome` is an error
 
 cdef enum:
-    GOAL_SETTLE = 0  # the combine that gave an outcome is over
+    GOAL_OUTCOME = 0  # the combine that gave an outcome is over
     GOAL_STEP = 1    # steps are granted, and descriptors are done with
     GOAL_JOIN = 2    # every shard counts this worker
     GOAL_LAST = 3    # no other worker will push, and every push is decided
@@ -64,7 +64,7 @@ cdef class Wait:
     cpdef void begin_join(self, int64_t now_ns) noexcept nogil
     cpdef void begin_last(self, uint32_t started, int64_t now_ns) noexcept nogil
     cpdef void begin_calls(self, int64_t now_ns) noexcept nogil
-    cpdef void settle(self, int outcome, int64_t now_ns) noexcept nogil
+    cpdef void begin_outcome(self, int outcome, int64_t now_ns) noexcept nogil
     cpdef void set_outcome(self, int outcome) noexcept nogil
     cdef int _want(self, int64_t now_ns) noexcept nogil
     cdef bint _is_reached(self, int64_t now_ns) noexcept nogil

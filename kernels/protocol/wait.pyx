@@ -48,7 +48,7 @@ cdef class Wait:
         if goal != GOAL_CALL:  # a server reads it before each time that it combines, and at no other time
             self.seen = fps_event_load(&self.lane.words.event)
         self.rounds = 0
-        if goal == GOAL_SETTLE or (not self.spins and self.last_wait_ns < SHORT_WAIT_NS):
+        if goal == GOAL_OUTCOME or (not self.spins and self.last_wait_ns < SHORT_WAIT_NS):
             self.rounds = INT32_MAX if goal == GOAL_CALL else ROUNDS_AWAKE
 
     cpdef void begin_step(
@@ -95,9 +95,9 @@ cdef class Wait:
         """Wait for something of the driver's own, with pauses of `pause_ns`. The lane `combines` meanwhile, or does nothing."""
         self._begin(GOAL_ANY if combines else GOAL_OWN, now_ns, pause_ns)
 
-    cpdef void settle(self, int outcome, int64_t now_ns) noexcept nogil:
+    cpdef void begin_outcome(self, int outcome, int64_t now_ns) noexcept nogil:
         """Wait until the combine that returned `outcome` is over: a helper may still have a chunk of its fold."""
-        self._begin(GOAL_SETTLE, now_ns, HELD_NS)
+        self._begin(GOAL_OUTCOME, now_ns, HELD_NS)
         self.set_outcome(outcome)
 
     cpdef void set_outcome(self, int outcome) noexcept nogil:
@@ -148,7 +148,7 @@ cdef class Wait:
             return self.lane.arena.has_joined(self.lane.index)
         if self.goal == GOAL_LAST:
             return not self.combines and self.lane._is_last(self.started)
-        return self.goal == GOAL_SETTLE and not self.combines
+        return self.goal == GOAL_OUTCOME and not self.combines
 
     cdef int _combine(self, int64_t now_ns) noexcept nogil:
         """Combine, or look at the outcome that was told. WANT_NOTHING: the lane may go on."""

@@ -86,13 +86,13 @@ def test_auto_falls_back_with_the_reason_where_processes_cannot_share_a_gpu(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("FASTPS_GPUS", "0")
     monkeypatch.delenv("FASTPS_PLACEMENT", raising=False)
-    found = placement.settle(4)
+    found = placement.place_by_trial(4)
     assert "shards lie in host memory: expected processes that share" in found and "libcuda.so.1 is missing" in found
     assert os.environ["FASTPS_PLACEMENT"] == "host" and placement.placement(4) == "host"
-    assert placement.settle(4) == "", "the user's own choice is not tried"
+    assert placement.place_by_trial(4) == "", "the user's own choice is not tried"
     monkeypatch.delenv("FASTPS_PLACEMENT")
     monkeypatch.setattr(placement, "PROBE", [sys.executable, "-c", ""])
-    assert placement.settle(4) == "" and placement.placement(4) == "device"
+    assert placement.place_by_trial(4) == "" and placement.placement(4) == "device"
 
 
 def test_the_command_line_without_a_gpu_says_so(machine: Path, tmp_path: Path) -> None:

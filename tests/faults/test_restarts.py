@@ -44,7 +44,7 @@ while opt.worker.steps < 60:
     if fastps.rank() == 0 and opt.worker.steps == 50:
         while not (folder / "joined").exists():
             time.sleep(0.01)
-            opt.worker._membership.look(opt.worker.store.clock.now_ns())
+            opt.worker._membership.check(opt.worker.store.clock.now_ns())
 is_forked = "fastps.processes.forkserver" in pathlib.Path("/proc/self/cmdline").read_text()
 (folder / f"worker-{fastps.rank()}").write_text(f"{joined} {is_forked} {opt.worker.begun_at}")
 opt.close()

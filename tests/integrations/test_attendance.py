@@ -40,7 +40,7 @@ def _looked(worker: Worker, board: Board, looks: int = 2) -> None:
     for _ in range(looks):
         attendance._next_ns = 0
         worker.try_combine()
-        attendance.look()
+        attendance.check()
 
 
 def _push(worker: Worker) -> None:
@@ -84,7 +84,7 @@ def test_nothing_is_pushed_for_another_that_has_made_a_step_since_the_last_look(
         for _ in range(2):
             _push(second)
             attendance._next_ns = 0
-            attendance.look()
+            attendance.check()
             second.advance()
         assert first.posts == 0
 

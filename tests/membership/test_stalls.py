@@ -101,7 +101,7 @@ def test_a_peer_that_computes_is_not_taken_for_stopped() -> None:
             assert other.lane.hold()
             now_ns = 0
             for _ in range(3):  # this process holds both lanes, and uses processor time
-                stalls.look(now_ns, lambda outcome: pytest.fail(f"passed by, with outcome {outcome}"))
+                stalls.check(now_ns, lambda outcome: pytest.fail(f"passed by, with outcome {outcome}"))
                 began = time.process_time()
                 while time.process_time() < began + 0.03:
                     pass
@@ -122,7 +122,7 @@ def test_a_peer_of_which_nobody_can_tell_whether_it_runs_is_waited_for(
             monkeypatch.setattr(stalls, "_pass_by", lambda peer, *_: passed.append(peer))
             assert other.lane.hold()
             for now_ns in (0, 200_000_000):
-                stalls.look(now_ns, lambda _: None)
+                stalls.check(now_ns, lambda _: None)
             assert passed == ([1] if is_passed_by else [])
             other.lane.release(False)
 

@@ -57,7 +57,7 @@ def test_what_rounding_takes_from_a_sum_comes_with_the_next(name: str) -> None:
     for _ in range(20):
         values = torch.randn(floats, generator=random) * 1e-3 + 1e-3
         arrived += _journey(sent, received, values)
-        sent.settle()
+        sent.received()
         total += values
     assert float((arrived - total).abs().max()) <= {"bfloat16": 4e-5, "float16": 4e-6, "int8": 8e-5}[name]
 
@@ -74,7 +74,7 @@ def test_weights_arrive_exactly_once_they_stand_still(name: str) -> None:
         if step < 6:
             weights = weights + torch.randn(floats, generator=random) * 1e-2
         has = has + _journey(sent, received, weights)
-        sent.settle()
+        sent.received()
         assert torch.equal(has, sent._kept)
     assert float((has - weights).abs().max()) <= 1e-6
 
@@ -90,7 +90,7 @@ def test_a_message_can_be_sent_again_over_another_link(name: str, is_sum: bool) 
         next(sent.encoded([values[:CHUNK_FLOATS], values[CHUNK_FLOATS:]]))
         first = _journey(sent, received, values)
         assert torch.equal(_journey(sent, received, values), first)
-        sent.settle()
+        sent.received()
 
 
 @EACH
@@ -102,11 +102,11 @@ def test_a_step_that_begins_again_does_not_settle_its_own_message(name: str) -> 
     random = torch.Generator().manual_seed(4)
     for step in range(1, 4):
         values = torch.randn(floats, generator=random)
-        disturbed.settle_before(step)
+        disturbed.received_before(step)
         next(disturbed.encoded([values[:CHUNK_FLOATS], values[CHUNK_FLOATS:]]))
         found = []
         for sender in (disturbed, calm):
-            sender.settle_before(step)
+            sender.received_before(step)
             found.append(_journey(sender, received, values))
         assert torch.equal(*found)
 

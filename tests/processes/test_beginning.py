@@ -35,7 +35,7 @@ def test_the_steps_of_a_lone_worker_are_lost_and_counted(tmp_path: Path, caplog:
     beginning = Beginning(job, SYSTEM_CLOCK)
     child = processes.start(lambda: _alone(job, 3, seen))
     while beginning._arena is None or beginning._arena.counters(0)["steps"] < 3:
-        beginning.look()
+        beginning.check()
     seen.touch()
     processes.finish([child], 60)
     assert not beginning.is_over()
@@ -52,7 +52,7 @@ def test_a_job_that_two_workers_have_joined_is_over_once_its_arena_is_gone(tmp_p
     assert not beginning.is_over()
     with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0), sync="asp", workers=2, job=job) as store:
         with store.attach(0), store.attach(1):
-            beginning.look()
+            beginning.check()
             assert not beginning.is_watched
             assert not beginning.is_over()
     assert beginning.is_over()
@@ -73,7 +73,7 @@ def test_a_job_that_its_only_worker_has_left_is_over(tmp_path: Path) -> None:
     with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0), workers=1, job=job) as store:
         with store.attach(0) as worker:
             worker.step(WEIGHTS)
-            beginning.look()
+            beginning.check()
     assert beginning.is_over()
 
 

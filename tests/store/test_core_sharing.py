@@ -44,7 +44,7 @@ def _stays_awake(worker: fastps.Worker) -> bool:
 def test_workers_with_a_core_each_spin_and_keep_it_and_share_their_folds() -> None:
     with _job() as store, _attach(store, 0, {min(_OWN)}) as first, _attach(store, 1, {max(_OWN)}) as second:
         assert first.cores.spins == 0  # it was alone, and one of two workers
-        first.cores.look()
+        first.cores.check()
         assert first.cores.spins == second.cores.spins == config.SPINS
         assert (first.lane.begins_with(2), second.lane.begins_with(2)) == (0b01, 0b10)
         assert not _stays_awake(first)
@@ -52,7 +52,7 @@ def test_workers_with_a_core_each_spin_and_keep_it_and_share_their_folds() -> No
 
 def test_workers_that_share_a_core_fold_alone_and_stay_awake_for_short_waits_only() -> None:
     with _job() as store, _attach(store, 0, {min(_OWN)}) as first, _attach(store, 1, {min(_OWN)}) as second:
-        first.cores.look()
+        first.cores.check()
         assert first.cores.spins == second.cores.spins == 0
         assert first.lane.begins_with(2) == second.lane.begins_with(2) == 0b11
         assert _stays_awake(first)
@@ -79,7 +79,7 @@ def test_the_cores_of_who_has_left_count_no_more() -> None:
         with _attach(store, 1, {max(_OWN)}):
             assert store.arena.cores() == len({min(_OWN), max(_OWN)})
         assert store.arena.cores() == 1
-        worker.cores.look()
+        worker.cores.check()
         assert worker.cores.spins == 0
 
 
@@ -88,7 +88,7 @@ def test_a_number_of_cores_that_makes_no_sense_is_bounded(count: int) -> None:
     with _job() as store, store.attach(0) as worker, store.attach(1):
         store.arena.set_cores(1, 0, count)
         assert store.arena.cores() == len(_OWN) + count
-        worker.cores.look()
+        worker.cores.check()
         cores_at_most = len(_OWN) if count <= 0 else os.cpu_count() or 1
         assert worker.cores.spins == cores.spins(2, cores_at_most)
 

@@ -167,7 +167,7 @@ def run(
 
     When a worker fails, the first failure is reported and the others are ended; with --restarts it is replaced.
     """
-    from fastps.device.placement import parse_gpus, settle
+    from fastps.device.placement import parse_gpus, place_by_trial
     from fastps.processes.launcher import Launcher
 
     policy = parse_policy(sync) if sync is not None else None
@@ -178,7 +178,7 @@ def run(
         policy.values(workers if nodes is None else nodes.count)  # raises PolicyError for more than there are
     if gpus is not None:
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
-        if reason := settle(workers):
+        if reason := place_by_trial(workers):
             logging.getLogger("fastps.launch").warning("%s", reason)
     spec, command = policy.spec if policy is not None else None, _command_of(arguments, module)
     with contextlib.redirect_stdout(sys.stderr if json_file == "-" else sys.stdout):  # what workers say is no JSON

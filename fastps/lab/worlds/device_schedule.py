@@ -226,7 +226,7 @@ class Job:
             self._await_hosts()
         for lane, arena in zip(self.lanes, self.arenas, strict=True):
             arena.mark_pushed(int(lane.slot))
-            self._settle(lane.push(self._now(), 1.0, 1, False), lane)
+            self._finish_combine(lane.push(self._now(), 1.0, 1, False), lane)
         waiting = dict(enumerate(self.lanes))
         for _ in range(_MOST_ROUNDS):
             for rank, lane in list(waiting.items()):
@@ -235,7 +235,7 @@ class Job:
             if not waiting:
                 break
             for lane in self.lanes:
-                self._settle(lane.try_combine(self._now()), lane)
+                self._finish_combine(lane.try_combine(self._now()), lane)
         if waiting:
             raise DeviceError(f"expected a grant for workers {sorted(waiting)}, found none")
         for rank in range(len(self.arenas)):
@@ -263,7 +263,7 @@ class Job:
         self.lanes[rank].pull_all(self.buffers[rank])
         self.arenas[rank].show_pulled(self.buffers[rank])
 
-    def _settle(self, outcome: int, lane: WorkerLane) -> None:
+    def _finish_combine(self, outcome: int, lane: WorkerLane) -> None:
         if outcome not in (DONE, BUSY):
             raise lane.fold_failure or DeviceError(f"expected a fold, found outcome {outcome}")
 

@@ -228,16 +228,16 @@ class Worker:
         self.world.publish(self.process)
         self.world.learn(self.process)
         self.posts += 1
-        self._settle(self.lane.push(self.world.now(), 1.0, 1, slot is None))
+        self._finish_combine(self.lane.push(self.world.now(), 1.0, 1, slot is None))
         yield
 
     def combine(self) -> None:
         """Try the locks of the shards that this worker folds."""
         self.world.publish(self.process)
         self.world.learn(self.process)
-        self._settle(self.lane.try_combine(self.world.now()))
+        self._finish_combine(self.lane.try_combine(self.world.now()))
 
-    def _settle(self, outcome: int) -> None:
+    def _finish_combine(self, outcome: int) -> None:
         if outcome in (DONE, BUSY):
             return
         if self.lane.fold_failure is not None:

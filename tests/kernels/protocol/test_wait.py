@@ -62,7 +62,7 @@ def test_a_driver_is_told_to_check_the_peers_once_a_slice_and_the_lane_combines_
 
 def test_a_wait_is_not_over_while_the_lane_holds_a_fold_for_a_helper() -> None:
     _, waits = _waiting(1, ASP)
-    waits.settle(AWAITING, NOW_NS)
+    waits.begin_outcome(AWAITING, NOW_NS)
     assert waits.want(NOW_NS) == wait.REST and waits.held and waits.is_awake
     assert waits.want(NOW_NS) == wait.NOTHING and not waits.held, "the next combine ends it"
 
@@ -70,7 +70,7 @@ def test_a_wait_is_not_over_while_the_lane_holds_a_fold_for_a_helper() -> None:
 def test_what_a_driver_tells_is_the_outcome_of_the_next_combine() -> None:
     _, waits = _waiting(2, BSP)
     for outcome, wanted in ((DONE, wait.NOTHING), (BUSY, wait.NOTHING), (BAD_STATE, wait.FAILURE)):
-        waits.settle(outcome, NOW_NS)
+        waits.begin_outcome(outcome, NOW_NS)
         assert waits.want(NOW_NS) == wanted
     assert waits.outcome == BAD_STATE
     waits.begin_step(2, 0, NOW_NS)
@@ -132,7 +132,7 @@ def test_a_served_worker_calls_the_server_which_combines_once_it_is_called() -> 
     assert serves.want(NOW_NS) == wait.REST
     job.post(0, 1.0, NOW_NS)
     called = server.event()
-    waits.settle(job.lanes[0].try_combine(NOW_NS), NOW_NS)
+    waits.begin_outcome(job.lanes[0].try_combine(NOW_NS), NOW_NS)
     assert server.event() != called and job.arena.version == 0
     assert serves.want(NOW_NS) == wait.REST and job.arena.version == 1
     waits.begin_step(0, 1, NOW_NS)
@@ -146,7 +146,7 @@ def test_a_worker_whose_server_has_ended_is_told_to_take_over() -> None:
     job.arena.finish(job.arena.server_lane)
     job.post(0, 1.0, NOW_NS)
     waits = _wait(job.lanes[0])
-    waits.settle(job.lanes[0].try_combine(NOW_NS), NOW_NS)
+    waits.begin_outcome(job.lanes[0].try_combine(NOW_NS), NOW_NS)
     assert waits.want(NOW_NS) == wait.TAKE_OVER
     job.lanes[0].leave_to_server(False)
     assert waits.want(NOW_NS) == wait.NOTHING and job.arena.version == 1
