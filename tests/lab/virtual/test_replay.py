@@ -64,7 +64,7 @@ def work(worker: Worker, steps: int, made: Gradient, joined: threading.Event, di
 
 def die(worker: Worker) -> None:
     """End a worker as another one does that sees its process end, and with it its threads."""
-    worker._end_background()
+    worker.combining.end_threads()
     worker.closed = True
     worker.store.stop_answering(worker._listener)
     worker.store.arena.mark_dead(worker.rank, worker.generation)
