@@ -94,6 +94,7 @@ TESTED_TOGETHER = {
     "tests/test_docs.py": "fastps/system/extras",
     "tests/torch/placements/test_staged.py": "fastps/torch/placements/host fastps/torch/placements/on_device",
     "tests/torch/test_foreign.py": "fastps/processes/worker_environment fastps/torch/join",
+    "tests/torch/any_optimizer/test_fold.py": "fastps/torch/any_optimizer/owner",
     "tests/torch/test_optimizer.py": (
         "fastps/torch/attachment fastps/torch/gradients fastps/torch/model_buffers fastps/torch/schedules "
         "fastps/torch/state fastps/torch/update_rules fastps/torch/weights"

@@ -82,7 +82,7 @@ class PinnedVersion:
     A worker creates it between two steps. Only one worker at a time has one: with `waits` this worker waits for the other, else
     VersionInUseError is raised. Under disciplines that keep all workers at the same step, all shards have the same version;
     under others each shard has its own, as in a pull. `home` is given to pin another arena's version, a home's: that arena, and
-    the lane for which it is pinned.
+    the lane for which it is pinned. `more` is saved beside it: fields of the JSON file, and arrays.
 
     A table lies in memory once, so only the shard locks keep its rows at one version: the worker copies the tables in memory,
     and then releases the locks. Without room for that it holds them until `close`, which its own thread has to call then.
@@ -98,6 +98,7 @@ class PinnedVersion:
         *,
         waits: bool = True,
         home: tuple[JobMemory, int] | None = None,
+        more: tuple[Mapping[str, Any], Mapping[str, Array]] = ({}, {}),
     ) -> None:
         store, self._rank = home or (worker.store, worker.rank)
         self._store, self._generation = store, 0 if home else worker.generation
@@ -115,7 +116,8 @@ class PinnedVersion:
                 self._shards += 1
             state = [found[2] for found in pinned]
             self._copy = store.copy_version([found[1] for found in pinned], state)
-            self.description = self._described(pinned, param_groups, extra)
+            self.description = {**self._described(pinned, param_groups, extra), **more[0]}
+            self._more = more[1]
             if home is None and self.description["clocks"][worker.rank : worker.rank + 1] == [-1]:
                 self.description["clocks"][worker.rank] = worker.steps  # it has left
             if store.tables:
@@ -186,6 +188,7 @@ class PinnedVersion:
         """The name and the array of each tensor. The arrays are valid until `close`."""
         for name, _, array in self._tensors():
             yield name, self._tables.get(name, array)
+        yield from self._more.items()
 
     def _tensors(self) -> Iterator[tuple[str, Parameter, Array]]:
         layout, copy = self._store.layout, self._copy

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +34,18 @@ class Rule:
     initial: tuple[float, ...] = ()  # the value that fills each of them before the first step; () if all begin at 0
     digest: str = ""  # the digest of a user rule's code; "" for a built-in rule
     address: int = field(default=0, compare=False)  # the address of that code in this process, or 0
+    runs_in_python: ClassVar[bool] = False  # whether a torch optimizer's own step() is the rule, and has the state
 
     def initial_value(self, plane: int) -> float:
         """The value that fills an optimizer-state tensor before the first step."""
         return self.initial[plane] if self.initial else 0.0
+
+
+@dataclass(frozen=True)
+class PythonRule(Rule):
+    """The rule of an optimizer whose arithmetic the core does not know: one process runs its step(). `name`: of its class."""
+
+    runs_in_python: ClassVar[bool] = True
 
 
 def write_initial_state(rule: Rule, plane_views: Callable[[int], list[npt.NDArray[np.float32]]]) -> None:

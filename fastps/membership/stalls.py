@@ -31,9 +31,12 @@ class _Look(NamedTuple):
 def patience_ns(store: JobMemory) -> int:
     """How long a stopped peer is waited for, in ns; 0: for ever.
 
-    Rows are folded in place, a device has its own order of work, and an agent's fold is made on another arena.
+    Rows are folded in place, a device has its own order of work, an agent's fold is made on another arena, and no other lane
+    has an optimizer that runs in Python.
     """
-    return 0 if store.arena.n_tables or store.layout.owner_lanes or store.layout.has_no_state else limits.stall_ns()
+    layout = store.layout
+    cannot = store.arena.n_tables or layout.owner_lanes or layout.has_no_state or layout.rule.runs_in_python
+    return 0 if cannot else limits.stall_ns()
 
 
 class Stalls:

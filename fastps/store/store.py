@@ -79,6 +79,7 @@ class Store(JobMemory):
     """
 
     server: ServerProcess | None = None
+    combining: Callable[[AttachedLane], Combining] | None = None  # the part of a worker that folds; None: by the layout
 
     def close(self) -> None:
         """Close the listeners, release the memory, and let the server end if this process started one."""
@@ -305,6 +306,8 @@ class Store(JobMemory):
 
     def _combining(self, worker: AttachedLane) -> Combining:
         """The part of a worker that folds what it pushes."""
+        if self.combining is not None:
+            return self.combining(worker)
         if environment.is_virtual():
             return virtual_time.Virtual(worker)
         return AgentCombining(worker) if self.layout.server == "agent" else Combining(worker)

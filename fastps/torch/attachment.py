@@ -125,6 +125,11 @@ class Attachment:
             with self.worker.locked():
                 self.store.thaw(indices)
 
+    def after_fold(self) -> None:
+        """This worker's own fold has shown other memory as the parameters, and shows this worker's again."""
+        if self.has_begun:
+            self.weights.remember()
+
     def change_to(self, moved: Worker) -> None:
         """Leave the present job for another, which has its weights and its state."""
         old, self._own = self.worker, self.weights.own
@@ -384,6 +389,9 @@ class Attachment:
         """Leave the job: the parameters become private copies of the weights last taken."""
         if self.worker.closed or self.worker.forked:
             return
+        if failure is None and self.store.layout.rule.runs_in_python and self.worker.combining.closes_last:
+            self._leave_buffers()
+            self.worker.wait_for_others()  # whose pushes this worker folds, before the last checkpoint
         if self.checkpointing is not None:
             self.checkpointing.close(failed=failure is not None)
         self.placement.end()

@@ -26,11 +26,14 @@ from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
 from fastps.membership import discovery
 from fastps.store import jobs_of_process
+from fastps.store.attached_lane import AttachedLane
+from fastps.store.combining import Combining
 from fastps.store.store import StartState, Store
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
 from fastps.system.memory_limits import available_bytes
 from fastps.torch import foreign
+from fastps.torch.any_optimizer import saved
 from fastps.torch.checkpoint import restore_buffers, restore_group
 from fastps.torch.names import UNNAMED
 from fastps.torch.update_rules import PARAMETER_TYPES, left_out, without
@@ -140,6 +143,9 @@ def resumed_from(
         restore_buffers(model, found)
     for group, described in zip(optimizer.param_groups, found.description["param_groups"], strict=True):
         restore_group(group, described)
+    if layout.rule.runs_in_python:
+        saved.restore(optimizer, found)
+        return found
     state = optimizer.state
     optimizer.__setstate__({"state": {}})  # torch's AdamW stays AdamW after it has loaded Adam's options
     optimizer.state = state
@@ -183,7 +189,8 @@ def warn_of_gradients(tensors: Sequence[torch.Tensor], workers: int) -> None:
 class Joining:
     """A worker's request to join a job: its identity, the checkpoint to resume from, and the timeout of its waits.
 
-    `is_named`: whether the script names the job, so that no other job of the launch can be meant.
+    `is_named`: whether the script names the job, so that no other job of the launch can be meant. `combining`: what folds, if
+    the compiled core does not.
     """
 
     identity: Identity
@@ -191,6 +198,7 @@ class Joining:
     resumed: StartState | None
     timeout_s: float | None
     clock: Clock
+    combining: Callable[[AttachedLane], Combining] | None = None
 
     @property
     def finds_others(self) -> bool:
@@ -231,6 +239,7 @@ def join(
         warn_of_gradients(tensors, layout.workers)
     else:
         store = kind.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
+    store.combining = to.combining
     try:
         if rank:
             read_first(store)

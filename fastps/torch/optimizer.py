@@ -38,6 +38,7 @@ from fastps.system import exit_handlers
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.malloc import keep_freed_memory
 from fastps.torch import foreign, join, names, profiling, state, tables
+from fastps.torch.any_optimizer import owner, saved
 from fastps.torch.attachment import Attachment
 from fastps.torch.checkpoint import described_group, saved_buffers
 from fastps.torch.gradients import OF_A_SCALER, loss_scaling
@@ -178,12 +179,13 @@ class DistributedOptimizer(OptimizerState):
         self._warm_up = WarmUp(worker.store, worker) if self.policy.warm_up else None
         self._batch_size = batch_size
         self._samples = batch_size
-        self._job.hook(refuse_calls(self._inner))
+        self._job.hook(refuse_calls(self._inner, loads=self._rule.runs_in_python))
         if worker.begun_at:  # torch would warn of a schedule that the script steps to where the job is
             self._opt_called = True
         if checkpointing is not None:
             run, exact, version = self.run, self._placement.saves_share, partial(self._placement.saved_version, worker)
-            pin = partial(self.pin_whole_version, {}, waits=exact) if self._placement.saves else None
+            saves = self._placement.saves and not (self._is_own and worker.rank)
+            pin = partial(self.pin_whole_version, {}, waits=exact) if saves else None
             self._job.checkpointing = Checkpointing(
                 worker, *checkpointing, pin, self.model_buffers, version, run=run, exact=exact
             )
@@ -210,7 +212,10 @@ class DistributedOptimizer(OptimizerState):
         parameters = place(rows, policy.shards, numbers, types)
         workers, extra_bytes = self._identity.workers, self._buffers.nbytes + room_bytes(policy)
         layout = Layout(parameters, len(groups), self._rule, policy, workers, extra_bytes, faults, pushed)
-        return self._placement.layout(replace(layout, server=self._server, max_readers=self._max_readers))
+        layout = self._placement.layout(replace(layout, server=self._server, max_readers=self._max_readers))
+        if self._rule.runs_in_python:
+            owner.check(layout, self._placement.name)
+        return layout
 
     def _place(self, push_dtype: torch.dtype) -> HostPlacement:
         return placed(self._tensors, push_dtype, is_told=self._is_told)
@@ -221,6 +226,9 @@ class DistributedOptimizer(OptimizerState):
             state.write_first(store, partial(shaped_tensors, store), self._rule, self._entries())
 
         hypers = list(self._hypers_read.of(self.param_groups))
+        if self._rule.runs_in_python:
+            made = partial(owner.combining_of, self._inner, self._tensors, self._job.after_fold)
+            to = replace(to, combining=made)
         return self._placement.join(layout, hypers, to, write_state if any(self._entries()) else None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -416,8 +424,11 @@ class DistributedOptimizer(OptimizerState):
 
     def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> Pinned:
         """Pin the whole published version for a checkpoint; see PinnedVersion."""
-        groups = [described_group(group) for group in self.param_groups]
-        return self._placement.pin(self._job.worker, groups, {"seeds": self._seeds, **extra}, waits=waits)
+        groups, more = [described_group(group) for group in self.param_groups], {}
+        if self._is_own:  # no fold comes between: this thread makes them
+            self._check_has_state("a checkpoint")
+            more["more"] = saved.for_checkpoint(self._inner)
+        return self._placement.pin(self._job.worker, groups, {"seeds": self._seeds, **extra}, waits=waits, **more)
 
     def model_buffers(self) -> dict[str, Array]:
         """This worker's buffers (BatchNorm) of the model given as `model=`, by name; checkpoints save them."""

@@ -1,6 +1,7 @@
 """A wrapped optimizer's state and weights in torch's own terms: state_dict, load_state_dict, param groups."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class OptimizerState(torch.optim.Optimizer):
     _groups: list[dict[str, Any]]
     _left_out: dict[int, str]
     _state: JobState
+    _is_own = False  # whether the wrapped optimizer runs in Python, and its state is its own
     _untaken: str | None = "the worker left with an error, or at the program's exit, and kept no state"
 
     def take_newest(self) -> None:
@@ -77,10 +79,13 @@ class OptimizerState(torch.optim.Optimizer):
         ...     optimizer.state[weight]["momentum_buffer"].zero_()
         tensor([0., 0.])
         """
-        return self._state
+        return self._inner.state if self._is_own else self._state  # type: ignore[return-value]
 
     @state.setter
     def state(self, entries: Mapping[Any, Entry]) -> None:
+        if self._is_own:
+            self._inner.state = entries  # type: ignore[assignment]
+            return
         if "_state" not in self.__dict__:
             self._state = JobState()
         self._state.replace(entries)
@@ -98,8 +103,24 @@ class OptimizerState(torch.optim.Optimizer):
 
     def _entries(self) -> list[Entry]:
         """The job's part of each parameter's entry in the torch optimizer's state; empty if it has none."""
+        if self._rule.runs_in_python:
+            return []
         names, found = names_of(self._rule, self.param_groups), [self.state.get(tensor, {}) for tensor in self._tensors]
         return [{name: value for name, value in entry.items() if name in names} for entry in found]
+
+    def _check_has_state(self, what: str) -> None:
+        """Raise UsageError unless this worker runs the wrapped optimizer, and so has its state."""
+        if rank := self._job.worker.rank:
+            raise UsageError(
+                f"{what}: worker 0 runs the step() of {self._rule.name}, and has its state: expected the call in worker 0,"
+                f" found it in worker {rank}"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapped optimizer alone has, where it runs in Python: methods such as `train()`, `eval()`, attributes."""
+        if "_inner" not in self.__dict__ or not self._is_own or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._inner, name)
 
     def _read_state(self) -> Iterable[tuple[Any, Entry]]:
         """The entries of the job's state, each with its parameter. In a job of several nodes none: no worker reaches them."""
@@ -115,13 +136,17 @@ class OptimizerState(torch.optim.Optimizer):
 
     def _share_state(self) -> None:
         self.param_groups = self._groups = self._inner.param_groups
-        self.state = self._inner.state
-        self._inner.state = self._state
+        self._is_own = self._rule.runs_in_python
+        if not self._is_own:
+            self.state = self._inner.state
+            self._inner.state = self._state
         for name in _HOOKS:
-            setattr(self, name, getattr(self._inner, name))
+            setattr(self, name, self._inner.__dict__.setdefault(name, OrderedDict()))  # a wrapper of an optimizer may have none
 
     def _follow_state(self, is_late: bool) -> None:
         """Read the state from the job from now on. `is_late`: the entries up to now become the job's first."""
+        if self._is_own:
+            return
         if is_late and any(self._entries()):
             self._publish_state(self._entries())
         self._state.attach(self._read_state, self._tensors, names_of(self._rule, self.param_groups))
@@ -140,7 +165,7 @@ class OptimizerState(torch.optim.Optimizer):
         if self._inner.param_groups is not self.param_groups:
             given = self.param_groups if self.param_groups is not self._groups else self._inner.param_groups
             self.param_groups = self._inner.param_groups = self._groups = given
-        if self._state.is_lent or self._inner.state is not self._state:
+        if not self._is_own and (self._state.is_lent or self._inner.state is not self._state):
             self._write_state()
 
     def _write_state(self) -> None:
@@ -166,8 +191,12 @@ class OptimizerState(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Copies of the optimizer's state at one version, in a form that the wrapped optimizer can load.
 
+        That of an optimizer that runs in Python (docs/reference/optimizers.md) is no copy, as in torch, and worker 0 has it.
         After `close()` it is the state at that moment. Raises UsageError if that could not be taken, and says why.
         """
+        if self._is_own:
+            self._check_has_state("state_dict()")
+            return self._inner.state_dict()
         if self._job.worker.closed:
             if self._untaken is not None:
                 raise UsageError(f"state_dict() after close(): {self._untaken}")
@@ -181,6 +210,9 @@ class OptimizerState(torch.optim.Optimizer):
         """Take the state for the time after close. No error leaves this: the training is over."""
         try:
             self._job.worker.store.layout.check_has_state("the optimizer's state")
+            if self._is_own:
+                self._untaken = None
+                return
             self._job.worker.leave_virtual_time()  # the last state is there once every worker has
             self._state.detach()
             self._untaken = None
@@ -201,6 +233,11 @@ class OptimizerState(torch.optim.Optimizer):
         self._job.worker.check_usable()
         self._job.worker.check_moment("load_state_dict()")
         self._job.check_writes()
+        if self._is_own:
+            self._inner.load_state_dict(state_dict)
+            self.param_groups = self._groups = self._inner.param_groups
+            self._hypers_read = Hypers(self._rule)
+            return
         taken = [state_dict]
 
         def check(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
@@ -284,10 +321,10 @@ def check_kind(optimizer: object) -> None:
         )
 
 
-def refuse_calls(inner: torch.optim.Optimizer) -> list[Any]:
+def refuse_calls(inner: torch.optim.Optimizer, *, loads: bool = False) -> list[Any]:
     """Let step() and load_state_dict() of a wrapped optimizer raise UsageError, until the hooks that this returns are removed.
 
-    The DistributedOptimizer has the same hooks.
+    The DistributedOptimizer has the same hooks. `loads`: load_state_dict() is allowed.
     """
 
     def refusal(text: str) -> Callable[..., None]:
@@ -305,7 +342,8 @@ def refuse_calls(inner: torch.optim.Optimizer) -> list[Any]:
         "load_state_dict() of an optimizer that is wrapped changes nothing in the job: load before wrapping it, or into the"
         " DistributedOptimizer"
     )
-    return [inner.register_step_pre_hook(refuse_step), inner.register_load_state_dict_pre_hook(refuse_load)]
+    handles = [inner.register_step_pre_hook(refuse_step)]
+    return handles if loads else [*handles, inner.register_load_state_dict_pre_hook(refuse_load)]
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]

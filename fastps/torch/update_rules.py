@@ -14,8 +14,9 @@ import torch
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.layout import GradientType
-from fastps.job.update_rules import DOUBLE_PRODUCT, UPDATE_RULES, Hyper, Rule, UpdateRule, rule_for
+from fastps.job.update_rules import DOUBLE_PRODUCT, UPDATE_RULES, Hyper, PythonRule, Rule, UpdateRule, rule_for
 from fastps.job.user_rules import UserRule
+from fastps.kernels.update.fold import RULE_SGD
 from fastps.torch.names import UNNAMED, of_groups
 from fastps.torch.own_optimizers import RowWiseAdagradOptimizer, RuleOptimizer
 
@@ -30,20 +31,9 @@ _WITHOUT_EFFECT = {
 """Options that choose how torch runs an optimizer, and the level of the message that they change nothing here."""
 
 _REFUSED = {
-    "ASGD": "its step size and its average have state of their own for each parameter: use SGD, and ema=0.999 in the sync spec",
-    "Adafactor": "its state is a row and a column for each matrix, and here it is a number for each weight: use AdamW",
     "LBFGS": "it evaluates the loss several times a step and needs dot products over all parameters: use Adam or SGD, which may"
     " need 25 times the steps, or train with LBFGS in one process, without fastps",
-    "Muon": "its step multiplies matrices, and a rule sees elements and sums over them: use AdamW (docs/how-to/own-rule.md)",
-    "Rprop": "it follows the signs of gradients of the whole data set, which those of batches contradict: use Adam or RMSprop",
 }
-_HINTS = dict.fromkeys(
-    ("rwsadagrad", "rowwiseadagrad"), "; fastps.RowWiseAdagradOptimizer has that of DLRM's RWSAdagrad, for tables"
-)
-_OWN = (
-    "; wrap one of these, with what your step() does before the update in a hook (register_step_pre_hook), or write a rule of"
-    " your own (docs/how-to/own-rule.md)"
-)
 _KNOWN: dict[type, str] = {getattr(torch.optim, kind): name for name, row in UPDATE_RULES.items() for kind in row.optimizers}
 _KNOWN[RowWiseAdagradOptimizer] = "row_wise_adagrad"
 
@@ -58,7 +48,10 @@ _OF_PARAMETERS = ("params", "param_names")  # a param_group's keys that describe
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """The rule of a torch optimizer. Raises UnsupportedError naming the optimizer or the option."""
+    """The rule of a torch optimizer, a PythonRule for one whose arithmetic the fold does not know.
+
+    Raises UnsupportedError naming the optimizer or the option.
+    """
     kind = type(optimizer)
     if isinstance(optimizer, RuleOptimizer):
         return optimizer.rule
@@ -66,11 +59,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     if name in _REFUSED and kind is getattr(torch.optim, name, None):
         raise UnsupportedError(f"torch.optim.{name} is not supported, because {_REFUSED[name]}")
     if kind not in _KNOWN:
-        raise UnsupportedError(
-            f"expected torch.optim.{', '.join(known.__name__ for known in _KNOWN if known is not RowWiseAdagradOptimizer)}, a"
-            f" fastps.RowWiseAdagradOptimizer or a fastps.RuleOptimizer, found {kind.__module__}.{kind.__qualname__}: the fold"
-            f" does not know its arithmetic{_HINTS.get(name.lower(), _OWN)}"
-        )
+        return PythonRule(f"{kind.__module__}.{kind.__qualname__}", RULE_SGD, ())
     for option, level in _WITHOUT_EFFECT.items():
         if any(group.get(option) for group in optimizer.param_groups):
             logger.log(
@@ -83,7 +72,9 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def _row_of(rule: Rule) -> UpdateRule:
-    """The rule's row of the table. A user's rule has none, and gets one here."""
+    """The rule's row of the table. A user's rule, and one that runs in Python, has none, and gets one here."""
+    if rule.runs_in_python:
+        return UpdateRule(lambda group: Hyper(float(group.get("lr", 0.0))), (), (), dict, has_steps=False)
     if not isinstance(rule, UserRule):
         return UPDATE_RULES[rule.name]
 

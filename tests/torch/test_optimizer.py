@@ -282,13 +282,7 @@ def test_param_groups_keep_their_own_hyper_parameters() -> None:
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (_OwnSGD, r"Adadelta, SparseAdam, a .* or a fastps.RuleOptimizer, found .*_OwnSGD: the fold does not .*"
-              r"register_step_pre_hook\), or write a rule of your own"),
-    (torch.optim.Rprop, r"Rprop is not supported, because .*use Adam or RMSprop"),
     (torch.optim.LBFGS, r"LBFGS is not supported, because .*several times a step.*use Adam or SGD"),
-    (torch.optim.ASGD, r"ASGD is not supported, because .*use SGD, and ema=0\.999 in the sync spec"),
-    (torch.optim.Adafactor, r"Adafactor is not supported, because .*a row and a column.*use AdamW"),
-    (lambda p: torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))]), "Muon is not supported.*multiplies matrices"),
     (lambda p: torch.optim.SGD(torch.nn.Linear(2, 2).to(torch.float8_e4m3fn).parameters()),
      r"'param_groups\[0\]\[0\]': expected float32, float64, bfloat16 or float16, found float8_e4m3fn"),
     (lambda p: torch.optim.SGD([torch.nn.Parameter(torch.zeros(3, dtype=each)) for each in (torch.bfloat16, torch.float16)]),

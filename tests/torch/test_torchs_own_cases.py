@@ -17,13 +17,13 @@ import torch
 from tests.support.sizes import sample_and_full
 from tests.support.torch_optimizers import with_and_without
 
-REFUSED = {"Adafactor", "ASGD", "LBFGS", "Muon", "Rprop"}  # tests/torch/test_optimizer.py
+ELSEWHERE = {"LBFGS", "Muon"}  # refused, and for matrices alone: tests/torch/test_optimizer.py, test_torch_fold.py
 OF_TABLES = {"SparseAdam"}
 
 
 KINDS = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
 NAMES = sorted(name for name, kind in KINDS.items() if issubclass(kind, torch.optim.Optimizer))
-NAMES = [name for name in NAMES if name not in {"Optimizer", *REFUSED}]
+NAMES = [name for name in NAMES if name not in {"Optimizer", *ELSEWHERE}]
 
 
 def _cases(kind: Any) -> list[dict[str, Any]]:

@@ -64,9 +64,11 @@ class HostPlacement:
         """The version that the next checkpoint would have."""
         return worker.version
 
-    def pin(self, worker: Worker, groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> Pinned:
+    def pin(
+        self, worker: Worker, groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool, **more: Any
+    ) -> Pinned:
         """Pin the whole published version for a checkpoint."""
-        return PinnedVersion(worker, groups, extra, waits=waits)
+        return PinnedVersion(worker, groups, extra, waits=waits, **more)
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """Create the job's store or connect to it, and attach."""

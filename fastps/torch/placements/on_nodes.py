@@ -64,7 +64,9 @@ class NodePlacement(HostPlacement):
     def saved_version(self, worker: Worker) -> int:
         return self._view(worker).version if self.saves else worker.version
 
-    def pin(self, worker: Worker, groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> Pinned:
+    def pin(
+        self, worker: Worker, groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool, **more: Any
+    ) -> Pinned:
         """Raises UnsupportedError on other nodes than node 0, unless each node has a share."""
         self._refuse_scattered_state()
         if not self.saves:

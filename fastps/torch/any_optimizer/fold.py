@@ -1,0 +1,160 @@
+"""The fold of a job whose optimizer the compiled core does not know: it calls the optimizer's own `step()`.
+
+The sum of the pushes is the parameters' gradient, and while `step()` runs they show the buffer that is published next.
+"""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fastps.kernels.combining.fold_call import FoldCall, FoldedPush
+from fastps.kernels.update import fold
+from fastps.membership.job_memory import JobMemory
+from fastps.torch.weights import shaped_tensors
+
+Gradients = list[torch.Tensor | None]
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class TorchFold:
+    """Runs `step()` of a torch optimizer as a fold. `tensors`: its parameters, in the layout's order."""
+
+    def __init__(self, store: JobMemory, optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> None:
+        self._store, self._optimizer, self._tensors = store, optimizer, tensors
+        self._checks = store.layout.faults.nonfinite != "allow"
+        self._frozen: set[int] = set()
+        self._made: dict[tuple[int, ...], list[torch.Tensor]] = {}
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def fold(self, call: FoldCall) -> list[int] | None:
+        """Make the next version; the function given to Lane.fold_with. Returns a non-finite parameter, or -1, of each push.
+
+        An error of `step()` is the fold's. The optimizer's state may have changed by then, and no version is published.
+        """
+        if self._frozen != self._store.frozen:
+            self._frozen = set(self._store.frozen)
+            self._made.clear()
+        pushes = sorted(call.pushes)  # by lane
+        if self._checks:
+            found = {push: self._nonfinite(push) for push in pushes}
+            if max(found.values(), default=-1) >= 0:
+                return [found[push] for push in call.pushes]
+        weights = self._weights(call.weights_out)
+        for source, target in zip(self._weights(call.weights_in), weights, strict=True):
+            if source.data_ptr() != target.data_ptr():  # a frozen parameter lies in memory once
+                target.copy_(source)
+        steps, steps_out = self._store.all_steps(call.state_in), self._store.all_steps(call.state_out)
+        steps_out[:] = steps
+        is_each = call.mode == fold.FOLD_EACH
+        average = self._average(call)
+        for some in [[push] for push in pushes] if is_each else [pushes]:
+            gradients = self._sum(some, 1.0 if is_each else call.scale)
+            rate = call.rate_scale * (sum(push.rate_scale for push in some) / len(some))
+            self._step(weights, gradients, rate)
+            steps_out += [gradient is not None for gradient in gradients]
+            for mean, weight in zip(average, weights, strict=True) if average else ():
+                if mean.numel():
+                    mean.lerp_(weight.to(mean.dtype), 1 - self._store.layout.policy.ema)
+        self._store.write_halves(call.weights_out)
+        return None
+
+    def _weights(self, buffer: int) -> list[torch.Tensor]:
+        if (buffer,) not in self._made:
+            self._made[buffer,] = shaped_tensors(self._store, self._store.weight_views(buffer))
+        return self._made[buffer,]
+
+    def _pushed(self, push: FoldedPush) -> Iterator[tuple[int, torch.Tensor]]:
+        """The number and the gradient of each parameter that a push has."""
+        place = push.lane, push.slot
+        if place not in self._made:
+            views = self._store.gradient_views(*place)
+            self._made[place] = shaped_tensors(self._store, views, self._store.layout.gradient_type)
+        _, present = self._store.slot_words(*place)
+        return ((index, self._made[place][index]) for index in present.nonzero()[0].tolist())
+
+    def _nonfinite(self, push: FoldedPush) -> int:
+        """The first parameter whose gradient is not finite in a push, or -1."""
+        pushed = list(self._pushed(push))
+        norms = torch._foreach_norm([gradient for _, gradient in pushed], float("inf")) if pushed else ()
+        finite = [bool(norm.isfinite()) for norm in norms]
+        return next((index for (index, _), is_finite in zip(pushed, finite, strict=True) if not is_finite), -1)
+
+    def _sum(self, pushes: Sequence[FoldedPush], scale: float) -> Gradients:
+        """The sum of what these pushes have of each parameter, in their order, times `scale`; None where none has one."""
+        total: Gradients = [None] * len(self._tensors)
+        for push in pushes:
+            for index, gradient in self._pushed(push):
+                kind, so_far = self._weights(0)[index].dtype, total[index]
+                value = gradient.to(kind) if gradient.dtype != kind else gradient
+                if so_far is None:
+                    total[index] = value * push.scale  # a copy: the optimizer may write to it
+                else:
+                    so_far.add_(value, alpha=push.scale)
+        if scale != 1.0:
+            torch._foreach_mul_([value for value in total if value is not None], scale)
+        return total
+
+    def _average(self, call: FoldCall) -> list[torch.Tensor]:
+        """The moving average of the weights in the new version, as a copy of the old one; empty without `ema`."""
+        layout = self._store.layout
+        if not layout.policy.ema:
+            return []
+        old, new = (
+            shaped_tensors(self._store, self._store.plane_views(buffer, layout.planes - 1))
+            for buffer in (call.state_in, call.state_out)
+        )
+        torch._foreach_copy_(new, old)
+        return new
+
+    def _step(self, weights: Sequence[torch.Tensor], gradients: Gradients, rate: float) -> None:
+        """Call the class's step() on these weights and gradients, with the learning rates times `rate`."""
+        step: Any = type(self._optimizer).step
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without hooks, which this step() has run
+        with self._shown(weights, gradients), self._unhooked(), self._rates(rate):
+            step(self._optimizer)
+            for tensor, weight in zip(self._tensors, weights, strict=True):
+                if tensor.data_ptr() != weight.data_ptr():  # a step() that sets p.data
+                    weight.copy_(tensor.data)
+
+    @contextlib.contextmanager
+    def _shown(self, weights: Sequence[torch.Tensor], gradients: Gradients) -> Iterator[None]:
+        """Show these weights and gradients as the parameters inside the block."""
+        kept = [(tensor.data, tensor.grad) for tensor in self._tensors]
+        try:
+            for tensor, weight, gradient in zip(self._tensors, weights, gradients, strict=True):
+                tensor.grad = None  # one of another type does not fit
+                tensor.data = weight
+                tensor.grad = gradient
+            yield
+        finally:
+            for tensor, (data, grad) in zip(self._tensors, kept, strict=True):
+                tensor.grad = None
+                tensor.data = data
+                tensor.grad = grad
+
+    @contextlib.contextmanager
+    def _unhooked(self) -> Iterator[None]:
+        """Take away the hooks of the wrapped optimizer inside the block: the wrapper has run them, and one refuses step()."""
+        kept = {name: getattr(self._optimizer, name) for name in _HOOKS}
+        self._optimizer.__dict__.update({name: OrderedDict() for name in _HOOKS})
+        try:
+            yield
+        finally:
+            self._optimizer.__dict__.update(kept)
+
+    @contextlib.contextmanager
+    def _rates(self, rate: float) -> Iterator[None]:
+        """Multiply the learning rates inside the block: a discipline scales them by staleness or by samples."""
+        groups = self._optimizer.param_groups if rate != 1.0 else []
+        kept = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * rate
+        try:
+            yield
+        finally:
+            for group, old in zip(groups, kept, strict=False):
+                group["lr"] = old

@@ -1,0 +1,120 @@
+"""The state of an optimizer that runs in Python, in a checkpoint: JSON and arrays, from which nothing is unpickled or run.
+
+Beside its state dict it has numbers and tensors among the optimizer's own attributes, such as a count of steps.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastps.checkpoint.format import Array, Checkpoint, refused
+from fastps.errors import CheckpointError
+
+PREFIX = "optimizer/"
+FIELD = "optimizer"
+_DEEPEST = 32
+_TYPES = {
+    str(kind).removeprefix("torch."): kind
+    for kind in (
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
+        torch.int32, torch.int64,
+    )
+}  # fmt: skip
+_OF_TORCH = {"defaults", "state", "param_groups", "step", "_zero_grad_profile_name", "_opt_called", "_step_count"}
+Saved = tuple[dict[str, Any], dict[str, Array]]
+
+
+def for_checkpoint(optimizer: torch.optim.Optimizer) -> Saved:
+    """The fields of the checkpoint's JSON file, and its arrays. Raises as `saved`."""
+    described, arrays = saved(optimizer)
+    return {FIELD: described}, {PREFIX + name: array for name, array in arrays.items()}
+
+
+def saved(optimizer: torch.optim.Optimizer) -> Saved:
+    """Copies of the state: what is JSON, and the arrays that it refers to.
+
+    Raises CheckpointError for a value in the state dict of a type that a checkpoint cannot hold. Such an attribute is left out.
+    """
+    arrays: dict[str, Array] = {}
+    attributes = {}
+    for name, value in optimizer.__dict__.items():
+        if name not in _OF_TORCH and not name.endswith("_hooks"):
+            try:
+                attributes[name] = _encoded(value, arrays, f"attribute {name!r}")
+            except CheckpointError:  # an object of the script's making: the script makes it again
+                continue
+    state = _encoded(optimizer.state_dict(), arrays, "state_dict()")
+    return {"state": state, "attributes": attributes}, arrays
+
+
+def restore(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
+    """Load the saved state into an optimizer that is not wrapped yet. Raises CheckpointError."""
+    described = checkpoint.description.get(FIELD)
+    if not isinstance(described, dict) or not isinstance(described.get("attributes"), dict):
+        raise refused(checkpoint.folder, f"field {FIELD!r}", "the state of an optimizer that runs in Python", "none")
+
+    def tensor_of(name: str, kind: str) -> torch.Tensor:
+        array = checkpoint.tensors.get(PREFIX + name)
+        if array is None or kind not in _TYPES:
+            raise refused(checkpoint.folder, f"tensor {PREFIX + name!r}", "a tensor of a known type", repr(kind)[:80])
+        return torch.from_numpy(array.copy()).view(_TYPES[kind])
+
+    try:
+        state = _decoded(described.get("state"), tensor_of)
+        attributes = {name: _decoded(value, tensor_of) for name, value in described["attributes"].items()}
+        optimizer.load_state_dict(state)
+        _keep_types(optimizer, state)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise refused(checkpoint.folder, f"field {FIELD!r}", f"the state of {type(optimizer).__name__}", what) from None
+    for name in attributes.keys() & optimizer.__dict__.keys():
+        setattr(optimizer, name, attributes[name])
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Undo the conversion of the state to the parameters' types that torch makes when it loads."""
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for tensor, number in zip(tensors, numbers, strict=True):
+        for name, value in state["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and optimizer.state[tensor][name].dtype != value.dtype:
+                optimizer.state[tensor][name] = value
+
+
+def _encoded(value: Any, arrays: dict[str, Array], where: str, depth: int = 0) -> Any:
+    """A value as JSON: plain ones as they are, others as an object of one entry, whose name is the kind."""
+    if value is None or isinstance(value, bool | str) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    kind = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else ""
+    if kind in _TYPES and value.layout is torch.strided and not isinstance(value, torch.nn.Parameter):
+        plain = value.detach().cpu()
+        bits = plain.contiguous().view(torch.int16) if plain.dtype == torch.bfloat16 else plain
+        arrays[name := str(len(arrays))] = np.array(bits.numpy(), order="C")
+        return {"tensor": [name, kind]}
+    if depth < _DEEPEST and isinstance(value, list | tuple):
+        parts = [_encoded(each, arrays, where, depth + 1) for each in value]
+        return {"list" if isinstance(value, list) else "tuple": parts}
+    if depth < _DEEPEST and isinstance(value, Mapping) and all(type(key) in (str, int) for key in value):
+        return {"dict": [[key, _encoded(each, arrays, f"{where}, {key!r}", depth + 1)] for key, each in value.items()]}
+    raise CheckpointError(
+        f"{where}: expected numbers, tensors, text, and lists, tuples and dicts of them, found {type(value).__name__}, which a"
+        " checkpoint cannot hold without running code when it is read"
+    )
+
+
+def _decoded(value: Any, tensor_of: Callable[[str, str], torch.Tensor]) -> Any:
+    """The value that was encoded. Raises ValueError or TypeError for what `_encoded` does not make."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, inside),) = value.items()
+    if kind == "float":
+        return float(inside)
+    if kind == "tensor":
+        return tensor_of(*inside)
+    parts = [[part[0], _decoded(part[1], tensor_of)] if kind == "dict" else _decoded(part, tensor_of) for part in inside]
+    return {"list": list, "tuple": tuple, "dict": dict}[kind](parts)

@@ -1,0 +1,283 @@
+"""Optimizers that the core does not know: worker 0 runs their step(), with the bits of plain torch."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from tests.support import processes
+
+STEPS = 12
+
+
+class Own(torch.optim.Optimizer):
+    """Of a course: state in another type, a count of its own, gradients that it writes to, and `p.data` set anew."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.count, self.mode = 0, "train"
+
+    def eval(self) -> None:
+        self.mode = "eval"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p, dtype=torch.bfloat16))
+                    mean.lerp_(p.grad.bfloat16(), 0.1)
+                    p.grad.mul_(2)
+                    p.data = p.data - group["lr"] * (mean.to(p.dtype) + 0.1 * p.grad / self.count)
+
+
+class OwnAdam(torch.optim.Adam):
+    """A subclass that a library makes."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["eps"] = 1e-8 * (1 + len(self.state))
+        return super().step(closure)
+
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "own": Own,
+    "subclass": OwnAdam,
+    "muon": lambda parameters: torch.optim.Muon([each for each in parameters if each.dim() == 2], lr=0.02),
+    "adafactor": torch.optim.Adafactor,
+    "rprop": torch.optim.Rprop,
+}
+
+
+def new_model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8, bias=False), torch.nn.Tanh(), torch.nn.Linear(8, 3, bias=False))
+
+
+def loss_of(model: torch.nn.Module, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    inputs, wanted = torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)
+    return (model(inputs) - wanted).square().mean()
+
+
+def values_of(model: torch.nn.Module) -> list[list[float]]:
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
+
+
+def plain(kind: str, workers: int = 1, steps: int = STEPS) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """One process that sums the gradients of all workers in their order."""
+    model = new_model()
+    optimizer = KINDS[kind](model.parameters())
+    for step in range(steps):
+        sums: list[torch.Tensor] = []
+        for rank in range(workers):
+            found = torch.autograd.grad(loss_of(model, 100 * step + rank), list(model.parameters()))
+            sums = [one + other for one, other in zip(sums, found, strict=True)] if sums else list(found)
+        for parameter, total in zip(model.parameters(), sums, strict=True):
+            parameter.grad = total * (1 / workers)
+        optimizer.step()
+    return model, optimizer
+
+
+def train(model: torch.nn.Module, optimizer: Any, rank: int = 0, steps: int = STEPS) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, 100 * step + rank).backward()
+        optimizer.step()
+
+
+def are_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(are_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_worker_has_the_weights_and_the_state_of_plain_torch(kind: str) -> None:
+    expected, inner = plain(kind)
+    model = new_model()
+    with fastps.DistributedOptimizer(KINDS[kind](model.parameters())) as optimizer:
+        train(model, optimizer)
+        assert are_same(optimizer.state_dict(), inner.state_dict())
+    assert values_of(model) == values_of(expected)
+    assert are_same(optimizer.state_dict(), inner.state_dict()), "after close, too"
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("kind", ["own", "muon"])
+def test_workers_have_the_weights_of_one_process_that_sums_in_their_order(kind: str, workers: int) -> None:
+    """Worker 0 makes fewer steps than the others in the end, whose pushes it folds before it closes."""
+
+    def work(rank: int) -> list[list[float]]:
+        torch.set_num_threads(1)
+        model = new_model()
+        with fastps.DistributedOptimizer(KINDS[kind](model.parameters())) as optimizer:
+            train(model, optimizer, rank)
+            if rank:
+                optimizer.zero_grad()
+                (0 * loss_of(model, 0)).backward()
+                optimizer.step()
+            return values_of(model) if rank == 0 else [[float(optimizer.version)]]
+
+    torch.set_num_threads(1)
+    expected = values_of(plain(kind, workers)[0])
+    children = processes.start_job(work, workers)
+    processes.finish(children, 60)
+    assert children[0].outcome == expected
+    assert [child.outcome for child in children[1:]] == [[[STEPS + 1.0]]] * (workers - 1)
+
+
+class Failing(Own):
+    """Fails, or is killed, in its third step."""
+
+    end = "raise"
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        if self.count == 3 and self.end == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.count == 3:
+            raise ArithmeticError("the user's step fails")
+
+
+@pytest.mark.parametrize("end", ["raise", "kill"])
+def test_a_step_that_fails_ends_the_job_by_name_and_publishes_nothing(end: str) -> None:
+    def work(rank: int) -> None:
+        Failing.end = end
+        model = new_model()
+        with fastps.DistributedOptimizer(Failing(model.parameters()), timeout_s=20) as optimizer:
+            try:
+                train(model, optimizer, rank)
+            finally:
+                assert optimizer.version == 2
+
+    children = processes.start_job(work, 2)
+    processes.finish(children, 60)
+    own, other = (child.outcome for child in children)
+    assert own == (("ArithmeticError", "the user's step fails") if end == "raise" else None)
+    assert other[0] == "WorkerDiedError"
+    assert ("ArithmeticError: the user's step fails" if end == "raise" else "worker 0") in other[1]
+
+
+def test_attributes_and_methods_of_the_wrapped_optimizer_are_the_scripts() -> None:
+    model = new_model()
+    with fastps.DistributedOptimizer(Own(model.parameters())) as optimizer:
+        train(model, optimizer, steps=2)
+        optimizer.eval()
+        assert (optimizer.count, optimizer.mode) == (2, "eval")
+        with pytest.raises(AttributeError, match="wrong"):
+            optimizer.wrong()
+
+
+def test_a_state_dict_is_loaded_by_the_wrapped_optimizers_own_method() -> None:
+    _, inner = plain("adafactor", steps=3)
+    model = new_model()
+    with fastps.DistributedOptimizer(torch.optim.Adafactor(model.parameters())) as optimizer:
+        optimizer.load_state_dict(inner.state_dict())
+        assert are_same(optimizer.state_dict(), inner.state_dict())
+        train(model, optimizer, steps=1)
+        assert {int(entry["step"]) for entry in optimizer.state.values()} == {4}
+
+
+def test_a_parameter_that_is_trained_later_and_hooks_count_as_in_torch() -> None:
+    def run(wrap: Callable[[Any], Any]) -> tuple[list[list[float]], list[int]]:
+        model, calls = new_model(), [0]
+        model[0].weight.requires_grad_(False)
+        inner = Own(model.parameters())
+        inner.register_step_post_hook(lambda *_: calls.append(calls[-1] + 1))
+        optimizer = wrap(inner)
+        for step in range(6):
+            model[0].weight.requires_grad_(step > 2)
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        if isinstance(optimizer, fastps.DistributedOptimizer):
+            optimizer.close()
+        return values_of(model), calls
+
+    expected = run(lambda inner: inner)
+    assert run(fastps.DistributedOptimizer) == expected and expected[1] == list(range(7))
+
+
+def test_a_push_that_is_not_finite_is_rejected_before_the_optimizer_sees_it() -> None:
+    model = new_model()
+    with fastps.DistributedOptimizer(Own(model.parameters())) as optimizer:
+        train(model, optimizer, steps=1)
+        before = values_of(model)
+        (loss_of(model, 0) * float("inf")).backward()
+        optimizer.step()
+        assert values_of(model) == before and optimizer.count == 1 and optimizer.statistics()[0].rejected == 1
+
+
+def test_the_moving_average_follows_each_version() -> None:
+    model, mean = new_model(), [each.detach().clone() for each in new_model().parameters()]
+    with fastps.DistributedOptimizer(Own(model.parameters()), "bsp:ema=0.5") as optimizer:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            mean = [0.5 * (one + other.detach()) for one, other in zip(mean, model.parameters(), strict=True)]
+        with optimizer.averaged_weights():
+            for one, other in zip(mean, model.parameters(), strict=True):
+                torch.testing.assert_close(one, other.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_parameters_in_half_precision_have_float32_masters() -> None:
+    model, masters = new_model().bfloat16(), new_model().bfloat16().float()
+    inner = torch.optim.Adafactor(masters.parameters())
+    with fastps.DistributedOptimizer(torch.optim.Adafactor(model.parameters())) as optimizer:
+        for step in range(5):
+            optimizer.zero_grad()
+            for one, other in zip(model.parameters(), masters.parameters(), strict=True):
+                one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+                other.grad = one.grad.float()
+            optimizer.step()
+            inner.step()
+    for one, other in zip(model.parameters(), masters.parameters(), strict=True):
+        assert one.dtype == torch.bfloat16 and torch.equal(one, other.bfloat16())
+
+
+def test_each_push_is_a_step_where_a_discipline_folds_each() -> None:
+    model, (expected, _) = new_model(), plain("own")
+    with fastps.DistributedOptimizer(Own(model.parameters()), "asp") as optimizer:
+        train(model, optimizer)
+        optimizer.wait_for_others()
+    assert values_of(model) == values_of(expected)
+
+
+@pytest.mark.parametrize(("options", "found"), [
+    ({"sync": "asp", "workers": 2}, "sync='bsp', or another one whose workers wait for the next version, found asp"),
+    ({"sync": "bsp,shards=2"}, "shards=1, found 2 shards"),
+    ({"server": "process"}, "no server, found server='process'"),
+    ({"on_worker_loss": "continue", "workers": 2}, "on_worker_loss='stop', found 'continue'"),
+    ({"sync": "auto"}, "a fixed sync, found sync='auto'"),
+])  # fmt: skip
+def test_what_an_optimizer_in_python_cannot_be_is_refused_by_name(options: dict[str, Any], found: str) -> None:
+    options = {"job": "refused", "rank": 0, "workers": 1} | options
+    with pytest.raises(fastps.UnsupportedError, match=rf"test_fold\.Own: .*worker 0 runs its step\(\).*expected {found}"):
+        fastps.DistributedOptimizer(Own(new_model().parameters()), **options)
+
+
+def test_only_worker_0_has_the_state() -> None:
+    def work(rank: int) -> None:
+        model = new_model()
+        with fastps.DistributedOptimizer(Own(model.parameters())) as optimizer:
+            train(model, optimizer, rank, steps=2)
+            optimizer.state_dict()
+
+    children = processes.start_job(work, 2)
+    processes.finish(children, 60)
+    assert children[0].outcome is None
+    assert (
+        children[1].outcome[0] == "UsageError"
+        and "expected the call in worker 0, found it in worker 1" in children[1].outcome[1]
+    )
