@@ -75,13 +75,14 @@ class Checkpoint:
 
     def weights(self) -> dict[str, Array]:
         """Name to array of each parameter."""
-        return self._named("weights/")
+        return self.prefixed("weights/")
 
     def buffers(self) -> dict[str, Array]:
         """Name to array of the model's buffers, from the worker that saved."""
-        return self._named("buffers/")
+        return self.prefixed("buffers/")
 
-    def _named(self, prefix: str) -> dict[str, Array]:
+    def prefixed(self, prefix: str) -> dict[str, Array]:
+        """The arrays whose names begin with `prefix`, by the rest of their names."""
         return {name.removeprefix(prefix): array for name, array in self.tensors.items() if name.startswith(prefix)}
 
     def check_layout(self, layout: Layout) -> None:

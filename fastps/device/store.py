@@ -21,7 +21,7 @@ from fastps.errors import UnsupportedError, UsageError
 from fastps.membership.job_memory import VersionCopy, Views
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.combining import Combining
-from fastps.store.server_process import AgentPlan, DevicePlan
+from fastps.store.server_process import DevicePlan, ServerPlan
 from fastps.store.store import StartState, Store
 from fastps.store.worker import Worker
 
@@ -139,9 +139,9 @@ class DeviceStore(Store):
         assert self._first is not None
         return DevicePlan(make, self._first.descriptor, self._first.is_resumed)
 
-    def _answer_joiners(self, server_devices: Callable[[], list[Any]] | None, agent: AgentPlan | None) -> None:
+    def _answer_joiners(self, server_devices: Callable[[], list[Any]] | None, server_plan: ServerPlan | None) -> None:
         """A server has the first version by then."""
-        super()._answer_joiners(server_devices, agent)
+        super()._answer_joiners(server_devices, server_plan)
         if self.layout.has_server:
             self.take_first().close()
 

@@ -23,15 +23,15 @@ from fastps.kernels.shm.arena import ABI
 from fastps.system import unix_sockets
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
-Place = int | Literal["host", "server", "board", "group", "driver"]
+Place = int | Literal["host", "server", "board", "group", "driver", "optimizer"]
 """The listener to connect to: the worker of a lane, the process that created the arena, the job's server process, the
 board of a job of several nodes, or the store of a process group: the memory of these two is no arena. Or the driver of a job in
-virtual time, which has no Listener."""
+virtual time, or the process that runs the job's optimizer in Python; these have no Listener."""
 
 HOST_PLACE = -1
 """The place in an offer from a process that has no lane."""
 
-_NAMED = ("host", "server", "board", "group", "driver")
+_NAMED = ("host", "server", "board", "group", "driver", "optimizer")
 _RETRY_NS = 1_000_000
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred: process, user, group
 _DESCRIPTOR = struct.Struct("=i")

@@ -35,7 +35,7 @@ from fastps.network.serving import Serving
 from fastps.network.spread import SpreadHomes
 from fastps.network.sums import Sums
 from fastps.store.server_loop import Folds, Server, answer_as_server, run_from_order, with_rule
-from fastps.store.server_process import AgentPlan, Order, picklable
+from fastps.store.server_process import Order, ServerPlan, picklable
 from fastps.store.store import StartState, Store
 from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK
@@ -65,10 +65,10 @@ class AgentOrder:
 
 def plan_of(
     nodes: Nodes, name: str, layout: Layout, hypers: list[Hyper], resume: str = "", trace: Path | None = None
-) -> AgentPlan:
+) -> ServerPlan:
     """The plan by which a leaf's store starts its agent. `layout` is the home's."""
     plain, rule = picklable(layout)
-    return AgentPlan(__name__, AgentOrder(nodes, name, plain, rule, list(hypers), resume, trace))
+    return ServerPlan(__name__, AgentOrder(nodes, name, plain, rule, list(hypers), resume, trace))
 
 
 class LeafFolds(Folds):
@@ -175,7 +175,7 @@ def _start(order: AgentOrder, layout: Layout, share: Part) -> Callable[[Part], S
 
 def serve(order: Order) -> None:
     """Be the agent until the node, or on node 0 the job, is over."""
-    given: AgentOrder = order.agent
+    given: AgentOrder = order.more
     os.environ.pop("FASTPS_TRACE", None)  # the home's lanes are not workers of the trace
     torch.set_num_threads(1)
     layout, compiled = with_rule(given.layout, given.rule)

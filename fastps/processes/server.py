@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Any
 
 from fastps.device.arena import DeviceArena
 from fastps.device.interface import DeviceError
@@ -34,6 +35,8 @@ def serve(order: Order) -> None:
         answer_as_server(store)
         server = Server(store)
         log_server(server.lane, layout, order.trace)
+        if order.more is not None:
+            _run_optimizer(store, server, order.more)
         if order.devices is not None:
             assert isinstance(store, DeviceStore)
             _own_memory(store, server, order.devices)
@@ -65,6 +68,17 @@ class DeviceFolds(Folds):
         """Folds run behind the host, which would else find a failure only with the next fold."""
         for arena in self._arenas:
             arena.check()
+
+
+def _run_optimizer(store: Store, server: Server, order: Any) -> None:
+    """Fold by an optimizer in Python. The creator reads the reason of a failure in the server's lane."""
+    from fastps.torch.any_optimizer.served import OptimizerFolds  # torch takes a second to import
+
+    try:
+        server.folds = OptimizerFolds(store, server.lane, order)
+    except Error as error:
+        store.arena.finish(store.arena.server_lane, f"the server: {error}")
+        raise
 
 
 def _own_memory(store: DeviceStore, server: Server, devices: DevicePlan) -> None:

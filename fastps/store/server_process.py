@@ -28,8 +28,8 @@ _START_S = 60.0  # importing numpy takes long on a busy machine; the timeout of 
 
 
 @dataclass(frozen=True)
-class AgentPlan:
-    """A server that is more than one: the agent of a node. Its module runs instead of the plain server's."""
+class ServerPlan:
+    """A server that is told more: a node's agent, or one that runs an optimizer. `module` is run."""
 
     module: str
     order: Any  # its own part of the order, which must pickle
@@ -55,28 +55,28 @@ class Order:
     memfd: int  # the arena, under the same descriptor number in the server
     rule: bytes  # a user rule, pickled by value; empty for a built-in rule
     devices: DevicePlan | None  # for a job whose shards lie on devices that the server owns
-    agent: Any = None  # what a node's agent is told besides; None for a plain server
+    more: Any = None  # the order of a ServerPlan; None for a plain server
     trace: str = ""  # the folder in which the job is recorded, or ""
 
 
 class ServerProcess:
     """A server that this process started. In a forked child the object does nothing."""
 
-    def __init__(self, store: JobMemory, devices: DevicePlan | None = None, agent: AgentPlan | None = None) -> None:
+    def __init__(self, store: JobMemory, devices: DevicePlan | None = None, plan: ServerPlan | None = None) -> None:
         """Start the server and wait until it serves. Call `begin` once the store answers. Raises AttachError.
 
         An agent serves once the nodes have met, for which it has the job's timeout; it ends when all nodes have left.
         """
         self._parent = os.getpid()
-        self._is_agent = agent is not None
+        self._is_agent = store.layout.server == "agent"
         layout, rule = picklable(store.layout)
         module, inherited, start_s = "fastps.processes.server", [store.descriptor], _START_S
-        if agent is not None:
-            module, inherited, start_s = agent.module, [*inherited, *agent.inherited], _START_S + store.timeout_s
+        if plan is not None:
+            module, inherited, start_s = plan.module, [*inherited, *plan.inherited], _START_S + store.timeout_s
         if devices is not None:
             inherited.append(devices.first)
-        trace = folder_of_next(store) if agent is None else ""
-        order = Order(store.job, layout, store.timeout_s, store.descriptor, rule, devices, agent and agent.order, trace)
+        trace = folder_of_next(store) if not self._is_agent else ""
+        order = Order(store.job, layout, store.timeout_s, store.descriptor, rule, devices, plan and plan.order, trace)
         # In a session of its own: Ctrl-C and SIGHUP must reach only the workers.
         self._process = start_module(module, stdout=subprocess.DEVNULL, pass_fds=inherited, start_new_session=True)
         try:

@@ -35,7 +35,7 @@ from fastps.store import virtual_time
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.combining import AgentCombining, Combining
 from fastps.store.row_slots import check_tables
-from fastps.store.server_process import AgentPlan, DevicePlan, ServerProcess
+from fastps.store.server_process import DevicePlan, ServerPlan, ServerProcess
 from fastps.store.worker import Worker
 from fastps.system import numa, shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -162,13 +162,13 @@ class Store(JobMemory):
         clock: Clock = SYSTEM_CLOCK,
         finish: "Callable[[Store], None] | None" = None,
         server_devices: Callable[[], list[Any]] | None = None,
-        agent: AgentPlan | None = None,
+        server_plan: ServerPlan | None = None,
     ) -> Self:
         """Create the arena of a layout. `write_weights` receives one flat view per parameter and writes version 0 into it.
 
         With `resume` the weights, the optimizer state, the version and the clocks come from the checkpoint. `finish` may write
         more before any process can join. `server_devices` makes the devices of a server that owns device memory; it must
-        pickle. `agent` is the plan of a node's agent, which serves this arena.
+        pickle. `server_plan`: what the server is told besides.
         """
         values = layout.policy.values(layout.workers)
         if resume is not None:
@@ -195,7 +195,7 @@ class Store(JobMemory):
             store._write_beginning(write_weights, resume)
             if finish is not None:
                 finish(store)
-            store._answer_joiners(server_devices, agent)
+            store._answer_joiners(server_devices, server_plan)
         except BaseException as error:
             if store is not None:
                 store.close()
@@ -232,14 +232,14 @@ class Store(JobMemory):
         """The plan of the devices of a server that owns device memory. Raises UsageError: a store in host memory has none."""
         raise UsageError("expected shards on devices for a server that has devices, found them in host memory")
 
-    def _answer_joiners(self, server_devices: Callable[[], list[Any]] | None, agent: AgentPlan | None) -> None:
+    def _answer_joiners(self, server_devices: Callable[[], list[Any]] | None, server_plan: ServerPlan | None) -> None:
         """Start the server, if the job has one, and then the listener: a worker must not attach before the server serves."""
         if environment.is_virtual():
             virtual_time.offer(self, on_devices=server_devices is not None)
         elif self.layout.has_server:
             rendezvous.check_free(self.job, "host")  # a running job of this name also has the server's name, so fail first
             devices = self._device_plan(server_devices) if server_devices is not None else None
-            self.server = ServerProcess(self, devices, agent)
+            self.server = ServerProcess(self, devices, server_plan)
         self.answer_at("host")
         if self.server is not None:
             self.server.begin()

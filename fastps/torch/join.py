@@ -28,6 +28,7 @@ from fastps.membership import discovery
 from fastps.store import jobs_of_process
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.combining import Combining
+from fastps.store.server_process import ServerPlan
 from fastps.store.store import StartState, Store
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
@@ -189,8 +190,8 @@ def warn_of_gradients(tensors: Sequence[torch.Tensor], workers: int) -> None:
 class Joining:
     """A worker's request to join a job: its identity, the checkpoint to resume from, and the timeout of its waits.
 
-    `is_named`: whether the script names the job, so that no other job of the launch can be meant. `combining`: what folds, if
-    the compiled core does not.
+    `is_named`: whether the script names the job, so that no other job of the launch can be meant. `combining` and
+    `plan`: what folds, and what the server is told, if the compiled core does not fold.
     """
 
     identity: Identity
@@ -199,6 +200,7 @@ class Joining:
     timeout_s: float | None
     clock: Clock
     combining: Callable[[AttachedLane], Combining] | None = None
+    plan: ServerPlan | None = None
 
     @property
     def finds_others(self) -> bool:
@@ -234,7 +236,7 @@ def join(
         limit_s = min(_JOIN_S, limits.timeout_s(to.timeout_s))  # the other workers run already, or have ended
         store = kind.connect(job, layout, hypers, timeout_s=limit_s, clock=to.clock).with_timeout(to.timeout_s)
     elif rank == 0:
-        write, options = writer_of(tensors), {"timeout_s": to.timeout_s, "clock": to.clock, **created}
+        write, options = writer_of(tensors), {"timeout_s": to.timeout_s, "clock": to.clock, "server_plan": to.plan, **created}
         store = kind.create_for(layout, write, hypers, resume=to.resumed, job=job, **options)
         warn_of_gradients(tensors, layout.workers)
     else:

@@ -38,7 +38,7 @@ from fastps.system import exit_handlers
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.malloc import keep_freed_memory
 from fastps.torch import foreign, join, names, profiling, state, tables
-from fastps.torch.any_optimizer import owner, saved
+from fastps.torch.any_optimizer import owner
 from fastps.torch.attachment import Attachment
 from fastps.torch.checkpoint import described_group, saved_buffers
 from fastps.torch.gradients import OF_A_SCALER, loss_scaling
@@ -150,7 +150,8 @@ class DistributedOptimizer(OptimizerState):
         self._buffers = ModelBuffers(model)
         self._placement = self._place(push_dtype)
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
-        self._server, self._max_readers = value_of("FASTPS_SERVER", server), value_of("FASTPS_MAX_READERS", max_readers)
+        server, self._max_readers = value_of("FASTPS_SERVER", server), value_of("FASTPS_MAX_READERS", max_readers)
+        self._rule, self._server = owner.choose(self._rule, policy, faults, self._identity.workers, server)
         layout = self._layout(model, policy, faults, pushed)
         if job is None and workers is None:
             self._identity = self._identity.of_instance(jobs_of_process.count_next())
@@ -184,8 +185,7 @@ class DistributedOptimizer(OptimizerState):
             self._opt_called = True
         if checkpointing is not None:
             run, exact, version = self.run, self._placement.saves_share, partial(self._placement.saved_version, worker)
-            saves = self._placement.saves and not (self._is_own and worker.rank)
-            pin = partial(self.pin_whole_version, {}, waits=exact) if saves else None
+            pin = partial(self.pin_whole_version, {}, waits=exact) if self._placement.saves else None
             self._job.checkpointing = Checkpointing(
                 worker, *checkpointing, pin, self.model_buffers, version, run=run, exact=exact
             )
@@ -228,7 +228,8 @@ class DistributedOptimizer(OptimizerState):
         hypers = list(self._hypers_read.of(self.param_groups))
         if self._rule.runs_in_python:
             made = partial(owner.combining_of, self._inner, self._tensors, self._job.after_fold)
-            to = replace(to, combining=made)
+            plan = owner.plan_of(layout, self._inner, self._tensors) if to.identity.rank == 0 else None
+            to = replace(to, combining=made, plan=plan)
         return self._placement.join(layout, hypers, to, write_state if any(self._entries()) else None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -424,11 +425,9 @@ class DistributedOptimizer(OptimizerState):
 
     def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> Pinned:
         """Pin the whole published version for a checkpoint; see PinnedVersion."""
-        groups, more = [described_group(group) for group in self.param_groups], {}
-        if self._is_own:  # no fold comes between: this thread makes them
-            self._check_has_state("a checkpoint")
-            more["more"] = saved.for_checkpoint(self._inner)
-        return self._placement.pin(self._job.worker, groups, {"seeds": self._seeds, **extra}, waits=waits, **more)
+        groups = [described_group(group) for group in self.param_groups]
+        pin = partial(self._placement.pin, self._job.worker, groups, {"seeds": self._seeds, **extra}, waits=waits)
+        return self._pin_with_state(pin) if self._is_own else pin()
 
     def model_buffers(self) -> dict[str, Array]:
         """This worker's buffers (BatchNorm) of the model given as `model=`, by name; checkpoints save them."""

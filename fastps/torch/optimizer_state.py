@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from fastps.checkpoint.snapshot import Pinned
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.update_rules import Rule
 from fastps.job.user_rules import UserRule
 from fastps.torch import state
+from fastps.torch.any_optimizer import saved, service
+from fastps.torch.any_optimizer.owner import OwnerCombining
 from fastps.torch.attachment import Attachment
 from fastps.torch.job_state import Entry, JobState
 from fastps.torch.names import of_model
@@ -79,7 +82,11 @@ class OptimizerState(torch.optim.Optimizer):
         ...     optimizer.state[weight]["momentum_buffer"].zero_()
         tensor([0., 0.])
         """
-        return self._inner.state if self._is_own else self._state  # type: ignore[return-value]
+        if not self._is_own:
+            return self._state
+        if not self._job.worker.closed and not self._runs_here:
+            return saved.entries_of(self._read_own(), self.param_groups)  # type: ignore[return-value]
+        return self._inner.state  # type: ignore[return-value]
 
     @state.setter
     def state(self, entries: Mapping[Any, Entry]) -> None:
@@ -108,13 +115,32 @@ class OptimizerState(torch.optim.Optimizer):
         names, found = names_of(self._rule, self.param_groups), [self.state.get(tensor, {}) for tensor in self._tensors]
         return [{name: value for name, value in entry.items() if name in names} for entry in found]
 
-    def _check_has_state(self, what: str) -> None:
-        """Raise UsageError unless this worker runs the wrapped optimizer, and so has its state."""
-        if rank := self._job.worker.rank:
-            raise UsageError(
-                f"{what}: worker 0 runs the step() of {self._rule.name}, and has its state: expected the call in worker 0,"
-                f" found it in worker {rank}"
-            )
+    @property
+    def _runs_here(self) -> bool:
+        """Whether this worker runs the wrapped optimizer, and so has its state."""
+        return isinstance(self._job.worker.combining, OwnerCombining)
+
+    def _read_own(self) -> saved.Saved:
+        """The state of the optimizer in whatever process runs it, at the published version. Raises WorkerDiedError."""
+        if self._runs_here:  # no fold comes between: this thread makes them
+            return saved.saved(self._inner)
+        with self._job.worker.locked():
+            return service.read(self._job.store.job, self._job.store.timeout_s)
+
+    def _pin_with_state(self, pin: Callable[..., Pinned]) -> Pinned:
+        """Pin a version with the optimizer's state at it."""
+        if self._runs_here:
+            return pin(more=saved.for_checkpoint(saved.saved(self._inner)))
+        with self._job.worker.locked():
+            return pin(more=saved.for_checkpoint(service.read(self._job.store.job, self._job.store.timeout_s)))
+
+    def _load_own(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped optimizer, and if another process runs it, worker 0's there."""
+        self._inner.load_state_dict(state_dict)
+        self.param_groups = self._groups = self._inner.param_groups
+        self._hypers_read = Hypers(self._rule)
+        if self._job.worker.rank == 0 and not self._runs_here:
+            service.load(self._job.store.job, saved.saved(self._inner), self._job.store.timeout_s)
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapped optimizer alone has, where it runs in Python: methods such as `train()`, `eval()`, attributes."""
@@ -191,16 +217,15 @@ class OptimizerState(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Copies of the optimizer's state at one version, in a form that the wrapped optimizer can load.
 
-        That of an optimizer that runs in Python (docs/reference/optimizers.md) is no copy, as in torch, and worker 0 has it.
+        In the process that runs an optimizer in Python (docs/reference/optimizers.md) it is no copy, as in torch.
         After `close()` it is the state at that moment. Raises UsageError if that could not be taken, and says why.
         """
-        if self._is_own:
-            self._check_has_state("state_dict()")
-            return self._inner.state_dict()
         if self._job.worker.closed:
             if self._untaken is not None:
                 raise UsageError(f"state_dict() after close(): {self._untaken}")
-            return super().state_dict()
+            return self._inner.state_dict() if self._is_own else super().state_dict()
+        if self._is_own:
+            return self._inner.state_dict() if self._runs_here else saved.state_of(self._read_own())
         self._job.worker.check_open()
         self._job.worker.store.layout.check_has_state("the optimizer's state")
         with self._state.handed_out():
@@ -211,6 +236,8 @@ class OptimizerState(torch.optim.Optimizer):
         try:
             self._job.worker.store.layout.check_has_state("the optimizer's state")
             if self._is_own:
+                if not self._runs_here:
+                    saved.load(self._inner, self._read_own())
                 self._untaken = None
                 return
             self._job.worker.leave_virtual_time()  # the last state is there once every worker has
@@ -234,10 +261,7 @@ class OptimizerState(torch.optim.Optimizer):
         self._job.worker.check_moment("load_state_dict()")
         self._job.check_writes()
         if self._is_own:
-            self._inner.load_state_dict(state_dict)
-            self.param_groups = self._groups = self._inner.param_groups
-            self._hypers_read = Hypers(self._rule)
-            return
+            return self._load_own(state_dict)
         taken = [state_dict]
 
         def check(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:

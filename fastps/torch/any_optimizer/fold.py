@@ -4,6 +4,7 @@ The sum of the pushes is the parameters' gradient, and while `step()` runs they 
 """
 
 import contextlib
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from fastps.kernels.combining.fold_call import FoldCall, FoldedPush
 from fastps.kernels.update import fold
 from fastps.membership.job_memory import JobMemory
+from fastps.torch.any_optimizer.rebuilt import PushedOptions
 from fastps.torch.weights import shaped_tensors
 
 Gradients = list[torch.Tensor | None]
@@ -20,21 +22,40 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class TorchFold:
-    """Runs `step()` of a torch optimizer as a fold. `tensors`: its parameters, in the layout's order."""
+    """Runs `step()` of a torch optimizer as a fold. `tensors`: its parameters, in the layout's order.
 
-    def __init__(self, store: JobMemory, optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> None:
-        self._store, self._optimizer, self._tensors = store, optimizer, tensors
+    `options`: those that pushes carry; None: the param_groups are the script's own.
+
+    Attributes:
+        optimizer: the optimizer.
+        lock: held during a fold, in which the optimizer's state changes.
+    """
+
+    def __init__(
+        self,
+        store: JobMemory,
+        optimizer: torch.optim.Optimizer,
+        tensors: Sequence[torch.Tensor],
+        options: PushedOptions | None = None,
+    ) -> None:
+        self._store, self.optimizer, self._tensors = store, optimizer, tensors
+        self._options = options
+        self.lock = threading.Lock()
         self._checks = store.layout.faults.nonfinite != "allow"
         self._frozen: set[int] = set()
         self._made: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
     def fold(self, call: FoldCall) -> list[int] | None:
         """Make the next version; the function given to Lane.fold_with. Returns a non-finite parameter, or -1, of each push.
 
         An error of `step()` is the fold's. The optimizer's state may have changed by then, and no version is published.
         """
+        with self.lock:
+            return self._fold(call)
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def _fold(self, call: FoldCall) -> list[int] | None:
         if self._frozen != self._store.frozen:
             self._frozen = set(self._store.frozen)
             self._made.clear()
@@ -53,7 +74,7 @@ class TorchFold:
         average = self._average(call)
         for some in [[push] for push in pushes] if is_each else [pushes]:
             gradients = self._sum(some, 1.0 if is_each else call.scale)
-            rate = call.rate_scale * (sum(push.rate_scale for push in some) / len(some))
+            rate = call.rate_scale * self._rate(some)
             self._step(weights, gradients, rate)
             steps_out += [gradient is not None for gradient in gradients]
             for mean, weight in zip(average, weights, strict=True) if average else ():
@@ -61,6 +82,13 @@ class TorchFold:
                     mean.lerp_(weight.to(mean.dtype), 1 - self._store.layout.policy.ema)
         self._store.write_halves(call.weights_out)
         return None
+
+    def _rate(self, pushes: Sequence[FoldedPush]) -> float:
+        """Set the options that these pushes carry. Returns the factor of the learning rates."""
+        rates = [push.rate_scale for push in pushes]
+        if self._options is None:
+            return sum(rates) / len(rates)
+        return self._options.take([self._store.slot_words(push.lane, push.slot)[0] for push in pushes], rates)
 
     def _weights(self, buffer: int) -> list[torch.Tensor]:
         if (buffer,) not in self._made:
@@ -112,10 +140,10 @@ class TorchFold:
 
     def _step(self, weights: Sequence[torch.Tensor], gradients: Gradients, rate: float) -> None:
         """Call the class's step() on these weights and gradients, with the learning rates times `rate`."""
-        step: Any = type(self._optimizer).step
+        step: Any = type(self.optimizer).step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without hooks, which this step() has run
         with self._shown(weights, gradients), self._unhooked(), self._rates(rate):
-            step(self._optimizer)
+            step(self.optimizer)
             for tensor, weight in zip(self._tensors, weights, strict=True):
                 if tensor.data_ptr() != weight.data_ptr():  # a step() that sets p.data
                     weight.copy_(tensor.data)
@@ -139,17 +167,17 @@ class TorchFold:
     @contextlib.contextmanager
     def _unhooked(self) -> Iterator[None]:
         """Take away the hooks of the wrapped optimizer inside the block: the wrapper has run them, and one refuses step()."""
-        kept = {name: getattr(self._optimizer, name) for name in _HOOKS}
-        self._optimizer.__dict__.update({name: OrderedDict() for name in _HOOKS})
+        kept = {name: getattr(self.optimizer, name) for name in _HOOKS}
+        self.optimizer.__dict__.update({name: OrderedDict() for name in _HOOKS})
         try:
             yield
         finally:
-            self._optimizer.__dict__.update(kept)
+            self.optimizer.__dict__.update(kept)
 
     @contextlib.contextmanager
     def _rates(self, rate: float) -> Iterator[None]:
         """Multiply the learning rates inside the block: a discipline scales them by staleness or by samples."""
-        groups = self._optimizer.param_groups if rate != 1.0 else []
+        groups = self.optimizer.param_groups if rate != 1.0 else []
         kept = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = group["lr"] * rate

@@ -1,35 +1,86 @@
-"""Who runs the optimizer of a job, as a part of its workers: worker 0, whose optimizer, state and param_groups they are."""
+"""Which process runs the optimizer of a job, and what the workers' part that folds does.
+
+Worker 0 does where all workers wait for a version: with its optimizer, its state and its param_groups. Elsewhere its pace would
+be everybody's, and its end the job's, so a server process does, with an optimizer that it has made of worker 0's.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
 
-from fastps.errors import UnsupportedError
+from fastps.errors import UnsupportedError, WorkerDiedError
 from fastps.job import environment
+from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout
+from fastps.job.policy import Policy
+from fastps.job.update_rules import PythonRule, Rule
 from fastps.kernels.combining.fold_call import FoldCall
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.combining import Combining
+from fastps.store.server_process import ServerPlan
 from fastps.torch.any_optimizer.fold import TorchFold
+from fastps.torch.any_optimizer.rebuilt import OptimizerOrder
+from fastps.torch.any_optimizer.service import StateService
+
+SERVER = "fastps.processes.server"
+
+
+def choose(rule: Rule, policy: Policy, faults: FaultPolicy, workers: int, server: str) -> tuple[Rule, str]:
+    """The rule with the options that pushes carry, and the job's kind of server. Others than a PythonRule stay as they are."""
+    if not isinstance(rule, PythonRule):
+        return rule, server
+    waits = policy.grant == "next-version" and not policy.overlap
+    if faults.lanes(workers) > 1 and (not waits or faults.continues):
+        server = "process"
+    return (rule if server == "process" else replace(rule, options=(("lr", -1),))), server
+
+
+def check(layout: Layout, placement: str) -> None:
+    """Raise UnsupportedError where an optimizer that runs in Python cannot be the fold."""
+    policy, name = layout.policy, layout.rule.name
+    found = {
+        ("a model on the CPU of one node", f"placement {placement!r}"): placement != "host",
+        ("a fixed sync", "sync='auto'"): bool(policy.warm_up),
+        ("shards=1", f"{policy.shards} shards"): policy.shards > 1,
+        ("real time", "virtual time"): environment.is_virtual(),
+    }
+    for (expected, what), is_found in found.items():
+        if is_found:
+            raise UnsupportedError(
+                f"{name}: the compiled core does not know its arithmetic, so one process runs its step() in Python: expected"
+                f" {expected}, found {what}; or use a compiled optimizer (docs/reference/optimizers.md lists them)"
+            )
+
+
+def plan_of(layout: Layout, optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> ServerPlan | None:
+    """The plan of the server that runs the optimizer, or None where worker 0 does. Raises UnsupportedError."""
+    return ServerPlan(SERVER, OptimizerOrder.of(optimizer, tensors)) if layout.has_server else None
 
 
 def combining_of(
     optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], after_fold: Callable[[], None], worker: AttachedLane
 ) -> Combining:
     """The part of a worker of such a job that folds. `after_fold` is called after each fold that the worker makes."""
-    if worker.rank:
+    if worker.rank or worker.store.layout.has_server:
         return OtherCombining(worker)
     return OwnerCombining(worker, TorchFold(worker.store, optimizer, tensors), after_fold)
 
 
 class OwnerCombining(Combining):
-    """Worker 0 folds what all push, by its optimizer, while it is in its own step. `after_fold` is called after each."""
+    """Worker 0 folds what all push, by its optimizer, while it is in its own step."""
 
     def __init__(self, worker: AttachedLane, fold: TorchFold, after_fold: Callable[[], None]) -> None:
         super().__init__(worker)
         self._fold, self._after_fold = fold, after_fold
+        self._service: StateService | None = None
         self._lane.fold_with(self._fold_and_tell, range(self._shards))
+
+    def begin(self) -> None:
+        """Answer other workers that ask for the state."""
+        if self._worker.store.layout.lanes > 1:
+            self._service = StateService(self._worker.store.job, self._fold)
 
     def _fold_and_tell(self, call: FoldCall) -> list[int] | None:
         try:
@@ -42,6 +93,12 @@ class OwnerCombining(Combining):
         """The others' pushes need this worker."""
         return True
 
+    def after_close(self, failure: str | None) -> None:
+        """Answer no more."""
+        if self._service is not None:
+            self._service.close()
+            self._service = None
+
     def explain_failure(self) -> bool:
         """Raise the error of the optimizer's step()."""
         if (failure := self._lane.fold_failure) is not None:
@@ -50,7 +107,7 @@ class OwnerCombining(Combining):
 
 
 class OtherCombining(Combining):
-    """Worker 0 folds what this worker pushes."""
+    """Worker 0, or the server, folds what this worker pushes."""
 
     is_direct = False
 
@@ -60,30 +117,19 @@ class OtherCombining(Combining):
 
     def after_push(self) -> None:
         """Worker 0 may be asleep."""
-        self._lane.wake_all()
+        if not self._lane.served:
+            self._lane.wake_all()
+
+    def on_server_end(self) -> None:
+        """Raise WorkerDiedError: the optimizer and its state are gone with the server."""
+        arena = self._worker.store.arena
+        reason = arena.failure(arena.server_lane) or f"process {arena.process_id(arena.server_lane)} was killed"
+        raise WorkerDiedError(
+            f"worker {self._worker.rank}: the job's server, which runs the optimizer and has its state, has ended ({reason}):"
+            " restart the job, with resume= from its last checkpoint",
+            arena.server_lane,
+        )
 
 
 def _fold_nothing(_call: FoldCall) -> NoReturn:
-    raise AssertionError("only worker 0 folds")
-
-
-def check(layout: Layout, placement: str) -> None:
-    """Raise UnsupportedError where an optimizer that runs in Python cannot be the fold."""
-    policy, name = layout.policy, layout.rule.name
-    found = {
-        ("a model on the CPU", f"placement {placement!r}"): placement != "host",
-        ("no server", f"server={layout.server!r}"): layout.has_server,
-        ("sync='bsp', or another one whose workers wait for the next version", f"{policy.spec}, whose workers do not"): (
-            layout.workers > 1 and (policy.grant != "next-version" or policy.overlap)
-        ),
-        ("a fixed sync", "sync='auto'"): bool(policy.warm_up),
-        ("shards=1", f"{policy.shards} shards"): policy.shards > 1,
-        ("on_worker_loss='stop'", "'continue'"): layout.workers > 1 and layout.faults.continues,
-        ("real time", "virtual time"): environment.is_virtual(),
-    }
-    for (expected, what), is_found in found.items():
-        if is_found:
-            raise UnsupportedError(
-                f"{name}: the fold does not know its arithmetic, so worker 0 runs its step() in Python: expected {expected},"
-                f" found {what}; or use a compiled optimizer (docs/reference/optimizers.md lists them)"
-            )
+    raise AssertionError("another process folds")

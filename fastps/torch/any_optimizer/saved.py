@@ -4,7 +4,8 @@ Beside its state dict it has numbers and tensors among the optimizer's own attri
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,9 @@ _OF_TORCH = {"defaults", "state", "param_groups", "step", "_zero_grad_profile_na
 Saved = tuple[dict[str, Any], dict[str, Array]]
 
 
-def for_checkpoint(optimizer: torch.optim.Optimizer) -> Saved:
-    """The fields of the checkpoint's JSON file, and its arrays. Raises as `saved`."""
-    described, arrays = saved(optimizer)
+def for_checkpoint(state: Saved) -> Saved:
+    """The fields of the checkpoint's JSON file, and its arrays."""
+    described, arrays = state
     return {FIELD: described}, {PREFIX + name: array for name, array in arrays.items()}
 
 
@@ -50,28 +51,47 @@ def saved(optimizer: torch.optim.Optimizer) -> Saved:
     return {"state": state, "attributes": attributes}, arrays
 
 
+def state_of(state: Saved) -> dict[str, Any]:
+    """The state dict in a state of `saved`."""
+    described, arrays = state
+    found: dict[str, Any] = _decoded(described["state"], partial(_tensor_of, arrays))
+    return found
+
+
+def _tensor_of(arrays: Mapping[str, Array], name: str, kind: str) -> torch.Tensor:
+    return torch.from_numpy(arrays[name].copy()).view(_TYPES[kind])
+
+
+def entries_of(state: Saved, groups: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
+    """Each parameter's entry in a state of `saved`. What is written to it changes nothing in the job."""
+    found = state_of(state)
+    numbers = [number for group in found["param_groups"] for number in group["params"]]
+    tensors = [tensor for group in groups for tensor in group["params"]]
+    of_number = dict(zip(numbers, tensors, strict=True))
+    return {of_number.get(number, number): entry for number, entry in found["state"].items()}
+
+
+def load(optimizer: torch.optim.Optimizer, state: Saved) -> None:
+    """Load a state of `saved`. Raises what the optimizer's own load_state_dict() raises, and KeyError for a missing array."""
+    found, attributes = state_of(state), {}
+    for name, value in state[0]["attributes"].items():
+        attributes[name] = _decoded(value, partial(_tensor_of, state[1]))
+    optimizer.load_state_dict(found)
+    _keep_types(optimizer, found)
+    for name in attributes.keys() & optimizer.__dict__.keys():
+        setattr(optimizer, name, attributes[name])
+
+
 def restore(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
     """Load the saved state into an optimizer that is not wrapped yet. Raises CheckpointError."""
     described = checkpoint.description.get(FIELD)
     if not isinstance(described, dict) or not isinstance(described.get("attributes"), dict):
         raise refused(checkpoint.folder, f"field {FIELD!r}", "the state of an optimizer that runs in Python", "none")
-
-    def tensor_of(name: str, kind: str) -> torch.Tensor:
-        array = checkpoint.tensors.get(PREFIX + name)
-        if array is None or kind not in _TYPES:
-            raise refused(checkpoint.folder, f"tensor {PREFIX + name!r}", "a tensor of a known type", repr(kind)[:80])
-        return torch.from_numpy(array.copy()).view(_TYPES[kind])
-
     try:
-        state = _decoded(described.get("state"), tensor_of)
-        attributes = {name: _decoded(value, tensor_of) for name, value in described["attributes"].items()}
-        optimizer.load_state_dict(state)
-        _keep_types(optimizer, state)
+        load(optimizer, (described, checkpoint.prefixed(PREFIX)))
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise refused(checkpoint.folder, f"field {FIELD!r}", f"the state of {type(optimizer).__name__}", what) from None
-    for name in attributes.keys() & optimizer.__dict__.keys():
-        setattr(optimizer, name, attributes[name])
 
 
 def _keep_types(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
