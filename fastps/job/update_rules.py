@@ -58,7 +58,7 @@ class PythonRule(Rule):
     def numbers_of(self, group: Options) -> Hyper:
         """The numbers that a push carries of a group, in the order of `options`; 0 for an option that it lacks."""
         values = [group.get(name, 0.0) if index < 0 else group[name][index] for name, index in self.options]
-        return Hyper(*map(float, values))
+        return Hyper(*map(float, values))  # type: ignore[arg-type]
 
 
 def write_initial_state(rule: Rule, plane_views: Callable[[int], list[npt.NDArray[np.float32]]]) -> None:

@@ -139,7 +139,6 @@ class DistributedOptimizer(OptimizerState):
         check_kind(optimizer)
         policy = parse_policy(environment.sync_of(sync))
         foreign.check_model(model)
-        foreign.keep_untraced()
         self._identity = environment.identity(job, rank, workers)
         self._names_job, self._is_told = job is not None, workers is not None
         self._rule = rule_of(optimizer)
@@ -150,8 +149,8 @@ class DistributedOptimizer(OptimizerState):
         self._buffers = ModelBuffers(model)
         self._placement = self._place(push_dtype)
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
-        server, self._max_readers = value_of("FASTPS_SERVER", server), value_of("FASTPS_MAX_READERS", max_readers)
         self._rule, self._server = owner.choose(self._rule, policy, faults, self._identity.workers, server)
+        self._max_readers = value_of("FASTPS_MAX_READERS", max_readers)
         layout = self._layout(model, policy, faults, pushed)
         if job is None and workers is None:
             self._identity = self._identity.of_instance(jobs_of_process.count_next())
@@ -176,6 +175,7 @@ class DistributedOptimizer(OptimizerState):
         self._follow_state(self._placement.state_follows)
 
     def _begin(self, worker: Worker, batch_size: int, checkpointing: tuple[Path, int] | None) -> None:
+        foreign.keep_untraced()
         self._job.use(worker)
         self._warm_up = WarmUp(worker.store, worker) if self.policy.warm_up else None
         self._batch_size = batch_size

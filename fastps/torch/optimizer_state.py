@@ -142,12 +142,6 @@ class OptimizerState(torch.optim.Optimizer):
         if self._job.worker.rank == 0 and not self._runs_here:
             service.load(self._job.store.job, saved.saved(self._inner), self._job.store.timeout_s)
 
-    def __getattr__(self, name: str) -> Any:
-        """What the wrapped optimizer alone has, where it runs in Python: methods such as `train()`, `eval()`, attributes."""
-        if "_inner" not in self.__dict__ or not self._is_own or name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._inner, name)
-
     def _read_state(self) -> Iterable[tuple[Any, Entry]]:
         """The entries of the job's state, each with its parameter. In a job of several nodes none: no worker reaches them."""
         self._job.worker.check_open()
@@ -163,6 +157,9 @@ class OptimizerState(torch.optim.Optimizer):
     def _share_state(self) -> None:
         self.param_groups = self._groups = self._inner.param_groups
         self._is_own = self._rule.runs_in_python
+        for name in dir(type(self._inner)) if self._is_own else ():  # its own methods, such as train() and eval()
+            if not name.startswith("_") and not hasattr(type(self), name):
+                self.__dict__[name] = getattr(self._inner, name)
         if not self._is_own:
             self.state = self._inner.state
             self._inner.state = self._state

@@ -4,6 +4,7 @@ Worker 0 does where all workers wait for a version: with its optimizer, its stat
 be everybody's, and its end the job's, so a server process does, with an optimizer that it has made of worker 0's.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NoReturn
@@ -14,6 +15,7 @@ from fastps.errors import UnsupportedError, WorkerDiedError
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout
+from fastps.job.options import value_of
 from fastps.job.policy import Policy
 from fastps.job.update_rules import PythonRule, Rule
 from fastps.kernels.combining.fold_call import FoldCall
@@ -27,8 +29,12 @@ from fastps.torch.any_optimizer.service import StateService
 SERVER = "fastps.processes.server"
 
 
-def choose(rule: Rule, policy: Policy, faults: FaultPolicy, workers: int, server: str) -> tuple[Rule, str]:
-    """The rule with the options that pushes carry, and the job's kind of server. Others than a PythonRule stay as they are."""
+def choose(rule: Rule, policy: Policy, faults: FaultPolicy, workers: int, server: str | None) -> tuple[Rule, str]:
+    """The rule with the options that pushes carry, and the job's kind of server. Others than a PythonRule stay as they are.
+
+    `server`: the argument of that name, or None for FASTPS_SERVER.
+    """
+    server = value_of("FASTPS_SERVER", server)
     if not isinstance(rule, PythonRule):
         return rule, server
     waits = policy.grant == "next-version" and not policy.overlap
@@ -83,9 +89,16 @@ class OwnerCombining(Combining):
             self._service = StateService(self._worker.store.job, self._fold)
 
     def _fold_and_tell(self, call: FoldCall) -> list[int] | None:
+        threads = torch.get_num_threads()
+        # The others wait meanwhile, so their cores are free, but no more threads than cores: OpenMP's barriers wait for all.
+        most = max(threads, min(threads * self._worker.store.layout.workers, len(os.sched_getaffinity(0))))
+        if most != threads:
+            torch.set_num_threads(most)
         try:
             return self._fold.fold(call)
         finally:
+            if most != threads:
+                torch.set_num_threads(threads)
             self._after_fold()
 
     @property

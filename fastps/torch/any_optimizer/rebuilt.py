@@ -30,7 +30,7 @@ class OptimizerOrder:
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         name = type(optimizer).__name__
 
-        class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+        class Pickler(cloudpickle.CloudPickler):
             def persistent_id(self, value: object) -> int | None:
                 if isinstance(value, torch.nn.Parameter) and id(value) not in numbers:
                     raise UnsupportedError(
@@ -42,7 +42,8 @@ class OptimizerOrder:
         kept = {key: value for key, value in optimizer.__dict__.items() if key not in _LEFT_OUT and not key.endswith("_hooks")}
         try:
             with io.BytesIO() as out:
-                Pickler(out).dump((type(optimizer), kept))
+                pickler: Any = Pickler(out)  # type: ignore[no-untyped-call]
+                pickler.dump((type(optimizer), kept))
                 return OptimizerOrder(out.getvalue(), tuple(sys.path))
         except UnsupportedError:
             raise

@@ -37,7 +37,7 @@ def test_a_saved_state_has_the_types_and_the_attributes_of_the_optimizer(tmp_pat
         before = optimizer.state_dict()
     again = new_model()
     with fastps.DistributedOptimizer(Own(again.parameters()), resume=folder) as resumed:
-        assert are_same(resumed.state_dict(), before) and resumed.count == 1
+        assert are_same(resumed.state_dict(), before) and resumed._inner.count == 1
         assert {entry["mean"].dtype for entry in resumed.state.values()} == {torch.bfloat16}
 
 
