@@ -41,24 +41,14 @@ class Rule:
         return self.initial[plane] if self.initial else 0.0
 
 
-Options = Mapping[str, Any]
-"""The options of one param_group, by torch's names."""
-
-
 @dataclass(frozen=True)
 class PythonRule(Rule):
     """The rule of an optimizer whose arithmetic the core does not know: one process runs its step(). `name`: of its class.
 
-    `options`: the numbers of a param_group that a push carries, by name, and their places in a tuple or -1.
+    A push carries the learning rates alone.
     """
 
     runs_in_python: ClassVar[bool] = True
-    options: tuple[tuple[str, int], ...] = (("lr", -1),)
-
-    def numbers_of(self, group: Options) -> Hyper:
-        """The numbers that a push carries of a group, in the order of `options`; 0 for an option that it lacks."""
-        values = [group.get(name, 0.0) if index < 0 else group[name][index] for name, index in self.options]
-        return Hyper(*map(float, values))  # type: ignore[arg-type]
 
 
 def write_initial_state(rule: Rule, plane_views: Callable[[int], list[npt.NDArray[np.float32]]]) -> None:
@@ -78,6 +68,10 @@ class Update:
 
     rule: Rule
     hyper: Hyper
+
+
+Options = Mapping[str, Any]
+"""The options of one param_group, by torch's names."""
 
 
 @dataclass(frozen=True)

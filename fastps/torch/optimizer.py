@@ -149,7 +149,7 @@ class DistributedOptimizer(OptimizerState):
         self._buffers = ModelBuffers(model)
         self._placement = self._place(push_dtype)
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
-        self._rule, self._server = owner.choose(self._rule, policy, faults, self._identity.workers, server)
+        self._server = owner.server_of(self._rule, policy, faults, self._identity.workers, server)
         self._max_readers = value_of("FASTPS_MAX_READERS", max_readers)
         layout = self._layout(model, policy, faults, pushed)
         if job is None and workers is None:
@@ -315,6 +315,8 @@ class DistributedOptimizer(OptimizerState):
         hypers, options = self._hypers_read.of(self.param_groups), job.equal_options
         if hypers is not options.pushed or options.is_due:
             options.check(hypers)
+            if self._is_own:
+                self._send_options()
         try:
             worker.push(hypers, presence=presence, scale=scale * clip, null=skipped, samples=self._samples)
             if not skipped:

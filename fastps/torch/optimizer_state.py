@@ -36,6 +36,7 @@ class OptimizerState(torch.optim.Optimizer):
     _groups: list[dict[str, Any]]
     _left_out: dict[int, str]
     _state: JobState
+    _options_sent: list[dict[str, Any]]
     _is_own = False  # whether the wrapped optimizer runs in Python, and its state is its own
     _untaken: str | None = "the worker left with an error, or at the program's exit, and kept no state"
 
@@ -142,6 +143,21 @@ class OptimizerState(torch.optim.Optimizer):
         if self._job.worker.rank == 0 and not self._runs_here:
             service.load(self._job.store.job, saved.saved(self._inner), self._job.store.timeout_s)
 
+    def _options(self) -> list[dict[str, Any]]:
+        """The options of each group that no push carries."""
+        return [{name: value for name, value in group.items() if name not in ("params", "lr")} for group in self.param_groups]
+
+    def _send_options(self) -> None:
+        """Send the options that the script has changed to the server that runs the optimizer."""
+        if self._runs_here:
+            return
+        now, changed = self._options(), []
+        for new, old in zip(now, self._options_sent, strict=True):
+            changed.append({name: value for name, value in new.items() if name not in old or not _is_same(value, old[name])})
+        if any(changed):
+            service.set_options(self._job.store.job, changed, self._job.store.timeout_s)
+        self._options_sent = now
+
     def _read_state(self) -> Iterable[tuple[Any, Entry]]:
         """The entries of the job's state, each with its parameter. In a job of several nodes none: no worker reaches them."""
         self._job.worker.check_open()
@@ -156,7 +172,7 @@ class OptimizerState(torch.optim.Optimizer):
 
     def _share_state(self) -> None:
         self.param_groups = self._groups = self._inner.param_groups
-        self._is_own = self._rule.runs_in_python
+        self._is_own, self._options_sent = self._rule.runs_in_python, self._options()
         for name in dir(type(self._inner)) if self._is_own else ():  # its own methods, such as train() and eval()
             if not name.startswith("_") and not hasattr(type(self), name):
                 self.__dict__[name] = getattr(self._inner, name)
@@ -325,6 +341,14 @@ class OptimizerState(torch.optim.Optimizer):
         if self._job.worker.rank == 0 and (not self._job.worker.generation or self._job.worker.own_steps):
             state.publish(self._job.worker, self._job.tensor_views, self._rule, entries)
             self._job.take_weights()
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values of an option are equal, as far as that can be told."""
+    try:
+        return bool(torch.equal(one, other)) if isinstance(one, torch.Tensor) else bool(one == other)
+    except Exception:  # of any kind: a script's own type
+        return one is other
 
 
 def check_kind(optimizer: object) -> None:

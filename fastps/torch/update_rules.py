@@ -17,7 +17,6 @@ from fastps.job.layout import GradientType
 from fastps.job.update_rules import DOUBLE_PRODUCT, UPDATE_RULES, Hyper, PythonRule, Rule, UpdateRule, rule_for
 from fastps.job.user_rules import UserRule
 from fastps.kernels.update.fold import RULE_SGD
-from fastps.torch.any_optimizer.rebuilt import options_of
 from fastps.torch.names import UNNAMED, of_groups
 from fastps.torch.own_optimizers import RowWiseAdagradOptimizer, RuleOptimizer
 
@@ -60,8 +59,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     if name in _REFUSED and kind is getattr(torch.optim, name, None):
         raise UnsupportedError(f"torch.optim.{name} is not supported, because {_REFUSED[name]}")
     if kind not in _KNOWN:
-        options = options_of(optimizer.param_groups[0], len(Hyper._fields) - 1)
-        return PythonRule(f"{kind.__module__}.{kind.__qualname__}", RULE_SGD, (), options=options)
+        return PythonRule(f"{kind.__module__}.{kind.__qualname__}", RULE_SGD, ())
     for option, level in _WITHOUT_EFFECT.items():
         if any(group.get(option) for group in optimizer.param_groups):
             logger.log(
@@ -75,8 +73,8 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
 def _row_of(rule: Rule) -> UpdateRule:
     """The rule's row of the table. A user's rule, and one that runs in Python, has none, and gets one here."""
-    if isinstance(rule, PythonRule):
-        return UpdateRule(rule.numbers_of, (), (), dict, has_steps=False)
+    if rule.runs_in_python:
+        return UpdateRule(lambda group: Hyper(float(group.get("lr", 0.0))), (), (), dict, has_steps=False)
     if not isinstance(rule, UserRule):
         return UPDATE_RULES[rule.name]
 

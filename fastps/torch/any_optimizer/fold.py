@@ -14,7 +14,7 @@ import torch
 from fastps.kernels.combining.fold_call import FoldCall, FoldedPush
 from fastps.kernels.update import fold
 from fastps.membership.job_memory import JobMemory
-from fastps.torch.any_optimizer.rebuilt import PushedOptions
+from fastps.torch.any_optimizer.rebuilt import PushedRates
 from fastps.torch.weights import shaped_tensors
 
 Gradients = list[torch.Tensor | None]
@@ -24,7 +24,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 class TorchFold:
     """Runs `step()` of a torch optimizer as a fold. `tensors`: its parameters, in the layout's order.
 
-    `options`: those that pushes carry; None: the param_groups are the script's own.
+    `rates`: those that pushes carry; None: the param_groups are the script's own.
 
     Attributes:
         optimizer: the optimizer.
@@ -36,10 +36,10 @@ class TorchFold:
         store: JobMemory,
         optimizer: torch.optim.Optimizer,
         tensors: Sequence[torch.Tensor],
-        options: PushedOptions | None = None,
+        rates: PushedRates | None = None,
     ) -> None:
         self._store, self.optimizer, self._tensors = store, optimizer, tensors
-        self._options = options
+        self._rates_pushed = rates
         self.lock = threading.Lock()
         self._checks = store.layout.faults.nonfinite != "allow"
         self._frozen: set[int] = set()
@@ -74,7 +74,9 @@ class TorchFold:
         average = self._average(call)
         for some in [[push] for push in pushes] if is_each else [pushes]:
             gradients = self._sum(some, 1.0 if is_each else call.scale)
-            rate = call.rate_scale * self._rate(some)
+            if self._rates_pushed is not None:
+                self._rates_pushed.take([self._store.slot_words(push.lane, push.slot)[0] for push in some])
+            rate = call.rate_scale * sum(push.rate_scale for push in some) / len(some)
             self._step(weights, gradients, rate)
             steps_out += [gradient is not None for gradient in gradients]
             for mean, weight in zip(average, weights, strict=True) if average else ():
@@ -82,13 +84,6 @@ class TorchFold:
                     mean.lerp_(weight.to(mean.dtype), 1 - self._store.layout.policy.ema)
         self._store.write_halves(call.weights_out)
         return None
-
-    def _rate(self, pushes: Sequence[FoldedPush]) -> float:
-        """Set the options that these pushes carry. Returns the factor of the learning rates."""
-        rates = [push.rate_scale for push in pushes]
-        if self._options is None:
-            return sum(rates) / len(rates)
-        return self._options.take([self._store.slot_words(push.lane, push.slot)[0] for push in pushes], rates)
 
     def _weights(self, buffer: int) -> list[torch.Tensor]:
         if (buffer,) not in self._made:

@@ -6,7 +6,6 @@ be everybody's, and its end the job's, so a server process does, with an optimiz
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -17,7 +16,7 @@ from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout
 from fastps.job.options import value_of
 from fastps.job.policy import Policy
-from fastps.job.update_rules import PythonRule, Rule
+from fastps.job.update_rules import Rule
 from fastps.kernels.combining.fold_call import FoldCall
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.combining import Combining
@@ -29,18 +28,12 @@ from fastps.torch.any_optimizer.service import StateService
 SERVER = "fastps.processes.server"
 
 
-def choose(rule: Rule, policy: Policy, faults: FaultPolicy, workers: int, server: str | None) -> tuple[Rule, str]:
-    """The rule with the options that pushes carry, and the job's kind of server. Others than a PythonRule stay as they are.
-
-    `server`: the argument of that name, or None for FASTPS_SERVER.
-    """
-    server = value_of("FASTPS_SERVER", server)
-    if not isinstance(rule, PythonRule):
-        return rule, server
+def server_of(rule: Rule, policy: Policy, faults: FaultPolicy, workers: int, server: str | None) -> str:
+    """The job's kind of server. `server`: the argument of that name, or None for FASTPS_SERVER."""
+    given: str = value_of("FASTPS_SERVER", server)
     waits = policy.grant == "next-version" and not policy.overlap
-    if faults.lanes(workers) > 1 and (not waits or faults.continues):
-        server = "process"
-    return (rule if server == "process" else replace(rule, options=(("lr", -1),))), server
+    is_needed = rule.runs_in_python and faults.lanes(workers) > 1 and (not waits or faults.continues)
+    return "process" if is_needed else given
 
 
 def check(layout: Layout, placement: str) -> None:

@@ -3,7 +3,7 @@
 import io
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,8 @@ import torch
 from numba import cloudpickle
 
 from fastps.errors import UnsupportedError
-from fastps.job.update_rules import Hyper, PythonRule
+from fastps.job.update_rules import Hyper
 
-Numbers = Sequence[Sequence[Hyper]]
 _LEFT_OUT = {"step", "_zero_grad_profile_name"}  # of this process: a step() that a scheduler has patched, a profiler's name
 
 
@@ -73,55 +72,21 @@ class OptimizerOrder:
         return made
 
 
-class PushedOptions:
-    """The options that pushes carry: what a script or a scheduler changes in its param_groups reaches the server with a push.
+class PushedRates:
+    """The learning rates that pushes carry, which schedulers change: those of a step are the mean of its pushes'.
 
-    An option that no worker changes stays the optimizer's own, which may count in it.
+    A rate that no worker changes stays the optimizer's own.
     """
 
-    def __init__(self, rule: PythonRule, groups: Sequence[dict[str, Any]]) -> None:
-        self._rule = rule
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         self._groups = groups
-        self._last = [list(rule.numbers_of(group)) for group in groups]
+        self._last = [float(group.get("lr", 0.0)) for group in groups]
 
-    def take(self, pushed: Numbers, rates: Sequence[float]) -> float:
-        """Set what has changed in the pushes of a step. Returns the factor of the learning rates, from those of the pushes."""
-        for number, (group, last) in enumerate(zip(self._groups, self._last, strict=True)):
-            for place, (name, index) in enumerate(self._rule.options):
-                values = [hypers[number][place] for hypers in pushed]
-                value = sum(values) / len(values) if name == "lr" and len(set(values)) > 1 else values[0]
-                if value != last[place]:
-                    last[place] = value
-                    group[name] = _changed(group[name], index, value)
-        return sum(rates) / len(rates)
-
-
-def _changed(old: Any, index: int, value: float) -> Any:
-    """An option with a new value, of the type that it had."""
-    if index >= 0:
-        return tuple(value if place == index else each for place, each in enumerate(old))
-    if isinstance(old, torch.Tensor):
-        return old.fill_(value)
-    return int(value) if isinstance(old, int) and value.is_integer() else value
-
-
-def options_of(group: Mapping[str, Any], most: int) -> tuple[tuple[str, int], ...]:
-    """The options that fit into a push, by name, and their places in a tuple or -1: the learning rate first.
-
-    >>> options_of({"params": [], "momentum": 0.9, "lr": 0.1, "betas": (0.9, 0.99), "nesterov": True, "mode": "x"}, 8)
-    (('lr', -1), ('momentum', -1), ('betas', 0), ('betas', 1))
-    """
-    found: list[tuple[str, int]] = []
-    for name in sorted(group, key=lambda name: name != "lr"):
-        value = group[name]
-        if isinstance(value, tuple) and all(isinstance(each, int | float) for each in value):
-            found += [(name, place) for place in range(len(value))]
-        elif _is_number(value):
-            found.append((name, -1))
-    return tuple(found[:most])
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    def take(self, pushed: Sequence[Sequence[Hyper]]) -> None:
+        """Set the rates that have changed. `pushed`: of each push those of all groups."""
+        for number, group in enumerate(self._groups):
+            rates = [hypers[number].learning_rate for hypers in pushed]
+            rate = rates[0] if len(set(rates)) == 1 else sum(rates) / len(rates)
+            if rate != self._last[number]:
+                self._last[number] = rate
+                group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate

@@ -51,10 +51,20 @@ def saved(optimizer: torch.optim.Optimizer) -> Saved:
     return {"state": state, "attributes": attributes}, arrays
 
 
+def of_values(value: Any) -> Saved:
+    """Any value of plain types in the form of `saved`. Raises CheckpointError for another."""
+    arrays: dict[str, Array] = {}
+    return {"state": _encoded(value, arrays, "param_groups")}, arrays
+
+
+def values_of(state: Saved) -> Any:
+    """The value of `of_values`, or the state dict in a state of `saved`."""
+    return _decoded(state[0]["state"], partial(_tensor_of, state[1]))
+
+
 def state_of(state: Saved) -> dict[str, Any]:
     """The state dict in a state of `saved`."""
-    described, arrays = state
-    found: dict[str, Any] = _decoded(described["state"], partial(_tensor_of, arrays))
+    found: dict[str, Any] = values_of(state)
     return found
 
 

@@ -2,12 +2,11 @@
 
 import torch
 
-from fastps.job.update_rules import PythonRule
 from fastps.kernels.protocol.lane import Lane
 from fastps.store.server_loop import Folds
 from fastps.store.store import Store
 from fastps.torch.any_optimizer.fold import TorchFold
-from fastps.torch.any_optimizer.rebuilt import OptimizerOrder, PushedOptions
+from fastps.torch.any_optimizer.rebuilt import OptimizerOrder, PushedRates
 from fastps.torch.any_optimizer.service import StateService
 from fastps.torch.weights import shaped_tensors
 
@@ -16,11 +15,10 @@ class OptimizerFolds(Folds):
     """Folds by the ordered optimizer, on parameters of this process. Raises UnsupportedError if it cannot be made here."""
 
     def __init__(self, store: Store, lane: Lane, order: OptimizerOrder) -> None:
-        assert isinstance(store.layout.rule, PythonRule)
         types = [getattr(torch, parameter.type) for parameter in store.layout.parameters]
         first = zip(shaped_tensors(store, store.weight_views(0)), types, strict=True)
         tensors = [torch.nn.Parameter(values.to(kind, copy=True)) for values, kind in first]
         optimizer = order.make(tensors)
-        fold = TorchFold(store, optimizer, tensors, PushedOptions(store.layout.rule, optimizer.param_groups))
+        fold = TorchFold(store, optimizer, tensors, PushedRates(optimizer.param_groups))
         lane.fold_with(fold.fold, range(store.arena.shards))
         self._service = StateService(store.job, fold)

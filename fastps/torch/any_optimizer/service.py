@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fastps.torch.any_optimizer import saved
 from fastps.torch.any_optimizer.fold import TorchFold
 
 logger = logging.getLogger("fastps.torch")
-_READ, _LOAD, _DONE = b"read", b"load", b"done"
+_READ, _LOAD, _SET, _DONE = b"read", b"load", b"set", b"done"
 _LONGEST = 4096  # bytes of a message: a word, or the text of an error
 
 
@@ -65,6 +66,12 @@ class StateService:
                 elif word == _LOAD and files:
                     saved.load(self._fold.optimizer, _unpacked(files[0]))
                     sent = -1
+                elif word == _SET and files:
+                    for group, changed in zip(
+                        self._fold.optimizer.param_groups, saved.values_of(_unpacked(files[0])), strict=True
+                    ):
+                        group.update(changed)
+                    sent = -1
                 else:
                     return
         except Exception as error:  # of any kind: the optimizer is the script's
@@ -96,6 +103,15 @@ def load(job: str, state: saved.Saved, timeout_s: float) -> None:
     file = _packed(state)
     try:
         _asked(job, timeout_s, _LOAD, file)
+    finally:
+        os.close(file)
+
+
+def set_options(job: str, changed: Sequence[Mapping[str, Any]], timeout_s: float) -> None:
+    """Set these options of the param_groups there. Raises as `load`; CheckpointError for a value that cannot travel."""
+    file = _packed(saved.of_values(list(changed)))
+    try:
+        _asked(job, timeout_s, _SET, file)
     finally:
         os.close(file)
 

@@ -68,6 +68,7 @@ def test_what_a_script_changes_in_its_param_groups_reaches_the_server_with_its_p
                 loss_of(model, step).backward()
                 optimizer.step()
                 schedule.step()
+                optimizer.param_groups[0]["mode"] = f"after {step}"
             assert [group["k"] for group in optimizer.state_dict()["param_groups"]] == [STEPS]
             return values_of(model)
 
@@ -80,6 +81,7 @@ def test_what_a_script_changes_in_its_param_groups_reaches_the_server_with_its_p
         loss_of(model, step).backward()
         inner.step()
         schedule.step()
+        inner.param_groups[0]["mode"] = f"after {step}"
     assert processes.results(processes.start_job(work, 1), 60) == [values_of(model)]
 
 
@@ -87,14 +89,14 @@ class Counting(torch.optim.Optimizer):
     """Counts in its param_groups, as schedule-free optimizers do."""
 
     def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr, "k": 0, "betas": (0.5, 0.9)})
+        super().__init__(params, {"lr": lr, "k": 0, "mode": "begin"})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["k"] += 1
             for p in group["params"]:
-                p.sub_(p.grad * group["lr"] * group["betas"][0] / group["k"])
+                p.sub_(p.grad * group["lr"] * len(group["mode"]) / group["k"])
 
 
 @pytest.mark.parametrize("end", ["raise", "kill"])
