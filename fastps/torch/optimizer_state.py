@@ -1,8 +1,9 @@
 """A wrapped optimizer's state and weights in torch's own terms: state_dict, load_state_dict, param groups."""
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,6 +144,17 @@ class OptimizerState(torch.optim.Optimizer):
         if self._job.worker.rank == 0 and not self._runs_here:
             service.load(self._job.store.job, saved.saved(self._inner), self._job.store.timeout_s)
 
+    def _call_own(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method that the wrapped optimizer alone has: with a copy of the state, if another process has it."""
+        worker = self._job.worker
+        if worker.closed or not worker.posts or self._runs_here:
+            return getattr(self._inner, name)(*arguments, **named)
+        own, self._inner.state = self._inner.state, defaultdict(dict, self.state)
+        try:
+            return getattr(self._inner, name)(*arguments, **named)
+        finally:
+            self._inner.state = own
+
     def _options(self) -> list[dict[str, Any]]:
         """The options of each group that no push carries."""
         return [{name: value for name, value in group.items() if name not in ("params", "lr")} for group in self.param_groups]
@@ -175,7 +187,7 @@ class OptimizerState(torch.optim.Optimizer):
         self._is_own, self._options_sent = self._rule.runs_in_python, self._options()
         for name in dir(type(self._inner)) if self._is_own else ():  # its own methods, such as train() and eval()
             if not name.startswith("_") and not hasattr(type(self), name):
-                self.__dict__[name] = getattr(self._inner, name)
+                self.__dict__[name] = partial(self._call_own, name)
         if not self._is_own:
             self.state = self._inner.state
             self._inner.state = self._state

@@ -265,13 +265,6 @@ def _lamb_by_torch(parameter: torch.Tensor, gradient: torch.Tensor, state: State
     parameter.sub_(0.002 * (norms[0] / norms[1] if min(norms) > 0 else 1.0) * direction)
 
 
-def _muon_like_by_torch(parameter: torch.Tensor, gradient: torch.Tensor, state: State, number: int) -> None:
-    """A step of Muon's size."""
-    buffer = state.setdefault("buffer", torch.zeros_like(parameter)).lerp_(gradient, 1 - 0.95)
-    direction = gradient.lerp(buffer, 0.95)
-    parameter.mul_(1 - 0.002 * 0.1).sub_(0.002 * 0.2 * direction / direction.pow(2).mean().sqrt())
-
-
 def _lion_by_torch(parameter: torch.Tensor, gradient: torch.Tensor, state: State, number: int) -> None:
     """Algorithm 2 of arXiv 2302.06675."""
     mean = state.setdefault("m", torch.zeros_like(parameter))
@@ -282,9 +275,8 @@ def _lion_by_torch(parameter: torch.Tensor, gradient: torch.Tensor, state: State
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "by_torch", "options"), [
     ("lamb", _lamb_by_torch, {"learning_rate": 0.002, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-6, "weight_decay": 0.01}),
-    ("muon_like", _muon_like_by_torch, {"learning_rate": 0.002, "momentum": 0.95, "weight_decay": 0.1}),
     ("lion", _lion_by_torch, {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}),
-], ids=["lamb", "muon_like", "lion"])  # fmt: skip
+], ids=["lamb", "lion"])  # fmt: skip
 def test_the_rule_of_an_example_is_that_of_its_paper(
     name: str, by_torch: Callable[..., None], options: dict[str, float], capsys: pytest.CaptureFixture[str]
 ) -> None:

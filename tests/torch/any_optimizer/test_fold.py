@@ -24,6 +24,9 @@ class Own(torch.optim.Optimizer):
     def eval(self) -> None:
         self.mode = "eval"
 
+    def entries(self) -> int:
+        return len(self.state)
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.count += 1
@@ -267,6 +270,7 @@ def test_another_worker_reads_the_state_of_the_published_version() -> None:
         model = new_model()
         with fastps.DistributedOptimizer(Own(model.parameters())) as optimizer:
             train(model, optimizer, rank)
+            assert optimizer.entries() == len(list(model.parameters()))
             found = optimizer.state_dict(), {"state": dict(enumerate(optimizer.state.values()))}
         _, inner = plain("own", 2)
         return are_same(found[0], inner.state_dict()), are_same(found[1]["state"], inner.state_dict()["state"])
