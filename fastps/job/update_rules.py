@@ -45,10 +45,11 @@ class Rule:
 class PythonRule(Rule):
     """The rule of an optimizer whose arithmetic the core does not know: one process runs its step(). `name`: of its class.
 
-    A push carries the learning rates alone.
+    A push carries the learning rates, and `switches`: a number that differs where a worker began with other options.
     """
 
     runs_in_python: ClassVar[bool] = True
+    switches: int = field(default=0, compare=False)
 
 
 def write_initial_state(rule: Rule, plane_views: Callable[[int], list[npt.NDArray[np.float32]]]) -> None:

@@ -53,15 +53,20 @@ class EqualOptions:
     def _warn(self, lane: int, found: Sequence[Hyper], own: Sequence[Hyper]) -> None:
         self._left = 0
         differences = [
-            f"{name.replace('flags', 'switches')} {mine:g} and {other:g}"
+            "others than the rates"
+            if name == "flags" and self._worker.store.layout.rule.runs_in_python
+            else f"{name.replace('flags', 'switches')} {mine:g} and {other:g}"
             for one, two in zip(own, found, strict=True)
             for name, mine, other in zip(Hyper._fields, one, two, strict=True)
             if mine != other
         ]
+        layout = self._worker.store.layout
+        is_owner = layout.rule.runs_in_python and not layout.has_server
         logger.warning(
-            "workers %d and %d push with other options (%s): a version takes the mean of the rates, and the rest from the first"
-            " worker; set them alike in all workers, also after a load",
+            "workers %d and %d push with other options (%s): a version takes %s; set them alike in all workers, also after a"
+            " load",
             self._worker.rank,
             lane,
             ", ".join(differences[:4]),
+            "those of worker 0" if is_owner else "the mean of the rates, and the rest from the first worker",
         )

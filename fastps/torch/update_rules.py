@@ -7,6 +7,7 @@ maps the fold's optimizer-state tensors to torch's names.
 import logging
 import math
 import operator
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     if name in _REFUSED and kind is getattr(torch.optim, name, None):
         raise UnsupportedError(f"torch.optim.{name} is not supported, because {_REFUSED[name]}")
     if kind not in _KNOWN:
-        return PythonRule(f"{kind.__module__}.{kind.__qualname__}", RULE_SGD, ())
+        return PythonRule(f"{kind.__module__}.{kind.__qualname__}", RULE_SGD, (), switches=_digest(optimizer.param_groups))
     for option, level in _WITHOUT_EFFECT.items():
         if any(group.get(option) for group in optimizer.param_groups):
             logger.log(
@@ -71,10 +72,17 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     return rule
 
 
+def _digest(groups: Sequence[Mapping[str, Any]]) -> int:
+    """31 bits of the options other than the rates, of those that are numbers or text."""
+    plain = [{name: value for name, value in group.items() if name != "lr" and _cannot_change(value)} for group in groups]
+    return zlib.crc32(repr(plain).encode()) >> 1
+
+
 def _row_of(rule: Rule) -> UpdateRule:
     """The rule's row of the table. A user's rule, and one that runs in Python, has none, and gets one here."""
-    if rule.runs_in_python:
-        return UpdateRule(lambda group: Hyper(float(group.get("lr", 0.0))), (), (), dict, has_steps=False)
+    if isinstance(rule, PythonRule):
+        switches = rule.switches
+        return UpdateRule(lambda group: Hyper(float(group.get("lr", 0.0)), flags=switches), (), (), dict, has_steps=False)
     if not isinstance(rule, UserRule):
         return UPDATE_RULES[rule.name]
 

@@ -18,14 +18,18 @@ from fastps.job.options import value_of
 from fastps.job.policy import Policy
 from fastps.job.update_rules import Rule
 from fastps.kernels.combining.fold_call import FoldCall
+from fastps.kernels.shm.arena import LANE_JOINING, LANE_LEAVING, LANE_LIVE
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.combining import Combining
 from fastps.store.server_process import ServerPlan
+from fastps.system.deadline import Deadline
 from fastps.torch.any_optimizer.fold import TorchFold
 from fastps.torch.any_optimizer.rebuilt import OptimizerOrder
 from fastps.torch.any_optimizer.service import StateService
 
 SERVER = "fastps.processes.server"
+_PRESENT = (LANE_JOINING, LANE_LIVE, LANE_LEAVING)
+_CLOSE_NS = 10_000_000_000
 
 
 def server_of(rule: Rule, policy: Policy, faults: FaultPolicy, workers: int, server: str | None) -> str:
@@ -98,6 +102,19 @@ class OwnerCombining(Combining):
     def closes_last(self) -> bool:
         """The others' pushes need this worker."""
         return True
+
+    def before_close(self, failure: str | None) -> None:
+        """Wait for a while until the others have closed, too: they may ask for the last state."""
+        if failure is not None or self._service is None:
+            return
+        arena, rank = self._worker.store.arena, self._worker.rank
+        deadline = Deadline(self._clock.now_ns(), _CLOSE_NS)
+
+        def have_closed() -> bool:
+            present = [lane for lane, state in enumerate(arena.lane_states()[: arena.lanes]) if state in _PRESENT]
+            return present in ([], [rank]) or deadline.is_over(self._clock.now_ns())
+
+        self._worker.wait_until(have_closed, 1_000_000, lambda: "")
 
     def after_close(self, failure: str | None) -> None:
         """Answer no more."""

@@ -10,6 +10,7 @@ import torch
 
 import fastps
 from tests.support import processes
+from tests.support.said import listen
 
 STEPS = 12
 
@@ -278,3 +279,16 @@ def test_another_worker_reads_the_state_of_the_published_version() -> None:
     children = processes.start_job(work, 2)
     processes.finish(children, 60)
     assert [child.outcome for child in children] == [(True, True)] * 2
+
+
+@pytest.mark.parametrize(("option", "what"), [("lr", "learning_rate 0.02 and 0.04"), ("momentum", "others than the rates")])
+def test_workers_that_begin_with_other_options_are_told_that_worker_0s_count(option: str, what: str) -> None:
+    def work(rank: int) -> list[str]:
+        said, model = listen(), new_model()
+        inner = torch.optim.Muon(model.parameters(), **{"lr": 0.02, option: 0.02 * (1 + rank)})
+        with fastps.DistributedOptimizer(inner) as optimizer:
+            train(model, optimizer, rank)
+        return [each for each in said if "other options" in each]
+
+    zero, _ = processes.results(processes.start_job(work, 2), 60)
+    assert len(zero) == 1 and f"({what}): a version takes those of worker 0" in zero[0]
