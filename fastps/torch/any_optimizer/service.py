@@ -127,8 +127,10 @@ def _asked(job: str, timeout_s: float, word: bytes, *sent: int) -> int:
             answer, files, _, _ = socket.recv_fds(connection, _LONGEST, 1)
         except (OSError, rendezvous.OtherUser) as error:
             raise WorkerDiedError(f"the process that runs the optimizer of job {job} does not answer: {error}", -1) from None
+    if not answer:
+        raise WorkerDiedError(f"the process that runs the optimizer of job {job} has ended while it answered", -1)
     if answer != _DONE:
-        raise Error(f"the optimizer's state: {answer.decode(errors='replace') or 'the process that runs it has ended'}")
+        raise Error(f"the optimizer's state: {answer.decode(errors='replace')}")
     return files[0] if files else -1
 
 
