@@ -186,7 +186,7 @@ class OptimizerState(torch.optim.Optimizer):
         self.param_groups = self._groups = self._inner.param_groups
         self._is_own, self._options_sent = self._rule.runs_in_python, self._options()
         for name in dir(type(self._inner)) if self._is_own else ():  # its own methods, such as train() and eval()
-            if not name.startswith("_") and not hasattr(type(self), name):
+            if not (name.startswith("_") or hasattr(self, name)) and callable(getattr(type(self._inner), name)):
                 self.__dict__[name] = partial(self._call_own, name)
         if not self._is_own:
             self.state = self._inner.state
