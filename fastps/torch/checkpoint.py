@@ -7,6 +7,7 @@ import torch
 
 from fastps.checkpoint.format import Array, Checkpoint, refused
 from fastps.job.update_rules import Rule
+from fastps.torch.any_optimizer import saved
 from fastps.torch.names import of_model, without_wrappers
 from fastps.torch.update_rules import entry_of
 
@@ -96,6 +97,8 @@ def restore_buffers(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
 def optimizer_state_dict(checkpoint: Checkpoint) -> dict[str, Any]:
     """The state dict of a checkpoint, in the form that the plain torch optimizer's load_state_dict takes."""
     described = checkpoint.description
+    if saved.FIELD in described:  # of an optimizer that runs in Python
+        return saved.state_of((described[saved.FIELD], checkpoint.prefixed(saved.PREFIX)))
     rule = Rule(described["rule"]["name"], 0, tuple(described["rule"]["planes"]))
     groups: list[dict[str, Any]] = [
         {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}

@@ -59,6 +59,7 @@ def reason_against(layout: Layout) -> str:
     found = {
         "in virtual time already": environment.is_virtual(),
         "of several nodes": layout.server == "agent",
+        "whose optimizer runs in Python": layout.rule.runs_in_python,
         "whose weights or gradients lie on devices": bool(layout.owner_lanes or layout.slot_owners),
         f"with tables (sparse=True) under {layout.policy.spec}, whose workers may read rows while they change,": bool(
             layout.tables and not (layout.policy.is_level and layout.policy.pull == 1)

@@ -4,13 +4,14 @@ Worker 0 does where all workers wait for a version: with its optimizer, its stat
 be everybody's, and its end the job's, so a server process does, with an optimizer that it has made of worker 0's.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
 
-from fastps.errors import UnsupportedError, WorkerDiedError
+from fastps.errors import Error, UnsupportedError, WorkerDiedError
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout
@@ -114,7 +115,8 @@ class OwnerCombining(Combining):
             present = [lane for lane, state in enumerate(arena.lane_states()[: arena.lanes]) if state in _PRESENT]
             return present in ([], [rank]) or deadline.is_over(self._clock.now_ns())
 
-        self._worker.wait_until(have_closed, 1_000_000, lambda: "")
+        with contextlib.suppress(Error):  # one that has died asks no more
+            self._worker.wait_until(have_closed, 1_000_000, lambda: "")
 
     def after_close(self, failure: str | None) -> None:
         """Answer no more."""

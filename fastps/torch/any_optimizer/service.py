@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fastps.errors import Error, WorkerDiedError
+from fastps.errors import AttachError, Error, WorkerDiedError
 from fastps.membership import rendezvous
 from fastps.torch.any_optimizer import saved
 from fastps.torch.any_optimizer.fold import TorchFold
@@ -31,7 +31,13 @@ class StateService:
     def __init__(self, job: str, fold: TorchFold) -> None:
         self._fold = fold
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(rendezvous.place_name(job, "optimizer"))
+        try:
+            self._listener.bind(rendezvous.place_name(job, "optimizer"))
+        except OSError as error:
+            self._listener.close()
+            raise AttachError(
+                f"job {job}: expected to be the only process that runs its optimizer, found another ({error})"
+            ) from None
         self._listener.listen()
         self._thread = threading.Thread(target=self._answer, name="fastps-optimizer", daemon=True)
         self._thread.start()

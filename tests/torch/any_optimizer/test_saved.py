@@ -35,6 +35,7 @@ def test_a_saved_state_has_the_types_and_the_attributes_of_the_optimizer(tmp_pat
         optimizer.step()
         folder = fastps.save(optimizer, tmp_path)
         before = optimizer.state_dict()
+    assert are_same(fastps.optimizer_state_dict(fastps.load(folder)), before)
     again = new_model()
     with fastps.DistributedOptimizer(Own(again.parameters()), resume=folder) as resumed:
         assert are_same(resumed.state_dict(), before) and resumed._inner.count == 1
