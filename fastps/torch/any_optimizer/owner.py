@@ -5,7 +5,9 @@ be everybody's, and its end the job's, so a server process does, with an optimiz
 """
 
 import contextlib
+import logging
 import os
+import platform
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -27,6 +29,8 @@ from fastps.system.deadline import Deadline
 from fastps.torch.any_optimizer.fold import TorchFold
 from fastps.torch.any_optimizer.rebuilt import OptimizerOrder
 from fastps.torch.any_optimizer.service import StateService
+
+logger = logging.getLogger("fastps.torch")
 
 SERVER = "fastps.processes.server"
 _PRESENT = (LANE_JOINING, LANE_LIVE, LANE_LEAVING)
@@ -59,7 +63,12 @@ def check(layout: Layout, placement: str) -> None:
 
 
 def plan_of(layout: Layout, optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> ServerPlan | None:
-    """The plan of the server that runs the optimizer, or None where worker 0 does. Raises UnsupportedError."""
+    """Worker 0's plan of the server that runs the optimizer, or None where that worker does. Raises UnsupportedError."""
+    if type(optimizer) is torch.optim.Muon and platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported():
+        logger.warning(
+            "torch.optim.Muon multiplies in bfloat16, for which this processor has no instructions: a step may take many times as"
+            " long as in float32; examples/muon.py has a Muon that multiplies in float32"
+        )
     return ServerPlan(SERVER, OptimizerOrder.of(optimizer, tensors)) if layout.has_server else None
 
 
