@@ -66,8 +66,8 @@ def plan_of(layout: Layout, optimizer: torch.optim.Optimizer, tensors: Sequence[
     """Worker 0's plan of the server that runs the optimizer, or None where that worker does. Raises UnsupportedError."""
     if type(optimizer) is torch.optim.Muon and platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported():
         logger.warning(
-            "torch.optim.Muon multiplies in bfloat16, for which this processor has no instructions: a step may take many times as"
-            " long as in float32; examples/muon.py has a Muon that multiplies in float32"
+            "torch.optim.Muon multiplies in bfloat16, for which this processor has no instructions: a step may take many times"
+            " as long as in float32; examples/muon.py has a Muon that multiplies in float32"
         )
     return ServerPlan(SERVER, OptimizerOrder.of(optimizer, tensors)) if layout.has_server else None
 
