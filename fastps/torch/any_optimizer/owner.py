@@ -1,7 +1,8 @@
 """Which process runs the optimizer of a job, and what the workers' part that folds does.
 
-Worker 0 does where all workers wait for a version: with its optimizer, its state and its param_groups. Elsewhere its pace would
-be everybody's, and its end the job's, so a server process does, with an optimizer that it has made of worker 0's.
+Worker 0 does where a version needs the pushes of all workers: with its optimizer, its state and its param_groups. Elsewhere its
+pace would be everybody's, so a server process does, with an optimizer that it has made of worker 0's. Where some pushes make a
+version, worker 0 may even wait in another job of the script while the others wait for it in this one.
 """
 
 import contextlib
@@ -40,8 +41,8 @@ _CLOSE_NS = 10_000_000_000
 def server_of(rule: Rule, policy: Policy, faults: FaultPolicy, workers: int, server: str | None) -> str:
     """The job's kind of server. `server`: the argument of that name, or None for FASTPS_SERVER."""
     given: str = value_of("FASTPS_SERVER", server)
-    waits = policy.grant == "next-version" and not policy.overlap
-    is_needed = rule.runs_in_python and faults.lanes(workers) > 1 and (not waits or faults.continues)
+    needs_all = policy.is_level and policy.grant == "next-version"
+    is_needed = rule.runs_in_python and faults.lanes(workers) > 1 and (faults.continues or not needs_all)
     return "process" if is_needed else given
 
 

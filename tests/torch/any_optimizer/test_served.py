@@ -135,3 +135,23 @@ def test_a_worker_that_dies_leaves_the_optimizer_to_the_others_and_a_checkpoint_
     model = new_model()
     with fastps.DistributedOptimizer(Own(model.parameters()), model=model, resume=tmp_path) as optimizer:
         assert optimizer._inner.count == optimizer.version >= 6
+
+
+def test_two_jobs_of_a_script_do_not_wait_for_each_other_where_some_pushes_make_a_version() -> None:
+    """A worker 0 that ran the optimizer would wait in one job for workers that wait for it in the other."""
+
+    def work(rank: int) -> int:
+        model = new_model()
+        jobs = [fastps.DistributedOptimizer(Own([each]), "psp:2,1.0,shards=1", timeout_s=20) for each in model.parameters()]
+        for step in range(60):
+            for optimizer in jobs:
+                optimizer.zero_grad()
+            loss_of(model, 100 * step + rank).backward()
+            for optimizer in jobs:
+                optimizer.step()
+        for optimizer in jobs:
+            assert optimizer.worker.store.layout.has_server
+            optimizer.close()
+        return rank
+
+    assert processes.results(processes.start_job(work, 3), 90) == [0, 1, 2]
