@@ -1,4 +1,4 @@
-"""Who folds where shards are on devices: the worker whose device has a shard, or the server that owns all of the memory.
+"""The part of a worker that folds where shards are on devices: its worker folds those of its device, or a server folds all.
 
 A worker's own work is queued. Before a push and a pull it waits for that work where its discipline goes by what has arrived;
 elsewhere streams wait for events. A fold is queued, too, so an error of a device may show in any later call.
@@ -188,7 +188,7 @@ class DeviceOwner(Combining):
         )
 
     def explain_failure(self) -> bool:
-        """Raise the error of a fold that could not be queued, or who died."""
+        """Raise the error of a fold that could not be queued, or of a process that died."""
         failure = self._lane.fold_failure
         if failure is not None:
             raise self._explained(failure) if isinstance(failure, DeviceError) else failure

@@ -1,4 +1,4 @@
-"""Who folds what a worker pushes, as a part of the worker: here the workers themselves, or a server, in host memory.
+"""The part of a worker that folds what it pushes: here the workers fold themselves, or a server does, in host memory.
 
 A worker asks its part before and after a push, a pull and the shard locks, and where its server has ended. The parts of jobs on
 devices, on several nodes, in virtual time and with injected delays answer otherwise; everything else is the worker's.

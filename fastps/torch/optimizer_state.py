@@ -104,6 +104,10 @@ class OptimizerState(torch.optim.Optimizer):
 
         The wrapped optimizer's class adds the options that an older state dict lacks, and sets its own: AdamW's kind of decay.
         """
+        if self._is_own:
+            self._inner.__setstate__(state)
+            self.param_groups = self._groups = self._inner.param_groups
+            return
         others = dict(state)
         self.state = others.pop("state", self.state)
         super().__setstate__(others)

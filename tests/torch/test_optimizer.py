@@ -33,10 +33,6 @@ from tests.support.torch_optimizers import (
 )
 
 
-class _OwnSGD(torch.optim.SGD):
-    """A class of the user's own, whose arithmetic may be another."""
-
-
 def test_every_optimizer_of_the_table_of_update_rules_is_compared_with_torch() -> None:
     compared = {type(make([torch.zeros(1)])).__name__ for make in OPTIMIZERS.values()}
     # Rules of rows alone: tests/torch/test_tables.py.
