@@ -97,7 +97,7 @@ TESTED_TOGETHER = {
     "tests/torch/any_optimizer/test_fold.py": "fastps/torch/any_optimizer/owner",
     "tests/torch/test_optimizer.py": (
         "fastps/torch/attachment fastps/torch/gradients fastps/torch/model_buffers fastps/torch/schedules "
-        "fastps/torch/state fastps/torch/update_rules fastps/torch/weights"
+        "fastps/torch/state fastps/torch/tensors fastps/torch/update_rules fastps/torch/weights"
     ),
     "tests/torch/test_written_weights.py": "fastps/store/agreed_writes",
     "tests/torch/test_optimizer_options.py": "fastps/torch/optimizer_state",

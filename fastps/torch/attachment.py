@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,22 +47,17 @@ class Attachment:
     equal_options: EqualOptions
 
     def __init__(
-        self,
-        placement: HostPlacement,
-        tensors: list[Any],
-        buffers: ModelBuffers,
-        close: Callable[[], None],
-        versions: Sequence[int],
+        self, placement: HostPlacement, buffers: ModelBuffers, close: Callable[[], None], versions: Sequence[int]
     ) -> None:
-        self.placement, self.tensors = placement, tensors
+        self.placement, self.tensors = placement, placement.tensors
         self._buffers, self._close, self._first_versions = buffers, close, versions
         self.is_late = False  # whether the job has weights that this worker's script does not know
         self.has_begun = False  # whether the first step has been made, before which a script may write weights
         self.is_early = True  # whether it has not, or a parameter is memory of the script's own
-        self._own: Collection[int] = range(len(tensors)) if placement.keeps_own else ()  # parameters of the script's own memory
+        self._everything = range(len(self.tensors))
+        self._own: Collection[int] = self._everything if placement.keeps_own else ()  # parameters of the script's own memory
         self._first: list[int] | None = None  # the buffers of the first weights, while the script knows no others
         self._knows_first = True
-        self._everything = range(len(tensors))
         self._is_refused = False  # whether what this worker announced of its next push has been refused
         self._is_void = False  # whether this worker's first gradient is not at the job's weights
         self.checkpointing: Checkpointing | None = None
@@ -83,14 +77,13 @@ class Attachment:
             worker.store.close()
             raise
         self.worker, self.store = worker, worker.store
-        shown_views, view = partial(self.placement.shown_views, self.store), self.placement.view
-        self.weights = Weights(self.tensors, self.store, shown_views, view, self._own)
+        self.weights, view = Weights(self.tensors, self._own), self.tensors.view
         self.is_written = view.is_written if view is not None else lambda: False
         self._counts, self._frozen = self._count_updates(), self.store.frozen
         self.is_late, self._is_alone = worker.generation > 0, self.store.layout.lanes == 1
         policy = self.store.layout.policy
         self.clip = policy.clip
-        self.gradients = tables.gradients_of(self.placement, worker, self.tensors, policy.waits_for_fold)
+        self.gradients = tables.gradients_of(self.placement, worker, policy.waits_for_fold)
         self.rounds = BufferRounds(self._buffers, worker)
         self.equal_gradients = EqualGradients(worker, reads_slots=self.placement.name != "device")
         self.equal_options = EqualOptions(worker, reads_slots=self.placement.name != "device")
@@ -144,10 +137,6 @@ class Attachment:
     def total_steps(self) -> int:
         """The steps of this worker and of those that it replaces."""
         return self.worker.earlier_steps + self.worker.own_steps
-
-    def tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over flat views of the arena, one per parameter."""
-        return self.placement.tensor_views(self.store, views)
 
     def take_weights(self, written: Collection[int] = ()) -> None:
         """Update every parameter to the newest version. Autograd is told of those that this worker has `written`.
@@ -255,7 +244,7 @@ class Attachment:
             if not is_first:
                 self._publish(written)
             elif self.store.layout.policy.ema:
-                state.begin_average(self.worker, self.tensor_views)
+                state.begin_average(self.worker, self.tensors)
             if is_virtual:
                 self.worker.lane.announce(1)  # the driver posts its push later
             return
@@ -294,7 +283,7 @@ class Attachment:
         Without a view, and of tables: what torch has counted.
         """
         changed = self.weights.changed()
-        if self.weights.view is None:
+        if self.tensors.view is None:
             is_told = self.total_steps == 0 and self.is_late and self.placement.shows_arena  # by `begins_void`
             return {} if changed < 0 or is_told else {changed: self.tensors[changed]}
         self._check_form()
@@ -304,7 +293,7 @@ class Attachment:
     def _take(self, written: Mapping[int, torch.Tensor]) -> None:
         """Make what the script wrote the job's weights, if all workers that push have written the same."""
         worker, spec = self.worker, self.store.layout.policy.spec
-        if self.weights.view is None or self.placement.name == "node":
+        if self.tensors.view is None or self.placement.name == "node":
             raise self._write_error(written)
         if any(index in self.store.tables for index in written):
             raise self._write_error(written, "a table's rows are in memory once, which other workers read")
@@ -332,14 +321,14 @@ class Attachment:
         with self.worker.locked():
             if not self.weights.differing(written, self.store.committed()[0]):
                 return
-        before = self.weights.values(self.weights.shown)
+        before = self.tensors.values(self.weights.shown)
 
         def make(newest: list[torch.Tensor]) -> list[torch.Tensor]:
             for index, data in written.items():
                 newest[index] = merged(newest[index], before[index], data)
             return newest
 
-        state.publish_weights(self.worker, self.tensor_views, make)
+        state.publish_weights(self.worker, self.tensors, make)
 
     def check_writes(self) -> None:
         """Raise ParameterChangedError for a write that the next step would take, because what follows would undo it.
@@ -357,7 +346,7 @@ class Attachment:
 
         Its first gradient is then not a gradient at the job's weights, so the worker makes a null push instead.
         """
-        is_void = self._is_void or (self.weights.view is None and self.weights.changed() >= 0)
+        is_void = self._is_void or (self.tensors.view is None and self.weights.changed() >= 0)
         if not self.is_late or self.worker.own_steps or not is_void:
             return False
         joined = "worker 0 did not write the same" if self._first else "the job had begun without it, or was resumed"

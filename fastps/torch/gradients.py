@@ -8,7 +8,7 @@ own, and `step()` copies it into the slot.
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from fastps.errors import UnsupportedError, UsageError
 from fastps.store.row_slots import presence_of
 from fastps.torch.foreign import write_error
 from fastps.torch.tensor_loops import tensor_loops
+from fastps.torch.tensors import Tensors
 
 logger = logging.getLogger("fastps.torch")
 
@@ -25,31 +26,21 @@ _bitmap = functools.lru_cache(presence_of)  # the steps of a script often have t
 
 
 class Gradients:
-    """The gradients of the parameters `tensors` in the slots of a worker.
+    """The gradients of the parameters with these numbers in the slots of a worker. A place among these is an index here.
 
-    `views` makes the tensors over a slot, one per parameter; `name` gives a parameter's name for errors. `keeps`: whether
-    p.grad may stay a view of the slot after a push, because the worker waits for the fold. `is_hooked`: whether hooks of
-    backward call `put`. Without them `collect` copies all gradients at once, and p.grad stays autograd's tensor: on a GPU each
-    copy is a launch.
+    `keeps`: whether p.grad may stay a view of the slot after a push, because the worker waits for the fold. `is_hooked`:
+    whether hooks of backward call `put`. Without them `collect` copies all gradients at once, and p.grad stays autograd's
+    tensor: on a GPU each copy is a launch.
     """
 
     is_hooked = True
     accumulates = False  # whether the script has said that more backwards follow before the push
 
-    def __init__(
-        self,
-        tensors: list[torch.Tensor],
-        views: Callable[[int], list[torch.Tensor]],
-        slots: int,
-        *,
-        keeps: bool,
-        name: Callable[[int], str],
-        is_hooked: bool = True,
-    ) -> None:
-        self.tensors = tensors
+    def __init__(self, of: Tensors, numbers: Sequence[int], lane: int, *, keeps: bool, is_hooked: bool = True) -> None:
+        self._of, self._numbers, self._lane = of, numbers, lane
+        self.tensors = tensors = [of[number] for number in numbers]
         self.is_hooked = is_hooked
-        self.slots = [views(slot) for slot in range(slots)]
-        self._views = views
+        self.slots = [self._views(slot) for slot in range(of.store.arena.slots)]
         self._addresses = [[view.data_ptr() for view in each] for each in self.slots]
         # The parameters that had a gradient at the last `collect`; never shrunk in place: it may be `_everything` itself.
         self.present: set[int] = set()
@@ -57,7 +48,6 @@ class Gradients:
         self._dropped: set[int] = set()  # of which `release` has taken p.grad, and the script has not cleared it since
         self._is_told = False  # whether a step without a gradient was warned of
         self.is_apart = False  # whether an error ended the last step before its push was folded; see `detach`
-        self._name = name
         self._everything, self._whole = set(range(len(tensors))), _bitmap(frozenset(range(len(tensors))), len(tensors))
         self._loops = tensor_loops(tensors)
         self._prepared = [self._loops.prepare(each) for each in self.slots]
@@ -65,6 +55,13 @@ class Gradients:
             view.dtype == tensor.dtype for each in self.slots for view, tensor in zip(each, tensors, strict=True)
         )
         self._lends = self._is_of_one_type and self._loops.can_own
+
+    def _views(self, slot: int) -> list[torch.Tensor]:
+        made = self._of.slot(self._lane, slot)
+        return [made[number] for number in self._numbers]
+
+    def _name(self, index: int) -> str:
+        return self._of.name(self._numbers[index])
 
     def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
         """Copy the gradient that autograd has just made into the slot, and point p.grad at the slot.
@@ -238,10 +235,10 @@ class CountedGradients(Gradients):
     gradient is copied again. A write through `.data`, which torch does not count, is not noticed.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], *arguments: Any, **named: Any) -> None:
-        super().__init__(tensors, *arguments, **named)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         # The gradient in the slot, its version and its address.
-        self._put: list[tuple[torch.Tensor, int, int] | None] = [None] * len(tensors)
+        self._put: list[tuple[torch.Tensor, int, int] | None] = [None] * len(self.tensors)
 
     def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
         """Queue a copy of `p.grad`, into which autograd has just accumulated, into the slot. Returns whether it did."""

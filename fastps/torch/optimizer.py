@@ -48,7 +48,7 @@ from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_call
 from fastps.torch.placements.host import HostPlacement
 from fastps.torch.placements.placed import placed
 from fastps.torch.update_rules import PARAMETER_TYPES, Hypers, pushed_type, rows_of, rule_of, without
-from fastps.torch.weights import shaped_tensors, shown
+from fastps.torch.weights import shown
 
 if TYPE_CHECKING:
     from fastps.kernels.shm.arena import Histograms
@@ -141,13 +141,13 @@ class DistributedOptimizer(OptimizerState):
         foreign.check_model(model)
         self._identity = environment.identity(job, rank, workers)
         self._names_job, self._is_told = job is not None, workers is not None
-        self._rule = rule_of(optimizer)
+        self._inner, self._rule = optimizer, rule_of(optimizer)
         self._left_out, self._tensors = join.tensors_of(optimizer)
         pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors), self._tensors)
-        self._inner = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._buffers = ModelBuffers(model)
         self._placement = self._place(push_dtype)
+        self._tensors = self._placement.tensors
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         self._server = owner.server_of(self._rule, policy, faults, self._identity.workers, server)
         self._max_readers = value_of("FASTPS_MAX_READERS", max_readers)
@@ -166,7 +166,7 @@ class DistributedOptimizer(OptimizerState):
         self._model, self._seeds, self._earlier_versions = model, dict(seeds or {}), 0
         start = self._placement.start(resumed) if resumed is not None else None
         versions = start.beginning(layout)["versions"] if start is not None else []
-        self._job = Attachment(self._placement, self._tensors, self._buffers, self.close, versions)
+        self._job = Attachment(self._placement, self._buffers, self.close, versions)
         join.limit_threads(layout.workers)  # before a recorder notes how many there are
         joined = self._join(layout, Joining(self._identity, self._names_job, start, timeout_s, clock))
         self.run = Run.of(joined.store, resumed)
@@ -223,11 +223,11 @@ class DistributedOptimizer(OptimizerState):
     def _join(self, layout: Layout, to: Joining) -> Worker:
         def write_state(store: JobMemory) -> None:
             """Start the job with the state that the optimizer had when it was wrapped (loaded from a checkpoint, say)."""
-            state.write_first(store, partial(shaped_tensors, store), self._rule, self._entries())
+            state.write_first(self._job.tensors.enter(store), self._rule, self._entries())
 
         hypers = list(self._hypers_read.of(self.param_groups))
         if self._rule.runs_in_python:
-            made = partial(owner.combining_of, self._inner, self._tensors, self._job.after_fold)
+            made = partial(owner.combining_of, self._inner, self._job.tensors, self._job.after_fold)
             plan = owner.plan_of(layout, self._inner, self._tensors) if to.identity.rank == 0 else None
             to = replace(to, combining=made, plan=plan)
         return self._placement.join(layout, hypers, to, write_state if any(self._entries()) else None)
@@ -374,7 +374,7 @@ class DistributedOptimizer(OptimizerState):
         if not self._job.store.layout.policy.ema:
             return contextlib.nullcontext()
         self._job.worker.check_moment("averaged_weights()")
-        averages, own = state.averages(self._job.worker, self._job.tensor_views), self._job.weights.own
+        averages, own = state.averages(self._job.worker, self._job.tensors), self._job.weights.own
         return shown(self._tensors, [tensor.data if i in own else averages[i] for i, tensor in enumerate(self._tensors)])
 
     def average_buffers(self) -> None:

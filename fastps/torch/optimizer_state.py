@@ -180,7 +180,7 @@ class OptimizerState(torch.optim.Optimizer):
         if self._job.worker.store.layout.has_no_state:
             return []
         self._job.worker.check_moment("optimizer.state")
-        found = state.entries(self._job.worker, self._job.tensor_views, self._rule, self._group_of_each())
+        found = state.entries(self._job.worker, self._job.tensors, self._rule, self._group_of_each())
         return [(tensor, entry) for tensor, entry in zip(self._tensors, found, strict=True) if entry is not None]
 
     def _group_of_each(self) -> list[dict[str, Any]]:
@@ -342,7 +342,7 @@ class OptimizerState(torch.optim.Optimizer):
         if isinstance(values, Mapping):
             given, others = in_order(self._model, self._tensors, values)
         make = given if callable(given) else lambda _: given
-        state.publish_weights(self._job.worker, self._job.tensor_views, lambda newest: list(make(newest)))
+        state.publish_weights(self._job.worker, self._job.tensors, lambda newest: list(make(newest)))
         with torch.no_grad():
             for tensor, value in others:
                 tensor.copy_(value)
@@ -355,7 +355,7 @@ class OptimizerState(torch.optim.Optimizer):
         Not those of its replacement, whose script loads before its first step.
         """
         if self._job.worker.rank == 0 and (not self._job.worker.generation or self._job.worker.own_steps):
-            state.publish(self._job.worker, self._job.tensor_views, self._rule, entries)
+            state.publish(self._job.worker, self._job.tensors, self._rule, entries)
             self._job.take_weights()
 
 

@@ -1,6 +1,5 @@
 """fastps.reader: a torch model that shows the newest weights of a running job, in a process that is no worker of the job."""
 
-from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,8 +9,9 @@ from fastps.store.reader import WeightsReader
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.torch import foreign
 from fastps.torch.names import UNNAMED, of_model
+from fastps.torch.tensors import Tensors
 from fastps.torch.update_rules import check_parameter
-from fastps.torch.weights import Weights, shaped_tensors
+from fastps.torch.weights import Weights
 
 
 class Reader(WeightsReader):
@@ -67,16 +67,16 @@ class Reader(WeightsReader):
         tensors = self._tensors_of(model)
         self._check_shapes(tensors)
         places = {id(each): (module, name) for module in model.modules() for name, each in module._parameters.items()}
-        for tensor, value in zip(tensors, shaped_tensors(self._memory, self._memory.weight_views(self.buffers)), strict=True):
+        for tensor, value in zip(tensors, tensors.enter(self._memory).weights(self.buffers), strict=True):
             if tensor.is_meta:
                 module, name = places[id(tensor)]
                 setattr(module, name, torch.nn.Parameter(value.to(tensor.dtype, copy=True), tensor.requires_grad))
-            elif tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
+            elif tensor.device.type == "cpu" and tensor.is_shared():
                 tensor.copy_(value)
             else:
                 tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
 
-    def _check_shapes(self, tensors: list[torch.Tensor]) -> None:
+    def _check_shapes(self, tensors: Tensors) -> None:
         for tensor, parameter in zip(tensors, self._memory.parameters, strict=True):
             if tuple(tensor.shape) != parameter.shape:
                 raise LayoutError(
@@ -102,11 +102,9 @@ class Reader(WeightsReader):
                     f"parameter {name!r}: expected a tensor on the CPU, found one on {tensor.device}; give it copies:"
                     " update(model, copy=True)"
                 )
-        types = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-        shaped = partial(shaped_tensors, self._memory, dtypes=types, memory=self._view)
-        return Weights(tensors, self._memory, shaped, self._view)
+        return Weights(tensors.enter(self._memory, self._view))
 
-    def _tensors_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
+    def _tensors_of(self, model: torch.nn.Module) -> Tensors:
         """The model's parameter for each of the job's: by name, or by place if the job's have no names."""
         named = of_model(dict(model.named_parameters()))
         wanted = [parameter.name for parameter in self._memory.parameters]
@@ -116,7 +114,7 @@ class Reader(WeightsReader):
                     f"job {self.job} trains {len(wanted)} parameters without names: expected a model with as many, found"
                     f" {len(named)}; wrap the job's optimizer with model=, so that parameters have names"
                 )
-            return list(named.values())
+            return Tensors(list(named.values()))
         missing = [name for name in wanted if name not in named]
         if missing:
             raise LayoutError(
@@ -124,7 +122,7 @@ class Reader(WeightsReader):
                 f" {', '.join(list(named)[:4]) or 'none'}{', ...' if len(named) > 4 else ''}; build the job's model, and wrap"
                 " its optimizer with model="
             )
-        return [named[name] for name in wanted]
+        return Tensors([named[name] for name in wanted])
 
     def _leave_memory(self) -> None:
         for weights in self._models.values():

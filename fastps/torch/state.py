@@ -11,47 +11,41 @@ from typing import Any
 import torch
 
 from fastps.job.update_rules import Rule
-from fastps.membership.job_memory import JobMemory
 from fastps.store.worker import Worker
+from fastps.torch.tensors import Tensors
 from fastps.torch.update_rules import MASTER, entry_of
 from fastps.torch.weights import check_shapes
 
 logger = logging.getLogger("fastps.torch")
 
-Tensors = list[torch.Tensor]
-MakeTensors = Callable[[list[Any]], Tensors]
-"""Makes tensors with the parameters' strides from flat views of the arena, one per parameter."""
 
-
-def averages(worker: Worker, tensors_of: MakeTensors) -> Tensors:
+def averages(worker: Worker, tensors: Tensors) -> list[torch.Tensor]:
     """Copies of the moving average of the weights."""
     with worker.locked():
         _, buffers = worker.store.committed()
-        views = worker.store.plane_views(buffers, worker.store.layout.planes - 1)
-        return [average.clone() for average in tensors_of(views)]
+        return [average.clone() for average in tensors.planes(buffers, worker.store.layout.planes - 1)]
 
 
-def begin_average(worker: Worker, tensors_of: MakeTensors) -> None:
+def begin_average(worker: Worker, tensors: Tensors) -> None:
     """Let the moving average begin with the present weights, which a script has written before the first update."""
     with worker.locked():
         weights, buffers = worker.store.committed()
-        _begin_average(worker.store, tensors_of, tensors_of(worker.store.weight_views(weights)), buffers)
+        _begin_average(tensors, tensors.weights(weights), buffers)
 
 
-def _begin_average(store: JobMemory, tensors_of: MakeTensors, weights: Tensors, buffers: Sequence[int]) -> None:
+def _begin_average(tensors: Tensors, weights: list[torch.Tensor], buffers: Sequence[int]) -> None:
     """Write these weights over the moving average in the shards that have had no update. Nothing without `ema`."""
+    store = tensors.store
     if not store.layout.policy.ema:
         return
-    averages = tensors_of(store.plane_views(buffers, store.layout.planes - 1))
+    averages = tensors.planes(buffers, store.layout.planes - 1)
     for parameter, average, values in zip(store.parameters, averages, weights, strict=True):
         if store.arena.shard_version(parameter.shard) == 0 and average.numel() == values.numel():
             average.copy_(values)
 
 
 @torch.inference_mode(mode=False)
-def entries(
-    worker: Worker, tensors_of: MakeTensors, rule: Rule, groups: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any] | None]:
+def entries(worker: Worker, tensors: Tensors, rule: Rule, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any] | None]:
     """Each parameter's entry in torch's state. `groups` has each parameter's param_group. None before the rule's first step.
 
     The entry of a parameter in half precision has its float32 weights, too, as "master".
@@ -61,14 +55,11 @@ def entries(
         weights, buffers = worker.store.committed()
         masters = {}
         if worker.store.layout.shown_type != "float32":
-            tensors = zip(worker.store.parameters, tensors_of(worker.store.weight_views(weights)), strict=True)
-            masters = {index: each.clone() for index, (parameter, each) in enumerate(tensors) if parameter.type != "float32"}
+            each_type = zip(tensors.types, tensors.weights(weights), strict=True)
+            masters = {index: each.clone() for index, (kind, each) in enumerate(each_type) if kind != "float32"}
         steps = [int(count[0]) for count in worker.store.rule_steps(buffers)]
-        planes = {
-            name: [view.clone() for view in tensors_of(worker.store.plane_views(buffers, plane))]
-            for plane, name in enumerate(rule.planes)
-        }
-    of_each = [{name: tensors[index] for name, tensors in planes.items()} for index in range(len(groups))]
+        planes = {name: [view.clone() for view in tensors.planes(buffers, plane)] for plane, name in enumerate(rule.planes)}
+    of_each = [{name: plane[index] for name, plane in planes.items()} for index in range(len(groups))]
     found = [entry_of(group, rule, steps[index], of_each[index].__getitem__) for index, group in enumerate(groups)]
     for index, master in masters.items():
         # Only beside the rest: torch takes an entry that is not empty for one that it has begun.
@@ -78,7 +69,7 @@ def entries(
 
 
 @contextlib.contextmanager
-def _republished(worker: Worker, tensors_of: MakeTensors) -> Iterator[tuple[list[int], list[int]]]:
+def _republished(worker: Worker, tensors: Tensors) -> Iterator[tuple[list[int], list[int]]]:
     """Hold all shard locks inside the block, which changes a copy of the published weights and state; then publish it.
 
     The copy is in free buffers, of the weights and of the state one for each shard. Nothing changes if the block raises.
@@ -91,9 +82,9 @@ def _republished(worker: Worker, tensors_of: MakeTensors) -> Iterator[tuple[list
         weights, state = store.committed()
         spares = [worker.lane.spare(shard) for shard in range(store.arena.shards)]
         new_weights, new_state = [pair[0] for pair in spares], [pair[1] for pair in spares]
-        _copy(tensors_of(store.weight_views(weights)), tensors_of(store.weight_views(new_weights)))
+        _copy(tensors.weights(weights), tensors.weights(new_weights))
         for plane in range(store.layout.planes):
-            _copy(tensors_of(store.plane_views(state, plane)), tensors_of(store.plane_views(new_state, plane)))
+            _copy(tensors.planes(state, plane), tensors.planes(new_state, plane))
         for source, target in zip(store.rule_steps(state), store.rule_steps(new_state), strict=True):
             target[:] = source
         yield new_weights, new_state
@@ -103,25 +94,25 @@ def _republished(worker: Worker, tensors_of: MakeTensors) -> Iterator[tuple[list
         worker.unlock_shards(published)
 
 
-def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any] | None]) -> None:
+def publish(worker: Worker, tensors: Tensors, rule: Rule, given: Sequence[Mapping[str, Any] | None]) -> None:
     """Make these entries of torch's state, one per parameter and empty if it has none, the job's. Weights and version stay.
 
     Where an entry is None, the job's stays. Only the digits that halves do not show come from an entry's "master".
     """
-    with _republished(worker, tensors_of) as (weights, state):
+    with _republished(worker, tensors) as (weights, state):
         worker.store.thaw([index for index, entry in enumerate(given) if entry and _has_state(entry, rule)])
-        write(worker.store, state, tensors_of, rule, given)
-        _refine(worker.store, tensors_of(worker.store.weight_views(weights)), given)
+        write(tensors, state, rule, given)
+        _refine(tensors, weights, given)
 
 
 def _has_state(entry: Mapping[str, Any], rule: Rule) -> bool:
     return any(entry.get(name) is not None for name in rule.planes)
 
 
-def _refine(store: JobMemory, weights: Tensors, given: Sequence[Mapping[str, Any] | None]) -> None:
+def _refine(tensors: Tensors, buffers: int | Sequence[int], given: Sequence[Mapping[str, Any] | None]) -> None:
     """Take the float32 weights of these entries where they round to the halves that the model shows."""
     others = []
-    for parameter, tensor, entry in zip(store.parameters, weights, given, strict=True):
+    for parameter, tensor, entry in zip(tensors.store.parameters, tensors.weights(buffers), given, strict=True):
         master = entry.get(MASTER) if entry is not None else None
         if master is None or parameter.type not in ("float16", "bfloat16"):
             continue
@@ -138,44 +129,42 @@ def _refine(store: JobMemory, weights: Tensors, given: Sequence[Mapping[str, Any
         )
 
 
-def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Tensors], Sequence[torch.Tensor]]) -> None:
+def publish_weights(worker: Worker, tensors: Tensors, make: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]) -> None:
     """Make `make(copies of the newest weights)` the job's weights. The optimizer's state and the version stay.
 
     Raises ValueError for tensors of another number or shape, and the errors of `make`; nothing changes then.
     """
     store = worker.store
-    with _republished(worker, tensors_of) as (buffers, state), torch.no_grad():
-        weights = tensors_of(store.weight_views(buffers))
+    with _republished(worker, tensors) as (buffers, state), torch.no_grad():
+        weights = tensors.weights(buffers)
         values = list(make([tensor.clone() for tensor in weights]))
         check_shapes(weights, values)
         store.thaw([index for index in store.frozen if not torch.equal(weights[index], values[index].to(weights[index]))])
-        weights = tensors_of(store.weight_views(buffers))
+        weights = tensors.weights(buffers)
         for index, target in enumerate(weights):
             if index not in store.frozen:
                 target.copy_(values[index])
-        _begin_average(store, tensors_of, weights, state)
+        _begin_average(tensors, weights, state)
 
 
-def write_first(store: JobMemory, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:
+def write_first(tensors: Tensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:
     """Write these entries of torch's state into the first buffers, and the masters among them over the first weights."""
-    write(store, [0] * store.arena.shards, tensors_of, rule, given)
-    _refine(store, tensors_of(store.weight_views(0)), given)
+    write(tensors, [0] * tensors.store.arena.shards, rule, given)
+    _refine(tensors, 0, given)
 
 
-def write(
-    store: JobMemory, buffers: Sequence[int], tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any] | None]
-) -> None:
+def write(tensors: Tensors, buffers: Sequence[int], rule: Rule, given: Sequence[Mapping[str, Any] | None]) -> None:
     """Write each parameter's entry of torch's state, or the rule's initial values, into its shard's state buffer.
 
     Nothing is written where an entry is None. Raises ValueError for a value of another shape.
     """
-    steps = store.rule_steps(buffers)
+    steps = tensors.store.rule_steps(buffers)
     for index, entry in enumerate(given):
         if entry is None:
             continue
         steps[index][0] = int(entry.get("step", 1)) if _has_state(entry, rule) else 0
     for plane, name in enumerate(rule.planes):
-        for values, entry in zip(tensors_of(store.plane_views(buffers, plane)), given, strict=True):
+        for values, entry in zip(tensors.planes(buffers, plane), given, strict=True):
             if entry is None:
                 continue
             value = entry.get(name)
@@ -189,7 +178,7 @@ def write(
                 values.copy_(value)
 
 
-def _copy(sources: Tensors, targets: Tensors) -> None:
+def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
         if source.data_ptr() != target.data_ptr():  # a table lies in memory once
             target.copy_(source)

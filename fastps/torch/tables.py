@@ -6,7 +6,7 @@ push.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from fastps.store.worker import Worker
 from fastps.torch import foreign
 from fastps.torch.gradients import Gradients, norm_of
 from fastps.torch.placements.host import HostPlacement
+from fastps.torch.tensors import Tensors
 from fastps.torch.update_rules import hyper_of
 
 
@@ -63,41 +64,27 @@ def check(
     check_rows(rule, policy, described, len(names))
 
 
-def gradients_of(placement: HostPlacement, worker: Worker, tensors: list[torch.Tensor], keeps: bool) -> Gradients:
+def gradients_of(placement: HostPlacement, worker: Worker, keeps: bool) -> Gradients:
     """The gradients of a worker's parameters in its slots."""
-    store = worker.store
-    parameters, tables = store.layout.parameters, store.tables
-    dense = [index for index in range(len(tensors)) if index not in tables]
-
-    def name(index: int) -> str:
-        return parameters[index].name
-
-    def views(slot: int) -> list[torch.Tensor]:
-        made = placement.slot_views(store, store.gradient_views(worker.rank, slot))
-        return [made[index] for index in dense]
-
-    found = placement.gradients_kind(worker)(
-        [tensors[index] for index in dense], views, store.arena.slots, keeps=keeps, name=lambda place: name(dense[place])
-    )
-    return TableGradients(found, tensors, tables, worker.rows, name) if tables else found
+    tensors, kind = placement.tensors, placement.gradients_kind(worker)
+    dense = [index for index in range(len(tensors)) if index not in worker.store.tables]
+    found = kind(tensors, dense, worker.rank, keeps=keeps)
+    return TableGradients(found, dense, tensors, worker.rows) if worker.store.tables else found
 
 
 class TableGradients(Gradients):
-    """Gradients of `tensors`, of which those with the numbers `tables` are tables; `dense` has the others', in their order.
+    """Gradients of parameters some of which are tables; `dense` has the others', whose numbers are `places`.
 
-    `rows`: those in this worker's slots. `name` gives a parameter's name for errors.
+    `rows`: those in this worker's slots.
     """
 
-    def __init__(
-        self, dense: Gradients, tensors: list[torch.Tensor], tables: Sequence[int], rows: RowSlots, name: Callable[[int], str]
-    ) -> None:
+    def __init__(self, dense: Gradients, places: Sequence[int], tensors: Tensors, rows: RowSlots) -> None:
         self.tensors = tensors
-        self._dense = dense
-        self._tables = sorted(tables)
-        self._places = [index for index in range(len(tensors)) if index not in tables]  # the number of each dense tensor
-        self._numbers = {number: place for place, number in enumerate(self._places)}
+        self._name = tensors.name  # type: ignore[method-assign]
+        self._dense, self._places = dense, places
+        self._place_of = {number: place for place, number in enumerate(places)}
+        self._tables = tensors.store.tables
         self._rows = rows
-        self._name = name
         self._slot = 0  # of the last `collect`
 
     @property
@@ -106,7 +93,7 @@ class TableGradients(Gradients):
 
     def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
         """Copy a dense gradient, into which autograd has just accumulated; no hook gives a sparse one."""
-        return self._dense.put(self._numbers[index], slot, tensor)
+        return self._dense.put(self._place_of[index], slot, tensor)
 
     def zero(self, set_to_none: bool) -> None:
         self._dense.zero(set_to_none)

@@ -6,43 +6,27 @@ what a script writes to its model stays in its process until the job takes it.
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from fastps.kernels.memory.mapping import SharedMapping
-from fastps.membership.job_memory import WeightsMemory
 from fastps.torch.tensor_loops import tensor_loops
+from fastps.torch.tensors import Tensors
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by an element's bytes: NaNs differ from themselves
 
 
 class Weights:
-    """The parameters `tensors` of a store. `tensors_of` makes tensors with their strides from flat views, one per parameter.
-
-    A flat view is of the weights, or of their halves where the parameter is of that type.
+    """What a model's parameters show of their job.
 
     Attributes:
-        view: the private mapping that the parameters show, tables left out; None: memory that other workers may write.
         own: the numbers of parameters that are memory of the script's own, and that `show` leaves alone.
         shown: the buffers, one a shard, that the parameters have shown or taken last.
     """
 
-    def __init__(
-        self,
-        tensors: list[torch.Tensor],
-        store: WeightsMemory,
-        tensors_of: Callable[[list[Any]], list[torch.Tensor]],
-        view: SharedMapping | None = None,
-        own: Collection[int] = (),
-    ) -> None:
-        self.tensors, self.view = tensors, view
-        self._are_halves = [tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors]
-        self._store = store
-        self._tensors_of = tensors_of
+    def __init__(self, tensors: Tensors, own: Collection[int] = ()) -> None:
+        self.tensors, self._store = tensors, tensors.store
         self.shown: list[int] = []
         self.leave_alone(own)
 
@@ -63,15 +47,14 @@ class Weights:
 
     def _uncounted(self, shard: int) -> set[int]:
         """The places in a shard's loops of parameters whose memory is this process's own: a write to it harms nobody."""
-        indices = enumerate(self._of_shard[shard]) if self.view is not None else ()
-        return {place for place, index in indices if not self._store.parameters[index].is_table}
+        return {place for place, index in enumerate(self._of_shard[shard]) if index in self.tensors.private}
 
     def show(self, pulled: list[int], written: Collection[int] = ()) -> None:
         """Point every parameter at its shard's pulled buffer: no copy. If that is another, `count_writes` of `written`."""
         if pulled == self.shown:
             written = ()
-        elif self.view is not None:
-            self.view.renew()  # not where the same buffers are shown again: what is written there may still be taken
+        elif (view := self.tensors.view) is not None:
+            view.renew()  # not where the same buffers are shown again: what is written there may still be taken
         are_all = len(written) >= self._count
         for shard, buffer in enumerate(pulled):
             values = self._prepared[shard].get(buffer) or self._prepare(shard, buffer)
@@ -81,7 +64,7 @@ class Weights:
         self.shown = pulled.copy()
 
     def _prepare(self, shard: int, buffer: int) -> Any:
-        prepared = self._shard_loops[shard].prepare(self.of(shard, buffer), self.view or self._store.memory)
+        prepared = self._shard_loops[shard].prepare(self.of(shard, buffer), self.tensors.view or self._store.memory)
         self._prepared[shard][buffer] = prepared
         return prepared
 
@@ -105,21 +88,9 @@ class Weights:
         """Tensors over the parameters of one shard in a weights buffer, as they are shown."""
         found = self._made.get((shard, buffer))
         if found is None:
-            made = self._tensors_of(self._views(buffer))
+            made = self.tensors.shown(buffer)
             found = self._made[shard, buffer] = [made[index] for index in self._of_shard[shard]]
         return found
-
-    def _views(self, buffers: int | Sequence[int]) -> list[Any]:
-        views: list[Any] = list(self._store.pulled_views(buffers))
-        if not any(self._are_halves):
-            return views
-        pairs = zip(views, self._store.half_views(buffers), self._are_halves, strict=True)
-        return [half if is_half else each for each, half, is_half in pairs]
-
-    @torch.inference_mode(mode=False)
-    def values(self, buffers: list[int]) -> list[torch.Tensor]:
-        """Tensors over all parameters in these buffers, one a shard, in the memory that all workers share."""
-        return shaped_tensors(self._store, self._views(buffers), [parameter.type for parameter in self._store.parameters])
 
     def misfit(self) -> int:
         """The number of the first parameter of another type, shape or device than the job's, or -1.
@@ -138,7 +109,7 @@ class Weights:
     def differing(self, among: Collection[int], buffers: list[int] | None = None) -> dict[int, torch.Tensor]:
         """Those of these parameters that have not the bits of the shown buffers, or of others, by number, with their data."""
         found = {}
-        for index, value in enumerate(self.values(self.shown if buffers is None else buffers)) if among else ():
+        for index, value in enumerate(self.tensors.values(self.shown if buffers is None else buffers)) if among else ():
             data, bits = self.tensors[index].data, _BITS[value.element_size()]
             if index in among and not torch.equal(data.contiguous().view(bits), value.contiguous().view(bits)):
                 found[index] = data
@@ -147,8 +118,7 @@ class Weights:
     @torch.inference_mode(mode=False)
     def write(self, buffers: list[int], written: Mapping[int, torch.Tensor]) -> None:
         """Write these parameters into these buffers: halves, and the masters of those that are another half now."""
-        masters = shaped_tensors(self._store, self._store.weight_views(buffers))
-        values = self.values(buffers)
+        masters, values = self.tensors.weights(buffers), self.tensors.values(buffers)
         for index, data in written.items():
             masters[index].copy_(merged(masters[index], values[index], data))
             values[index].copy_(data)
@@ -156,7 +126,7 @@ class Weights:
     @torch.inference_mode(mode=False)
     def take(self, buffers: list[int], among: Collection[int] | None = None) -> None:
         """Copy these buffers' values into the script's own memory, of these parameters or all, where they are others."""
-        values = self.values(buffers)
+        values = self.tensors.values(buffers)
         with torch.no_grad():
             for index in self.differing(self.own if among is None else among, buffers):
                 self.tensors[index].copy_(values[index])
@@ -175,8 +145,8 @@ class Weights:
 
     def leave(self) -> None:
         """Drop all tensors over the store's memory, because it is about to be unmapped."""
-        if self.view is not None:
-            self.view.let_write()  # arrays of the script may look into it, and the handler may be replaced from now on
+        if self.tensors.view is not None:
+            self.tensors.view.let_write()  # arrays of the script may look into it, and the handler may be replaced from now on
         self._made.clear()
         self._prepared.clear()
         self._shard_loops.clear()
@@ -205,32 +175,6 @@ def merged(master: torch.Tensor, half: torch.Tensor, written: torch.Tensor) -> t
         return written
     bits = _BITS[half.element_size()]
     return torch.where(written.view(bits) == half.view(bits), master, written.to(master.dtype))
-
-
-def shaped_tensors(
-    store: WeightsMemory,
-    views: Sequence[npt.NDArray[Any]],
-    dtypes: str | Sequence[str] | None = None,
-    memory: SharedMapping | None = None,
-) -> list[torch.Tensor]:
-    """Tensors over flat views of the store's memory, each with a storage of its exact size and the parameter's strides.
-
-    `memory`: another mapping of the same, in which the tensors lie instead.
-    `dtypes` names the tensors' types, or the type of all, because NumPy has no bfloat16; default: those of the views. The
-    memory stays mapped as long as one of them lives. A view may be empty (a table's gradient, a frozen parameter's state), or
-    have one value for each row (state of row-wise rules), and is then a column.
-    """
-    begin = np.frombuffer(store.memory, np.uint8).ctypes.data
-    names = [view.dtype.name for view in views] if dtypes is None else dtypes
-    names = [names] * len(views) if isinstance(names, str) else names
-    made = []
-    for view, parameter, dtype in zip(views, store.parameters, names, strict=True):
-        shape, stride = parameter.shape, parameter.stride
-        if view.size != parameter.size:
-            shape, stride = (view.size, 1), (1, 1)
-        place = view.ctypes.data - begin if view.size else 0
-        made.append(torch.utils.dlpack.from_dlpack((memory or store.memory).tensor(place, shape, stride, dtype)))
-    return made
 
 
 def check_shapes(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

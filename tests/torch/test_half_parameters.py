@@ -310,7 +310,7 @@ def test_weights_and_gradients_are_shown_without_a_copy(dtype: torch.dtype) -> N
     with one_worker(_half(dtype), ADAM, sync="bsp", named=True) as (model, optimizer):
         worker = optimizer.worker
         store, arena = worker.store, worker.store.arena
-        begins = [np.frombuffer(each, np.uint8).ctypes.data for each in (store.memory, optimizer._placement.view)]
+        begins = [np.frombuffer(each, np.uint8).ctypes.data for each in (store.memory, optimizer._tensors.view)]
         _backward(model, next(iter(batches_of(1, 16))))
         optimizer.step()
         for batch in batches_of(3, 16):

@@ -109,7 +109,7 @@ def test_no_step_copies_weights_or_gradients_after_backward(sync: str) -> None:
     model = new_model()
     with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sync=sync) as optimizer:
         store = optimizer.worker.store
-        base, shown = (np.frombuffer(each, np.uint8).ctypes.data for each in (store.memory, optimizer._placement.view))
+        base, shown = (np.frombuffer(each, np.uint8).ctypes.data for each in (store.memory, optimizer._tensors.view))
         arena = store.arena
         weight_places = {
             shown + arena.weights_offset(buffer) + 4 * parameter.offset: (buffer, index)

@@ -13,9 +13,8 @@ import torch
 
 from fastps.kernels.combining.fold_call import FoldCall, FoldedPush
 from fastps.kernels.update import fold
-from fastps.membership.job_memory import JobMemory
 from fastps.torch.any_optimizer.rebuilt import PushedRates
-from fastps.torch.weights import shaped_tensors
+from fastps.torch.tensors import Tensors
 
 Gradients = list[torch.Tensor | None]
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -31,17 +30,11 @@ class TorchFold:
         lock: held during a fold, in which the optimizer's state changes.
     """
 
-    def __init__(
-        self,
-        store: JobMemory,
-        optimizer: torch.optim.Optimizer,
-        tensors: Sequence[torch.Tensor],
-        rates: PushedRates | None = None,
-    ) -> None:
-        self._store, self.optimizer, self._tensors = store, optimizer, tensors
+    def __init__(self, optimizer: torch.optim.Optimizer, tensors: Tensors, rates: PushedRates | None = None) -> None:
+        self._store, self.optimizer, self._tensors = tensors.store, optimizer, tensors
         self._rates_pushed = rates
         self.lock = threading.Lock()
-        self._checks = store.layout.faults.nonfinite != "allow"
+        self._checks = self._store.layout.faults.nonfinite != "allow"
         self._frozen: set[int] = set()
         self._made: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
@@ -87,15 +80,14 @@ class TorchFold:
 
     def _weights(self, buffer: int) -> list[torch.Tensor]:
         if (buffer,) not in self._made:
-            self._made[buffer,] = shaped_tensors(self._store, self._store.weight_views(buffer))
+            self._made[buffer,] = self._tensors.weights(buffer)
         return self._made[buffer,]
 
     def _pushed(self, push: FoldedPush) -> Iterator[tuple[int, torch.Tensor]]:
         """The number and the gradient of each parameter that a push has."""
         place = push.lane, push.slot
         if place not in self._made:
-            views = self._store.gradient_views(*place)
-            self._made[place] = shaped_tensors(self._store, views, self._store.layout.gradient_type)
+            self._made[place] = self._tensors.slot(*place)
         _, present = self._store.slot_words(*place)
         return ((index, self._made[place][index]) for index in present.nonzero()[0].tolist())
 
@@ -126,10 +118,7 @@ class TorchFold:
         layout = self._store.layout
         if not layout.policy.ema:
             return []
-        old, new = (
-            shaped_tensors(self._store, self._store.plane_views(buffer, layout.planes - 1))
-            for buffer in (call.state_in, call.state_out)
-        )
+        old, new = (self._tensors.planes(buffer, layout.planes - 1) for buffer in (call.state_in, call.state_out))
         torch._foreach_copy_(new, old)
         return new
 

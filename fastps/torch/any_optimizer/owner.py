@@ -30,6 +30,7 @@ from fastps.system.deadline import Deadline
 from fastps.torch.any_optimizer.fold import TorchFold
 from fastps.torch.any_optimizer.rebuilt import OptimizerOrder
 from fastps.torch.any_optimizer.service import StateService
+from fastps.torch.tensors import Tensors
 
 logger = logging.getLogger("fastps.torch")
 
@@ -74,12 +75,12 @@ def plan_of(layout: Layout, optimizer: torch.optim.Optimizer, tensors: Sequence[
 
 
 def combining_of(
-    optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], after_fold: Callable[[], None], worker: AttachedLane
+    optimizer: torch.optim.Optimizer, tensors: Tensors, after_fold: Callable[[], None], worker: AttachedLane
 ) -> Combining:
     """The part of a worker of such a job that folds. `after_fold` is called after each fold that the worker makes."""
     if worker.rank or worker.store.layout.has_server:
         return OtherCombining(worker)
-    return OwnerCombining(worker, TorchFold(worker.store, optimizer, tensors), after_fold)
+    return OwnerCombining(worker, TorchFold(optimizer, tensors.enter(worker.store)), after_fold)
 
 
 class OwnerCombining(Combining):

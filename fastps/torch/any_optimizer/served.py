@@ -8,7 +8,7 @@ from fastps.store.store import Store
 from fastps.torch.any_optimizer.fold import TorchFold
 from fastps.torch.any_optimizer.rebuilt import OptimizerOrder, PushedRates
 from fastps.torch.any_optimizer.service import StateService
-from fastps.torch.weights import shaped_tensors
+from fastps.torch.tensors import Tensors, shaped_tensors
 
 
 class OptimizerFolds(Folds):
@@ -17,8 +17,8 @@ class OptimizerFolds(Folds):
     def __init__(self, store: Store, lane: Lane, order: OptimizerOrder) -> None:
         types = [getattr(torch, parameter.type) for parameter in store.layout.parameters]
         first = zip(shaped_tensors(store, store.weight_views(0)), types, strict=True)
-        tensors = [torch.nn.Parameter(values.to(kind, copy=True)) for values, kind in first]
+        tensors = Tensors([torch.nn.Parameter(values.to(kind, copy=True)) for values, kind in first]).enter(store)
         optimizer = order.make(tensors)
-        fold = TorchFold(store, optimizer, tensors, PushedRates(optimizer.param_groups))
+        fold = TorchFold(optimizer, tensors, PushedRates(optimizer.param_groups))
         lane.fold_with(fold.fold, range(store.arena.shards))
         self._service = StateService(store.job, fold)

@@ -12,7 +12,6 @@ from fastps.checkpoint.snapshot import Pinned, PinnedVersion
 from fastps.job.layout import Layout
 from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
-from fastps.kernels.memory.mapping import SharedMapping
 from fastps.membership.job_memory import JobMemory
 from fastps.store.store import StartState
 from fastps.store.worker import Worker
@@ -20,7 +19,8 @@ from fastps.system.shared_memory import map_private
 from fastps.torch import join
 from fastps.torch.gradients import Gradients
 from fastps.torch.join import Joining
-from fastps.torch.weights import Weights, shaped_tensors
+from fastps.torch.tensors import Tensors, shaped_tensors
+from fastps.torch.weights import Weights
 
 logger = logging.getLogger("fastps.torch")
 
@@ -32,20 +32,20 @@ class HostPlacement:
         name: "host", "staged" or "device", for reports.
         shows_arena: whether the parameters are views of the arena's memory.
         keeps_own: whether parameters stay the script's own memory until they get a gradient.
-        view: the process's private mapping of the arena, which the parameters show; None: they show what other workers read.
+        tensors: the parameters, and tensors over the arena; `over` makes these of flat views.
         state_follows: whether an optimizer's earlier state is published after joining, instead of written before others join.
         saves: whether a worker of this node writes the periodic checkpoints.
         saves_share: whether each node saves a share, and all must save the same versions.
     """
 
     name = "host"
+    over: Callable[..., list[torch.Tensor]] = staticmethod(shaped_tensors)
     shows_arena = keeps_own = saves = True
     state_follows = saves_share = False
 
     def __init__(self, tensors: list[torch.Tensor], push_dtype: torch.dtype = torch.float32) -> None:
-        self._tensors = tensors
+        self.tensors = Tensors(tensors, self.over)
         self._push_dtype = push_dtype
-        self.view: SharedMapping | None = None
 
     def layout(self, layout: Layout) -> Layout:
         """The job's layout with this placement's additions. Raises UnsupportedError for what float64 excludes."""
@@ -74,17 +74,17 @@ class HostPlacement:
         """Create the job's store or connect to it, and attach."""
         finish = write_state if to.resumed is None else None
         read_first = partial(self._read_first, is_resumed=to.resumed is not None)
-        return join.join(layout, self._tensors, hypers, to, read_first=read_first, finish=finish)
+        return join.join(layout, self.tensors, hypers, to, read_first=read_first, finish=finish)
 
     def _read_first(self, store: JobMemory, is_resumed: bool) -> None:
         """Take the first weights into the script's own memory. Raises LayoutError for parameters in another order."""
         if self.keeps_own:
-            weights = Weights(self._tensors, store, partial(self.shown_views, store), own=range(len(self._tensors)))
+            weights = Weights(self.tensors.enter(store), own=range(len(self.tensors)))
             first = store.committed()[0]
             others = weights.differing(weights.own, first)
             has_trained = is_resumed or any(store.arena.shard_version(shard) for shard in range(store.arena.shards))
             if others and not has_trained:
-                join.tell_of_other_weights([each.name for each in store.parameters], others, weights.values(first))
+                join.tell_of_other_weights([each.name for each in store.parameters], others, self.tensors.values(first))
             weights.take(first, others)
 
     def begin(self) -> None:
@@ -92,33 +92,14 @@ class HostPlacement:
 
     def use(self, worker: Worker) -> None:
         """Prepare this worker's arena. Raises ArenaError."""
-        self.view = map_private(worker.store.descriptor)
-        if self.view.is_written():
+        view = map_private(worker.store.descriptor)
+        self.tensors.enter(worker.store, view, worker.store.tables)  # rows that others update would go stale in a private page
+        if view.is_written():
             logger.info("faults of the model's memory cannot be handled here: each step compares the weights with the job's")
 
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
         """The class that copies gradients into the slots."""
         return Gradients
-
-    def tensor_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over flat views of the arena, one per parameter, of the views' type."""
-        return shaped_tensors(store, views)
-
-    def shown_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over flat views of the weights that the model shows, each of its parameter's type.
-
-        They lie in the private view, but for tables: rows that others update would go stale in a page of this process's own.
-        """
-        types = [parameter.type for parameter in store.parameters]
-        shown = shaped_tensors(store, views, types, self.view)
-        if self.view is not None and store.tables:
-            shared = shaped_tensors(store, views, types)
-            shown = [shared[index] if index in store.tables else each for index, each in enumerate(shown)]
-        return shown
-
-    def slot_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over flat views of a slot, one per parameter, of the layout's gradient type."""
-        return shaped_tensors(store, views, store.layout.gradient_type)
 
     def pull(self, weights: Weights, worker: Worker, written: Collection[int]) -> None:
         """Pull, and make the newest weights the parameters. `written`: those that an own push updates."""

@@ -34,21 +34,32 @@ from fastps.torch.tensor_loops import why_not_compiled
 from fastps.torch.weights import Weights
 
 
+def _over_device(store: JobMemory, views: list[Any], types: str | list[str] = "float32", *_: Any) -> list[torch.Tensor]:
+    """Tensors over arrays of a device, with the parameters' strides; by DLPack, through which 16-bit floats pass as int16."""
+    types = [types] * len(views) if isinstance(types, str) else types
+    made = []
+    for view, parameter, each in zip(views, store.parameters, types, strict=True):
+        raw = torch.utils.dlpack.from_dlpack(view if each == "float32" else view.view("int16"))
+        made.append(raw.as_strided(parameter.shape, parameter.stride).view(getattr(torch, each)))
+    return made
+
+
 class DevicePlacement(HostPlacement):
     """Weights, optimizer state and gradients in the memory of the workers' GPUs."""
 
     name = "device"
+    over = staticmethod(_over_device)
     keeps_own = False
     state_follows = True  # the memory on the device is allocated only when all workers have attached
 
     def make_device(self) -> CudaDevice:
         """This process's device: the GPU that holds the parameters."""
-        return CudaDevice(self._tensors[0].device.index or 0)
+        return CudaDevice(self.tensors[0].device.index or 0)
 
     def server_devices(self) -> Callable[[], list[CudaDevice]]:
         """A function that makes a device of each of the job's GPUs in the server process, which sees them as worker 0 does."""
         count = max(1, len(set(gpus_of_workers())))
-        return partial(_gpus, range(count) if count > 1 else [self._tensors[0].device.index or 0])
+        return partial(_gpus, range(count) if count > 1 else [self.tensors[0].device.index or 0])
 
     def layout(self, layout: Layout) -> Layout:
         return placed_on(layout, gpus_of_workers(), bucket_bytes())
@@ -56,10 +67,11 @@ class DevicePlacement(HostPlacement):
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """Ignores `write_state`: earlier state is published after joining."""
         attach, served_by = partial(_attach, self.make_device()), self.server_devices() if layout.has_server else None
-        return join.join(layout, self._tensors, hypers, to, DeviceStore, attach, server_devices=served_by)
+        return join.join(layout, self.tensors, hypers, to, DeviceStore, attach, server_devices=served_by)
 
     def use(self, worker: Worker) -> None:
-        """Nothing to prepare: a device's memory has no private view."""
+        """A device's memory has no private view."""
+        self.tensors.enter(worker.store)
 
     def pull(self, weights: Weights, worker: Worker, written: Collection[int]) -> None:
         weights.show(_arena(worker).shown_numbers(worker.pull()), written)
@@ -68,28 +80,9 @@ class DevicePlacement(HostPlacement):
         """Marks shards while backward goes on, unless the worker waits for its push, or is told not to."""
         if _arena(worker).waits or bucket_bytes() is None:
             return partial(Gradients, is_hooked=False)
-        are_views = all(tensor.dtype == self._push_dtype for tensor in self._tensors) and why_not_compiled() is None
+        are_views = all(tensor.dtype == self._push_dtype for tensor in self.tensors) and why_not_compiled() is None
         shards = [parameter.shard for parameter in worker.store.layout.parameters]
         return partial(MarkedGradients if are_views else MarkedCountedGradients, _arena(worker), shards)
-
-    def tensor_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over the device's memory, with the parameters' strides; made by DLPack, without a copy."""
-        return [
-            torch.utils.dlpack.from_dlpack(view).as_strided(parameter.shape, parameter.stride)
-            for view, parameter in zip(views, store.layout.parameters, strict=True)
-        ]
-
-    def shown_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """16-bit floats pass through DLPack as int16."""
-        types = [getattr(torch, parameter.type) for parameter in store.layout.parameters]
-        raw = [view if each == torch.float32 else view.view("int16") for view, each in zip(views, types, strict=True)]
-        return [tensor.view(each) for tensor, each in zip(self.tensor_views(store, raw), types, strict=True)]
-
-    def slot_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """16-bit floats pass through DLPack as int16."""
-        if self._push_dtype == torch.float32:
-            return self.tensor_views(store, views)
-        return [tensor.view(self._push_dtype) for tensor in self.tensor_views(store, [view.view("int16") for view in views])]
 
 
 def _attach(device: CudaDevice, store: DeviceStore, rank: int) -> Worker:

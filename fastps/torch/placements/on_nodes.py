@@ -120,4 +120,4 @@ class NodePlacement(HostPlacement):
         trace = recorder.file_of_next(self._nodes.number)
         plan = plan_of(self._nodes, name, self._home, hypers, self._resumed, trace)
         plan = replace(plan, inherited=kept_descriptors())
-        return join.join(layout, self._tensors, hypers, replace(to, identity=local), server_plan=plan)
+        return join.join(layout, self.tensors, hypers, replace(to, identity=local), server_plan=plan)

@@ -56,7 +56,8 @@ class StagedPlacement(HostPlacement):
 
     def use(self, worker: Worker) -> None:
         """Page-lock the arena, so the GPU copies to and from it asynchronously. Raises ArenaError."""
-        if self._tensors[0].device.type != "cuda":
+        self.tensors.enter(worker.store)
+        if self.tensors[0].device.type != "cuda":
             return
         # Without the readers' buffers: locking would allocate those that no reader has asked for.
         memory = np.frombuffer(worker.store.memory, np.uint8, worker.store.arena.reader_weights_range(0)[0])
@@ -73,7 +74,7 @@ class StagedPlacement(HostPlacement):
 
     def pull(self, weights: Weights, worker: Worker, written: Collection[int]) -> None:
         """Queue copies of the newest weights. Their buffers stay pinned until the next pull, before which the step waits."""
-        synchronize(self._tensors)
+        synchronize(self.tensors)
         for shard, buffer in enumerate(worker.pull()):
             taken = buffer, worker.lane.shard_version(shard)
             if self._taken.get(shard) == taken:
@@ -85,7 +86,7 @@ class StagedPlacement(HostPlacement):
 
     def end(self) -> None:
         """Wait for queued copies, and unlock the arena."""
-        synchronize(self._tensors)
+        synchronize(self.tensors)
         if self._locked is not None:
             _runtime().cudaHostUnregister(self._locked.ctypes.data)
             self._locked = None

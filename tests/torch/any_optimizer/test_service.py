@@ -11,6 +11,7 @@ import fastps
 from fastps.membership import rendezvous
 from fastps.torch.any_optimizer import saved, service
 from fastps.torch.any_optimizer.fold import TorchFold
+from fastps.torch.tensors import Tensors
 from tests.torch.any_optimizer.test_fold import Own, are_same, new_model, plain
 
 
@@ -20,7 +21,7 @@ def served() -> Iterator[tuple[str, Own]]:
     model, inner = plain("own", steps=2)
     assert isinstance(inner, Own)
     with fastps.Store.create({"w": torch.ones(1).numpy()}, fastps.SGD(lr=0.1)) as store:
-        made = service.StateService(store.job, TorchFold(store, inner, list(model.parameters())))
+        made = service.StateService(store.job, TorchFold(inner, Tensors(list(model.parameters())).enter(store)))
         try:
             yield store.job, inner
         finally:

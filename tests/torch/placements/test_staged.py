@@ -24,6 +24,7 @@ from fastps.torch.placements.host import HostPlacement
 from fastps.torch.placements.on_device import DevicePlacement
 from fastps.torch.placements.staged import StagedPlacement
 from fastps.torch.state import publish_weights
+from fastps.torch.tensors import Tensors
 from tests.device.test_device import first_weights, make_store
 from tests.support import processes
 from tests.support.torch_optimizers import OPTIMIZERS, one_worker, share_of
@@ -194,9 +195,8 @@ def test_weights_are_replaced_behind_the_folds_that_are_queued() -> None:
             for view in worker.gradients.values():
                 view[:] = 1.0
             worker.push([update.hyper])  # folds it, and queues the kernel, which runs 0.1 s later
-            publish_weights(
-                worker, lambda views: [torch.utils.dlpack.from_dlpack(view) for view in views], lambda newest: newest
-            )
+            tensors = Tensors([torch.from_numpy(each) for each in first_weights().values()], DevicePlacement.over).enter(store)
+            publish_weights(worker, tensors, lambda newest: newest)
             worker.pull()
             assert {name: values.tolist() for name, values in worker.weights.items()} == {
                 name: values.tolist() for name, values in expected.items()
