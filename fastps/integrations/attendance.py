@@ -95,8 +95,6 @@ def wait(
 
 def _wait_with(workers: list[Worker], is_over: Callable[[], bool], what: str, attendance: "Attendance | None") -> None:
     def reached() -> bool:
-        for worker in others:
-            worker.try_combine()
         if is_over():
             return True
         if attendance is not None:
@@ -104,7 +102,8 @@ def _wait_with(workers: list[Worker], is_over: Callable[[], bool], what: str, at
         return False
 
     first, *others = workers
-    first.wait_until(reached, _PAUSE_NS, lambda: _late(first.rank, first.store.timeout_s, what), combines=True)
+    text = _late(first.rank, first.store.timeout_s, what)
+    first.wait_until(reached, _PAUSE_NS, lambda: text, combines=True, beside=others)
 
 
 def _late(rank: int, limit_s: float, what: str) -> str:

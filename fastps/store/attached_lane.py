@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NoReturn, Protocol, TypeVar
 
@@ -235,9 +235,13 @@ class AttachedLane:
         timeout_text: Callable[[], str],
         *,
         combines: bool = False,
+        beside: Sequence["AttachedLane"] = (),
     ) -> _Found:
-        """Poll `reached` as `drive.poll` does. Raises TimeoutExceededError with `timeout_text`, and errors of `check_peers`."""
-        return drive.poll(self, reached, pause_ns, timeout_text, combines=combines)
+        """Poll `reached` as `drive.poll` does, with the lanes `beside` that this process has in other jobs.
+
+        Raises TimeoutExceededError with `timeout_text`, and errors of `check_peers`.
+        """
+        return drive.poll([self, *beside], reached, pause_ns, timeout_text, combines=combines)
 
     def wait_to_join(self, timeout_text: Callable[[], str]) -> None:
         """Wait until every shard counts this worker. Raises as `wait_until`."""

@@ -6,7 +6,7 @@ Between two rests Python runs signal handlers (Ctrl-C), and the peers are checke
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, cast
 
 from fastps.errors import TimeoutExceededError, raise_for_outcome
@@ -48,18 +48,24 @@ class Driven(Protocol):
 
 
 def drive(
-    owner: Driven, wait: Wait, overdue: Callable[[], str] | None, reached: Callable[[], _Found | None] = lambda: None
+    owner: Driven,
+    wait: Wait,
+    overdue: Callable[[], str] | None,
+    reached: Callable[[], _Found | None] = lambda: None,
+    beside: Sequence[tuple[Driven, Wait]] = (),
 ) -> _Found | None:
     """Do what `wait` wants, until it is over or `reached` returns what is true. Returns that.
 
+    `beside`: waits of the process's other jobs, which go on meanwhile.
     Raises TimeoutExceededError with the text `overdue` after each of the store's timeouts, unless it is empty (None: never),
     ProtocolError, ExpelledError, and the errors of `owner`.
     """
     clock, deadline = owner.store.clock, None
     while True:
         now_ns = clock.now_ns()
-        with owner.combine_lock:
-            want = wait.want(now_ns)
+        for other, its in beside:
+            _next(other, its, now_ns)
+        want = _next(owner, wait, now_ns)
         if want == NOTHING:
             return None
         if want in (REST, PAUSE) and not wait.held and (found := reached()):
@@ -73,8 +79,6 @@ def drive(
             wait.rest()
         elif want == PAUSE:
             clock.sleep_ns(wait.slice_ns)
-        else:
-            _report(owner, wait, want, now_ns)
 
 
 def drive_step(owner: Driven, wait: Wait, goal: tuple[int, int, int], overdue: Callable[[], str]) -> int:
@@ -92,15 +96,21 @@ def drive_step(owner: Driven, wait: Wait, goal: tuple[int, int, int], overdue: C
 
 
 def poll(
-    owner: Driven, reached: Callable[[], _Found | None], pause_ns: int, overdue: Callable[[], str], *, combines: bool = False
+    owners: Sequence[Driven],
+    reached: Callable[[], _Found | None],
+    pause_ns: int,
+    overdue: Callable[[], str],
+    *,
+    combines: bool = False,
 ) -> _Found:
-    """Poll `reached` every `pause_ns` until its result is true, check the peers meanwhile, and return the result.
+    """Poll `reached` every `pause_ns` until its result is true, check the owners' peers meanwhile, and return the result.
 
-    The lane `combines` meanwhile, or is left alone. Raises as `drive`.
+    The lanes `combine` meanwhile, or are left alone. Raises as `drive`.
     """
-    wait = Wait(owner.lane)
-    wait.begin_own(pause_ns, owner.store.clock.now_ns(), combines)
-    return cast(_Found, drive(owner, wait, overdue, reached))
+    waits = [(owner, Wait(owner.lane)) for owner in owners]
+    for owner, wait in waits:
+        wait.begin_own(pause_ns, owner.store.clock.now_ns(), combines)
+    return cast(_Found, drive(*waits[0], overdue, reached, waits[1:]))
 
 
 def combine(owner: Driven, overdue: Callable[[], str]) -> None:
@@ -119,6 +129,15 @@ def finish_combine(owner: Driven, outcome: int, overdue: Callable[[], str]) -> N
     wait = Wait(owner.lane)
     wait.begin_outcome(outcome, owner.store.clock.now_ns())
     drive(owner, wait, overdue)
+
+
+def _next(owner: Driven, wait: Wait, now_ns: int) -> int:
+    """What `wait` wants next. All but a rest or a pause is done."""
+    with owner.combine_lock:
+        want: int = wait.want(now_ns)
+    if want not in (NOTHING, REST, PAUSE):
+        _report(owner, wait, want, now_ns)
+    return want
 
 
 def _report(owner: Driven, wait: Wait, want: int, now_ns: int) -> None:

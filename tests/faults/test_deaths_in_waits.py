@@ -45,6 +45,12 @@ def push_on(worker: fastps.Worker) -> None:
         worker.advance()
 
 
+def wait_in_another_job(worker: fastps.Worker) -> None:
+    """Wait for nothing in a job of this process alone."""
+    with fastps.Store.create(WEIGHTS, fastps.SGD(lr=0.1), timeout_s=20) as store, store.attach(0) as alone:
+        alone.wait_until(lambda: None, 1_000_000, lambda: "no death was found", combines=True, beside=[worker])
+
+
 # The discipline, what the other does, and the call that waits for it.
 WAITS: dict[str, tuple[str, Other, Callable[[fastps.Worker], Any]]] = {
     "a step of bsp": ("bsp", idle, step_on),
@@ -55,6 +61,7 @@ WAITS: dict[str, tuple[str, Other, Callable[[fastps.Worker], Any]]] = {
     "a partial pull": ("psp:1,0.5,pull_timeout=10,shards=2", hold, step_on),
     "a step of asp, whose shard is locked": ("asp", hold, push_on),
     "the locks of all shards": ("asp", hold, lambda worker: worker.lock_shards()),
+    "a wait in another job": ("bsp", idle, wait_in_another_job),
     "wait_for_others": ("asp", idle, lambda worker: worker.wait_for_others()),
     "wait_for_others of bsp": ("bsp", idle, lambda worker: worker.wait_for_others()),
 }
