@@ -14,7 +14,6 @@ from typing import Protocol
 from fastps.errors import ArenaError, AttachError, ExpelledError, NonFiniteGradientError, WorkerDiedError, damaged
 from fastps.job.layout import first_difference
 from fastps.kernels.protocol.lane import Lane
-from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.shm.arena import (
     DAMAGED_KIND,
     DAMAGED_RING,
@@ -102,7 +101,7 @@ class Participant(Survivor, Protocol):
     rank: int
 
     @property
-    def lane(self) -> WorkerLane:
+    def lane(self) -> Lane:
         """Its lane."""
 
     def try_combine(self) -> None:

@@ -10,9 +10,8 @@ from typing import NoReturn, Protocol, TypeVar
 
 from fastps.errors import UsageError, damaged
 from fastps.job import limits
-from fastps.kernels.protocol.lane import BUSY, DONE
+from fastps.kernels.protocol.lane import BUSY, DONE, Lane
 from fastps.kernels.protocol.wait import Wait
-from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import Membership
 from fastps.membership.stalls import Stalls, patience_ns
@@ -73,9 +72,9 @@ class AttachedLane:
         self.buffers = [0] * self._shards
         self.closed = self._left = False
 
-    def _make_lane(self) -> WorkerLane:
+    def _make_lane(self) -> Lane:
         try:
-            lane = WorkerLane(self.store.arena, self.rank)
+            lane = Lane(self.store.arena, self.rank)
         except ValueError as error:
             raise damaged(f"the policy of a shard ({error})") from error
         lane.set_user_rule(self.store.layout.rule.address)

@@ -1,4 +1,4 @@
-"""A worker: it pushes gradients, waits for grants and pulls weights. The compiled WorkerLane does the fast path of a step."""
+"""A worker: it pushes gradients, waits for grants and pulls weights. The compiled Lane does the fast path of a step."""
 
 import logging
 import os
@@ -12,8 +12,7 @@ import numpy.typing as npt
 from fastps.errors import Error, UsageError, damaged
 from fastps.job import limits
 from fastps.job.update_rules import Hyper
-from fastps.kernels.protocol.lane import BUSY, DONE, KIND_NULL, KIND_PUSH
-from fastps.kernels.protocol.worker_lane import FULL
+from fastps.kernels.protocol.lane import BUSY, DONE, FULL, KIND_NULL, KIND_PUSH
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership import rendezvous
 from fastps.membership.job_memory import JobMemory, by_name

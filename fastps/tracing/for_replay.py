@@ -19,7 +19,6 @@ import numpy as np
 from fastps.job import environment
 from fastps.job.layout import Layout
 from fastps.kernels.protocol.lane import Lane
-from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.membership.job_memory import JobMemory
 from fastps.tracing.file import TraceError
 from fastps.tracing.parts import Part
@@ -39,7 +38,7 @@ class Recorded(Protocol):
 
     rank: int
     store: JobMemory
-    lane: WorkerLane
+    lane: Lane
     buffers: list[int]
     generation: int
     recorder: Any

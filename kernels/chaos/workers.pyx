@@ -1,6 +1,6 @@
 """The workers of a simulated job: each one's life around the real lanes, shard locks and shared folds.
 
-A simulated worker drives the same WorkerLane as a real one: wait for the grant, pull, write the slot, push, look at the peers,
+A simulated worker drives the same Lane as a real one: wait for the grant, pull, write the slot, push, look at the peers,
 leave.
 """
 
@@ -14,11 +14,10 @@ from fastps.kernels.chaos.invariants cimport (
 from fastps.kernels.chaos.machine cimport DEAD, ENDED, MOST_LIVES, STALLED, Machine, fps_view_renew
 from fastps.kernels.combining.combiner cimport Combiner
 from fastps.kernels.combining.lock_word cimport COMBINE_BUSY
-from fastps.kernels.protocol.lane cimport Lane
+from fastps.kernels.protocol.lane cimport PUSH_EXPELLED, PUSH_FULL, Lane
 from fastps.kernels.protocol.reader_pins cimport ReaderPins
 from fastps.kernels.combining.ring cimport lane_descriptor
 from fastps.kernels.protocol.wait cimport *
-from fastps.kernels.protocol.worker_lane cimport PUSH_EXPELLED, PUSH_FULL, WorkerLane
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *
 
@@ -66,7 +65,7 @@ cdef class Workers(Machine):
         self.crash_share, self.stall_share = <uint32_t> (crash * (1 << 24)), <uint32_t> (stall * (1 << 24))
         self.wake_share, self.busy_factor = <uint32_t> (wake * (1 << 24)), busy_factor
         self.crashes_left, self.stalls_left, self.restarts_left, self.wounds_left = crashes, stalls, restarts, wounds
-        self.owners = [[Worker(self, WorkerLane(arena, index), index, life) for life in range(lives)]
+        self.owners = [[Worker(self, Lane(arena, index), index, life) for life in range(lives)]
                        for index in range(self.n_places)]
         if arena.header.n_servers:
             self.owners.append([Process(self, Lane(arena, self.n_places), self.n_places, 0)])
@@ -271,7 +270,7 @@ cdef class Process:
 cdef class Worker(Process):
     """A worker, which may read published weights also as one that is no worker."""
 
-    cdef WorkerLane lane
+    cdef Lane lane
     cdef ReaderPins reader                          # or None
     cdef int64_t pushes
     cdef int64_t buffers[MAX_WATCHED_SHARDS]
@@ -279,7 +278,7 @@ cdef class Worker(Process):
     cdef uint64_t kept[MAX_WATCHED_SHARDS]          # and of what the next step reads
     cdef int64_t read_buffers[MAX_WATCHED_SHARDS]   # of its reader
 
-    def __cinit__(self, Workers job, WorkerLane lane, int32_t index, uint32_t generation):
+    def __cinit__(self, Workers job, Lane lane, int32_t index, uint32_t generation):
         self.lane = lane
         self.reader = ReaderPins(job.arena, index) if job.arena.header.n_readers else None
 
@@ -297,7 +296,7 @@ cdef class Worker(Process):
         self.lane._leave_to_server(self.arena.is_served())
         if generation > 0:
             self._join()
-        self.lane.steps = self.lane._begin_steps()
+        self.lane.steps = self.lane.begin_steps()
         self._pull(True)
         if self.reader is not None:
             self.reader.begin()
@@ -316,7 +315,7 @@ cdef class Worker(Process):
 
     cdef bint _is_out(self) noexcept nogil:
         """Whether this process was expelled. Where no lane was damaged it does not ask."""
-        return self.checker.wounded[self.index] and self.lane._is_expelled()
+        return self.checker.wounded[self.index] and self.lane.is_expelled()
 
     cdef void _join(self) noexcept nogil:
         """Wait until every shard counts this worker."""

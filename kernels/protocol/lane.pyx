@@ -1,8 +1,9 @@
-"""A lane as its worker uses it: slots, posts, waits and shard locks, over all shards.
+"""A lane as its worker uses it: slots, posts, waits, and one compiled call for each part of a step, over all shards.
 
 docs/architecture/protocol.md has a picture of the life of a push after backward. Times are arguments.
 """
 
+cimport cython
 from libc.math cimport NAN
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
@@ -32,6 +33,10 @@ NO_BUFFER = COMBINE_NO_BUFFER            # every weights buffer is active or pin
 BAD_FOLD = COMBINE_BAD_FOLD              # the fold refused its job
 BAD_STATE = COMBINE_BAD_STATE            # something wrote over the committed scheduler state
 UNSERVED = LANE_UNSERVED                 # the server has ended: `leave_to_server(False)`, then combine
+# Further outcomes of a push, by which nothing was done.
+FULL = PUSH_FULL                         # the ring is full
+EARLY = PUSH_EARLY                       # the previous push still `awaits` its grant
+EXPELLED = PUSH_EXPELLED                 # this lane was expelled
 
 # Answers of announced.
 UNDECIDED = -1
@@ -42,21 +47,38 @@ KIND_NULL = FPS_NULL
 KIND_LEAVE = FPS_LEAVE
 
 
+@cython.final
 cdef class Lane(ShardLocks):
     """One attached lane: the compiled half of a worker. Only one thread may use it.
 
     `index` is the lane of `arena` that the caller has claimed. `weight` is the number of gradients that each push is a sum of:
-    a mean divides by the weights of its pushes. 0, the default, is 1.
+    a mean divides by the weights of its pushes. 0, the default, is 1. A server's lane makes no steps.
+
+    Attributes:
+        steps: steps pushed so far, as the scheduler counts them; the owner sets the first value.
+        earlier_steps: added to `steps` in the tally.
+        posts: pushes and null pushes so far; some may still be on their way.
+        slot: the slot of the next push, once `advance` or `choose_slot` has chosen it.
+        awaits: whether a push was begun since the last completed `advance`.
+        granted_ns: when the present step could begin, by its worker's clock.
+        wait_ns, compute_ns: time waited, and between grants and pushes.
+        push_ns: time from each push's begin to its `advance`: it posts, and folds what it finds.
+        pushed_ns: when the push began whose time is not in push_ns yet; 0: there is none.
+        samples, stale_blocks, loss: as the owner sets them.
     """
 
     def __cinit__(self, Arena arena not None, uint32_t index):
         self.words = arena.lane(index)
         self.ahead = <int64_t *> calloc(arena.header.n_shards, sizeof(int64_t))
-        if self.ahead == NULL:
+        self.free_at = <uint64_t *> calloc(arena.header.n_slots, sizeof(uint64_t))
+        if self.ahead == NULL or self.free_at == NULL:
             raise MemoryError()
+        self.loss = NAN
+        self._begin()
 
     def __dealloc__(self):
         free(self.ahead)
+        free(self.free_at)
 
     # -- slots and posts ---------------------------------------------------------------------------
 
@@ -100,7 +122,7 @@ cdef class Lane(ShardLocks):
     cdef bint _post(self, int kind, uint64_t step, uint32_t slot, uint64_t read_version, int64_t post_ns, double scale,
                     double loss, uint32_t samples) noexcept nogil:
         cdef fps_descriptor descriptor
-        if self._is_expelled():
+        if self.is_expelled():
             return False
         memset(&descriptor, 0, sizeof(descriptor))
         descriptor.kind = kind
@@ -150,11 +172,8 @@ cdef class Lane(ShardLocks):
         """Descriptors that every shard is done with: their slots are free."""
         return self._done(self.index)
 
-    def is_expelled(self):
+    cpdef bint is_expelled(self) noexcept nogil:
         """Whether a combiner has found this lane's words damaged: its owner may push no more."""
-        return self._is_expelled()
-
-    cdef bint _is_expelled(self) noexcept nogil:
         return fps_member_state(fps_state_acquire(&self.words.state)) == FPS_LANE_EXPELLED
 
     # -- a server ------------------------------------------------------------------------------------
@@ -213,15 +232,12 @@ cdef class Lane(ShardLocks):
 
     # -- grants ------------------------------------------------------------------------------------
 
-    def begin_steps(self):
+    cpdef int64_t begin_steps(self) noexcept nogil:
         """Begin to count steps, before the first push and once every shard counts this worker: returns those counted so far.
 
         Each shard is a scheduler with a clock of its own for this lane, and a shard that admits a joiner later may be further
         on. The worker counts as the first shard does. A grant of another shard is compared with that count from here on.
         """
-        return self._begin_steps()
-
-    cdef int64_t _begin_steps(self) noexcept nogil:
         cdef uint32_t shard
         memset(self.ahead, 0, self.n_shards * sizeof(int64_t))
         for shard in range(1, self.n_shards):
@@ -257,11 +273,8 @@ cdef class Lane(ShardLocks):
         """The batch that the last grant carried; 0: the worker's own choice."""
         return fps_counter_get(&self.arena.lane_shard(self.index, 0).batch)
 
-    def due_ns(self):
+    cpdef int64_t due_ns(self) noexcept nogil:
         """The nearest deadline of any shard's timer, or -1. A worker that waits should try to combine then."""
-        return self._due_ns()
-
-    cdef int64_t _due_ns(self) noexcept nogil:
         cdef int64_t due_ns, nearest_ns = -1
         cdef uint32_t shard
         for shard in range(self.n_shards):
@@ -330,3 +343,104 @@ cdef class Lane(ShardLocks):
                 break
             spins = max(spins, <int64_t> SPINS_AFTER_HELP)
         return self._reached(granted, done, shards)
+
+    # -- steps: each part in one call -------------------------------------------------------------
+
+    cdef void _begin(self) noexcept nogil:
+        """Begin with nothing pushed, behind what the lane's earlier owners posted."""
+        memset(self.free_at, 0, self.arena.header.n_slots * sizeof(uint64_t))
+        self.posts = self.words.tail
+        self.slot = 0
+        self.awaits = False
+
+    @property
+    def slot_free_at(self):
+        """Descriptors that must be done with before the next push's slot may be written."""
+        return self.free_at[self.slot]
+
+    def push(self, int64_t now_ns, double scale, uint32_t samples, bint null):
+        """Post the slot (or, with `null`, only that the step has no gradient) and try every shard's lock.
+
+        Returns what `try_combine` does, FULL, EARLY or EXPELLED. Releases the GIL.
+        """
+        cdef int outcome
+        with nogil:
+            outcome = self._push(now_ns, scale, samples, null)
+        return outcome
+
+    cdef int _push(self, int64_t now_ns, double scale, uint32_t samples, bint null) noexcept nogil:
+        cdef int kind = FPS_NULL if null else FPS_PUSH
+        if self.awaits:
+            return PUSH_EARLY
+        if not null:
+            self._set_versions(self.slot)
+        if not self._post(kind, self.steps, self.slot, self._oldest(), now_ns, scale, self.loss, samples):
+            return PUSH_EXPELLED if self.is_expelled() else PUSH_FULL
+        self._count_push(now_ns, samples, null)
+        return self._try_combine(now_ns)
+
+    def begin_push(self, int64_t now_ns, uint32_t samples, bint null):
+        """Do all of `push` but to post and to combine. Returns (step, slot, version read) for the caller's `post`."""
+        begun = self.steps, self.slot, self._oldest()
+        if not null:
+            self._set_versions(self.slot)
+        self._count_push(now_ns, samples, null)
+        return begun
+
+    cdef void _count_push(self, int64_t now_ns, uint32_t samples, bint null) noexcept nogil:
+        self.compute_ns += now_ns - self.granted_ns
+        self.pushed_ns = now_ns
+        self.samples += samples
+        self.steps += 1
+        self.posts += 1
+        self.awaits = self.has_pushed = True
+        if not null:
+            self.free_at[self.slot] = self.posts
+
+    cpdef bint advance(self, int64_t now_ns, bint at_once) noexcept nogil:
+        """Begin the next step if it may begin now: it is granted (or, `at_once`, needs no grant), and its slot is free."""
+        self.granted_ns = now_ns
+        if self.pushed_ns:
+            self.push_ns += now_ns - self.pushed_ns
+            self.pushed_ns = 0
+        self._choose_slot()
+        if not self._reached(0 if at_once else self.steps + 1, self.free_at[self.slot], self.n_shards):
+            return False
+        self.awaits = False
+        self.publish()
+        return True
+
+    def choose_slot(self):
+        """Choose the slot of the next push. Returns whether it is free, so that it may be written before `advance`."""
+        self._choose_slot()
+        return self.free_at[self.slot] <= self._done(self.index)
+
+    cdef void _choose_slot(self) noexcept nogil:
+        """Stay at the slot if it is free, which keeps one in the cache and in memory; else take the one that is free first."""
+        cdef uint64_t done = self._done(self.index)
+        cdef uint32_t other
+        for other in range(self.arena.header.n_slots):
+            if self.free_at[self.slot] <= done:
+                return
+            if self.free_at[other] < self.free_at[self.slot]:
+                self.slot = other
+
+    cpdef void advance_late(self, int64_t now_ns) noexcept nogil:
+        """Begin the next step after a wait for it."""
+        self._choose_slot()
+        self.wait_ns += now_ns - self.granted_ns
+        self.granted_ns = now_ns
+        self.awaits = False
+        self.publish()
+
+    cpdef void publish(self) noexcept nogil:
+        """Publish the tally to observers."""
+        cdef int64_t loss_bits
+        memcpy(&loss_bits, &self.loss, sizeof(loss_bits))
+        fps_counter_set(&self.words.steps, self.earlier_steps + self.steps)
+        fps_counter_set(&self.words.wait_ns, self.wait_ns)
+        fps_counter_set(&self.words.compute_ns, self.compute_ns)
+        fps_counter_set(&self.words.samples, self.samples)
+        fps_counter_set(&self.words.loss_bits, loss_bits)
+        fps_counter_set(&self.words.stale_blocks, self.stale_blocks)
+        fps_counter_set(&self.words.push_ns, self.push_ns)

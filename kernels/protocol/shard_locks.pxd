@@ -1,20 +1,26 @@
-# All shard locks as one lane takes them.
+# All shards as one lane has them.
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from fastps.kernels.protocol.pins cimport LanePins
+from fastps.kernels.protocol.pins cimport Pins
 from fastps.kernels.combining.shared_fold cimport SharedFold
 from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS
 
 
-cdef class ShardLocks(LanePins):
+cdef class ShardLocks(Pins):
+    cdef uint64_t fresh                 # shards that were pulled since the last push before these pulls, as bits
+    cdef bint has_pushed                # since the last pull
     cdef readonly int bad_lane          # of the last BAD_DESCRIPTOR
     cdef readonly uint64_t damage       # of that lane, for Arena.expel
-    cdef readonly tuple combiners         # one a shard
+    cdef readonly tuple combiners       # one a shard
     cdef PyObject *_combiners[FPS_MAX_SHARDS]  # the same
     cdef SharedFold helper              # helps with one shard after the other
 
+    cdef uint64_t _prefetch(self, uint32_t shard) noexcept nogil
+    cdef void _keep(self, uint32_t shard, uint64_t buffer) noexcept nogil
+    cdef void _take(self, uint32_t shard, uint64_t buffer, uint64_t version) noexcept nogil
+    cdef uint64_t _oldest(self) noexcept nogil
     cdef int _noted(self, uint32_t shard, int outcome) noexcept nogil
     cdef bint _is_offered(self) noexcept nogil
     cdef bint _help(self) noexcept nogil

@@ -1,26 +1,99 @@
-"""All shard locks as one lane takes them: combine, recover a dead owner's lock, or hold one to write buffers by hand."""
+"""All shards as one lane has them: pins of what it reads, and locks to combine, to recover, or to hold and write by hand."""
 
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport UINT64_MAX, uintptr_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.base.atomics cimport fps_help_change, fps_help_load, fps_lock_load, fps_state_acquire
+from fastps.kernels.base.atomics cimport fps_help_change, fps_help_load, fps_lock_load, fps_pin_exchange, fps_state_acquire
 from fastps.kernels.combining.combiner cimport Combiner, played_t
 from fastps.kernels.combining.commit cimport Commit
 from fastps.kernels.combining.lock_word cimport *
+from fastps.kernels.protocol.pins cimport pin_published
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *
 from fastps.kernels.update.fold cimport fps_user_rule
 
 
-cdef class ShardLocks(LanePins):
-    """The shard locks as lane `index` of `arena` takes them. The caller has claimed the lane."""
+cdef class ShardLocks(Pins):
+    """The pins and the shard locks of lane `index` of `arena`. The caller has claimed the lane."""
 
     def __cinit__(self, Arena arena not None, uint32_t index):
+        cdef uint32_t shard
+        arena._check_lane(index)
         self.bad_lane = -1
         self.helper = SharedFold(arena, index, 0)
         self.combiners = tuple([Combiner(arena, index, shard) for shard in range(self.n_shards)])
         for shard in range(self.n_shards):
+            self.pins[shard] = &arena.lane_shard(index, shard).pin
             self._combiners[shard] = <PyObject *> self.combiners[shard]  # without the GIL, only while `combiners` keeps them
+
+    # -- pins of what the worker reads, and of what it fetches for the next steps --------------------
+
+    cdef void _reads(self, uint32_t shard, uint64_t version) noexcept nogil:
+        """This step reads the shard's version."""
+        self.versions[shard] = version
+        if self.has_pushed:
+            self.has_pushed = False
+            self.fresh = 0
+        self.fresh |= <uint64_t> 1 << shard
+
+    def prefetch(self, uint32_t shard=0):
+        """Pin a shard's published weights as the next ones; returns (buffer, version), the buffer as `pull` does.
+
+        The pulled weights and those that are kept stay pinned. Another thread than the one that pulls may call this.
+        """
+        cdef uint64_t commit
+        self.arena._check_shard(shard)
+        commit = self._prefetch(shard)
+        return self._buffer_of(commit), fps_commit_version(commit)
+
+    def prefetch_kept(self, uint64_t buffer, uint32_t shard=0):
+        """Pin a buffer as the next one. Another lane keeps it pinned meanwhile."""
+        self.arena._check_shard(shard)
+        fps_pin_exchange(&self.arena.lane_shard(self.index, shard).next, buffer + 1)
+
+    cdef uint64_t _prefetch(self, uint32_t shard) noexcept nogil:
+        return pin_published(&self.arena.shard_header(shard).commit, &self.arena.lane_shard(self.index, shard).next)
+
+    def keep_prefetched(self, uint64_t buffer, uint32_t shard=0):
+        """Keep what `prefetch` returned, in place of what was kept before. It stays pinned during the next prefetch."""
+        self.arena._check_shard(shard)
+        self._keep(shard, buffer)
+
+    cdef void _keep(self, uint32_t shard, uint64_t buffer) noexcept nogil:
+        fps_pin_exchange(&self.arena.lane_shard(self.index, shard).ready, buffer + 1)
+
+    def take_prefetched(self, uint64_t buffer, uint64_t version, uint32_t shard=0):
+        """Read the weights that are kept from now on: a swap of pins. Not during `keep_prefetched`."""
+        self.arena._check_shard(shard)
+        self._take(shard, buffer, version)
+
+    cdef void _take(self, uint32_t shard, uint64_t buffer, uint64_t version) noexcept nogil:
+        fps_pin_exchange(self.pins[shard], buffer + 1)
+        self._reads(shard, version)
+
+    @property
+    def version(self):
+        """The newest version among the shards' last pulls."""
+        cdef uint64_t newest = 0
+        cdef uint32_t shard
+        for shard in range(self.n_shards):
+            newest = max(newest, self.versions[shard])
+        return newest
+
+    cdef uint64_t _oldest(self) noexcept nogil:
+        """The oldest version among the shards that were pulled for this step: the timestamp of its push."""
+        cdef uint64_t oldest = UINT64_MAX
+        cdef uint32_t shard
+        if self.n_shards == 1:
+            return self.versions[0]
+        for shard in range(self.n_shards):
+            if (self.fresh >> shard) & 1:
+                oldest = min(oldest, self.versions[shard])
+        return oldest
+
+    def unpin(self):
+        """End the reads of all pulled and fetched buffers."""
+        self.arena._drop_pins(self.index)
 
     # -- the shard lock ----------------------------------------------------------------------------------
 

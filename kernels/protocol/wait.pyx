@@ -11,8 +11,7 @@ from libc.stdint cimport INT32_MAX, INT64_MAX
 from fastps.kernels.base.atomics cimport fps_event_load, fps_yield
 from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.combining.lock_word cimport *
-from fastps.kernels.protocol.lane cimport LANE_UNSERVED
-from fastps.kernels.protocol.worker_lane cimport PUSH_EXPELLED
+from fastps.kernels.protocol.lane cimport LANE_UNSERVED, PUSH_EXPELLED
 
 # For Python: the same numbers.
 NOTHING, REST, PAUSE, CHECK_PEERS = WANT_NOTHING, WANT_REST, WANT_PAUSE, WANT_CHECK_PEERS
@@ -72,7 +71,7 @@ cdef class Wait:
         with nogil:
             self.begin_step(granted, done, now_ns, shards)
             is_over = self._is_reached(now_ns)
-            if not is_over and now_ns - self.checked_ns < SLICE_NS and not self.lane._is_expelled():
+            if not is_over and now_ns - self.checked_ns < SLICE_NS and not self.lane.is_expelled():
                 self.combines = True
                 self._choose_rest(now_ns)
                 is_over = self._rest()
@@ -133,7 +132,7 @@ cdef class Wait:
             if self._is_reached(now_ns):
                 return WANT_NOTHING
         self.combines = self.goal != GOAL_OWN
-        if self.goal != GOAL_CALL and self.lane._is_expelled():
+        if self.goal != GOAL_CALL and self.lane.is_expelled():
             return WANT_EXPELLED
         return self._choose_rest(now_ns)
 
@@ -174,7 +173,7 @@ cdef class Wait:
         if self.goal == GOAL_OWN:
             return WANT_PAUSE
         if not self.lane.served:  # else the server fires the timers
-            due_ns = self.lane._due_ns()
+            due_ns = self.lane.due_ns()
         if due_ns >= 0:
             self.slice_ns = min(self.slice_ns, due_ns - now_ns if due_ns > now_ns else <int64_t> OVERDUE_NS)
         if self.goal in (GOAL_JOIN, GOAL_LAST, GOAL_ANY) and not self.held:

@@ -25,7 +25,6 @@ from fastps.job.user_rules import UserRule  # noqa: E402
 from fastps.kernels.protocol.lane import DONE, KIND_LEAVE, KIND_PUSH  # noqa: E402
 from fastps.kernels.protocol.reader_pins import ReaderPins  # noqa: E402
 from fastps.kernels.protocol.row_writer import RowWriter  # noqa: E402
-from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
 from fastps.kernels.rows import rows  # noqa: E402
 from fastps.kernels.shm import offsets  # noqa: E402
 from fastps.kernels.shm.arena import LANE_FREE, LANE_LEFT  # noqa: E402
@@ -140,7 +139,6 @@ class Job(plain_arena.Job):
             row_rule=max(case.row_rule, 0), rule=case.rule, state_planes=case.planes + 1, buffers=5, ema_decay=0.9,
             readers=readers, shown_type=case.shown_type, gradient_type=case.gradient_type,
         )  # fmt: skip
-        self.lanes[VICTIM] = WorkerLane(self.arena, VICTIM)
         self.writers = [RowWriter(self.arena, index) for index in range(3)]
         for lane in self.lanes:
             if case.rule in (fold.RULE_USER, fold.RULE_SUMMING):
@@ -171,7 +169,7 @@ class Job(plain_arena.Job):
     def write_slot(self, index: int) -> int:
         """Pull, and write the slot as a step does; returns the slot."""
         lane, step = self.lanes[index], self.posts[index]
-        slot = lane.slot if isinstance(lane, WorkerLane) else step % self.case.slots
+        slot = lane.slot if index == VICTIM else step % self.case.slots
         for shard in range(SHARDS):
             lane.pull(shard)
         gradient = np.random.default_rng(100 * index + step).standard_normal(SHARDS * self.shard_size)
@@ -195,7 +193,6 @@ class Job(plain_arena.Job):
     def live(self, pushes: int = PUSHES, leaves: bool = True) -> None:
         """Run the victim: all of its life, or `pushes` pushes of it."""
         lane = self.lanes[VICTIM]
-        assert isinstance(lane, WorkerLane)
         assert self.arena.claim(VICTIM, os.getpid()) == 0
         for step in range(pushes):
             self.write_slot(VICTIM)

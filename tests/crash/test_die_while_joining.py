@@ -11,8 +11,7 @@ import pytest
 
 hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the failpoint build: make test-hooks")
 
-from fastps.kernels.protocol.lane import DONE, KIND_LEAVE  # noqa: E402
-from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
+from fastps.kernels.protocol.lane import DONE, KIND_LEAVE, Lane  # noqa: E402
 from fastps.kernels.shm.arena import LANE_JOINING, LANE_LIVE  # noqa: E402
 from tests.crash.test_die_at_every_store import ASP, BACKUP, BSP, DSSP, R2SP, SSP, _stores, dies_at  # noqa: E402
 from tests.support import plain_arena  # noqa: E402
@@ -60,7 +59,7 @@ class Job(plain_arena.Job):
         """All that a joiner does until it may push, and its first push."""
         generation = self.arena.claim(JOINER, os.getpid(), True)
         assert generation > 0
-        self.lanes[JOINER] = lane = WorkerLane(self.arena, JOINER)
+        self.lanes[JOINER] = lane = Lane(self.arena, JOINER)
         lane.recover_lock(JOINER, 50, generation - 1)
         for _ in range(2):  # another shard admits it once the first one has
             assert lane.try_combine(50) == DONE

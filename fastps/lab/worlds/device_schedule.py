@@ -30,8 +30,7 @@ from fastps.job.plan import plan
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD, Adam, Update
 from fastps.kernels.cuda.launch_args import Span
-from fastps.kernels.protocol.lane import BUSY, DONE
-from fastps.kernels.protocol.worker_lane import WorkerLane
+from fastps.kernels.protocol.lane import BUSY, DONE, Lane
 from fastps.kernels.shm.format import format_memory
 from fastps.lab.gpus.fake_cuda import Work
 from fastps.lab.gpus.stepped import SteppedCuda, SteppedDevice, SteppedNode, SteppedStream
@@ -172,12 +171,12 @@ class Job:
         self.layout = _layout_of(update, gpus, shards, FaultPolicy(nonfinite="reject" if checks else "allow"))
         self.memory = _memory_of(self.layout)
         self._now_ns = 0
-        self.lanes: list[WorkerLane] = []
+        self.lanes: list[Lane] = []
         self.arenas: list[DeviceArena] = []
         self.devices = [self.node.device(rank, name) for rank, name in enumerate(names)]
         for rank, device in enumerate(self.devices):
             self.memory.arena.claim(rank, os.getpid(), False)
-            self.lanes.append(WorkerLane(self.memory.arena, rank))
+            self.lanes.append(Lane(self.memory.arena, rank))
             self.arenas.append(DeviceArena(self.memory, rank, device))
         self.buffers = [[0] * len(self.layout.shards) for _ in names]
 
@@ -263,7 +262,7 @@ class Job:
         self.lanes[rank].pull_all(self.buffers[rank])
         self.arenas[rank].show_pulled(self.buffers[rank])
 
-    def _finish_combine(self, outcome: int, lane: WorkerLane) -> None:
+    def _finish_combine(self, outcome: int, lane: Lane) -> None:
         if outcome not in (DONE, BUSY):
             raise lane.fold_failure or DeviceError(f"expected a fold, found outcome {outcome}")
 

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from fastps.device.arena import DeviceArena
 from fastps.device.interface import Event, Stream
 from fastps.kernels.cuda import launch_args
-from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE
-from fastps.kernels.protocol.worker_lane import WorkerLane
+from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE, Lane
 from fastps.kernels.update import fold
 from fastps.lab.gpus.stepped import SteppedDevice, SteppedNode
 from fastps.store.row_slots import presence_of
@@ -85,7 +84,7 @@ class Worker:
         self.device = world.device_of(self.process, gpu)
         if world.memory.arena.claim(rank, os.getpid(), generation > 0) != generation:
             raise ViolationError(f"lane {rank} has another owner than number {generation}")
-        self.lane = WorkerLane(world.memory.arena, rank)
+        self.lane = Lane(world.memory.arena, rank)
         self.arena = DeviceArena(world.memory, rank, self.device)
         if world.left_out == ONE_SIDE:
             self.arena.sides = 1

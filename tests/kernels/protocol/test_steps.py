@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastps.kernels.protocol import lane as codes
-from fastps.kernels.protocol.worker_lane import EARLY, FULL, WorkerLane
+from fastps.kernels.protocol.lane import EARLY, FULL, Lane
 from tests.support.plain_arena import ASP, BSP, Job
 
 RING_SIZE = 8  # Job's
@@ -18,7 +18,7 @@ class Steps:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.lane = WorkerLane(job.arena, 0)
+        self.lane = Lane(job.arena, 0)
         self.lane.steps = self.lane.granted() - 1
         for slot in range(2):
             self.lane.set_hyper(slot, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
@@ -142,7 +142,7 @@ def test_a_push_in_parts_is_the_same_push(pushes: list[tuple[bool, int, float]])
 
 def test_lanes_that_there_are_not_are_refused() -> None:
     with pytest.raises(IndexError, match="expected a lane of 0 to 1, found 2"):
-        WorkerLane(Job(2, ASP).arena, 2)
+        Lane(Job(2, ASP).arena, 2)
 
 
 def _assert_refused(job: Job, calls: list[Callable[[int], object]], number: int, message: str) -> None:
