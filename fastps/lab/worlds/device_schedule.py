@@ -17,28 +17,22 @@ import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fastps.device.arena import DeviceArena
 from fastps.device.interface import DeviceError
-from fastps.device.memory import FirstVersion
 from fastps.device.placement import BUCKET_MB
-from fastps.device.plan import handle_table_bytes, homes, shards_of
+from fastps.device.plan import placed_on, shards_of
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import Layout, place
-from fastps.job.plan import plan
+from fastps.job.layout import Layout
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD, Adam, Update
 from fastps.kernels.cuda.launch_args import Span
 from fastps.kernels.protocol.lane import BUSY, DONE, Lane
-from fastps.kernels.shm.format import format_memory
 from fastps.lab.gpus.fake_cuda import Work
 from fastps.lab.gpus.stepped import SteppedCuda, SteppedDevice, SteppedNode, SteppedStream
-from fastps.lab.worlds.device_workers import parts_of
-from fastps.membership.job_memory import JobMemory
+from fastps.lab.worlds.device_workers import memory_of, parts_of, rows_of, set_up
 from fastps.store.row_slots import presence_of
-from fastps.system import shared_memory
-from fastps.system.clock import SYSTEM_CLOCK
 
 _FLOATS = 1024  # of a shard of the job that is recorded
 _STEPS = 4
@@ -169,7 +163,7 @@ class Job:
         self.node = _RecordingNode()
         self.hyper = update.hyper
         self.layout = _layout_of(update, gpus, shards, FaultPolicy(nonfinite="reject" if checks else "allow"))
-        self.memory = _memory_of(self.layout)
+        self.memory = memory_of(self.layout, self.hyper)
         self._now_ns = 0
         self.lanes: list[Lane] = []
         self.arenas: list[DeviceArena] = []
@@ -197,16 +191,9 @@ class Job:
             self.memory.close()
 
     def _begin(self) -> None:
-        for lane, arena in zip(self.lanes, self.arenas, strict=True):
-            lane.fold_with(arena.fold, ())
-            arena.publish_handles()
-        for arena in self.arenas:
-            arena.open()
-        first = FirstVersion(self.layout, is_resumed=False)
-        self.arenas[0].fill(first)
-        first.close()
-        self.node.meet()
-        for rank, (lane, arena) in enumerate(zip(self.lanes, self.arenas, strict=True)):
+        parts = list(zip(self.lanes, self.arenas, strict=True))
+        set_up(self.layout, self.node, parts)
+        for rank, (lane, arena) in enumerate(parts):
             lane.fold_with(arena.fold, arena.own_shards())
             self._pull(rank)
 
@@ -272,19 +259,8 @@ class Job:
 
 
 def _layout_of(update: Update, gpus: int, shards: int, faults: FaultPolicy) -> Layout:
-    rows = [(f"parameter {number}", (_FLOATS,), (1,), 0) for number in range(shards)]
-    layout = Layout(place(rows), 1, update.rule, parse_policy("bsp"), gpus, faults=faults).with_shards(shards)
-    owners = homes([4 * (end - begin) for begin, end in layout.shards], range(gpus))
-    return replace(layout, owner_lanes=owners, extra_bytes=handle_table_bytes(shards))
-
-
-def _memory_of(layout: Layout) -> JobMemory:
-    header, size, ranges = plan(layout)
-    descriptor = shared_memory.create(size, "a modelled job", ranges)
-    memory = shared_memory.map_shared(descriptor)
-    values = layout.policy.values(layout.workers)
-    format_memory(memory, header, layout.segments, shards=layout.host_shards, started=layout.workers, **values)
-    return JobMemory(descriptor, memory, layout, "modelled", 1.0, SYSTEM_CLOCK, [SGD(lr=0.1).hyper] * layout.groups)
+    layout = Layout(rows_of(shards, _FLOATS), 1, update.rule, parse_policy("bsp"), gpus, faults=faults)
+    return placed_on(layout.with_shards(shards), [f"gpu {number}" for number in range(gpus)])
 
 
 # -- time ------------------------------------------------------------------------------------------------------------------

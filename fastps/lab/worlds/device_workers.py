@@ -6,7 +6,8 @@ give it what it asks for.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,19 @@ import numpy.typing as npt
 
 from fastps.device.arena import DeviceArena
 from fastps.device.interface import Event, Stream
+from fastps.device.memory import FirstVersion
+from fastps.job.layout import GradientType, Layout, Parameter, place
+from fastps.job.plan import plan
+from fastps.job.update_rules import Hyper
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE, Lane
+from fastps.kernels.shm.format import format_memory
 from fastps.kernels.update import fold
 from fastps.lab.gpus.stepped import SteppedDevice, SteppedNode
+from fastps.membership.job_memory import JobMemory
 from fastps.store.row_slots import presence_of
+from fastps.system import shared_memory
+from fastps.system.clock import SYSTEM_CLOCK
 
 POST_FIRST, RELEASE_FIRST = "post before the record", "release before the reads"
 FORGET_NOTHING, ONE_SIDE = "forget no changed gradients", "copy over what is shown"
@@ -44,6 +53,33 @@ def parts_of(arena: DeviceArena) -> dict[str, Event | Stream]:
         named |= {f"computed {wave}": arena._computed[wave], f"folded {wave}": arena._folded[wave]}
         named[f"fold {wave}"] = arena._queues[wave]
     return named
+
+
+def rows_of(shards: int, values: int, types: Sequence[GradientType] = ()) -> tuple[Parameter, ...]:
+    """The parameters of a job with one of so many values for each shard."""
+    return place([(f"parameter {number}", (values,), (1,), 0) for number in range(shards)], types=types)
+
+
+def memory_of(layout: Layout, hyper: Hyper) -> JobMemory:
+    """The arena of a simulated job, as `Store` makes it."""
+    header, size, ranges = plan(layout)
+    descriptor = shared_memory.create(size, "a simulated job", ranges)
+    memory = shared_memory.map_shared(descriptor)
+    values = layout.policy.values(layout.workers)
+    format_memory(memory, header, layout.segments, shards=layout.host_shards, started=layout.workers, **values)
+    return JobMemory(descriptor, memory, layout, "simulated", 1.0, SYSTEM_CLOCK, [hyper] * layout.groups)
+
+
+def set_up(layout: Layout, node: SteppedNode, parts: Sequence[tuple[Lane, DeviceArena]]) -> None:
+    """Take the steps of a setup for all workers of a job that owns its memory, as under the shard locks."""
+    for lane, arena in parts:
+        lane.fold_with(arena.fold, ())
+        arena.publish_handles()
+    for _, arena in parts:
+        arena.open()
+    with closing(FirstVersion(layout, is_resumed=False)) as first:
+        parts[0][1].fill(first)
+    node.meet()
 
 
 class ViolationError(Exception):

@@ -12,7 +12,7 @@ Where folds go by what has arrived, no fold may wait for work of another worker 
 import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,23 +21,17 @@ import numpy.typing as npt
 
 from fastps.device.arena import DeviceArena
 from fastps.device.interface import DeviceError
-from fastps.device.memory import FirstVersion
-from fastps.device.plan import handle_table_bytes, homes, waits_before_posting
+from fastps.device.plan import placed_on, waits_before_posting
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import GradientType, Layout, place
-from fastps.job.plan import plan
+from fastps.job.layout import GradientType, Layout
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD
 from fastps.kernels.combining.fold_call import FoldCall
-from fastps.kernels.shm.format import format_memory
 from fastps.kernels.update import fold
 from fastps.lab.gpus.hazards import Clock, HazardError, merge
 from fastps.lab.gpus.stepped import SteppedNode
-from fastps.lab.worlds.device_workers import Floats, ViolationError, WatchedDevice, Worker, parts_of
-from fastps.membership.job_memory import JobMemory
-from fastps.system import shared_memory
-from fastps.system.clock import SYSTEM_CLOCK
+from fastps.lab.worlds.device_workers import Floats, ViolationError, WatchedDevice, Worker, memory_of, parts_of, rows_of, set_up
 
 # The second column: whether every push is folded.
 SPECS = (
@@ -74,6 +68,7 @@ class World:
     """
 
     _ends_with_the_dead = True  # whether a death explains a DeviceError
+    _on_worker_loss, _served_by = "stop", "workers"
 
     def __init__(self, seed: int, devices: int, left_out: str | None = None) -> None:
         self.random = random.Random(seed)
@@ -97,7 +92,7 @@ class World:
         self._waits = waits_before_posting(self.layout)
         self.spec = f"{spec}, {count} workers on {len(gpus)} devices"
         self.node = SteppedNode(draw.randrange(1 << 30))
-        self.memory = self._memory()
+        self.memory = memory_of(self.layout, self.hyper)
         self._dies = draw.random() < 0.2
         self.void_steps = {step for step in range(self.steps) if draw.random() < _NULL_SHARE}  # in which all pushes are null
         self.nonfinite = self._drawn_nonfinite()
@@ -115,22 +110,15 @@ class World:
         self._states = [{0: content} for content in first]
 
     def _layout_of(self, policy: Policy, update: Any, workers: int) -> Layout:
-        owners = [self._gpus.index(gpu) for gpu in dict.fromkeys(self._gpus)]
-        shards = self.random.randint(len(owners), 2 * len(owners))
-        faults = FaultPolicy(nonfinite=self.random.choice(("allow", "reject")))
-        parameters = place(self._rows(shards), 1, types=self._types(shards))
-        layout = Layout(parameters, 1, update.rule, policy, workers, faults=faults).with_shards(shards)
-        homes_of = homes([4 * (end - begin) for begin, end in layout.shards], owners)
-        return replace(layout, owner_lanes=homes_of, extra_bytes=handle_table_bytes(len(homes_of)))
-
-    def _rows(self, shards: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int]]:
-        """A parameter for each shard."""
-        return [(f"parameter {number}", (self.places,), (1,), 0) for number in range(shards)]
-
-    def _types(self, shards: int) -> list[GradientType]:
-        """The parameters' types: float32, or some of them one half precision."""
+        """The job's layout, with a parameter for each shard: of float32, or some of them of one half precision."""
+        devices = len(set(self._gpus))
+        shards = self.random.randint(devices, 2 * devices)
+        faults = FaultPolicy(self._on_worker_loss, self.random.choice(("allow", "reject")))
         half: GradientType = self.random.choice(("float32", "bfloat16", "float16"))
-        return [self.random.choice((half, "float32")) for _ in range(shards)]
+        types: list[GradientType] = [self.random.choice((half, "float32")) for _ in range(shards)]
+        parameters = rows_of(shards, self.places, types)
+        layout = Layout(parameters, 1, update.rule, policy, workers, faults=faults, server=self._served_by)
+        return placed_on(layout.with_shards(shards), self._gpus)
 
     def _drawn_nonfinite(self) -> dict[tuple[int, int, int], float]:
         """By shard, worker and step: the value of a push's gradient that is non-finite. None in a job that allows them."""
@@ -141,14 +129,6 @@ class World:
         found = {each: draw.choice((np.nan, np.inf, -np.inf)) for each in places if draw.random() < _NONFINITE_SHARE}
         self.faults["nonfinite"] += len(found)
         return found
-
-    def _memory(self) -> JobMemory:
-        header, size, ranges = plan(self.layout)
-        descriptor = shared_memory.create(size, "a simulated job", ranges)
-        memory = shared_memory.map_shared(descriptor)
-        values = self.policy.values(self.layout.workers)
-        format_memory(memory, header, self.layout.segments, shards=self.layout.host_shards, started=len(self._gpus), **values)
-        return JobMemory(descriptor, memory, self.layout, "simulated", 1.0, SYSTEM_CLOCK, [self.hyper])
 
     @property
     def places(self) -> int:
@@ -247,15 +227,7 @@ class World:
 
     def _begin(self) -> None:
         self.workers += [Worker(self, rank, gpu) for rank, gpu in enumerate(self._gpus)]
-        for worker in self.workers:
-            worker.lane.fold_with(worker.arena.fold, ())
-            worker.arena.publish_handles()
-        for worker in self.workers:
-            worker.arena.open()
-        first = FirstVersion(self.layout, is_resumed=False)
-        self.workers[0].arena.fill(first)
-        first.close()
-        self.node.meet()  # as through the shard locks, under which each step of the setup is taken
+        set_up(self.layout, self.node, [(worker.lane, worker.arena) for worker in self.workers])
         for worker in self.workers:
             parts = parts_of(worker.arena)
             self._roles |= {part: name.split()[0] for name, part in parts.items()}

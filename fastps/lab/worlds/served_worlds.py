@@ -9,17 +9,12 @@ work before the server's fold.
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from fastps.device.arena import DeviceArena
 from fastps.device.memory import FirstVersion
-from fastps.device.plan import placed_on
 from fastps.device.store import Snapshots
-from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import Layout, place
-from fastps.job.policy import Policy
 from fastps.kernels.protocol.lane import BUSY, DONE, Lane
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.lab.gpus.hazards import merge
@@ -123,6 +118,7 @@ class ServedWorld(World):
     """One seed's job with a server. `left_out` as in World."""
 
     _ends_with_the_dead = False
+    _on_worker_loss, _served_by = "continue", "process"
 
     def __init__(self, seed: int, devices: int, left_out: str | None = None) -> None:
         self._dying: dict[int, int] = {}  # rank to the operation before which its worker dies
@@ -132,13 +128,6 @@ class ServedWorld(World):
         for rank in range(len(self._gpus)):
             if draw.random() < 0.25 and len(self._dying) + 1 < len(self._gpus):
                 self._dying[rank] = draw.randint(3, 30 * self.steps)
-
-    def _layout_of(self, policy: Policy, update: Any, workers: int) -> Layout:
-        shards = self.random.randint(len(set(self._gpus)), 2 * len(set(self._gpus)))
-        faults = FaultPolicy(on_worker_loss="continue", nonfinite=self.random.choice(("allow", "reject")))
-        parameters = place(self._rows(shards), 1, types=self._types(shards))
-        layout = Layout(parameters, 1, update.rule, policy, workers, faults=faults, server="process").with_shards(shards)
-        return placed_on(layout, self._gpus)
 
     @property
     def places(self) -> int:
