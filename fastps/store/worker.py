@@ -396,11 +396,6 @@ class Worker(AttachedLane):
             if recorder is not None:
                 recorder.merge_if_last()
 
-    @property
-    def is_driven(self) -> bool:
-        """Whether a driver of virtual time decides what this worker reads, and when: until all have left."""
-        return self.combining.is_driven
-
     def leave_virtual_time(self) -> None:
         """Leave where a driver decides, which lets this worker go on once all have left. Elsewhere this does nothing."""
         self.combining.leave_virtual_time()
@@ -410,7 +405,7 @@ class Worker(AttachedLane):
 
         Where all make the same steps, none does. The moment at which a process comes to it follows from the machine's load.
         """
-        if self.is_driven and not self._policy.is_level:
+        if self.combining.is_driven and not self._policy.is_level:
             raise UsageError(
                 f"{what} in virtual time: expected wait_for_others() before it, or workers that make the same steps (bsp),"
                 f" found {self._policy.spec}, under which it would depend on the real moment"

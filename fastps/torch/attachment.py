@@ -225,7 +225,7 @@ class Attachment:
         self._check_form()
         arena, rank = self.store.arena, self.worker.rank
         written = self._differing_first()
-        is_virtual = self.worker.is_driven
+        is_virtual = self.worker.combining.is_driven
         awaits = bool(rank and (self.store.tables or is_virtual))  # rows are trained in place; a moment must not count
         if not written and not awaits:
             if is_virtual:
@@ -298,8 +298,8 @@ class Attachment:
         if any(index in self.store.tables for index in written):
             raise self._write_error(written, "a table's rows are in memory once, which other workers read")
         if others_of(worker):
-            if self.store.layout.policy.fold != "all" or worker.is_driven:
-                where = "in virtual time" if worker.is_driven else f"under {spec}"
+            if self.store.layout.policy.fold != "all" or worker.combining.is_driven:
+                where = "in virtual time" if worker.combining.is_driven else f"under {spec}"
                 raise self._write_error(written, f"{where} other workers go on from the weights before")
             if unlike := disagreeing(worker, digest_of(written)):
                 self._is_refused = self.is_early = True  # until the next step: others that wait see it meanwhile

@@ -341,7 +341,7 @@ class DistributedOptimizer(OptimizerState):
     def version(self) -> int:
         """The number of updates that all workers together have made so far; in virtual time, until this worker's last pull."""
         worker = self._job.worker
-        return self._earlier_versions + (worker if worker.is_driven else worker.store).version
+        return self._earlier_versions + (worker if worker.combining.is_driven else worker.store).version
 
     @property
     def policy(self) -> Policy:
