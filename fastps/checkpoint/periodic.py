@@ -21,7 +21,8 @@ from fastps.checkpoint.snapshot import Pinned, VersionInUseError, write
 from fastps.errors import Error, UsageError
 from fastps.job import environment
 from fastps.job.options import value_of
-from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_FAILED, LANE_LEAVING, LANE_LIVE
+from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE
+from fastps.membership.peers import WORKER_LOST
 from fastps.store.worker import Worker
 from fastps.system import proc
 from fastps.system.noted_signals import EndedBySignalError, NotedSignals
@@ -29,7 +30,6 @@ from fastps.system.time_limit import call_within, ends_within
 
 logger = logging.getLogger("fastps.checkpointing")
 
-_LOST = (LANE_DEAD, LANE_FAILED, LANE_EXPELLED)
 _TURN_NS, _LOOK_NS = 2_000_000_000, 5_000_000  # for workers of lower rank to leave after SIGTERM
 
 
@@ -113,7 +113,7 @@ class Checkpointing:
         arena, rank = self._worker.store.arena, self._worker.rank
         states = arena.lane_states()[: arena.lanes]
         if environment.is_virtual():  # whose driver has ended those that died at their virtual times
-            return rank == next(lane for lane, state in enumerate(states) if state not in _LOST or lane == rank)
+            return rank == next(lane for lane, state in enumerate(states) if state not in WORKER_LOST or lane == rank)
         present = [lane for lane, state in enumerate(states) if state in (LANE_LIVE, LANE_LEAVING)]
         living = [lane for lane in present if lane == rank or not proc.has_ended(arena.process_id(lane))]
         return rank == next((lane for lane in living if states[lane] == LANE_LIVE), living[0] if living else -1)

@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastps.errors import TimeoutExceededError
 from fastps.kernels.protocol.lane import Lane
-from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
+from fastps.kernels.shm.arena import LANE_LIVE
 from fastps.store.worker import Worker
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.deadline import Deadline
@@ -144,13 +144,7 @@ class _Job:
 
     def others(self) -> list[int]:
         """The lanes of the others that push, or will once they have attached."""
-        states = self._arena.lane_states()[: self._layout.lanes]
-        return [
-            lane
-            for lane, state in enumerate(states)
-            if lane != self._worker.rank
-            and (state in (LANE_LIVE, LANE_JOINING) or (state == LANE_FREE and lane < self._layout.workers))
-        ]
+        return self._worker.store.others(self._worker.rank)
 
     def still_stuck(self) -> set[int]:
         """The lanes of the others whose last push is posted and whose next step has not begun, now and at the last look.

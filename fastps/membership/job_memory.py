@@ -202,6 +202,13 @@ class JobMemory(WeightsMemory):
             for index, parameter in enumerate(self.layout.parameters)
         ]
 
+    def others(self, rank: int) -> list[int]:
+        """The lanes of the workers but this one that push, or will once they have attached."""
+        pushing, initial = (arena.LANE_LIVE, arena.LANE_JOINING), self.layout.workers
+        states = enumerate(self.arena.lane_states()[: self.arena.lanes])
+        found = [lane for lane, state in states if state in pushing or (state == arena.LANE_FREE and lane < initial)]
+        return [lane for lane in found if lane != rank]
+
     def thaw(self, parameters: Collection[int]) -> None:
         """Give these parameters, if they are frozen, memory in each buffer and slot. The caller holds all shard locks.
 

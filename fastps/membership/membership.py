@@ -32,7 +32,7 @@ from fastps.system import proc
 
 logger = logging.getLogger("fastps.membership")
 _ASK_S = 0.2
-_WAITED_FOR = {LANE_FREE: ", not attached", LANE_JOINING: ", joining", LANE_LIVE: ""}
+_WAITED_FOR = {LANE_FREE: ", not attached", LANE_JOINING: ", joining"}
 
 
 _DAMAGES = {
@@ -154,21 +154,14 @@ class Membership:
         arena, found = self._store.arena, []
         for lane in self._behind():
             stopped = ", stopped" if proc.is_stopped(arena.process_id(lane)) else ""
-            found.append(f"worker {lane} (at step {arena.clock(lane)}{_WAITED_FOR[arena.lane_state(lane)]}{stopped})")
+            found.append(f"worker {lane} (at step {arena.clock(lane)}{_WAITED_FOR.get(arena.lane_state(lane), '')}{stopped})")
         return [*found, self._refused] if found and self._refused else found
 
     def _behind(self) -> list[int]:
         """The lanes of expected or present workers that have made fewer steps."""
-        layout, arena, worker = self._store.layout, self._store.arena, self._worker
-        # No worker is expected in a lane beyond the initial workers' lanes.
-        return [
-            lane
-            for lane, state in enumerate(arena.lane_states()[: layout.lanes])
-            if lane != worker.rank
-            and (lane < layout.workers or state != LANE_FREE)
-            and state in _WAITED_FOR
-            and (arena.clock(lane) < worker.lane.steps or state == LANE_FREE)
-        ]
+        arena, steps = self._store.arena, self._worker.lane.steps
+        others = self._store.others(self._worker.rank)
+        return [lane for lane in others if arena.clock(lane) < steps or arena.lane_state(lane) == LANE_FREE]
 
     def are_busy(self) -> bool:
         """Whether all that this worker may be waiting for are workers of other processes, and live, as far as it can tell."""

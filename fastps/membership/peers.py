@@ -28,6 +28,7 @@ logger = logging.getLogger("fastps.membership")
 _ASK_TIMEOUT_S = 0.05
 _MOST_SKIPPED_LOOKS = 20  # the backoff for a peer that does not answer (a stopped process), because each try costs time
 WORKER_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
+WORKER_LOST = (LANE_DEAD, LANE_FAILED, LANE_EXPELLED)
 _PRESENT = (*WORKER_PRESENT, LANE_SERVING, LANE_EXPELLED)  # an expelled one may hold a lock
 
 Owner = tuple[int, int]

@@ -21,8 +21,9 @@ from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import Lane
-from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_FAILED, LANE_FREE, LANE_JOINING, LANE_LIVE
+from fastps.kernels.shm.arena import LANE_EXPELLED, LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership.job_memory import JobMemory
+from fastps.membership.peers import WORKER_LOST
 from fastps.network.far_home import FarHome
 from fastps.network.home import Home, NearHome
 from fastps.network.home_checkpoint import PartStart
@@ -115,7 +116,7 @@ class LeafFolds(Folds):
         if self._store.layout.faults.continues:
             return
         for lane, (generation, state) in enumerate(self._arena.members()[: self._store.layout.lanes]):
-            if state in (LANE_FAILED, LANE_DEAD, LANE_EXPELLED) or server.is_dismissed((lane, generation)):
+            if state in WORKER_LOST or server.is_dismissed((lane, generation)):
                 node, workers = self._leaf.nodes.number, self._leaf.nodes.local_workers
                 reason = self._arena.failure(lane) or "its process is gone"
                 raise NodeLostError(f"node {node}: worker {lane} of {workers} failed: {reason}", node)

@@ -5,7 +5,6 @@ worker announces a digest of it before it pushes. A push without an announcement
 """
 
 from fastps.kernels.protocol.lane import LEAVING, UNDECIDED, Lane
-from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.store.worker import Worker
 
 _POLL_NS = 200_000
@@ -13,12 +12,7 @@ _POLL_NS = 200_000
 
 def others_of(worker: Worker) -> list[Lane]:
     """The lanes of the other workers that push, or are still to attach."""
-    arena, initial = worker.store.arena, worker.store.layout.workers
-    return [
-        Lane(arena, lane)
-        for lane, state in enumerate(arena.lane_states()[: arena.lanes])
-        if lane != worker.rank and (state in (LANE_LIVE, LANE_JOINING) or (state == LANE_FREE and lane < initial))
-    ]
+    return [Lane(worker.store.arena, lane) for lane in worker.store.others(worker.rank)]
 
 
 def disagreeing(worker: Worker, digest: int) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any
 from fastps.errors import ArenaError, AttachError, Error, TimeoutExceededError, UsageError
 from fastps.job import environment
 from fastps.job.environment import Identity
-from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
+from fastps.kernels.shm.arena import LANE_FREE
 from fastps.membership import discovery
 from fastps.membership.job_memory import JobMemory
 from fastps.store.observer import observe
@@ -99,11 +99,7 @@ def forget(worker: Worker) -> None:
 
 def leave(worker: Worker, parts: Iterable[Any]) -> None:
     """As worker 0, which leaves a job: say how many others still train, and remember the job for `end`."""
-    states, initial = worker.store.arena.lane_states(), worker.store.layout.workers
-    others = sum(
-        state in (LANE_LIVE, LANE_JOINING) or (state == LANE_FREE and lane < initial) for lane, state in enumerate(states)
-    )
-    others -= states[worker.rank] == LANE_LIVE
+    others = len(worker.store.others(worker.rank))
     if worker.rank or not others or worker.has_left or environment.is_virtual():
         return
     if not worker.store.layout.policy.waits_for_fold:

@@ -31,6 +31,7 @@ from fastps.kernels.shm import arena
 from fastps.kernels.shm.format import format_memory
 from fastps.membership import discovery, rendezvous
 from fastps.membership.job_memory import JobMemory, Views
+from fastps.membership.peers import WORKER_LOST
 from fastps.store import virtual_time
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.combining import AgentCombining, Combining
@@ -60,7 +61,7 @@ class StartState(Protocol):
 
 
 _DESCRIPTORS = 24  # of a worker, beside a pidfd of each other one
-_GONE = (arena.LANE_LEFT, arena.LANE_DEAD, arena.LANE_FAILED, arena.LANE_EXPELLED)
+_GONE = (arena.LANE_LEFT, *WORKER_LOST)
 _DYING_S = 2.0  # the longest time that a killed process takes to exit
 
 

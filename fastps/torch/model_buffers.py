@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from fastps.errors import ProtocolError, UsageError
-from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_FAILED, LANE_JOINING, LANE_LIVE
+from fastps.kernels.shm.arena import LANE_JOINING, LANE_LIVE
+from fastps.membership.peers import WORKER_LOST
 from fastps.store.worker import Worker
 from fastps.torch.names import of_model
 
@@ -27,7 +28,6 @@ _HEADER_BYTES = 64  # a slot's first cache line: int64 words
 _VALID, _PUBLISHED, _READ, _LENGTH = 0, 1, 2, 3
 _ROOM_BYTES = 1 << 20  # the least room for a model that has buffers: they may grow
 _PAUSE_NS = 200_000
-_GONE = (LANE_DEAD, LANE_FAILED, LANE_EXPELLED)
 _SUMMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)  # types in which averages are made as they are
 Slot = npt.NDArray[np.uint8]
 Named = dict[str, torch.Tensor]
@@ -153,7 +153,7 @@ class BufferRounds:
         with self._worker.locked():
             states = self._arena.lane_states()
             # Those of live workers, and of workers that left in good order.
-            self._buffers.average([slot for lane, slot in enumerate(self._slots) if states[lane] not in _GONE])
+            self._buffers.average([slot for lane, slot in enumerate(self._slots) if states[lane] not in WORKER_LOST])
             _header(self._slots[self._worker.rank])[_READ] = number
         self._number = number
 

@@ -8,15 +8,16 @@ import threading
 from dataclasses import replace
 
 from fastps.job.nodes import Nodes
-from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_FAILED, LANE_FREE, LANE_JOINING, LANE_LEFT, Arena
+from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LEFT, Arena
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.node_board import NodeBoard, NodeFigures, NodeStatistics
+from fastps.membership.peers import WORKER_LOST
 from fastps.network.monitoring.watch import EdgeWatch
 from fastps.tracing.node_part import NodePart
 
 _EVERY_S = 0.25
 _STATES = {LANE_FREE: "joining", LANE_JOINING: "joining", LANE_LEFT: "left"}
-_STATES |= dict.fromkeys((LANE_FAILED, LANE_DEAD, LANE_EXPELLED), "lost")
+_STATES |= dict.fromkeys(WORKER_LOST, "lost")
 
 
 class Report(threading.Thread):
