@@ -64,7 +64,7 @@ def expel(store: JobMemory, lane: int, damage: int) -> bool:
 class Survivor(Protocol):
     """What `lose` needs of an attached worker or of a server."""
 
-    combine_lock: threading.RLock  # guards the lane
+    combine_lock: threading.RLock  # guards the lane, which several threads of a process may drive
 
     @property
     def store(self) -> JobMemory:
@@ -99,10 +99,6 @@ class Participant(Survivor, Protocol):
     """The interface that membership needs of an attached worker."""
 
     rank: int
-
-    @property
-    def lane(self) -> Lane:
-        """Its lane."""
 
     def try_combine(self) -> None:
         """Combine on every shard whose lock is free."""

@@ -5,34 +5,23 @@ Between two rests Python runs signal handlers (Ctrl-C), and the peers are checke
 100 ms and no wait hangs.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, cast
 
 from fastps.errors import TimeoutExceededError, raise_for_outcome
-from fastps.kernels.protocol.lane import BAD_DESCRIPTOR, BUSY, DONE, Lane
+from fastps.kernels.protocol.lane import BAD_DESCRIPTOR, BUSY, DONE
 from fastps.kernels.protocol.wait import CHECK_PEERS, EXPEL, EXPELLED, NOTHING, PAUSE, REST, TAKE_OVER, Wait
-from fastps.membership.job_memory import JobMemory
-from fastps.membership.membership import expel
+from fastps.membership.membership import Survivor, expel
 from fastps.membership.stalls import Stalls
 from fastps.system.deadline import Deadline
 
 _Found = TypeVar("_Found")
 
 
-class Driven(Protocol):
+class Driven(Survivor, Protocol):
     """The owner of a lane, as its driver needs it: a worker or a server."""
 
-    combine_lock: threading.RLock  # guards the lane, which several threads of a process may drive
     stalls: Stalls  # passes by a peer that has stopped
-
-    @property
-    def store(self) -> JobMemory:
-        """The job's memory."""
-
-    @property
-    def lane(self) -> Lane:
-        """The lane that is driven."""
 
     def check_peers(self, now_ns: int) -> None:
         """Handle peers that have died. Raises the error that ends the job."""
