@@ -51,6 +51,7 @@ from fastps.torch.foreign import push_hook as push_hook
 from fastps.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from fastps.torch.own_optimizers import RowWiseAdagradOptimizer as RowWiseAdagradOptimizer
 from fastps.torch.own_optimizers import RuleOptimizer as RuleOptimizer
+from fastps.torch.publisher import Publisher as Publisher
 from fastps.torch.reader import Reader as Reader
 from fastps.torch.reader import reader as reader
 from fastps.torch.sampler import BatchSampler as BatchSampler

@@ -99,6 +99,9 @@ TESTED_TOGETHER = {
         "fastps/torch/attachment fastps/torch/gradients fastps/torch/model_buffers fastps/torch/schedules "
         "fastps/torch/state fastps/torch/tensors fastps/torch/update_rules fastps/torch/weights"
     ),
+    "tests/torch/readers/test_carried.py": "fastps/torch/carried",
+    "tests/torch/readers/test_publisher.py": "fastps/torch/publisher",
+    "tests/torch/readers/test_reader.py": "fastps/torch/reader",
     "tests/torch/test_written_weights.py": "fastps/store/agreed_writes",
     "tests/torch/test_optimizer_options.py": "fastps/torch/optimizer_state",
     "tests/torch/test_options.py": "fastps/torch/sampler",

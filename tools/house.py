@@ -49,6 +49,7 @@ CALLS = {
         "store/drive.py",
         "store/background.py",  # a thread without a lane of its own
         "store/jobs_of_process.py",  # after the worker has closed
+        "store/reader.py",  # a reader has no lane
         "store/server_loop.py",  # before the server serves
         "store/server_process.py",  # the creator, for its server's first word
         "store/store.py",  # before the worker has its lane

@@ -5,18 +5,20 @@ parameter.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import sys
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from fastps.errors import UnsupportedError
 from fastps.job.fault_policy import DEFAULT_FAULTS, FaultPolicy
 from fastps.job.options import OPTIONS
 from fastps.job.policy import Policy
 from fastps.job.update_rules import UPDATE_RULES, Rule
+from fastps.kernels.memory.mapping import DTYPES
 from fastps.kernels.rows import rows
 from fastps.kernels.shm import arena
 from fastps.kernels.update import fold
@@ -36,7 +38,8 @@ class Parameter:
 
     Shard number `shard` holds and versions it. A table has no floats in a buffer: its rows lie in the arena once. `type` is
     that of the model's parameter: for a half the float32 values are master weights, which the fold writes once more in it. A
-    value of float64 takes two floats.
+    value of float64 takes two floats. A carried one is a tensor of any type that a version has besides: `offset` floats into
+    what the version carries.
     """
 
     name: str
@@ -46,12 +49,13 @@ class Parameter:
     offset: int
     shard: int = 0
     is_table: bool = False
-    type: GradientType = "float32"
+    type: str = "float32"
+    is_carried: bool = False
 
     @property
     def length(self) -> int:
-        """The number of floats in a weights buffer: 0 for a table."""
-        return 0 if self.is_table else self.size * (2 if self.type == "float64" else 1)
+        """The number of floats in a weights buffer: 0 for a table, and for what is carried."""
+        return 0 if self.is_table or self.is_carried else self.size * (2 if self.type == "float64" else 1)
 
     @property
     def size(self) -> int:
@@ -59,11 +63,20 @@ class Parameter:
         return math.prod(self.shape)
 
     @property
-    def stored(self) -> GradientType:
-        """The type of its values in the weights buffers and in the optimizer's state: "float32" or "float64"."""
-        return "float64" if self.type == "float64" else "float32"
+    def stored(self) -> str:
+        """The type of its values in weights buffers and optimizer state: "float32" or "float64"; if it is carried, `type`."""
+        return self.type if self.is_carried or self.type == "float64" else "float32"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its values, if it is carried."""
+        return self.size * ELEMENT_BYTES[self.type]
 
 
+ELEMENT_BYTES = {name: bits // 8 for name, (_, bits) in DTYPES.items()}
+"""The types of carried tensors, as torch calls them, and the bytes of an element."""
+TAG = ""
+"""The name of the carried bytes that have a publisher's tag: no tensor's name."""
 LEAF = "leaf"
 """The name of the rule of a leaf arena, whose fold is made on another arena."""
 
@@ -95,6 +108,8 @@ class Layout:
     # thaws them. The creator decides alone, too.
     frozen: frozenset[int] = frozenset()
     lanes_are: str = "workers"  # what errors call the owners of lanes: "workers", or "nodes" in a home
+    # What each version has besides parameters, for readers: a model's buffers, or all that a publisher publishes.
+    carried: tuple[Parameter, ...] = ()
 
     @property
     def lanes(self) -> int:
@@ -125,23 +140,31 @@ class Layout:
         return len(self.rule.planes) + (self.policy.ema > 0)
 
     @property
+    def is_published(self) -> bool:
+        """Whether versions come from a publisher, which writes them whole, and not from pushes."""
+        return not self.parameters
+
+    @property
     def slots(self) -> int:
         """Gradient slots of a lane."""
-        return self.policy.slots(self.lanes)
+        return 0 if self.is_published else self.policy.slots(self.lanes)
 
     @property
     def buffers(self) -> int:
         """Weights buffers: one per worker, or in use, received and under way if it fetches in the background; and three more.
 
-        The three are the published buffer, a free one, and one that stays pinned while a checkpoint is copied.
+        The three are the published buffer, a free one, and one that stays pinned while a checkpoint is copied. A publisher
+        needs the first two.
         """
+        if self.is_published:
+            return 2
         return self.lanes * (3 if self.policy.overlap else 1) + 3
 
     @property
     def shards(self) -> list[tuple[int, int]]:
         """The range of floats [first, last) of each shard in a buffer."""
         count = self.parameters[-1].shard + 1 if self.parameters else 1
-        begins = [next(p.offset for p in self.parameters if p.shard == shard) for shard in range(count)]
+        begins = [next((p.offset for p in self.parameters if p.shard == shard), 0) for shard in range(count)]
         return list(zip(begins, [*begins[1:], self.buffer_floats], strict=True))
 
     @property
@@ -189,9 +212,15 @@ class Layout:
         return last.offset + aligned(last.length)
 
     @property
+    def carried_bytes(self) -> int:
+        """The bytes of what a version carries, a line of marks included; 0 for nothing."""
+        return 4 * (self.carried[-1].offset + aligned(-(-self.carried[-1].nbytes // 4))) if self.carried else 0
+
+    @property
     def shown_type(self) -> GradientType:
         """The half precision of the parameters that have one; else "float32". A model has at most one half type."""
-        return next((parameter.type for parameter in self.parameters if parameter.type != parameter.stored), "float32")
+        found = next((parameter.type for parameter in self.parameters if parameter.type != parameter.stored), "float32")
+        return cast(GradientType, found)
 
     @property
     def host_shards(self) -> list[tuple[int, int]]:
@@ -224,6 +253,7 @@ class Layout:
             "slot_owners": list(self.slot_owners),
             "server": self.server,
             "parameters": [asdict(parameter) for parameter in self.parameters],
+            "carried": [asdict(parameter) for parameter in self.carried],
         }
         return json.dumps(description, sort_keys=True, separators=(",", ":"))
 
@@ -237,6 +267,7 @@ class Description:
     """What a process that only reads a job must know of its layout."""
 
     parameters: tuple[Parameter, ...]
+    carried: tuple[Parameter, ...]
     workers: int
     continues: bool  # without a lost worker
 
@@ -245,11 +276,12 @@ class Description:
         """The description in a layout's text. Raises ValueError for another text."""
         try:
             found = json.loads(text)
-            parameters = tuple(
-                Parameter(**{**row, "shape": tuple(row["shape"]), "stride": tuple(row["stride"])})
-                for row in found["parameters"]
+            parameters, carried = (
+                tuple(Parameter(**{**row, "shape": tuple(row["shape"]), "stride": tuple(row["stride"])}) for row in rows)
+                for rows in (found["parameters"], found["carried"])
             )
-            return Description(parameters, int(found["workers"]), found["faults"]["on_worker_loss"] == "continue")
+            continues = found["faults"]["on_worker_loss"] == "continue"
+            return Description(parameters, carried, int(found["workers"]), continues)
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"expected the description of a job, found {text[:60]!r}") from error
 
@@ -258,7 +290,7 @@ def place(
     parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], int]],
     shards: int = 1,
     tables: Container[int] = frozenset(),
-    types: Sequence[GradientType] = (),
+    types: Sequence[str] = (),
 ) -> tuple[Parameter, ...]:
     """Lay out parameters (name, shape, stride, group) one after the other, each from the start of a cache line.
 
@@ -276,6 +308,22 @@ def place(
         placed.append(parameter)
         offset += aligned(parameter.length)
     return tuple(_sharded(placed, min(shards, len(placed)), offset))
+
+
+def place_carried(
+    tensors: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], str]], shard: int = 0
+) -> tuple[Parameter, ...]:
+    """Lay out carried tensors (name, shape, stride, type) behind the line of marks, each from the start of a cache line.
+
+    >>> [p.offset for p in place_carried([("mean", (3,), (1,), "float32"), ("count", (), (), "int64")])]
+    [16, 32]
+    """
+    placed: list[Parameter] = []
+    offset = arena.LINE_FLOATS
+    for name, shape, stride, kind in tensors:
+        placed.append(Parameter(name, tuple(shape), tuple(stride), 0, offset, shard, type=kind, is_carried=True))
+        offset += aligned(-(-placed[-1].nbytes // 4))
+    return tuple(placed)
 
 
 def _sharded(placed: list[Parameter], shards: int, total: int) -> list[Parameter]:
@@ -312,12 +360,15 @@ def _first_difference(own: Any, other: Any) -> str:
                     " parameters in one order (model.parameters(), not a set)"
                 )
             return f"parameter {index}: here {_parameter_shown(here)}, there {_parameter_shown(there)}"
+    for here, there in itertools.zip_longest(own["carried"], other["carried"]):
+        if here != there:
+            return f"model buffer: here {_parameter_shown(here)}, there {_parameter_shown(there)}"
     return f"here model buffers take {own.get('extra_bytes')} bytes, there {other.get('extra_bytes')}"
 
 
 def _parameter_shown(parameter: dict[str, object] | None) -> str:
     if parameter is None:
-        return "there is no such parameter"
+        return "there is none"
     shown = [f"{key} {parameter.get(key)}" for key in ("shape", "stride", "group", "type")]
     kind = ", a table" if parameter.get("is_table") else ""
     return f"{parameter['name']!r} has {', '.join(shown)}{kind}"

@@ -139,7 +139,14 @@ def home_layout(layout: Layout, nodes: Nodes) -> Layout:
     faults = FaultPolicy(nodes.policy.on_node_loss, layout.faults.nonfinite)
     masters = tuple(replace(parameter, type="float32") for parameter in layout.parameters)  # no model reads a home's weights
     home = replace(
-        layout, parameters=masters, workers=nodes.count, extra_bytes=0, faults=faults, server="workers", lanes_are="nodes"
+        layout,
+        parameters=masters,
+        workers=nodes.count,
+        extra_bytes=0,
+        faults=faults,
+        server="workers",
+        lanes_are="nodes",
+        carried=(),
     )
     return replace(home, rule=outer_update(nodes.policy).rule) if nodes.policy.local_steps else home
 
@@ -157,6 +164,7 @@ def leaf_layout(layout: Layout, nodes: Nodes) -> Layout:
         workers=nodes.local_workers,
         faults=faults,
         server="agent",
+        carried=tuple(replace(each, shard=0) for each in layout.carried),
     )
 
 

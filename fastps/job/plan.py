@@ -29,7 +29,7 @@ def plan(layout: Layout) -> tuple[bytes, int, list[tuple[int, int]]]:
     parameters with their first gradient. A range is (offset, length).
     Raises UsageError for a layout without parameters, and LayoutError for a number of workers out of range.
     """
-    if not layout.parameters:
+    if not layout.parameters and not layout.carried:
         raise UsageError("expected at least one parameter, found none")
     check_lanes(layout.policy, layout.lanes)
     # A reader needs a number of a buffer. Weights on devices have neither buffers in the arena nor readers.
@@ -55,6 +55,7 @@ def plan(layout: Layout) -> tuple[bytes, int, list[tuple[int, int]]]:
         tables=layout.tables,
         row_rule=layout.row_rule,
         frozen=layout.frozen_runs,
+        carried_bytes=layout.carried_bytes,
     )
 
 

@@ -11,7 +11,7 @@ from fastps.job.layout import GradientType, Layout
 from fastps.kernels.update import fold
 
 
-def check_types(types: Sequence[GradientType]) -> None:
+def check_types(types: Sequence[str]) -> None:
     """Raise UnsupportedError for types that no arena holds together: both halves, or float64 beside others.
 
     >>> check_types(["float32", "bfloat16"])

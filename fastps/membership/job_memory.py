@@ -65,6 +65,15 @@ class WeightsMemory:
         count = 0 if parameter.is_table else parameter.size
         return np.frombuffer(self.memory, parameter.stored, count, byte_offset + 4 * parameter.offset)
 
+    def carried_at(self, byte_offset: int, parameter: Parameter) -> npt.NDArray[Any]:
+        """A flat view of a carried tensor in what begins at `byte_offset`; of a type that NumPy lacks, as bits."""
+        kind = "uint16" if parameter.type == "bfloat16" else parameter.type
+        return np.frombuffer(self.memory, kind, parameter.size, byte_offset + 4 * parameter.offset)
+
+    def carries(self, buffer: int) -> bool:
+        """Whether the version in a weights buffer has what it carries: nothing is copied where no reader is."""
+        return bool(np.frombuffer(self.memory, np.uint64, 1, self.arena.carried_offset(buffer))[0])
+
     def halves_at(self, byte_offset: int, parameter: Parameter, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """A flat view of one parameter's values of two bytes in the buffer or slot that begins at `byte_offset`."""
         return np.frombuffer(self.memory, dtype, parameter.length, byte_offset + 2 * parameter.offset)
@@ -76,7 +85,9 @@ class WeightsMemory:
         """
         return [
             self.floats_at(self.arena.weights_offset(buffer), parameter)
-            if not parameter.is_table
+            if not parameter.is_table and not parameter.is_carried
+            else self.carried_at(self.arena.carried_offset(buffer), parameter)
+            if parameter.is_carried
             else np.frombuffer(self.memory, np.float32, parameter.size, self.arena.table_offset(self.tables.index(index)))
             for index, (parameter, buffer) in enumerate(zip(self.parameters, self._buffer_of_each(buffers), strict=True))
         ]

@@ -211,6 +211,17 @@ class AttachedLane:
         finally:
             self.unlock_shards(False)
 
+    @contextlib.contextmanager
+    def locked_if_free(self) -> Iterator[bool]:
+        """Hold every shard lock inside the block, which publishes nothing, if all are free now; yields whether they are."""
+        held = 0
+        try:
+            while held < self._shards and self.lane.hold(held):
+                held += 1
+            yield held == self._shards
+        finally:
+            self._release(range(held), False)
+
     def unlock_shards(self, publish: bool) -> None:
         """Release every shard lock. With `publish`, publish the spare buffers of all shards first."""
         is_done = False
@@ -222,9 +233,13 @@ class AttachedLane:
         if self.lane.served:
             self.try_combine()  # the server, for the pushes that were posted meanwhile
 
-    def _release(self, shards: range, publish: bool) -> None:
+    def release_version(self, publish: bool) -> None:
+        """Release the lock of the only shard. With `publish`, what was written into the spare buffer is the next version."""
+        self._release(range(1), publish, advances=True)
+
+    def _release(self, shards: range, publish: bool, *, advances: bool = False) -> None:
         with self.combine_lock:
-            for outcome in [self.lane.release(publish, shard, self._clock.now_ns()) for shard in shards]:
+            for outcome in [self.lane.release(publish, shard, self._clock.now_ns(), advances) for shard in shards]:
                 self._finish_combine(outcome)
 
     def wait_until(

@@ -19,6 +19,7 @@ from fastps.membership.job_memory import JobMemory, by_name
 from fastps.membership.membership import Membership
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.combining import Combining, Push
+from fastps.store.freed_readers import FreedReaders
 from fastps.store.row_slots import Presence, RowSlots
 from fastps.system import launch_note
 from fastps.tracing.recorder import recorder_for
@@ -70,7 +71,7 @@ class Worker(AttachedLane):
         slots = store.layout.slots
         self._sent_hypers: list[tuple[Hyper, ...] | None] = [None] * slots
         self._sent_presence: list[bytes | None] = [None] * slots
-        self.rows = RowSlots(store, rank)
+        self.rows, self._freed_readers = RowSlots(store, rank), FreedReaders(self)
         self._named_gradients: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
         self._presence = Presence(store.layout.parameters)
         self.recorder = None
@@ -168,6 +169,7 @@ class Worker(AttachedLane):
             self._push_on_its_way(now_ns, scale, samples, null)
         if now_ns - self._checked_ns > limits.LIVENESS_NS and not self.combining.is_driven:  # a driver notices ends itself
             self.check_peers(now_ns)
+            self._freed_readers.look(now_ns)
 
     def push_nothing(self) -> bool:
         """Make a null push that has read the newest version, if the step may begin; wait for nothing, and pull nothing."""

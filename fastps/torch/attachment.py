@@ -84,7 +84,9 @@ class Attachment:
         policy = self.store.layout.policy
         self.clip = policy.clip
         self.gradients = tables.gradients_of(self.placement, worker, policy.waits_for_fold)
-        self.rounds = BufferRounds(self._buffers, worker)
+        self.rounds, self.carried = BufferRounds(self._buffers, worker), self._buffers.carried
+        self.carries = bool(self.store.layout.carried)  # whether a push brings the model's buffers while anybody reads
+        self.carried.use(worker)
         self.equal_gradients = EqualGradients(worker, reads_slots=self.placement.name != "device")
         self.equal_options = EqualOptions(worker, reads_slots=self.placement.name != "device")
         exit_handlers.register(worker, self.leave, self.wait_for_others)

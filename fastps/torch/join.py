@@ -35,6 +35,7 @@ from fastps.system.clock import Clock
 from fastps.system.memory_limits import available_bytes
 from fastps.torch import foreign
 from fastps.torch.any_optimizer import saved
+from fastps.torch.carried import CarriedBuffers
 from fastps.torch.checkpoint import restore_buffers, restore_group
 from fastps.torch.names import UNNAMED
 from fastps.torch.update_rules import PARAMETER_TYPES, left_out, without
@@ -190,8 +191,8 @@ def warn_of_gradients(tensors: Sequence[torch.Tensor], workers: int) -> None:
 class Joining:
     """A worker's request to join a job: its identity, the checkpoint to resume from, and the timeout of its waits.
 
-    `is_named`: whether the script names the job, so that no other job of the launch can be meant. `combining` and
-    `plan`: what folds, and what the server is told, if the compiled core does not fold.
+    `is_named`: whether the script names the job, so that no other job of the launch can be meant. `carried`: the model's
+    buffers. `combining` and `plan`: what folds, and what the server is told, if the compiled core does not fold.
     """
 
     identity: Identity
@@ -199,6 +200,7 @@ class Joining:
     resumed: StartState | None
     timeout_s: float | None
     clock: Clock
+    carried: CarriedBuffers
     combining: Callable[[AttachedLane], Combining] | None = None
     plan: ServerPlan | None = None
 
@@ -222,11 +224,13 @@ def join(
     kind: type[Store] = Store,
     attach: Callable[[Any, int], Worker] = Store.attach,
     read_first: Callable[[Any], None] = lambda store: None,
+    finish: Callable[[Any], None] | None = None,
     **created: Any,
 ) -> Worker:
     """Attach this process's worker to the job's store, of this `kind`. Worker 0 creates it, with the options `created`.
 
-    `read_first` is called by the others before they attach: worker 0 changes the first weights once all are attached.
+    `read_first` is called by the others before they attach: worker 0 changes the first weights once all are attached. `finish`
+    writes more into a new store before others join.
 
     Raises ArenaError, AttachError, LayoutError.
     """
@@ -236,6 +240,13 @@ def join(
         limit_s = min(_JOIN_S, limits.timeout_s(to.timeout_s))  # the other workers run already, or have ended
         store = kind.connect(job, layout, hypers, timeout_s=limit_s, clock=to.clock).with_timeout(to.timeout_s)
     elif rank == 0:
+
+        def write_more(store: Store) -> None:
+            to.carried.write_first(store)
+            if finish is not None:
+                finish(store)
+
+        created |= {"finish": write_more}
         write, options = writer_of(tensors), {"timeout_s": to.timeout_s, "clock": to.clock, "server_plan": to.plan, **created}
         store = kind.create_for(layout, write, hypers, resume=to.resumed, job=job, **options)
         warn_of_gradients(tensors, layout.workers)

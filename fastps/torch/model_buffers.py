@@ -19,6 +19,7 @@ from fastps.errors import ProtocolError, UsageError
 from fastps.kernels.shm.arena import LANE_JOINING, LANE_LIVE
 from fastps.membership.peers import WORKER_LOST
 from fastps.store.worker import Worker
+from fastps.torch.carried import CarriedBuffers
 from fastps.torch.names import of_model
 
 logger = logging.getLogger("fastps.torch")
@@ -38,6 +39,7 @@ class ModelBuffers:
 
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._model, self.has_model = model, model is not None
+        self.carried = CarriedBuffers(model)
         self._said: set[str] = set()
         named = self._now()
         total = sum(_aligned(buffer.nbytes) for buffer in named.values())

@@ -145,8 +145,7 @@ class DistributedOptimizer(OptimizerState):
         self._left_out, self._tensors = join.tensors_of(optimizer)
         pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors), self._tensors)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._buffers = ModelBuffers(model)
-        self._placement = self._place(push_dtype)
+        self._buffers, self._placement = ModelBuffers(model), self._place(push_dtype)
         self._tensors = self._placement.tensors
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         self._server = owner.server_of(self._rule, policy, faults, self._identity.workers, server)
@@ -168,7 +167,7 @@ class DistributedOptimizer(OptimizerState):
         versions = start.beginning(layout)["versions"] if start is not None else []
         self._job = Attachment(self._placement, self._buffers, self.close, versions)
         join.limit_threads(layout.workers)  # before a recorder notes how many there are
-        joined = self._join(layout, Joining(self._identity, self._names_job, start, timeout_s, clock))
+        joined = self._join(layout, Joining(self._identity, self._names_job, start, timeout_s, clock, self._buffers.carried))
         self.run = Run.of(joined.store, resumed)
         self._begin(joined, batch_size, wanted)
         keep_freed_memory(4 * layout.buffer_floats)
@@ -178,8 +177,7 @@ class DistributedOptimizer(OptimizerState):
         foreign.keep_untraced()
         self._job.use(worker)
         self._warm_up = WarmUp(worker.store, worker) if self.policy.warm_up else None
-        self._batch_size = batch_size
-        self._samples = batch_size
+        self._batch_size = self._samples = batch_size
         self._job.hook(refuse_calls(self._inner, loads=self._rule.runs_in_python))
         if worker.begun_at:  # torch would warn of a schedule that the script steps to where the job is
             self._opt_called = True
@@ -196,11 +194,10 @@ class DistributedOptimizer(OptimizerState):
         policy = warm_up.choose()
         if policy is None:
             return
-        versions = self._job.store.version
+        self._earlier_versions += self._job.store.version
         next_instance = self._identity.instance + 1 if self._names_job else jobs_of_process.count_next()
         self._identity = self._identity.of_instance(next_instance)
         moved = move(self._job.worker, policy, self._identity.name, list(self._hypers_read.of(self.param_groups)))
-        self._earlier_versions += versions
         self._job.change_to(moved)
 
     def _layout(self, model: torch.nn.Module | None, policy: Policy, faults: FaultPolicy, pushed: GradientType) -> Layout:
@@ -210,9 +207,9 @@ class DistributedOptimizer(OptimizerState):
         tables.check(numbers, [row[0] for row in rows], groups, self._rule, policy, self._placement)
         check_types(types := [PARAMETER_TYPES[tensor.dtype] for tensor in self._tensors])
         parameters = place(rows, policy.shards, numbers, types)
-        workers, extra_bytes = self._identity.workers, self._buffers.nbytes + room_bytes(policy)
-        layout = Layout(parameters, len(groups), self._rule, policy, workers, extra_bytes, faults, pushed)
-        layout = self._placement.layout(replace(layout, server=self._server, max_readers=self._max_readers))
+        extra_bytes, carried = self._buffers.nbytes + room_bytes(policy), self._buffers.carried.layout(parameters[-1].shard)
+        layout = Layout(parameters, len(groups), self._rule, policy, self._identity.workers, extra_bytes, faults, pushed)
+        layout = self._placement.layout(replace(layout, server=self._server, max_readers=self._max_readers, carried=carried))
         if self._rule.runs_in_python:
             owner.check(layout, self._placement.name)
         return layout
@@ -250,10 +247,7 @@ class DistributedOptimizer(OptimizerState):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients over several backwards: `step()` raises UsageError inside, because it would push.
-
-        Several backwards before one `step()` accumulate without this, too; it exists for loops written for DDP.
-        """
+        """Accumulate gradients, as under DDP; several backwards do so without it, too. Inside, `step()` raises UsageError."""
         outer, self._job.gradients.accumulates = self._job.gradients.accumulates, True
         try:
             yield
@@ -303,8 +297,9 @@ class DistributedOptimizer(OptimizerState):
         presence = gradients.collect(slot := worker.lane.slot)
         if job.equal_gradients.is_on:
             job.equal_gradients.compare(slot)
-        scale, skipped = 1.0, False
-        attributes = self.__dict__
+        if job.carries:
+            job.carried.bring(slot)
+        scale, skipped, attributes = 1.0, False, self.__dict__
         if "grad_scale" in attributes or "found_inf" in attributes:
             scale, skipped = loss_scaling(attributes)  # only a GradScaler's step sets them
         if job.is_late:
@@ -342,6 +337,11 @@ class DistributedOptimizer(OptimizerState):
         """The number of updates that all workers together have made so far; in virtual time, until this worker's last pull."""
         worker = self._job.worker
         return self._earlier_versions + (worker if worker.combining.is_driven else worker.store).version
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether a reader has asked this training to stop, as an evaluator does whose metric gets no better."""
+        return self._job.store.arena.is_asked_to_stop()
 
     @property
     def policy(self) -> Policy:

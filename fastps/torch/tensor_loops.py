@@ -11,7 +11,7 @@ import importlib
 import logging
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -167,6 +167,15 @@ def _from_cache(builds: bool) -> ModuleType | None:
 @functools.cache
 def _say_once(why: str) -> None:
     logger.info("torch %s: %s", torch.__version__, why)
+
+
+def copier_into(values: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], bool] | None:
+    """A function that copies tensors into these values, one each; None if this installation has no fast one.
+
+    It looks at each tensor anew, and returns False if one is not in this process's memory, or of another type, shape or stride.
+    """
+    module, _ = _chosen()
+    return module.Values(values, None).take if module is not None else None
 
 
 def tensor_loops(tensors: Sequence[Any], uncounted: Collection[int] = ()) -> TensorLoops:

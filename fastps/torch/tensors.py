@@ -94,8 +94,10 @@ class Tensors(list[Any]):
         return self._over(self.store, self._pulled(buffers), self.types, self.view, self.private)
 
     def _pulled(self, buffers: int | Sequence[int]) -> list[Any]:
-        views = self.store.pulled_views(buffers)
-        if not any(each in HALVES for each in self.types):
-            return list(views)
-        pairs = zip(views, self.store.half_views(buffers), self.types, strict=True)
-        return [half if each in HALVES else view for view, half, each in pairs]
+        views, parameters = list(self.store.pulled_views(buffers)), self.store.parameters
+        halves = [index for index, each in enumerate(self.types) if each in HALVES and not parameters[index].is_carried]
+        if halves:
+            found = self.store.half_views(buffers)
+            for index in halves:
+                views[index] = found[index]
+        return views

@@ -12,6 +12,8 @@ cdef enum:
     MAX_WATCHED_SHARDS = 2
     REMEMBERED = 64         # versions whose weights are kept for readers; a power of two
     SHARD_FLOATS = 256      # MAX_WORKERS * MAX_STEPS
+    CARRIED_BYTES = 192     # of a version: a line of marks, and two of values
+    MAX_VERSIONS = 1024     # whose carried value is remembered
     ROW_FLOATS = 2          # of a table's rows: one for each worker and step, then one that every push has
 
 # What is known of one shard.
@@ -49,6 +51,7 @@ cdef class InvariantChecker:
     cdef uint32_t wounded[MAX_WORKERS]            # whose words were damaged: what it posted may be dropped
     cdef uint32_t miscounted[MAX_WORKERS]         # whose count of posts was damaged: of what it posted nothing may be counted
     cdef int64_t wounds
+    cdef uint64_t carried[MAX_VERSIONS]           # of the last shard, by version: the value that a reader found, or 0
     cdef char message[512]
 
     cdef void look(self, int32_t runs) noexcept nogil
@@ -59,7 +62,9 @@ cdef class InvariantChecker:
     cdef bint is_content(self, uint32_t shard, uint64_t version, uint64_t buffer) noexcept nogil
     cdef void watch_rows(self, uint32_t shard, uint64_t buffer, const char *what) noexcept nogil
     cdef void watch_calls(self) noexcept nogil
-    cdef void write_slot(self, int32_t index, uint32_t number, int64_t position) noexcept nogil
+    cdef void write_slot(self, int32_t index, uint32_t number, int64_t position, uint64_t step) noexcept nogil
+    cdef void _bring(self, int32_t index, uint32_t number, uint64_t value, uint64_t step) noexcept nogil
+    cdef bint is_carried(self, uint64_t version, uint64_t buffer) noexcept nogil
     cdef void _write_rows(self, int32_t index, uint32_t number, int64_t position) noexcept nogil
     cdef void end(self, uint32_t dead, uint32_t unnoticed) noexcept nogil
     cdef void fail(self, const char *what, int64_t a, int64_t b, int64_t c) noexcept nogil

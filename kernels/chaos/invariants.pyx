@@ -4,6 +4,7 @@ It knows only what the protocol promises, not how the protocol works, and reads 
 cursors, weights, rule state, heads and grants. Each push has a gradient of its own: 1 in the one place that belongs to its
 worker and step, 0 elsewhere. So the difference of two versions' weights tells exactly which pushes were folded, and how often.
 Only the pushes of an owner whose own words were damaged may be dropped; those of a lane's other owners may not.
+Where versions carry something, each push brings a value that names it.
 Where a shard has a table, a push also has the row of its worker and step, which must move as its weight does, and one row that
 all pushes have.
 """
@@ -126,7 +127,7 @@ cdef class InvariantChecker:
 
     # -- what is pushed ----------------------------------------------------------------------------
 
-    cdef void write_slot(self, int32_t index, uint32_t number, int64_t position) noexcept nogil:
+    cdef void write_slot(self, int32_t index, uint32_t number, int64_t position, uint64_t step) noexcept nogil:
         """The descriptor's own gradient, over what was there; a premature read sees garbage."""
         cdef char *slot = self.arena.slot(index, number)
         cdef fps_hyper *hyper = <fps_hyper *> slot
@@ -146,6 +147,36 @@ cdef class InvariantChecker:
         hyper.epsilon = 1e-10  # the floats without a gradient are 0 / (0 + epsilon)
         (<uint64_t *> (slot + self.arena.header.slot_presence_offset))[0] = (1 << self.arena.header.n_parameters) - 1
         self._write_rows(index, number, position)
+        if self.arena.header.carried_bytes:
+            self._bring(index, number, index * MAX_STEPS + position % MAX_STEPS + 1, step)
+
+    cdef void _bring(self, int32_t index, uint32_t number, uint64_t value, uint64_t step) noexcept nogil:
+        """A value that names the push, several times, for its version to carry."""
+        cdef uint64_t *words = <uint64_t *> self.arena.brought(index, number)
+        cdef int32_t i
+        for i in range(FPS_LINE // 8, CARRIED_BYTES // 8):
+            words[i] = value
+            if i % 4 == 0:
+                FPS_FAILPOINT()
+        words[0] = step + 1
+
+    cdef bint is_carried(self, uint64_t version, uint64_t buffer) noexcept nogil:
+        """Whether what a pinned buffer carries is whole, of a push, and what the version carried at the first look."""
+        cdef const uint64_t *words = <const uint64_t *> self.arena.carried(buffer)
+        cdef uint64_t value = words[FPS_LINE // 8]
+        cdef int32_t i
+        if words[0] == 0:
+            return True  # no reader counted when the version was made
+        for i in range(FPS_LINE // 8, CARRIED_BYTES // 8):
+            if words[i] != value:
+                return False
+        if not 0 < value <= <uint64_t> self.n_workers * MAX_STEPS:
+            return False
+        if version >= MAX_VERSIONS:
+            return True
+        if self.carried[version] == 0:
+            self.carried[version] = value
+        return self.carried[version] == value
 
     cdef void _write_rows(self, int32_t index, uint32_t number, int64_t position) noexcept nogil:
         """The row of the worker and step, and the row that every push has, of each table."""

@@ -7,7 +7,6 @@ leave.
 from cpython.ref cimport PyObject
 from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 
-from fastps.kernels.base.atomics cimport fps_event_sleep
 from fastps.kernels.base.failpoints cimport *
 from fastps.kernels.chaos.invariants cimport (
     MAX_STEPS, MAX_WATCHED_SHARDS, MAX_WORKERS, RING_SIZE, SHARD_FLOATS, InvariantChecker)
@@ -15,15 +14,11 @@ from fastps.kernels.chaos.machine cimport DEAD, ENDED, MOST_LIVES, STALLED, Mach
 from fastps.kernels.combining.combiner cimport Combiner
 from fastps.kernels.combining.lock_word cimport COMBINE_BUSY
 from fastps.kernels.protocol.lane cimport PUSH_EXPELLED, PUSH_FULL, Lane
-from fastps.kernels.protocol.reader_pins cimport ReaderPins
+from fastps.kernels.chaos.reading cimport Places, Reading
 from fastps.kernels.combining.ring cimport lane_descriptor
 from fastps.kernels.protocol.wait cimport *
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport *
-
-cdef enum:
-    READER_SLICE_NS = 1_000_000  # of a worker that sleeps as a reader: the others may need its push
-
 
 cdef class Process
 
@@ -51,6 +46,7 @@ cdef class Workers(Machine):
     cdef int32_t n_steps, spins, wounds_left
     cdef bint is_partial, at_once, reads_rows, fetches
     cdef uint32_t null_share                               # of 2 ** 16
+    cdef Places reader_places
 
     def __cinit__(self, Arena arena not None, InvariantChecker checker not None, uint64_t seed, *, int steps, int spins,
                   double null, int helpers, bint reads_rows, bint fetches, bint partial, bint at_once, double switch,
@@ -59,6 +55,7 @@ cdef class Workers(Machine):
         cdef int32_t index, life, lives = min(restarts + 1, MOST_LIVES)
         self.arena, self.checker, self.random = arena, checker, seed * <uint64_t> 0x9e3779b97f4a7c15 + 1
         self.n_places, self.n_processes = arena.header.n_lanes, arena.header.n_lanes + arena.header.n_servers
+        self.reader_places = Places(self)
         self.n_steps, self.spins, self.null_share = steps, spins, <uint32_t> (null * (1 << 16))
         self.is_partial, self.at_once, self.reads_rows, self.fetches = partial, at_once, reads_rows, fetches
         self.switch_share, self.pass_share = <uint32_t> (switch * (1 << 16)), <uint32_t> (passes * (1 << 16))
@@ -93,6 +90,7 @@ cdef class Workers(Machine):
     cdef void born(self, int32_t index) noexcept nogil:
         """A process gets a place; of the others it knows nothing yet. The death of a place's present owner is still to come."""
         cdef int32_t other
+        self.reader_places.attached[index] = False
         for other in range(self.n_processes):
             (<Process> self._owners[index][self.processes[index].generation]).marked_dead[other] = (
                 self.processes[other].generation)
@@ -108,14 +106,6 @@ cdef class Workers(Machine):
                     self.processes[index].state == DEAD and self.processes[index].settled):
                 return False
         return True
-
-    cdef bint is_any_locked(self) noexcept nogil:
-        """Whether any lane holds a shard lock."""
-        cdef uint32_t shard
-        for shard in range(self.arena.header.n_shards):
-            if fps_lock_owner(self.arena.shard_header(shard).lock):
-                return True
-        return False
 
     cdef void wound(self) noexcept nogil:
         """Damage the words of a lane: its count of posts, or a descriptor that is not done with. No access: nobody is told."""
@@ -271,16 +261,15 @@ cdef class Worker(Process):
     """A worker, which may read published weights also as one that is no worker."""
 
     cdef Lane lane
-    cdef ReaderPins reader                          # or None
+    cdef Reading reading                            # or None
     cdef int64_t pushes
     cdef int64_t buffers[MAX_WATCHED_SHARDS]
     cdef uint64_t fetched[MAX_WATCHED_SHARDS]       # commit words: of the last fetch in the background,
     cdef uint64_t kept[MAX_WATCHED_SHARDS]          # and of what the next step reads
-    cdef int64_t read_buffers[MAX_WATCHED_SHARDS]   # of its reader
 
     def __cinit__(self, Workers job, Lane lane, int32_t index, uint32_t generation):
         self.lane = lane
-        self.reader = ReaderPins(job.arena, index) if job.arena.header.n_readers else None
+        self.reading = Reading(job, job.reader_places, lane, index) if job.arena.header.n_readers else None
 
     cdef void live(self) noexcept nogil:
         """Take the lane, push every step, and leave; or be expelled."""
@@ -298,9 +287,8 @@ cdef class Worker(Process):
             self._join()
         self.lane.steps = self.lane.begin_steps()
         self._pull(True)
-        if self.reader is not None:
-            self.reader.begin()
-            self._read()
+        if self.reading is not None:
+            self.reading.attach()
         while self.pushes < self.job.n_steps and not self._is_out():
             self._compute()
             self._push(FPS_NULL if (self.job.draw() & 0xffff) < self.job.null_share else FPS_PUSH)
@@ -335,12 +323,17 @@ cdef class Worker(Process):
             self._scribble()
             if self.job.fetches:
                 self._fetch()
-            if self.reader is not None:
-                self._check_reader()
-                if self.job.draw() % 3 == 0:
-                    self._read()
-                if self.job.draw() % 4 == 0:
-                    self._sleep_as_reader()
+            if self.reading is not None and self.reading.look():
+                self._give_back()
+
+    cdef void _give_back(self) noexcept nogil:
+        """Give back what readers brought that have gone, under the shard locks, and release them."""
+        cdef uint32_t shard
+        cdef int outcome
+        for shard in range(self.reading.hold(self.generation)):
+            outcome = (<Combiner> self.lane._combiners[shard]).release(False, self._now(), False)
+            self.wait.begin_outcome(self.lane._noted(shard, outcome), self._now())
+            self._drive()
 
     cdef void _scribble(self) noexcept nogil:
         """Write into the weights that this worker's model shows, as a script does: into the private view. No draw is made."""
@@ -380,35 +373,6 @@ cdef class Worker(Process):
                 self.lane._keep(shard, fps_commit_buffer(self.fetched[shard]))
                 self.kept[shard] = self.fetched[shard]
 
-    cdef void _read(self) noexcept nogil:
-        """Pin the newest version of each shard as a reader."""
-        cdef uint32_t shard
-        for shard in range(self.lane.n_shards):
-            self.read_buffers[shard] = fps_commit_buffer(self.reader._pull(shard))
-        self._check_reader()
-
-    cdef void _sleep_as_reader(self) noexcept nogil:
-        """Sleep as a reader for one of the next versions, and check the wake: a flip that reached it has moved the event.
-
-        Its combiner moves it under the shard lock, and where that one died, the lane that recovers the lock does.
-        """
-        cdef uint32_t event = 0
-        cdef fps_readers *words = self.arena.readers_words()
-        cdef uint64_t version = self.reader._newest() + 1 + self.job.draw() % 3
-        if self.reader._is_there(version, &event):
-            return
-        fps_event_sleep(&words.event, event, READER_SLICE_NS)
-        if self.reader._newest() >= version and words.event == event and not self.job.is_any_locked():
-            self.checker.fail(b"missed wake: reader %ld sleeps for version %ld, which is there", self.index, version, 0)
-
-    cdef void _check_reader(self) noexcept nogil:
-        """What a reader has pinned stays as it was published."""
-        cdef uint32_t shard
-        for shard in range(self.lane.n_shards):
-            if not self.checker.is_content(shard, self.reader.versions[shard], self.read_buffers[shard]):
-                self.checker.fail(b"torn read: reader %ld reads version %ld of shard %ld, and it has changed", self.index,
-                                  self.reader.versions[shard], shard)
-
     cdef void _check_reads(self) noexcept nogil:
         """What is pinned is whole, and stays as it was published."""
         cdef uint32_t shard
@@ -427,7 +391,7 @@ cdef class Worker(Process):
         """Push, and end the combine that follows: what was posted before is decided then."""
         cdef int outcome
         if kind == FPS_PUSH:
-            self.checker.write_slot(self.index, self.lane.slot, self.lane.posts)
+            self.checker.write_slot(self.index, self.lane.slot, self.lane.posts, self.lane.steps)
         self.checker.promise(self.index, self.lane.words.tail, kind)
         while True:
             outcome = self.lane._push(self._now(), 1.0, 1, kind == FPS_NULL)
@@ -470,5 +434,7 @@ cdef class Worker(Process):
         if self._is_out():
             return
         self._pull(True)
+        if self.reading is not None:
+            self.reading.detach()
         self.arena._drop_pins(self.index)
         self.arena._end(self.index, self.generation, FPS_LANE_LEFT)

@@ -14,7 +14,7 @@ from fastps.kernels.chaos.workers import Workers
 from fastps.kernels.shm.format import format_memory
 from fastps.kernels.shm.plan import plan
 
-from fastps.kernels.chaos.invariants cimport MAX_WORKERS, RING_SIZE, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
+from fastps.kernels.chaos.invariants cimport CARRIED_BYTES, MAX_WORKERS, RING_SIZE, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
 from fastps.kernels.chaos.machine cimport Machine, fps_mapping, fps_mapping_close, fps_mapping_open
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.update.fold cimport FPS_RULE_ADAGRAD, FPS_RULE_SGD
@@ -60,7 +60,8 @@ cdef class World:
             is_sum, is_mean, may_drop, bound: what the invariant checker must know of the policy, whose values are `policy`.
             shared_least: the shortest fold that is shared, in floats moved. skew_ns: how wrong clocks are at most.
             tables: each shard has a table, of which every push has rows.
-            server: one more process combines for the workers, until it dies. reads: each worker is a reader, too.
+            server: one more process combines for the workers, until it dies. reads: each worker is a reader, too, that comes
+            and goes, and gives back what those brought that have gone; each push brings a value for its version to carry.
             partial, at_once, fetches, settings: as Workers says.
         """
         arena = self._make(workers, shards, slots, adagrad, policy, reads, tables, server, fetches)
@@ -83,7 +84,7 @@ cdef class World:
             buffer_floats=shards * SHARD_FLOATS, rule=FPS_RULE_ADAGRAD if adagrad else FPS_RULE_SGD,
             state_planes=1 if adagrad else 0, extra_bytes=0,
             buffers=workers * (3 if fetches else 1) + 2, shards=shards, readers=workers if reads else 0, tables=described,
-            servers=server,
+            servers=server, carried_bytes=CARRIED_BYTES if reads else 0,
             row_rule=FPS_ROWS_ADAGRAD if adagrad else FPS_ROWS_SGD)
         if size > len(self.memory):
             self._map(2 * size)

@@ -45,7 +45,7 @@ cdef class Combiner:
     cdef int recover_lock(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil
     cdef int pass_by(self, uint32_t stopped, int64_t now_ns) noexcept nogil
     cdef object holder(self)
-    cdef int release(self, bint publish, int64_t now_ns) noexcept nogil
+    cdef int release(self, bint publish, int64_t now_ns, bint advances) noexcept nogil
     cdef void wake_all(self) noexcept nogil
     cdef void call(self, uint32_t index) noexcept nogil
 

@@ -51,10 +51,13 @@ cdef class Combiner:
     # -- taking and letting go ---------------------------------------------------------------------
 
     cdef int try_combine(self, int64_t now_ns) noexcept nogil:
-        """Take the shard lock if it is free, drain and release it. A lane that `hands_over` takes none."""
+        """Take the shard lock if it is free, drain and release it.
+
+        A lane that `hands_over` takes it only where it was passed by, while it held the lock to write by hand.
+        """
         if self.awaiting != _NOBODY:
             return self.resume(now_ns)
-        if self.hands_over:
+        if self.hands_over and fps_lock_left(fps_lock_load(&self.shard_header.lock)) != self.lane + 1:
             return COMBINE_DONE
         self.now_ns = now_ns
         return self.run() if self.take() else COMBINE_BUSY
@@ -417,12 +420,12 @@ cdef class Combiner:
                     return index, (seen, commit)
         return None
 
-    cdef int release(self, bint publish, int64_t now_ns) noexcept nogil:
-        """While holding: publish the spare buffers (the version stays), or not; then drain and release as usual."""
+    cdef int release(self, bint publish, int64_t now_ns, bint advances) noexcept nogil:
+        """While holding: publish the spare buffers, or not (the version stays or `advances`); then drain and release."""
         cdef int outcome = COMBINE_DONE
         self.now_ns = now_ns
         if publish:
-            outcome = self.commit.publish_spare()
+            outcome = self.commit.publish_spare(advances)
         if outcome == COMBINE_FENCED or not self.lock.clear(FPS_BY_HAND):
             return COMBINE_FENCED
         return self.run(outcome)

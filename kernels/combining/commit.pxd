@@ -36,7 +36,8 @@ cdef class Commit:
     cdef int fold_and_flip(self, scheduler_t *state) noexcept nogil
     cdef int finish(self) noexcept nogil
     cdef int64_t find_spare(self) noexcept nogil
-    cdef int publish_spare(self) noexcept nogil
+    cdef int publish_spare(self, bint advances) noexcept nogil
+    cdef int64_t last_used(self, uint32_t readers) noexcept nogil
     cdef bint is_late(self) noexcept nogil
     cdef bint change_epoch(self) noexcept nogil
     cdef void move(self) noexcept nogil
@@ -47,6 +48,9 @@ cdef class Commit:
     cdef scheduler_t *_inactive(self) noexcept nogil
     cdef scheduler_t *_prepare(self) noexcept nogil
     cdef int64_t _free_buffer(self) noexcept nogil
+    cdef void _mark_used(self, uint64_t *pinned, uint32_t readers) noexcept nogil
+    cdef void _carry(self, uint32_t n_pushes) noexcept nogil
+    cdef const uint64_t *_brought(self, uint32_t n_pushes) noexcept nogil
     cdef uint32_t _ready_readers(self) noexcept nogil
     cdef uint32_t _free_state(self) noexcept nogil
     cdef bint _sets_aside(self) noexcept nogil

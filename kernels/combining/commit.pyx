@@ -8,6 +8,7 @@ commit (heads, grants, the deadline) again.
 cimport cython
 from libc.stdint cimport int32_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
 
 from fastps.kernels.base.atomics cimport *
 from fastps.kernels.base.failpoints cimport *
@@ -130,10 +131,47 @@ cdef class Commit:
             return self.fold_and_flip(self._inactive())
         if outcome != FOLD_DONE:
             return COMBINE_BAD_FOLD
+        if not fps_mutant(FPS_MUTANT_CARRY_LATE):
+            self._carry(self.fold.item.words.n_pushes)
         outcome = self._write_record(self._inactive(), self.spare_state)
+        if outcome == COMBINE_DONE and fps_mutant(FPS_MUTANT_CARRY_LATE):
+            self._carry(self.fold.item.words.n_pushes)
         if outcome == COMBINE_DONE and fps_mutant(FPS_MUTANT_ROWS_LATE):
             self.rows.run(fps_commit_version(self.seen))
         return outcome
+
+    cdef void _carry(self, uint32_t n_pushes) noexcept nogil:
+        """Bring into the spare buffer what its version carries: of the last push that brings some, else the last version's.
+
+        Without readers nothing is copied, and the mark says that it is not there. The last shard has it.
+        """
+        cdef uint64_t *target
+        cdef const uint64_t *source = NULL
+        if self.arena.header.carried_bytes == 0 or self.shard + 1 != self.arena.header.n_shards:
+            return
+        target = <uint64_t *> self.arena.carried(self.spare_buffer)
+        if self._ready_readers():
+            source = self._brought(n_pushes)
+            if source == NULL:
+                source = <const uint64_t *> self.arena.carried(fps_commit_buffer(self.seen))
+        FPS_FAILPOINT()
+        target[0] = source != NULL and source[0] != 0
+        if target[0]:
+            memcpy(<char *> target + FPS_LINE, <const char *> source + FPS_LINE, self.arena.header.carried_bytes - FPS_LINE)
+
+    cdef const uint64_t *_brought(self, uint32_t n_pushes) noexcept nogil:
+        """What the last of these pushes with such values brings for its version to carry; NULL if none does."""
+        cdef fps_folded_push push
+        cdef const uint64_t *found
+        cdef uint32_t left = n_pushes
+        while left:
+            left -= 1
+            push = self.fold.item.push(left)
+            if push.lane < self.arena.header.n_lanes and push.slot < self.arena.header.n_slots:
+                found = <const uint64_t *> self.arena.brought(push.lane, push.slot)
+                if found[0] == push.step + 1:
+                    return found
+        return NULL
 
     cdef int _write_record(self, scheduler_t *state, uint32_t state_buffer) noexcept nogil:
         """Write the record that is not in use, and flip."""
@@ -169,12 +207,18 @@ cdef class Commit:
         self.spare_state = self._free_state()
         return self.spare_buffer
 
-    cdef int publish_spare(self) noexcept nogil:
-        """Publish the spare buffers as they are; the version stays."""
+    cdef int publish_spare(self, bint advances) noexcept nogil:
+        """Publish the spare buffers as they are. The version stays, or `advances` by one: what it carries was written, too."""
         cdef scheduler_t *state
         self.is_checked = False
         state = self._prepare()
-        return self._write_record(state, self.spare_state) if state != NULL else COMBINE_BAD_STATE
+        if state == NULL:
+            return COMBINE_BAD_STATE
+        if advances:
+            state.version += 1
+        else:
+            self._carry(0)
+        return self._write_record(state, self.spare_state)
 
     cdef int64_t _free_buffer(self) noexcept nogil:
         """The lowest buffer that is neither active nor pinned, or -1.
@@ -185,6 +229,29 @@ cdef class Commit:
         cdef uint64_t pinned[2]
         cdef uint64_t spare = self.arena.spare_weights()
         cdef uint32_t index, readers = self._ready_readers()
+        self._mark_used(pinned, readers)
+        for index in range(self.arena.header.n_buffers + readers):
+            if not (pinned[index // 64] >> (index % 64)) & 1:
+                return index
+        if self.lock.sets_aside and not (pinned[spare // 64] >> (spare % 64)) & 1:
+            return <int64_t> spare
+        return -1
+
+    cdef int64_t last_used(self, uint32_t readers) noexcept nogil:
+        """The highest buffer that is active, or pinned by a lane or one of the first `readers`. Only while holding the lock."""
+        cdef uint64_t pinned[2]
+        cdef int64_t index = self.arena.header.n_buffers + self.arena.header.n_readers
+        self.seen = fps_commit_load(&self.shard_header.commit)
+        self._mark_used(pinned, min(readers, self._ready_readers()))
+        while index > 0:
+            index -= 1
+            if (pinned[index // 64] >> (index % 64)) & 1:
+                break
+        return index
+
+    cdef void _mark_used(self, uint64_t *pinned, uint32_t readers) noexcept nogil:
+        """Set the bits of the buffers that are active, pinned or set aside, of 128."""
+        cdef uint32_t index
         pinned[0] = pinned[1] = 0
         _mark(pinned, fps_reader_weights(fps_reader_load(&self.shard_header.reader)))
         for index in range(self.arena.header.n_lanes):
@@ -202,12 +269,6 @@ cdef class Commit:
         _mark(pinned, fps_commit_buffer(self.seen) + 1)
         if self._sets_aside():
             _mark(pinned, <uint64_t> self._left_item().weights_out + 1)
-        for index in range(self.arena.header.n_buffers + readers):
-            if not (pinned[index // 64] >> (index % 64)) & 1:
-                return index
-        if self.lock.sets_aside and not (pinned[spare // 64] >> (spare % 64)) & 1:
-            return <int64_t> spare
-        return -1
 
     cdef bint _sets_aside(self) noexcept nogil:
         """Whether a lane that stopped, or its helpers, may still write the buffers of the other workspace's item."""

@@ -85,7 +85,7 @@ cdef class LaneReads:
             return self.bad(lane, FPS_DAMAGED_RING, self.seen[lane].tail)
         if descriptor.kind > FPS_LEAVE:
             return self.bad(lane, FPS_DAMAGED_KIND, descriptor.kind)
-        if descriptor.slot >= self.arena.header.n_slots:
+        if descriptor.slot >= max(self.arena.header.n_slots, <uint32_t> 1):  # a publisher has none, and says 0 as it leaves
             return self.bad(lane, FPS_DAMAGED_SLOT, descriptor.slot)
         if not worker.live or (worker.waiting and descriptor.kind != FPS_LEAVE and not state.policy.repeats):
             return self.bad(lane, FPS_DAMAGED_TURN, descriptor.step)

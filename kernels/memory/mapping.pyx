@@ -10,7 +10,7 @@ from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.exc cimport PyErr_SetFromErrno
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from libc.stdint cimport int64_t, uint8_t
-from posix.mman cimport MADV_DONTDUMP, MADV_DONTNEED, madvise
+from posix.mman cimport MADV_DONTDUMP, MADV_DONTNEED, MADV_REMOVE, madvise
 
 cdef extern from "memory/private_view.h" nogil:
     ctypedef struct fps_view:
@@ -36,7 +36,13 @@ cdef extern from "memory/mapping.h" nogil:
     void fps_mapping_close(fps_mapping *mapping)
     fps_dlpack *fps_dlpack_make(fps_mapping *mapping, void *data, int dimensions, uint8_t code, uint8_t bits)
 
-DTYPES = {"float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16), "float64": (2, 64)}  # DLPack's code, and bits
+# DLPack's code of each type, and the bits of an element.
+DTYPES = {
+    "float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16), "float64": (2, 64),
+    "complex64": (5, 64), "complex128": (5, 128),
+    "int8": (0, 8), "int16": (0, 16), "int32": (0, 32), "int64": (0, 64), "bool": (6, 8),
+    "uint8": (1, 8), "uint16": (1, 16), "uint32": (1, 32), "uint64": (1, 64),
+}
 
 
 cdef void _forget(object capsule) noexcept:
@@ -108,13 +114,23 @@ cdef class SharedMapping:
         elif fps_view_noted(&self.mapping.view.is_open):
             fps_view_renew(self.mapping.view)
 
+    def give_back(self, int64_t offset, int64_t length):
+        """Free the pages of a range, whole pages, for all processes: they read as zeros, and are allocated by the next write.
+
+        Raises ValueError for a range outside the mapping, OSError where the kernel refuses.
+        """
+        if not 0 <= offset <= offset + length <= <int64_t> self.mapping.bytes:
+            raise ValueError(f"expected a range within {self.mapping.bytes} bytes, found {length} from byte {offset}")
+        if length and madvise(<char *> self.mapping.address + offset, length, MADV_REMOVE) != 0:
+            PyErr_SetFromErrno(OSError)
+
     def let_write(self):
         """Open a private mapping for writing: no handler is needed for what still holds its memory."""
         if self.mapping.view != NULL:
             fps_view_open(self.mapping.view)
 
     def tensor(self, int64_t offset, shape, strides, str dtype not None):
-        """A DLPack capsule over the elements of `dtype` ("float32", "float64", "float16" or "bfloat16") from byte `offset` on.
+        """A DLPack capsule over the elements of `dtype`, one of DTYPES, from byte `offset` on.
 
         `shape` and `strides` are in elements. The memory stays mapped as long as the tensor that is made of it.
         Raises ValueError for elements that are not all within the mapping, KeyError for another dtype.

@@ -43,6 +43,18 @@ cdef class ReaderPins(Pins):
         for shard in range(self.n_shards):
             fps_pin_exchange(self.pins[shard], 0)
 
+    def ask_to_stop(self):
+        """Ask the training to stop: its script may look at that, and nothing else follows."""
+        fps_counter_set(&self.arena.readers_words().stop, 1)
+
+    def holds(self, list buffers not None):
+        """Whether this reader, as it is in shared memory, still pins these buffers, one a shard: a forked child asks."""
+        cdef uint32_t shard
+        for shard in range(self.n_shards):
+            if fps_pin_load(self.pins[shard]) != <uint64_t> buffers[shard] + 1:
+                return False
+        return True
+
     # -- sleeping ----------------------------------------------------------------------------------
 
     def wait(self, uint64_t version, int64_t slice_ns):

@@ -303,15 +303,23 @@ cdef class ShardLocks(Pins):
             raise RuntimeError("every weights buffer is pinned: more readers than the arena was made for")
         return buffer, commit.spare_state
 
-    def release(self, bint publish, uint32_t shard=0, int64_t now_ns=0):
-        """While holding: publish the spare buffers (the version stays), or not; then drain and release as usual."""
+    def release(self, bint publish, uint32_t shard=0, int64_t now_ns=0, bint advances=False):
+        """While holding: publish the spare buffers, or not; then drain and release as usual.
+
+        The version stays. With `advances` it rises by one and wakes readers: the caller wrote all that it carries, too.
+        """
         cdef Combiner combiner
         cdef int outcome
         self.arena._check_shard(shard)
         combiner = self.combiners[shard]
         with nogil:
-            outcome = self._noted(shard, combiner.release(publish, now_ns))
+            outcome = self._noted(shard, combiner.release(publish, now_ns, advances))
         return outcome
+
+    def last_used(self, uint32_t shard, uint32_t readers):
+        """While holding: the highest weights buffer that is active, or that a lane or one of the first `readers` readers pins."""
+        self.arena._check_shard(shard)
+        return (<Combiner> self.combiners[shard]).commit.last_used(readers)
 
     # -- folds -------------------------------------------------------------------------------------
 

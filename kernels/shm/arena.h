@@ -11,7 +11,7 @@
 #include "rows/rows.h"
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 18
+#define FPS_ABI 19
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the lock word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -138,10 +138,12 @@ _Static_assert(sizeof(fps_lane_shard) == 3 * FPS_LINE, "combiner and worker writ
 /* The words of all readers: processes of the job's user that only read weights. One line, because combiners read `ready` and
  * `wanted` at each commit, and nobody writes it unless a reader comes or sleeps. */
 typedef struct {
-    uint64_t ready;  /* [READERS] never falls; the pins of readers beyond do not count, and their buffers have no pages yet */
+    uint64_t ready;  /* [READERS] falls only under all shard locks; the pins and the buffers of readers beyond do not count */
     uint64_t wanted; /* [WANTED] the least version that a reader sleeps for, or 0; of one that was killed until it is reached */
     uint32_t event;  /* [EVENT] futex word of all readers that sleep */
-    uint8_t pad_readers[44];
+    uint32_t pad_event;
+    int64_t stop; /* 1 once a reader asks the training to stop */
+    uint8_t pad_readers[32];
 } fps_readers;
 /* A reader's word in one shard. The process that has the reader's socket name owns it. */
 typedef struct {
@@ -287,6 +289,7 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint32_t, n_servers) /* 1: behind the n_lanes workers' lanes lies one of the job's server process, without slots */ \
     WORD(double, ema_decay) /* of the moving average of the weights, which is the last plane; 0: there is none */        \
     WORD(uint64_t, buffer_floats) /* floats of a weights buffer, parameters padded to whole lines */                     \
+    WORD(uint64_t, carried_bytes) /* what a version carries besides: a line of marks, and values of any type; 0: nothing */ \
     WORD(uint64_t, shard_headers_offset) /* fps_shard_header[n_shards] */                                                \
     WORD(uint64_t, statistics_offset) WORD(uint64_t, statistics_bytes) /* n_shards of them */                            \
     WORD(uint64_t, work_offset) WORD(uint64_t, work_bytes) /* shard-major, one a workspace */                            \
@@ -299,14 +302,17 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint64_t, rows_offset) /* the tables' rows: weights and state, one copy */                                      \
     WORD(uint64_t, rows_bytes)                                                                                           \
     WORD(uint64_t, weights_offset)                                                                                       \
-    WORD(uint64_t, weights_bytes) /* n_buffers of them: the floats, then with a shown type the halves */                 \
+    WORD(uint64_t, weights_bytes) /* n_buffers: the floats, with a shown type the halves, and what a version carries */  \
+    WORD(uint64_t, weights_carried_offset) /* within a weights buffer */                                                 \
     WORD(uint64_t, state_offset)                                                                                         \
     WORD(uint64_t, state_bytes) /* FPS_STATE_BUFFERS of them: int64 steps[n_parameters], then the planes */              \
     WORD(uint64_t, state_steps_bytes)                                                                                    \
     WORD(uint64_t, slots_offset) WORD(uint64_t, slot_bytes) /* lane-major */                                             \
     WORD(uint64_t, slot_presence_offset) WORD(uint64_t, slot_versions_offset)                                            \
     WORD(uint64_t, slot_nonfinite_offset) /* a bit for each parameter that a device found non-finite, before the post */ \
-    WORD(uint64_t, slot_gradient_offset) WORD(uint64_t, extra_offset)                                                    \
+    WORD(uint64_t, slot_gradient_offset)                                                                                 \
+    WORD(uint64_t, slot_carried_offset) /* what a push brings for its version to carry */                                \
+    WORD(uint64_t, extra_offset)                                                                                         \
     WORD(uint64_t, extra_bytes) /* model buffers (BatchNorm): one slot a lane */                                         \
     WORD(uint64_t, reader_weights_offset) /* n_readers weights buffers; without pages until a reader has the place */    \
     /* Weights and rule state once more: in use while a combiner that stopped may still write others. Without pages until then. */ \

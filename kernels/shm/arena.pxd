@@ -12,6 +12,7 @@ cdef class Arena(ArenaView):
     cdef tuple _buffers_of(self, uint64_t commit, uint32_t state_buffer)
     cpdef int64_t claim(self, uint32_t lane, int64_t process_id, bint rejoin=*) except? -2 nogil
     cpdef bint is_served(self) noexcept nogil
+    cpdef void lower_readers(self, uint64_t readers) noexcept nogil
     cdef void _drop_pins(self, uint32_t lane) noexcept nogil
     cpdef bint has_joined(self, uint32_t lane) noexcept nogil
     cdef bint _change(self, uint32_t lane, uint32_t generation, uint32_t seen, uint32_t state) noexcept nogil

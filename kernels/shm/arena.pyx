@@ -63,6 +63,20 @@ cdef class Arena(ArenaView):
         """The buffer that each lane pins, or -1."""
         return [<int64_t> fps_pin_load(&self.lane_shard(index, shard).pin) - 1 for index in range(self.header.n_lanes)]
 
+    def is_asked_to_stop(self):
+        """Whether a reader has asked the training to stop."""
+        return fps_counter_get(&self.readers_words().stop) != 0
+
+    cpdef void lower_readers(self, uint64_t readers) noexcept nogil:
+        """Let the pins and buffers of only the first `readers` readers count.
+
+        The caller holds all shard locks and the names of the other readers' places, and nobody reads their buffers.
+        """
+        cdef uint64_t *ready = &self.readers_words().ready
+        cdef uint64_t seen = fps_readers_load(ready)
+        while seen > readers and not fps_readers_raise(ready, seen, readers):
+            seen = fps_readers_load(ready)
+
     # -- membership --------------------------------------------------------------------------------
 
     cpdef int64_t claim(self, uint32_t lane, int64_t process_id, bint rejoin=False) except? -2 nogil:

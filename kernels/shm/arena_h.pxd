@@ -94,20 +94,22 @@ cdef extern from "shm/arena.h" nogil:
         uint32_t n_shards, n_groups, n_parameters, n_tables
         uint32_t rule, state_planes, row_rule, checks_finite, gradient_type, shown_type
         double ema_decay
-        uint64_t buffer_floats, total_bytes
+        uint64_t buffer_floats, carried_bytes, total_bytes
         uint64_t shard_headers_offset, segments_offset, tables_offset, reader_words_offset
         uint64_t statistics_offset, statistics_bytes, scheduler_offset, scheduler_bytes, work_offset, work_bytes
         uint64_t lanes_offset, lane_bytes, lane_shards_offset, push_outcomes_offset
-        uint64_t weights_offset, weights_bytes, reader_weights_offset, spare_weights_offset
+        uint64_t weights_offset, weights_bytes, weights_carried_offset, reader_weights_offset, spare_weights_offset
         uint64_t state_offset, state_bytes, state_steps_bytes, spare_state_offset
         uint64_t slots_offset, slot_bytes
         uint64_t slot_presence_offset, slot_versions_offset, slot_nonfinite_offset, slot_gradient_offset
+        uint64_t slot_carried_offset
         uint64_t extra_offset, extra_bytes
         uint64_t rows_offset, rows_bytes, row_slots_offset, row_slot_bytes, undo_offset, undo_bytes
 
     ctypedef struct fps_readers:
         uint64_t ready, wanted
         uint32_t event
+        int64_t stop
 
     ctypedef struct fps_reader_shard:
         uint64_t pin

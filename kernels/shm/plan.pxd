@@ -10,4 +10,5 @@ cdef enum:
 
 cdef int check_header(const fps_header *found, int64_t size) except -1
 cdef int place_tables(fps_table *tables, fps_header *header) except -1
+cdef list carried_places(const fps_header *header)
 cdef list places_of(const fps_header *header, int64_t first, int64_t floats)

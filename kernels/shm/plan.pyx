@@ -29,7 +29,7 @@ cdef int _check_measures(const fps_header *header) except -1:
                          f" found {header.n_readers}")
     if header.ring_size < 2 or header.ring_size & (header.ring_size - 1):
         raise ValueError(f"expected the ring's size to be a power of two, at least 2, found {header.ring_size}")
-    if header.n_slots < 1 or header.n_slots >= header.ring_size:
+    if header.n_slots < (1 if header.n_parameters else 0) or header.n_slots >= header.ring_size:
         raise ValueError(f"expected 1 to {header.ring_size - 1} gradient slots in a ring of {header.ring_size}, found"
                          f" {header.n_slots}")
     if not 1 <= header.n_shards <= FPS_MAX_SHARDS:
@@ -80,7 +80,9 @@ cdef int _place(fps_header *header) except -1:
     header.scheduler_bytes = _aligned(state_size(lanes), PAGE)
     offset = header.rows_offset = offset + FPS_RECORDS * shards * header.scheduler_bytes
     offset = header.weights_offset = offset + header.rows_bytes
-    header.weights_bytes = _aligned(header.buffer_floats * weight_bytes, PAGE)
+    header.carried_bytes = _aligned(header.carried_bytes, FPS_LINE)
+    header.weights_carried_offset = _aligned(header.buffer_floats * weight_bytes, FPS_LINE)
+    header.weights_bytes = _aligned(header.weights_carried_offset + header.carried_bytes, PAGE)
     offset = header.state_offset = offset + header.n_buffers * header.weights_bytes
     header.state_steps_bytes = _aligned(parameters * sizeof(int64_t), FPS_LINE)
     header.state_bytes = _aligned(header.state_steps_bytes + header.state_planes * header.buffer_floats * sizeof(float), PAGE)
@@ -89,7 +91,8 @@ cdef int _place(fps_header *header) except -1:
     header.slot_versions_offset = header.slot_presence_offset + bitmap
     header.slot_nonfinite_offset = header.slot_versions_offset + shards * sizeof(uint64_t)
     header.slot_gradient_offset = _aligned(header.slot_nonfinite_offset + bitmap, FPS_LINE)
-    header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * gradient_bytes, PAGE)
+    header.slot_carried_offset = _aligned(header.slot_gradient_offset + header.buffer_floats * gradient_bytes, FPS_LINE)
+    header.slot_bytes = _aligned(header.slot_carried_offset + header.carried_bytes, PAGE)
     offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
     header.extra_bytes = _aligned(header.extra_bytes, PAGE)
     offset = header.reader_weights_offset = offset + (lanes + servers) * header.extra_bytes
@@ -128,7 +131,8 @@ cdef int place_tables(fps_table *tables, fps_header *header) except -1:
 
 cdef int _check_size(const fps_header *header) except -1:
     """Refuse measures whose size wraps around 2^64: their places would lie anywhere."""
-    cdef double floats = 4.0 * header.buffer_floats, tables = 1024.0 * header.n_parameters + 1024.0 * header.n_groups
+    cdef double floats = 4.0 * header.buffer_floats + header.carried_bytes
+    cdef double tables = 1024.0 * header.n_parameters + 1024.0 * header.n_groups
     cdef double all_lanes = <double> header.n_lanes + header.n_servers
     cdef double lanes = all_lanes * (<double> header.n_slots * (floats + tables + PAGE) + header.extra_bytes)
     cdef double rings = all_lanes * header.ring_size * 64 * (1 + header.n_shards)
@@ -156,10 +160,21 @@ cdef list places_of(const fps_header *header, int64_t first, int64_t floats):
             + [(begin + 2 * first, 2 * floats) for begin in halves])
 
 
+cdef list carried_places(const fps_header *header):
+    """(offset, length) in bytes of what versions carry in every weights buffer of the workers, and of what pushes bring."""
+    places = [(header.weights_offset + each * header.weights_bytes + header.weights_carried_offset, header.carried_bytes)
+              for each in range(header.n_buffers)]
+    return places + [(header.slots_offset + each * header.slot_bytes + header.slot_carried_offset, header.carried_bytes)
+                     for each in range(header.n_lanes * header.n_slots)]
+
+
 cdef list _needed(const fps_header *header, list frozen):
-    """The ranges of bytes that get pages before the first process attaches, without those of `frozen` runs of floats."""
+    """The ranges of bytes that get pages before the first process attaches, without those of `frozen` runs of floats.
+
+    What versions carry beside parameters gets its pages with the first reader.
+    """
     cdef uint64_t halves_offset = header.spare_weights_offset + header.buffer_floats * sizeof(float)
-    ranges, kept, begin = [], [], 0
+    ranges, kept, begin = carried_places(header) if header.n_parameters else [], [], 0
     for first, floats in frozen:
         kept.append((header.spare_weights_offset + 4 * first, 4 * floats))
         if header.shown_type != FPS_FLOAT32:
@@ -175,7 +190,7 @@ cdef list _needed(const fps_header *header, list frozen):
 def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int64_t buffer_floats, int rule, int state_planes,
          int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0, bint checks_finite=False,
          int gradient_type=FPS_FLOAT32, int shown_type=FPS_FLOAT32, int servers=0, int readers=0, list tables=None,
-         int row_rule=0, list frozen=None):
+         int row_rule=0, list frozen=None, int64_t carried_bytes=0):
     """The header of an arena of these measures and the descriptions of its tables, as bytes, the arena's size, and the ranges
     (offset, length) of it that need pages from the beginning: the others get them later, such as the buffers of readers.
 
@@ -183,6 +198,7 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     `gradient_type`: FLOAT64 if every number of the arena is a double, which takes two floats.
     `shown_type`: the half precision in which each weights buffer has the weights once more; FPS_FLOAT32: none.
     `tables`: (rows, width, parameter, group, shard) of each parameter of which pushes carry rows; `row_rule`: their rule.
+    `carried_bytes`: what a version carries besides weights, a line of marks included.
     `frozen`: (first, floats) of each run of a buffer's floats without gradients so far: only the spare buffer has them.
 
     Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
@@ -198,6 +214,7 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     header.n_groups, header.n_parameters, header.buffer_floats = groups, parameters, buffer_floats
     header.rule, header.state_planes, header.ema_decay, header.checks_finite = rule, state_planes, ema_decay, checks_finite
     header.gradient_type, header.shown_type, header.extra_bytes = gradient_type, shown_type, extra_bytes
+    header.carried_bytes = carried_bytes
     header.n_tables, header.row_rule = len(tables or []), row_rule
     _check_measures(&header)
     memset(words, 0, sizeof(words))

@@ -27,6 +27,7 @@ cdef class ArenaView:
     cdef readonly uint32_t shards        # each versioned by itself
     cdef readonly uint32_t n_tables      # parameters of which pushes carry rows
     cdef readonly uint64_t buffer_floats  # of a weights buffer, padding included
+    cdef readonly uint64_t carried_bytes  # what a version carries besides weights, a line of marks included; 0: nothing
     cdef readonly uint64_t total_bytes   # of the whole arena
     cdef readonly uint32_t shown_type    # the half precision in which buffers have the weights once more; 0: none
     cdef readonly bint is_double         # whether weights, gradients and state are doubles, each of which takes two floats
@@ -53,6 +54,8 @@ cdef class ArenaView:
     cdef char *slot(self, uint32_t lane, uint32_t slot) noexcept nogil
     cdef float *weights(self, uint64_t buffer) noexcept nogil
     cdef uint16_t *halves(self, uint64_t buffer) noexcept nogil
+    cdef char *carried(self, uint64_t buffer) noexcept nogil
+    cdef char *brought(self, uint32_t lane, uint32_t slot) noexcept nogil
     cdef char *state(self, uint64_t buffer) noexcept nogil
     cdef char *rows(self) noexcept nogil
     cdef char *row_slot(self, uint32_t lane, uint32_t slot) noexcept nogil

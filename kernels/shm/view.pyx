@@ -7,7 +7,7 @@ from libc.string cimport memcmp, memcpy
 from fastps.kernels.base.atomics cimport fps_length_acquire, fps_length_release, fps_readers_load
 from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.shm.arena_h cimport *
-from fastps.kernels.shm.plan cimport PAGE, check_header, place_tables, places_of
+from fastps.kernels.shm.plan cimport PAGE, carried_places, check_header, place_tables, places_of
 from fastps.kernels.update.fold cimport FPS_FLOAT32, FPS_FLOAT64, fps_segment
 from fastps.kernels.rows.rows_h cimport fps_rows_values_offset, fps_table, fps_undo_log
 
@@ -49,6 +49,7 @@ cdef class ArenaView:
         self.server_lane = <int64_t> self.header.n_lanes if self.header.n_servers else -1
         self.slots, self.shards, self.n_tables = self.header.n_slots, self.header.n_shards, self.header.n_tables
         self.buffer_floats, self.total_bytes = self.header.buffer_floats, self.header.total_bytes
+        self.carried_bytes = self.header.carried_bytes
         self.shown_type, self.is_double = self.header.shown_type, self.header.gradient_type == FPS_FLOAT64
         self.state_planes, self.ema_decay = self.header.state_planes, self.header.ema_decay
 
@@ -177,6 +178,14 @@ cdef class ArenaView:
             return NULL
         return <uint16_t *> (self.weights(buffer) + self.header.buffer_floats)
 
+    cdef char *carried(self, uint64_t buffer) noexcept nogil:
+        """What the version in a weights buffer carries besides: a line whose first word is 1 if it is there, and values."""
+        return <char *> self.weights(buffer) + self.header.weights_carried_offset
+
+    cdef char *brought(self, uint32_t lane, uint32_t slot) noexcept nogil:
+        """What a push brings for its version to carry: a line whose first word is the push's step + 1, and values."""
+        return self.slot(lane, slot) + self.header.slot_carried_offset
+
     cdef char *state(self, uint64_t buffer) noexcept nogil:
         if buffer == FPS_STATE_BUFFERS:
             return self.base + self.header.spare_state_offset
@@ -251,6 +260,18 @@ cdef class ArenaView:
         if halves == NULL:
             raise ValueError("expected an arena that has weights in half precision, found one that has not")
         return <char *> halves - self.base
+
+    def carried_offset(self, int buffer):
+        """Byte offset of what the version in a weights buffer carries: its line of marks, then values."""
+        return self.carried(buffer) - self.base
+
+    def brought_offset(self, int lane, int slot):
+        """Byte offset of what the push in a lane's slot brings for its version to carry: its line of marks, then values."""
+        return self.brought(lane, slot) - self.base
+
+    def carried_places(self):
+        """(offset, length) in bytes of all that versions carry and pushes bring, without the buffers of readers."""
+        return carried_places(self.header) if self.header.carried_bytes else []
 
     def reader_weights_range(self, int readers):
         """(offset, length) in bytes of the weights buffers of the first `readers` readers: whole pages, the arena's last."""

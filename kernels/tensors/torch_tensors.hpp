@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -92,6 +93,19 @@ struct fps_value {
         return true;
     }
 };
+
+/* value.copy_(tensor) of a tensor in memory whose bytes are its values, of the value's form. */
+static inline bool fps_take(PyObject *object, const fps_value &value) {
+    c10::TensorImpl *impl = fps_plain(object);
+    const c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+    if (!value.data || !impl || !impl->device().is_cpu() || impl->key_set().has_any(lazy)) return false;
+    const size_t dimensions = impl->sizes().size();
+    if (impl->dtype() != value.dtype || value.form.size() != 2 * dimensions || !fps_begin(impl)) return false;
+    for (size_t i = 0; i < dimensions; i++)
+        if (impl->sizes()[i] != value.form[i] || impl->strides()[i] != value.form[dimensions + i]) return false;
+    memcpy(value.data, fps_begin(impl), value.nbytes);
+    return true;
+}
 
 /* What is known of a parameter, and its own storage, whose data pointer moves from value to value. */
 struct fps_parameter {

@@ -4,7 +4,9 @@ import torch
 
 BUILT_FOR: str
 
-class Values: ...
+class Values:
+    def __init__(self, tensors: list[torch.Tensor], memory: object) -> None: ...
+    def take(self, tensors: list[torch.Tensor]) -> bool: ...
 
 class CompiledLoops:
     can_own: bool

@@ -27,6 +27,7 @@ cdef extern from "tensors/torch_tensors.hpp":
         int64_t version
         void drop()
 
+    bint fps_take(object tensor, const fps_value &value) except +
     bint fps_settle(object tensor, object values, fps_parameter &known, const fps_value &value) except +
     const void *fps_place(object tensor) except +
     bint fps_count_write(object tensor, bint of_its_own) except +
@@ -96,6 +97,19 @@ cdef class Values:
         self.is_lent = True
         for tensor in tensors:
             self.known.push_back(fps_value(tensor))
+
+    def take(self, list tensors not None):
+        """Copy the bytes of these tensors, one for each value. Returns whether all were in memory, of the values' types and forms.
+
+        Else the first ones may have been copied.
+        """
+        cdef size_t index
+        if len(tensors) != <Py_ssize_t> self.known.size():
+            raise ValueError(f"expected {self.known.size()} tensors, found {len(tensors)}")
+        for index in range(self.known.size()):
+            if not fps_take(tensors[index], self.known[index]):
+                return False
+        return True
 
 
 cdef class CompiledLoops:

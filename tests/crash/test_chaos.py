@@ -24,6 +24,8 @@ FOUND_BY_READERS = {
     "forget-wanted": (50, "missed wake: reader"),
     "look-first": (6_000, "missed wake: reader"),
     "event-late": (8_000, "missed wake: reader"),
+    "carry-late": (50, "torn tensors: reader"),
+    "give-back-blind": (8_000, ""),  # the buffer in use is among the last: many were pinned before
 }
 RARELY_FOUND_BY_READERS = ("look-first", "event-late")  # a commit between two words that a reader touches one after the other
 # A case of its own: tests/crash/test_stop_at_every_store.py.

@@ -6,6 +6,7 @@ equal, bit for bit, an arena whose victim ended normally after as many pushes as
 """
 
 import functools
+import mmap
 import os
 import signal
 import struct
@@ -22,12 +23,13 @@ import numpy as np  # noqa: E402
 
 import fastps  # noqa: E402
 from fastps.job.user_rules import UserRule  # noqa: E402
-from fastps.kernels.protocol.lane import DONE, KIND_LEAVE, KIND_PUSH  # noqa: E402
+from fastps.kernels.protocol.lane import DONE, KIND_LEAVE, KIND_PUSH, Lane  # noqa: E402
 from fastps.kernels.protocol.reader_pins import ReaderPins  # noqa: E402
 from fastps.kernels.protocol.row_writer import RowWriter  # noqa: E402
 from fastps.kernels.rows import rows  # noqa: E402
 from fastps.kernels.shm import offsets  # noqa: E402
-from fastps.kernels.shm.arena import LANE_FREE, LANE_LEFT  # noqa: E402
+from fastps.kernels.shm.arena import LANE_FREE, LANE_LEFT, Arena  # noqa: E402
+from fastps.kernels.shm.format import format_memory  # noqa: E402
 from fastps.kernels.update import fold  # noqa: E402
 from tests.support import plain_arena  # noqa: E402
 from tests.support.plain_arena import ASP, BSP  # noqa: E402
@@ -405,3 +407,51 @@ def test_whatever_store_a_combiner_dies_at_a_reader_that_sleeps_for_its_version_
         version, said = job.arena.version, struct.unpack_from("<Q", job.memory, wanted)[0]
         moved = struct.unpack_from("<I", job.memory, event)[0]
         assert moved if version else (moved or said == 1), f"died at store {store} of {case.name}: version {version}"
+
+
+# -- a process that publishes --------------------------------------------------------------------------------------------
+
+
+class Published:
+    """A publisher's arena: one lane without slots, two weights buffers and a reader's."""
+
+    def __init__(self) -> None:
+        measures = {"lanes": 1, "slots": 0, "parameters": 0, "buffer_floats": 0, "buffers": 2, "readers": 1}
+        header, size, _ = plain_arena.planned(**measures, carried_bytes=64 + 256)
+        self.memory = mmap.mmap(-1, size)
+        format_memory(self.memory, header, [], **ASP)
+        self.arena = Arena(self.memory)
+        self.arena.claim(0, os.getpid())
+        self.write(0, 0)
+
+    def write(self, buffer: int, value: int) -> None:
+        words = np.frombuffer(self.memory, np.uint64, 40, self.arena.carried_offset(buffer))
+        words[8:], words[0] = value, 1
+
+    def publish(self) -> None:
+        """The life of a publisher: three versions."""
+        lane = Lane(self.arena, 0)
+        for value in range(1, 4):
+            assert lane.hold(0)
+            self.write(lane.spare(0)[0], value)
+            assert lane.release(True, 0, 10 * value, True) == DONE
+
+    def read(self) -> int:
+        """The version that a reader pins, which is whole."""
+        pins, buffers = ReaderPins(self.arena, 0), [0]
+        pins.begin()
+        assert pins.pull_all(buffers) == -1
+        words = np.frombuffer(self.memory, np.uint64, 40, self.arena.carried_offset(buffers[0]))
+        assert words[0] == 1 and set(words[8:].tolist()) == {pins.shard_version(0)}
+        return pins.shard_version(0)
+
+
+def test_a_publishers_death_at_every_store_leaves_the_version_before_or_the_next_whole() -> None:
+    stores = _stores(Published().publish)
+    assert stores > 15
+    found = []
+    for store in range(1, stores + 1):
+        job = Published()
+        assert dies_at(store, job.publish)
+        found.append(job.read())
+    assert found == sorted(found) and set(found) == {0, 1, 2, 3}

@@ -105,7 +105,7 @@ def test_a_job_has_the_readers_buffer_only_when_a_reader_comes() -> None:
             assert allocated() == before + 2 * buffer_bytes
         with _open(store.job):
             _steps(worker, 20)
-            assert allocated() == before + 2 * buffer_bytes
+            assert before + buffer_bytes <= allocated() <= before + 2 * buffer_bytes, "the other's is given back at some time"
 
 
 def test_weights_cannot_be_written() -> None:

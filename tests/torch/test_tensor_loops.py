@@ -326,3 +326,23 @@ print(tensor_loops.why_not_compiled())
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("INFO:fastps.torch:") == 1 and why in ended.stderr
     assert why in ended.stdout and "FASTPS_TENSOR_LOOPS=build fastps doctor" in ended.stdout
+
+
+@pytest.mark.parametrize("other", [
+    lambda value: value.double(), lambda value: value[:1], lambda value: value.t(), lambda value: value.as_subclass(Renamed),
+    lambda value: torch.complex(value, value).conj().imag, lambda value: torch.empty(2, 2, device="meta"),
+    lambda value: value.to_sparse(),
+], ids=["type", "shape", "strides", "subclass", "negative", "meta", "sparse"])  # fmt: skip
+def test_a_copier_copies_the_bytes_of_tensors_of_their_values_form_and_says_where_it_cannot(
+    other: Callable[[Any], Any],
+) -> None:
+    values = [torch.zeros(2, 2), torch.zeros((), dtype=torch.int64)]
+    take = tensor_loops.copier_into(values)
+    assert take is not None
+    whole = torch.arange(8.0).reshape(2, 2, 2)
+    assert take([whole[1], torch.tensor(5)]), "also of a part of a tensor"
+    assert values[0].tolist() == [[4.0, 5.0], [6.0, 7.0]] and values[1].item() == 5
+    assert take([torch.nn.Parameter(torch.ones(2, 2)), torch.tensor(6)]) and values[0].eq(1).all()
+    assert not take([other(torch.full((2, 2), 3.0)), torch.tensor(7)])
+    with pytest.raises(ValueError, match="expected 2 tensors, found 1"):
+        take([whole[0]])

@@ -10,6 +10,7 @@ write that torch does not count, through `.data` or another library, is not noti
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -62,7 +63,7 @@ class DevicePlacement(HostPlacement):
         return partial(_gpus, range(count) if count > 1 else [self.tensors[0].device.index or 0])
 
     def layout(self, layout: Layout) -> Layout:
-        return placed_on(layout, gpus_of_workers(), bucket_bytes())
+        return placed_on(replace(layout, carried=()), gpus_of_workers(), bucket_bytes())
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """Ignores `write_state`: earlier state is published after joining."""

@@ -1,0 +1,145 @@
+"""Tensors that a version carries for readers, besides the weights: a model's buffers, or all that a publisher publishes.
+
+A worker copies its model's buffers into the slot of a push while anybody reads. The fold's commit carries those of the lowest
+live worker on from version to version.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fastps.errors import UnsupportedError
+from fastps.job.layout import ELEMENT_BYTES, Parameter, place_carried
+from fastps.kernels.shm.arena import LANE_JOINING, LANE_LIVE
+from fastps.membership.job_memory import JobMemory, WeightsMemory
+from fastps.store.worker import Worker
+from fastps.torch.names import without_wrappers
+
+Row = tuple[str, tuple[int, ...], tuple[int, ...], str]
+
+
+class Sources:
+    """The tensors of a model, or of a mapping, by name. A model's are taken from its modules anew each time.
+
+    Raises UnsupportedError for a tensor of a type or layout that no version carries, if it must be there (`all_`).
+    """
+
+    def __init__(self, named: Mapping[str, tuple[dict[str, Any], str]], *, all_: bool) -> None:
+        self.rows: list[Row] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self.nbytes = 0
+        self._shapes: list[torch.Size] = []
+        self._types: list[torch.dtype] = []
+        for name, place in named.items():
+            tensor = place[0][place[1]]
+            kind = str(tensor.dtype).removeprefix("torch.")
+            if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or kind not in ELEMENT_BYTES:
+                if all_:
+                    raise UnsupportedError(
+                        f"tensor {name!r}: expected dense values of one of {', '.join(sorted(ELEMENT_BYTES))}, found {kind} of"
+                        f" {tensor.layout} on {tensor.device}; leave it out: publish a mapping of the others"
+                    )
+                continue
+            stride = torch.empty_like(tensor, device="meta").stride()  # of the same order, without gaps
+            self.rows.append((name, tuple(tensor.shape), tuple(stride), kind))
+            self._places.append(place)
+            self.nbytes += tensor.numel() * ELEMENT_BYTES[kind]
+            self._shapes.append(tensor.shape)
+            self._types.append(tensor.dtype)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors as they are now, in the order of the rows."""
+        return [held[name] for held, name in self._places]
+
+    def misfit(self, tensors: Sequence[torch.Tensor]) -> int:
+        """The number of the first of these tensors that has not the shape and type of its row, or -1."""
+        if [each.shape for each in tensors] == self._shapes and [each.dtype for each in tensors] == self._types:
+            return -1
+        forms = zip(tensors, self._shapes, self._types, strict=True)
+        return next(index for index, (each, shape, dtype) in enumerate(forms) if (each.shape, each.dtype) != (shape, dtype))
+
+
+def places_of(model: torch.nn.Module, *, parameters: bool) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where a model holds its buffers (and parameters), by their names without wrappers; each tensor once."""
+    found: dict[str, tuple[dict[str, Any], str]] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for held in (module._parameters, module._buffers) if parameters else (module._buffers,):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found[f"{prefix}.{name}" if prefix else name] = (held, name)
+    plain = without_wrappers(found)
+    return {plain[name]: place for name, place in found.items()}
+
+
+def views_at(memory: WeightsMemory, carried: Iterable[Parameter], byte_offset: int) -> list[torch.Tensor]:
+    """Tensors over carried values that begin at `byte_offset`, in the memory that all processes share."""
+    return [
+        torch.utils.dlpack.from_dlpack(memory.memory.tensor(byte_offset + 4 * each.offset, each.shape, each.stride, each.type))
+        for each in carried
+    ]
+
+
+def mark_at(memory: WeightsMemory, byte_offset: int) -> npt.NDArray[np.uint64]:
+    """The word that says whether the carried values that begin at `byte_offset` are there: 1, or in a slot the step + 1."""
+    return np.frombuffer(memory.memory, np.uint64, 1, byte_offset)
+
+
+class CarriedBuffers:
+    """A model's buffers as its worker's pushes bring them. Quantized and sparse ones stay each worker's own."""
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._sources = Sources(places_of(model, parameters=False) if model is not None else {}, all_=False)
+        self._views: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+
+    def layout(self, shard: int) -> tuple[Parameter, ...]:
+        """The places of the buffers in what a version carries, which shard `shard` versions."""
+        return place_carried(self._sources.rows, shard)
+
+    @torch.no_grad()
+    def write_first(self, store: JobMemory) -> None:
+        """Write the buffers of the first version, before others join."""
+        if store.layout.carried:
+            offset = store.arena.carried_offset(0)
+            torch._foreach_copy_(views_at(store, store.layout.carried, offset), self._sources.tensors())
+            mark_at(store, offset)[0] = 1
+
+    def use(self, worker: Worker) -> None:
+        """Bring buffers with this worker's pushes from now on."""
+        self._worker, self._memory, self._carried = worker, worker.store, worker.store.layout.carried
+        self._views.clear()
+        if worker.generation:  # the lane's earlier owner may have brought some with a step of the same number
+            for slot in range(self._memory.arena.slots if self._carried else 0):
+                self._mark(slot)[0] = 0
+
+    def bring(self, slot: int) -> None:
+        """Copy the buffers into a slot, for the next push: while anybody reads, and from the lowest live worker.
+
+        Buffers of another shape or type than when the model was wrapped are not brought.
+        """
+        arena = self._memory.arena
+        if len(arena.buffers_with_pages()) > arena.buffers:
+            states = arena.lane_states()[: self._worker.rank]
+            if not any(state in (LANE_LIVE, LANE_JOINING) for state in states):
+                self._bring(slot)
+
+    @torch.no_grad()
+    def _bring(self, slot: int) -> None:
+        tensors = self._sources.tensors()
+        if self._sources.misfit(tensors) >= 0:
+            return
+        mark, views = self._views.get(slot) or self._make(slot)
+        torch._foreach_copy_(views, tensors)
+        mark[0] = self._worker.lane.steps + 1
+
+    def _make(self, slot: int) -> tuple[Any, list[torch.Tensor]]:
+        offset = self._memory.arena.brought_offset(self._worker.rank, slot)
+        self._views[slot] = self._mark(slot), views_at(self._memory, self._carried, offset)
+        return self._views[slot]
+
+    def _mark(self, slot: int) -> Any:
+        return mark_at(self._memory, self._memory.arena.brought_offset(self._worker.rank, slot))

@@ -1,0 +1,155 @@
+"""A model's buffers travel with the versions of the training that fastps wraps."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from tests.support import processes
+from tests.support.said import listen
+
+
+def _model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+
+
+def _job() -> str:
+    return f"carried-{os.getpid()}"
+
+
+def _wrapped(model: torch.nn.Module, sync: str = "bsp", **options: Any) -> fastps.DistributedOptimizer:
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return fastps.DistributedOptimizer(inner, sync, model=model, **{"job": _job(), "workers": 1, "rank": 0, **options})
+
+
+def _step(model: torch.nn.Module, optimizer: Any, generator: torch.Generator) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(16, 4, generator=generator) * 3 + 1).square().mean().backward()
+    optimizer.step()
+
+
+def _equal(model: torch.nn.Module, other: torch.nn.Module) -> bool:
+    one, two = (dict(each.named_parameters()) | dict(each.named_buffers()) for each in (model, other))
+    return all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_reader_has_the_buffers_of_each_version(sync: str, dtype: torch.dtype) -> None:
+    model, other, generator = _model().to(dtype), _model(1).to(dtype), torch.Generator().manual_seed(2)
+    generator_of = {"generator": generator}
+    with _wrapped(model, sync) as optimizer, fastps.reader(_job()) as reader:
+        assert reader.update(other) == 0 and _equal(model, other)
+        for step in range(1, 8):
+            optimizer.zero_grad()
+            model((torch.randn(16, 4, **generator_of) * 3 + 1).to(dtype)).square().mean().backward()  # type: ignore[arg-type]
+            optimizer.step()
+            assert reader.update(other) == step and _equal(model, other)
+            assert other.get_buffer("1.num_batches_tracked").item() == step
+        assert set(reader.weights) == {*dict(model.named_parameters()), *dict(model.named_buffers())}
+
+
+def test_buffers_are_copied_only_while_anybody_reads() -> None:
+    model, other, generator = _model(), _model(1), torch.Generator().manual_seed(2)
+    said = listen()
+    with _wrapped(model) as optimizer:
+        brought: list[int] = []
+        carried, bring = optimizer._job.carried, optimizer._job.carried._bring
+        carried._bring = lambda slot: (brought.append(slot), bring(slot))  # type: ignore[method-assign,assignment,func-returns-value]
+        for _ in range(3):
+            _step(model, optimizer, generator)
+        assert not brought
+        with fastps.reader(_job()) as reader:
+            assert reader.update(other) == 3  # in the trainer's own process nothing comes while it waits
+            assert not torch.equal(other.get_buffer("1.running_mean"), model.get_buffer("1.running_mean"))
+            assert any("the model's own stay as they are" in each for each in said)
+            _step(model, optimizer, generator)
+            assert reader.update(other) == 4 and _equal(model, other)
+        assert len(brought) == 1
+
+
+def test_an_update_waits_for_the_first_push_with_buffers() -> None:
+    def train(ready: Callable[[], object]) -> None:
+        model, generator = _model(), torch.Generator().manual_seed(2)
+        with _wrapped(model, job=job) as optimizer:
+            for step in range(2000):
+                _step(model, optimizer, generator)
+                if step == 5:
+                    ready()
+
+    job = _job()
+    child = processes.start_ready(train)
+    other, optimizer_of = _model(1), []
+    with fastps.reader(job) as reader:
+        version = reader.update(other)
+        assert version > 5 and other.get_buffer("1.num_batches_tracked").item() == version
+        optimizer_of.append(version)
+    processes.results([child], 60)
+
+
+def _train_alone(job: str, rank: int, steps: int, after: Callable[[int], None] = lambda step: None) -> None:
+    """A worker of two whose model's buffer says which it is and how far."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    model.register_buffer("mine", torch.tensor([float(rank), 0.0]))
+    with _wrapped(model, "asp", workers=2, rank=rank, job=job, on_worker_loss="continue") as optimizer:
+        optimizer.wait_for_start()
+        for step in range(steps):
+            model.get_buffer("mine")[1] = step
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            after(step)
+
+
+def test_the_buffers_are_those_of_the_lowest_live_worker() -> None:
+    """Worker 1 makes more steps, and goes on alone once worker 0 has left."""
+    job, readers = _job(), []
+    other = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    other.register_buffer("mine", torch.zeros(2))
+
+    def look(step: int) -> None:
+        if not readers:
+            readers.append(fastps.reader(job))
+        elif readers[0].update(other):
+            assert other.get_buffer("mine").tolist() == [0.0, float(step)]
+
+    child = processes.start(lambda: _train_alone(job, 1, 3000))
+    _train_alone(job, 0, 50, look)
+    assert not readers[0].wait(10**9, timeout_s=60)
+    readers[0].update(other)
+    assert other.get_buffer("mine").tolist() == [1.0, 2999.0]
+    readers[0].close()
+    processes.results([child], 60)
+
+
+def test_a_buffer_of_another_shape_is_the_readers_own() -> None:
+    model, other, generator = _model(), _model(1), torch.Generator().manual_seed(2)
+    other[1] = torch.nn.Identity()  # type: ignore[index]
+    model[1] = torch.nn.BatchNorm1d(8, affine=False)  # type: ignore[index]
+    with _wrapped(model) as optimizer, fastps.reader(_job()) as reader:
+        _step(model, optimizer, generator)
+        assert reader.update(other) == 1
+        assert torch.equal(other.get_parameter("0.weight"), model.get_parameter("0.weight"))
+
+
+def test_replaced_weights_keep_their_buffers() -> None:
+    model, other, generator = _model(), _model(1), torch.Generator().manual_seed(2)
+    with _wrapped(model) as optimizer, fastps.reader(_job()) as reader:
+        reader.update(other)
+        _step(model, optimizer, generator)
+        optimizer.replace_weights([torch.ones_like(each) for each in model.parameters()])
+        reader.update(other)
+        assert _equal(model, other) and other.get_parameter("0.weight").eq(1).all()
+
+
+def test_several_shards_version_the_buffers_with_the_last() -> None:
+    model, other, generator = _model(), _model(1), torch.Generator().manual_seed(2)
+    with _wrapped(model, "psp:1,1,shards=3") as optimizer, fastps.reader(_job()) as reader:
+        for _ in range(5):
+            _step(model, optimizer, generator)
+            reader.update(other)
+            assert _equal(model, other)
