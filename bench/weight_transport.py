@@ -1,12 +1,16 @@
 """How soon a reader uses a new version: from gradients that are ready in the trainer until the reader has read a new weight.
 
-fastps' reader is pointed at the version. The others copy new weights in place into tensors in shared memory, which the model
-of their reader shows: by hand, or with TorchRL's SharedMemTransport. A word in shared memory tells their reader the version.
-TorchRL itself sends an instruction through a queue, so its whole scheme is no faster. In place, nothing keeps a reader from a
-mixture of two versions: free rounds, in which the trainer does not wait for the reader, count these looks.
+fastps' reader is pointed at the version, of a wrapped optimizer or of a publisher. The others copy new weights in place into
+tensors in shared memory, which the model of their reader shows: by hand, or with TorchRL's SharedMemTransport. A word in shared
+memory tells their reader the version. TorchRL itself sends an instruction through a queue, so its whole scheme is no faster. In
+place, nothing keeps a reader from a mixture of two versions: free rounds, in which the trainer does not wait for the reader,
+count these looks. Under a lock, the reader copies once more, and sees no mixture.
+
+What a publish costs is measured in one process, beside a plain copy of as many bytes.
 """
 
 import contextlib
+import fcntl
 import importlib.util
 import mmap
 import os
@@ -24,6 +28,7 @@ from fastps.bench import peers
 from fastps.bench.crew import ForkedCrew
 from fastps.bench.measure import BenchOptions, Row, Spread, check
 from fastps.bench.peers import ForkedJob
+from fastps.torch.publisher import Publisher
 from fastps.torch.reader import reader
 
 ROUNDS_S = 0.5  # of one turn of a side
@@ -78,16 +83,39 @@ class FastpsReader:
         self._reader.close()
 
 
+class PublishingTrainer:
+    """A trainer with an optimizer of torch's, which publishes its weights after each step."""
+
+    def __init__(self, job: ForkedJob, words: Any) -> None:
+        self._tensors, self._optimizer = _trained(job)
+        named = {f"weights.{number}": tensor for number, tensor in enumerate(self._tensors)}
+        self._publisher = Publisher(named, f"{Path(job.folder).name}-{job.name}")
+
+    def step(self) -> None:
+        """Make the next version."""
+        self._optimizer.step()
+        self._publisher.publish()
+
+    def close(self) -> None:
+        """End the job."""
+        self._publisher.close()
+
+
+def _trained(job: ForkedJob) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    """Weights of ones with their gradients, and an optimizer of them."""
+    tensors = [tensor.clone().requires_grad_() for tensor in job.tensors_of(torch.ones(job.size))]
+    for tensor in tensors:
+        tensor.grad = torch.full_like(tensor, job.gradient(0))
+    return tensors, peers.fused_sgd(tensors)
+
+
 class InPlaceTrainer:
     """A trainer with weights of its own, and a copy into shared memory after each step; row 0 of the job's memory."""
 
     def __init__(self, job: ForkedJob, words: Any, copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Callable[[], Any]]):
         job.shared[0] = 1.0
         self._words = words
-        self._tensors = [tensor.clone().requires_grad_() for tensor in job.tensors_of(torch.ones(job.size))]
-        for tensor in self._tensors:
-            tensor.grad = torch.full_like(tensor, job.gradient(0))
-        self._optimizer = peers.fused_sgd(self._tensors)
+        self._tensors, self._optimizer = _trained(job)
         self._copy = copy([tensor.detach() for tensor in self._tensors], job.tensors_of(torch.from_numpy(job.shared[0])))
 
     def step(self) -> None:
@@ -117,6 +145,52 @@ class InPlaceReader:
         """Nothing is held."""
 
 
+class LockedTrainer(InPlaceTrainer):
+    """The same, which copies while it holds a lock."""
+
+    def __init__(self, job: ForkedJob, words: Any) -> None:
+        super().__init__(job, words, copied_by_hand)
+        self._lock = _Lock(job)
+
+    def step(self) -> None:
+        """Make the next version, copy it, and tell it."""
+        self._optimizer.step()
+        with self._lock:
+            self._copy()
+            self._words[VERSION] += 1
+
+
+class LockedReader(InPlaceReader):
+    """A model with weights of its own, into which it copies while it holds the lock."""
+
+    def __init__(self, job: ForkedJob, words: Any) -> None:
+        super().__init__(job, words)
+        shared = [each.detach() for each in self.model.weights]
+        self.model = Model([each.clone() for each in shared])
+        self._copy = copied_by_hand(shared, [each.detach() for each in self.model.weights])
+        self._lock = _Lock(job)
+
+    def take(self, version: int) -> int:
+        """Copy at least this version, and return the time at which it was announced."""
+        seen_ns = super().take(version)
+        with self._lock:
+            self._copy()
+        return seen_ns
+
+
+class _Lock:
+    """A lock of two processes: of a file."""
+
+    def __init__(self, job: ForkedJob) -> None:
+        self._file = (Path(job.folder) / f"{job.name}.lock").open("w")
+
+    def __enter__(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *exception: object) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
 def copied_by_hand(own: list[torch.Tensor], shared: list[torch.Tensor]) -> Callable[[], Any]:
     """One call of torch for all tensors."""
     return lambda: torch._foreach_copy_(shared, own)
@@ -136,6 +210,8 @@ def copied_by_torchrl(own: list[torch.Tensor], shared: list[torch.Tensor]) -> Ca
 SIDES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "fastps": (FastpsTrainer, lambda job, words: FastpsReader(job, words, waits=False)),
     "fastps, wait()": (FastpsTrainer, lambda job, words: FastpsReader(job, words, waits=True)),
+    "publisher": (PublishingTrainer, lambda job, words: FastpsReader(job, words, waits=False)),
+    "lock, two copies": (LockedTrainer, LockedReader),
     "in place": (lambda job, words: InPlaceTrainer(job, words, copied_by_hand), InPlaceReader),
     "torchrl": (lambda job, words: InPlaceTrainer(job, words, copied_by_torchrl), InPlaceReader),
 }
@@ -197,8 +273,44 @@ class Member:
 
 
 def measure(options: BenchOptions) -> list[Row]:
-    """Return a row for each size and side."""
-    return [row for size in options.parameters for row in _rows(size, options)]
+    """Return a row for each size and side, and two for each size of a publish beside a copy."""
+    published = [row for size in options.parameters for row in _published(size, options)]
+    return [row for size in options.parameters for row in _rows(size, options)] + published
+
+
+def _published(size: int, options: BenchOptions) -> list[Row]:
+    """A publish of six tensors, and a copy of as many bytes into one of two arrays by turns, in interleaved bursts."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    own = np.ones(size, np.float32)
+    copies, calls = [np.empty_like(own) for _ in range(2)], 2 if options.smoke else max(3, min(1000, round(2e7 / size)))
+    found: dict[str, list[float]] = {"publish": [], "copy": []}
+    tensors = {f"w{number}": each for number, each in enumerate(torch.from_numpy(own.copy()).chunk(6))}
+    with Publisher(tensors, f"bench-publish-{os.getpid()}") as publisher:
+        for _ in range(options.repeats):
+            for name in ("copy", "publish"):
+                began_ns = time.perf_counter_ns()
+                for call in range(calls):
+                    if name == "publish":
+                        publisher.publish()
+                    else:
+                        np.copyto(copies[call % 2], own)
+                found[name].append((time.perf_counter_ns() - began_ns) / calls / 1e9)
+        check(publisher.version == options.repeats * calls, "a version for each publish", publisher.version)
+    torch.set_num_threads(threads)
+    ratio = statistics.median(mine / plain for mine, plain in zip(found["publish"], found["copy"], strict=True))
+    ratios = {"publish": ratio, "copy": 1.0}
+    return [
+        {
+            "bench": "publish",
+            "name": name,
+            "parameters": size,
+            **Spread(tuple(times)).row(),
+            "ratio": ratios[name],
+            "checked": True,
+        }
+        for name, times in found.items()
+    ]
 
 
 def _rows(size: int, options: BenchOptions) -> list[Row]:
@@ -223,14 +335,15 @@ def _rows(size: int, options: BenchOptions) -> list[Row]:
                 found[name].append([statistics.median(each[column] for each in taken) / 1e9 for column in (0, 1)])
         for name, crew in crews.items():
             mixed[name] = crew.call(("free", looks))[1]
-    check(not mixed["fastps"], "no look of fastps' reader at two versions", mixed["fastps"])
+    for name in ("fastps", "publisher", "lock, two copies"):
+        check(not mixed[name], f"no look of the reader of {name} at two versions", mixed[name])
     ours = [total for total, _ in found["fastps"]]
     return [_row(name, size, found[name], ours, mixed[name], looks) for name in names] + missing
 
 
 def _crew(number: int, name: str, size: int, folder: str) -> ForkedCrew:
     words = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)
-    job = ForkedJob(f"side{number}", 1, size, folder, 0 if name.startswith("fastps") else 1)
+    job = ForkedJob(f"side{number}", 1, size, folder, 0 if name.startswith(("fastps", "publisher")) else 1)
     side = dict(enumerate(SIDES[name]))
 
     def begin(rank: int) -> Member:

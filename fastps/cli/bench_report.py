@@ -140,6 +140,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[Column, ...]]] = {
             Column("mixed looks", lambda row: f"{row['mixed_looks']} of {row['looks']}"),
         ),
     ),
+    "publish": (
+        "one publish of six tensors; bound: a copy of as many bytes",
+        (_SIDE, _PARAMETERS, *_TIMES, _ratio("time / copy")),
+    ),
 }
 
 

@@ -36,6 +36,7 @@ KEYS = {
     | {"readers_cpu_seconds"}
     | SECONDS,
     "weight transport": {"name", "parameters", "seconds_from_sight", "ratio", "mixed_looks", "looks"} | SECONDS,
+    "publish": {"name", "parameters", "ratio"} | SECONDS,
     "collectives": {"name", "kind", "workers", "parameters", "ratio", "ratio_min", "ratio_max"} | SECONDS,
     "train": {"name", "sync", "model", "workers", "parameters", "steps_per_s", "ratio", "loss_first", "loss_last"} | SECONDS,
     "memory": {"name", "sync", "optimizer", "workers", "parameters", "bytes", "floor_bytes", "ratio", "floor_ratio"},
@@ -85,7 +86,8 @@ def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> No
     assert all(row["bytes"] > row["workers"] * 10_000_000 for row in rows if row["bench"] == "memory")
     assert names["readers"] == {"none", "wait", "no pause", "only busy", "no pause, idle", "stopped"}
     assert names["collectives"] == {"fastps", "limit", "gloo"}
-    assert names["weight transport"] == {"fastps", "fastps, wait()", "in place"}
+    assert names["weight transport"] == {"fastps", "fastps, wait()", "publisher", "lock, two copies", "in place"}
+    assert names["publish"] == {"publish", "copy"}
     trained = [row for row in rows if row["bench"] == "train"]
     assert {row["model"] for row in trained} == {"cnn", "mlp"}
     assert all(row["loss_last"] < row["loss_first"] for row in trained)
