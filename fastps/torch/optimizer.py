@@ -77,9 +77,8 @@ class DistributedOptimizer(OptimizerState):
     that do not wait for the fold (asp, ssp, dssp) `p.grad` is None after `step()`: other workers read its memory.
 
     Args:
-        optimizer: a RuleOptimizer, or SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta or RMSprop of torch.optim; for
-            tables (layers with sparse=True) SGD, Adagrad, SparseAdam or a RowWiseAdagradOptimizer. It
-            shares its param_groups with this optimizer, so lr schedulers work on either.
+        optimizer: a RuleOptimizer, or any torch optimizer; for tables (layers with sparse=True) SGD, Adagrad, SparseAdam or a
+            RowWiseAdagradOptimizer. It shares its param_groups with this optimizer, so lr schedulers work on either.
         sync: a spec such as "dssp:3,15" or a Policy; default: FASTPS_SYNC, else "bsp". "auto" runs the first 32 steps under
             bsp and chooses a discipline from their times (docs/how-to/profiling.md).
         batch_size: samples in this worker's batch, for schemes that count them; report_loss may give each step's own number.
@@ -177,9 +176,9 @@ class DistributedOptimizer(OptimizerState):
     def _begin(self, worker: Worker, batch_size: int, checkpointing: tuple[Path, int] | None) -> None:
         foreign.keep_untraced()
         self._job.use(worker)
+        self._alone = owner.fold_of(worker.combining) if worker.store.layout.steps_alone else None
         self._warm_up = WarmUp(worker.store, worker) if self.policy.warm_up else None
-        self._batch_size = batch_size
-        self._samples = batch_size
+        self._batch_size = self._samples = batch_size
         self._job.hook(refuse_calls(self._inner, loads=self._rule.runs_in_python))
         if worker.begun_at:  # torch would warn of a schedule that the script steps to where the job is
             self._opt_called = True
@@ -271,9 +270,8 @@ class DistributedOptimizer(OptimizerState):
                 with profiling.ranges(self._job.worker, self._job):
                     return self._hooked_step(closure)
             hooks = self._optimizer_step_post_hooks or _GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1]
-            if hooks or len(self._optimizer_step_pre_hooks) > 1:  # one refuses step() of the wrapped optimizer
-                return self._hooked_step(closure)
-            return self._step(closure)
+            is_hooked = hooks or len(self._optimizer_step_pre_hooks) > 1  # one refuses step() of the wrapped optimizer
+            return self._hooked_step(closure) if is_hooked else self._step(closure)
         except BaseException:
             for name in OF_A_SCALER:  # which removes them after a step that ends well
                 self.__dict__.pop(name, None)
@@ -283,7 +281,8 @@ class DistributedOptimizer(OptimizerState):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
+        alone, closure = self._alone, None if closure is None else torch.enable_grad()(closure)
+        loss = closure() if closure is not None and alone is None else None
         job, warm_up = self._job, self._warm_up
         worker, gradients = job.worker, job.gradients
         if gradients.accumulates:
@@ -304,9 +303,8 @@ class DistributedOptimizer(OptimizerState):
         if job.equal_gradients.is_on:
             job.equal_gradients.compare(slot)
         scale, skipped = 1.0, False
-        attributes = self.__dict__
-        if "grad_scale" in attributes or "found_inf" in attributes:
-            scale, skipped = loss_scaling(attributes)  # only a GradScaler's step sets them
+        if "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
+            scale, skipped = loss_scaling(self.__dict__)  # only a GradScaler's step sets them
         if job.is_late:
             skipped = skipped or job.begins_void()
         clip = gradients.clip_factor(job.clip, scale) if job.clip else 1.0
@@ -317,6 +315,8 @@ class DistributedOptimizer(OptimizerState):
             options.check(hypers)
             if self._is_own:
                 self._send_options()
+        if alone is not None:  # whose own step() calls it
+            alone.closure, alone.result = None if skipped else closure, None
         try:
             worker.push(hypers, presence=presence, scale=scale * clip, null=skipped, samples=self._samples)
             if not skipped:
@@ -324,16 +324,16 @@ class DistributedOptimizer(OptimizerState):
             worker.advance()
         except BaseException:
             if worker.lane.awaits:
-                gradients.detach(slot)
+                job.after_error(slot)
             raise
-        job.take_weights(() if skipped else gradients.present)
+        job.take_weights(() if skipped else gradients.present if alone is None else range(len(self._tensors)))
         if scale != 1.0:
             gradients.multiply(scale)  # undo a GradScaler's scale, as torch does
         if warm_up is not None and worker.steps == warm_up.steps:
             self._take_advice(warm_up)
         if job.checkpointing is not None:
             job.checkpointing.after_step()
-        return loss
+        return loss if alone is None else alone.result
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
 

@@ -17,7 +17,7 @@ import torch
 from tests.support.sizes import sample_and_full
 from tests.support.torch_optimizers import with_and_without
 
-ELSEWHERE = {"LBFGS", "Muon"}  # refused, and for matrices alone: tests/torch/test_optimizer.py, test_torch_fold.py
+ELSEWHERE = {"LBFGS", "Muon"}  # of closures, and for matrices alone: tests/torch/any_optimizer
 OF_TABLES = {"SparseAdam"}
 
 

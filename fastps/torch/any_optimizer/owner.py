@@ -41,19 +41,25 @@ _CLOSE_NS = 10_000_000_000
 def server_of(rule: Rule, policy: Policy, faults: FaultPolicy, workers: int, server: str | None) -> str:
     """The job's kind of server. `server`: the argument of that name, or None for FASTPS_SERVER."""
     given: str = value_of("FASTPS_SERVER", server)
-    needs_all = policy.is_level and policy.grant == "next-version"
-    is_needed = rule.runs_in_python and faults.lanes(workers) > 1 and (faults.continues or not needs_all)
+    needs_all = policy.is_level and policy.grant == "next-version" and not faults.continues
+    is_alone = faults.lanes(workers) == 1 and not policy.overlap  # whose thread would fold while the script computes
+    is_needed = rule.runs_in_python and not needs_all and not is_alone
     return "process" if is_needed else given
 
 
 def check(layout: Layout, placement: str) -> None:
     """Raise UnsupportedError where an optimizer that runs in Python cannot be the fold."""
     policy, name = layout.policy, layout.rule.name
+    is_lbfgs = name == "torch.optim.lbfgs.LBFGS"
     found = {
         ("a model on the CPU of one node", f"placement {placement!r}"): placement != "host",
         ("a fixed sync", "sync='auto'"): bool(policy.warm_up),
         ("shards=1", f"{policy.shards} shards"): policy.shards > 1,
         ("real time", "virtual time"): environment.is_virtual(),
+        (
+            "one worker, without clip= and of one type, because each step evaluates the loss several times",
+            f"up to {layout.lanes} under {policy.spec}",
+        ): is_lbfgs and not layout.steps_alone,
     }
     for (expected, what), is_found in found.items():
         if is_found:
@@ -82,19 +88,24 @@ def combining_of(
     return OwnerCombining(worker, TorchFold(worker.store, optimizer, tensors), after_fold)
 
 
+def fold_of(combining: Combining) -> TorchFold | None:
+    """The fold of this part, if it runs the optimizer."""
+    return combining.fold if isinstance(combining, OwnerCombining) else None
+
+
 class OwnerCombining(Combining):
     """Worker 0 folds what all push, by its optimizer, while it is in its own step."""
 
     def __init__(self, worker: AttachedLane, fold: TorchFold, after_fold: Callable[[], None]) -> None:
         super().__init__(worker)
-        self._fold, self._after_fold = fold, after_fold
+        self.fold, self._after_fold = fold, after_fold
         self._service: StateService | None = None
         self._lane.fold_with(self._fold_and_tell, range(self._shards))
 
     def begin(self) -> None:
         """Answer other workers that ask for the state."""
         if self._worker.store.layout.lanes > 1:
-            self._service = StateService(self._worker.store.job, self._fold)
+            self._service = StateService(self._worker.store.job, self.fold)
 
     def _fold_and_tell(self, call: FoldCall) -> list[int] | None:
         threads = torch.get_num_threads()
@@ -103,7 +114,7 @@ class OwnerCombining(Combining):
         if most != threads:
             torch.set_num_threads(most)
         try:
-            return self._fold.fold(call)
+            return self.fold.fold(call)
         finally:
             if most != threads:
                 torch.set_num_threads(threads)

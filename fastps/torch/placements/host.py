@@ -98,7 +98,7 @@ class HostPlacement:
 
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
         """The class that copies gradients into the slots."""
-        return Gradients
+        return partial(Gradients, is_hooked=False) if worker.store.layout.steps_alone else Gradients
 
     def tensor_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over flat views of the arena, one per parameter, of the views' type."""
