@@ -5,7 +5,6 @@ pace would be everybody's, so a server process does, with an optimizer that it h
 version, worker 0 may even wait in another job of the script while the others wait for it in this one.
 """
 
-import contextlib
 import logging
 import os
 import platform
@@ -14,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from fastps.errors import Error, UnsupportedError, WorkerDiedError
+from fastps.errors import UnsupportedError, WorkerDiedError
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout
@@ -26,16 +25,16 @@ from fastps.kernels.shm.arena import LANE_JOINING, LANE_LEAVING, LANE_LIVE
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.combining import Combining
 from fastps.store.server_process import ServerPlan
-from fastps.system.deadline import Deadline
+from fastps.torch.any_optimizer import saved, service
 from fastps.torch.any_optimizer.fold import TorchFold
 from fastps.torch.any_optimizer.rebuilt import OptimizerOrder
-from fastps.torch.any_optimizer.service import StateService
+from fastps.torch.any_optimizer.saved import Saved
+from fastps.torch.any_optimizer.service import Inbox, StateService
 
 logger = logging.getLogger("fastps.torch")
 
 SERVER = "fastps.processes.server"
 _PRESENT = (LANE_JOINING, LANE_LIVE, LANE_LEAVING)
-_CLOSE_NS = 10_000_000_000
 
 
 def server_of(rule: Rule, policy: Policy, faults: FaultPolicy, workers: int, server: str | None) -> str:
@@ -107,6 +106,10 @@ class OwnerCombining(Combining):
         if self._worker.store.layout.lanes > 1:
             self._service = StateService(self._worker.store.job, self.fold)
 
+    def state(self) -> Saved:
+        """The optimizer's state. No fold comes between: this thread makes them."""
+        return saved.saved(self.fold.optimizer)
+
     def _fold_and_tell(self, call: FoldCall) -> list[int] | None:
         threads = torch.get_num_threads()
         # The others wait meanwhile, so their cores are free, but no more threads than cores: OpenMP's barriers wait for all.
@@ -126,18 +129,11 @@ class OwnerCombining(Combining):
         return True
 
     def before_close(self, failure: str | None) -> None:
-        """Wait for a while until the others have closed, too: they may ask for the last state."""
-        if failure is not None or self._service is None:
-            return
-        arena, rank = self._worker.store.arena, self._worker.rank
-        deadline = Deadline(self._clock.now_ns(), _CLOSE_NS)
-
-        def have_closed() -> bool:
-            present = [lane for lane, state in enumerate(arena.lane_states()[: arena.lanes]) if state in _PRESENT]
-            return present in ([], [rank]) or deadline.is_over(self._clock.now_ns())
-
-        with contextlib.suppress(Error):  # one that has died asks no more
-            self._worker.wait_until(have_closed, 1_000_000, lambda: "")
+        """Leave the last state with the workers that have not closed yet, which may ask for it."""
+        if failure is None and self._service is not None:
+            arena, rank = self._worker.store.arena, self._worker.rank
+            states = arena.lane_states()[: arena.lanes]
+            self._service.leave([lane for lane, state in enumerate(states) if state in _PRESENT and lane != rank])
 
     def after_close(self, failure: str | None) -> None:
         """Answer no more."""
@@ -160,6 +156,27 @@ class OtherCombining(Combining):
     def __init__(self, worker: AttachedLane) -> None:
         super().__init__(worker)
         self._lane.fold_with(_fold_nothing, ())
+        self._inbox: Inbox | None = None
+
+    def begin(self) -> None:
+        """Let worker 0 leave the last state here. A server outlives the workers."""
+        if not self._worker.store.layout.has_server:
+            self._inbox = Inbox(self._worker.store.job, self._worker.rank)
+
+    def state(self) -> Saved:
+        """The optimizer's state at the published version, if this worker holds the shard locks. Raises WorkerDiedError."""
+        try:
+            return service.read(self._worker.store.job, self._worker.store.timeout_s)
+        except WorkerDiedError:
+            last = self._inbox.state() if self._inbox is not None else None
+            if last is None:
+                raise
+            return last
+
+    def after_close(self, failure: str | None) -> None:
+        """Take no more."""
+        if self._inbox is not None:
+            self._inbox.close()
 
     def after_push(self) -> None:
         """Worker 0 may be asleep."""

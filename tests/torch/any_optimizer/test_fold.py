@@ -2,8 +2,10 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -361,6 +363,25 @@ def test_another_worker_reads_the_state_of_the_published_version() -> None:
     children = processes.start_job(work, 2)
     processes.finish(children, 60)
     assert [child.outcome for child in children] == [(True, True)] * 2
+
+
+def test_worker_0_closes_before_another_one_reads_the_last_state(tmp_path: Path) -> None:
+    def work(rank: int) -> bool:
+        torch.set_num_threads(1)
+        model, closed = new_model(), tmp_path / "closed"
+        optimizer = fastps.DistributedOptimizer(Own(model.parameters()))
+        train(model, optimizer, rank)
+        if rank:
+            optimizer.wait_for_others()
+            while not closed.exists():
+                time.sleep(0.01)
+            assert are_same(optimizer.state_dict(), plain("own", 2)[1].state_dict())
+        optimizer.close()
+        closed.touch()
+        return are_same(optimizer.state_dict(), plain("own", 2)[1].state_dict()) and optimizer._inner.count == STEPS
+
+    torch.set_num_threads(1)
+    assert processes.results(processes.start_job(work, 2), 60) == [True, True]
 
 
 @pytest.mark.parametrize(("option", "what"), [("lr", "learning_rate 0.02 and 0.04"), ("momentum", "others than the rates")])
