@@ -179,7 +179,7 @@ class DistributedOptimizer(OptimizerState):
         self._alone = owner.fold_of(worker.combining) if worker.store.layout.steps_alone else None
         self._warm_up = WarmUp(worker.store, worker) if self.policy.warm_up else None
         self._batch_size = self._samples = batch_size
-        self._job.hook(refuse_calls(self._inner, loads=self._rule.runs_in_python))
+        self._job.hook(refuse_calls(self._inner, owner.fold_of(worker.combining), loads=self._rule.runs_in_python))
         if worker.begun_at:  # torch would warn of a schedule that the script steps to where the job is
             self._opt_called = True
         if checkpointing is not None:

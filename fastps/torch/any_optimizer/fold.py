@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fastps.errors import UnsupportedError
 from fastps.kernels.combining.fold_call import FoldCall, FoldedPush
 from fastps.kernels.update import fold
 from fastps.membership.job_memory import JobMemory
@@ -21,6 +22,11 @@ Gradients = list[torch.Tensor | None]
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
+def inside(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that an optimizer has as attributes: Lookahead and SAM are around another."""
+    return [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
+
+
 class TorchFold:
     """Runs `step()` of a torch optimizer as a fold. `tensors`: its parameters, in the layout's order.
 
@@ -29,10 +35,12 @@ class TorchFold:
     Attributes:
         optimizer: the optimizer.
         lock: held during a fold, in which the optimizer's state changes.
+        is_stepping: whether the optimizer's own `step()` runs.
         closure: the argument of the next `step()`, which takes it; None without one.
         result: what the last `step()` returned.
     """
 
+    is_stepping = False
     closure: Callable[[], Any] | None = None
     result: Any = None
 
@@ -156,7 +164,7 @@ class TorchFold:
         closure, self.closure = self.closure, None
         self._has_failed = self._is_alone  # until step() ends; the script may go on without that push
         with self._shown(weights, gradients), self._unhooked(), self._rates(rate):
-            with torch.set_grad_enabled(self._in_script):
+            with torch.set_grad_enabled(self._in_script), self._explained():
                 self.result = step(self.optimizer) if closure is None else step(self.optimizer, closure)
             for tensor, weight in zip(self._tensors, weights, strict=True):
                 if tensor.data_ptr() != weight.data_ptr():  # a step() that sets p.data
@@ -187,10 +195,26 @@ class TorchFold:
         """Take away the hooks of the wrapped optimizer inside the block: the wrapper has run them, and one refuses step()."""
         kept = {name: getattr(self.optimizer, name) for name in _HOOKS}
         self.optimizer.__dict__.update({name: OrderedDict() for name in _HOOKS})
+        self.is_stepping = True
         try:
             yield
         finally:
+            self.is_stepping = False
             self.optimizer.__dict__.update(kept)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say of an optimizer around another that fails for want of a closure (SAM) what several workers do instead."""
+        try:
+            yield
+        except Exception as error:  # of any kind: the optimizer is the script's
+            if self._is_alone or not inside(self.optimizer):
+                raise
+            name = type(self.optimizer).__name__
+            raise UnsupportedError(
+                f"{name}: {type(error).__name__}: {error}; step() of a job of several workers has no closure, which was called"
+                f" before the push: wrap the optimizer inside, and make {name} around it"
+            ) from error
 
     @contextlib.contextmanager
     def _rates(self, rate: float) -> Iterator[None]:
