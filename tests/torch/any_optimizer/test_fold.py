@@ -196,6 +196,31 @@ def test_one_workers_step_sees_the_gradients_with_their_graph() -> None:
     assert run(fastps.DistributedOptimizer) == run(lambda inner: inner)
 
 
+class OwnAdamW(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize("kind", [OwnAdamW, torch.optim.AdamW])
+def test_a_subclass_beside_another_optimizer_in_python_keeps_the_bits_and_a_compiled_one_roughly(kind: Any) -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        model = new_model()
+        first, last = model[0].weight, model[2].weight
+        optimizers = [wrap(each) for each in (torch.optim.Adafactor([first]), kind([last], lr=0.01))]
+        for step in range(20):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of(model, step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for optimizer in optimizers if wrap is fastps.DistributedOptimizer else ():
+            optimizer.close()
+        return [each.detach().clone() for each in model.parameters()]
+
+    found, expected = run(fastps.DistributedOptimizer), run(lambda inner: inner)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=0 if kind is OwnAdamW else 1e-4)
+
+
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("kind", ["own", "muon"])
 def test_workers_have_the_weights_of_one_process_that_sums_in_their_order(kind: str, workers: int) -> None:
