@@ -202,6 +202,16 @@ class JobMemory(WeightsMemory):
             for index, parameter in enumerate(self.layout.parameters)
         ]
 
+    def reserve_weights(self, buffer: int) -> None:
+        """Give a weights buffer its pages before it is written, if the job began without them. Raises ArenaError."""
+        length = self.arena.reader_weights_range(1)[1]
+        allocate(
+            self.descriptor,
+            self.arena.weights_offset(buffer),
+            length,
+            "one more version of the weights, while others are in use,",
+        )
+
     def thaw(self, parameters: Collection[int]) -> None:
         """Give these parameters, if they are frozen, memory in each buffer and slot. The caller holds all shard locks.
 

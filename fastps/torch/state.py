@@ -91,6 +91,8 @@ def _republished(worker: Worker, tensors_of: MakeTensors) -> Iterator[tuple[list
         weights, state = store.committed()
         spares = [worker.lane.spare(shard) for shard in range(store.arena.shards)]
         new_weights, new_state = [pair[0] for pair in spares], [pair[1] for pair in spares]
+        for buffer in new_weights if store.layout.rule.runs_in_python else ():
+            store.reserve_weights(buffer)
         _copy(tensors_of(store.weight_views(weights)), tensors_of(store.weight_views(new_weights)))
         for plane in range(store.layout.planes):
             _copy(tensors_of(store.plane_views(state, plane)), tensors_of(store.plane_views(new_state, plane)))

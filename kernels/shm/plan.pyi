@@ -20,4 +20,5 @@ def plan(
     tables: list[tuple[int, int, int, int, int]] | None = None,
     row_rule: int = 0,
     frozen: list[tuple[int, int]] | None = None,
+    later: int = 0,
 ) -> tuple[bytes, int, list[tuple[int, int]]]: ...

@@ -108,6 +108,7 @@ class TorchFold:
 
     def _weights(self, buffer: int) -> list[torch.Tensor]:
         if (buffer,) not in self._made:
+            self._store.reserve_weights(buffer)
             self._made[buffer,] = shaped_tensors(self._store, self._store.weight_views(buffer))
         return self._made[buffer,]
 

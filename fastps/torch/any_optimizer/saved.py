@@ -76,7 +76,7 @@ def _tensor_of(arrays: Mapping[str, Array], name: str, kind: str) -> torch.Tenso
 def entries_of(state: Saved, groups: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
     """Each parameter's entry in a state of `saved`. What is written to it changes nothing in the job. Raises UsageError."""
     found = state_of(state)
-    if not _OF_ITS_FORM <= found.keys():
+    if not found.keys() >= _OF_ITS_FORM:
         raise UsageError(f"optimizer.state: expected a state dict of torch's form, found {', '.join(found)}: use state_dict()")
     numbers = [number for group in found["param_groups"] for number in group["params"]]
     tensors = [tensor for group in groups for tensor in group["params"]]
@@ -109,7 +109,7 @@ def restore(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
 
 def _keep_types(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Undo the conversion of the state to the parameters' types that torch makes when it loads one of its own form."""
-    if not _OF_ITS_FORM <= state.keys():
+    if not state.keys() >= _OF_ITS_FORM:
         return
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]

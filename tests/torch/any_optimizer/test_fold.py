@@ -374,6 +374,24 @@ def test_what_an_optimizer_in_python_cannot_be_is_refused_by_name(kind: Any, opt
         fastps.DistributedOptimizer(kind(new_model().parameters()), **options)
 
 
+def test_a_weights_buffer_has_memory_from_the_first_version_that_it_gets() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1 << 18))
+    with fastps.DistributedOptimizer(Own([weight])) as optimizer:
+        store = optimizer.worker.store
+
+        def models() -> float:
+            return os.fstat(store.descriptor).st_blocks * 512 / weight.nbytes
+
+        weight.sum().backward()
+        optimizer.step()
+        assert store.arena.buffers == 4 and 3.0 < models() < 3.5, "two buffers and a slot"
+        pinned = optimizer.pin_whole_version({})  # as a checkpoint does
+        optimizer.step()
+        optimizer.step()
+        assert 4.0 < models() < 4.5, "one more"
+        pinned.close()
+
+
 def test_another_worker_reads_the_state_of_the_published_version() -> None:
     def work(rank: int) -> tuple[bool, bool]:
         torch.set_num_threads(1)
