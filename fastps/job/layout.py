@@ -122,6 +122,13 @@ class Layout:
         return self.server != "workers"
 
     @property
+    def steps_alone(self) -> bool:
+        """Whether an optimizer in Python steps as without fastps: in its only worker, on that one's own gradients."""
+        is_own = self.rule.runs_in_python and self.lanes == 1 and not self.has_server and not self.policy.clip
+        types = {kind for parameter in self.parameters for kind in (parameter.type, parameter.stored)}
+        return is_own and types == {self.gradient_type}
+
+    @property
     def has_no_state(self) -> bool:
         """Whether this is the arena of one node of several: its server is the node's agent, and node 0 has the state."""
         return self.rule.name == LEAF

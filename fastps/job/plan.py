@@ -10,6 +10,8 @@ from fastps.job.policy import Policy
 from fastps.kernels.shm import plan as arena_plan
 from fastps.kernels.shm.arena import MAX_BUFFERS
 
+_AT_ONCE = 2  # weights buffers with pages when an optimizer in Python begins: the published one, and the one that is written
+
 
 def most_lanes(policy: Policy) -> int:
     """The most workers of an arena. Each has one buffer of weights or three, and three are for all."""
@@ -25,8 +27,9 @@ def check_lanes(policy: Policy, lanes: int) -> None:
 def plan(layout: Layout) -> tuple[bytes, int, list[tuple[int, int]]]:
     """The header of a layout's arena, the arena's size in bytes, and the ranges that the job needs from the beginning.
 
-    The rest gets pages later: the readers' buffers when a reader comes, the rows of pushes when a worker needs them, and frozen
-    parameters with their first gradient. A range is (offset, length).
+    The rest gets pages later: the readers' buffers when a reader comes, the rows of pushes when a worker needs them, frozen
+    parameters with their first gradient, and weights buffers beside the lowest two when an optimizer in Python writes them.
+    A range is (offset, length).
     Raises UsageError for a layout without parameters, and LayoutError for a number of workers out of range.
     """
     if not layout.parameters and not layout.carried:
@@ -56,6 +59,7 @@ def plan(layout: Layout) -> tuple[bytes, int, list[tuple[int, int]]]:
         row_rule=layout.row_rule,
         frozen=layout.frozen_runs,
         carried_bytes=layout.carried_bytes,
+        later=layout.buffers - _AT_ONCE if layout.rule.runs_in_python else 0,
     )
 
 

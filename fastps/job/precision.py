@@ -7,7 +7,7 @@ have yet.
 from collections.abc import Sequence
 
 from fastps.errors import UnsupportedError
-from fastps.job.layout import GradientType, Layout
+from fastps.job.layout import Layout
 from fastps.kernels.update import fold
 
 

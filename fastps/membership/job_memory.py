@@ -220,6 +220,16 @@ class JobMemory(WeightsMemory):
         found = [lane for lane, state in states if state in pushing or (state == arena.LANE_FREE and lane < initial)]
         return [lane for lane in found if lane != rank]
 
+    def reserve_weights(self, buffer: int) -> None:
+        """Give a weights buffer its pages before it is written, if the job began without them. Raises ArenaError."""
+        length = self.arena.reader_weights_range(1)[1]
+        allocate(
+            self.descriptor,
+            self.arena.weights_offset(buffer),
+            length,
+            "one more version of the weights, while others are in use,",
+        )
+
     def thaw(self, parameters: Collection[int]) -> None:
         """Give these parameters, if they are frozen, memory in each buffer and slot. The caller holds all shard locks.
 

@@ -125,6 +125,13 @@ class Attachment:
         if self.has_begun:
             self.weights.remember()
 
+    def after_error(self, slot: int) -> None:
+        """Let the script go on after an error in a step whose push is not folded yet: later, or without its own step()."""
+        if not self.store.layout.steps_alone:
+            return self.gradients.detach(slot)  # type: ignore[no-any-return]
+        self.worker.advance()
+        self.take_weights()
+
     def change_to(self, moved: Worker) -> None:
         """Leave the present job for another, which has its weights and its state."""
         old, self._own = self.worker, self.weights.own
@@ -207,6 +214,9 @@ class Attachment:
             self._is_refused = False
         may_differ = self._may_differ()  # asked in every step, because that keeps the handler of faults in front
         gained = {index for index in self.weights.own if self.tensors[index].grad is not None}
+        if self.store.layout.steps_alone:  # a closure makes the gradients later
+            trains = {index for index in self.weights.own if self.tensors[index].requires_grad}
+            gained |= trains | (self.weights.own - self.store.frozen)
         self._thaw(gained)
         if self._first is not None:
             self._agree_on_first(self._first, gained)

@@ -45,7 +45,6 @@ from fastps.torch.gradients import OF_A_SCALER, loss_scaling
 from fastps.torch.join import Joining
 from fastps.torch.model_buffers import ModelBuffers
 from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_calls
-from fastps.torch.placements.host import HostPlacement
 from fastps.torch.placements.placed import placed
 from fastps.torch.update_rules import PARAMETER_TYPES, Hypers, pushed_type, rows_of, rule_of, without
 from fastps.torch.weights import shown
@@ -77,9 +76,8 @@ class DistributedOptimizer(OptimizerState):
     that do not wait for the fold (asp, ssp, dssp) `p.grad` is None after `step()`: other workers read its memory.
 
     Args:
-        optimizer: a RuleOptimizer, or SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta or RMSprop of torch.optim; for
-            tables (layers with sparse=True) SGD, Adagrad, SparseAdam or a RowWiseAdagradOptimizer. It
-            shares its param_groups with this optimizer, so lr schedulers work on either.
+        optimizer: a RuleOptimizer, or any torch optimizer; for tables (layers with sparse=True) SGD, Adagrad, SparseAdam or a
+            RowWiseAdagradOptimizer. It shares its param_groups with this optimizer, so lr schedulers work on either.
         sync: a spec such as "dssp:3,15" or a Policy; default: FASTPS_SYNC, else "bsp". "auto" runs the first 32 steps under
             bsp and chooses a discipline from their times (docs/how-to/profiling.md).
         batch_size: samples in this worker's batch, for schemes that count them; report_loss may give each step's own number.
@@ -145,7 +143,7 @@ class DistributedOptimizer(OptimizerState):
         self._left_out, self._tensors = join.tensors_of(optimizer)
         pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors), self._tensors)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._buffers, self._placement = ModelBuffers(model), self._place(push_dtype)
+        self._buffers, self._placement = ModelBuffers(model), placed(self._tensors, push_dtype, is_told=self._is_told)
         self._tensors = self._placement.tensors
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         self._server = owner.server_of(self._rule, policy, faults, self._identity.workers, server)
@@ -176,9 +174,10 @@ class DistributedOptimizer(OptimizerState):
     def _begin(self, worker: Worker, batch_size: int, checkpointing: tuple[Path, int] | None) -> None:
         foreign.keep_untraced()
         self._job.use(worker)
+        self._alone = owner.fold_of(worker.combining) if worker.store.layout.steps_alone else None
         self._warm_up = WarmUp(worker.store, worker) if self.policy.warm_up else None
         self._batch_size = self._samples = batch_size
-        self._job.hook(refuse_calls(self._inner, loads=self._rule.runs_in_python))
+        self._job.hook(refuse_calls(self._inner, owner.fold_of(worker.combining), loads=self._rule.runs_in_python))
         if worker.begun_at:  # torch would warn of a schedule that the script steps to where the job is
             self._opt_called = True
         if checkpointing is not None:
@@ -213,9 +212,6 @@ class DistributedOptimizer(OptimizerState):
         if self._rule.runs_in_python:
             owner.check(layout, self._placement.name)
         return layout
-
-    def _place(self, push_dtype: torch.dtype) -> HostPlacement:
-        return placed(self._tensors, push_dtype, is_told=self._is_told)
 
     def _join(self, layout: Layout, to: Joining) -> Worker:
         def write_state(store: JobMemory) -> None:
@@ -265,9 +261,8 @@ class DistributedOptimizer(OptimizerState):
                 with profiling.ranges(self._job.worker, self._job):
                     return self._hooked_step(closure)
             hooks = self._optimizer_step_post_hooks or _GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1]
-            if hooks or len(self._optimizer_step_pre_hooks) > 1:  # one refuses step() of the wrapped optimizer
-                return self._hooked_step(closure)
-            return self._step(closure)
+            is_hooked = hooks or len(self._optimizer_step_pre_hooks) > 1  # one refuses step() of the wrapped optimizer
+            return self._hooked_step(closure) if is_hooked else self._step(closure)
         except BaseException:
             for name in OF_A_SCALER:  # which removes them after a step that ends well
                 self.__dict__.pop(name, None)
@@ -277,7 +272,8 @@ class DistributedOptimizer(OptimizerState):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
+        alone, closure = self._alone, None if closure is None else torch.enable_grad()(closure)
+        loss = closure() if closure is not None and alone is None else None
         job, warm_up = self._job, self._warm_up
         worker, gradients = job.worker, job.gradients
         if gradients.accumulates:
@@ -299,9 +295,9 @@ class DistributedOptimizer(OptimizerState):
             job.equal_gradients.compare(slot)
         if job.carries:
             job.carried.bring(slot)
-        scale, skipped, attributes = 1.0, False, self.__dict__
-        if "grad_scale" in attributes or "found_inf" in attributes:
-            scale, skipped = loss_scaling(attributes)  # only a GradScaler's step sets them
+        scale, skipped = 1.0, False
+        if "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
+            scale, skipped = loss_scaling(self.__dict__)  # only a GradScaler's step sets them
         if job.is_late:
             skipped = skipped or job.begins_void()
         clip = gradients.clip_factor(job.clip, scale) if job.clip else 1.0
@@ -312,6 +308,8 @@ class DistributedOptimizer(OptimizerState):
             options.check(hypers)
             if self._is_own:
                 self._send_options()
+        if alone is not None:  # whose own step() calls it
+            alone.closure, alone.result = None if skipped else closure, None
         try:
             worker.push(hypers, presence=presence, scale=scale * clip, null=skipped, samples=self._samples)
             if not skipped:
@@ -319,16 +317,16 @@ class DistributedOptimizer(OptimizerState):
             worker.advance()
         except BaseException:
             if worker.lane.awaits:
-                gradients.detach(slot)
+                job.after_error(slot)
             raise
-        job.take_weights(() if skipped else gradients.present)
+        job.take_weights(() if skipped else gradients.present if alone is None else range(len(self._tensors)))
         if scale != 1.0:
             gradients.multiply(scale)  # undo a GradScaler's scale, as torch does
         if warm_up is not None and worker.steps == warm_up.steps:
             self._take_advice(warm_up)
         if job.checkpointing is not None:
             job.checkpointing.after_step()
-        return loss
+        return loss if alone is None else alone.result
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
 

@@ -14,6 +14,7 @@ from fastps.job.update_rules import Rule
 from fastps.job.user_rules import UserRule
 from fastps.torch import state
 from fastps.torch.any_optimizer import saved, service
+from fastps.torch.any_optimizer.fold import TorchFold, inside
 from fastps.torch.any_optimizer.owner import OwnerCombining
 from fastps.torch.attachment import Attachment
 from fastps.torch.job_state import Entry, JobState
@@ -128,17 +129,15 @@ class OptimizerState(torch.optim.Optimizer):
 
     def _read_own(self) -> saved.Saved:
         """The state of the optimizer in whatever process runs it, at the published version. Raises WorkerDiedError."""
-        if self._runs_here:  # no fold comes between: this thread makes them
-            return saved.saved(self._inner)
+        part: Any = self._job.worker.combining
         with self._job.worker.locked():
-            return service.read(self._job.store.job, self._job.store.timeout_s)
+            return part.state()  # type: ignore[no-any-return]
 
     def _pin_with_state(self, pin: Callable[..., Pinned]) -> Pinned:
         """Pin a version with the optimizer's state at it."""
-        if self._runs_here:
-            return pin(more=saved.for_checkpoint(saved.saved(self._inner)))
+        part: Any = self._job.worker.combining
         with self._job.worker.locked():
-            return pin(more=saved.for_checkpoint(service.read(self._job.store.job, self._job.store.timeout_s)))
+            return pin(more=saved.for_checkpoint(part.state()))
 
     def _load_own(self, state_dict: dict[str, Any]) -> None:
         """Load into the wrapped optimizer, and if another process runs it, worker 0's there."""
@@ -382,10 +381,10 @@ def check_kind(optimizer: object) -> None:
         )
 
 
-def refuse_calls(inner: torch.optim.Optimizer, *, loads: bool = False) -> list[Any]:
+def refuse_calls(inner: torch.optim.Optimizer, fold: TorchFold | None = None, *, loads: bool = False) -> list[Any]:
     """Let step() and load_state_dict() of a wrapped optimizer raise UsageError, until the hooks that this returns are removed.
 
-    The DistributedOptimizer has the same hooks. `loads`: load_state_dict() is allowed.
+    The DistributedOptimizer has the same hooks. `loads`: load_state_dict() is allowed. Inside `fold` it may step others.
     """
 
     def refusal(text: str) -> Callable[..., None]:
@@ -403,7 +402,19 @@ def refuse_calls(inner: torch.optim.Optimizer, *, loads: bool = False) -> list[A
         "load_state_dict() of an optimizer that is wrapped changes nothing in the job: load before wrapping it, or into the"
         " DistributedOptimizer"
     )
-    handles = [inner.register_step_pre_hook(refuse_step)]
+
+    def refuse_inside(_: torch.optim.Optimizer, *__: Any) -> None:
+        if fold is None or not fold.is_stepping:
+            raise UsageError(
+                f"step() of an optimizer inside {type(inner).__name__}, which is wrapped, was called outside of step() of the"
+                " DistributedOptimizer, and would change the weights of this worker alone: with one worker call step(closure)"
+                f" of that; with several wrap the inner optimizer, and make {type(inner).__name__} around it"
+            )
+
+    handles = [
+        inner.register_step_pre_hook(refuse_step),
+        *(each.register_step_pre_hook(refuse_inside) for each in inside(inner)),
+    ]
     return handles if loads else [*handles, inner.register_load_state_dict_pre_hook(refuse_load)]
 
 

@@ -82,6 +82,8 @@ def _republished(worker: Worker, tensors: Tensors) -> Iterator[tuple[list[int], 
         weights, state = store.committed()
         spares = [worker.lane.spare(shard) for shard in range(store.arena.shards)]
         new_weights, new_state = [pair[0] for pair in spares], [pair[1] for pair in spares]
+        for buffer in new_weights if store.layout.rule.runs_in_python else ():
+            store.reserve_weights(buffer)
         _copy(tensors.weights(weights), tensors.weights(new_weights))
         for plane in range(store.layout.planes):
             _copy(tensors.planes(state, plane), tensors.planes(new_state, plane))

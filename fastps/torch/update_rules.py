@@ -31,10 +31,6 @@ _WITHOUT_EFFECT = {
 }
 """Options that choose how torch runs an optimizer, and the level of the message that they change nothing here."""
 
-_REFUSED = {
-    "LBFGS": "it evaluates the loss several times a step and needs dot products over all parameters: use Adam or SGD, which may"
-    " need 25 times the steps, or train with LBFGS in one process, without fastps",
-}
 _KNOWN: dict[type, str] = {getattr(torch.optim, kind): name for name, row in UPDATE_RULES.items() for kind in row.optimizers}
 _KNOWN[RowWiseAdagradOptimizer] = "row_wise_adagrad"
 
@@ -57,8 +53,6 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     if isinstance(optimizer, RuleOptimizer):
         return optimizer.rule
     name = kind.__name__
-    if name in _REFUSED and kind is getattr(torch.optim, name, None):
-        raise UnsupportedError(f"torch.optim.{name} is not supported, because {_REFUSED[name]}")
     if kind not in _KNOWN:
         return PythonRule(f"{kind.__module__}.{kind.__qualname__}", RULE_SGD, (), switches=_digest(optimizer.param_groups))
     for option, level in _WITHOUT_EFFECT.items():

@@ -21,4 +21,5 @@ def plan(
     row_rule: int = 0,
     frozen: list[tuple[int, int]] | None = None,
     carried_bytes: int = 0,
+    later: int = 0,
 ) -> tuple[bytes, int, list[tuple[int, int]]]: ...

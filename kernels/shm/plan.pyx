@@ -168,10 +168,11 @@ cdef list carried_places(const fps_header *header):
                      for each in range(header.n_lanes * header.n_slots)]
 
 
-cdef list _needed(const fps_header *header, list frozen):
-    """The ranges of bytes that get pages before the first process attaches, without those of `frozen` runs of floats.
+cdef list _needed(const fps_header *header, list frozen, int later):
+    """The ranges of bytes that get pages before the first process attaches.
 
-    What versions carry beside parameters gets its pages with the first reader.
+    Without those of `frozen` runs of floats, and of as many weights buffers of the workers, the last ones, as `later` says. What
+    versions carry beside parameters gets its pages with the first reader.
     """
     cdef uint64_t halves_offset = header.spare_weights_offset + header.buffer_floats * sizeof(float)
     ranges, kept, begin = carried_places(header) if header.n_parameters else [], [], 0
@@ -180,8 +181,10 @@ cdef list _needed(const fps_header *header, list frozen):
         if header.shown_type != FPS_FLOAT32:
             kept.append((halves_offset + 2 * first, 2 * floats))
         ranges += places_of(header, first, floats)
+    for buffer in range(header.n_buffers - later, header.n_buffers):
+        ranges.append((header.weights_offset + buffer * header.weights_bytes, header.weights_bytes))
     for offset, length in sorted(ranges):
-        if (end := _aligned(offset, PAGE)) < (following := (offset + length) // PAGE * PAGE):
+        if (end := max(begin, _aligned(offset, PAGE))) < (following := (offset + length) // PAGE * PAGE):
             kept.append((begin, end - begin))
             begin = following
     return [*kept, (begin, header.reader_weights_offset - begin)]
@@ -190,7 +193,7 @@ cdef list _needed(const fps_header *header, list frozen):
 def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int64_t buffer_floats, int rule, int state_planes,
          int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0, bint checks_finite=False,
          int gradient_type=FPS_FLOAT32, int shown_type=FPS_FLOAT32, int servers=0, int readers=0, list tables=None,
-         int row_rule=0, list frozen=None, int64_t carried_bytes=0):
+         int row_rule=0, list frozen=None, int64_t carried_bytes=0, int later=0):
     """The header of an arena of these measures and the descriptions of its tables, as bytes, the arena's size, and the ranges
     (offset, length) of it that need pages from the beginning: the others get them later, such as the buffers of readers.
 
@@ -200,6 +203,7 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     `tables`: (rows, width, parameter, group, shard) of each parameter of which pushes carry rows; `row_rule`: their rule.
     `carried_bytes`: what a version carries besides weights, a line of marks included.
     `frozen`: (first, floats) of each run of a buffer's floats without gradients so far: only the spare buffer has them.
+    `later`: how many weights buffers of the workers, the last ones, get pages later.
 
     Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
     """
@@ -224,7 +228,7 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     place_tables(words, &header)
     _place(&header)
     described = (<char *> &header)[:sizeof(fps_header)] + (<char *> words)[:header.n_tables * sizeof(fps_table)]
-    return described, header.total_bytes, _needed(&header, frozen or [])
+    return described, header.total_bytes, _needed(&header, frozen or [], later)
 
 
 cdef int check_header(const fps_header *found, int64_t size) except -1:

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging  # noqa: E402
 from lightning.pytorch.plugins.precision import FSDPPrecision  # noqa: E402
 
 from fastps.integrations.lightning import FastpsStrategy, checks  # noqa: E402
-from tests.integrations.lightning_modules import Line, loader, trainer  # noqa: E402
+from tests.integrations.lightning_modules import Line, loader, single, trainer  # noqa: E402
 
 
 def _refused(error: type[Exception], *words: str, **options: Any) -> None:
@@ -92,12 +92,19 @@ class _Wrapped(Line):
         return fastps.DistributedOptimizer(torch.optim.SGD(self.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize(
-    ("module", "words"), [(_Lbfgs, "LBFGS"), (_Wrapped, "expected the torch optimizer, because FastpsStrategy wraps it")]
-)
-def test_optimizers_that_cannot_be_wrapped_are_refused(module: Any, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "sync", "words"), [
+    (_Lbfgs, "bsp,clip=1", "LBFGS"), (_Wrapped, "bsp", "expected the torch optimizer, because FastpsStrategy wraps it"),
+])  # fmt: skip
+def test_optimizers_that_cannot_be_wrapped_are_refused(module: Any, sync: str, words: str, tmp_path: Path) -> None:
     with pytest.raises((fastps.UnsupportedError, fastps.UsageError), match=words):
-        trainer(tmp_path, FastpsStrategy("bsp"), workers=1).fit(module(), loader(8))
+        trainer(tmp_path, FastpsStrategy(sync), workers=1).fit(module(), loader(8))
+
+
+def test_one_workers_lbfgs_is_as_without_fastps(tmp_path: Path) -> None:
+    both = _Lbfgs(), _Lbfgs()
+    trainer(tmp_path, FastpsStrategy("bsp"), workers=1).fit(both[0], loader(8))
+    single(tmp_path).fit(both[1], loader(8))
+    assert [each.tolist() for each in both[0].parameters()] == [each.tolist() for each in both[1].parameters()]
 
 
 def test_process_group_of_another_size_is_refused(tmp_path: Path) -> None:

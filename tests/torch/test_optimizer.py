@@ -278,7 +278,6 @@ def test_param_groups_keep_their_own_hyper_parameters() -> None:
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (torch.optim.LBFGS, r"LBFGS is not supported, because .*several times a step.*use Adam or SGD"),
     (lambda p: torch.optim.SGD(torch.nn.Linear(2, 2).to(torch.float8_e4m3fn).parameters()),
      r"'param_groups\[0\]\[0\]': expected float32, float64, bfloat16 or float16, found float8_e4m3fn"),
     (lambda p: torch.optim.SGD([torch.nn.Parameter(torch.zeros(3, dtype=each)) for each in (torch.bfloat16, torch.float16)]),

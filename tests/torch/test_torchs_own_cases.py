@@ -1,23 +1,26 @@
-"""The option sets with which torch tests its own optimizers: one worker ends with torch's weights.
+"""The option sets with which torch tests its own optimizers: workers end with torch's weights.
 
 All dense ones have torch's bits. On the CPU torch may take square roots from a library (MKL) that does not round all of them
 correctly, and then some last digits differ; so the tests give torch correctly rounded ones.
 """
 
+import inspect
 import sys
 import types
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import fastps
+from tests.support import processes
 from tests.support.sizes import sample_and_full
 from tests.support.torch_optimizers import with_and_without
 
-ELSEWHERE = {"LBFGS", "Muon"}  # refused, and for matrices alone: tests/torch/test_optimizer.py, test_torch_fold.py
+ELSEWHERE = {"LBFGS", "Muon"}  # of closures, and for matrices alone: tests/torch/any_optimizer
 OF_TABLES = {"SparseAdam"}
 
 
@@ -94,3 +97,79 @@ def _compare(kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
             assert torch.allclose(own, plain, rtol=3e-7, atol=1e-8), options
         else:
             assert torch.equal(own, plain), options
+
+
+STEPS = 8
+SHAPES = {"Muon": [(4, 3), (4, 4)]}  # of the parameters; of others:
+OTHERS = [(4, 3), (4,), ()]
+
+
+def _parameters(name: str) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES.get(name, OTHERS)]
+
+
+def _loss(parameters: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+    hidden = torch.randn(5, 3, generator=torch.Generator().manual_seed(number)) @ parameters[0].t()
+    last = (hidden + parameters[1]) * parameters[2] if len(parameters) == 3 else torch.tanh(hidden) @ parameters[1]
+    return last.square().mean()
+
+
+def _summed(kind: Any, options: dict[str, Any], workers: int) -> list[list[float]]:
+    """The parameters of one process that adds up the gradients of all workers in their order."""
+    parameters = _parameters(kind.__name__)
+    optimizer = kind(parameters, **options)
+    for step in range(STEPS):
+        sums: list[torch.Tensor] = []
+        for rank in range(workers):
+            found = torch.autograd.grad(_loss(parameters, 100 * step + rank), parameters)
+            sums = [one + other for one, other in zip(sums, found, strict=True)] if sums else list(found)
+        for parameter, total in zip(parameters, sums, strict=True):
+            parameter.grad = total * (1 / workers)
+        optimizer.step()
+    return [parameter.flatten().tolist() for parameter in parameters]
+
+
+def _of_workers(kind: Any, cases: list[dict[str, Any]], workers: int) -> list[list[list[list[float]]]]:
+    """Of each worker the parameters that each of these option sets ends with, in one job after the other."""
+
+    def train(rank: int) -> list[list[list[float]]]:
+        torch.set_num_threads(1)
+        found = []
+        for options in cases:
+            parameters = _parameters(kind.__name__)
+            with fastps.DistributedOptimizer(kind(parameters, **options)) as optimizer:
+                for step in range(STEPS):
+                    optimizer.zero_grad()
+                    _loss(parameters, 100 * step + rank).backward()
+                    optimizer.step()
+                found.append([parameter.flatten().tolist() for parameter in parameters])
+        return found
+
+    return processes.results(processes.start_job(train, workers), 120)
+
+
+IMPLEMENTATIONS = ["foreach", "fused"]  # "differentiable" is for parameters that are no leaves
+
+
+@sample_and_full(5, 1, "every")
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("is_own", [False, True], ids=["class", "subclass"])
+@pytest.mark.parametrize("name", [name for name in [*NAMES, "Muon"] if name not in OF_TABLES])
+@pytest.mark.sampled(9)
+def test_workers_end_with_the_weights_of_one_process_that_sums_in_their_order(
+    name: str, is_own: bool, workers: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A subclass runs in Python, where torch's ways to run it have their own bits."""
+    kind, cases = KINDS[name], _cases(KINDS[name])
+    if is_own:
+        kind = type(name, (kind,), {})
+        known = inspect.signature(KINDS[name]).parameters
+        cases = [*cases, *({**case, way: True} for way in IMPLEMENTATIONS if way in known for case in cases)]
+    monkeypatch.setattr(torch.Tensor, "sqrt", _rounded_root)
+    monkeypatch.setattr(torch.Tensor, "sqrt_", lambda values: values.copy_(_rounded_root(values)))
+    torch.set_num_threads(1)
+    expected = [_summed(kind, options, workers) for options in cases[::every]]
+    for found in _of_workers(kind, cases[::every], workers):
+        for options, own, plain in zip(cases[::every], found, expected, strict=True):
+            assert own == plain, options

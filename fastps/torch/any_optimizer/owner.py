@@ -5,7 +5,6 @@ pace would be everybody's, so a server process does, with an optimizer that it h
 version, worker 0 may even wait in another job of the script while the others wait for it in this one.
 """
 
-import contextlib
 import logging
 import os
 import platform
@@ -14,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from fastps.errors import Error, UnsupportedError, WorkerDiedError
+from fastps.errors import UnsupportedError, WorkerDiedError
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout
@@ -26,35 +25,41 @@ from fastps.kernels.shm.arena import LANE_JOINING, LANE_LEAVING, LANE_LIVE
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.combining import Combining
 from fastps.store.server_process import ServerPlan
-from fastps.system.deadline import Deadline
+from fastps.torch.any_optimizer import saved, service
 from fastps.torch.any_optimizer.fold import TorchFold
 from fastps.torch.any_optimizer.rebuilt import OptimizerOrder
-from fastps.torch.any_optimizer.service import StateService
+from fastps.torch.any_optimizer.saved import Saved
+from fastps.torch.any_optimizer.service import Inbox, StateService
 from fastps.torch.tensors import Tensors
 
 logger = logging.getLogger("fastps.torch")
 
 SERVER = "fastps.processes.server"
 _PRESENT = (LANE_JOINING, LANE_LIVE, LANE_LEAVING)
-_CLOSE_NS = 10_000_000_000
 
 
 def server_of(rule: Rule, policy: Policy, faults: FaultPolicy, workers: int, server: str | None) -> str:
     """The job's kind of server. `server`: the argument of that name, or None for FASTPS_SERVER."""
     given: str = value_of("FASTPS_SERVER", server)
-    needs_all = policy.is_level and policy.grant == "next-version"
-    is_needed = rule.runs_in_python and faults.lanes(workers) > 1 and (faults.continues or not needs_all)
+    needs_all = policy.is_level and policy.grant == "next-version" and not faults.continues
+    is_alone = faults.lanes(workers) == 1 and not policy.overlap  # whose thread would fold while the script computes
+    is_needed = rule.runs_in_python and not needs_all and not is_alone
     return "process" if is_needed else given
 
 
 def check(layout: Layout, placement: str) -> None:
     """Raise UnsupportedError where an optimizer that runs in Python cannot be the fold."""
     policy, name = layout.policy, layout.rule.name
+    is_lbfgs = name == "torch.optim.lbfgs.LBFGS"
     found = {
         ("a model on the CPU of one node", f"placement {placement!r}"): placement != "host",
         ("a fixed sync", "sync='auto'"): bool(policy.warm_up),
         ("shards=1", f"{policy.shards} shards"): policy.shards > 1,
         ("real time", "virtual time"): environment.is_virtual(),
+        (
+            "one worker, without clip= and of one type, because each step evaluates the loss several times",
+            f"up to {layout.lanes} under {policy.spec}",
+        ): is_lbfgs and not layout.steps_alone,
     }
     for (expected, what), is_found in found.items():
         if is_found:
@@ -83,19 +88,28 @@ def combining_of(
     return OwnerCombining(worker, TorchFold(optimizer, tensors.enter(worker.store)), after_fold)
 
 
+def fold_of(combining: Combining) -> TorchFold | None:
+    """The fold of this part, if it runs the optimizer."""
+    return combining.fold if isinstance(combining, OwnerCombining) else None
+
+
 class OwnerCombining(Combining):
     """Worker 0 folds what all push, by its optimizer, while it is in its own step."""
 
     def __init__(self, worker: AttachedLane, fold: TorchFold, after_fold: Callable[[], None]) -> None:
         super().__init__(worker)
-        self._fold, self._after_fold = fold, after_fold
+        self.fold, self._after_fold = fold, after_fold
         self._service: StateService | None = None
         self._lane.fold_with(self._fold_and_tell, range(self._shards))
 
     def begin(self) -> None:
         """Answer other workers that ask for the state."""
         if self._worker.store.layout.lanes > 1:
-            self._service = StateService(self._worker.store.job, self._fold)
+            self._service = StateService(self._worker.store.job, self.fold)
+
+    def state(self) -> Saved:
+        """The optimizer's state. No fold comes between: this thread makes them."""
+        return saved.saved(self.fold.optimizer)
 
     def _fold_and_tell(self, call: FoldCall) -> list[int] | None:
         threads = torch.get_num_threads()
@@ -104,7 +118,7 @@ class OwnerCombining(Combining):
         if most != threads:
             torch.set_num_threads(most)
         try:
-            return self._fold.fold(call)
+            return self.fold.fold(call)
         finally:
             if most != threads:
                 torch.set_num_threads(threads)
@@ -116,18 +130,11 @@ class OwnerCombining(Combining):
         return True
 
     def before_close(self, failure: str | None) -> None:
-        """Wait for a while until the others have closed, too: they may ask for the last state."""
-        if failure is not None or self._service is None:
-            return
-        arena, rank = self._worker.store.arena, self._worker.rank
-        deadline = Deadline(self._clock.now_ns(), _CLOSE_NS)
-
-        def have_closed() -> bool:
-            present = [lane for lane, state in enumerate(arena.lane_states()[: arena.lanes]) if state in _PRESENT]
-            return present in ([], [rank]) or deadline.is_over(self._clock.now_ns())
-
-        with contextlib.suppress(Error):  # one that has died asks no more
-            self._worker.wait_until(have_closed, 1_000_000, lambda: "")
+        """Leave the last state with the workers that have not closed yet, which may ask for it."""
+        if failure is None and self._service is not None:
+            arena, rank = self._worker.store.arena, self._worker.rank
+            states = arena.lane_states()[: arena.lanes]
+            self._service.leave([lane for lane, state in enumerate(states) if state in _PRESENT and lane != rank])
 
     def after_close(self, failure: str | None) -> None:
         """Answer no more."""
@@ -150,6 +157,27 @@ class OtherCombining(Combining):
     def __init__(self, worker: AttachedLane) -> None:
         super().__init__(worker)
         self._lane.fold_with(_fold_nothing, ())
+        self._inbox: Inbox | None = None
+
+    def begin(self) -> None:
+        """Let worker 0 leave the last state here. A server outlives the workers."""
+        if not self._worker.store.layout.has_server:
+            self._inbox = Inbox(self._worker.store.job, self._worker.rank)
+
+    def state(self) -> Saved:
+        """The optimizer's state at the published version, if this worker holds the shard locks. Raises WorkerDiedError."""
+        try:
+            return service.read(self._worker.store.job, self._worker.store.timeout_s)
+        except WorkerDiedError:
+            last = self._inbox.state() if self._inbox is not None else None
+            if last is None:
+                raise
+            return last
+
+    def after_close(self, failure: str | None) -> None:
+        """Take no more."""
+        if self._inbox is not None:
+            self._inbox.close()
 
     def after_push(self) -> None:
         """Worker 0 may be asleep."""

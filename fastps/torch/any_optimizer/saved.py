@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fastps.checkpoint.format import Array, Checkpoint, refused
-from fastps.errors import CheckpointError
+from fastps.errors import CheckpointError, UsageError
 
 PREFIX = "optimizer/"
 FIELD = "optimizer"
@@ -25,6 +25,7 @@ _TYPES = {
     )
 }  # fmt: skip
 _OF_TORCH = {"defaults", "state", "param_groups", "step", "_zero_grad_profile_name", "_opt_called", "_step_count"}
+_OF_ITS_FORM = {"state", "param_groups"}  # what torch's state dicts have
 Saved = tuple[dict[str, Any], dict[str, Array]]
 
 
@@ -73,8 +74,10 @@ def _tensor_of(arrays: Mapping[str, Array], name: str, kind: str) -> torch.Tenso
 
 
 def entries_of(state: Saved, groups: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
-    """Each parameter's entry in a state of `saved`. What is written to it changes nothing in the job."""
+    """Each parameter's entry in a state of `saved`. What is written to it changes nothing in the job. Raises UsageError."""
     found = state_of(state)
+    if not found.keys() >= _OF_ITS_FORM:
+        raise UsageError(f"optimizer.state: expected a state dict of torch's form, found {', '.join(found)}: use state_dict()")
     numbers = [number for group in found["param_groups"] for number in group["params"]]
     tensors = [tensor for group in groups for tensor in group["params"]]
     of_number = dict(zip(numbers, tensors, strict=True))
@@ -105,7 +108,9 @@ def restore(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
 
 
 def _keep_types(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Undo the conversion of the state to the parameters' types that torch makes when it loads."""
+    """Undo the conversion of the state to the parameters' types that torch makes when it loads one of its own form."""
+    if not state.keys() >= _OF_ITS_FORM:
+        return
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for tensor, number in zip(tensors, numbers, strict=True):
@@ -129,8 +134,9 @@ def _encoded(value: Any, arrays: dict[str, Array], where: str, depth: int = 0) -
     if depth < _DEEPEST and isinstance(value, list | tuple):
         parts = [_encoded(each, arrays, where, depth + 1) for each in value]
         return {"list" if isinstance(value, list) else "tuple": parts}
-    if depth < _DEEPEST and isinstance(value, Mapping) and all(type(key) in (str, int) for key in value):
-        return {"dict": [[key, _encoded(each, arrays, f"{where}, {key!r}", depth + 1)] for key, each in value.items()]}
+    if depth < _DEEPEST and isinstance(value, Mapping) and all(type(key) in (str, int, tuple) for key in value):
+        named = [(key, f"{where}, {key!r}", each) for key, each in value.items()]
+        return {"dict": [[_encoded(key, arrays, name), _encoded(each, arrays, name, depth + 1)] for key, name, each in named]}
     raise CheckpointError(
         f"{where}: expected numbers, tensors, text, and lists, tuples and dicts of them, found {type(value).__name__}, which a"
         " checkpoint cannot hold without running code when it is read"
@@ -146,5 +152,5 @@ def _decoded(value: Any, tensor_of: Callable[[str, str], torch.Tensor]) -> Any:
         return float(inside)
     if kind == "tensor":
         return tensor_of(*inside)
-    parts = [[part[0], _decoded(part[1], tensor_of)] if kind == "dict" else _decoded(part, tensor_of) for part in inside]
+    parts = [[_decoded(each, tensor_of) for each in part] if kind == "dict" else _decoded(part, tensor_of) for part in inside]
     return {"list": list, "tuple": tuple, "dict": dict}[kind](parts)

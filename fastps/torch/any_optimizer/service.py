@@ -30,15 +30,8 @@ class StateService:
 
     def __init__(self, job: str, fold: TorchFold) -> None:
         self._fold = fold
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            self._listener.bind(rendezvous.place_name(job, "optimizer"))
-        except OSError as error:
-            self._listener.close()
-            raise AttachError(
-                f"job {job}: expected to be the only process that runs its optimizer, found another ({error})"
-            ) from None
-        self._listener.listen()
+        self._listener = _listening(rendezvous.place_name(job, "optimizer"), job)
+        self._job = job
         self._thread = threading.Thread(target=self._answer, name="fastps-optimizer", daemon=True)
         self._thread.start()
 
@@ -48,6 +41,24 @@ class StateService:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
         self._listener.close()
+
+    def leave(self, ranks: Sequence[int]) -> None:
+        """Leave the last state with these workers, which read it once nobody answers. One that has closed gets none."""
+        word, file = self._state() if ranks else (b"", -1)
+        for rank in ranks:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                connection.settimeout(1.0)
+                connection.connect(_inbox(self._job, rank))
+                _send(connection, word, file)
+        if file >= 0:
+            os.close(file)
+
+    def _state(self) -> tuple[bytes, int]:
+        """The answer to a request to read: a word and a descriptor, or the text of an error and -1."""
+        try:
+            return _DONE, _packed(saved.saved(self._fold.optimizer))
+        except Exception as error:  # of any kind: the optimizer is the script's
+            return f"{type(error).__name__}: {error}".encode()[:_LONGEST], -1
 
     def _answer(self) -> None:
         while True:
@@ -65,43 +76,85 @@ class StateService:
 
     def _serve(self, connection: socket.socket) -> None:
         word, files, _, _ = socket.recv_fds(connection, _LONGEST, 1)
+        answer, sent = _DONE, -1
         try:
             with self._fold.lock:
                 if word == _READ:
-                    sent = _packed(saved.saved(self._fold.optimizer))
+                    answer, sent = self._state()
                 elif word == _LOAD and files:
                     saved.load(self._fold.optimizer, _unpacked(files[0]))
-                    sent = -1
                 elif word == _SET and files:
-                    for group, changed in zip(
-                        self._fold.optimizer.param_groups, saved.values_of(_unpacked(files[0])), strict=True
-                    ):
-                        group.update(changed)
-                    sent = -1
+                    groups, changed = self._fold.optimizer.param_groups, saved.values_of(_unpacked(files[0]))
+                    for group, options in zip(groups, changed, strict=True):
+                        group.update(options)
                 else:
                     return
         except Exception as error:  # of any kind: the optimizer is the script's
-            connection.send(f"{type(error).__name__}: {error}".encode()[:_LONGEST])
-            return
+            answer = f"{type(error).__name__}: {error}".encode()[:_LONGEST]
         finally:
             for file in files:
                 os.close(file)
-        if sent < 0:
-            connection.send(_DONE)
-            return
         try:
-            socket.send_fds(connection, [_DONE], [sent])
+            _send(connection, answer, sent)
         finally:
-            os.close(sent)
+            if sent >= 0:
+                os.close(sent)
+
+
+class Inbox:
+    """Where the process that runs the optimizer leaves the last state for a worker that closes after it."""
+
+    def __init__(self, job: str, rank: int) -> None:
+        self._listener = _listening(_inbox(job, rank), job)
+        self._listener.setblocking(False)
+        self._last: saved.Saved | None = None
+
+    def state(self) -> saved.Saved | None:
+        """That state, or None. Raises Error if it could not be left, with the reason."""
+        while self._last is None:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return None
+            with connection:
+                connection.settimeout(1.0)
+                try:
+                    rendezvous.check_user(connection)
+                    file = _answer_of(connection)
+                except (OSError, rendezvous.OtherUser):
+                    continue
+            if file >= 0:
+                self._last = _taken(file)
+        return self._last
+
+    def close(self) -> None:
+        """Take no more."""
+        self._listener.close()
+
+
+def _inbox(job: str, rank: int) -> bytes:
+    return rendezvous.place_name(job, "optimizer") + b"/%d" % rank
+
+
+def _listening(name: bytes, job: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        made.bind(name)
+    except OSError as error:
+        made.close()
+        text = f"job {job}: expected to be the only process that runs its optimizer, or waits for its state, found another"
+        raise AttachError(f"{text} ({error})") from None
+    made.listen()
+    return made
+
+
+def _send(connection: socket.socket, word: bytes, file: int) -> None:
+    socket.send_fds(connection, [word], [file] if file >= 0 else [])
 
 
 def read(job: str, timeout_s: float) -> saved.Saved:
     """The state, from the process that runs the optimizer. Raises WorkerDiedError if it has ended; Error."""
-    file = _asked(job, timeout_s, _READ)
-    try:
-        return _unpacked(file)
-    finally:
-        os.close(file)
+    return _taken(_asked(job, timeout_s, _READ))
 
 
 def load(job: str, state: saved.Saved, timeout_s: float) -> None:
@@ -130,14 +183,26 @@ def _asked(job: str, timeout_s: float, word: bytes, *sent: int) -> int:
             connection.connect(rendezvous.place_name(job, "optimizer"))
             rendezvous.check_user(connection)
             socket.send_fds(connection, [word], list(sent))
-            answer, files, _, _ = socket.recv_fds(connection, _LONGEST, 1)
+            return _answer_of(connection)
         except (OSError, rendezvous.OtherUser) as error:
             raise WorkerDiedError(f"the process that runs the optimizer of job {job} does not answer: {error}", -1) from None
+
+
+def _answer_of(connection: socket.socket) -> int:
+    """The descriptor that comes with an answer, or -1. Raises ConnectionError at its end; Error with the text of an error."""
+    answer, files, _, _ = socket.recv_fds(connection, _LONGEST, 1)
     if not answer:
-        raise WorkerDiedError(f"the process that runs the optimizer of job {job} has ended while it answered", -1)
+        raise ConnectionError("it has ended while it answered")
     if answer != _DONE:
         raise Error(f"the optimizer's state: {answer.decode(errors='replace')}")
     return files[0] if files else -1
+
+
+def _taken(descriptor: int) -> saved.Saved:
+    try:
+        return _unpacked(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _packed(state: saved.Saved) -> int:

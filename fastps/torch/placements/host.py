@@ -99,7 +99,7 @@ class HostPlacement:
 
     def gradients_kind(self, worker: Worker) -> Callable[..., Gradients]:
         """The class that copies gradients into the slots."""
-        return Gradients
+        return partial(Gradients, is_hooked=False) if worker.store.layout.steps_alone else Gradients
 
     def pull(self, weights: Weights, worker: Worker, written: Collection[int]) -> None:
         """Pull, and make the newest weights the parameters. `written`: those that an own push updates."""

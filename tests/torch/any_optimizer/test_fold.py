@@ -2,7 +2,10 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +117,108 @@ def test_one_worker_has_the_weights_and_the_state_of_plain_torch(kind: str) -> N
         assert are_same(optimizer.state_dict(), inner.state_dict())
     assert values_of(model) == values_of(expected)
     assert are_same(optimizer.state_dict(), inner.state_dict()), "after close, too"
+
+
+CLOSURES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.5, max_iter=4),
+    "line search": lambda parameters: torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe"),
+    "subclass": OwnAdam,
+}
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.parametrize("kind", CLOSURES)
+def test_one_workers_step_calls_a_closure_at_the_weights_that_it_moves(kind: str, sync: str) -> None:
+    """A parameter that is frozen at first, one that the script writes, and a closure that fails once."""
+
+    def run(wrap: Callable[[Any], Any]) -> tuple[list[list[float]], list[float], list[float]]:
+        model, losses = new_model(), []
+        model[0].weight.requires_grad_(False)
+        optimizer, calls = wrap(inner := CLOSURES[kind](model.parameters())), [0]
+
+        def closure() -> torch.Tensor:
+            calls[0] += 1
+            if calls[0] == 9:
+                raise ArithmeticError("the closure fails")
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        for step in range(8):
+            if step == 3:
+                model[0].weight.requires_grad_(True)
+                inner.state.clear()  # LBFGS has one vector for all
+            before = values_of(model)
+            try:
+                losses.append(float(optimizer.step(closure).detach()))
+            except ArithmeticError:
+                inner.state.clear()
+                for parameter, values in zip(model.parameters(), before, strict=True):
+                    parameter.data.copy_(torch.tensor(values).view_as(parameter))
+            with torch.no_grad():
+                model[2].weight.mul_(0.9)
+                model[0].weight.mul_(0.9)
+        gradients = [value for each in model.parameters() for value in each.grad.flatten().tolist()]  # type: ignore[union-attr]
+        if isinstance(optimizer, fastps.DistributedOptimizer):
+            optimizer.close()
+        return values_of(model), losses, gradients
+
+    assert run(partial(fastps.DistributedOptimizer, sync=sync)) == run(lambda inner: inner)
+
+
+class OfGraphs(torch.optim.Optimizer):
+    """Needs backward(create_graph=True)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        found = torch.autograd.grad(sum(each.grad.square().sum() for each in parameters), parameters)
+        with torch.no_grad():
+            for parameter, curvature in zip(parameters, found, strict=True):
+                parameter.sub_(0.1 * parameter.grad / (1 + curvature.abs()))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_one_workers_step_sees_the_gradients_with_their_graph() -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[list[float]]:
+        optimizer = wrap(OfGraphs((model := new_model()).parameters()))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, step).backward(create_graph=True)
+            optimizer.step()
+        if isinstance(optimizer, fastps.DistributedOptimizer):
+            optimizer.close()
+        return values_of(model)
+
+    assert run(fastps.DistributedOptimizer) == run(lambda inner: inner)
+
+
+class OwnAdamW(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize("kind", [OwnAdamW, torch.optim.AdamW])
+def test_a_subclass_beside_another_optimizer_in_python_keeps_the_bits_and_a_compiled_one_roughly(kind: Any) -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        model = new_model()
+        first, last = model[0].weight, model[2].weight
+        optimizers = [wrap(each) for each in (torch.optim.Adafactor([first]), kind([last], lr=0.01))]
+        for step in range(20):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of(model, step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for optimizer in optimizers if wrap is fastps.DistributedOptimizer else ():
+            optimizer.close()
+        return [each.detach().clone() for each in model.parameters()]
+
+    found, expected = run(fastps.DistributedOptimizer), run(lambda inner: inner)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=0 if kind is OwnAdamW else 1e-4)
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -257,13 +362,34 @@ def test_each_push_is_a_step_where_a_discipline_folds_each() -> None:
     assert values_of(model) == values_of(expected)
 
 
-@pytest.mark.parametrize(("options", "found"), [
-    ({"sync": "bsp,shards=2"}, "shards=1, found 2 shards"),
-    ({"sync": "auto"}, "a fixed sync, found sync='auto'"),
+@pytest.mark.parametrize(("kind", "options", "found"), [
+    (Own, {"sync": "bsp,shards=2"}, "shards=1, found 2 shards"),
+    (Own, {"sync": "auto"}, "a fixed sync, found sync='auto'"),
+    (torch.optim.LBFGS, {"max_workers": 2, "on_worker_loss": "continue"},
+     "one worker, without clip=.*, because each step evaluates the loss several times, found up to 2 under bsp"),
+    (torch.optim.LBFGS, {"sync": "bsp:clip=1"}, "one worker, without clip=.* found up to 1 under bsp,clip=1"),
 ])  # fmt: skip
-def test_what_an_optimizer_in_python_cannot_be_is_refused_by_name(options: dict[str, Any], found: str) -> None:
-    with pytest.raises(fastps.UnsupportedError, match=rf"test_fold\.Own: .*runs its step\(\) in Python: expected {found}"):
-        fastps.DistributedOptimizer(Own(new_model().parameters()), **options)
+def test_what_an_optimizer_in_python_cannot_be_is_refused_by_name(kind: Any, options: dict[str, Any], found: str) -> None:
+    with pytest.raises(fastps.UnsupportedError, match=rf"{kind.__name__}: .*runs its step\(\) in Python: expected {found}"):
+        fastps.DistributedOptimizer(kind(new_model().parameters()), **options)
+
+
+def test_a_weights_buffer_has_memory_from_the_first_version_that_it_gets() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1 << 18))
+    with fastps.DistributedOptimizer(Own([weight])) as optimizer:
+        store = optimizer.worker.store
+
+        def models() -> float:
+            return os.fstat(store.descriptor).st_blocks * 512 / weight.nbytes
+
+        weight.sum().backward()
+        optimizer.step()
+        assert store.arena.buffers == 4 and 3.0 < models() < 3.5, "two buffers and a slot"
+        pinned = optimizer.pin_whole_version({})  # as a checkpoint does
+        optimizer.step()
+        optimizer.step()
+        assert 4.0 < models() < 4.5, "one more"
+        pinned.close()
 
 
 def test_another_worker_reads_the_state_of_the_published_version() -> None:
@@ -280,6 +406,25 @@ def test_another_worker_reads_the_state_of_the_published_version() -> None:
     children = processes.start_job(work, 2)
     processes.finish(children, 60)
     assert [child.outcome for child in children] == [(True, True)] * 2
+
+
+def test_worker_0_closes_before_another_one_reads_the_last_state(tmp_path: Path) -> None:
+    def work(rank: int) -> bool:
+        torch.set_num_threads(1)
+        model, closed = new_model(), tmp_path / "closed"
+        optimizer = fastps.DistributedOptimizer(Own(model.parameters()))
+        train(model, optimizer, rank)
+        if rank:
+            optimizer.wait_for_others()
+            while not closed.exists():
+                time.sleep(0.01)
+            assert are_same(optimizer.state_dict(), plain("own", 2)[1].state_dict())
+        optimizer.close()
+        closed.touch()
+        return are_same(optimizer.state_dict(), plain("own", 2)[1].state_dict()) and optimizer._inner.count == STEPS
+
+    torch.set_num_threads(1)
+    assert processes.results(processes.start_job(work, 2), 60) == [True, True]
 
 
 @pytest.mark.parametrize(("option", "what"), [("lr", "learning_rate 0.02 and 0.04"), ("momentum", "others than the rates")])

@@ -155,3 +155,17 @@ def test_two_jobs_of_a_script_do_not_wait_for_each_other_where_some_pushes_make_
         return rank
 
     assert processes.results(processes.start_job(work, 3), 90) == [0, 1, 2]
+
+
+def test_one_worker_with_overlap_has_a_server_because_its_thread_would_move_the_scripts_weights() -> None:
+    def work(rank: int) -> list[list[float]]:
+        torch.set_num_threads(1)
+        model = new_model()
+        with fastps.DistributedOptimizer(Own(model.parameters()), "adv*:1,groups=1", batch_size=5) as optimizer:
+            assert optimizer.worker.store.layout.has_server
+            train(model, optimizer, rank, steps=1)
+            optimizer.wait_for_others()
+        return values_of(model)
+
+    torch.set_num_threads(1)
+    assert processes.results(processes.start_job(work, 1), 60) == [values_of(plain("own", steps=1)[0])]
