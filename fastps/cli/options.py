@@ -48,6 +48,11 @@ def checked_page(target: Path | None, option: typer.CallbackParam) -> Path | Non
     return target
 
 
+WORKERS_PANEL, LOSSES = "Workers", "Losses and checkpoints"
+OUTPUT_PANEL, CONFIGURATION, NODES_PANEL = "Output", "Configuration", "Several nodes"
+PANELS = (WORKERS_PANEL, LOSSES, OUTPUT_PANEL, CONFIGURATION, NODES_PANEL)
+"""The groups of options in a command's help, in order; an option without one is among the first."""
+
 Options = dict[str, tuple[Any, Any]]
 """Options that several commands share: the annotation and the default of each parameter."""
 
@@ -60,7 +65,14 @@ Momentum = Annotated[float, typer.Option(help="Momentum of SGD.")]
 Seed = Annotated[int, typer.Option(help="Decides weights and order of samples.")]
 TraceFile = Annotated[
     Path | None,
-    typer.Option("--trace", metavar="FILE", callback=checked, help="Record the run, for fastps trace and fastps advise."),
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        envvar="FASTPS_TRACE",
+        show_envvar=False,
+        callback=checked,
+        help="Record the run, for fastps trace and fastps advise.",
+    ),
 ]
 Report = Annotated[
     Path | None,
@@ -71,12 +83,16 @@ TensorBoard = Annotated[
     typer.Option(
         "--tensorboard",
         metavar="DIR",
+        rich_help_panel=OUTPUT_PANEL,
         help="Write loss, speed, staleness, waits and losses of workers for TensorBoard, once a second; into a folder below DIR"
         " if DIR has the files of another run. Needs the extra [tensorboard].",
     ),
 ]
 Json = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", callback=checked, help="Write the rows as JSON; - for stdout.")
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE", callback=checked, help="Write the rows as JSON; - for stdout.", rich_help_panel=OUTPUT_PANEL
+    ),
 ]
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, also where they do not fit the width.")]
 Bar = Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")]
@@ -125,38 +141,87 @@ PUSH: Options = {
         help=f"What gradients are pushed in: {', '.join(PUSH_DTYPES)}. Sums and updates are in float32 all the same.",
     )
 }
+
+
+def _launch(kind: Any, default: Any, *flags: str, panel: str | None = None, variable: str | None = None, **more: Any) -> Any:
+    """An option that workers have as a variable: it counts where the command line gives none."""
+    return option(kind, default, *flags, rich_help_panel=panel, envvar=variable, show_envvar=False, **more)
+
+
 JOB: Options = {
-    "server": option(
+    "restarts": option(int, 0, help="Replace so many lost workers, in all; the job goes on meanwhile."),
+    "checkpoint": _launch(
+        Path | None,
+        None,
+        "--checkpoint",
+        variable="FASTPS_CHECKPOINT",
+        metavar="DIR",
+        help="Write checkpoints into this folder.",
+    ),
+    "resume": _launch(
+        Path | None,
+        None,
+        variable="FASTPS_RESUME",
+        metavar="CHECKPOINT|DIR",
+        help="Go on from this checkpoint, or from the newest of a folder.",
+    ),
+    "every": _launch(
+        int,
+        0,
+        panel=LOSSES,
+        variable="FASTPS_CHECKPOINT_EVERY",
+        metavar="UPDATES",
+        help="With --checkpoint: updates between two checkpoints; 0: 1000.",
+    ),
+    "overwrite": _launch(
+        bool,
+        False,
+        "--overwrite",
+        panel=LOSSES,
+        variable="FASTPS_OVERWRITE",
+        help="With --checkpoint: delete other runs' checkpoints there.",
+    ),
+    "on_worker_loss": _launch(
         str,
         "",
-        metavar="workers|process",
-        help="Fold pushes in waiting workers or in a server process, for scripts that do not say. Default: workers.",
+        panel=LOSSES,
+        variable="FASTPS_ON_WORKER_LOSS",
+        metavar="stop|continue",
+        help="What the others do when a worker is lost, if the script does not say. Default: stop; with --restarts continue.",
         show_default=False,
     ),
-    "restarts": option(int, 0, help="Replace so many lost workers, in all; the job goes on meanwhile."),
-    "on_worker_loss": option(
-        str,
-        "",
-        help="What the others do when a worker is lost, stop or continue, for scripts that do not say. Default: stop; with"
-        " --restarts continue.",
+    "max_workers": _launch(
+        int,
+        0,
+        panel=LOSSES,
+        variable="FASTPS_MAX_WORKERS",
+        help="The most workers attached at a time; 0: as many as at the start.",
     ),
-    "nonfinite": option(
+    "nonfinite": _launch(
         str,
         "",
         "--nonfinite",
-        help="A push with Inf or NaN, for scripts that do not say: reject (the default), raise or allow.",
+        panel=LOSSES,
+        variable="FASTPS_NONFINITE",
+        metavar="reject|raise|allow",
+        help="What becomes of a push with Inf or NaN, if the script does not say. Default: reject.",
         show_default=False,
     ),
-    "max_workers": option(int, 0, help="So many may be attached at a time; 0: as many as at the start."),
-    "checkpoint": option(Path | None, None, "--checkpoint", help="Write checkpoints into this directory."),
-    "every": option(int, 0, metavar="UPDATES", help="With --checkpoint: updates between two checkpoints; 0: 1000."),
-    "overwrite": option(bool, False, "--overwrite", help="With --checkpoint: delete other runs' checkpoints there."),
-    "resume": option(Path | None, None, help="Go on from this checkpoint, or from the newest of a directory of them."),
     "inject_faults": option(
         str | None,
         None,
         metavar="kill:N,stop:N,seconds:S",
         help="Kill and stop (for 1 to 5 s) workers at random moments of the first S seconds; give --restarts for the killed.",
+        rich_help_panel=LOSSES,
+    ),
+    "server": _launch(
+        str,
+        "",
+        panel=WORKERS_PANEL,
+        variable="FASTPS_SERVER",
+        metavar="workers|process",
+        help="Fold pushes in waiting workers, or in a server process, if the script does not say. Default: workers.",
+        show_default=False,
     ),
 }
 """Of the commands that start workers: how the job handles faults, and its checkpoints."""
@@ -167,24 +232,47 @@ PLACE: Options = {
         "--nnodes",
         metavar="N",
         help="Nodes of the job; run the same command on each. Default: SLURM's or MPI's, else 1.",
+        rich_help_panel=NODES_PANEL,
     ),
-    "rendezvous": option(str, "", metavar="HOST:PORT", help="Where the nodes find each other; HOST is node 0."),
-    "node_rank": option(str, "auto", metavar="auto|N", help="This node's number; auto: HOST is 0, others as they come."),
-    "interface": option(
+    "rendezvous": option(
+        str, "", metavar="HOST:PORT", help="Where the nodes find each other; HOST is node 0.", rich_help_panel=NODES_PANEL
+    ),
+    "node_rank": option(
+        str,
+        "auto",
+        metavar="auto|N",
+        help="This node's number; auto: HOST is 0, others as they come.",
+        rich_help_panel=NODES_PANEL,
+    ),
+    "interface": _launch(
         str,
         "",
+        panel=NODES_PANEL,
+        variable="FASTPS_INTERFACE",
         metavar="NAME|ADDRESS",
-        envvar="FASTPS_INTERFACE",
         help="The interface to the other nodes. Default: the one that leads to the rendezvous.",
         show_default=False,
     ),
-    "trusted_network": option(
-        bool, False, "--trusted-network", envvar="FASTPS_TRUSTED_NETWORK", help="Listen at a public address, too."
+    "trusted_network": _launch(
+        bool,
+        False,
+        "--trusted-network",
+        panel=NODES_PANEL,
+        variable="FASTPS_TRUSTED_NETWORK",
+        help="Listen at a public address, too.",
     ),
 }
 """Of the commands that run on each of several nodes: how the nodes find each other."""
 NODES: Options = {
-    each.name: option(type(each.default), each.default, each.flag, metavar=each.metavar or each.words, help=each.help)
+    each.name: _launch(
+        type(each.default),
+        each.default,
+        each.flag,
+        panel=NODES_PANEL,
+        variable=each.variable,
+        metavar=each.metavar or each.words,
+        help=each.help,
+    )
     for each in NodePolicy.options().values()
 }
 """How a job treats its nodes: the fields of NodePolicy."""
@@ -317,6 +405,8 @@ def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
 
     given = context.params
     checkpoint, resume, faults = given["checkpoint"], given["resume"], given["inject_faults"]
+    if checkpoint is None:
+        check_beside(context, "--checkpoint", "every")
     if resume is not None and not resume.exists():
         raise UsageError(f"--resume {resume}: expected a checkpoint or a directory of them, found nothing there")
     resumed = load(resume) if resume is not None else None

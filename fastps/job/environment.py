@@ -7,6 +7,7 @@ error that names it.
 """
 
 import hashlib
+import logging
 import os
 import secrets
 import sys
@@ -19,6 +20,7 @@ from fastps.errors import UsageError
 from fastps.job.launchers import MOST, launched, whole
 from fastps.job.options import OPTIONS, value_of
 
+logger = logging.getLogger("fastps.job")
 TRACE_VARIABLE = "FASTPS_TRACE"  # the file that a launch records its trace into
 # The first variable that is set counts. Lightning sets only LOCAL_RANK, the rank on one machine; others set it on each node.
 _RANKS, _WORKERS = ("FASTPS_RANK", "RANK", "LOCAL_RANK"), ("FASTPS_WORKERS", "WORLD_SIZE")
@@ -211,7 +213,13 @@ def pauses(worker: int, step: int) -> bool:
 
 def sync_of(given: Any) -> Any:
     """The discipline of a job: the script's, else FASTPS_SYNC, else "bsp". In virtual time the script's own does not count."""
-    return given if given is not None and not is_virtual() else os.environ.get("FASTPS_SYNC", "bsp")
+    wanted = os.environ.get("FASTPS_SYNC", "")
+    if given is None or is_virtual():
+        return wanted or "bsp"
+    own = str(getattr(given, "spec", given))
+    if wanted and own != wanted and os.environ.get("FASTPS_RANK") == "0":
+        logger.warning("the script's own sync=%s counts, and --sync %s (FASTPS_SYNC) has no effect", own, wanted)
+    return given
 
 
 def _number(names: tuple[str, ...], default: int) -> int:

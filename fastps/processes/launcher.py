@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import selectors
+import shlex
 import signal
 import subprocess
 import sys
@@ -89,6 +90,7 @@ class Launcher:
         imports: Sequence[str] | None = None,  # the fork server's; default: torch, unless the script needs none
         silent: bool = False,  # whether the standard output is left out: each worker's last line is in the outcome
         nodes: NodeOptions | None = None,  # of several nodes this launcher starts one
+        greets: bool = False,  # whether a line at the start says what runs, and the job's name
         trace: Path | None = None,  # where all workers record the run; it is written when the run has ended
         tracebacks: bool | None = None,  # whether to pass on those of fastps' own errors; default: if the command has --debug
         clock: Clock = SYSTEM_CLOCK,
@@ -117,7 +119,7 @@ class Launcher:
         self._forkserver: ForkServer | None = None
         self._forkserver_worker: LaunchedWorker | None = None  # its process
         self._injector = options.injector(self.job, workers, clock) if options.injector is not None else None
-        self._output, self._silent = JobOutput(clock), silent
+        self._output, self._silent, self._greets = JobOutput(clock), silent, greets
         self._trace = trace.resolve() if trace is not None else None
         self._clock, self._since_ns = clock, clock.unix_ns()
         self._workers: list[LaunchedWorker] = []
@@ -258,11 +260,14 @@ class Launcher:
         self._port = free_port()  # for scripts that start torch.distributed themselves
         if self._nodes is not None:
             self._rendezvous = LaunchRendezvous(self._nodes, self._count)
+        else:
+            self._greet()
         if self._forks:
             self._start_forkserver()
         if self._rendezvous is not None and self._rendezvous.wait(self._is_interrupted, partial(self._handle_events, 0)):
             self.job = self._rendezvous.place.job
             self._beginning = Beginning(self.arena, self._clock)
+            self._greet()
         for rank in range(self._count):
             if self._ending.interrupts:
                 return
@@ -270,6 +275,16 @@ class Launcher:
         if not (self._restarts_left or self._options.joins):
             self._end_forkserver()
         logger.info("job %s: started %d workers", self.job, self._count)
+
+    def _greet(self) -> None:
+        """Say in a line what runs, and how to look at it. A script that names its discipline itself may run by another."""
+        if self._greets:
+            node = f"node {self._rendezvous.place.number}: " if self._rendezvous is not None else ""
+            workers = f"{self._count} worker{'s' * (self._count > 1)}"
+            sync = self._sync or "bsp unless the script names another"
+            text = f"fastps: {node}{workers}, {sync}, job {self.job} (fastps top {shlex.quote(self.job)})\n"
+            sink = self._streams.err
+            self._streams.thread_of(sink).put(partial(sink.write, text), sink, len(text))
 
     def _new_worker(self, rank: int, restart: int) -> LaunchedWorker:
         """Fork a worker, or start a new process if no fork server is ready."""
@@ -288,7 +303,9 @@ class Launcher:
             rank, self._count, self._port, self.job, self._sync, base,
             style=self._style, restart=restart, restarts=self._options.restarts, trace=self._trace,
         )  # fmt: skip
-        return variables if self._rendezvous is None else {**variables, **self._rendezvous.variables(rank, self._style)}
+        if self._rendezvous is not None:
+            return {**variables, **self._rendezvous.variables(rank, self._style)}
+        return {**variables, "FASTPS_RUN": f"{self.job} {self._since_ns}"}  # two launches may have a name
 
     def _listen(self, rank: int, restart: int, process: "subprocess.Popen[bytes] | AdoptedProcess") -> LaunchedWorker:
         worker = LaunchedWorker(rank, process, restart, errors=ErrorLines(whole=self._tracebacks))

@@ -140,7 +140,7 @@ def test_worker_0_reads_what_is_piped_into_the_launcher_and_no_other_does(tmp_pa
 ])  # fmt: skip
 def test_a_launch_whose_options_no_worker_has_read_says_so(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('done')")
-    command = [sys.executable, "-m", "fastps", "run", *options, "script.py"]
+    command = [sys.executable, "-m", "fastps", "run", "--quiet", *options, "script.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True)
     assert said in done.stderr if said else not done.stderr, done.stderr
 
