@@ -54,6 +54,7 @@ from fastps.torch.own_optimizers import RuleOptimizer as RuleOptimizer
 from fastps.torch.reader import Reader as Reader
 from fastps.torch.reader import reader as reader
 from fastps.torch.sampler import BatchSampler as BatchSampler
+from fastps.torch.sampler import shard as shard
 from fastps.torch.schedules import GlobalStepLR as GlobalStepLR
 from fastps.torch.schedules import exponential_decay as exponential_decay
 from fastps.tracing.recorder import trace as trace

@@ -101,7 +101,6 @@ TESTED_TOGETHER = {
     ),
     "tests/torch/test_written_weights.py": "fastps/store/agreed_writes",
     "tests/torch/test_optimizer_options.py": "fastps/torch/optimizer_state",
-    "tests/torch/test_options.py": "fastps/torch/sampler",
     "tests/torch/test_row_wise_adagrad.py": "fastps/torch/own_optimizers",
     "tests/torch/test_tensor_loops.py": "kernels/tensors/torch_tensors",
     "tests/tracing/test_trace.py": "fastps/cli/trace_report",
