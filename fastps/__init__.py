@@ -1,10 +1,13 @@
 """fastps, the embedded parameter server for PyTorch: it is to a parameter server as SQLite is to a database server.
 
 Several processes on one machine train one model. One shared-memory arena holds all state, and waiting workers do the server's
-work. Two lines change a training loop:
+work. Three lines change a training loop:
 
     import fastps
     opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync="dssp:3,15")
+    loader = fastps.shard(loader)
+    ...
+    opt.close()
 
 A public name imports its module when it is first used. The stub beside this module is the list of them, which type checkers
 and editors read, too. The disciplines are not listed: their module's `__all__` names them.

@@ -125,16 +125,32 @@ def blocks_of(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL) if page.exists() else []
 
 
-OF_README = blocks_of(ROOT / "README.md")
+def _sides(page: Path) -> tuple[str, str]:
+    """The program before and after the change that a page shows as a diff."""
+    (shown,) = re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = shown.splitlines()
+    sides = ["\n".join(line[1:] for line in lines if not line.startswith(other)) + "\n" for other in ("+", "-")]
+    return sides[0], sides[1]
 
 
-def test_readme_shows_code() -> None:
-    assert OF_README
+def test_readme_is_no_longer_than_it_was_and_shows_its_first_result_on_one_screen() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 124
+    assert lines.index("```diff") < 25 and "fastps run -n 4 --sync dssp:3,15 train.py" in "\n".join(lines[:50])
 
 
-@pytest.mark.parametrize("code", OF_README)
-def test_code_of_readme_runs_alone(code: str, tmp_path: Path) -> None:
-    _run(*program(tmp_path, code))
+def test_program_of_readme_runs_alone_after_its_change_of_three_lines_and_an_import(tmp_path: Path) -> None:
+    before, after = _sides(ROOT / "README.md")
+    assert "fastps" not in before and len(after.splitlines()) == len(before.splitlines()) + 4
+    assert _run(*program(tmp_path, f"{after}print(opt.version, len(loader))\n")) == "16 16\n"
+
+
+@pytest.mark.slow
+def test_program_of_readme_runs_before_its_change_and_under_the_launcher_after_it(tmp_path: Path) -> None:
+    before, after = _sides(ROOT / "README.md")
+    _run(*program(tmp_path, before))
+    script = program(tmp_path, f"{after}print(opt.version, len(loader))\n")[1]
+    assert sorted(_fastps(script).splitlines()) == ["[0] 8 8", "[1] 8 8"]
 
 
 @pytest.mark.slow

@@ -31,8 +31,8 @@ def shard(data: Any, optimizer: "DistributedOptimizer | None" = None, *, uneven:
     a batch each, and `loader.sampler.epoch` is the number of the next pass. One worker draws everything, in the same order.
 
     Args:
-        data: a DataLoader; a data set, map-style or iterable; a tensor, an array, a list or a tuple, cut along its first
-            dimension; or a dict of these. Of an iterable data set, which all workers must read in one order, a resumed job
+        data: a DataLoader; a data set, map-style or iterable; a tensor, an array, a list, a tuple or a range, cut along its
+            first dimension; or a dict of these. Of an iterable data set, which all workers must read in one order, a resumed job
             begins at the start. A loader that is a share already stays as it is.
         optimizer: the DistributedOptimizer whose worker this is; default: this process's own, or what its launcher says.
         uneven: the N-th part of a length that N does not divide. "drop": all workers have equally many samples, and those left
@@ -60,7 +60,7 @@ def shard(data: Any, optimizer: "DistributedOptimizer | None" = None, *, uneven:
         kind = type(data).__name__
         raise UsageError(f"shard: expected a DataLoader, a data set, a tensor, a list, or a dict of these, found {kind}")
     own = _own(len(data), rank, workers, uneven)
-    if isinstance(data, torch.Tensor | np.ndarray | list | tuple):
+    if isinstance(data, torch.Tensor | np.ndarray | list | tuple | range):
         return data[own.start : own.stop : own.step]
     return Subset(data, own)
 

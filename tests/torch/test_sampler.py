@@ -219,7 +219,13 @@ def test_a_loader_that_shuffles_everything_in_every_worker_is_told_of(
     assert len(caplog.records) == 1 and iterator is not None
 
 
-def test_a_script_that_trains_every_worker_on_everything_is_told_once_and_one_that_shards_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("line", "steps", "times"), [
+    ("", 8, 1),
+    pytest.param("loader = fastps.shard(loader)", 4, 0, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_script_that_trains_every_worker_on_everything_is_told_once_and_one_that_shards_is_not(
+    line: str, steps: int, times: int, tmp_path: Path
+) -> None:
     text = (
         "import torch, fastps\nfrom torch.utils.data import DataLoader, TensorDataset\n"
         "torch.manual_seed(0)\nmodel = torch.nn.Linear(4, 1)\n"
@@ -228,7 +234,6 @@ def test_a_script_that_trains_every_worker_on_everything_is_told_once_and_one_th
         "for (x,) in loader:\n    opt.zero_grad()\n    model(x).sum().backward()\n    opt.step()\n    steps += 1\n"
         "opt.wait_for_others()\nopt.close()\nprint('steps', steps)\n"
     )
-    for line, steps, times in (("", 8, 1), ("loader = fastps.shard(loader)", 4, 0)):
-        ended = commands.done("run", "-n", "2", program(tmp_path, text.replace("SHARD", line))[1])
-        assert sorted(ended.stdout.splitlines()) == [f"[{rank}] steps {steps}" for rank in range(2)]
-        assert ended.stderr.count("a DataLoader shuffles all 64 samples") == times
+    ended = commands.done("run", "-n", "2", program(tmp_path, text.replace("SHARD", line))[1])
+    assert sorted(ended.stdout.splitlines()) == [f"[{rank}] steps {steps}" for rank in range(2)]
+    assert ended.stderr.count("a DataLoader shuffles all 64 samples") == times
