@@ -25,7 +25,10 @@ TESTED_TOGETHER = {
     "tests/bench/test_gpu_check.py": "fastps/torch/placements/placed",
     "tests/checkpoint/test_checkpoint.py": "fastps/checkpoint/format fastps/checkpoint/snapshot fastps/torch/checkpoint",
     # Of counts it is help without numpy.
-    "tests/cli/test_main.py": "fastps/cli/options fastps/cli/report fastps/cli/script fastps/version kernels/shm/counts",
+    "tests/cli/test_main.py": (
+        "fastps/cli/options fastps/cli/report fastps/cli/script fastps/lab/measuring/compared_script fastps/version "
+        "kernels/shm/counts"
+    ),
     "tests/cli/test_tables.py": "fastps/cli/bench_report",
     "tests/cli/test_top.py": "fastps/membership/discovery fastps/store/observer",
     "tests/crash/test_chaos.py": "fastps/lab/worlds/chaos_worlds",

@@ -29,6 +29,7 @@ from typer.core import TyperGroup
 
 from fastps.cli import commands
 from fastps.cli.help import Command
+from fastps.cli.options import with_csv
 from fastps.errors import Error, UsageError, naming_isa
 from fastps.system.descriptors import occupy_standard_streams
 from fastps.system.noted_signals import EndedBySignalError
@@ -85,6 +86,7 @@ groups = [importlib.import_module(f"{commands.__name__}.{module.name}") for modu
 for group in sorted(groups, key=lambda each: each.ORDER):  # the order that they declare
     for each in group.commands.registered_commands:
         each.cls = Command
+        each.callback = with_csv(each.callback)
     app.add_typer(group.commands)
 
 

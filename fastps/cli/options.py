@@ -1,10 +1,12 @@
 """Options that several commands share: their types, help texts and checks."""
 
+import functools
 import inspect
 import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,6 +96,13 @@ Json = Annotated[
         "--json", metavar="FILE", callback=checked, help="Write the rows as JSON; - for stdout.", rich_help_panel=OUTPUT_PANEL
     ),
 ]
+Csv = Annotated[
+    str | None,
+    typer.Option(
+        "--csv", metavar="FILE", callback=checked, help="Write the rows as CSV; - for stdout.", rich_help_panel=OUTPUT_PANEL
+    ),
+]
+_csv_file: ContextVar[str | None] = ContextVar("csv_file", default=None)
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, also where they do not fit the width.")]
 Bar = Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")]
 Links = Annotated[
@@ -312,18 +321,43 @@ def check_beside(context: typer.Context, needed: str, *names: str) -> None:
         raise UsageError(f"{option} has no effect alone: expected {needed} beside it, found none")
 
 
+def with_csv(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with --csv, if it has --json: `save_rows` writes both."""
+    signature = inspect.signature(command)
+    if "json_file" not in signature.parameters:
+        return command
+
+    @functools.wraps(command)
+    def run(*arguments: Any, csv_file: str | None, **given: Any) -> None:
+        if csv_file == "-" == given["json_file"]:
+            raise UsageError("--csv - and --json -: expected one of the two on standard output, found both")
+        _csv_file.set(csv_file)
+        command(*arguments, **given)
+
+    own = inspect.Parameter("csv_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Csv)
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), own])  # type: ignore[attr-defined]
+    return run
+
+
+def owns_stdout(json_file: str | None) -> bool:
+    """Whether the standard output is for the rows of --json or --csv alone."""
+    return "-" in (json_file, _csv_file.get())
+
+
 def console_of(json_file: str | None) -> Console:
-    """Return the console for tables: stderr if stdout is for JSON; wide if there is no terminal."""
-    console = Console(stderr=json_file == "-")
-    return console if console.is_terminal else Console(stderr=json_file == "-", width=110)
+    """Return the console for tables: stderr if stdout is for JSON or CSV; wide if there is no terminal."""
+    console = Console(stderr=owns_stdout(json_file))
+    return console if console.is_terminal else Console(stderr=owns_stdout(json_file), width=110)
 
 
 def save_rows(command: str, rows: Sequence[Mapping[str, Any]], json_file: str | None) -> None:
-    """Write the JSON report of a command, if it is asked for."""
-    if json_file is not None:
-        from fastps.system.json_report import write_json
+    """Write the reports of a command in JSON and CSV, if they are asked for."""
+    from fastps.system.json_report import write_csv, write_json
 
+    if json_file is not None:
         write_json(command, rows, json_file)
+    if (csv_file := _csv_file.get()) is not None:
+        write_csv(rows, csv_file)
 
 
 def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingOptions:
@@ -357,9 +391,21 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingO
         pull_delay_share=delay_share,
         pull_delay_s=delay_s,
         push_dtype=push_dtype,
-        **{name: given[name] for name in same},
+        **{name: given[name] for name in same if name in given},
         **others,
     )
+
+
+def seeds_of(text: str) -> list[int]:
+    """The seeds of a text such as 0,1,2. Raises UsageError.
+
+    >>> seeds_of("0,1,2")
+    [0, 1, 2]
+    """
+    try:
+        return [int(seed) for seed in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--seed: expected whole numbers separated by commas, found {text!r}") from None
 
 
 def check_workers(policy: "Policy", given: Mapping[str, Any]) -> None:

@@ -32,8 +32,8 @@ def shard(data: Any, optimizer: "DistributedOptimizer | None" = None, *, uneven:
 
     Args:
         data: a DataLoader; a data set, map-style or iterable; a tensor, an array, a list, a tuple or a range, cut along its
-            first dimension; or a dict of these. Of an iterable data set, which all workers must read in one order, a resumed job
-            begins at the start. A loader that is a share already stays as it is.
+            first dimension; or a dict of these. All workers must read an iterable data set in one order, and a resumed job
+            begins at its start. A loader that is a share already stays as it is.
         optimizer: the DistributedOptimizer whose worker this is; default: this process's own, or what its launcher says.
         uneven: the N-th part of a length that N does not divide. "drop": all workers have equally many samples, and those left
             over, fewer than N, are other ones in each shuffled pass. "keep": the first workers have one more.

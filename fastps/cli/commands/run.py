@@ -202,7 +202,9 @@ def run(
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
         if reason := place_by_trial(workers):
             logging.getLogger("fastps.launch").warning("%s", reason)
-    with contextlib.redirect_stdout(sys.stderr if json_file == "-" else sys.stdout):  # what workers say is no JSON
+    with contextlib.redirect_stdout(
+        sys.stderr if options.owns_stdout(json_file) else sys.stdout
+    ):  # what workers say are no rows
         launcher = Launcher(
             command, workers, sync=policy.spec if policy is not None else None, job=name, options=job_options, env=env,
             start_method=start_method, nodes=nodes, trace=trace, greets=not quiet,
