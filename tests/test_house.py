@@ -26,7 +26,7 @@ TESTED_TOGETHER = {
     "tests/checkpoint/test_checkpoint.py": "fastps/checkpoint/format fastps/checkpoint/snapshot fastps/torch/checkpoint",
     # Of counts it is help without numpy.
     "tests/cli/test_main.py": (
-        "fastps/cli/options fastps/cli/report fastps/cli/script fastps/lab/measuring/compared_script fastps/version "
+        "fastps/cli/options fastps/cli/report fastps/processes/script fastps/lab/measuring/compared_script fastps/version "
         "kernels/shm/counts"
     ),
     "tests/cli/test_tables.py": "fastps/cli/bench_report",

@@ -13,10 +13,10 @@ from rich.console import Console
 from fastps.cli import options
 from fastps.cli.commands import MACHINE, WATCH
 from fastps.cli.report import doctor_table, links_table, trials_table
-from fastps.cli.script import command_of
 from fastps.cli.tables import say, show
 from fastps.errors import UsageError
 from fastps.job.options import NodePolicy
+from fastps.processes.script import command_of
 
 if TYPE_CHECKING:
     pass

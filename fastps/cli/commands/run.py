@@ -16,11 +16,11 @@ from fastps.cli import config, options
 from fastps.cli.commands import TRAIN
 from fastps.cli.options import CONFIGURATION, NODES_PANEL, OUTPUT_PANEL, WORKERS_PANEL
 from fastps.cli.report import faults_text
-from fastps.cli.script import command_of
 from fastps.cli.tables import say
 from fastps.errors import UsageError
 from fastps.job.environment import check_job
 from fastps.job.specs import parse_policy
+from fastps.processes.script import command_of
 
 if TYPE_CHECKING:
     from fastps.processes.launcher import Launcher

@@ -11,12 +11,12 @@ from rich.console import Console
 from fastps.cli import options
 from fastps.cli.commands import TRAIN, WATCH
 from fastps.cli.report import arrivals_table, faults_text, splits_table, straggler_rows, straggler_verdict, training_table
-from fastps.cli.script import command_of
 from fastps.cli.tables import say, show
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policies, parse_policy
 from fastps.lab import stragglers as estimate
 from fastps.lab.plots import plot_accuracy, plot_arrivals
+from fastps.processes.script import command_of
 
 EXPONENT_HELP = (
     "Iterations to converge are taken in proportion to N^-EXPONENT for N gradients a step. The default is of Chen et al.,"
