@@ -37,7 +37,7 @@ def _run(*command: str) -> str:
 
 
 def _names_on_api_page() -> set[str]:
-    page = loaded(DOCS / "hooks" / "disciplines.py").expanded((DOCS / "reference" / "api.md").read_text())
+    page = loaded(DOCS / "hooks" / "api.py").expanded((DOCS / "reference" / "api.md").read_text())
     return set(re.findall(r"^::: fastps\.(\w+)$", page, re.MULTILINE))
 
 
@@ -79,6 +79,20 @@ def test_tables_of_disciplines_are_those_of_the_code() -> None:
     assert set(re.findall(r"<!-- disciplines: (\w+) -->", pages)) == set(tables.TABLES)
 
 
+def test_pages_show_the_programs_as_they_are_and_read_well_as_files(capfd: pytest.CaptureFixture[str]) -> None:
+    assert loaded(ROOT / "tools" / "pages.py").main(["--check"]) == 0, capfd.readouterr().err
+    for page in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
+        found = re.findall(r"^\s*(?:--8<--|:::|\?\?\?).*|<!-- (?!table|end of|disciplines:).*", page.read_text(), re.MULTILINE)
+        assert found == [], f"{page}: what only the site shows"
+
+
+def test_what_a_copy_button_copies_of_a_console_is_the_commands() -> None:
+    for page in sorted(DOCS.rglob("*.md")):
+        for kind, first in re.findall(r"^```(\w+)[^\n]*\n([^\n]*)$", page.read_text(), re.MULTILINE):
+            assert kind == "console" or not first.startswith("$ "), f"{page.name}: {first}"
+    assert "[data-md-copying] .gp, [data-md-copying] .go" in (DOCS / "stylesheets" / "extra.css").read_text()
+
+
 def test_every_discipline_has_its_paragraph() -> None:
     page = (DOCS / "disciplines.md").read_text().replace("\\*", "*")
     heads = set(re.findall(r"^\*\*([a-z0-9]+\*?)(?::[\w,]+)?\*\*", page, re.MULTILINE))
@@ -90,7 +104,7 @@ def test_page_of_the_command_line_has_every_command() -> None:
     commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     page = (DOCS / "reference" / "command-line.md").read_text()
     assert set(re.findall(r"^## fastps ([\w-]+)$", page, re.MULTILINE)) == commands
-    assert set(re.findall(r"^<!-- options of fastps ([\w-]+) -->$", page, re.MULTILINE)) == commands
+    assert set(re.findall(r"^Usage: fastps ([\w-]+)", page, re.MULTILINE)) == commands
 
 
 def test_glossary_defines_each_word_once() -> None:
@@ -205,7 +219,7 @@ def _last_line(output: str) -> str:
 
 def test_tutorial_shows_every_script_of_its_folder() -> None:
     page = (DOCS / "tutorial.md").read_text()
-    shown = set(re.findall(r'--8<-- "examples/tutorial/(\w+\.py)"', page))
+    shown = set(re.findall(r'^```python title="examples/tutorial/(\w+\.py)"', page, re.MULTILINE))
     assert shown == {file.name for file in TUTORIAL.glob("*.py")}
     assert shown - {"task.py"} == {"plain.py", "workers.py", "resumable.py"}, "a test for each"
 
