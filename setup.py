@@ -1,6 +1,6 @@
 """Build of the compiled core: kernels/FOLDER/NAME.pyx becomes the extension fastps.kernels.FOLDER.NAME.
 
-All metadata is in pyproject.toml, but for README's links, which are made absolute here. There are no machine-specific flags such
+All metadata is in pyproject.toml, but for README's links, made absolute here. There are no machine-specific flags such
 as -march=native: the fold chooses its instruction set at run time, so one wheel runs on any x86-64 or arm64 machine.
 
 The build prints a line to stderr for each compiled module. It uses ccache if ccache is on the PATH (CCACHE_DISABLE=1 turns it

@@ -24,6 +24,7 @@ class Command(TyperCommand):
         """The parser of the options, which also knows their synonyms."""
         parser = super().make_parser(ctx)
         if self.name == "run":
+            option: Any
             for option in self.get_params(ctx):
                 if names := SYNONYMS.get(option.name or ""):
                     parser.add_option(obj=option, opts=names, dest=option.name)

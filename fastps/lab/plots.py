@@ -85,7 +85,13 @@ def save_lines(
             dashes, mark = _DASHES[number % len(_DASHES)], _MARKS[number % len(_MARKS)]
             at, values = [point[0] for point in points], [point[1] for point in points]
             every = max(1, len(at) // 20)
-            style = {"linestyle": dashes, "marker": mark, "markersize": 4, "markevery": every, "drawstyle": drawstyle}
+            style: dict[str, Any] = {
+                "linestyle": dashes,
+                "marker": mark,
+                "markersize": 4,
+                "markevery": every,
+                "drawstyle": drawstyle,
+            }
             (drawn,) = axes.plot(at, values, label=name, **style)
             if number < len(ranges) and ranges[number]:
                 least, most = zip(*ranges[number], strict=True)

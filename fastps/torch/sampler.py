@@ -174,7 +174,7 @@ def _shared_loader(
         rank, workers, _ = _place(optimizer)
         return _changed(loader, dataset=_IterableShare(given.dataset, rank, workers, uneven))
     batches = given.batch_sampler
-    sampler = given.sampler if batches is None else getattr(batches, "sampler", None)
+    sampler: Any = given.sampler if batches is None else getattr(batches, "sampler", None)
     if isinstance(batches, BatchSampler) or isinstance(sampler, Share | DistributedSampler):
         return loader
     is_torchs = batches is None or type(batches) is torch.utils.data.BatchSampler
