@@ -25,6 +25,7 @@ from fastps.processes.script import command_of
 if TYPE_CHECKING:
     from fastps.processes.launcher import Launcher
     from fastps.processes.outcome import Outcome
+    from fastps.processes.output import LogOptions
 
 SYNC_HELP = "Discipline, such as bsp, asp or dssp:3,15, if the script names none. Default: bsp. `fastps disciplines` lists all."
 JOB_HELP = "The job's name, for fastps top and readers. Default: the script's name and a number."
@@ -60,16 +61,49 @@ def _outcome(launcher: "Launcher", tensorboard: Path | None) -> "Outcome":
         return launcher.run() if tick is None else launcher.run(tick, TICK_S)
 
 
-def _report(outcome: "Outcome", json_file: str | None) -> int:
-    from fastps.processes.outcome import failure_panel
+def _report(outcome: "Outcome", launcher: "Launcher", context: typer.Context) -> int:
+    """Say how a job failed, and write the rows: one for each process of a worker."""
+    from fastps.processes.outcome import failure_lines, failure_panel
 
+    given = context.params
+    as_json = given["log_format"] == "json"
     if outcome.faults is not None:
         Console(stderr=True).print(faults_text(outcome.faults))
-    if outcome.first_failure is not None:
+    if outcome.first_failure is not None and as_json:
+        logging.getLogger("fastps.launch").error("the job failed: %s", "; ".join(failure_lines(outcome)))
+    elif outcome.first_failure is not None:
         Console(stderr=True).print(failure_panel(outcome))
-    keys = {"worker": "rank", "restart": "restart", "exit_code": "exit_code", "lost_steps": "lost_steps"}
-    options.save_rows("run", [{key: getattr(each, name) for key, name in keys.items()} for each in outcome.workers], json_file)
+    rows = [
+        {
+            "worker": each.rank,
+            "restart": each.restart,
+            "exit_code": each.exit_code,
+            "lost_steps": each.lost_steps,
+            "job": launcher.job,
+            "sync": given["sync"],
+            "began_s": (each.began_ns - outcome.began_ns) / 1e9,
+            "ended_s": (each.ended_ns - outcome.began_ns) / 1e9 if each.ended_ns else outcome.seconds,
+            "reason": each.ending if each.failed else "",
+            "last_error": each.errors.tail[-1] if each.failed and each.errors.tail else "",
+        }
+        for each in outcome.workers
+    ]
+    options.save_rows("run", rows, given["json_file"])
     return outcome.exit_code
+
+
+def _logs_of(context: typer.Context) -> "LogOptions":
+    """How the output is written down; in JSON that of the launcher's loggers, too. Raises UsageError."""
+    from fastps.processes.output import JsonFormatter, LogOptions
+
+    form = context.params["log_format"]
+    if form not in ("text", "json"):
+        raise UsageError(f"--log-format: expected text or json, found {form!r}")
+    if form == "json":
+        handler = logging.StreamHandler()
+        handler.setFormatter(JsonFormatter())
+        logging.getLogger().handlers[:] = [handler]
+    return LogOptions(context.params["log_dir"], form == "json")
 
 
 def _run_on_hosts(context: typer.Context) -> int:
@@ -155,6 +189,15 @@ def run(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Leave out the line at the start.", rich_help_panel=OUTPUT_PANEL)
     ] = False,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Also write each worker's lines to DIR/RANK/stdout.log.", rich_help_panel=OUTPUT_PANEL
+        ),
+    ] = None,
+    log_format: Annotated[
+        str, typer.Option(metavar="text|json", help="json: an object a line, with time and rank.", rich_help_panel=OUTPUT_PANEL)
+    ] = "text",
     tensorboard: options.TensorBoard = None,
     json_file: options.Json = None,
     config_file: Annotated[
@@ -207,7 +250,7 @@ def run(
     ):  # what workers say are no rows
         launcher = Launcher(
             command, workers, sync=policy.spec if policy is not None else None, job=name, options=job_options, env=env,
-            start_method=start_method, nodes=nodes, trace=trace, greets=not quiet,
+            start_method=start_method, nodes=nodes, trace=trace, greets=not quiet, logs=_logs_of(context),
         )  # fmt: skip
         outcome = _outcome(launcher, tensorboard)
-    raise typer.Exit(_report(outcome, json_file))
+    raise typer.Exit(_report(outcome, launcher, context))
