@@ -238,12 +238,14 @@ class Launcher:
         given = {"--sync": self._sync, "--trace": self._trace}
         given |= {"--checkpoint": self._options.checkpoint, "--resume": self._options.resume}
         unread = [name for name, value in given.items() if value]
+        behind = [name for name in given if name in self._program.arguments]
         if unread or (self._count > 1 and self._style == "fastps"):
             logger.warning(
                 "no worker made a fastps.DistributedOptimizer: each of the %d has run the script for itself%s; wrap the"
-                " script's optimizer (docs/how-to/own-script.md)",
+                " script's optimizer (docs/how-to/own-script.md)%s",
                 self._count,
                 f", and {', '.join(unread)} had no effect" if unread else "",
+                f"; behind the script {', '.join(behind)} is its own option: put fastps' before it" if behind else "",
             )
 
     def _hint(self, failure: LaunchedWorker | None) -> str:
