@@ -90,7 +90,7 @@ def serve(app: App, host: str, port: int) -> tuple[WSGIServer, threading.Thread]
     """Serve an application in a thread, which ends with `shutdown` of the server. Raises OSError."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     kind = type("Server", (_Server,), {"address_family": family})
-    server = make_server(host, port, app, kind, _Quiet)
+    server: WSGIServer = make_server(host, port, app, kind, _Quiet)
     thread = threading.Thread(target=server.serve_forever, name="fastps-metrics", daemon=True)
     thread.start()
     return server, thread

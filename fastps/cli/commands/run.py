@@ -139,14 +139,19 @@ def _without(options: list[str], names: tuple[str, ...]) -> list[str]:
     return kept
 
 
+def _is_a_workers(context: typer.Context, name: str) -> bool:
+    """Whether an option is from the variables of the worker that this command runs in, and so not of the job that it starts."""
+    source = context.get_parameter_source(name)
+    return "FASTPS_RANK" in os.environ and source is not None and source.name == "ENVIRONMENT"
+
+
 def _job_name(context: typer.Context, is_of_nodes: bool) -> str | None:
-    """The job's name; None where the nodes agree on one. A worker's own FASTPS_JOB is not that of a job that it starts.
+    """The job's name; None where the nodes agree on one.
 
     Raises UsageError for a name that a job cannot have, or that a running job has.
     """
     name: str | None = context.params["job"]
-    is_workers = name is not None and "FASTPS_RANK" in os.environ and not options.given_options(context, "job")
-    if name is None or is_workers:
+    if name is None or _is_a_workers(context, "job"):
         script = Path(context.params["arguments"][0]).stem
         plain = re.sub(r"[^\w-]", "-", script)[:_NAME_BYTES] if script.isascii() else "job"
         return None if is_of_nodes else f"{plain}-{secrets.token_hex(3)}"
@@ -249,8 +254,17 @@ def run(
         sys.stderr if options.owns_stdout(json_file) else sys.stdout
     ):  # what workers say are no rows
         launcher = Launcher(
-            command, workers, sync=policy.spec if policy is not None else None, job=name, options=job_options, env=env,
-            start_method=start_method, nodes=nodes, trace=trace, greets=not quiet, logs=_logs_of(context),
-        )  # fmt: skip
+            command,
+            workers,
+            sync=policy.spec if policy is not None else None,
+            job=name,
+            options=job_options,
+            env=env,
+            start_method=start_method,
+            nodes=nodes,
+            trace=None if _is_a_workers(context, "trace") else trace,
+            greets=not quiet,
+            logs=_logs_of(context),
+        )
         outcome = _outcome(launcher, tensorboard)
     raise typer.Exit(_report(outcome, launcher, context))
