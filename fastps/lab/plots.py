@@ -14,6 +14,8 @@ Row = dict[str, Any]
 Line = tuple[str, Sequence[tuple[float, float]]]
 """A line's name and its points."""
 _DASHES, _MARKS = ("-", "--", "-.", ":"), ("o", "s", "^", "D", "v", "x", "*")
+# Of Okabe and Ito, which all kinds of colour vision tell apart.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 _OF_A_PAPER = (3.4, 2.5)  # inches: a column of a page with two
 
 
@@ -86,6 +88,7 @@ def save_lines(
             at, values = [point[0] for point in points], [point[1] for point in points]
             every = max(1, len(at) // 20)
             style: dict[str, Any] = {
+                "color": _COLOURS[number % len(_COLOURS)],
                 "linestyle": dashes,
                 "marker": mark,
                 "markersize": 4,
