@@ -4,6 +4,7 @@ An option counts from the command line; else from its variable of the environmen
 """
 
 import json
+import os
 import tomllib
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -13,10 +14,12 @@ from typing import Any
 import typer
 
 from fastps.errors import UsageError
+from fastps.job.options import NodePolicy
 
 SCRIPT = "script"  # the name that the arguments have: a script and what it gets
 ORDER = "the command line counts before the environment, the environment before the file, and the file before the defaults"
 _NOT_IN_A_FILE = ("config", "print_config", "help")
+_OF_NODES = {each.name: each.variable for each in NodePolicy.options().values()}  # which several nodes alone read
 _WORDS = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
 
 
@@ -76,10 +79,12 @@ def lines(context: typer.Context) -> Iterator[str]:
     for name, parameter in _names(context).items():
         source = context.get_parameter_source(parameter.name)
         word = _WORDS.get(source.name) if source is not None else None
-        text = _toml(context.params.get(parameter.name))
+        value, variable = context.params.get(parameter.name), _OF_NODES.get(name, parameter.envvar)
+        if name in _OF_NODES and word != _WORDS["COMMANDLINE"] and os.environ.get(variable):
+            word, value = _WORDS["ENVIRONMENT"], os.environ[variable]
+        text = _toml(value)
         if word is not None:
-            variable = f" ({parameter.envvar})" if source is not None and source.name == "ENVIRONMENT" else ""
-            yield f"{name} = {text}  # {word}{variable}"
+            yield f"{name} = {text}  # {word}{f' ({variable})' if word == _WORDS['ENVIRONMENT'] else ''}"
         elif text not in ('""', "[]"):
             yield f"# {name} = {text}"
 

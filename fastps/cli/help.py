@@ -1,5 +1,6 @@
 """How commands read and show their options: groups in the help, an example a line, the nearest name of a wrong one."""
 
+import os
 from typing import Any
 
 from typer.core import TyperCommand
@@ -35,6 +36,13 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
+            option: Any = getattr(error, "param", None)  # of click's BadParameter
+            variable = getattr(option, "envvar", None)
+            if isinstance(variable, str) and variable in os.environ and not self._has(option, args):
+                raise UsageError(
+                    f"expected the environment variable {variable} to be a value of {option.opts[0]}"
+                    f" (fastps {self.name} --help), found {os.environ[variable][:40]!r}"
+                ) from None
             if not hasattr(error, "possibilities"):  # click's NoSuchOption, which typer keeps in different places
                 raise
             near = (error.possibilities or [""])[0]
@@ -42,6 +50,10 @@ class Command(TyperCommand):
                 f"expected an option of fastps {self.name}, found {error.option_name!r}"  # type: ignore[attr-defined]
                 f"{f', which is nearest to {near}' if near else ''}; fastps {self.name} --help lists all"
             ) from None
+
+    @staticmethod
+    def _has(option: Any, args: list[str]) -> bool:
+        return any(each.partition("=")[0] in option.opts for each in args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each group: those of the panel that an option names, and first those that name none."""

@@ -273,18 +273,17 @@ PLACE: Options = {
 }
 """Of the commands that run on each of several nodes: how the nodes find each other."""
 NODES: Options = {
-    each.name: _launch(
+    each.name: option(
         type(each.default),
         each.default,
         each.flag,
-        panel=NODES_PANEL,
-        variable=each.variable,
         metavar=each.metavar or each.words,
         help=each.help,
+        rich_help_panel=NODES_PANEL,
     )
     for each in NodePolicy.options().values()
 }
-"""How a job treats its nodes: the fields of NodePolicy."""
+"""How a job treats its nodes: the fields of NodePolicy. Their variables are read on several nodes alone, by `nodes_of`."""
 ON_LINKS: Options = {name: NODES[name] for name in ("link_dtype", "homes")}
 OUTPUT: Options = {
     "wide": (Wide, False),
@@ -418,11 +417,19 @@ def check_workers(policy: "Policy", given: Mapping[str, Any]) -> None:
 
 def nodes_of(context: typer.Context) -> "NodeOptions | None":
     """Make the NodeOptions of `fastps run`; None for a job of one node. Raises UsageError."""
-    policy = NodePolicy(**{name: context.params[option.name] for name, option in NodePolicy.options().items()})
+
+    def policy() -> NodePolicy:
+        values = {}
+        for name, option in NodePolicy.options().items():
+            source = context.get_parameter_source(option.name)
+            text = os.environ.get(option.variable) if source is None or source.name != "COMMANDLINE" else None
+            values[name] = option.read(text, option.shown) if text else context.params[option.name]
+        return NodePolicy(**values)
+
     return placed_nodes(context, policy)
 
 
-def placed_nodes(context: typer.Context, policy: NodePolicy) -> "NodeOptions | None":
+def placed_nodes(context: typer.Context, policy: Callable[[], NodePolicy]) -> "NodeOptions | None":
     """The nodes that the options and what started this command describe; None for one node. Raises UsageError."""
     from fastps.processes.nodes import NodeOptions
 
@@ -439,7 +446,7 @@ def placed_nodes(context: typer.Context, policy: NodePolicy) -> "NodeOptions | N
     rank = str(place.node) if rank == "auto" and place.node >= 0 else rank
     network = given["interface"], given["trusted_network"]
     rendezvous = rendezvous or os.environ.get("FASTPS_RENDEZVOUS", "") or place.rendezvous
-    return NodeOptions(count, rendezvous, rank, policy, *network, secret=secret)
+    return NodeOptions(count, rendezvous, rank, policy(), *network, secret=secret)
 
 
 def job_options_of(context: typer.Context, seed: int) -> "JobOptions":

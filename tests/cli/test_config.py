@@ -50,3 +50,16 @@ def test_a_file_that_cannot_be_right_is_named_with_the_key(text: str, said: str,
 def test_a_file_that_is_not_there_and_a_script_that_is_missing_are_one_sentence(tmp_path: Path) -> None:
     assert "expected options in TOML" in commands.refused("run", "--config", str(tmp_path / "none.toml"), "x.py")
     assert "expected a script, found none, as in fastps run -n 4 train.py" in commands.refused("run", "-n", "2")
+
+
+def test_a_variable_that_holds_nonsense_is_named_and_those_of_nodes_are_read_on_several_nodes_alone(tmp_path: Path) -> None:
+    script = program(tmp_path, "")[1]
+    said = commands.refused("run", script, FASTPS_MAX_WORKERS="many")
+    assert "expected the environment variable FASTPS_MAX_WORKERS to be a value of --max-workers" in said and "'many'" in said
+    assert commands.done("run", "-q", script, FASTPS_LOCAL_STEPS="many", FASTPS_LOCAL_FRAGMENTS="3").stderr == ""
+    nodes = ("run", "--nnodes", "2", "--rendezvous", "a:1")
+    said = commands.refused(*nodes, script, FASTPS_LOCAL_STEPS="many")
+    assert "expected --local-steps (FASTPS_LOCAL_STEPS) to be a whole number of 0 to 1,000,000 versions, found 'many'" in said
+    file = _file(tmp_path, 'link-dtype = "int8"\nlocal-steps = 9\n')
+    shown = commands.done(*nodes, "--config", file, "--local-steps", "4", "--print-config", FASTPS_LINK_DTYPE="float16").stdout
+    assert 'link_dtype = "float16"  # environment (FASTPS_LINK_DTYPE)\n' in shown and "local_steps = 4  # command line" in shown

@@ -217,8 +217,7 @@ def _doctor_links(context: typer.Context) -> None:
     from fastps.lab.measuring.links import examine_links
 
     given = context.params
-    policy = NodePolicy(link_dtype=given["link_dtype"])
-    nodes = options.placed_nodes(context, policy)
+    nodes = options.placed_nodes(context, lambda: NodePolicy(link_dtype=given["link_dtype"]))
     if nodes is None:
         raise UsageError("--nodes: expected --nnodes N and --rendezvous HOST:PORT beside it, the same on every node")
     sizes = [options.parameters_of(text) for text in given["parameters"]]
