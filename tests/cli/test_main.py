@@ -250,6 +250,7 @@ def test_every_command_that_writes_json_writes_csv() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # up to eight launches, each of which imports torch
 def test_compare_repeats_runs_by_turns_and_shows_their_range(tmp_path: Path) -> None:
     picture = tmp_path / "accuracy.svg"
     arguments = ("compare", "--data", "digits", "-n", "2", "--epochs", "1", "--sync", "bsp,asp", "--seed", "3,4", "--runs", "2")
@@ -263,6 +264,7 @@ def test_compare_repeats_runs_by_turns_and_shows_their_range(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # up to eight launches, each of which imports torch
 def test_compare_runs_a_script_of_ones_own_under_each_discipline(tmp_path: Path) -> None:
     shown = commands.done("compare", "-n", "2", "--sync", "bsp,asp", "--json", "-", "--script", EXAMPLE).stdout
     own = json.loads(shown)["rows"]

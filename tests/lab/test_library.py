@@ -63,6 +63,7 @@ def test_reports_are_pages_about_any_of_these(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # five launches, each of which imports torch
 def test_disciplines_are_compared_on_a_network_and_on_a_script() -> None:
     rows = fastps.compare("bsp,asp", workers=2, runs=2, data="digits", epochs=1)
     assert [(row["sync"], row["runs"]) for row in rows] == [("bsp", 2), ("asp", 2)]
