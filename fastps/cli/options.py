@@ -395,18 +395,6 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingO
     )
 
 
-def seeds_of(text: str) -> list[int]:
-    """The seeds of a text such as 0,1,2. Raises UsageError.
-
-    >>> seeds_of("0,1,2")
-    [0, 1, 2]
-    """
-    try:
-        return [int(seed) for seed in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--seed: expected whole numbers separated by commas, found {text!r}") from None
-
-
 def check_workers(policy: "Policy", given: Mapping[str, Any]) -> None:
     """Check that a job of this discipline can have the workers that are given. Raises PolicyError, LayoutError."""
     from fastps.job.plan import check_lanes

@@ -128,7 +128,7 @@ def compare(
         options.check_workers(policy, given)
     console = options.console_of(given["json_file"])
     run = _script_run(context, console) if script else _demo_run(context, console)
-    rows = repeats.in_rounds(policies, options.seeds_of(seeds), runs, run)
+    rows = repeats.in_rounds(policies, repeats.seeds_of(seeds), runs, run)
     title = _compared(context.params)
     show(console, training_table(rows, title, rows[0]), wide=given["wide"])
     say(console, *[f"{row['sync']}: {row['last_line']}" for row in rows if row.get("last_line")])

@@ -8,12 +8,26 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from fastps.errors import UsageError
+
 Row = dict[str, Any]
 MEASURED = (
     *("seconds", "steps", "steps_per_s", "samples_per_s", "speed", "test_accuracy", "staleness_mean", "wait_share", "dropped"),
     *("sigma_mean", "zero_gap_share", "wall_seconds"),
 )
 """What differs from run to run, of what a row of `fastps compare` has."""
+
+
+def seeds_of(text: str) -> list[int]:
+    """The seeds of a text such as 0,1,2. Raises UsageError.
+
+    >>> seeds_of("0,1,2")
+    [0, 1, 2]
+    """
+    try:
+        return [int(seed) for seed in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--seed: expected whole numbers separated by commas, found {text!r}") from None
 
 
 def in_rounds(names: Sequence[Any], seeds: Sequence[int], runs: int, run: Callable[[Any, int], Row]) -> list[Row]:
