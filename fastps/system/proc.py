@@ -111,6 +111,18 @@ def age_s(process_id: int) -> float | None:
 def _column(process_id: int, number: int) -> int | None:
     """A number in /proc/PID/stat, counted behind the name in brackets; None if it cannot be read."""
     try:
-        return int(Path(f"/proc/{process_id}/stat").read_bytes().rpartition(b")")[2].split()[number])
-    except (OSError, ValueError, IndexError):
+        return column_in(Path(f"/proc/{process_id}/stat").read_bytes(), number)
+    except OSError:
+        return None
+
+
+def column_in(stat: bytes, number: int) -> int | None:
+    """The same from the contents of /proc/PID/stat.
+
+    >>> column_in(b"7 (a) b\\n) T 1 7 7 0", 1), column_in(b"7 (a) T x", 1)
+    (1, None)
+    """
+    try:
+        return int(stat.rpartition(b")")[2].split()[number])
+    except (ValueError, IndexError):
         return None

@@ -449,6 +449,12 @@ def test_the_launcher_names_the_job_in_one_line_and_the_list_of_jobs_shows_its_s
     assert launched.returncode == 0
 
 
+def test_a_command_line_that_anybody_may_have_chosen_is_printable_and_short() -> None:
+    assert top.command_text(["/usr/bin/python3.12", "-m", "fastps", "run", "/a/b/train.py"]) == "fastps run train.py"
+    assert top.command_text(["python", "x\x1b[2J\n\udc80"]) == "'x?[2J??'"
+    assert len(top.command_text(["a" * 5000])) == 83 and top.command_text([]) == ""
+
+
 def test_a_job_is_named_by_the_option_or_the_environment_and_quiet_leaves_the_line_out(tmp_path: Path) -> None:
     script = program(
         tmp_path, "import os; print(os.environ['FASTPS_JOB'], os.environ['FASTPS_RUN'] == os.environ['FASTPS_JOB'])"
