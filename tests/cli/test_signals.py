@@ -27,7 +27,7 @@ def test_ctrl_c_ends_a_command_and_its_processes_without_a_word_of_these(argumen
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("module", ["errno", "fastps.cli.commands", "fastps.errors", "rich.console", "typer"])
+@pytest.mark.parametrize("module", ["errno", "fastps.cli.commands", "fastps.cli.tables", "rich.console", "typer"])
 def test_ctrl_c_during_the_imports_of_the_command_line_leaves_no_traceback(module: str, tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\nclass Finder:\n    def find_spec(self, name, *_):\n"
