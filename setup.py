@@ -1,7 +1,7 @@
 """Build of the compiled core: kernels/FOLDER/NAME.pyx becomes the extension fastps.kernels.FOLDER.NAME.
 
-All metadata is in pyproject.toml. There are no machine-specific flags such as -march=native: the fold chooses its instruction
-set at run time, so one wheel runs on any x86-64 or arm64 machine.
+All metadata is in pyproject.toml, but for README's links, made absolute here. There are no machine-specific flags such
+as -march=native: the fold chooses its instruction set at run time, so one wheel runs on any x86-64 or arm64 machine.
 
 The build prints a line to stderr for each compiled module. It uses ccache if ccache is on the PATH (CCACHE_DISABLE=1 turns it
 off). Cython's memoryview code, which many modules share, is compiled once, into fastps.kernels.cython_shared.
@@ -15,9 +15,11 @@ C++ source is in the wheel instead.
 import importlib.util
 import itertools
 import os
+import re
 import shutil
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -189,8 +191,16 @@ def packages() -> list[str]:
     ]
 
 
+def long_description() -> str:
+    """README.md with the addresses of its images and links, which an index shows outside of the source tree."""
+    source = tomllib.loads(Path("pyproject.toml").read_text())["project"]["urls"]["Source"]
+    return re.sub(r"\]\((?!https?:|#)([^)]+)\)", rf"]({source}/\1)", Path("README.md").read_text(encoding="utf-8"))
+
+
 if __name__ == "__main__":
     setup(
+        long_description=long_description(),
+        long_description_content_type="text/markdown",
         packages=packages(),
         py_modules=["fastps_backend"],
         ext_modules=[

@@ -37,6 +37,11 @@ from fastps.job.update_rules import RowWiseAdagrad as RowWiseAdagrad
 from fastps.job.update_rules import SparseAdam as SparseAdam
 from fastps.job.user_rules import UserRule as UserRule
 from fastps.job.user_rules import rule as rule
+from fastps.lab.library import Recording as Recording
+from fastps.lab.library import compare as compare
+from fastps.lab.library import read_trace as read_trace
+from fastps.lab.library import simulate as simulate
+from fastps.lab.library import write_report as write_report
 from fastps.membership.node_board import NodeStatistics as NodeStatistics
 from fastps.processes.spawn import spawn as spawn
 from fastps.store.observer import Look as Look
@@ -55,6 +60,7 @@ from fastps.torch.publisher import Publisher as Publisher
 from fastps.torch.reader import Reader as Reader
 from fastps.torch.reader import reader as reader
 from fastps.torch.sampler import BatchSampler as BatchSampler
+from fastps.torch.sampler import shard as shard
 from fastps.torch.schedules import GlobalStepLR as GlobalStepLR
 from fastps.torch.schedules import exponential_decay as exponential_decay
 from fastps.tracing.recorder import trace as trace

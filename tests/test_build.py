@@ -1,12 +1,15 @@
 """What setup.py does besides compiling: levels of optimization by module, ccache where there is one, a line for each module."""
 
 import os
+import re
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fastps
 from tests.support.scripts import loaded
 
 pytest.importorskip("Cython")
@@ -115,3 +118,20 @@ def test_a_copied_tree_stages_its_own_declarations(build: Any, monkeypatch: pyte
     shutil.copytree(tmp_path / "first/build", tmp_path / "second/build", symlinks=True)
     monkeypatch.chdir(tmp_path / "second")
     assert (Path(build.stage_cimports()) / "fastps/kernels").resolve() == tmp_path / "second/kernels"
+
+
+def test_what_an_index_shows_has_the_addresses_of_all_files_and_images_from_one_constant(build: Any) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    source = project["urls"]["Source"]
+    assert all(address.startswith(source) for address in project["urls"].values()) and "readme" in project["dynamic"]
+    targets = re.findall(r"\]\(([^)]+)\)", build.long_description())
+    assert len(targets) > 30 and f"{source}/docs/images/overview.svg" in targets
+    assert [target for target in targets if not target.startswith("https://")] == []
+    paths = [target.removeprefix(f"{source}/").partition("#")[0] for target in targets if target.startswith(source)]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_citation_has_the_version_and_the_five_papers(build: Any) -> None:
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {fastps.__version__}\n" in text
+    assert len(re.findall(r"^  - type: (?:article|conference-paper|generic)$", text, re.MULTILINE)) == 5

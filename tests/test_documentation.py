@@ -37,7 +37,7 @@ def _run(*command: str) -> str:
 
 
 def _names_on_api_page() -> set[str]:
-    page = loaded(DOCS / "hooks" / "disciplines.py").expanded((DOCS / "reference" / "api.md").read_text())
+    page = loaded(DOCS / "hooks" / "api.py").expanded((DOCS / "reference" / "api.md").read_text())
     return set(re.findall(r"^::: fastps\.(\w+)$", page, re.MULTILINE))
 
 
@@ -79,6 +79,20 @@ def test_tables_of_disciplines_are_those_of_the_code() -> None:
     assert set(re.findall(r"<!-- disciplines: (\w+) -->", pages)) == set(tables.TABLES)
 
 
+def test_pages_show_the_programs_as_they_are_and_read_well_as_files(capfd: pytest.CaptureFixture[str]) -> None:
+    assert loaded(ROOT / "tools" / "pages.py").main(["--check"]) == 0, capfd.readouterr().err
+    for page in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
+        found = re.findall(r"^\s*(?:--8<--|:::|\?\?\?).*|<!-- (?!table|end of|disciplines:).*", page.read_text(), re.MULTILINE)
+        assert found == [], f"{page}: what only the site shows"
+
+
+def test_what_a_copy_button_copies_of_a_console_is_the_commands() -> None:
+    for page in sorted(DOCS.rglob("*.md")):
+        for kind, first in re.findall(r"^```(\w+)[^\n]*\n([^\n]*)$", page.read_text(), re.MULTILINE):
+            assert kind == "console" or not first.startswith("$ "), f"{page.name}: {first}"
+    assert "[data-md-copying] .gp, [data-md-copying] .go" in (DOCS / "stylesheets" / "extra.css").read_text()
+
+
 def test_every_discipline_has_its_paragraph() -> None:
     page = (DOCS / "disciplines.md").read_text().replace("\\*", "*")
     heads = set(re.findall(r"^\*\*([a-z0-9]+\*?)(?::[\w,]+)?\*\*", page, re.MULTILINE))
@@ -90,7 +104,7 @@ def test_page_of_the_command_line_has_every_command() -> None:
     commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     page = (DOCS / "reference" / "command-line.md").read_text()
     assert set(re.findall(r"^## fastps ([\w-]+)$", page, re.MULTILINE)) == commands
-    assert set(re.findall(r"^<!-- options of fastps ([\w-]+) -->$", page, re.MULTILINE)) == commands
+    assert set(re.findall(r"^Usage: fastps ([\w-]+)", page, re.MULTILINE)) == commands
 
 
 def test_glossary_defines_each_word_once() -> None:
@@ -125,16 +139,32 @@ def blocks_of(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL) if page.exists() else []
 
 
-OF_README = blocks_of(ROOT / "README.md")
+def _sides(page: Path) -> tuple[str, str]:
+    """The program before and after the change that a page shows as a diff."""
+    (shown,) = re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = shown.splitlines()
+    sides = ["\n".join(line[1:] for line in lines if not line.startswith(other)) + "\n" for other in ("+", "-")]
+    return sides[0], sides[1]
 
 
-def test_readme_shows_code() -> None:
-    assert OF_README
+def test_readme_is_no_longer_than_it_was_and_shows_its_first_result_on_one_screen() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 121
+    assert lines.index("```diff") < 25 and "fastps run -n 4 --sync dssp:3,15 train.py" in "\n".join(lines[:50])
 
 
-@pytest.mark.parametrize("code", OF_README)
-def test_code_of_readme_runs_alone(code: str, tmp_path: Path) -> None:
-    _run(*program(tmp_path, code))
+def test_program_of_readme_runs_alone_after_its_change_of_three_lines_and_an_import(tmp_path: Path) -> None:
+    before, after = _sides(ROOT / "README.md")
+    assert "fastps" not in before and len(after.splitlines()) == len(before.splitlines()) + 4
+    assert _run(*program(tmp_path, f"{after}print(opt.version, len(loader))\n")) == "16 16\n"
+
+
+@pytest.mark.slow
+def test_program_of_readme_runs_before_its_change_and_under_the_launcher_after_it(tmp_path: Path) -> None:
+    before, after = _sides(ROOT / "README.md")
+    _run(*program(tmp_path, before))
+    script = program(tmp_path, f"{after}print(opt.version, len(loader))\n")[1]
+    assert sorted(_fastps(script).splitlines()) == ["[0] 8 8", "[1] 8 8"]
 
 
 @pytest.mark.slow
@@ -189,7 +219,7 @@ def _last_line(output: str) -> str:
 
 def test_tutorial_shows_every_script_of_its_folder() -> None:
     page = (DOCS / "tutorial.md").read_text()
-    shown = set(re.findall(r'--8<-- "examples/tutorial/(\w+\.py)"', page))
+    shown = set(re.findall(r'^```python title="examples/tutorial/(\w+\.py)"', page, re.MULTILINE))
     assert shown == {file.name for file in TUTORIAL.glob("*.py")}
     assert shown - {"task.py"} == {"plain.py", "workers.py", "resumable.py"}, "a test for each"
 

@@ -25,7 +25,10 @@ TESTED_TOGETHER = {
     "tests/bench/test_gpu_check.py": "fastps/torch/placements/placed",
     "tests/checkpoint/test_checkpoint.py": "fastps/checkpoint/format fastps/checkpoint/snapshot fastps/torch/checkpoint",
     # Of counts it is help without numpy.
-    "tests/cli/test_main.py": "fastps/cli/options fastps/cli/report fastps/version kernels/shm/counts",
+    "tests/cli/test_main.py": (
+        "fastps/cli/options fastps/cli/report fastps/processes/script fastps/lab/measuring/compared_script fastps/version "
+        "kernels/shm/counts"
+    ),
     "tests/cli/test_tables.py": "fastps/cli/bench_report",
     "tests/cli/test_top.py": "fastps/membership/discovery fastps/store/observer",
     "tests/crash/test_chaos.py": "fastps/lab/worlds/chaos_worlds",
@@ -104,7 +107,6 @@ TESTED_TOGETHER = {
     "tests/torch/readers/test_reader.py": "fastps/torch/reader",
     "tests/torch/test_written_weights.py": "fastps/store/agreed_writes",
     "tests/torch/test_optimizer_options.py": "fastps/torch/optimizer_state",
-    "tests/torch/test_options.py": "fastps/torch/sampler",
     "tests/torch/test_row_wise_adagrad.py": "fastps/torch/own_optimizers",
     "tests/torch/test_tensor_loops.py": "kernels/tensors/torch_tensors",
     "tests/tracing/test_trace.py": "fastps/cli/trace_report",

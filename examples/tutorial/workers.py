@@ -18,21 +18,24 @@ parser.add_argument("--seconds", type=float, default=float("inf"), help="stop af
 parser.add_argument("--slow", type=float, default=1.0, help="worker 0 reads its batches this many times as slowly")
 parser.add_argument("--lr", type=float, default=0.004)
 arguments = parser.parse_args()
-rank, workers = fastps.rank(), fastps.world_size()
+rank = fastps.rank()
 slow = arguments.slow if rank == 0 else 1.0
-steps = arguments.steps // workers if arguments.seconds == float("inf") else 10**9
+steps = arguments.steps if arguments.seconds == float("inf") else 10**9
 
 model = network()
 inner = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.5)
 optimizer = fastps.DistributedOptimizer(inner, model=model)
-began, step = time.perf_counter(), 0
-while step < steps and time.perf_counter() - began < arguments.seconds:
-    points, labels = batch(step * workers + rank, slow)  # different batches in each worker
+own = fastps.shard(range(steps))  # other batches in each worker
+began, made = time.perf_counter(), 0
+for step in own:
+    if time.perf_counter() - began >= arguments.seconds:
+        break
+    points, labels = batch(step, slow)
     optimizer.zero_grad()
     torch.nn.functional.cross_entropy(model(points), labels).backward()
     optimizer.step()
-    step += 1
-print(f"worker {rank}: {step} batches in {time.perf_counter() - began:.1f} s")
+    made += 1
+print(f"worker {rank}: {made} batches in {time.perf_counter() - began:.1f} s")
 if rank == 0:
     optimizer.wait_for_others()  # takes the weights that include every worker's last push
     print(f"the job: {optimizer.version} updates, accuracy {accuracy(model):.1%}")

@@ -4,13 +4,20 @@ Errors are one sentence. Exit codes: 0 done, 1 the run failed, 2 wrong usage or 
 imports torch and numpy only when it needs them, so help and usage errors appear at once.
 """
 
+import contextlib
+import signal
+
+_is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+with contextlib.suppress(ValueError):  # not the main thread, which alone has handlers
+    if _is_default:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends this process without a traceback
+
 import errno
 import importlib
 import io
 import logging
 import os
 import pkgutil
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -21,6 +28,8 @@ from rich.logging import RichHandler
 from typer.core import TyperGroup
 
 from fastps.cli import commands
+from fastps.cli.help import Command
+from fastps.cli.options import with_csv
 from fastps.errors import Error, UsageError, naming_isa
 from fastps.system.descriptors import occupy_standard_streams
 from fastps.system.noted_signals import EndedBySignalError
@@ -48,6 +57,7 @@ app = typer.Typer(
     cls=GroupedCommands,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
@@ -74,7 +84,15 @@ def common(
 
 groups = [importlib.import_module(f"{commands.__name__}.{module.name}") for module in pkgutil.iter_modules(commands.__path__)]
 for group in sorted(groups, key=lambda each: each.ORDER):  # the order that they declare
+    for each in group.commands.registered_commands:
+        each.cls = Command
+        each.callback = with_csv(each.callback)
     app.add_typer(group.commands)
+
+
+with contextlib.suppress(ValueError):
+    if _is_default:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end(number: int, frame: object) -> NoReturn:
@@ -98,6 +116,8 @@ def main() -> None:
                 app()
         finally:
             print(end="", flush=True)  # at its end Python would show what fails here
+    except KeyboardInterrupt:  # before or after the command itself
+        sys.exit(130)
     except Error as error:
         if "--debug" in sys.argv:
             raise

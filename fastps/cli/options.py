@@ -1,10 +1,12 @@
 """Options that several commands share: their types, help texts and checks."""
 
+import functools
 import inspect
 import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,6 +50,11 @@ def checked_page(target: Path | None, option: typer.CallbackParam) -> Path | Non
     return target
 
 
+WORKERS_PANEL, LOSSES = "Workers", "Losses and checkpoints"
+OUTPUT_PANEL, CONFIGURATION, NODES_PANEL = "Output", "Configuration", "Several nodes"
+PANELS = (WORKERS_PANEL, LOSSES, OUTPUT_PANEL, CONFIGURATION, NODES_PANEL)
+"""The groups of options in a command's help, in order; an option without one is among the first."""
+
 Options = dict[str, tuple[Any, Any]]
 """Options that several commands share: the annotation and the default of each parameter."""
 
@@ -60,7 +67,14 @@ Momentum = Annotated[float, typer.Option(help="Momentum of SGD.")]
 Seed = Annotated[int, typer.Option(help="Decides weights and order of samples.")]
 TraceFile = Annotated[
     Path | None,
-    typer.Option("--trace", metavar="FILE", callback=checked, help="Record the run, for fastps trace and fastps advise."),
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        envvar="FASTPS_TRACE",
+        show_envvar=False,
+        callback=checked,
+        help="Record the run, for fastps trace and fastps advise.",
+    ),
 ]
 Report = Annotated[
     Path | None,
@@ -71,13 +85,24 @@ TensorBoard = Annotated[
     typer.Option(
         "--tensorboard",
         metavar="DIR",
+        rich_help_panel=OUTPUT_PANEL,
         help="Write loss, speed, staleness, waits and losses of workers for TensorBoard, once a second; into a folder below DIR"
         " if DIR has the files of another run. Needs the extra [tensorboard].",
     ),
 ]
 Json = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", callback=checked, help="Write the rows as JSON; - for stdout.")
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE", callback=checked, help="Write the rows as JSON; - for stdout.", rich_help_panel=OUTPUT_PANEL
+    ),
 ]
+Csv = Annotated[
+    str | None,
+    typer.Option(
+        "--csv", metavar="FILE", callback=checked, help="Write the rows as CSV; - for stdout.", rich_help_panel=OUTPUT_PANEL
+    ),
+]
+_csv_file: ContextVar[str | None] = ContextVar("csv_file", default=None)
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, also where they do not fit the width.")]
 Bar = Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")]
 Links = Annotated[
@@ -125,38 +150,87 @@ PUSH: Options = {
         help=f"What gradients are pushed in: {', '.join(PUSH_DTYPES)}. Sums and updates are in float32 all the same.",
     )
 }
+
+
+def _launch(kind: Any, default: Any, *flags: str, panel: str | None = None, variable: str | None = None, **more: Any) -> Any:
+    """An option that workers have as a variable: it counts where the command line gives none."""
+    return option(kind, default, *flags, rich_help_panel=panel, envvar=variable, show_envvar=False, **more)
+
+
 JOB: Options = {
-    "server": option(
+    "restarts": option(int, 0, help="Replace so many lost workers, in all; the job goes on meanwhile."),
+    "checkpoint": _launch(
+        Path | None,
+        None,
+        "--checkpoint",
+        variable="FASTPS_CHECKPOINT",
+        metavar="DIR",
+        help="Write checkpoints into this folder.",
+    ),
+    "resume": _launch(
+        Path | None,
+        None,
+        variable="FASTPS_RESUME",
+        metavar="CHECKPOINT|DIR",
+        help="Go on from this checkpoint, or from the newest of a folder.",
+    ),
+    "every": _launch(
+        int,
+        0,
+        panel=LOSSES,
+        variable="FASTPS_CHECKPOINT_EVERY",
+        metavar="UPDATES",
+        help="With --checkpoint: updates between two checkpoints; 0: 1000.",
+    ),
+    "overwrite": _launch(
+        bool,
+        False,
+        "--overwrite",
+        panel=LOSSES,
+        variable="FASTPS_OVERWRITE",
+        help="With --checkpoint: delete other runs' checkpoints there.",
+    ),
+    "on_worker_loss": _launch(
         str,
         "",
-        metavar="workers|process",
-        help="Fold pushes in waiting workers or in a server process, for scripts that do not say. Default: workers.",
+        panel=LOSSES,
+        variable="FASTPS_ON_WORKER_LOSS",
+        metavar="stop|continue",
+        help="What the others do when a worker is lost, if the script does not say. Default: stop; with --restarts continue.",
         show_default=False,
     ),
-    "restarts": option(int, 0, help="Replace so many lost workers, in all; the job goes on meanwhile."),
-    "on_worker_loss": option(
-        str,
-        "",
-        help="What the others do when a worker is lost, stop or continue, for scripts that do not say. Default: stop; with"
-        " --restarts continue.",
+    "max_workers": _launch(
+        int,
+        0,
+        panel=LOSSES,
+        variable="FASTPS_MAX_WORKERS",
+        help="The most workers attached at a time; 0: as many as at the start.",
     ),
-    "nonfinite": option(
+    "nonfinite": _launch(
         str,
         "",
         "--nonfinite",
-        help="A push with Inf or NaN, for scripts that do not say: reject (the default), raise or allow.",
+        panel=LOSSES,
+        variable="FASTPS_NONFINITE",
+        metavar="reject|raise|allow",
+        help="What becomes of a push with Inf or NaN, if the script does not say. Default: reject.",
         show_default=False,
     ),
-    "max_workers": option(int, 0, help="So many may be attached at a time; 0: as many as at the start."),
-    "checkpoint": option(Path | None, None, "--checkpoint", help="Write checkpoints into this directory."),
-    "every": option(int, 0, metavar="UPDATES", help="With --checkpoint: updates between two checkpoints; 0: 1000."),
-    "overwrite": option(bool, False, "--overwrite", help="With --checkpoint: delete other runs' checkpoints there."),
-    "resume": option(Path | None, None, help="Go on from this checkpoint, or from the newest of a directory of them."),
     "inject_faults": option(
         str | None,
         None,
         metavar="kill:N,stop:N,seconds:S",
         help="Kill and stop (for 1 to 5 s) workers at random moments of the first S seconds; give --restarts for the killed.",
+        rich_help_panel=LOSSES,
+    ),
+    "server": _launch(
+        str,
+        "",
+        panel=WORKERS_PANEL,
+        variable="FASTPS_SERVER",
+        metavar="workers|process",
+        help="Fold pushes in waiting workers, or in a server process, if the script does not say. Default: workers.",
+        show_default=False,
     ),
 }
 """Of the commands that start workers: how the job handles faults, and its checkpoints."""
@@ -167,27 +241,49 @@ PLACE: Options = {
         "--nnodes",
         metavar="N",
         help="Nodes of the job; run the same command on each. Default: SLURM's or MPI's, else 1.",
+        rich_help_panel=NODES_PANEL,
     ),
-    "rendezvous": option(str, "", metavar="HOST:PORT", help="Where the nodes find each other; HOST is node 0."),
-    "node_rank": option(str, "auto", metavar="auto|N", help="This node's number; auto: HOST is 0, others as they come."),
-    "interface": option(
+    "rendezvous": option(
+        str, "", metavar="HOST:PORT", help="Where the nodes find each other; HOST is node 0.", rich_help_panel=NODES_PANEL
+    ),
+    "node_rank": option(
+        str,
+        "auto",
+        metavar="auto|N",
+        help="This node's number; auto: HOST is 0, others as they come.",
+        rich_help_panel=NODES_PANEL,
+    ),
+    "interface": _launch(
         str,
         "",
+        panel=NODES_PANEL,
+        variable="FASTPS_INTERFACE",
         metavar="NAME|ADDRESS",
-        envvar="FASTPS_INTERFACE",
         help="The interface to the other nodes. Default: the one that leads to the rendezvous.",
         show_default=False,
     ),
-    "trusted_network": option(
-        bool, False, "--trusted-network", envvar="FASTPS_TRUSTED_NETWORK", help="Listen at a public address, too."
+    "trusted_network": _launch(
+        bool,
+        False,
+        "--trusted-network",
+        panel=NODES_PANEL,
+        variable="FASTPS_TRUSTED_NETWORK",
+        help="Listen at a public address, too.",
     ),
 }
 """Of the commands that run on each of several nodes: how the nodes find each other."""
 NODES: Options = {
-    each.name: option(type(each.default), each.default, each.flag, metavar=each.metavar or each.words, help=each.help)
+    each.name: option(
+        type(each.default),
+        each.default,
+        each.flag,
+        metavar=each.metavar or each.words,
+        help=each.help,
+        rich_help_panel=NODES_PANEL,
+    )
     for each in NodePolicy.options().values()
 }
-"""How a job treats its nodes: the fields of NodePolicy."""
+"""How a job treats its nodes: the fields of NodePolicy. Their variables are read on several nodes alone, by `nodes_of`."""
 ON_LINKS: Options = {name: NODES[name] for name in ("link_dtype", "homes")}
 OUTPUT: Options = {
     "wide": (Wide, False),
@@ -224,18 +320,43 @@ def check_beside(context: typer.Context, needed: str, *names: str) -> None:
         raise UsageError(f"{option} has no effect alone: expected {needed} beside it, found none")
 
 
+def with_csv(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with --csv, if it has --json: `save_rows` writes both."""
+    signature = inspect.signature(command)
+    if "json_file" not in signature.parameters:
+        return command
+
+    @functools.wraps(command)
+    def run(*arguments: Any, csv_file: str | None, **given: Any) -> None:
+        if csv_file == "-" == given["json_file"]:
+            raise UsageError("--csv - and --json -: expected one of the two on standard output, found both")
+        _csv_file.set(csv_file)
+        command(*arguments, **given)
+
+    own = inspect.Parameter("csv_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Csv)
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), own])  # type: ignore[attr-defined]
+    return run
+
+
+def owns_stdout(json_file: str | None) -> bool:
+    """Whether the standard output is for the rows of --json or --csv alone."""
+    return "-" in (json_file, _csv_file.get())
+
+
 def console_of(json_file: str | None) -> Console:
-    """Return the console for tables: stderr if stdout is for JSON; wide if there is no terminal."""
-    console = Console(stderr=json_file == "-")
-    return console if console.is_terminal else Console(stderr=json_file == "-", width=110)
+    """Return the console for tables: stderr if stdout is for JSON or CSV; wide if there is no terminal."""
+    console = Console(stderr=owns_stdout(json_file))
+    return console if console.is_terminal else Console(stderr=owns_stdout(json_file), width=110)
 
 
 def save_rows(command: str, rows: Sequence[Mapping[str, Any]], json_file: str | None) -> None:
-    """Write the JSON report of a command, if it is asked for."""
-    if json_file is not None:
-        from fastps.system.json_report import write_json
+    """Write the reports of a command in JSON and CSV, if they are asked for."""
+    from fastps.system.json_report import write_csv, write_json
 
+    if json_file is not None:
         write_json(command, rows, json_file)
+    if (csv_file := _csv_file.get()) is not None:
+        write_csv(rows, csv_file)
 
 
 def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingOptions:
@@ -269,7 +390,7 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingO
         pull_delay_share=delay_share,
         pull_delay_s=delay_s,
         push_dtype=push_dtype,
-        **{name: given[name] for name in same},
+        **{name: given[name] for name in same if name in given},
         **others,
     )
 
@@ -284,11 +405,19 @@ def check_workers(policy: "Policy", given: Mapping[str, Any]) -> None:
 
 def nodes_of(context: typer.Context) -> "NodeOptions | None":
     """Make the NodeOptions of `fastps run`; None for a job of one node. Raises UsageError."""
-    policy = NodePolicy(**{name: context.params[option.name] for name, option in NodePolicy.options().items()})
+
+    def policy() -> NodePolicy:
+        values = {}
+        for name, option in NodePolicy.options().items():
+            source = context.get_parameter_source(option.name)
+            text = os.environ.get(option.variable) if source is None or source.name != "COMMANDLINE" else None
+            values[name] = option.read(text, option.shown) if text else context.params[option.name]
+        return NodePolicy(**values)
+
     return placed_nodes(context, policy)
 
 
-def placed_nodes(context: typer.Context, policy: NodePolicy) -> "NodeOptions | None":
+def placed_nodes(context: typer.Context, policy: Callable[[], NodePolicy]) -> "NodeOptions | None":
     """The nodes that the options and what started this command describe; None for one node. Raises UsageError."""
     from fastps.processes.nodes import NodeOptions
 
@@ -305,7 +434,7 @@ def placed_nodes(context: typer.Context, policy: NodePolicy) -> "NodeOptions | N
     rank = str(place.node) if rank == "auto" and place.node >= 0 else rank
     network = given["interface"], given["trusted_network"]
     rendezvous = rendezvous or os.environ.get("FASTPS_RENDEZVOUS", "") or place.rendezvous
-    return NodeOptions(count, rendezvous, rank, policy, *network, secret=secret)
+    return NodeOptions(count, rendezvous, rank, policy(), *network, secret=secret)
 
 
 def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
@@ -317,6 +446,8 @@ def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
 
     given = context.params
     checkpoint, resume, faults = given["checkpoint"], given["resume"], given["inject_faults"]
+    if checkpoint is None:
+        check_beside(context, "--checkpoint", "every")
     if resume is not None and not resume.exists():
         raise UsageError(f"--resume {resume}: expected a checkpoint or a directory of them, found nothing there")
     resumed = load(resume) if resume is not None else None

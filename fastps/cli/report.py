@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fastps.cli.tables import Column, Rows
+from fastps.lab.demo.repeats import text_of
 from fastps.lab.stragglers import Arrival, Split
 
 if TYPE_CHECKING:
@@ -17,30 +18,35 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
+def _chosen(row: Row) -> Any:
+    return row.get("chosen", row["sync"])
+
+
+def _ranged(heading: str, name: str, form: str) -> Column:
+    """A column whose cells have the least and the most of repeated runs beside the median."""
+    return Column(heading, lambda row: text_of(row, name, form))
+
+
 _TRAINING = (
     Column("sync", lambda row: row["sync"] if _chosen(row) == row["sync"] else f"{row['sync']} -> {_chosen(row)}"),
     Column("n", "workers", wide=True),
-    Column("seconds", form=".2f"),
+    _ranged("seconds", "seconds", ".2f"),
     Column("steps/s", "steps_per_s", ".1f"),
     Column("samples/s", "samples_per_s", ".0f", wide=True),
-    Column("accuracy", "test_accuracy", ".1%"),
+    _ranged("accuracy", "test_accuracy", ".1%"),
     Column("staleness", "staleness_mean", ".2f"),
     Column("max", "staleness_max", wide=True),
     Column("waiting", "wait_share", ".1%"),
     Column("dropped", wide=True),
 )
-
-
-def _chosen(row: Row) -> Any:
-    return row.get("chosen", row["sync"])
+_NOT_OF_A_SCRIPT = ("samples/s", "accuracy")
 
 
 def training_table(rows: Sequence[Row], title: str, baseline: Row | None = None) -> Rows:
     """Make a table with one row per run; with a baseline, also the speed relative to it."""
-    columns = list(_TRAINING)
+    columns = [each for each in _TRAINING if "test_accuracy" in rows[0] or each.heading not in _NOT_OF_A_SCRIPT]
     if baseline is not None:
-        speed = baseline["steps_per_s"]
-        columns.append(Column(f"speed / {baseline['sync']}", lambda row: f"{row['steps_per_s'] / speed:.2f}x"))
+        columns.append(Column(f"speed / {baseline['sync']}", lambda row: text_of(row, "speed", ".2f")))
     return Rows.of(title, columns, rows)
 
 

@@ -2,10 +2,12 @@
 
 import math
 import re
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,11 +18,13 @@ from fastps.errors import AttachError, Error, UsageError
 from fastps.membership import discovery
 from fastps.membership.node_board import NodeStatistics
 from fastps.store.observer import Look, Observer, ShardStatistics, WorkerStatistics, observe
+from fastps.system import proc
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BARS_WIDTH = 16
 _MOST_SHARD_LINES = 8
+_MOST_COMMAND = 80  # characters
 _SILENT_NS = 2_000_000_000  # beats come twice a second
 _ARENA = re.compile(r"(.+)\.node\d+((?:\.\d+)?)(?:\.home\d+)?")  # of a job of several nodes
 
@@ -45,10 +49,51 @@ def choose_job(job: str | None) -> str:
     if not running:
         raise NoJobError("expected a running job of this user, found none: start one, such as with fastps train")
     if len(running) > 1:
+        lines = "".join(f"\n  {name}{_program_of(name)}" for name in running)
         raise UsageError(
-            f"expected one running job, found {', '.join(running)}: name one of them, as in fastps top {running[0]}"
+            f"expected one running job, found {len(running)}: name one of them, as in fastps top {shlex.quote(running[0])}"
+            f"{lines}"
         )
     return running[0]
+
+
+def _program_of(job: str) -> str:
+    """What runs a job, its process and its age. A worker's launcher stands for it, since it has the script's command line."""
+    process_id = discovery.process_of(job)
+    if process_id is None:
+        return ""
+    words = proc.command_line(process_id)
+    if words[1:2] == ["-c"] and "fastps.processes." in "".join(words[2:3]):
+        process_id = proc.parent(process_id)
+        words = proc.command_line(process_id)
+    age_s = proc.age_s(process_id)
+    parts = [f"process {process_id}", *([f"{age_text(age_s)} old"] if age_s is not None else [])]
+    return f": {command_text(words)} ({', '.join(parts)})"
+
+
+def command_text(words: Sequence[str]) -> str:
+    """A command line to be read: without the interpreter and its folders, in printable text, and short.
+
+    >>> command_text(["/usr/bin/python3", "/opt/bin/fastps", "run", "-n", "4", "train.py"])
+    'fastps run -n 4 train.py'
+    """
+    kept = words[1:] if len(words) > 1 and re.fullmatch(r"python[0-9.]*", Path(words[0]).name) else words
+    kept = kept[1:] if kept[:1] == ["-m"] else kept
+    text = shlex.join(Path(word).name if word.startswith("/") else word for word in kept)
+    plain = "".join(each if each.isprintable() else "?" for each in text)
+    return plain if len(plain) <= _MOST_COMMAND else f"{plain[:_MOST_COMMAND]}..."
+
+
+def age_text(seconds: float) -> str:
+    """An age in its largest unit.
+
+    >>> age_text(59), age_text(150), age_text(9000), age_text(2e5)
+    ('59 s', '2 min', '2 h', '2 days')
+    """
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= (2 if unit == "days" else 1) * length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{int(seconds)} s"
 
 
 def first_arenas(names: Sequence[str]) -> dict[str, str]:

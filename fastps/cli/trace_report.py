@@ -115,6 +115,9 @@ def advice_lines(rows: Sequence[Row], test: Row | None) -> list[str]:
     if test is not None:
         found = f"{test['measured']:,.1f} steps/s measured, {test['predicted']:,.1f} predicted ({test['error']:+.1%})"
         lines.append(f"the recorded run under {test['sync']}: {found}")
+        gain = chosen["useful_steps_per_s"] / test["predicted"] - 1
+        if chosen["sync"] != test["sync"] and gain <= abs(test["error"]):
+            lines.append(f"{gain:+.1%} is no more than that error: measure both, by fastps compare --runs 5 --script")
     learned = [row for row in rows if row.get("loss") is not None]
     if not learned:
         return [*lines, "what staleness does to the loss is not predicted: --train SCRIPT tries it"]

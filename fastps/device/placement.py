@@ -35,7 +35,7 @@ def gpus_of_workers(workers: int | None = None) -> list[str]:
     >>> del os.environ["FASTPS_GPUS"]
     """
     gpus = _gpus_in(os.environ.get("FASTPS_GPUS", ""))
-    return [gpus[rank % len(gpus)] for rank in range(workers or environment.world_size())] if gpus else []
+    return [gpus[rank % len(gpus)] for rank in range(workers or environment.own_world_size())] if gpus else []
 
 
 def check_own_gpu(index: int) -> None:
@@ -43,7 +43,7 @@ def check_own_gpu(index: int) -> None:
     own = whole(os.environ.get("LOCAL_RANK", "0")) or 0
     if os.environ.get("FASTPS_GPUS") and index != own:
         raise UnsupportedError(
-            f"expected the model of worker {environment.rank()} on cuda:{own}, the GPU that --gpus gives it, found it on"
+            f"expected the model of worker {environment.own_rank()} on cuda:{own}, the GPU that --gpus gives it, found it on"
             f" cuda:{index}: use cuda:LOCAL_RANK where the script has torchrun's variables, and else cuda:0 (fastps run --env)"
         )
 
@@ -115,7 +115,7 @@ def placement(workers: int | None = None) -> Placement:
     """
     wanted = value_of("FASTPS_PLACEMENT")
     gpus = gpus_of_workers(workers)
-    is_one = len(set(gpus)) == 1 or (not gpus and environment.world_size() == 1)
+    is_one = len(set(gpus)) == 1 or (not gpus and environment.own_world_size() == 1)
     if wanted == "auto":
         wanted = "device" if is_one and importlib.util.find_spec("cupy") is not None else "host"
     elif wanted == "device" and not is_one and not gpus:

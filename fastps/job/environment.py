@@ -7,6 +7,7 @@ error that names it.
 """
 
 import hashlib
+import logging
 import os
 import secrets
 import sys
@@ -19,20 +20,28 @@ from fastps.errors import UsageError
 from fastps.job.launchers import MOST, launched, whole
 from fastps.job.options import OPTIONS, value_of
 
+logger = logging.getLogger("fastps.job")
 TRACE_VARIABLE = "FASTPS_TRACE"  # the file that a launch records its trace into
 # The first variable that is set counts. Lightning sets only LOCAL_RANK, the rank on one machine; others set it on each node.
 _RANKS, _WORKERS = ("FASTPS_RANK", "RANK", "LOCAL_RANK"), ("FASTPS_WORKERS", "WORLD_SIZE")
+_divides = False  # whether the script has asked which worker this is
 LONGEST_JOB = 64  # bytes; the rest of a socket's name says which node, optimizer and place it is
 _OF_TORCHRUN = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 _SPAWN = "fastps.spawn(fn, args, workers=N) starts processes that find each other"
 
 
 def rank() -> int:
-    """This worker's number, from 0; 0 when alone.
+    """This worker's number, from 0; 0 when alone, and where no launcher has started this process.
 
     If neither FASTPS_RANK nor RANK has it, this is the rank in torch's process group, if there is one, else that of SLURM or
     MPI, else LOCAL_RANK. Raises UsageError if the environment has a number of workers above 1 and no rank.
     """
+    note_division()
+    return own_rank()
+
+
+def own_rank() -> int:
+    """What `rank` returns, for fastps itself: it does not say that the script divides its data. Raises UsageError."""
     if not any(name in os.environ for name in _RANKS[:2]):
         group = _process_group()
         if group is not None:
@@ -41,14 +50,20 @@ def rank() -> int:
             return found.rank
         if "LOCAL_RANK" not in os.environ and _number(_WORKERS, 1) > 1:
             raise UsageError(
-                f"the environment says {world_size()} workers, but not which one this is: set FASTPS_RANK (or RANK), or give"
-                " rank= and workers="
+                f"the environment says {own_world_size()} workers, but not which one this is: set FASTPS_RANK (or RANK), or"
+                " give rank= and workers="
             )
     return _number(_RANKS, 0)
 
 
 def world_size() -> int:
-    """The number of workers of the job; 1 when alone."""
+    """The number of workers of the job; 1 when alone, and where no launcher has started this process."""
+    note_division()
+    return own_world_size()
+
+
+def own_world_size() -> int:
+    """What `world_size` returns to scripts, for fastps itself. Raises UsageError."""
     if any(name in os.environ for name in _WORKERS):
         return _number(_WORKERS, 1)
     group = _process_group()
@@ -64,7 +79,16 @@ def _process_group() -> Any:
     return distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
 
 
-_rank = rank  # `identity` has an argument of that name
+def note_division() -> None:
+    """Note that the script asks which worker this is, or for a share: it divides its data."""
+    global _divides
+    _divides = True
+
+
+def is_undivided() -> bool:
+    """Whether `fastps run` started this worker as one of several, and the script has not asked which one it is."""
+    is_launched = "FASTPS_LAUNCHER" in os.environ and not any(name in os.environ for name in _RANKS[1:])
+    return is_launched and not _divides and not is_virtual()
 
 
 @dataclass(frozen=True)
@@ -109,8 +133,8 @@ def identity(job: str | None = None, rank: int | None = None, workers: int | Non
         )
     if (rank is None) != (workers is None) and workers != 1:
         raise UsageError(f"expected rank= and workers= together, found rank={rank} and workers={workers}")
-    count = world_size() if workers is None else workers
-    number = (0 if workers is not None else _rank()) if rank is None else rank
+    count = own_world_size() if workers is None else workers
+    number = (0 if workers is not None else own_rank()) if rank is None else rank
     if not 0 <= number < count:
         raise UsageError(f"expected a rank from 0 to the number of workers, less one, found rank {number} of {count} workers")
     if job is not None:
@@ -163,9 +187,9 @@ def _job_of_launch() -> str:
     if own is None:
         values = [os.environ.get(key, "") for key in _OF_TORCHRUN]
         if not any(values[:3]):
-            if world_size() > 1:
+            if own_world_size() > 1:
                 raise UsageError(
-                    f"WORLD_SIZE is {world_size()}, but neither FASTPS_JOB nor torchrun's variables say which job this is:"
+                    f"WORLD_SIZE is {own_world_size()}, but neither FASTPS_JOB nor torchrun's variables say which job this is:"
                     " start with `fastps run -n N script.py` or torchrun, or give job=, or set FASTPS_JOB, to the same"
                     " text for all"
                 )
@@ -211,7 +235,13 @@ def pauses(worker: int, step: int) -> bool:
 
 def sync_of(given: Any) -> Any:
     """The discipline of a job: the script's, else FASTPS_SYNC, else "bsp". In virtual time the script's own does not count."""
-    return given if given is not None and not is_virtual() else os.environ.get("FASTPS_SYNC", "bsp")
+    wanted = os.environ.get("FASTPS_SYNC", "")
+    if given is None or is_virtual():
+        return wanted or "bsp"
+    own = str(getattr(given, "spec", given))
+    if wanted and own != wanted and os.environ.get("FASTPS_RANK") == "0":
+        logger.warning("the script's own sync=%s counts, and --sync %s (FASTPS_SYNC) has no effect", own, wanted)
+    return given
 
 
 def _number(names: tuple[str, ...], default: int) -> int:

@@ -92,7 +92,11 @@ def check_secret(policy: NodePolicy, secret: Secret | None) -> None:
 
 def _nodes_without_store() -> Nodes | None:
     found = launchers.launched()
-    if found is None or found.nodes == 1 or (found.rank, found.workers) != (environment.rank(), environment.world_size()):
+    if (
+        found is None
+        or found.nodes == 1
+        or (found.rank, found.workers) != (environment.own_rank(), environment.own_world_size())
+    ):
         return None
     rendezvous = os.environ.get("FASTPS_RENDEZVOUS") or found.rendezvous
     if not rendezvous:

@@ -5,6 +5,7 @@ such a name, and put any bytes into it. A name that is no place of a job is skip
 tells users.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -68,6 +69,15 @@ def places_in(names: Iterable[bytes]) -> dict[str, set[rendezvous.Place]]:
 def running_jobs(clock: Clock = SYSTEM_CLOCK) -> list[str]:
     """The names of this user's running jobs, in order. Raises AttachError if the kernel's list cannot be read."""
     return sorted(job for job, places in listening().items() if _is_ours(job, places, clock))
+
+
+def process_of(job: str) -> int | None:
+    """The process id of a process of this user that answers for a job; None if none does in time."""
+    for place in sorted(listening().get(job, set()), key=str):
+        with contextlib.suppress(rendezvous.Absent, rendezvous.Silent, rendezvous.AbiDiffers):
+            with rendezvous.connect(job, place, _ASK_TIMEOUT_S, observer=True) as offer:
+                return offer.process_id
+    return None
 
 
 def _is_ours(job: str, places: set[rendezvous.Place], clock: Clock) -> bool:

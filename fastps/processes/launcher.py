@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import selectors
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from fastps.processes.left_behind import LeftBehind
 from fastps.processes.nodes import LaunchRendezvous, NodeOptions
 from fastps.processes.options import JobOptions
 from fastps.processes.outcome import LaunchedWorker, Outcome
-from fastps.processes.output import JobOutput
+from fastps.processes.output import JobOutput, LogOptions
 from fastps.processes.output_thread import StandardStreams, Stream
 from fastps.processes.program import Program
 from fastps.processes.worker_environment import environment_of, inherited, style_of
@@ -51,7 +52,7 @@ _FAULT_TICK_S = 0.02  # time between two calls of Injector.tick
 _OF_A_GROUP = re.compile("nccl|process group|process_group|cuda", re.IGNORECASE)
 _CAPTURED: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 START_METHODS = ("fork", "spawn")
-NO_OPTIONS = JobOptions()
+NO_OPTIONS, NO_LOGS = JobOptions(), LogOptions()
 
 
 def _input() -> int:
@@ -89,6 +90,8 @@ class Launcher:
         imports: Sequence[str] | None = None,  # the fork server's; default: torch, unless the script needs none
         silent: bool = False,  # whether the standard output is left out: each worker's last line is in the outcome
         nodes: NodeOptions | None = None,  # of several nodes this launcher starts one
+        greets: bool = False,  # whether a line at the start says what runs, and the job's name
+        logs: LogOptions = NO_LOGS,  # how what workers say is written down
         trace: Path | None = None,  # where all workers record the run; it is written when the run has ended
         tracebacks: bool | None = None,  # whether to pass on those of fastps' own errors; default: if the command has --debug
         clock: Clock = SYSTEM_CLOCK,
@@ -117,7 +120,7 @@ class Launcher:
         self._forkserver: ForkServer | None = None
         self._forkserver_worker: LaunchedWorker | None = None  # its process
         self._injector = options.injector(self.job, workers, clock) if options.injector is not None else None
-        self._output, self._silent = JobOutput(clock), silent
+        self._output, self._silent, self._greets = JobOutput(clock, logs), silent, greets
         self._trace = trace.resolve() if trace is not None else None
         self._clock, self._since_ns = clock, clock.unix_ns()
         self._workers: list[LaunchedWorker] = []
@@ -235,12 +238,14 @@ class Launcher:
         given = {"--sync": self._sync, "--trace": self._trace}
         given |= {"--checkpoint": self._options.checkpoint, "--resume": self._options.resume}
         unread = [name for name, value in given.items() if value]
+        behind = [name for name in given if name in self._program.arguments]
         if unread or (self._count > 1 and self._style == "fastps"):
             logger.warning(
                 "no worker made a fastps.DistributedOptimizer: each of the %d has run the script for itself%s; wrap the"
-                " script's optimizer (docs/how-to/own-script.md)",
+                " script's optimizer (docs/how-to/own-script.md)%s",
                 self._count,
                 f", and {', '.join(unread)} had no effect" if unread else "",
+                f"; behind the script {', '.join(behind)} is its own option: put fastps' before it" if behind else "",
             )
 
     def _hint(self, failure: LaunchedWorker | None) -> str:
@@ -258,11 +263,14 @@ class Launcher:
         self._port = free_port()  # for scripts that start torch.distributed themselves
         if self._nodes is not None:
             self._rendezvous = LaunchRendezvous(self._nodes, self._count)
+        else:
+            self._greet()
         if self._forks:
             self._start_forkserver()
         if self._rendezvous is not None and self._rendezvous.wait(self._is_interrupted, partial(self._handle_events, 0)):
             self.job = self._rendezvous.place.job
             self._beginning = Beginning(self.arena, self._clock)
+            self._greet()
         for rank in range(self._count):
             if self._ending.interrupts:
                 return
@@ -270,6 +278,16 @@ class Launcher:
         if not (self._restarts_left or self._options.joins):
             self._end_forkserver()
         logger.info("job %s: started %d workers", self.job, self._count)
+
+    def _greet(self) -> None:
+        """Say in a line what runs, and how to look at it. A script that names its discipline itself may run by another."""
+        if self._greets:
+            node = f"node {self._rendezvous.place.number}: " if self._rendezvous is not None else ""
+            workers = f"{self._count} worker{'s' * (self._count > 1)}"
+            sync = self._sync or "bsp unless the script names another"
+            text = f"fastps: {node}{workers}, {sync}, job {self.job} (fastps top {shlex.quote(self.job)})"
+            sink = self._streams.err
+            self._streams.thread_of(sink).put(partial(self._output.say, text, sink, job=self.job), sink, len(text))
 
     def _new_worker(self, rank: int, restart: int) -> LaunchedWorker:
         """Fork a worker, or start a new process if no fork server is ready."""
@@ -288,10 +306,14 @@ class Launcher:
             rank, self._count, self._port, self.job, self._sync, base,
             style=self._style, restart=restart, restarts=self._options.restarts, trace=self._trace,
         )  # fmt: skip
-        return variables if self._rendezvous is None else {**variables, **self._rendezvous.variables(rank, self._style)}
+        if self._rendezvous is not None:
+            return {**variables, **self._rendezvous.variables(rank, self._style)}
+        return {**variables, "FASTPS_RUN": f"{self.job} {self._since_ns}"}  # two launches may have a name
 
     def _listen(self, rank: int, restart: int, process: "subprocess.Popen[bytes] | AdoptedProcess") -> LaunchedWorker:
-        worker = LaunchedWorker(rank, process, restart, errors=ErrorLines(whole=self._tracebacks))
+        worker = LaunchedWorker(
+            rank, process, restart, errors=ErrorLines(whole=self._tracebacks), began_ns=self._clock.now_ns()
+        )
         self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None, None))
         for stream, sink in ((process.stdout, self._streams.out), (process.stderr, self._streams.err)):
             pipe = cast("IO[bytes]", stream)
@@ -427,7 +449,8 @@ class Launcher:
         rank = self._first_rank + worker.rank
         texts = [line.decode("utf-8", "surrogateescape") for line in [*lines, *([cut.bar + b"\r"] if cut.bar else [])]]
         if texts:
-            write = partial(self._output.write_all, rank, texts, sink)
+            name = "stderr" if sink is self._streams.err else "stdout"
+            write = partial(self._output.write_all, rank, texts, sink, name)
             lines_written = sum(not text.endswith("\r") for text in texts)
             self._streams.thread_of(sink).put(write, sink, sum(map(len, texts)), lines_written)
         if not data and worker is not self._forkserver_worker:  # the fork server shares the number of a worker that goes on

@@ -56,8 +56,8 @@ class JobOptions:
     def __post_init__(self) -> None:
         if self.restarts < 0:
             raise UsageError(f"--restarts: expected 0 or more, found {self.restarts}")
-        if self.every < 0 or (self.every and not self.checkpoint):
-            raise UsageError(f"--every: expected a number of updates, and --checkpoint DIR with it, found {self.every}")
+        if self.every < 0:
+            raise UsageError(f"--every: expected a number of updates, found {self.every}")
         if self.restarts and self.on_worker_loss == "stop":
             raise UsageError("--restarts replaces lost workers, --on-worker-loss stop ends the job: expected one of the two")
         if not 0 <= self.grace_s <= _LONGEST_GRACE_S:

@@ -43,6 +43,7 @@ class LaunchedWorker:
     process: Child
     restart: int = 0  # the number of earlier processes of the same rank
     exit_code: int | None = None
+    began_ns: int = 0
     replaced_ns: int = 0
     ended_ns: int = 0
     errors: ErrorLines = field(default_factory=ErrorLines)
@@ -103,8 +104,8 @@ class Outcome:
         return 128 + self.ended_by if self.ended_by else 1 if self.first_failure else 0
 
 
-def failure_panel(outcome: Outcome) -> Panel:
-    """Format the first failure of a job, the worker's last line, and how the other workers ended."""
+def failure_lines(outcome: Outcome) -> list[str]:
+    """The first failure of a job, how the other workers ended, the worker's last line, and remedies."""
     first = outcome.first_failure
     assert first is not None
     lines = [f"worker {first.rank} failed first: {first.ending}"]
@@ -113,5 +114,10 @@ def failure_panel(outcome: Outcome) -> Panel:
     lines += [f"its last line: {first.errors.tail[-1]}"] if first.errors.tail else ["it wrote nothing to stderr"]
     lines += [outcome.hint] if outcome.hint else []
     lines += [OUT_OF_MEMORY] if any(worker.was_out_of_memory for worker in outcome.workers) else []
+    return lines
+
+
+def failure_panel(outcome: Outcome) -> Panel:
+    """Format the first failure of a job, the worker's last line, and how the other workers ended."""
     # Text, not a string: rich would take a user's [words] for styles, and :100: for an emoji.
-    return Panel(Text.from_ansi("\n".join(lines)), title="fastps: the job failed", border_style="red")
+    return Panel(Text.from_ansi("\n".join(failure_lines(outcome))), title="fastps: the job failed", border_style="red")

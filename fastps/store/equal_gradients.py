@@ -48,7 +48,7 @@ class EqualGradients:
         if self._found == self._wanted:
             self.is_on = False
             logger.warning(
-                "all %d workers push the same gradients, bit for bit: expected other samples on each worker; use fastps.rank()"
-                " in the seed of the data, or in its sampler (docs/how-to/own-script.md#data)",
+                "all %d workers push the same gradients, bit for bit: expected other samples on each worker; use"
+                " fastps.shard(loader), or fastps.rank() in the seed of the data (docs/how-to/own-script.md#data)",
                 len(states),
             )

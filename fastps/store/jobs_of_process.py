@@ -82,6 +82,11 @@ def is_any_open() -> bool:
     return any(each.is_open for each in _open)
 
 
+def open_worker() -> Worker | None:
+    """The worker of this process's first open job; None without one."""
+    return next((worker for each in _open if each.is_open and (worker := each.worker()) is not None), None)
+
+
 def trained() -> set[int]:
     """The parts of this process's open jobs, by id."""
     return {part for each in _open if each.is_open for part in _alive(each.parts)}

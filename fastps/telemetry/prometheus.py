@@ -1,5 +1,7 @@
 """The figures of this machine's running jobs for Prometheus: `fastps top --prometheus :9400` serves them at /metrics.
 
+Beside them /healthz says whether the jobs make progress.
+
 Every scrape looks into the arenas through read-only observers; nothing happens between scrapes, and the workers do nothing for
 it. Jobs may begin and end meanwhile. The first scrape after a job's end still has its final counts. The package
 `prometheus_client` writes the text format and serves it.
@@ -16,7 +18,9 @@ from fastps.errors import Error, UnsupportedError, UsageError
 from fastps.job.launchers import whole
 from fastps.membership import discovery
 from fastps.store.observer import Look, Observer, observe
+from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.extras import how_to_install
+from fastps.telemetry.health import Progress, routed, serve
 from fastps.telemetry.scalars import COUNTER, JOB, SCALARS, SHARD, STALENESS, STALENESS_LIMITS, Scalar, values_of
 
 logger = logging.getLogger("fastps.telemetry")
@@ -47,7 +51,7 @@ def served(address: str, job: str | None = None) -> Iterator[str]:
     """
     host, port = parse_address(address)
     try:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
     except ImportError:
         raise UnsupportedError(
             f"--prometheus: expected the package prometheus_client, which is not installed: {how_to_install('prometheus')}"
@@ -56,7 +60,7 @@ def served(address: str, job: str | None = None) -> Iterator[str]:
     collector = JobCollector(job)
     registry.register(collector)
     try:
-        server, thread = start_http_server(port, host, registry)
+        server, thread = serve(routed(make_wsgi_app(registry), collector.health), host, port)
     except OSError as error:
         raise UsageError(f"--prometheus {address}: expected an address that is free, found: {error.strerror}") from None
     shown = f"[{host}]" if ":" in host else host
@@ -77,6 +81,7 @@ class JobCollector:
         self._observers: dict[str, Observer] = {}
         self._refused: set[str] = set()
         self._lock = threading.Lock()  # scrapes come in threads of their own
+        self._progress = Progress()
 
     def describe(self) -> Iterable[Any]:
         """No names in advance: registering the collector then looks at no job."""
@@ -87,6 +92,12 @@ class JobCollector:
         with self._lock:
             looks = self._looks()
         yield from families(looks)
+
+    def health(self, limit_s: float) -> tuple[bool, str]:
+        """Whether jobs run and each has made a step within the limit, as far as this was asked, and a line about each."""
+        with self._lock:
+            running = {job: look for job, look in self._looks().items() if not look.over}
+            return self._progress.check(running, SYSTEM_CLOCK.now_ns(), limit_s)
 
     def close(self) -> None:
         """Release the jobs."""

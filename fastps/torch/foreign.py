@@ -14,6 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fastps.errors import ParameterChangedError, UnsupportedError
+from fastps.job import environment
 from fastps.store import jobs_of_process
 from fastps.system import garbage
 
@@ -104,6 +105,12 @@ def check_not_averaged(tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
+def warn_at_first_step(model: torch.nn.Module | None, tensors: Sequence[torch.Tensor]) -> None:
+    """Warn of what several workers would do otherwise than one, as far as that is known at the first step."""
+    warn_of_trained_apart(model, tensors)
+    warn_of_undivided()
+
+
 def warn_of_trained_apart(model: torch.nn.Module | None, tensors: Sequence[torch.Tensor]) -> None:
     """Warn of parameters of the model that a torch optimizer trains beside this one: each worker trains its own copy."""
     named = dict(model.named_parameters()) if model is not None else {}
@@ -118,6 +125,20 @@ def warn_of_trained_apart(model: torch.nn.Module | None, tensors: Sequence[torch
             apart[0],
             f" and {len(apart) - 1} more" if len(apart) > 1 else "",
         )
+
+
+def warn_of_undivided() -> None:
+    """Warn, on worker 0, of a sampler that shuffles a whole data set, where the script never asks which worker it is."""
+    if environment.own_rank() or not environment.is_undivided():
+        return
+    for sampler in _objects_of((torch.utils.data.RandomSampler,)):
+        logger.warning(
+            "a DataLoader shuffles all %d samples, and so does that of each other worker, unless the script divides them by"
+            " itself: each of the %d workers trains on everything; use loader = fastps.shard(loader) after wrapping",
+            len(sampler),
+            environment.own_world_size(),
+        )
+        return
 
 
 def _check_pushing(wrapper: torch.nn.Module, own: set[int]) -> None:

@@ -282,7 +282,7 @@ class DistributedOptimizer(OptimizerState):
         if not job.has_begun:
             foreign.check_not_averaged(self._tensors)
             if self._identity.workers > 1:
-                foreign.warn_of_trained_apart(self._model, self._tensors)
+                foreign.warn_at_first_step(self._model, self._tensors)
         if gradients.is_apart:
             worker.advance()  # finishes the previous step, whose wait an error ended
         if job.is_early or job.weights.changed() >= 0 or job.is_written():

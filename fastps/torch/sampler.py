@@ -1,22 +1,209 @@
-"""Batches whose size follows the grant: R2SP's batch tuning (section IV) for a torch data loader.
+"""Each worker's share of the data: of a loader, of a data set, of a tensor, and of batches whose size follows the grant.
 
-Each worker draws its own share of a common permutation, so no two workers draw the same sample within an epoch. Shares are not
-rebalanced: with tuned batches a fast worker uses its share up sooner than the others, and begins its next epoch.
+All workers draw the same order, from one seed and the number of the pass, and each takes every N-th sample of it. So no two
+workers draw the same sample within a pass. In a job that is resumed the first pass goes on behind the steps that were made.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import copy
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import numpy as np
 import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler, Subset
+
+from fastps.errors import UnsupportedError, UsageError
+from fastps.job import environment
+from fastps.store import jobs_of_process
 
 if TYPE_CHECKING:
     from fastps.torch.optimizer import DistributedOptimizer
 
+Uneven = Literal["drop", "keep"]
 
-class BatchSampler(torch.utils.data.Sampler[list[int]]):
+
+def shard(data: Any, optimizer: "DistributedOptimizer | None" = None, *, uneven: Uneven = "drop", seed: int = 0) -> Any:
+    """This worker's share of the data: every N-th sample, another one for each worker.
+
+    A DataLoader becomes one with the same options, whose batches are of this worker's samples; the batch size stays that of
+    one worker. With shuffle=True, or a sampler that has a `generator`, all workers draw one common order, a new one in each
+    pass. In a job that is resumed, and in a lost worker's replacement, the first pass goes on behind the steps that were made,
+    a batch each, and `loader.sampler.epoch` is the number of the next pass. One worker draws everything, in the same order.
+
+    Args:
+        data: a DataLoader; a data set, map-style or iterable; a tensor, an array, a list, a tuple or a range, cut along its
+            first dimension; or a dict of these. All workers must read an iterable data set in one order, and a resumed job
+            begins at its start. A loader that is a share already stays as it is.
+        optimizer: the DistributedOptimizer whose worker this is; default: this process's own, or what its launcher says.
+        uneven: the N-th part of a length that N does not divide. "drop": all workers have equally many samples, and those left
+            over, fewer than N, are other ones in each shuffled pass. "keep": the first workers have one more.
+        seed: seed of the orders, the same in all workers.
+
+    Raises:
+        UnsupportedError: The loader has a sampler of its own, whose order may differ between the workers.
+        UsageError: The data or an option is of another kind.
+
+    >>> shard(list(range(5)))
+    [0, 1, 2, 3, 4]
+    """
+    if uneven not in get_args(Uneven):
+        raise UsageError(f"uneven: expected drop or keep, found {uneven!r:.40}")
+    environment.note_division()
+    if isinstance(data, Mapping):
+        return {name: shard(each, optimizer, uneven=uneven, seed=seed) for name, each in data.items()}
+    if isinstance(data, DataLoader):
+        return _shared_loader(data, optimizer, uneven, seed)
+    rank, workers, _ = _place(optimizer)
+    if isinstance(data, IterableDataset):
+        return _IterableShare(data, rank, workers, uneven)
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        kind = type(data).__name__
+        raise UsageError(f"shard: expected a DataLoader, a data set, a tensor, a list, or a dict of these, found {kind}")
+    own = _own(len(data), rank, workers, uneven)
+    if isinstance(data, torch.Tensor | np.ndarray | list | tuple | range):
+        return data[own.start : own.stop : own.step]
+    return Subset(data, own)
+
+
+def _place(optimizer: "DistributedOptimizer | None") -> tuple[int, int, int]:
+    """The worker's number, how many there are, and the steps that were made when it attached."""
+    if optimizer is not None:
+        return optimizer._identity.rank, optimizer._identity.workers, optimizer.worker.begun_at
+    worker = jobs_of_process.open_worker()
+    rank, workers = environment.own_rank(), environment.own_world_size()
+    if worker is not None and workers == 1:  # the script has said which worker this is
+        rank, workers = worker.rank, worker.store.layout.workers
+    return rank, workers, 0 if worker is None else worker.begun_at
+
+
+def _own(samples: int, rank: int, workers: int, uneven: Uneven) -> range:
+    """A worker's places in an order of so many samples.
+
+    >>> list(_own(7, 1, 3, "drop")), list(_own(7, 0, 3, "keep"))
+    ([1, 4], [0, 3, 6])
+    """
+    return range(rank, samples - samples % workers if uneven == "drop" else samples, workers)
+
+
+class Share(Sampler[Any]):
+    """This worker's samples among those that `sampler` draws, which is given the same generator in all workers.
+
+    `batch_size` and `drop_last` are those of the loader: they say how many steps a pass has.
+    """
+
+    def __init__(
+        self,
+        sampler: "Sampler[Any]",
+        optimizer: "DistributedOptimizer | None",
+        batch_size: int = 1,
+        *,
+        drop_last: bool = False,
+        uneven: Uneven = "drop",
+        seed: int = 0,
+    ) -> None:
+        self._sampler, self._optimizer, self._uneven, self._seed = copy.copy(sampler), optimizer, uneven, seed
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._epoch = -1  # before the first pass, when the job may not have begun
+        self._begun = -1, 0  # the pass that goes on behind so many samples
+
+    @property
+    def epoch(self) -> int:
+        """The number of the next pass, from 0; in a resumed job that of the pass in which it goes on."""
+        self._begin()
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use this epoch's order in the next pass, as of torch's DistributedSampler."""
+        self._begin()
+        self._epoch = epoch
+
+    def _begin(self) -> None:
+        if self._epoch < 0:
+            _, _, steps = _place(self._optimizer)
+            batches, rest = divmod(len(self), self._batch_size)
+            self._epoch, done = divmod(steps, max(1, batches + (rest > 0 and not self._drop_last)))
+            self._begun = self._epoch, done * self._batch_size
+
+    def __len__(self) -> int:
+        """The samples of a whole pass."""
+        rank, workers, _ = _place(self._optimizer)
+        return len(_own(len(self._sampler), rank, workers, self._uneven))  # type: ignore[arg-type]  # those of torch have it
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass, and the next one's order is another."""
+        self._begin()
+        if hasattr(self._sampler, "generator"):
+            self._sampler.generator = torch.Generator().manual_seed(1_000_003 * self._seed + self._epoch)
+        (begun, done), self._begun = self._begun, (-1, 0)
+        behind = done if begun == self._epoch else 0
+        self._epoch += 1
+        rank, workers, _ = _place(self._optimizer)
+        order = list(self._sampler)
+        yield from [order[place] for place in _own(len(order), rank, workers, self._uneven)][behind:]
+
+
+class _IterableShare(IterableDataset[Any]):
+    """Every N-th sample of an iterable data set, which all workers read in the same order."""
+
+    def __init__(self, data: "IterableDataset[Any]", rank: int, workers: int, uneven: Uneven) -> None:
+        self._data, self._rank, self._workers, self._keeps = data, rank, workers, uneven == "keep"
+
+    def __len__(self) -> int:
+        return len(_own(len(self._data), self._rank, self._workers, "keep" if self._keeps else "drop"))  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        own = None
+        for number, sample in enumerate(self._data):
+            place = number % self._workers
+            if place == self._rank:
+                own = sample
+                if self._keeps:
+                    yield own
+            if place == self._workers - 1 and not self._keeps:
+                yield own
+
+
+def _shared_loader(
+    loader: "DataLoader[Any]", optimizer: "DistributedOptimizer | None", uneven: Uneven, seed: int
+) -> "DataLoader[Any]":
+    """A copy of the loader, of its own class, in which the sampler or the iterable data set is this worker's share."""
+    given: Any = loader
+    if isinstance(given.dataset, IterableDataset):
+        if isinstance(given.dataset, _IterableShare):
+            return loader
+        rank, workers, _ = _place(optimizer)
+        return _changed(loader, dataset=_IterableShare(given.dataset, rank, workers, uneven))
+    batches = given.batch_sampler
+    sampler: Any = given.sampler if batches is None else getattr(batches, "sampler", None)
+    if isinstance(batches, BatchSampler) or isinstance(sampler, Share | DistributedSampler):
+        return loader
+    is_torchs = batches is None or type(batches) is torch.utils.data.BatchSampler
+    if not is_torchs or not (isinstance(sampler, SequentialSampler) or hasattr(sampler, "generator")):
+        raise UnsupportedError(
+            f"shard: the loader has a {type(batches if not is_torchs else sampler).__name__}, which may draw another order in"
+            " each worker: expected shuffle=True or False, or a sampler with a `generator`; draw this worker's share in it"
+            " (fastps.rank(), fastps.world_size())"
+        )
+    size, drops = (1, False) if batches is None else (batches.batch_size, batches.drop_last)
+    own = Share(sampler, optimizer, size, drop_last=drops, uneven=uneven, seed=seed)
+    if batches is None:
+        return _changed(loader, sampler=own)
+    return _changed(loader, sampler=own, batch_sampler=torch.utils.data.BatchSampler(own, size, drops))
+
+
+def _changed(loader: "DataLoader[Any]", **parts: Any) -> "DataLoader[Any]":
+    """A copy of a loader with other parts, which a DataLoader lets nobody set: it keeps all options, and its class."""
+    made = copy.copy(loader)
+    made.__dict__.update(parts, _iterator=None)
+    return made
+
+
+class BatchSampler(Sampler[list[int]]):
     """Lists of indices for `DataLoader(data, batch_sampler=...)`, each as long as `optimizer.batch_size` when it is drawn.
 
-    A loader with `num_workers` above 0 draws batches ahead, so a tuned size takes effect that many batches later.
+    Batches follow R2SP's batch tuning (section IV). A loader with `num_workers` above 0 draws batches ahead, so a tuned size
+    takes effect that many batches later. Shares are not rebalanced: with tuned batches a fast worker uses its share up sooner
+    than the others, and begins its next epoch.
 
     In a job that is resumed, and in a lost worker's replacement, the first pass goes on behind the steps that were made: of
     tuned sizes each counts as one of the first size.
@@ -33,25 +220,16 @@ class BatchSampler(torch.utils.data.Sampler[list[int]]):
     def __init__(self, samples: int, optimizer: "DistributedOptimizer", seed: int = 0) -> None:
         if optimizer.batch_size < 1:
             raise ValueError("expected DistributedOptimizer(batch_size=...), the size before anything is tuned, found none")
-        self._samples = samples
         self._optimizer = optimizer
-        self._seed = seed
-        worker = optimizer.worker
-        own = len(range(worker.rank, samples, worker.store.layout.workers))
-        self._epoch, done = divmod(worker.begun_at, max(1, -(-own // optimizer.batch_size)))
-        self._begun = self._epoch, done * optimizer.batch_size  # where the first pass goes on
+        environment.note_division()
+        self._share = Share(RandomSampler(range(samples)), optimizer, optimizer.batch_size, uneven="keep", seed=seed)
 
     def set_epoch(self, epoch: int) -> None:
         """Use this epoch's order in the next pass."""
-        self._epoch = epoch
+        self._share.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(1_000_003 * self._seed + self._epoch)
-        self._epoch += 1
-        worker = self._optimizer.worker
-        order = torch.randperm(self._samples, generator=generator)[worker.rank :: worker.store.layout.workers].tolist()
-        (begun, done), self._begun = self._begun, (-1, 0)
-        order = order[done:] if begun == self._epoch - 1 else order
+        order = list(self._share)
         while order:
             size = self._optimizer.batch_size
             batch, order = order[:size], order[size:]

@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, usage errors, exit codes, JSON, and whole small runs."""
 
+import csv
 import json
 import os
 import subprocess
@@ -36,7 +37,9 @@ def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     (["compare", "--plot", "x.foo"], "--plot x.foo: expected a file whose name ends with one of ."),
     (["stragglers", "--plot", "no-such-folder/x.png"], "--plot no-such-folder/x.png: expected a file in a folder that exists"),
     (["simulate", "--trace", "no-such-folder/x.npy"], "--trace no-such-folder/x.npy: expected a file in a folder that exists"),
-    (["run", "--snyc", "asp", EXAMPLE], "expected options of fastps run and then a script, found '--snyc', which is neither"),
+    (["run", "--job", "a\tb", EXAMPLE], "expected a job's name (job=, FASTPS_JOB) of 1 to 64 bytes of printable text"),
+    (["run", "--every", "5", EXAMPLE], "--every has no effect alone: expected --checkpoint beside it, found none"),
+    (["run", *TWO_NODES, "--job", "mine", EXAMPLE], "the nodes agree on a name by themselves: expected no name, found one"),
     (["trace", "no.trace"], "expected a trace that --trace wrote, found no.trace: No such file"),
     (["advise", "no.trace", "--links", "no.json"], "expected a trace that --trace wrote, found no.trace: No such file"),
     (["report", "no.trace"], "expected a trace that --trace wrote, found no.trace: No such file"),
@@ -52,6 +55,13 @@ def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     (["train", "--data", "nothing"], "nothing"),
     (["train", "--push-dtype", "float64"], "--push-dtype: expected one of float32, float16, bfloat16, found 'float64'"),
     (["compare", "--push-dtype", "half"], "--push-dtype: expected one of float32, float16, bfloat16, found 'half'"),
+    (["compare", "--runs", "0"], "--runs: expected 1 or more, found 0"),
+    (["compare", "--seed", "0,x"], "--seed: expected whole numbers separated by commas, found '0,x'"),
+    (["compare", EXAMPLE], "expected --script before a script, found "),
+    (["compare", "--script"], "--script: expected a script and its arguments behind the options, found none"),
+    (["compare", "--seed", "1", "--script", EXAMPLE], "--seed beside --script: expected a script that says what is trained"),
+    (["disciplines", "--json", "-", "--csv", "-"], "--csv - and --json -: expected one of the two on standard output"),
+    (["disciplines", "--csv", "no-such-folder/x.csv"], "--csv no-such-folder/x.csv: expected a file in a folder that exists"),
     (["run", "-n", "0", EXAMPLE], "at least 1 worker, found 0"),
     (["run", "-n", "100000", EXAMPLE], "at most 1024 workers, found 100000"),
     (["run", "-n", "2", "--sync", "backup:2", EXAMPLE], "backup:2: expected"),
@@ -229,6 +239,40 @@ def test_train_writes_the_promised_keys() -> None:
     assert (row["sync"], row["workers"], row["dropped"], row["push_dtype"]) == ("ssp:2,combine=true", 2, 0, "bfloat16")
     assert 0.5 < row["test_accuracy"] <= 1
     assert 0 <= row["wait_share"] < 1
+
+
+def test_every_command_that_writes_json_writes_csv() -> None:
+    flags = {name: {flag for each in command.params for flag in each.opts} for name, command in COMMANDS.items()}
+    assert [name for name, own in flags.items() if ("--json" in own) != ("--csv" in own)] == []
+    ended = commands.done("disciplines", "--csv", "-")
+    rows = list(csv.DictReader(ended.stdout.splitlines()))
+    assert "bsp" in [row["spec"] for row in rows] and "bsp" in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # up to eight launches, each of which imports torch
+def test_compare_repeats_runs_by_turns_and_shows_their_range(tmp_path: Path) -> None:
+    picture = tmp_path / "accuracy.svg"
+    arguments = ("compare", "--data", "digits", "-n", "2", "--epochs", "1", "--sync", "bsp,asp", "--seed", "3,4", "--runs", "2")
+    ended = commands.done(*arguments, "--plot", str(picture), "--json", "-")
+    rows = json.loads(ended.stdout)["rows"]
+    assert [(row["sync"], row["runs"], [each["seed"] for each in row["each"]]) for row in rows] == [
+        ("bsp", 4, [3, 4, 3, 4]), ("asp", 4, [3, 4, 3, 4])
+    ]  # fmt: skip
+    assert all(row["least"]["seconds"] <= row["seconds"] <= row["most"]["seconds"] for row in rows)
+    assert " to " in ended.stderr and 'width="244.8pt"' in picture.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # up to eight launches, each of which imports torch
+def test_compare_runs_a_script_of_ones_own_under_each_discipline(tmp_path: Path) -> None:
+    shown = commands.done("compare", "-n", "2", "--sync", "bsp,asp", "--json", "-", "--script", EXAMPLE).stdout
+    own = json.loads(shown)["rows"]
+    assert [(row["sync"], row["workers"], row["runs"]) for row in own] == [("bsp", 2, 1), ("asp", 2, 1)]
+    assert all(row["steps"] == 200 and "updates" in row["last_line"] for row in own)
+    text = Path(EXAMPLE).read_text().replace("momentum=0.9))", 'momentum=0.9), sync="ssp:2")')
+    said = commands.fastps("compare", "-n", "2", "--sync", "asp", "--script", program(tmp_path, text)[1]).stderr
+    assert "expected a script that leaves the discipline to --sync, found sync=ssp:2 in the script, where asp was asked" in said
 
 
 @pytest.mark.slow

@@ -26,6 +26,18 @@ def test_ctrl_c_ends_a_command_and_its_processes_without_a_word_of_these(argumen
     assert "Traceback" not in errors and errors.count("\n") <= 1
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("module", ["errno", "fastps.cli.commands", "fastps.cli.tables", "rich.console", "typer"])
+def test_ctrl_c_during_the_imports_of_the_command_line_leaves_no_traceback(module: str, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\nclass Finder:\n    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"sys.modules.pop({module!r}, None)\nsys.meta_path.insert(0, Finder())\nfrom fastps.cli.main import main\nmain()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_sigterm_ends_a_command_in_order(tmp_path: Path) -> None:
     code = (
         "import sys, tempfile, time\nfrom fastps.cli import main\n@main.app.command()\ndef wait():\n"

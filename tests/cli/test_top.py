@@ -5,6 +5,8 @@ import io
 import json
 import mmap
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -225,9 +227,13 @@ def test_one_job_is_chosen_and_none_or_several_are_an_error(
                 top.choose_job("other")
             with fastps.Store.create(weights, update, job=second):
                 assert top.choose_job(second) == second
-                sentence = f"found {first}, {second}: name one of them, as in fastps top {first}"
-                with pytest.raises(fastps.UsageError, match=sentence):
+                with pytest.raises(fastps.UsageError) as refused:
                     top.choose_job(None)
+                said = str(refused.value).splitlines()
+                assert said[0].startswith("expected one running job, found 2: name one of them, as in fastps top ")
+                own = f"process {os.getpid()}, "
+                assert [line.split(": ")[0].strip() for line in said[1:]] == [first, second]
+                assert all(own in line and line.endswith(" old)") and "python" not in line.split()[1] for line in said[1:])
 
 
 # -- showing ---------------------------------------------------------------------------------------
@@ -410,7 +416,57 @@ def test_ctrl_c_ends_a_look_with_its_rows_and_what_has_none_with_code_130(
         assert json.loads(file.read_text())["rows"][0]["state"] == "live"
 
 
-def test_the_launcher_names_the_job(tmp_path: Path) -> None:
-    script = program(tmp_path, "import os; print(os.environ['FASTPS_JOB'])")[1]
-    outcome = commands.fastps("--verbose", "run", "-n", "1", script)
-    assert f"job {outcome.stdout.split()[-1]}" in outcome.stderr
+def test_the_launcher_names_the_job_in_one_line_and_the_list_of_jobs_shows_its_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, ready = tmp_path / "gate", tmp_path / "ready"
+    script = program(
+        tmp_path,
+        "import os, pathlib, time, numpy as np, fastps\n"
+        "with fastps.Store.create({'w': np.ones(3, np.float32)}, fastps.SGD(lr=1.0), job=os.environ['FASTPS_JOB']):\n"
+        f"    pathlib.Path({str(ready)!r}).touch()\n"
+        f"    while not os.path.exists({str(gate)!r}): time.sleep(0.02)\n",
+        "train it.py",
+    )[1]
+    command = [sys.executable, "-m", "fastps", "run", "--sync", "asp", script]
+    environment = {name: value for name, value in os.environ.items() if name not in commands.OF_A_JOB}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as launched:
+        assert launched.stderr is not None
+        try:
+            line = launched.stderr.readline()
+            found = re.fullmatch(r"fastps: 1 worker, asp, job (train-it-[0-9a-f]{6}) \(fastps top \1\)\n", line)
+            assert found, line
+            processes.wait_until(ready.exists, 60, "the script has not begun")
+            with (
+                _only(monkeypatch, found[1]),
+                fastps.Store.create({"w": np.ones(3, np.float32)}, fastps.SGD(lr=1.0), job=f"{found[1]}x"),
+            ):
+                monkeypatch.setattr(discovery, "running_jobs", lambda: [found[1], "other"])
+                with pytest.raises(fastps.UsageError, match=rf"fastps run --sync asp .*train it.* \(process {launched.pid}, "):
+                    top.choose_job(None)
+        finally:
+            gate.touch()
+    assert launched.returncode == 0
+
+
+def test_a_command_line_that_anybody_may_have_chosen_is_printable_and_short() -> None:
+    assert top.command_text(["/usr/bin/python3.12", "-m", "fastps", "run", "/a/b/train.py"]) == "fastps run train.py"
+    assert top.command_text(["python", "x\x1b[2J\n\udc80"]) == "'x?[2J??'"
+    assert len(top.command_text(["a" * 5000])) == 83 and top.command_text([]) == ""
+
+
+def test_a_job_is_named_by_the_option_or_the_environment_and_quiet_leaves_the_line_out(tmp_path: Path) -> None:
+    script = program(
+        tmp_path, "import os; print(os.environ['FASTPS_JOB'], os.environ['FASTPS_RUN'] == os.environ['FASTPS_JOB'])"
+    )[1]
+    for words, variables, name in ((("--job", "a b"), {"FASTPS_JOB": "c"}, "a b"), ((), {"FASTPS_JOB": "c"}, "c")):
+        ended = commands.fastps("run", *words, script, **variables)
+        assert (ended.returncode, ended.stdout) == (0, f"[0] {name} False\n")
+        assert f"job {name} (fastps top {shlex.quote(name)})\n" in ended.stderr
+    quiet = commands.done("run", "--quiet", script, FASTPS_JOB="mine", FASTPS_RANK="0")  # inside a worker of the job "mine"
+    assert quiet.stderr == "" and quiet.stdout.startswith("[0] script-")
+    name = f"{os.getpid()}-taken"
+    with fastps.Store.create({"w": np.ones(3, np.float32)}, fastps.SGD(lr=1.0), job=name):
+        assert f"expected a name that no running job has, found {name}, which runs" in commands.refused(
+            "run", "--job", name, script
+        )

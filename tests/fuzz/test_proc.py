@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
+from fastps.cli import top
 from fastps.membership import discovery
 from fastps.system import memory_limits, proc, unix_sockets
 from tests.fuzz.amount import fuzz
@@ -69,8 +70,12 @@ def test_any_file_of_a_process_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     def check(data: st.DataObject) -> None:
         found = proc.processor_time_in(data.draw(_BYTES))
         assert found == "" or found == "stopped" or " " in found
+        assert isinstance(proc.column_in(data.draw(_BYTES), 1), int | None)
+        command = [os.fsdecode(word) for word in data.draw(_BYTES).split(b"\0")]
+        assert top.command_text(command).isprintable() and len(top.command_text(command)) <= 83
         stat = b"7 (" + data.draw(_BYTES) + b") T 1 7 7 0 -1 4194304 1 0 0 0 12 3 0 0"
         assert proc.processor_time_in(stat) == "stopped"
+        assert proc.column_in(stat, 1) == 1
         assert proc.processor_time_in(stat.replace(b") T 1 7", b") R 1 7")) == "12 3"
         for name in ("memory.max", "memory.current", "memory.events"):
             (group / name).write_bytes(data.draw(st.one_of(_BYTES, st.sampled_from([b"max\n", b"123\n", b"oom_kill 3\n"]))))

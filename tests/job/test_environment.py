@@ -3,7 +3,7 @@
 import pytest
 
 from fastps.errors import UsageError
-from fastps.job.environment import identity, job_name, joins, rank, world_size
+from fastps.job.environment import identity, job_name, joins, rank, sync_of, world_size
 from tests.job.conftest import Environment
 
 TORCHRUN = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
@@ -53,3 +53,14 @@ def test_variables_that_make_no_worker_are_refused(variables: dict[str, str], se
     environment(variables)
     with pytest.raises(UsageError, match=sentence):
         identity()
+
+
+@pytest.mark.parametrize(("own", "wanted", "found"), [("asp", "bsp", "asp"), ("asp", "asp", "asp"), (None, "ssp:3", "ssp:3")])
+def test_a_script_that_names_another_discipline_than_the_launcher_says_so_once(
+    own: str | None, wanted: str, found: str, environment: Environment, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank_ in range(2):
+        environment({"FASTPS_RANK": str(rank_), "FASTPS_WORKERS": "2", "FASTPS_SYNC": wanted})
+        assert sync_of(own) == found
+    said = [f"the script's own sync={own} counts, and --sync {wanted} (FASTPS_SYNC) has no effect"]
+    assert [record.message for record in caplog.records] == said * (own is not None and own != wanted)

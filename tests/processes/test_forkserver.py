@@ -28,7 +28,8 @@ data = {
     "spec": main.__spec__ and [main.__spec__.name, main.__spec__.origin, main.__spec__.parent],
     "package": str(main.__package__),
     "names": sorted(vars(main)), "builtins": str(type(__builtins__)), "loader": type(main.__loader__).__name__,
-    "environment": {k: v for k, v in os.environ.items() if k not in ("FASTPS_JOB", "MASTER_PORT", "TORCHELASTIC_RUN_ID")},
+    "environment": {k: v for k, v in os.environ.items()
+                    if k not in ("FASTPS_JOB", "FASTPS_RUN", "MASTER_PORT", "TORCHELASTIC_RUN_ID")},
     "streams": [str((s.encoding, s.errors, s.line_buffering, s.write_through, s.name, s.mode))
                 for s in (sys.stdin, sys.stdout, sys.stderr)],
     "stdin": [sys.stdin.read(), os.readlink("/proc/self/fd/0")],

@@ -135,12 +135,13 @@ def test_worker_0_reads_what_is_piped_into_the_launcher_and_no_other_does(tmp_pa
     (("-n", "2", "--trace", "t", "--sync", "asp"), "the script for itself, and --sync, --trace had no effect"),
     (("-n", "1", "--checkpoint", "c"), "the script for itself, and --checkpoint had no effect"),
     (("-n", "2"), "each of the 2 has run the script for itself; wrap the script's optimizer"),
+    (("-n", "2", "script.py", "--trace", "t"), "; behind the script --trace is its own option: put fastps' before it"),
     pytest.param(("-n", "1"), "", marks=pytest.mark.slow),
     pytest.param(("-n", "2", "--env", "torchrun"), "", marks=pytest.mark.slow),  # it has a process group of its own
 ])  # fmt: skip
 def test_a_launch_whose_options_no_worker_has_read_says_so(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('done')")
-    command = [sys.executable, "-m", "fastps", "run", *options, "script.py"]
+    command = [sys.executable, "-m", "fastps", "run", "--quiet", *options, "script.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True)
     assert said in done.stderr if said else not done.stderr, done.stderr
 

@@ -4,13 +4,17 @@ The programs are those of docs/how-to/other-launchers.md and docs/how-to/slurm.m
 """
 
 import concurrent.futures
+import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ import torch
 import fastps
 from tests.network.test_meeting import SCRIPT, srun
 from tests.processes.test_cluster_launchers import EXAMPLES, environment
+from tests.support import commands
 from tests.support.scripts import started
 from tests.support.torch_optimizers import steps_on
 
@@ -90,3 +95,31 @@ def test_tasks_of_srun_find_each_other_by_themselves() -> None:
     (first,), (second,) = (_printed(task) for task in running)
     assert first.startswith("0 of 2 here 6 "), "each push is an update"
     assert second == "1" + first.removeprefix("0"), "with the same weights"
+
+
+def _config_of(words: list[str]) -> dict[str, Any]:
+    """The options that `fastps run` reads in a command."""
+    assert words[:2] == ["fastps", "run"]
+    found: dict[str, Any] = tomllib.loads(commands.done("run", "--print-config", *words[2:]).stdout)
+    return found
+
+
+@needs_the_examples
+def test_the_commands_of_the_unit_and_of_the_image_are_understood() -> None:
+    unit = (EXAMPLES / "fastps.service").read_text()
+    (started,) = re.findall(r"exec \.venv/bin/(fastps run [^\n]*?) \"\$\$@\" (train\.py)", unit)
+    found = _config_of(" ".join(started).split())
+    assert (found["workers"], found["checkpoint"], found["script"]) == (4, "runs", ["train.py"])
+    stop_s = int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0])
+    assert stop_s > 30 and "KillMode=mixed" in unit
+    image = (EXAMPLES / "Dockerfile").read_text()
+    entry, command = (json.loads(each) for each in re.findall(r"^(?:ENTRYPOINT|CMD) (.*)$", image, re.MULTILINE))
+    assert _config_of([*entry, *command]) == {"workers": 2, "log_format": "json", "script": ["train.py"]}
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_unit() -> None:
+    ended = subprocess.run(
+        ["systemd-analyze", "verify", EXAMPLES / "fastps.service"], capture_output=True, text=True, check=False
+    )
+    assert "fastps.service" not in ended.stderr, ended.stderr

@@ -1,10 +1,12 @@
 """What a terminal, or a file, shows of several workers that write at the same time."""
 
 import io
+import json
 import os
 import re
 import signal
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,11 @@ from rich.console import Console
 
 from fastps.processes.launcher import Launcher
 from fastps.processes.outcome import Outcome, failure_panel
-from fastps.processes.output import JobOutput
+from fastps.processes.output import JobOutput, LogOptions
 from fastps.processes.worker_output import Lines
 from fastps.system.clock import Clock
 from fastps.system.memory_limits import oom_reason
-from tests.support.commands import fastps
+from tests.support.commands import fastps, refused
 from tests.support.scripts import program
 
 
@@ -279,3 +281,42 @@ def test_text_without_an_end_of_line_is_passed_on_although_a_child_keeps_the_pip
     os.kill(int(child.removeprefix("[0] ")), signal.SIGKILL)
     assert (last, captured.err) == ("[0] the last result", "[0] the last warning\n")
     assert list(outcome.workers[0].errors.tail) == ["the last warning"]
+
+
+# -- files and JSON --------------------------------------------------------------------------------
+
+
+def test_each_rank_has_a_file_for_each_stream_without_bars_and_its_replacement_goes_on_there(tmp_path: Path) -> None:
+    stream, output = io.StringIO(), JobOutput(Steps(), LogOptions(tmp_path / "a" / "logs"))
+    output.write_all(1, ["one\n", "50%\r", "caf\udce9\r\n"], stream)  # type: ignore[arg-type]
+    output.write_all(1, ["bad\n"], stream, "stderr")  # type: ignore[arg-type]
+    again = JobOutput(Steps(), LogOptions(tmp_path / "a" / "logs"))
+    again.write_all(1, ["two"], stream)  # type: ignore[arg-type]
+    assert (tmp_path / "a" / "logs" / "1" / "stdout.log").read_bytes() == b"one\ncaf\xe9\ntwo\n"
+    assert (tmp_path / "a" / "logs" / "1" / "stderr.log").read_text() == "bad\n"
+    assert "[1] 50%\n" in stream.getvalue()
+
+
+def test_a_launch_in_json_writes_an_object_a_line_its_own_sentences_too(tmp_path: Path) -> None:
+    text = "import os, sys\nprint('[x]', end='\\r'); print('done')\nsys.exit('full' if os.environ['FASTPS_RANK'] == '1' else 0)"
+    command, rows = ("--log-format", "json", "--log-dir", str(tmp_path / "logs")), tmp_path / "rows.json"
+    ended = fastps("run", "-n", "2", *command, "--job", f"{os.getpid()}-json", "--json", str(rows), program(tmp_path, text)[1])
+    assert ended.returncode == 1
+    out, err = ([json.loads(line) for line in stream.splitlines()] for stream in (ended.stdout, ended.stderr))
+    assert sorted((each["rank"], each["stream"], each["text"]) for each in out) == [(r, "stdout", "done") for r in range(2)]
+    assert all(datetime.fromisoformat(each["time"]).tzinfo is not None for each in [*out, *err])
+    assert err[0]["job"] == f"{os.getpid()}-json" and "2 workers" in err[0]["message"]
+    assert {"rank": 1, "stream": "stderr", "text": "full"}.items() <= err[1].items()
+    assert (err[-1]["level"], "worker 1 failed first: exit code 1" in err[-1]["message"]) == ("ERROR", True)
+    found = {row["worker"]: row for row in json.loads(rows.read_text())["rows"]}
+    assert (found[1]["reason"], found[1]["last_error"], found[1]["job"]) == ("exit code 1", "full", f"{os.getpid()}-json")
+    assert 0 < found[1]["began_s"] < found[1]["ended_s"] < 60
+    assert (tmp_path / "logs" / "0" / "stdout.log").read_text() == "done\n"
+
+
+def test_a_folder_for_logs_that_cannot_be_made_and_another_format_are_refused(tmp_path: Path) -> None:
+    script = program(tmp_path, "")[1]
+    assert "--log-dir /dev/null/x: expected a folder, found: Not a directory" in refused(
+        "run", "--log-dir", "/dev/null/x", script
+    )
+    assert "--log-format: expected text or json, found 'xml'" in refused("run", "--log-format", "xml", script)

@@ -20,7 +20,7 @@ from fastps.processes.output_thread import MOST_BYTES, StandardStreams, Stream
 from tests.support.processes import wait_until
 from tests.support.scripts import program, started
 
-RUN = [sys.executable, "-m", "fastps.cli", "run"]
+RUN = [sys.executable, "-m", "fastps.cli", "run", "--quiet"]
 NOBODY = (
     "no worker made a fastps.DistributedOptimizer: each of the 2 has run the script for itself; wrap the script's optimizer"
     " (docs/how-to/own-script.md)"

@@ -1,5 +1,6 @@
 """The JSON of every command."""
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastps.errors import UsageError
-from fastps.system.json_report import write_json
+from fastps.system.json_report import write_csv, write_json
 
 
 def test_file_has_the_command_the_version_the_machine_and_the_rows(tmp_path: Path) -> None:
@@ -36,3 +37,21 @@ def test_report_that_cannot_be_written_is_refused_in_one_sentence(monkeypatch: p
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(UsageError, match="expected an open standard output, found a closed one"):
         write_json("bench lane", [], "-")
+
+
+def test_rows_as_csv_have_a_column_for_each_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"sync": "dssp:3,15", "least": {"speed": 1.5}, "loss": float("nan")},
+        {"sync": "asp", "steps": [[0, 1]], "ok": True},
+    ]
+    write_csv(rows, str(tmp_path / "rows.csv"))
+    with (tmp_path / "rows.csv").open() as file:
+        found = list(csv.DictReader(file))
+    assert found == [
+        {"sync": "dssp:3,15", "least.speed": "1.5", "loss": "", "steps": "", "ok": ""},
+        {"sync": "asp", "least.speed": "", "loss": "", "steps": "[[0, 1]]", "ok": "True"},
+    ]
+    write_csv([{"a": 1}], "-")
+    assert capsys.readouterr().out == "a\n1\n"
+    with pytest.raises(UsageError, match="--csv /dev/full: cannot be written: No space left on device; choose another file"):
+        write_csv(rows, "/dev/full")

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import fastps
+from fastps.cli import trace_report
 from fastps.kernels.shm.arena import OUTCOME_FOLDED
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.tracing import parts
@@ -384,6 +385,16 @@ def _run(file: Path, mishap: str = "") -> "subprocess.CompletedProcess[str]":
 
 def _of(rows: list[Any], kind: str) -> list[Any]:
     return [row for row in rows if row["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "told"), [(100.0, ["+8.7% is no more than that error: measure both, by fastps compare"]), (90.0, [])]
+)
+def test_advice_within_the_error_of_the_replay_says_so(predicted: float, told: list[str]) -> None:
+    row = {"sync": "asp", "useful_steps_per_s": 108.7, "recommended": True, "reason": "the fastest"}
+    test = {"sync": "bsp", "measured": 113.7 if told else 92.0, "predicted": predicted}
+    lines = trace_report.advice_lines([row], {**test, "error": predicted / test["measured"] - 1})  # type: ignore[operator]
+    assert [line.partition(" --runs")[0] for line in lines if "measure both" in line] == told
 
 
 def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:

@@ -1,10 +1,7 @@
-"""The commands about this machine and what runs on it: run, top, bench, doctor, gpu-check."""
+"""The commands about this machine and what runs on it: top, bench, doctor, gpu-check."""
 
 import contextlib
-import logging
 import os
-import re
-import sys
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,16 +11,15 @@ import typer
 from rich.console import Console
 
 from fastps.cli import options
-from fastps.cli.commands import MACHINE, TRAIN, WATCH
-from fastps.cli.report import doctor_table, faults_text, links_table, trials_table
+from fastps.cli.commands import MACHINE, WATCH
+from fastps.cli.report import doctor_table, links_table, trials_table
 from fastps.cli.tables import say, show
 from fastps.errors import UsageError
 from fastps.job.options import NodePolicy
-from fastps.job.specs import parse_policy
+from fastps.processes.script import command_of
 
 if TYPE_CHECKING:
-    from fastps.processes.launcher import Launcher
-    from fastps.processes.outcome import Outcome
+    pass
 
 AGAINST_HELP = (
     "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on GPUs limit, nccl, ddp; of a training: ddp,"
@@ -31,162 +27,13 @@ AGAINST_HELP = (
     " ablations of fastps itself: alone, plain, streaming, attributes, server. Of nodes: limit, gloo, ddp. Of readers: torchrl."
 )
 
-GPUS_HELP = (
-    "GPUs of the workers, in turn: with 0,1 and -n 4 workers 0 and 2 get GPU 0. Each finds its own as cuda:0. With one GPU the"
-    " shards lie on it, else in host memory (FASTPS_PLACEMENT=host|device)."
-)
-
-ENV_HELP = (
-    "What tells a worker its number: fastps (FASTPS_RANK and FASTPS_WORKERS only, so that Accelerate, Lightning and the Trainer"
-    " start no process group beside it), torchrun (RANK, WORLD_SIZE and the rest, too), or auto: torchrun where the script's"
-    " own text names RANK, WORLD_SIZE or init_process_group."
-)
-
-START_METHOD_HELP = (
-    "fork: import torch once and fork all workers from that process, for scripts and modules of Python. spawn: a new process"
-    " for each, for a script that sets environment variables before it imports torch (OMP_NUM_THREADS, MKL_NUM_THREADS)."
-)
-
 PROMETHEUS_HELP = (
     "Serve the figures of JOB, or of all running jobs of this user, at /metrics for Prometheus, until Ctrl-C; jobs may begin"
     " and end meanwhile. Without a host only this machine reaches it. Needs the extra [prometheus]."
 )
 
-HOSTS_HELP = "Start a node on each of these hosts over ssh; the first is node 0, on port 29400."
-SSH_HELP = "With --hosts: what gets a host and a command line. Default: ssh -o BatchMode=yes."
-SECRET_HELP = "A file with a secret that all nodes prove to know; FASTPS_SECRET is another way."
-GRACE_HELP = "So long workers may take to save and end after Ctrl-C, SIGTERM or another's failure."
-
 commands = typer.Typer()
 ORDER = 20
-
-
-def _command_of(arguments: list[str], module: bool) -> list[str]:
-    """What each worker runs. A Python interpreter before the script, as for other launchers, is this one. Raises UsageError."""
-    if module:
-        return [sys.executable, "-m", *arguments]
-    if _names_python(arguments[0]) and len(arguments) > 1:
-        arguments = arguments[1:]
-        if arguments[0].startswith("-"):
-            return [sys.executable, *arguments]  # flags of Python's own, -m among them
-    if not Path(arguments[0]).is_file():
-        if arguments[0].startswith("-"):
-            raise UsageError(f"expected options of fastps run and then a script, found {arguments[0]!r}, which is neither")
-        raise UsageError(f"expected a script, found no file {arguments[0]!r}; fastps run -m runs a module")
-    return [sys.executable, *arguments]
-
-
-def _names_python(argument: str) -> bool:
-    """Whether this is an interpreter: a bare name that no script here has, or a program of that name in another folder."""
-    path = Path(argument)
-    if not re.fullmatch(r"python[0-9.]*", path.name):
-        return False
-    return not path.is_file() if path.parent == Path() else os.access(path, os.X_OK)
-
-
-def _outcome(launcher: "Launcher", tensorboard: Path | None) -> "Outcome":
-    from fastps.telemetry.tensorboard import TICK_S, written
-
-    with written(tensorboard, lambda: launcher.arena) as tick:
-        return launcher.run() if tick is None else launcher.run(tick, TICK_S)
-
-
-def _report(outcome: "Outcome", json_file: str | None) -> int:
-    from fastps.processes.outcome import failure_panel
-
-    if outcome.faults is not None:
-        Console(stderr=True).print(faults_text(outcome.faults))
-    if outcome.first_failure is not None:
-        Console(stderr=True).print(failure_panel(outcome))
-    keys = {"worker": "rank", "restart": "restart", "exit_code": "exit_code", "lost_steps": "lost_steps"}
-    options.save_rows("run", [{key: getattr(each, name) for key, name in keys.items()} for each in outcome.workers], json_file)
-    return outcome.exit_code
-
-
-def _run_on_hosts(context: typer.Context) -> int:
-    from fastps.processes.hosts import HostsLauncher, HostsOptions
-
-    given = context.params
-    if given["nnodes"] is not None or given["node_rank"] != "auto":
-        raise UsageError("--hosts counts and numbers the nodes: expected neither --nnodes nor --node-rank beside it")
-    tail = given["arguments"]
-    begin, end = sys.argv.index("run") + 1, len(sys.argv) - len(tail)
-    options = _without(sys.argv[begin:end], ("--hosts", "--ssh-command"))
-    launcher = HostsLauncher(HostsOptions.of(given["hosts"], given["ssh_command"], given["grace"]), [*options, *tail])
-    code = launcher.run()
-    if launcher.failure and code < 128:
-        say(Console(stderr=True), launcher.failure, soft_wrap=True)
-    return code
-
-
-def _without(options: list[str], names: tuple[str, ...]) -> list[str]:
-    """Command-line options less some of them, which have values.
-
-    >>> _without(["-n", "4", "--hosts", "a,b", "--hosts=a"], ("--hosts",))
-    ['-n', '4']
-    """
-    kept, skips = [], False
-    for option in options:
-        if skips or option.partition("=")[0] in names:
-            skips = not skips and option in names
-            continue
-        kept.append(option)
-    return kept
-
-
-@commands.command(
-    rich_help_panel=TRAIN,
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-    epilog="Examples:  fastps run -n 4 train.py --epochs 3   |   fastps run -n 4 --sync dssp:3,15 -m package.train"
-    "   |   fastps run -n 4 --restarts 8 --checkpoint runs/a --every 500 train.py"
-    "   |   fastps run --gpus 0,1,2,3 -n 4 train.py   |   fastps run --nnodes 2 --rendezvous node0:29400 -n 4 train.py",
-)
-@options.with_options(options.PLACE, options.NODES, options.JOB)
-def run(
-    context: typer.Context,
-    arguments: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A script and its arguments.")],
-    workers: options.Workers = 1,
-    sync: Annotated[
-        str | None, typer.Option(help=options.SYNC_HELP + " For scripts that do not choose one. Default: bsp.")
-    ] = None,
-    gpus: Annotated[str | None, typer.Option(metavar="N,...", help=GPUS_HELP)] = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
-    env: Annotated[str, typer.Option(metavar="auto|fastps|torchrun", help=ENV_HELP)] = "auto",
-    start_method: Annotated[str, typer.Option(metavar="fork|spawn", help=START_METHOD_HELP)] = "fork",
-    hosts: Annotated[str, typer.Option(metavar="HOST,HOST,...", help=HOSTS_HELP)] = "",
-    ssh_command: Annotated[str, typer.Option(metavar="COMMAND", envvar="FASTPS_SSH", help=SSH_HELP, show_default=False)] = "",
-    secret_file: Annotated[Path | None, typer.Option(metavar="FILE", help=SECRET_HELP)] = None,
-    grace: Annotated[float, typer.Option(metavar="SECONDS", help=GRACE_HELP)] = 30.0,
-    trace: options.TraceFile = None,
-    tensorboard: options.TensorBoard = None,
-    seed: options.Seed = 0,
-    json_file: options.Json = None,
-    **given: Any,
-) -> None:
-    """Run a training script in several workers.
-
-    When a worker fails, the first failure is reported and the others are ended; with --restarts it is replaced.
-    """
-    from fastps.device.placement import parse_gpus, place_by_trial
-    from fastps.processes.launcher import Launcher
-
-    policy = parse_policy(sync) if sync is not None else None
-    if hosts:
-        raise typer.Exit(_run_on_hosts(context))
-    nodes, job = options.nodes_of(context), options.job_options_of(context, seed)
-    if policy is not None and workers > 0:
-        policy.values(workers if nodes is None else nodes.count)  # raises PolicyError for more than there are
-    if gpus is not None:
-        os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
-        if reason := place_by_trial(workers):
-            logging.getLogger("fastps.launch").warning("%s", reason)
-    spec, command = policy.spec if policy is not None else None, _command_of(arguments, module)
-    with contextlib.redirect_stdout(sys.stderr if json_file == "-" else sys.stdout):  # what workers say is no JSON
-        launcher = Launcher(
-            command, workers, sync=spec, options=job, env=env, start_method=start_method, nodes=nodes, trace=trace
-        )
-        outcome = _outcome(launcher, tensorboard)
-    raise typer.Exit(_report(outcome, json_file))
 
 
 @commands.command(
@@ -357,7 +204,7 @@ def _try_script(script: bool, arguments: list[str], json_file: str | None) -> No
     from fastps.lab.measuring.trial import others_use, try_script, verdict
 
     console, progress = options.console_of(json_file), Console(stderr=True)
-    command, caution = _command_of(arguments, False), others_use()
+    command, caution = command_of(arguments, False), others_use()
     trials = try_script(command, lambda workers: say(progress, f"workers: {workers} ..."))
     show(console, trials_table(trials))
     say(console, *verdict(trials), *([caution] if caution else []))
@@ -370,8 +217,7 @@ def _doctor_links(context: typer.Context) -> None:
     from fastps.lab.measuring.links import examine_links
 
     given = context.params
-    policy = NodePolicy(link_dtype=given["link_dtype"])
-    nodes = options.placed_nodes(context, policy)
+    nodes = options.placed_nodes(context, lambda: NodePolicy(link_dtype=given["link_dtype"]))
     if nodes is None:
         raise UsageError("--nodes: expected --nnodes N and --rendezvous HOST:PORT beside it, the same on every node")
     sizes = [options.parameters_of(text) for text in given["parameters"]]

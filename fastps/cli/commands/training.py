@@ -1,10 +1,12 @@
 """The commands that train: train, compare, stragglers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from fastps.cli import options
 from fastps.cli.commands import TRAIN, WATCH
@@ -14,6 +16,7 @@ from fastps.errors import UsageError
 from fastps.job.specs import parse_policies, parse_policy
 from fastps.lab import stragglers as estimate
 from fastps.lab.plots import plot_accuracy, plot_arrivals
+from fastps.processes.script import command_of
 
 EXPONENT_HELP = (
     "Iterations to converge are taken in proportion to N^-EXPONENT for N gradients a step. The default is of Chen et al.,"
@@ -76,13 +79,23 @@ def train(
     options.save_rows("train", [row], given["json_file"])
 
 
+_OF_THE_SCRIPT = ("epochs", "batch_size", "lr", "momentum", "data", "straggler", "transfer_ms", "compute_ms", "pull_delay")
+_NOT_WITH_SCRIPT = (*_OF_THE_SCRIPT, "push_dtype", "seeds", "plot")
+
+
 @commands.command(
     rich_help_panel=TRAIN,
-    epilog="Example:  fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --straggler 0:3 --plot accuracy.png --report page.html",
+    context_settings={"allow_interspersed_args": False},
+    epilog="Examples:  fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --straggler 0:3 --plot accuracy.svg --report page.html"
+    "   |   fastps compare --sync bsp,asp --runs 5 --csv runs.csv   |   fastps compare --sync bsp,asp --seed 0,1,2"
+    "   |   fastps compare --sync bsp,asp,dssp:3,15 -n 4 --script train.py --epochs 3",
 )
-@options.with_options(options.TRAINING, options.PUSH, options.OUTPUT)
+@options.with_options({name: each for name, each in options.TRAINING.items() if name != "seed"}, options.PUSH, options.OUTPUT)
 def compare(
     context: typer.Context,
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="[SCRIPT [ARGS]...]", help="With --script: a script and its arguments.")
+    ] = [],  # noqa: B006 - typer copies it
     sync: Annotated[
         str,
         typer.Option(
@@ -90,29 +103,37 @@ def compare(
             " bsp,dssp:3,15 are two specs. " + options.SYNC_HELP
         ),
     ] = "bsp,asp,ssp:3,dssp:3,15",
+    runs: Annotated[int, typer.Option(help="Runs of each, by turns; medians are shown, with the least and the most.")] = 1,
+    seeds: Annotated[
+        str, typer.Option("--seed", metavar="N,...", help="Decides weights and order of samples; of several, a run with each.")
+    ] = "0",
+    script: Annotated[bool, typer.Option("--script", help="Train a script of your own instead.")] = False,
     plot: Annotated[
         Path | None, typer.Option(callback=options.checked_picture, help="Draw accuracy over time into this picture.")
     ] = None,
     report: options.Report = None,
     **given: Any,
 ) -> None:
-    """Train the same network under several synchronization schemes, on the same seed and data, and print one table."""
-    from fastps.lab.demo import runs
-    from fastps.lab.demo.data import load
+    """Train the same network, or your own script, under several synchronization schemes, and print one table."""
+    from fastps.lab.demo import repeats
 
     if report is not None:
         from fastps.report.page import check_installed
 
         check_installed()  # before a long run
+    if runs < 1:
+        raise UsageError(f"--runs: expected 1 or more, found {runs}")
     policies = parse_policies(sync)
-    training = options.options_of(context, sync="")
     for policy in policies:
         options.check_workers(policy, given)
     console = options.console_of(given["json_file"])
-    rows = runs.compare(policies, training, load(given["data"]), console, progress=given["progress"] and console.is_terminal)
-    slow = " ".join(given["straggler"])
-    title = _title(given) + (f", straggler {slow}" if slow else "")
+    run = _script_run(context, console) if script else _demo_run(context, console)
+    rows = repeats.in_rounds(policies, repeats.seeds_of(seeds), runs, run)
+    title = _compared(context.params)
     show(console, training_table(rows, title, rows[0]), wide=given["wide"])
+    say(console, *[f"{row['sync']}: {row['last_line']}" for row in rows if row.get("last_line")])
+    if told := repeats.verdict(rows):
+        say(console, told, soft_wrap=True)
     if plot is not None:
         plot_accuracy(rows, plot)
     if report is not None:
@@ -122,6 +143,47 @@ def compare(
         page.write(comparison.page_of(rows, title), report)
         say(console, f"{report}: open it in a browser")
     options.save_rows("compare", rows, given["json_file"])
+
+
+def _compared(given: Mapping[str, Any]) -> str:
+    """What was compared, as the title of a table."""
+    if given["script"]:
+        what = f"{given['arguments'][0]}, {given['workers']} workers"
+    else:
+        slow = " ".join(given["straggler"])
+        what = f"{given['data']}, {given['epochs']} epochs, seed {given['seeds']}" + (f", straggler {slow}" if slow else "")
+    return what + (f", {given['runs']} runs of each" if given["runs"] > 1 else "")
+
+
+def _demo_run(context: typer.Context, console: Console) -> Callable[[Any, int], dict[str, Any]]:
+    """Trains the network of `fastps train` under a policy and a seed."""
+    from fastps.lab.demo import runs
+    from fastps.lab.demo.data import load
+
+    given = context.params
+    if given["arguments"]:
+        raise UsageError(f"expected --script before a script, found {given['arguments'][0]} without")
+    training, data = options.options_of(context, sync=""), load(given["data"])
+    progress = given["progress"] and console.is_terminal
+    return lambda policy, seed: runs.train(replace(training, sync=policy.spec, seed=seed), data, console, progress=progress)
+
+
+def _script_run(context: typer.Context, console: Console) -> Callable[[Any, int], dict[str, Any]]:
+    """Runs the script under a policy."""
+    from fastps.lab.measuring.compared_script import run_script
+
+    given = context.params
+    for name in options.given_options(context, *_NOT_WITH_SCRIPT):
+        raise UsageError(f"{name.replace('seeds', 'seed')} beside --script: expected a script that says what is trained")
+    if not given["arguments"]:
+        raise UsageError("--script: expected a script and its arguments behind the options, found none")
+    command = command_of(given["arguments"], False)
+
+    def run(policy: Any, seed: int) -> dict[str, Any]:
+        say(Console(stderr=True), f"{policy.spec} ...")
+        return run_script(command, policy, given["workers"])
+
+    return run
 
 
 @commands.command(
