@@ -19,6 +19,8 @@ from fastps.errors import TimeoutExceededError as TimeoutExceededError
 from fastps.errors import UnsupportedError as UnsupportedError
 from fastps.errors import UsageError as UsageError
 from fastps.errors import WorkerDiedError as WorkerDiedError
+from fastps.evaluation.evaluator import Evaluator as Evaluator
+from fastps.evaluation.evaluator import evaluator as evaluator
 from fastps.job.disciplines import *  # noqa: F403
 from fastps.job.environment import rank as rank
 from fastps.job.environment import world_size as world_size

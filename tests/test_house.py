@@ -41,6 +41,9 @@ TESTED_TOGETHER = {
     ),
     "tests/device/test_several_devices.py": "fastps/device/plan",
     "tests/edges/test_strangers.py": "fastps/system/unix_sockets",
+    "tests/evaluation/test_loop.py": (
+        "fastps/evaluation/best fastps/evaluation/options fastps/evaluation/rows fastps/evaluation/script"
+    ),
     "tests/faults/test_restarts.py": "fastps/lab/live_faults",
     "tests/job/test_limits.py": "fastps/job/layout",
     "tests/job/test_policy.py": "fastps/job/specs",

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from fastps.errors import UnsupportedError, UsageError
+from fastps.evaluation.rows import metrics_of
 from fastps.integrations import accelerate as fastps_accelerate
+from fastps.integrations.publishing import Publishing, step_of
 from fastps.job.specs import parse_policy
 from fastps.system.extras import how_to_install
 
@@ -193,3 +195,43 @@ class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]  # may 
 
 class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]  # may be missing
     """transformers.Seq2SeqTrainer with fastps. See TrainerMixin."""
+
+
+class PublishCallback(transformers.TrainerCallback):  # type: ignore[misc]  # may be missing
+    """Publishes the model of any Trainer after every K steps, as `fastps.Publisher` does, with the step as the tag.
+
+        trainer.add_callback(PublishCallback(trainer, "digits", every=100, rows="digits.jsonl"))
+
+    Args:
+        trainer: the Trainer, of transformers or of this module.
+        job: the name by which readers and evaluators find it.
+        every: publish after so many steps.
+        rows: the file of an evaluator's rows. The Trainer logs its numbers as `eval_NAME`, and the step that was evaluated as
+            `eval_of_step`.
+        options: further arguments of `fastps.Publisher`.
+
+    If a reader asks the training to stop, the Trainer stops after the next step that is published. Of several processes that
+    train alike the first publishes.
+    """
+
+    def __init__(self, trainer: Any, job: str, every: int = 100, rows: str | os.PathLike[str] = "", **options: Any) -> None:
+        self._trainer, self._publishing = trainer, Publishing(job, every, rows, **options)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Publish the first version."""
+        self._publishing.begin(parts["model"], state.global_step, is_first=state.is_world_process_zero)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Publish each K-th step, log what the evaluator found, and stop if asked."""
+        rows, is_asked = self._publishing.after_step(state.global_step, epoch=state.epoch)
+        self._log(rows)
+        control.should_training_stop = control.should_training_stop or is_asked
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Publish the last step, and end the job."""
+        self._log(self._publishing.finish(state.global_step, epoch=state.epoch))
+
+    def _log(self, rows: list[Any]) -> None:
+        for row in rows:
+            numbers = {f"eval_{name}": value for name, value in metrics_of(row).items()}
+            self._trainer.log({**numbers, "eval_of_step": step_of(row)})

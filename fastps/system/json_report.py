@@ -14,13 +14,13 @@ from fastps.system.machine import machine
 from fastps.version import __version__
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The value with null in place of each infinity and NaN, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: finite(each) for key, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def write_json(command: str, rows: Sequence[Mapping[str, Any]], target: str) -> None:
@@ -29,7 +29,7 @@ def write_json(command: str, rows: Sequence[Mapping[str, Any]], target: str) -> 
     Raises:
         UsageError: it cannot be written.
     """
-    report = {"command": command, "version": __version__, "machine": machine(), "rows": _finite(rows)}
+    report = {"command": command, "version": __version__, "machine": machine(), "rows": finite(rows)}
     _write(json.dumps(report, indent=2, allow_nan=False) + "\n", "--json", target)
 
 
@@ -39,7 +39,7 @@ def write_csv(rows: Sequence[Mapping[str, Any]], target: str) -> None:
     Raises:
         UsageError: it cannot be written.
     """
-    flat = [dict(_flat(_finite(row))) for row in rows]
+    flat = [dict(_flat(finite(row))) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")

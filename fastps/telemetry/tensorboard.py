@@ -163,10 +163,10 @@ def _progress(look: Look) -> list[Any]:
 def _points(before: Look | None, look: Look) -> dict[tuple[str, int], list[Any]]:
     """The values of each owner at this look: those of the table, the growth of its counters, and histograms of staleness."""
     found: dict[tuple[str, int], list[Any]] = {}
-    for scalar, number, value in values_of(look):
-        found.setdefault((scalar.owner, number), []).append(_value(scalar.tag, "scalars", scalar.help, simple_value=value))
+    for each, number, value in values_of(look):
+        found.setdefault((each.owner, number), []).append(scalar(each.tag, each.help, value))
     for tag, owner, number, value in rates(before, look):
-        found.setdefault((owner, number), []).append(_value(tag, "scalars", "", simple_value=value))
+        found.setdefault((owner, number), []).append(scalar(tag, "", value))
     for shard in look.shards:
         if shard.staleness:
             found.setdefault((SHARD, shard.shard), []).append(_histogram(STALENESS.tag, shard.staleness, STALENESS.help))
@@ -238,6 +238,11 @@ def _value(tag: str, plugin: str, text: str, **value: Any) -> Any:
 
     data = SummaryMetadata.PluginData(plugin_name=plugin)
     return Summary.Value(tag=tag, metadata=SummaryMetadata(summary_description=text, plugin_data=data), **value)
+
+
+def scalar(tag: str, text: str, value: float) -> Any:
+    """A number of a record, which TensorBoard draws over the steps; `text` describes it."""
+    return _value(tag, "scalars", text, simple_value=value)
 
 
 def _histogram(tag: str, counts: Sequence[tuple[int, int]], text: str) -> Any:

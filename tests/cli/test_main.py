@@ -118,6 +118,10 @@ def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
      "policy:fold=all,grant=at-once: fold 'all' cannot go with grant 'at-once': a sum of all workers needs workers"
      " that wait for it: use grant 'next-version'\n"),
     (["top", "--interval", "0"], "--interval: expected 0.01 to 3600 seconds, found 0"),
+    (["evaluate", EXAMPLE], "--job: expected the name of a job (fastps top names the running ones), found none"),
+    (["evaluate", "no-such-script.py", "--job", "x"], "expected a script, found no file 'no-such-script.py'"),
+    (["evaluate", EXAMPLE, "--job", "x", "--patience", "3"], "patience: expected metric and mode (max or min)"),
+    (["evaluate", EXAMPLE, "--job", "x", "--rows", "none/x"], "--rows none/x: expected a file in a folder that exists"),
     (["run", "--nnodes", "0", EXAMPLE], "--nnodes: expected 2 or more nodes, found 0"),
     (["run", "--nnodes", "2", EXAMPLE], "--nnodes: expected --rendezvous HOST:PORT beside it"),
     (["run", "--nnodes", "2", "--rendezvous", "here", EXAMPLE], "HOST:PORT, such as node0:29400, found 'here'"),
