@@ -45,6 +45,7 @@ from fastps.torch.gradients import OF_A_SCALER, loss_scaling
 from fastps.torch.join import Joining
 from fastps.torch.model_buffers import ModelBuffers
 from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_calls
+from fastps.torch.placements.host import HostPlacement
 from fastps.torch.placements.placed import placed
 from fastps.torch.update_rules import PARAMETER_TYPES, Hypers, pushed_type, rows_of, rule_of, without
 from fastps.torch.weights import shown
@@ -143,7 +144,7 @@ class DistributedOptimizer(OptimizerState):
         self._left_out, self._tensors = join.tensors_of(optimizer)
         pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors), self._tensors)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._buffers, self._placement = ModelBuffers(model), placed(self._tensors, push_dtype, is_told=self._is_told)
+        self._buffers, self._placement = ModelBuffers(model), self._place(push_dtype)
         self._tensors = self._placement.tensors
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         self._server = owner.server_of(self._rule, policy, faults, self._identity.workers, server)
@@ -158,9 +159,8 @@ class DistributedOptimizer(OptimizerState):
         join.check_checkpoints(wanted, resumed, self._identity.rank, stated, timeout_s)
         layout = join.with_frozen(layout, self._tensors if self._placement.keeps_own else (), optimizer.state, resumed)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else its lr schedulers warn that step() was not called
-        self._hypers_read = Hypers(self._rule)
+        self._hypers_read, self._model, self._seeds, self._earlier_versions = Hypers(self._rule), model, dict(seeds or {}), 0
         self._share_state()
-        self._model, self._seeds, self._earlier_versions = model, dict(seeds or {}), 0
         start = self._placement.start(resumed) if resumed is not None else None
         versions = start.beginning(layout)["versions"] if start is not None else []
         self._job = Attachment(self._placement, self._buffers, self.close, versions)
@@ -212,6 +212,9 @@ class DistributedOptimizer(OptimizerState):
         if self._rule.runs_in_python:
             owner.check(layout, self._placement.name)
         return layout
+
+    def _place(self, push_dtype: torch.dtype) -> HostPlacement:
+        return placed(self._tensors, push_dtype, is_told=self._is_told)
 
     def _join(self, layout: Layout, to: Joining) -> Worker:
         def write_state(store: JobMemory) -> None:
@@ -420,8 +423,7 @@ class DistributedOptimizer(OptimizerState):
 
     def report_loss(self, loss: float, samples: int = 0) -> None:
         """Report this worker's loss and batch size to observers; the next push carries them."""
-        self._job.worker.loss = loss
-        self._samples = samples or self._batch_size
+        self._job.worker.loss, self._samples = loss, samples or self._batch_size
 
     def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> Pinned:
         """Pin the whole published version for a checkpoint; see PinnedVersion."""

@@ -245,7 +245,7 @@ def test_a_plans_moments_follow_from_its_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"restarts": -1}, {"every": 3}, {"restarts": 1, "on_worker_loss": "stop"}, {"nonfinite": "perhaps"}]
+    "options", [{"restarts": -1}, {"every": -1}, {"restarts": 1, "on_worker_loss": "stop"}, {"nonfinite": "perhaps"}]
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="expected"):
