@@ -47,6 +47,7 @@ class WeightsMemory:
         self.arena = arena.Arena(memory)  # typed access to the header and the lanes
         self.tables = [index for index, parameter in enumerate(parameters) if parameter.is_table]
         self._frozen = {index for index, each in enumerate(parameters) if each.length and not self.arena.length_of(index)}
+        self._marks: dict[int, npt.NDArray[np.uint64]] = {}  # of each weights buffer: whether it has what it carries
 
     @property
     def frozen(self) -> set[int]:
@@ -72,7 +73,9 @@ class WeightsMemory:
 
     def carries(self, buffer: int) -> bool:
         """Whether the version in a weights buffer has what it carries: nothing is copied where no reader is."""
-        return bool(np.frombuffer(self.memory, np.uint64, 1, self.arena.carried_offset(buffer))[0])
+        if (mark := self._marks.get(buffer)) is None:
+            mark = self._marks[buffer] = np.frombuffer(self.memory, np.uint64, 1, self.arena.carried_offset(buffer))
+        return bool(mark[0])
 
     def halves_at(self, byte_offset: int, parameter: Parameter, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """A flat view of one parameter's values of two bytes in the buffer or slot that begins at `byte_offset`."""

@@ -22,11 +22,12 @@ class FreedReaders:
 
     def look(self, now_ns: int, freed: Callable[[int], None] = lambda buffer: None) -> None:
         """Give back what readers brought that have gone. `freed` is told each weights buffer that lost its pages."""
-        arena = self._worker.store.arena
-        ready = len(arena.buffers_with_pages()) - arena.buffers
-        if not ready or now_ns - self._looked_ns < _LOOK_NS:
+        if now_ns - self._looked_ns < _LOOK_NS:
             return
-        self._looked_ns = now_ns
+        self._looked_ns, arena = now_ns, self._worker.store.arena
+        ready = len(arena.buffers_with_pages()) - arena.buffers
+        if not ready:
+            return
         with contextlib.ExitStack() as names:
             left = ready
             while left and self._take(names, left - 1):
