@@ -4,6 +4,9 @@ A worker copies its model's buffers into the slot of a push while anybody reads.
 live worker on from version to version.
 """
 
+import os
+import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +21,7 @@ from fastps.membership.job_memory import JobMemory, WeightsMemory
 from fastps.store.worker import Worker
 from fastps.torch.names import without_wrappers
 
+_live: "weakref.WeakSet[CarriedBuffers]" = weakref.WeakSet()
 Row = tuple[str, tuple[int, ...], tuple[int, ...], str]
 
 
@@ -89,6 +93,13 @@ def mark_at(memory: WeightsMemory, byte_offset: int) -> npt.NDArray[np.uint64]:
     return np.frombuffer(memory.memory, np.uint64, 1, byte_offset)
 
 
+def write_present(memory: os.stat_result) -> None:
+    """Let a worker of this thread, whose job has this memory, write its model's buffers into a version that carries none."""
+    for each in list(_live):
+        if each.is_of(memory) and each.thread == threading.get_ident():
+            each.write_present()
+
+
 class CarriedBuffers:
     """A model's buffers as its worker's pushes bring them. Quantized and sparse ones stay each worker's own."""
 
@@ -111,10 +122,36 @@ class CarriedBuffers:
     def use(self, worker: Worker) -> None:
         """Bring buffers with this worker's pushes from now on."""
         self._worker, self._memory, self._carried = worker, worker.store, worker.store.layout.carried
+        self.thread = threading.get_ident()  # the only one that may use the worker
+        _live.add(self)
         self._views.clear()
         if worker.generation:  # the lane's earlier owner may have brought some with a step of the same number
             for slot in range(self._memory.arena.slots if self._carried else 0):
                 self._mark(slot)[0] = 0
+
+    def is_of(self, memory: os.stat_result) -> bool:
+        """Whether the worker's job has this memory."""
+        return not self._worker.closed and os.path.samestat(os.fstat(self._memory.descriptor), memory)
+
+    @torch.no_grad()
+    def write_present(self) -> None:
+        """Write the buffers as they are into the published version, if it carries none and this is the lowest live worker.
+
+        No reader looks at them before the mark, and the shard locks keep combiners away.
+        """
+        store = self._memory
+        if not self._carried or not self._is_lowest():
+            return
+        with self._worker.locked():
+            buffer = store.committed()[0][-1]
+            if not store.carries(buffer) and self._sources.misfit(tensors := self._sources.tensors()) < 0:
+                offset = store.arena.carried_offset(buffer)
+                torch._foreach_copy_(views_at(store, self._carried, offset), tensors)
+                mark_at(store, offset)[0] = 1
+
+    def _is_lowest(self) -> bool:
+        states = self._memory.arena.lane_states()[: self._worker.rank]
+        return not any(state in (LANE_LIVE, LANE_JOINING) for state in states)
 
     def bring(self, slot: int) -> None:
         """Copy the buffers into a slot, for the next push: while anybody reads, and from the lowest live worker.
@@ -122,10 +159,8 @@ class CarriedBuffers:
         Buffers of another shape or type than when the model was wrapped are not brought.
         """
         arena = self._memory.arena
-        if len(arena.buffers_with_pages()) > arena.buffers:
-            states = arena.lane_states()[: self._worker.rank]
-            if not any(state in (LANE_LIVE, LANE_JOINING) for state in states):
-                self._bring(slot)
+        if len(arena.buffers_with_pages()) > arena.buffers and self._is_lowest():
+            self._bring(slot)
 
     @torch.no_grad()
     def _bring(self, slot: int) -> None:

@@ -13,7 +13,7 @@ from fastps.errors import LayoutError, UnsupportedError, UsageError
 from fastps.job.layout import TAG, Parameter
 from fastps.store.reader import OPEN_S, WeightsReader
 from fastps.system.clock import SYSTEM_CLOCK, Clock
-from fastps.torch import foreign
+from fastps.torch import carried, foreign
 from fastps.torch.names import UNNAMED, of_model
 from fastps.torch.tensors import Tensors, shaped_tensors
 from fastps.torch.update_rules import check_parameter
@@ -113,9 +113,14 @@ class Reader(WeightsReader):
         return {index for index, each in enumerate(self._memory.parameters) if each.is_carried}
 
     def _wait_for_carried(self) -> None:
-        """Wait for a version that has the model's buffers: the first after this reader came. Without one, the log says so."""
+        """Wait for a version that has the model's buffers: the first after this reader came. Without one, the log says so.
+
+        A worker of this thread writes them into the version itself: it would wait for itself.
+        """
         if self._has_carried():
             return
+        assert self._identity is not None
+        carried.write_present(self._identity)
         for _ in self._looks():
             self._pins.wait(self.version + 1, 50_000_000)
             self._pin()
@@ -246,7 +251,7 @@ class Reader(WeightsReader):
             is_whole = is_whole and self._pins.holds(self.buffers)
         self._models.clear()
         if not is_whole:
-            logger.error("this process was forked during an update of job %s: its model mixes two versions", self.job)
+            logger.error("this process was forked beside an update of job %s: its model may mix two versions", self.job)
 
     def _leave_memory(self) -> None:
         for shown in self._models.values():
