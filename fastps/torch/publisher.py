@@ -26,6 +26,7 @@ from fastps.store.store import Store
 from fastps.system import exit_handlers
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.torch.carried import Sources, mark_at, places_of, views_at
+from fastps.torch.names import without_wrappers
 from fastps.torch.tensor_loops import copier_into
 
 TAG_BYTES = 4096
@@ -169,8 +170,10 @@ class Publisher:
         self._buffers.pop(buffer, None)
 
     def _given(self, values: Mapping[str, Any]) -> list[torch.Tensor]:
-        named = {name: held[key] for name, (held, key) in _named(values).items()}
-        unknown = named.keys() - {row[0] for row in self._sources.rows}
+        found, known = _named(values), {row[0] for row in self._sources.rows}
+        plain = without_wrappers(found) if found.keys() - known else {}  # of a compiled model's state_dict, say
+        named = {plain.get(name, name): held[key] for name, (held, key) in found.items()}
+        unknown = named.keys() - known
         if unknown:
             raise LayoutError(f"job {self.job} publishes no {sorted(unknown)[0]!r}: give the tensors that it was made with")
         missing = next((index for index, row in enumerate(self._sources.rows) if row[0] not in named), -1)

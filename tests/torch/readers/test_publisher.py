@@ -123,6 +123,15 @@ def test_what_cannot_be_published_is_refused_by_name() -> None:
         publisher.publish()
 
 
+def test_the_state_dict_of_a_wrapped_model_is_published_by_the_models_names() -> None:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with fastps.Publisher(model, _job()) as publisher, fastps.reader(publisher.job) as reader:
+        for value, prefix in ((1.0, "_orig_mod."), (2.0, "module.")):
+            publisher.publish({f"{prefix}{name}": torch.full_like(each, value) for name, each in model.state_dict().items()})
+            reader.update(other)
+            assert other.weight.eq(value).all() and other.bias.eq(value).all()
+
+
 def test_what_replaces_a_parameter_is_published() -> None:
     model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     with fastps.Publisher(model, _job()) as publisher, fastps.reader(publisher.job) as reader:
