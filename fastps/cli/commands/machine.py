@@ -5,7 +5,7 @@ import os
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,9 +17,6 @@ from fastps.cli.tables import say, show
 from fastps.errors import UsageError
 from fastps.job.options import NodePolicy
 from fastps.processes.script import command_of
-
-if TYPE_CHECKING:
-    pass
 
 AGAINST_HELP = (
     "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on GPUs limit, nccl, ddp; of a training: ddp,"
