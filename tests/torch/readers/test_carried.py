@@ -152,3 +152,15 @@ def test_several_shards_version_the_buffers_with_the_last() -> None:
             _step(model, optimizer, generator)
             reader.update(other)
             assert _equal(model, other)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_an_optimizer_in_python_has_its_models_buffers_in_each_version(sync: str) -> None:
+    """Its weights buffers get their pages with their first version; under asp a server folds."""
+    model, other, generator = _model(), _model(1), torch.Generator().manual_seed(2)
+    inner = torch.optim.ASGD(model.parameters(), lr=0.01)
+    optimizer = fastps.DistributedOptimizer(inner, sync, model=model, job=_job(), workers=1, rank=0)
+    with optimizer, fastps.reader(_job()) as reader:
+        for step in range(6):
+            assert reader.update(other) == step and _equal(model, other)
+            _step(model, optimizer, generator)
