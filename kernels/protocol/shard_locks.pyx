@@ -317,7 +317,7 @@ cdef class ShardLocks(Pins):
         return outcome
 
     def last_used(self, uint32_t shard, uint32_t readers):
-        """While holding: the highest weights buffer that is active, or that a lane or one of the first `readers` readers pins."""
+        """While holding: the highest weights buffer that is active, or pinned by a lane or by one of the first `readers`."""
         self.arena._check_shard(shard)
         return (<Combiner> self.combiners[shard]).commit.last_used(readers)
 

@@ -171,8 +171,8 @@ cdef list carried_places(const fps_header *header):
 cdef list _needed(const fps_header *header, list frozen, int later):
     """The ranges of bytes that get pages before the first process attaches.
 
-    Without those of `frozen` runs of floats, and of as many weights buffers of the workers, the last ones, as `later` says. What
-    versions carry beside parameters gets its pages with the first reader.
+    Without those of `frozen` runs of floats, and of as many weights buffers of the workers, the last ones, as `later` says.
+    What versions carry beside parameters gets its pages with the first reader.
     """
     cdef uint64_t halves_offset = header.spare_weights_offset + header.buffer_floats * sizeof(float)
     ranges, kept, begin = carried_places(header) if header.n_parameters else [], [], 0

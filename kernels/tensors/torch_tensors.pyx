@@ -99,7 +99,7 @@ cdef class Values:
             self.known.push_back(fps_value(tensor))
 
     def take(self, list tensors not None):
-        """Copy the bytes of these tensors, one for each value. Returns whether all were in memory, of the values' types and forms.
+        """Copy the bytes of these tensors, one for each value. Returns whether all were in memory, of their value's form.
 
         Else the first ones may have been copied.
         """
