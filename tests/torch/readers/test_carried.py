@@ -97,6 +97,7 @@ def _train_alone(job: str, rank: int, steps: int, after: Callable[[int], None] =
     model.register_buffer("mine", torch.tensor([float(rank), 0.0]))
     with _wrapped(model, "asp", workers=2, rank=rank, job=job, on_worker_loss="continue") as optimizer:
         optimizer.wait_for_start()
+        lane_states = optimizer.worker.store.arena.lane_states
         for step in range(steps):
             model.get_buffer("mine")[1] = step
             optimizer.zero_grad()
@@ -104,8 +105,7 @@ def _train_alone(job: str, rank: int, steps: int, after: Callable[[int], None] =
             optimizer.step()
             after(step)
             if rank and step == steps // 2:  # the rest it makes alone
-                arena = optimizer.worker.store.arena
-                processes.wait_until(lambda: arena.lane_states()[0] not in (LANE_LIVE, LANE_JOINING), 60)
+                processes.wait_until(lambda: lane_states()[0] not in (LANE_LIVE, LANE_JOINING), 60)
 
 
 def test_the_buffers_are_those_of_the_lowest_live_worker() -> None:
