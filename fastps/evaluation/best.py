@@ -1,7 +1,6 @@
 """The best version so far: its metric, its checkpoint, and how many evaluations have not been better since."""
 
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from fastps.errors import UsageError
 from fastps.evaluation.options import EvaluationOptions
 from fastps.evaluation.rows import Row, metrics_of
+from fastps.system.whole_file import replacing
 
 
 class Best:
@@ -59,16 +59,8 @@ def save(model: torch.nn.Module, file: Path) -> None:
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             state[name] = value.detach().cpu().clone()  # a view would be written with all of the memory that it shows
-    part = file.with_name(f".{file.name}.part")
     try:
-        try:
-            with part.open("wb") as stream:
-                torch.save(state, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            part.replace(file)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        with replacing(file) as stream:
+            torch.save(state, stream)
     except OSError as error:
         raise UsageError(f"best {file}: expected a file that can be written, found: {error.strerror}") from None

@@ -14,7 +14,7 @@ from typing import IO, Any, Self
 import torch
 
 from fastps.errors import Error, UnsupportedError
-from fastps.evaluation.loop import Evaluate, Evaluation, become_idle
+from fastps.evaluation.loop import Evaluate, Evaluation, enter_idle_class
 from fastps.evaluation.options import EvaluationOptions
 from fastps.evaluation.rows import Row, read
 from fastps.job import environment
@@ -158,7 +158,7 @@ def _work(
     options: EvaluationOptions,
 ) -> None:
     if options.idle:
-        become_idle()
+        enter_idle_class()
     garbage.freeze()  # the collections at the end would pass over all that was imported
     evaluation = Evaluation(build_model, evaluate, job, options, end=(end := threading.Event()))
     threading.Thread(target=_await_end, args=(end,), daemon=True).start()

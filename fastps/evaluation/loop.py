@@ -181,7 +181,7 @@ class _Events:
             self._file.close()
 
 
-def become_idle() -> None:
+def enter_idle_class() -> None:
     """Let this process run only while no other wants its core (SCHED_IDLE), with all threads and children that it makes."""
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

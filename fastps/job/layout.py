@@ -221,7 +221,7 @@ class Layout:
     @property
     def carried_bytes(self) -> int:
         """The bytes of what a version carries, a line of marks included; 0 for nothing."""
-        return 4 * (self.carried[-1].offset + aligned(-(-self.carried[-1].nbytes // 4))) if self.carried else 0
+        return carried_bytes(self.carried)
 
     @property
     def shown_type(self) -> GradientType:
@@ -287,6 +287,7 @@ class Description:
                 tuple(Parameter(**{**row, "shape": tuple(row["shape"]), "stride": tuple(row["stride"])}) for row in rows)
                 for rows in (found["parameters"], found["carried"])
             )
+            _check_carried(carried)
             continues = found["faults"]["on_worker_loss"] == "continue"
             return Description(parameters, carried, int(found["workers"]), continues)
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError) as error:
@@ -331,6 +332,21 @@ def place_carried(
         placed.append(Parameter(name, tuple(shape), tuple(stride), 0, offset, shard, type=kind, is_carried=True))
         offset += aligned(-(-placed[-1].nbytes // 4))
     return tuple(placed)
+
+
+def _check_carried(carried: tuple[Parameter, ...]) -> None:
+    """Raise ValueError unless these, which another process describes, lie as `place_carried` lays them out."""
+    numbers = [number for each in carried for number in (*each.shape, *each.stride, each.shard)]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("expected sizes of 0 or more")
+    rows = [(each.name, each.shape, each.stride, each.type) for each in carried]
+    if carried != place_carried(rows, carried[0].shard if carried else 0):
+        raise ValueError("expected carried tensors one after the other")
+
+
+def carried_bytes(carried: Sequence[Parameter]) -> int:
+    """The bytes of what a version carries, a line of marks included; 0 for nothing."""
+    return 4 * (carried[-1].offset + aligned(-(-carried[-1].nbytes // 4))) if carried else 0
 
 
 def _sharded(placed: list[Parameter], shards: int, total: int) -> list[Parameter]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fastps.errors import ArenaError, AttachError, TimeoutExceededError, UnsupportedError, UsageError, damaged
 from fastps.job import limits
-from fastps.job.layout import TAG, Description, Parameter
+from fastps.job.layout import TAG, Description, Parameter, carried_bytes
 from fastps.kernels.protocol.reader_pins import ReaderPins
 from fastps.kernels.shm.arena import LANE_FREE, Arena
 from fastps.membership import discovery, rendezvous
@@ -68,6 +68,8 @@ class WeightsReader:
                 memory = shared_memory.map_shared(offer.memfd, writable=False)
                 view = shared_memory.map_private(offer.memfd)  # for a model, whose script may write
                 control = Arena(shared_memory.map_shared(offer.memfd))
+                if carried_bytes(described.carried) != control.carried_bytes:
+                    raise ValueError("its description and its arena are of two jobs")
                 name, reader = self._take_place(control)
                 what = f"reader {reader} of job {self.job}, for a weights buffer of its own,"
                 for place in (control.reader_weights_range(reader + 1), *control.carried_places()):

@@ -28,20 +28,19 @@ Row = tuple[str, tuple[int, ...], tuple[int, ...], str]
 class Sources:
     """The tensors of a model, or of a mapping, by name. A model's are taken from its modules anew each time.
 
-    Raises UnsupportedError for a tensor of a type or layout that no version carries, if it must be there (`all_`).
+    A tensor of a type or layout that no version carries is left out, or UnsupportedError is raised (`is_strict`).
     """
 
-    def __init__(self, named: Mapping[str, tuple[dict[str, Any], str]], *, all_: bool) -> None:
+    def __init__(self, named: Mapping[str, tuple[dict[str, Any], str]], *, is_strict: bool) -> None:
         self.rows: list[Row] = []
         self._places: list[tuple[dict[str, Any], str]] = []
         self.nbytes = 0
-        self._shapes: list[torch.Size] = []
-        self._types: list[torch.dtype] = []
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
         for name, place in named.items():
             tensor = place[0][place[1]]
             kind = str(tensor.dtype).removeprefix("torch.")
             if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or kind not in ELEMENT_BYTES:
-                if all_:
+                if is_strict:
                     raise UnsupportedError(
                         f"tensor {name!r}: expected dense values of one of {', '.join(sorted(ELEMENT_BYTES))}, found {kind} of"
                         f" {tensor.layout} on {tensor.device}; leave it out: publish a mapping of the others"
@@ -51,19 +50,18 @@ class Sources:
             self.rows.append((name, tuple(tensor.shape), tuple(stride), kind))
             self._places.append(place)
             self.nbytes += tensor.numel() * ELEMENT_BYTES[kind]
-            self._shapes.append(tensor.shape)
-            self._types.append(tensor.dtype)
+            self._forms.append((tensor.shape, tensor.dtype))
 
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors as they are now, in the order of the rows."""
-        return [held[name] for held, name in self._places]
+    def tensors(self) -> list[Any]:
+        """The tensors as they are now, in the order of the rows; None for one that the model has no more."""
+        return [held.get(name) for held, name in self._places]
 
-    def misfit(self, tensors: Sequence[torch.Tensor]) -> int:
-        """The number of the first of these tensors that has not the shape and type of its row, or -1."""
-        if [each.shape for each in tensors] == self._shapes and [each.dtype for each in tensors] == self._types:
-            return -1
-        forms = zip(tensors, self._shapes, self._types, strict=True)
-        return next(index for index, (each, shape, dtype) in enumerate(forms) if (each.shape, each.dtype) != (shape, dtype))
+    def misfit(self, tensors: Sequence[Any]) -> int:
+        """The number of the first of these tensors that is None, or has not the shape and type of its row; -1 for none."""
+        for index, (each, (shape, dtype)) in enumerate(zip(tensors, self._forms, strict=True)):
+            if each is None or each.shape != shape or each.dtype != dtype:
+                return index
+        return -1
 
 
 def places_of(model: torch.nn.Module, *, parameters: bool) -> dict[str, tuple[dict[str, Any], str]]:
@@ -104,7 +102,7 @@ class CarriedBuffers:
     """A model's buffers as its worker's pushes bring them. Quantized and sparse ones stay each worker's own."""
 
     def __init__(self, model: torch.nn.Module | None) -> None:
-        self._sources = Sources(places_of(model, parameters=False) if model is not None else {}, all_=False)
+        self._sources = Sources(places_of(model, parameters=False) if model is not None else {}, is_strict=False)
         self._views: dict[int, tuple[Any, list[torch.Tensor]]] = {}
 
     def layout(self, shard: int) -> tuple[Parameter, ...]:

@@ -84,7 +84,7 @@ class Publisher:
             raise UnsupportedError("a Publisher in virtual time: expected a real run, because readers come at real moments")
         if not 0 <= first_version < _MOST_VERSIONS:
             raise UsageError(f"first_version: expected 0 to {_MOST_VERSIONS - 1}, found {first_version}")
-        self._sources = Sources(_named(source), all_=True)
+        self._sources = Sources(_named(source), is_strict=True)
         if not self._sources.rows:
             raise UsageError("expected a model with parameters or buffers to publish, or a mapping of tensors, found none")
         carried = place_carried([(TAG, (TAG_BYTES,), (1,), "uint8"), *self._sources.rows])

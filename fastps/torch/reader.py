@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -13,6 +12,7 @@ from fastps.errors import LayoutError, UnsupportedError, UsageError
 from fastps.job.layout import TAG, Parameter
 from fastps.store.reader import OPEN_S, WeightsReader
 from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.deadline import Deadline
 from fastps.torch import carried, foreign
 from fastps.torch.names import UNNAMED, of_model
 from fastps.torch.tensors import Tensors, shaped_tensors
@@ -20,6 +20,8 @@ from fastps.torch.update_rules import check_parameter
 from fastps.torch.weights import Weights
 
 logger = logging.getLogger("fastps.reader")
+
+_POLL_NS = 50_000_000  # so often an update that waits for buffers asks whether the job has ended
 
 
 @dataclass
@@ -43,16 +45,16 @@ class Reader(WeightsReader):
     def __init__(self, job: str, timeout_s: float, clock: Clock, *, follow: bool = False) -> None:
         self._models: WeakKeyDictionary[torch.nn.Module, _Shown] = WeakKeyDictionary()
         self._thread = 0  # that models are moved in
-        self._left: set[str] = set()  # buffers that a warning has named
-        self._timeout_s = timeout_s
+        self._left: set[str] = set()  # buffers that the log has named
+        self._timeout_ns, self._is_warned = int(timeout_s * 1e9), False
         super().__init__(job, timeout_s, clock, follow=follow)
 
     def _open(self, timeout_s: float) -> None:
         super()._open(timeout_s)
         self._frozen = len(self._memory.frozen)  # parameters that the job has not trained, when the models were last moved
-        for model, shown in list(self._models.items()):  # of the job before
-            shown.weights.show_copies()
-            shown.weights.leave()
+        before = list(self._models.items())
+        self._leave_memory()
+        for model, shown in before:
             self._models[model] = self._show(model, shown.prefix)
 
     def update(self, model: torch.nn.Module | None = None, *, prefix: str = "", copy: bool = False) -> int:
@@ -115,29 +117,23 @@ class Reader(WeightsReader):
     def _wait_for_carried(self) -> None:
         """Wait for a version that has the model's buffers: the first after this reader came. Without one, the log says so.
 
-        A worker of this thread writes them into the version itself: it would wait for itself.
+        A worker of this thread writes them into the version itself. No process waits for its own push.
         """
         if self._has_carried():
             return
         assert self._identity is not None
         carried.write_present(self._identity)
-        for _ in self._looks():
-            self._pins.wait(self.version + 1, 50_000_000)
+        arena, deadline = self._memory.arena, Deadline(self._clock.now_ns(), self._timeout_ns)
+        is_own = os.getpid() in [arena.process_id(lane) for lane in range(arena.lanes)]
+        while not self._has_carried() and not is_own and not deadline.is_over(self._clock.now_ns()) and not self.over:
+            self._pins.wait(self.version + 1, _POLL_NS)
             self._pin()
-        if not self._has_carried() and "" not in self._left:
-            self._left.add("")
+        if not self._has_carried() and not self._is_warned:
+            self._is_warned = True
             logger.warning(
                 "job %s has made no version with its model's buffers since this reader came: the model's own stay as they are",
                 self.job,
             )
-
-    def _looks(self) -> Iterator[None]:
-        began_ns = self._clock.now_ns()
-        arena = self._memory.arena
-        if os.getpid() in [arena.process_id(lane) for lane in range(arena.lanes)]:
-            return  # this process would wait for itself
-        while not self._has_carried() and self._clock.now_ns() - began_ns < self._timeout_s * 1e9 and not self.over:
-            yield
 
     @torch.no_grad()
     def _copy_into(self, model: torch.nn.Module, prefix: str, has_carried: bool) -> None:

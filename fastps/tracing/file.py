@@ -7,7 +7,6 @@ before, if `header["checksum"]` says so, as an older trace does not. numpy reads
 
 import json
 import math
-import os
 import signal
 import stat
 import zlib
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import Error
+from fastps.system.whole_file import replacing
 
 MAGIC = b"fastps-trace-v1\n"
 _ALIGNMENT = 64
@@ -210,20 +210,15 @@ def write(trace: Trace, file: Path) -> None:
     described = {name: {"lines": len(lines), "dtype": _described(DTYPES[name])} for name, lines in tables.items()}
     text = json.dumps({**trace.header, "checksum": "crc32", "tables": described}).encode()
     text += b" " * (-(len(MAGIC) + 8 + len(text)) % _ALIGNMENT)
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
     try:
-        with unfinished.open("wb") as stream:
+        with replacing(file) as stream:
             checksum = 0
             contents = (np.ascontiguousarray(lines, DTYPES[name]).tobytes() for name, lines in tables.items())
             for data in (MAGIC + len(text).to_bytes(8, "little") + text, *contents):
                 stream.write(data)
                 checksum = zlib.crc32(data, checksum)
             stream.write(checksum.to_bytes(4, "little"))
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(file)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise TraceError(f"the trace {file} cannot be written: {error}; choose another file") from None
 
 

@@ -1,4 +1,4 @@
-"""Callbacks of Lightning and of transformers: what they publish, what comes back into the logs, and who stops the training."""
+"""Callbacks of Lightning and of transformers: what they publish, what comes back into the logs, and when the training stops."""
 
 import json
 import os

@@ -214,7 +214,7 @@ def test_a_loader_that_shuffles_everything_in_every_worker_is_told_of(
     (told,) = [record.message for record in caplog.records]
     assert any(f"a DataLoader shuffles all {size} samples" in told for size in (*sizes, 30))
     assert "each of the 2 workers trains on everything; use loader = fastps.shard(loader)" in told
-    fastps.rank()  # whoever asks divides by itself
+    fastps.rank()  # a script that asks divides by itself
     foreign.warn_of_undivided()
     assert len(caplog.records) == 1 and iterator is not None
 

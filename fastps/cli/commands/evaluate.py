@@ -65,11 +65,11 @@ def evaluate(
         raise UsageError("--job: expected the name of a job (fastps top names the running ones), found none")
     named = {name: str(given[name] or "") for name in ("rows", "tensorboard", "best")}
     evaluation = EvaluationOptions(**{**given, **named})
-    from fastps.evaluation.loop import Evaluation, become_idle
+    from fastps.evaluation.loop import Evaluation, enter_idle_class
     from fastps.evaluation.script import functions_of
 
     if evaluation.idle:
-        become_idle()
+        enter_idle_class()
     sys.argv = [str(script), *(arguments or [])]
     build, judge = functions_of(script, [build_model, function])
     rows = []

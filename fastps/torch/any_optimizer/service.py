@@ -46,9 +46,13 @@ class StateService:
         """Leave the last state with these workers, which read it once nobody answers. One that has closed gets none."""
         word, file = self._state() if ranks else (b"", -1)
         for rank in ranks:
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            with (
+                contextlib.suppress(OSError, rendezvous.OtherUser),
+                socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+            ):
                 connection.settimeout(1.0)
                 connection.connect(_inbox(self._job, rank))
+                rendezvous.check_user(connection)  # any user may take a name
                 _send(connection, word, file)
         if file >= 0:
             os.close(file)

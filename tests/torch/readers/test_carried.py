@@ -1,5 +1,6 @@
 """A model's buffers travel with the versions of the training that fastps wraps."""
 
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import fastps
+from fastps.job.layout import Description
 from fastps.kernels.shm.arena import LANE_JOINING, LANE_LIVE
 from tests.support import processes
 from tests.support.said import listen
@@ -168,3 +170,32 @@ def test_an_optimizer_in_python_has_its_models_buffers_in_each_version(sync: str
         for step in range(6):
             assert reader.update(other) == step and _equal(model, other)
             _step(model, optimizer, generator)
+
+
+def test_a_buffer_that_the_model_has_no_more_is_not_brought_and_stops_nobody() -> None:
+    model, other, generator = _model(), _model(1), torch.Generator().manual_seed(2)
+    model.register_buffer("gone", torch.zeros(1))
+    other.register_buffer("gone", torch.ones(1))
+    with _wrapped(model) as optimizer, fastps.reader(_job()) as reader:
+        _step(model, optimizer, generator)
+        assert reader.update(other) == 1 and _equal(model, other)
+        model.gone = None
+        _step(model, optimizer, generator)
+        assert reader.update(other) == 2
+        assert torch.equal(other.get_parameter("0.weight"), model.get_parameter("0.weight"))
+        del model.gone
+        _step(model, optimizer, generator)
+        assert reader.update(other) == 3
+
+
+@pytest.mark.parametrize("change", [
+    {"type": "float99"}, {"offset": 0}, {"offset": 1 << 40}, {"shape": [-1]}, {"shape": [1 << 40]}, {"stride": ["x"]},
+    {"shard": -1},
+])  # fmt: skip
+def test_a_description_of_what_is_carried_that_a_stranger_wrote_is_refused(change: dict[str, Any]) -> None:
+    with _wrapped(_model()) as optimizer:
+        found = json.loads(optimizer.worker.store.layout.text())
+    assert Description.of(json.dumps(found)).carried
+    found["carried"][1] |= change
+    with pytest.raises(ValueError, match="expected the description of a job"):
+        Description.of(json.dumps(found))

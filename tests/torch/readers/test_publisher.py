@@ -191,6 +191,21 @@ def test_a_reader_that_does_not_follow_keeps_the_last_version(monkeypatch: pytes
     assert any("open it with follow=True" in each for each in said)
 
 
+def test_a_follower_whose_model_does_not_fit_the_next_job_says_so_at_each_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastps.store.reader._LOOK_NS", 0)
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    publisher = fastps.Publisher(model, _job())
+    with fastps.reader(publisher.job, follow=True) as reader:
+        reader.update(other)
+        publisher.close()
+        with fastps.Publisher(torch.nn.Linear(3, 2), _job(), first_version=1):
+            for _ in range(2):
+                with pytest.raises(fastps.LayoutError, match="expected shape"):
+                    reader.update(other)
+            assert torch.equal(other.weight, model.weight), "a copy of the last version"
+            assert reader.update(torch.nn.Linear(3, 2)) == 1
+
+
 def test_a_reader_may_come_before_its_publisher() -> None:
     said, made = listen(), []
 
