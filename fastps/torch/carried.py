@@ -91,11 +91,13 @@ def mark_at(memory: WeightsMemory, byte_offset: int) -> npt.NDArray[np.uint64]:
     return np.frombuffer(memory.memory, np.uint64, 1, byte_offset)
 
 
-def write_present(memory: os.stat_result) -> None:
-    """Let a worker of this thread, whose job has this memory, write its model's buffers into a version that carries none."""
-    for each in list(_live):
-        if each.is_of(memory) and each.thread == threading.get_ident():
-            each.write_present()
+def write_present(memory: os.stat_result, buffer: int) -> bool:
+    """Let a worker of this thread, whose job has this memory, write its model's buffers into a published weights buffer.
+
+    For a reader of the same thread alone: the mark stays, so no other process looks at them. Returns whether that was done.
+    """
+    own = [each for each in _live if each.is_of(memory) and each.thread == threading.get_ident()]
+    return any(each.write_present(buffer) for each in own)
 
 
 class CarriedBuffers:
@@ -132,20 +134,16 @@ class CarriedBuffers:
         return not self._worker.closed and os.path.samestat(os.fstat(self._memory.descriptor), memory)
 
     @torch.no_grad()
-    def write_present(self) -> None:
-        """Write the buffers as they are into the published version, if it carries none and this is the lowest live worker.
-
-        No reader looks at them before the mark, and the shard locks keep combiners away.
-        """
-        store = self._memory
-        if not self._carried or not self._is_lowest():
-            return
+    def write_present(self, buffer: int) -> bool:
+        """Write the buffers, if this is the lowest live worker, and if this weights buffer is published and carries nothing."""
+        store, tensors = self._memory, self._sources.tensors()
+        if not self._carried or not self._is_lowest() or self._sources.misfit(tensors) >= 0:
+            return False
         with self._worker.locked():
-            buffer = store.committed()[0][-1]
-            if not store.carries(buffer) and self._sources.misfit(tensors := self._sources.tensors()) < 0:
-                offset = store.arena.carried_offset(buffer)
-                torch._foreach_copy_(views_at(store, self._carried, offset), tensors)
-                mark_at(store, offset)[0] = 1
+            if store.committed()[0][-1] != buffer or store.carries(buffer):
+                return False
+            torch._foreach_copy_(views_at(store, self._carried, store.arena.carried_offset(buffer)), tensors)
+        return True
 
     def _is_lowest(self) -> bool:
         states = self._memory.arena.lane_states()[: self._worker.rank]

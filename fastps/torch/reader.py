@@ -47,6 +47,7 @@ class Reader(WeightsReader):
         self._thread = 0  # that models are moved in
         self._left: set[str] = set()  # buffers that the log has named
         self._timeout_ns, self._is_warned = int(timeout_s * 1e9), False
+        self._present = -1, -1  # the buffer and version into which a worker of this thread has written its model's buffers
         super().__init__(job, timeout_s, clock, follow=follow)
 
     def _open(self, timeout_s: float) -> None:
@@ -110,6 +111,9 @@ class Reader(WeightsReader):
                 " update(model, copy=True)"
             )
 
+    def _has_carried(self) -> bool:
+        return self._present == (self.buffers[-1], self.versions[-1]) or super()._has_carried()
+
     @property
     def _carried_numbers(self) -> set[int]:
         return {index for index, each in enumerate(self._memory.parameters) if each.is_carried}
@@ -117,12 +121,13 @@ class Reader(WeightsReader):
     def _wait_for_carried(self) -> None:
         """Wait for a version that has the model's buffers: the first after this reader came. Without one, the log says so.
 
-        A worker of this thread writes them into the version itself. No process waits for its own push.
+        A worker of this thread writes them for this reader alone. No process waits for its own push.
         """
         if self._has_carried():
             return
         assert self._identity is not None
-        carried.write_present(self._identity)
+        if carried.write_present(self._identity, self.buffers[-1]):
+            self._present = self.buffers[-1], self.versions[-1]
         arena, deadline = self._memory.arena, Deadline(self._clock.now_ns(), self._timeout_ns)
         is_own = os.getpid() in [arena.process_id(lane) for lane in range(arena.lanes)]
         while not self._has_carried() and not is_own and not deadline.is_over(self._clock.now_ns()) and not self.over:
