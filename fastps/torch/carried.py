@@ -54,7 +54,7 @@ class Sources:
 
     def tensors(self) -> list[Any]:
         """The tensors as they are now, in the order of the rows; None for one that the model has no more."""
-        return [held.get(name) for held, name in self._places]
+        return [held[name] if name in held else None for held, name in self._places]  # noqa: SIM401 - a script's has no `get`
 
     def misfit(self, tensors: Sequence[Any]) -> int:
         """The number of the first of these tensors that is None, or has not the shape and type of its row; -1 for none."""

@@ -112,7 +112,7 @@ def _train_alone(job: str, rank: int, steps: int, after: Callable[[int], None] =
 
 def test_the_buffers_are_those_of_the_lowest_live_worker() -> None:
     """Worker 1 makes more steps, and goes on alone once worker 0 has left."""
-    job, readers = _job(), []
+    job, readers, seen = _job(), [], [0.0]
     other = torch.nn.Sequential(torch.nn.Linear(1, 1))
     other.register_buffer("mine", torch.zeros(2))
 
@@ -120,7 +120,9 @@ def test_the_buffers_are_those_of_the_lowest_live_worker() -> None:
         if not readers:
             readers.append(fastps.reader(job))
         elif readers[0].update(other):
-            assert other.get_buffer("mine").tolist() == [0.0, float(step)]
+            worker, brought = other.get_buffer("mine").tolist()
+            assert worker == 0 and seen[-1] <= brought <= step, "a version may hold pushes of worker 1 alone since"
+            seen.append(brought)
 
     child = processes.start(lambda: _train_alone(job, 1, 600))
     _train_alone(job, 0, 50, look)
