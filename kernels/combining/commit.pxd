@@ -50,7 +50,7 @@ cdef class Commit:
     cdef int64_t _free_buffer(self) noexcept nogil
     cdef void _mark_used(self, uint64_t *pinned, uint32_t readers) noexcept nogil
     cdef void _carry(self, uint32_t n_pushes) noexcept nogil
-    cdef const uint64_t *_brought(self, uint32_t n_pushes) noexcept nogil
+    cdef const uint64_t *_carried_by(self, uint32_t n_pushes, uint64_t *lane) noexcept nogil
     cdef uint32_t _ready_readers(self) noexcept nogil
     cdef uint32_t _free_state(self) noexcept nogil
     cdef bint _sets_aside(self) noexcept nogil

@@ -151,27 +151,33 @@ cdef class Commit:
             return
         target = <uint64_t *> self.arena.carried(self.spare_buffer)
         if self._ready_readers():
-            source = self._brought(n_pushes)
-            if source == NULL:
-                source = <const uint64_t *> self.arena.carried(fps_commit_buffer(self.seen))
+            source = self._carried_by(n_pushes, &target[1])
         FPS_FAILPOINT()
         target[0] = source != NULL and source[0] != 0
         if target[0]:
             memcpy(<char *> target + FPS_LINE, <const char *> source + FPS_LINE, self.arena.header.carried_bytes - FPS_LINE)
 
-    cdef const uint64_t *_brought(self, uint32_t n_pushes) noexcept nogil:
-        """What the last of these pushes with such values brings for its version to carry; NULL if none does."""
+    cdef const uint64_t *_carried_by(self, uint32_t n_pushes, uint64_t *lane) noexcept nogil:
+        """Where a version of these pushes has its carried values from, and the lane that brought them; NULL if from nowhere.
+
+        A push of the lane that brought the last version's, without any, makes those too old: nobody read as it was made.
+        """
         cdef fps_folded_push push
         cdef const uint64_t *found
-        cdef uint32_t left = n_pushes
-        while left:
-            left -= 1
-            push = self.fold.item.push(left)
+        cdef const uint64_t *last = <const uint64_t *> self.arena.carried(fps_commit_buffer(self.seen))
+        cdef uint64_t bringer = last[1]
+        cdef bint is_too_old = False
+        while n_pushes:
+            n_pushes -= 1
+            push = self.fold.item.push(n_pushes)
             if push.lane < self.arena.header.n_lanes and push.slot < self.arena.header.n_slots:
                 found = <const uint64_t *> self.arena.brought(push.lane, push.slot)
                 if found[0] == push.step + 1:
+                    lane[0] = push.lane
                     return found
-        return NULL
+                is_too_old |= push.lane == bringer
+        lane[0] = bringer
+        return NULL if is_too_old else last
 
     cdef int _write_record(self, scheduler_t *state, uint32_t state_buffer) noexcept nogil:
         """Write the record that is not in use, and flip."""

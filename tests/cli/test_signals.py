@@ -13,7 +13,9 @@ import pytest
 BENCH = ["bench", "step", "--workers", "2", "--parameters", "1e6", "--against", "limit"]
 
 
-@pytest.mark.parametrize("arguments", [BENCH, ["chaos", "--nodes", "3", "--seeds", "1000000"]])
+@pytest.mark.parametrize(
+    "arguments", [pytest.param(BENCH, marks=pytest.mark.slow), ["chaos", "--nodes", "3", "--seeds", "1000000"]]
+)
 def test_ctrl_c_ends_a_command_and_its_processes_without_a_word_of_these(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "fastps", *arguments]
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True) as process:

@@ -416,6 +416,7 @@ def test_ctrl_c_ends_a_look_with_its_rows_and_what_has_none_with_code_130(
         assert json.loads(file.read_text())["rows"][0]["state"] == "live"
 
 
+@pytest.mark.slow
 def test_the_launcher_names_the_job_in_one_line_and_the_list_of_jobs_shows_its_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

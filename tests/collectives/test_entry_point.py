@@ -17,6 +17,7 @@ def test_torch_is_given_the_entry_point_that_cannot_fail() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("broken", ["raise RuntimeError('half of it is gone')", "import no_such_package"])
 def test_import_of_torch_survives_a_package_that_cannot_be_imported(broken: str, tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ def test_an_error_of_the_script_ends_the_command_and_not_the_training(script: st
         assert publisher.publish() == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_command_without_a_word_and_leaves_whole_rows(script: str, tmp_path: Path) -> None:
     with fastps.Publisher(torch.nn.Linear(1, 1, bias=False), _job()):
         command = [sys.executable, "-m", "fastps", "evaluate", script, "--job", _job(), "--rows", str(tmp_path / "rows")]

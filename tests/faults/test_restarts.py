@@ -62,6 +62,7 @@ def _ended(outcome: Outcome) -> list[tuple[int, int, int | None]]:
     return [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced_by_the_fork_server_and_the_job_ends_well(tmp_path: Path) -> None:
     launcher = _launcher(tmp_path, TRAINING, restarts=1)
 

@@ -2,6 +2,8 @@
 
 import sys
 
+import pytest
+
 from tests.support.scripts import output
 
 TRAINING = """
@@ -15,5 +17,6 @@ sys.exit(", ".join(name for name in sys.modules if name.startswith("fastps.lab")
 """
 
 
+@pytest.mark.slow
 def test_import_and_a_training_step_load_nothing_of_the_lab() -> None:
     output([sys.executable, "-c", TRAINING])

@@ -85,7 +85,7 @@ def _work(make: Optimizers, workers: int, sync: str = "bsp", width: int = 17) ->
 
 
 @pytest.mark.parametrize(("counts", "width"), [
-    pytest.param((1, 2), 17, id="1+2, an agent as users have it"),
+    pytest.param((1, 2), 17, id="1+2, an agent as users have it", marks=pytest.mark.slow),
     pytest.param((2, 1, 1), 2100, id="2+1+1, several parts", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_nodes_train_as_one_process_does_with_the_batches_of_all(counts: tuple[int, ...], width: int) -> None:

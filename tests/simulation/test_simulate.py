@@ -437,6 +437,7 @@ def test_the_command_writes_rows_trace_and_table(tmp_path: Path) -> None:
     assert again.trace is not None and np.load(trace).tobytes() == again.trace.tobytes()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_long_run_at_once_and_without_a_traceback() -> None:
     command = [sys.executable, "-m", "fastps.cli", "simulate", "--sync", "asp", "-n", "1000", "--steps", "10000000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -143,6 +143,7 @@ def test_a_store_without_torch_pushes_float16() -> None:
         worker.close()
 
 
+@pytest.mark.slow
 def test_a_training_run_pushes_what_its_options_say(tmp_path: Path) -> None:
     found = {}
     for name in ("float32", "bfloat16"):

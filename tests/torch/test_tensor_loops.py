@@ -221,6 +221,7 @@ def test_a_thread_does_not_take_anothers_counting_for_a_write(kind: Kind, monkey
     assert found == [-1]
 
 
+@pytest.mark.slow
 def test_loops_that_several_threads_use_first_at_once_do_not_hang() -> None:
     text = """if True:
         import threading, torch

@@ -82,6 +82,7 @@ def _in_child(queue: Any, options: dict[str, Any]) -> None:
     queue.put(_wraps(**options))
 
 
+@pytest.mark.slow
 def test_a_program_that_a_worker_starts_is_told_whose_rank_it_has_inherited() -> None:
     def work(rank: int) -> list[str]:
         _told(rank, 2)

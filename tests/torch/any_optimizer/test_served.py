@@ -31,7 +31,7 @@ def test_a_server_that_runs_the_optimizer_has_the_bits_of_one_process() -> None:
 
 
 @pytest.mark.parametrize("sync", ["asp", "ssp:2", "dssp:1,3", "softsync:2", "adv*:1"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_each_push_is_a_step_of_the_server_whatever_the_pace_of_worker_0(sync: str) -> None:
     """Worker 1 does not wait for worker 0, whose steps take long."""
 
@@ -54,6 +54,7 @@ def test_each_push_is_a_step_of_the_server_whatever_the_pace_of_worker_0(sync: s
     assert found[0] >= 1.0 and (found[1] < 0.9 or sync == "dssp:1,3" or sync == "ssp:2")
 
 
+@pytest.mark.slow
 def test_what_a_script_changes_in_its_param_groups_reaches_the_server_with_its_push() -> None:
     """And an option that the optimizer itself counts in stays its own."""
 
@@ -99,7 +100,7 @@ class Counting(torch.optim.Optimizer):
                 p.sub_(p.grad * group["lr"] * len(group["mode"]) / group["k"])
 
 
-@pytest.mark.parametrize("end", ["raise", "kill"])
+@pytest.mark.parametrize("end", [pytest.param("raise", marks=pytest.mark.slow), "kill"])
 def test_the_end_of_the_server_ends_the_workers_by_name(end: str) -> None:
     def work(rank: int) -> None:
         model = new_model()
@@ -137,6 +138,7 @@ def test_a_worker_that_dies_leaves_the_optimizer_to_the_others_and_a_checkpoint_
         assert optimizer._inner.count == optimizer.version >= 6
 
 
+@pytest.mark.slow
 def test_two_jobs_of_a_script_do_not_wait_for_each_other_where_some_pushes_make_a_version() -> None:
     """A worker 0 that ran the optimizer would wait in one job for workers that wait for it in the other."""
 
@@ -157,6 +159,7 @@ def test_two_jobs_of_a_script_do_not_wait_for_each_other_where_some_pushes_make_
     assert processes.results(processes.start_job(work, 3), 90) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_one_worker_with_overlap_has_a_server_because_its_thread_would_move_the_scripts_weights() -> None:
     def work(rank: int) -> list[list[float]]:
         torch.set_num_threads(1)

@@ -134,6 +134,7 @@ def of_workers(make: Callable[[Any], Any], workers: int, way: str = "step") -> l
     return processes.results(processes.start_job(work, workers), 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"server": "process"}], ids=["worker 0", "server"])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.sampled(2)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,36 @@ def _train_alone(job: str, rank: int, steps: int, after: Callable[[int], None] =
             after(step)
             if rank and step == steps // 2:  # the rest it makes alone
                 processes.wait_until(lambda: lane_states()[0] not in (LANE_LIVE, LANE_JOINING), 60)
+
+
+def test_a_reader_that_comes_between_a_push_and_its_version_gets_no_buffers_of_before_the_push() -> None:
+    def read() -> tuple[int, float]:
+        other = _model(1)
+        assert os.read(go[0], 1)
+        with fastps.reader(job) as reader:
+            os.write(here[1], b"h")
+            reader.wait(1, timeout_s=60)
+            return reader.update(other), other.get_buffer("1.num_batches_tracked").item()
+
+    def come(slot: int) -> None:
+        """In the place of bringing what nobody would read."""
+        os.write(go[1], b"g")
+        assert os.read(here[0], 1)
+        carried.bring = bring  # type: ignore[method-assign]
+
+    job, go, here = _job(), os.pipe(), os.pipe()
+    child = processes.start(read)
+    model, generator = _model(), torch.Generator().manual_seed(2)
+    with _wrapped(model, job=job) as optimizer:
+        carried, bring = optimizer._job.carried, optimizer._job.carried.bring
+        carried.bring = come  # type: ignore[method-assign]
+        for _ in range(100):
+            _step(model, optimizer, generator)
+            time.sleep(0.005)
+    version, batches = processes.results([child], 60)[0]
+    for end in (*go, *here):
+        os.close(end)
+    assert version == batches > 1
 
 
 def test_the_buffers_are_those_of_the_lowest_live_worker() -> None:
