@@ -111,7 +111,7 @@ class Member:
     def __call__(self, command: str) -> float:
         """Train, and return the sum of the weights' absolute values; or the process's share of memory of a kind, in bytes."""
         if command != "train":
-            return _share_of_memory(command)
+            return share_of_memory(command)
         for inputs in self.inputs:
             self.loop.optimizer.zero_grad()
             self.loop.model(inputs).square().mean().backward()
@@ -120,7 +120,7 @@ class Member:
             return sum(float(parameter.abs().sum()) for parameter in self.loop.model.parameters())
 
 
-def _share_of_memory(kind: str) -> int:
+def share_of_memory(kind: str) -> int:
     """The proportional set size of this process, of a kind: its own pages, and its share of those that others map, too."""
     words = Path("/proc/self/smaps_rollup").read_text().split()
     return int(words[words.index(kind) + 1]) * 1024

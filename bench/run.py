@@ -5,7 +5,7 @@ import importlib
 from fastps.bench.measure import BenchOptions, Row
 from fastps.errors import UsageError
 
-BENCHES = ("kernels", "lane", "scheduler", "sim", "step", "rows", "train", "memory", "readers", "collectives")
+BENCHES = ("kernels", "lane", "scheduler", "sim", "step", "rows", "train", "optimizer", "memory", "readers", "collectives")
 ALONE = ("nodes",)  # not part of "all": it needs the rights of root
 
 

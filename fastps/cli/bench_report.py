@@ -107,6 +107,15 @@ BENCHMARKS: dict[str, tuple[str, tuple[Column, ...]]] = {
             _RATIO,
         ),
     ),
+    "optimizer": (
+        "one step with Muon, an optimizer that runs in Python; bound: none is known",
+        (
+            *(_SIDE, _WORKERS, _PARAMETERS, *_TIMES, _RATIO),
+            _ratio("95 % / median", "tail_ratio"),
+            Column("MB", "bytes", ",.0f", 1e6),
+            _ratio("memory / fastps", "bytes_ratio"),
+        ),
+    ),
     "memory": (
         "the memory of a whole job, between two steps; bound: torch in each process, a gradient each, weights and state once",
         (

@@ -39,6 +39,7 @@ KEYS = {
     "publish": {"name", "parameters", "ratio"} | SECONDS,
     "collectives": {"name", "kind", "workers", "parameters", "ratio", "ratio_min", "ratio_max"} | SECONDS,
     "train": {"name", "sync", "model", "workers", "parameters", "steps_per_s", "ratio", "loss_first", "loss_last"} | SECONDS,
+    "optimizer": {"name", "sync", "workers", "parameters", "ratio", "tail_ratio", "bytes", "bytes_ratio"} | SECONDS,
     "memory": {"name", "sync", "optimizer", "workers", "parameters", "bytes", "floor_bytes", "ratio", "floor_ratio"},
 }
 
@@ -82,6 +83,7 @@ def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> No
         ("fastps", "push"),
         ("loop", "push"),
     }
+    assert names["optimizer"] == {"fastps", "ddp"}
     assert names["memory"] == {"fastps", "ddp", "hogwild", "single"}
     assert all(row["bytes"] > row["workers"] * 10_000_000 for row in rows if row["bench"] == "memory")
     assert names["readers"] == {"none", "wait", "no pause", "only busy", "no pause, idle", "stopped"}

@@ -36,7 +36,7 @@ BENCH = {
     **{"readers": 8, "updates": 12_345, "cpu_seconds_median": 0.0123456, "seconds_from_sight": 0.0123456, "looks": 300},
     **dict.fromkeys(("ratio_min", "ratio_max", "cpu_ratio"), 12.34),
     **{"mixed_looks": 134, "kind": "all_reduce", "readers_cpu_seconds": 0.0123456},
-    **{"bytes_ratio": 1.023, "packet_bytes_ratio": 1.047, "cpu_s_per_gb": 1.234},
+    **{"bytes_ratio": 1.023, "tail_ratio": 1.234, "packet_bytes_ratio": 1.047, "cpu_s_per_gb": 1.234},
 }
 LOOK = Look(
     0,

@@ -87,7 +87,8 @@ def bench(
     what: Annotated[
         str,
         typer.Argument(
-            help="kernels, lane, scheduler, sim, step, rows, train, memory, readers, collectives or all; nodes, as root."
+            help="kernels, lane, scheduler, sim, step, rows, train, optimizer, memory, readers, collectives or all; nodes,"
+            " as root."
         ),
     ] = "all",
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: shows that all runs, and measures nothing.")] = False,
