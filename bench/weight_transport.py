@@ -46,7 +46,9 @@ class Model(torch.nn.Module):
 
 
 class FastpsTrainer:
-    """One worker of fastps."""
+    """One worker of fastps, whose step makes the version: `stepped_ns` is 0."""
+
+    stepped_ns = 0
 
     def __init__(self, job: ForkedJob, words: Any) -> None:
         self._peer = peers.Fastps(job, 0, "bsp")
@@ -94,6 +96,7 @@ class PublishingTrainer:
     def step(self) -> None:
         """Make the next version."""
         self._optimizer.step()
+        self.stepped_ns = time.monotonic_ns()
         self._publisher.publish()
 
     def close(self) -> None:
@@ -121,6 +124,7 @@ class InPlaceTrainer:
     def step(self) -> None:
         """Make the next version, copy it, and tell it."""
         self._optimizer.step()
+        self.stepped_ns = time.monotonic_ns()
         self._copy()
         self._words[VERSION] += 1
 
@@ -155,6 +159,7 @@ class LockedTrainer(InPlaceTrainer):
     def step(self) -> None:
         """Make the next version, copy it, and tell it."""
         self._optimizer.step()
+        self.stepped_ns = time.monotonic_ns()
         with self._lock:
             self._copy()
             self._words[VERSION] += 1
@@ -226,7 +231,10 @@ class Member:
         self.part = side[rank](job, words)
 
     def __call__(self, order: tuple[str, int]) -> Any:
-        """The trainer returns (ns from gradients, ns from the version's sight) of each round, the reader its mixed looks."""
+        """The trainer returns the ns of each round, the reader its mixed looks.
+
+        Until the use: from gradients, from the version's sight, and from the end of the optimizer's step.
+        """
         kind, rounds = order
         if kind == "open":
             return None
@@ -234,8 +242,8 @@ class Member:
             return self._train(rounds, is_free=kind == "free")
         return self._look(rounds, is_free=kind == "free")
 
-    def _train(self, rounds: int, is_free: bool) -> list[tuple[int, int]]:
-        taken: list[tuple[int, int]] = []
+    def _train(self, rounds: int, is_free: bool) -> list[tuple[int, int, int]]:
+        taken: list[tuple[int, int, int]] = []
         deadline_s = time.monotonic() + _POLL_LIMIT_S
         while len(taken) < rounds or (is_free and self._words[SEEN] >= 0):
             began_ns = time.monotonic_ns()
@@ -244,7 +252,8 @@ class Member:
             while not is_free and self._words[SEEN] < self._version and time.monotonic() < deadline_s:
                 os.sched_yield()
             used_ns = int(self._words[USED_NS])
-            taken.append((used_ns - began_ns, used_ns - int(self._words[SEEN_NS])))
+            stepped_ns = self.part.stepped_ns or began_ns
+            taken.append((used_ns - began_ns, used_ns - int(self._words[SEEN_NS]), used_ns - stepped_ns))
             if time.monotonic() > deadline_s:
                 break
         return taken
@@ -332,12 +341,12 @@ def _rows(size: int, options: BenchOptions) -> list[Row]:
             for name, crew in crews.items():
                 rounds = 3 if options.smoke else max(10, min(1000, round(ROUNDS_S * 5e8 / size)))
                 taken = crew.call(("round", rounds))[0]
-                found[name].append([statistics.median(each[column] for each in taken) / 1e9 for column in (0, 1)])
+                found[name].append([statistics.median(each[column] for each in taken) / 1e9 for column in (0, 1, 2)])
         for name, crew in crews.items():
             mixed[name] = crew.call(("free", looks))[1]
     for name in ("fastps", "publisher", "lock, two copies"):
         check(not mixed[name], f"no look of the reader of {name} at two versions", mixed[name])
-    ours = [total for total, _ in found["fastps"]]
+    ours = [total for total, *_ in found["fastps"]]
     return [_row(name, size, found[name], ours, mixed[name], looks) for name in names] + missing
 
 
@@ -355,13 +364,14 @@ def _crew(number: int, name: str, size: int, folder: str) -> ForkedCrew:
 
 
 def _row(name: str, size: int, found: list[list[float]], ours: list[float], mixed: int, looks: int) -> Row:
-    totals = [total for total, _ in found]
+    totals = [total for total, *_ in found]
     return {
         "bench": "weight transport",
         "name": name,
         "parameters": size,
         **Spread(tuple(totals)).row(),
-        "seconds_from_sight": statistics.median(after for _, after in found),
+        "seconds_from_sight": statistics.median(after for _, after, _ in found),
+        "seconds_from_publish": statistics.median(after for *_, after in found),  # without the optimizer's step
         "ratio": statistics.median(total / own for total, own in zip(totals, ours, strict=True)),
         "mixed_looks": mixed,
         "looks": looks,

@@ -23,7 +23,7 @@ from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
-from fastps.store.store import Store
+from fastps.store.store import StartAt, Store
 from fastps.store.worker import Worker
 from fastps.tracing import recorder
 from fastps.tracing.file import PUSH_DTYPE, STEP_DTYPE, Trace
@@ -122,10 +122,14 @@ def move(worker: Worker, policy: Policy, job: str, hypers: list[Hyper]) -> Worke
     types = [each.type for each in old.layout.parameters]
     extra = old.layout.extra_bytes - room_bytes(old.layout.policy)
     parameters, frozen = place(rows, policy.shards, types=types), frozenset(old.frozen)
-    layout = replace(old.layout, parameters=parameters, policy=policy, extra_bytes=extra, frozen=frozen)
+    carried = tuple(replace(each, shard=parameters[-1].shard) for each in old.layout.carried)  # the last shard versions it
+    layout = replace(old.layout, parameters=parameters, carried=carried, policy=policy, extra_bytes=extra, frozen=frozen)
     if worker.rank == 0:
         write, finish = partial(_write_weights, worker), partial(_write_state, worker)
-        store = Store.create_for(layout, write, hypers, job=job, timeout_s=old.timeout_s, clock=old.clock, finish=finish)
+        start = StartAt(old.version, lambda store: store.write_first(write))
+        store = Store.create_for(
+            layout, write, hypers, resume=start, job=job, timeout_s=old.timeout_s, clock=old.clock, finish=finish
+        )
     else:
         store = _connect(worker, layout, hypers, job)
     try:
@@ -134,6 +138,7 @@ def move(worker: Worker, policy: Policy, job: str, hypers: list[Hyper]) -> Worke
         store.close()
         raise
     worker.hand_on(moved)
+    old.arena.go_on_in(worker.rank, job.encode())
     return moved
 
 

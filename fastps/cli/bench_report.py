@@ -145,6 +145,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[Column, ...]]] = {
         (
             *(_SIDE, _PARAMETERS, *_TIMES),
             _time("after sight", "seconds_from_sight"),
+            _time("after the step", "seconds_from_publish"),
             _RATIO,
             Column("mixed looks", lambda row: f"{row['mixed_looks']} of {row['looks']}"),
         ),

@@ -19,7 +19,7 @@ from fastps.errors import ArenaError, AttachError, TimeoutExceededError, Unsuppo
 from fastps.job import limits
 from fastps.job.layout import TAG, Description, Parameter, carried_bytes
 from fastps.kernels.protocol.reader_pins import ReaderPins
-from fastps.kernels.shm.arena import LANE_FREE, Arena
+from fastps.kernels.shm.arena import LANE_FREE, LANE_LEFT, Arena
 from fastps.membership import discovery, rendezvous
 from fastps.membership.job_memory import WeightsMemory, by_name
 from fastps.membership.peers import WORKER_PRESENT
@@ -48,7 +48,7 @@ class WeightsReader:
     """
 
     def __init__(self, job: str, timeout_s: float, clock: Clock, *, follow: bool = False) -> None:
-        self.job, self.follow = job, follow
+        self.job, self._first_job, self.follow = job, job, follow
         self.closed = self.forked = False
         self._clock = clock
         self._name: rendezvous.ReaderName | None = None
@@ -201,15 +201,24 @@ class WeightsReader:
             raise damaged(f"the commit word of shard {shard}")
 
     def _has_followed(self) -> bool:
-        """Go on with the job that has taken the name since this one ended, if there is one and this reader follows."""
-        if not self.follow:
-            return False
-        try:
-            self._open(0)
-        except AttachError:
-            return False
-        logger.info("job %s has begun anew, with version %d: this reader follows it", self.job, self.newest)
-        return True
+        """Go on, if this reader follows, with the job into which this one's workers have moved, or that has taken its name."""
+        last = self.job
+        for job in dict.fromkeys((self._moved_to() or last, self._first_job)) if self.follow else ():
+            self.job = job
+            try:
+                self._open(0)
+            except AttachError:
+                continue
+            logger.info("job %s goes on as %s, with version %d: this reader follows it", last, self.job, self.newest)
+            return True
+        self.job = last
+        return False
+
+    def _moved_to(self) -> str:
+        """The job in which workers that have left this one in good order go on (`sync="auto"`), or ""."""
+        arena = self._memory.arena
+        left = [lane for lane, state in enumerate(arena.lane_states()) if state == LANE_LEFT]
+        return next((name for name in map(arena.failure, left) if name), "")
 
     def wait(self, version: int | None = None, timeout_s: float | None = None) -> bool:
         """Wait until the job has made `version` updates, by default one more than this reader has read.

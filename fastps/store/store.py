@@ -60,6 +60,26 @@ class StartState(Protocol):
         """Write weights and optimizer state into the first buffers of a store that no worker has joined yet."""
 
 
+class StartAt:
+    """A store's beginning with another version than 0. `write` fills its first buffers."""
+
+    has_average = False
+
+    def __init__(self, version: int, write: Callable[[Any], None]) -> None:
+        self._version, self._write = version, write
+
+    def check_layout(self, layout: Layout) -> None:
+        """Accept any."""
+
+    def beginning(self, layout: Layout) -> dict[str, Any]:
+        """The version of each shard."""
+        return {"versions": [self._version] * len(layout.shards)}
+
+    def write_into(self, store: JobMemory) -> None:
+        """Write the first version."""
+        self._write(store)
+
+
 _DESCRIPTORS = 24  # of a worker, beside a pidfd of each other one
 _GONE = (arena.LANE_LEFT, *WORKER_LOST)
 _DYING_S = 2.0  # the longest time that a killed process takes to exit

@@ -159,7 +159,7 @@ class DistributedOptimizer(OptimizerState):
         join.check_checkpoints(wanted, resumed, self._identity.rank, stated, timeout_s)
         layout = join.with_frozen(layout, self._tensors if self._placement.keeps_own else (), optimizer.state, resumed)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else its lr schedulers warn that step() was not called
-        self._hypers_read, self._model, self._seeds, self._earlier_versions = Hypers(self._rule), model, dict(seeds or {}), 0
+        self._hypers_read, self._model, self._seeds = Hypers(self._rule), model, dict(seeds or {})
         self._share_state()
         start = self._placement.start(resumed) if resumed is not None else None
         versions = start.beginning(layout)["versions"] if start is not None else []
@@ -193,7 +193,6 @@ class DistributedOptimizer(OptimizerState):
         policy = warm_up.choose()
         if policy is None:
             return
-        self._earlier_versions += self._job.store.version
         next_instance = self._identity.instance + 1 if self._names_job else jobs_of_process.count_next()
         self._identity = self._identity.of_instance(next_instance)
         moved = move(self._job.worker, policy, self._identity.name, list(self._hypers_read.of(self.param_groups)))
@@ -337,7 +336,7 @@ class DistributedOptimizer(OptimizerState):
     def version(self) -> int:
         """The number of updates that all workers together have made so far; in virtual time, until this worker's last pull."""
         worker = self._job.worker
-        return self._earlier_versions + (worker if worker.combining.is_driven else worker.store).version
+        return (worker if worker.combining.is_driven else worker.store).version
 
     @property
     def stop_asked(self) -> bool:

@@ -22,7 +22,7 @@ from fastps.job.update_rules import Rule
 from fastps.kernels.update import fold
 from fastps.membership.job_memory import JobMemory
 from fastps.store.freed_readers import FreedReaders
-from fastps.store.store import Store
+from fastps.store.store import StartAt, Store
 from fastps.system import exit_handlers
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.torch.carried import Sources, mark_at, places_of, views_at
@@ -30,7 +30,9 @@ from fastps.torch.names import without_wrappers
 from fastps.torch.tensor_loops import copier_into
 
 TAG_BYTES = 4096
-_LITTLE_BYTES = 1 << 20  # so much is copied sooner by one loop than by torch, which may share the work among threads
+# So much is copied sooner by one loop than by torch, which may share the work among threads; and if it has one thread. The loop
+# keeps the GIL.
+_LITTLE_BYTES, _LITTLE_BYTES_ALONE = 1 << 20, 16 << 20
 _MOST_VERSIONS = 1 << 39
 _RULE = Rule("published", fold.RULES["sgd"], ())  # nothing is folded
 
@@ -89,7 +91,7 @@ class Publisher:
             raise UsageError("expected a model with parameters or buffers to publish, or a mapping of tensors, found none")
         carried = place_carried([(TAG, (TAG_BYTES,), (1,), "uint8"), *self._sources.rows])
         layout = Layout((), 1, _RULE, parse_policy("asp"), 1, carried=carried, max_readers=readers)
-        start = _Start(first_version, partial(self._write, 0, self._sources.tensors(), b""))
+        start = StartAt(first_version, partial(self._write, 0, self._sources.tensors(), b""))
         self.job = job
         self._buffers: dict[int, _Buffer] = {}
         self._store = Store.create_for(layout, lambda views: None, [], resume=start, job=job, clock=clock)
@@ -148,7 +150,8 @@ class Publisher:
     def _write(self, buffer: int, tensors: list[torch.Tensor], text: bytes, store: JobMemory) -> None:
         """Write a version into a weights buffer that nobody reads."""
         into = self._buffers.get(buffer) or self._make(buffer, store)
-        if into.take is None or not into.take(tensors):
+        little = _LITTLE_BYTES if torch.get_num_threads() > 1 else _LITTLE_BYTES_ALONE
+        if into.take is None or self._sources.nbytes > little or not into.take(tensors):
             if (misfit := self._sources.misfit(tensors)) >= 0:
                 self._refuse(misfit, tensors[misfit])
             with torch.no_grad():
@@ -162,8 +165,7 @@ class Publisher:
         offset = store.arena.carried_offset(buffer)
         mark_at(store, offset)[0] = 1
         tag, *views = views_at(store, store.layout.carried, offset)
-        take = copier_into(views) if self._sources.nbytes <= _LITTLE_BYTES else None
-        self._buffers[buffer] = made = _Buffer(views, take, tag.numpy())
+        self._buffers[buffer] = made = _Buffer(views, copier_into(views), tag.numpy())
         return made
 
     def _drop(self, buffer: int) -> None:
@@ -194,26 +196,6 @@ class Publisher:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-class _Start:
-    """The state with which a publisher's store begins."""
-
-    has_average = False
-
-    def __init__(self, version: int, write: Any) -> None:
-        self._version, self._write = version, write
-
-    def check_layout(self, layout: Layout) -> None:
-        """Accept any."""
-
-    def beginning(self, layout: Layout) -> dict[str, Any]:
-        """The version of the only shard."""
-        return {"versions": [self._version]}
-
-    def write_into(self, store: JobMemory) -> None:
-        """Write the first version."""
-        self._write(store)
 
 
 def _named(source: torch.nn.Module | Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:

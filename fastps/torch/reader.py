@@ -181,25 +181,28 @@ class Reader(WeightsReader):
     def _show(self, model: torch.nn.Module, prefix: str) -> _Shown:
         tensors, own = self._tensors_of(model, prefix)
         shown = [(each, tensors[index]) for index, each in enumerate(self._memory.parameters) if index not in own]
-        foreign.check_memory([tensor for _, tensor in shown], [each.name for each, _ in shown])
         self._check_shapes(tensors, own)
         for parameter, tensor in shown:
             self._check_tensor(parameter, tensor)
+        foreign.check_memory([tensor for _, tensor in shown], [each.name for each, _ in shown])
         return _Shown(prefix, Weights(Tensors(tensors).enter(self._memory, self._view), own), own)
 
     def _check_tensor(self, parameter: Parameter, tensor: torch.Tensor) -> None:
+        is_shared = tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
+        if tensor.device.type != "cpu" or is_shared:
+            where = "memory that torch shares between processes (share_memory)" if is_shared else f"memory of {tensor.device}"
+            raise UnsupportedError(
+                f"{_kind(parameter)} {parameter.name!r}: expected a tensor of this process on the CPU, found one in {where};"
+                " give it copies: update(model, copy=True)"
+            )
         if not parameter.is_carried:
             check_parameter(parameter.name, tensor)
         if tensor.dtype not in (getattr(torch, parameter.stored), getattr(torch, parameter.type)):
             expected = " or ".join(sorted({parameter.type, parameter.stored}))
             raise LayoutError(
                 f"{_kind(parameter)} {parameter.name!r}: expected {expected}, found"
-                f" {str(tensor.dtype).removeprefix('torch.')}; convert the model as job {self.job} has it"
-            )
-        if tensor.device.type != "cpu":
-            raise UnsupportedError(
-                f"{_kind(parameter)} {parameter.name!r}: expected a tensor on the CPU, found one on {tensor.device}; give it"
-                " copies: update(model, copy=True)"
+                f" {str(tensor.dtype).removeprefix('torch.')}; convert the model as job {self.job} has it, or give it copies:"
+                " update(model, copy=True)"
             )
 
     def _tensors_of(self, model: torch.nn.Module, prefix: str) -> tuple[list[torch.Tensor], set[int]]:

@@ -176,6 +176,8 @@ def _missing(trace: Trace) -> Iterator[Violation]:
         records = _of_versions(trace.pushes[trace.pushes["shard"] == shard])
         present = np.zeros(most + 1, bool)
         present[records["version"]] = True
+        first = (records["version"] - 1 - records["staleness"]).min(initial=most)  # what is read first: where the job began
+        present[: max(first, 0) + 1] = True
         for at in _first(~present[1:]):
             yield Violation("lost", f"shard {shard}: no push is part of version {at + 1}", shard=shard, version=at + 1)
 

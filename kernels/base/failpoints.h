@@ -49,7 +49,9 @@
     MUTANT(SERVE_ON, "serve-on", "a server does not look for workers that have died")                                    \
     MUTANT(WRITE_THROUGH, "write-through", "what a script writes to its model reaches the memory that others read")   \
     MUTANT(CARRY_LATE, "carry-late", "what a version carries is written after its flip")                                 \
-    MUTANT(GIVE_BACK_BLIND, "give-back-blind", "readers' buffers are given back without a look at which are in use")
+    MUTANT(GIVE_BACK_BLIND, "give-back-blind", "readers' buffers are given back without a look at which are in use") \
+    MUTANT(SPARE_PINNED, "spare-pinned", "a version that is written as a whole may go into a buffer that is pinned")      \
+    MUTANT(PUBLISH_FIRST, "publish-first", "a publisher releases its version before it has written it")
 
 enum {
 #define FPS_MUTANT_NUMBER(symbol, name, text) FPS_MUTANT_##symbol,

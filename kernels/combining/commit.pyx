@@ -210,6 +210,8 @@ cdef class Commit:
         """A weights buffer that nobody reads, or -1, and the state buffer `spare_state`, to be written by hand."""
         self.seen = fps_commit_load(&self.shard_header.commit)
         self.spare_buffer = self._free_buffer()
+        if fps_mutant(FPS_MUTANT_SPARE_PINNED):
+            self.spare_buffer = 1 if fps_commit_buffer(self.seen) == 0 else 0
         self.spare_state = self._free_state()
         return self.spare_buffer
 

@@ -110,7 +110,7 @@ typedef struct {
     /* Counters of the worker, for observers. */
     int64_t steps, wait_ns, compute_ns, loss_bits, samples, stale_blocks, push_ns;
     int64_t written; /* fps_written_pack: the weights that the next push is computed with, where its script wrote them */
-    char message[FPS_MESSAGE_BYTES]; /* why it failed; written before state becomes FAILED */
+    char message[FPS_MESSAGE_BYTES]; /* why it failed, or the job that it goes on in; written before state is FAILED or LEFT */
 } fps_lane;
 _Static_assert(sizeof(fps_lane) == 5 * FPS_LINE + FPS_MESSAGE_BYTES, "each writer's words stay on lines of their own");
 _Static_assert(sizeof(fps_lane) % FPS_LINE == 0, "the ring behind it starts on a line");

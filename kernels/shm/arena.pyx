@@ -347,9 +347,15 @@ cdef class Arena(ArenaView):
         return fps_drawn_load(&self.shard_header(0).drawn)
 
     def failure(self, uint32_t lane):
-        """The message of a failed lane's worker."""
+        """The message of a failed lane's worker, or of one that goes on elsewhere."""
         cdef char *message = self.lane(lane).message
         return bytes(message[:FPS_MESSAGE_BYTES]).split(b"\0")[0].decode("utf-8", "replace")
+
+    def go_on_in(self, uint32_t lane, bytes job not None):
+        """Say before a live lane leaves that its worker goes on in another job, for readers; not if the name is too long."""
+        self._check_lane(lane)
+        FPS_FAILPOINT()
+        strncpy(self.lane(lane).message, job if len(job) < FPS_MESSAGE_BYTES else b"", FPS_MESSAGE_BYTES - 1)
 
     def process_id(self, uint32_t lane):
         """For messages only."""

@@ -120,6 +120,33 @@ def test_all_choose_the_same_after_the_same_step_and_a_straggler_is_not_waited_f
     assert check(warm_up) == check(rest) == []
 
 
+def test_a_reader_that_follows_goes_on_in_the_arena_that_the_job_moves_to_and_versions_rise() -> None:
+    job, twin = f"auto-{os.getpid()}", torch.nn.BatchNorm1d(4)
+
+    def train(rank: int) -> tuple[str, int]:
+        model = torch.nn.BatchNorm1d(4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with fastps.DistributedOptimizer(optimizer, "auto:8", model=model, job=job, rank=rank, workers=2) as wrapped:
+            while wrapped.version < 40 or wrapped.policy.spec == "auto:8":
+                time.sleep(0.03 if rank == 0 else 0.002)
+                wrapped.zero_grad()
+                model(torch.randn(8, 4) + 100).square().sum().backward()
+                wrapped.step()
+            return wrapped.policy.spec, wrapped.version
+
+    workers = processes.start_each(train, 2)
+    versions = []
+    with fastps.reader(job, follow=True) as reader, fastps.reader(job) as other:
+        while reader.newest < 30:
+            assert reader.wait(reader.version + 1, timeout_s=30)
+            versions.append(reader.update(twin))
+        assert reader.job == f"{job}.1" and versions == sorted(versions) and versions[0] < 8
+        assert twin.running_mean is not None and bool((twin.running_mean > 1).all()), "with the buffers of the second arena"
+        assert not other.wait(30) and other.over and other.job == job, "it was not asked to follow"
+    ((spec, first), (_, second)) = processes.results(workers, 60)
+    assert spec != "auto:8" and min(first, second) >= 40
+
+
 def test_a_worker_that_ends_early_keeps_the_others_under_bsp() -> None:
     outcomes = _trained([0.002, 0.002, 0.002], 12, leaves_at=5)
     assert all({spec for spec, _ in seen} == {"auto:8"} for seen, _, _ in outcomes)

@@ -35,7 +35,8 @@ KEYS = {
     "readers": {"name", "readers", "workers", "parameters", "updates", "ratio", "ratio_min", "ratio_max", "cpu_ratio"}
     | {"readers_cpu_seconds"}
     | SECONDS,
-    "weight transport": {"name", "parameters", "seconds_from_sight", "ratio", "mixed_looks", "looks"} | SECONDS,
+    "weight transport": {"name", "parameters", "seconds_from_sight", "seconds_from_publish", "ratio", "mixed_looks", "looks"}
+    | SECONDS,
     "publish": {"name", "parameters", "ratio"} | SECONDS,
     "collectives": {"name", "kind", "workers", "parameters", "ratio", "ratio_min", "ratio_max"} | SECONDS,
     "train": {"name", "sync", "model", "workers", "parameters", "steps_per_s", "ratio", "loss_first", "loss_last"} | SECONDS,

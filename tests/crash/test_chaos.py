@@ -1,9 +1,12 @@
 """The simulated world: a thousand seeds have no violation, a seed repeats its history, and every mutant is found."""
 
+from collections import Counter
+
 import pytest
 
 hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the failpoint build: make test-hooks")
 
+from fastps.kernels.chaos.publishing import Publishing  # noqa: E402
 from fastps.kernels.chaos.world import World  # noqa: E402
 from fastps.lab.worlds import chaos, chaos_worlds  # noqa: E402
 from tests.support.sizes import sample_and_full  # noqa: E402
@@ -26,6 +29,17 @@ FOUND_BY_READERS = {
     "event-late": (8_000, "missed wake: reader"),
     "carry-late": (50, "torn tensors: reader"),
     "give-back-blind": (8_000, ""),  # the buffer in use is among the last: many were pinned before
+}
+# Seeds whose worker publishes, and what is found.
+FOUND_BESIDE_PUBLISHERS = {
+    "spare-pinned": (50, "torn tensors: reader"),
+    "publish-first": (5, "flip: version 1 is not whole"),
+    "forget-readers": (50, "torn tensors: reader"),
+    "forget-wanted": (50, "missed wake: reader"),
+    "look-first": (400, "missed wake: reader"),
+    "forget-recheck": (1_500, "torn tensors: reader"),
+    "give-back-blind": (3_000, "torn tensors: reader"),
+    "flip-first": (5, "flip: version 1 follows version 0"),
 }
 RARELY_FOUND_BY_READERS = ("look-first", "event-late")  # a commit between two words that a reader touches one after the other
 # A case of its own: tests/crash/test_stop_at_every_store.py.
@@ -99,6 +113,38 @@ def test_a_mutant_that_only_readers_see_is_found(mutant: str) -> None:
     assert chaos.simulate(0, 20, mutant=mutant).violations == []
 
 
+def _publish(seeds: int, *, stop: bool = False) -> tuple[list[str], Counter[str]]:
+    """Play seeds whose worker publishes beside readers that come, detach and die; returns violations, and counts by kind."""
+    found, counts = [], Counter[str]()
+    for seed in range(seeds):
+        measures = chaos_worlds.publishing_of(seed)
+        outcome = Publishing(seed, **measures).run(0.0)
+        if violation := outcome.pop("violation"):
+            found.append(f"seed {seed}: {violation}")
+            if stop:
+                break
+        counts.update(outcome, cut_off=outcome["flips"] < measures["versions"])
+    return found, counts
+
+
+@sample_and_full(1_000, 20_000, "seeds")
+def test_a_publisher_that_dies_anywhere_leaves_a_whole_version_and_no_reader_sees_another(seeds: int) -> None:
+    found, counts = _publish(seeds)
+    assert found == []
+    assert counts["flips"] > 10 * seeds / 2 and counts["cut_off"] > seeds / 10 and counts["restarts"] > seeds / 20, counts
+
+
+@pytest.mark.parametrize("mutant", FOUND_BESIDE_PUBLISHERS)
+def test_a_mutant_is_found_beside_a_publisher(mutant: str) -> None:
+    seeds, expected = FOUND_BESIDE_PUBLISHERS[mutant]
+    hooks.switch_on(mutant)
+    try:
+        found, _ = _publish(seeds, stop=True)
+    finally:
+        hooks.switch_on(None)
+    assert found and expected in found[-1], found
+
+
 def test_a_seed_plays_the_same_history_again() -> None:
     world, plans = World(), [chaos_worlds.plan_of(seed) for seed in range(40)]
     first = [world.run(plan.seed, **plan.measures) for plan in plans]
@@ -117,7 +163,8 @@ def test_seeds_draw_every_discipline_and_every_number_of_crashes() -> None:
 
 
 def test_all_mutants_are_looked_for() -> None:
-    assert set(hooks.MUTANTS) == {*FOUND_WITHIN, *FOUND_BY_READERS, *FOUND_ELSEWHERE, *RARELY_FOUND_IN}
+    looked_for = {*FOUND_WITHIN, *FOUND_BY_READERS, *FOUND_BESIDE_PUBLISHERS, *FOUND_ELSEWHERE, *RARELY_FOUND_IN}
+    assert set(hooks.MUTANTS) == looked_for
 
 
 @pytest.mark.parametrize(

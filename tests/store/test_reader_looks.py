@@ -8,10 +8,12 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 import fastps
 from fastps.store.reader import WeightsReader
@@ -23,6 +25,7 @@ READERS, WORKERS, SHARDS = 4, 2, 3
 LENGTHS = {"a": 16, "b": 4_000, "c": 60_000}  # floats: less than a cache line, several pages, more than a core's first cache
 LEAST_VERSIONS = 20  # of a reader: looks at a job that nobody trains would prove nothing
 WRITTEN = 60_000
+PUBLISHED = {"a": 4, "b": 700, "c": 2_000}  # 64-bit integers, which hold every version
 MOST_PUSHES = 2**23  # beyond twice that, a float32 does not hold each version
 _LIMIT_S = 3000.0
 
@@ -79,6 +82,52 @@ def test_no_look_sees_two_versions_in_one_shard(sync: str, server: str, looks: i
     assert all(child.exit_code == 0 for child in (*workers, *readers)), [child.outcome for child in (*workers, *readers)]
     assert [mixtures for _, mixtures in (child.outcome for child in readers)] == [0] * READERS
     assert all(versions >= LEAST_VERSIONS for versions, _ in (child.outcome for child in readers))
+
+
+def _publish_until(job: str, is_over: Callable[[], bool], ready: Callable[[], object]) -> int:
+    """Publish tensors that all hold the version's number. Returns the last version."""
+    tensors = {name: torch.zeros(length, dtype=torch.int64) for name, length in PUBLISHED.items()}
+    torch.set_num_threads(1)
+    with fastps.Publisher(tensors, job) as publisher:
+        ready()
+        while not is_over():
+            for each in tensors.values():
+                each.fill_(publisher.version + 1)
+            publisher.publish(tag={"version": publisher.version + 1})
+        return publisher.version
+
+
+def _look_at_all(job: str, looks: int) -> tuple[int, int]:
+    """Update and look at all tensors and the tag, `looks` times. Returns the number of versions, and of mixtures."""
+    versions, mixtures, last = 0, 0, -1
+    arrays: dict[int, list[Any]] = {}  # of each weights buffer
+    with WeightsReader(job, 10.0, SYSTEM_CLOCK) as reader:
+        for look in range(looks):
+            reader.pull()
+            now, (buffer,) = reader.version, reader.buffers
+            versions, last = versions + (now != last), now
+            if buffer not in arrays:
+                arrays[buffer] = list(reader.weights.values())
+            is_whole = all([(values == now).all() for values in arrays[buffer]])
+            mixtures += not is_whole or (look % 16 == 0 and reader.tag not in ({}, {"version": now}))
+    return versions, mixtures
+
+
+@pytest.mark.parametrize("looks", [10_000, pytest.param(LOOKS, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_no_look_sees_two_versions_of_a_publisher(looks: int) -> None:
+    job, over = f"looks-{os.getpid()}", np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)
+    publisher = processes.start_ready(lambda ready: _publish_until(job, lambda: bool(over[0]), ready))
+    began = time.monotonic()
+    readers = [processes.start(lambda: _look_at_all(job, looks // 2)) for _ in range(2)]
+    processes.finish(readers, _LIMIT_S)
+    over[0] = 1
+    (published,) = processes.results([publisher], 60)
+    found = processes.results(readers, 1)
+    print(
+        f"{looks} looks at {sum(versions for versions, _ in found)} versions of {published}, {time.monotonic() - began:.0f} s"
+    )
+    assert [mixtures for _, mixtures in found] == [0, 0]
+    assert min(versions for versions, _ in found) >= LEAST_VERSIONS
 
 
 def test_the_same_looks_find_mixtures_where_weights_are_written_in_place() -> None:

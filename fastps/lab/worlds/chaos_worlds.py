@@ -98,3 +98,22 @@ def plan_of(seed: int) -> Plan:
     if measures["passes"] == 0.9 and policy.grant != "round-robin":
         measures |= {"stalls": 30, "stall": 1 / 300, "busy_factor": 100}
     return Plan(seed, spec, measures)
+
+
+def publishing_of(seed: int) -> dict[str, Any]:
+    """Draw the job of a seed whose worker publishes: the arguments of Publishing and of its `run`."""
+    rng = random.Random(f"publisher {seed}")
+    faulty = rng.random() < 0.9
+    return {
+        "readers": rng.randint(1, 5),
+        "versions": rng.randint(3, 30),
+        "policy": dict(_values_of("asp", 1)),
+        "switch": rng.choice((0.003, 0.03, 0.2, 0.6)),
+        "crash": rng.choice((1 / 300, 1 / 2000, 1 / 10_000)) if faulty else 0.0,
+        "stall": rng.choice((1 / 300, 1 / 2000)) if faulty else 0.0,
+        "wake": rng.choice((0.0, 0.01)),
+        "crashes": rng.randint(0, 6) if faulty else 0,
+        "stalls": rng.randint(0, 6) if faulty else 0,
+        "restarts": rng.choice((0, 3, 6)),
+        "busy_factor": rng.choice((1, 1, 10, 100)),
+    }

@@ -77,6 +77,21 @@ def test_tensors_of_any_type_and_shape_have_their_bits(kind: torch.dtype) -> Non
         assert {name: array.shape for name, array in arrays.items()} == {name: tuple(each.shape) for name, each in held.items()}
 
 
+@pytest.mark.parametrize("floats", [1_000, 1 << 20, 5 << 20])
+def test_values_of_any_size_are_copied_with_any_number_of_threads(floats: int) -> None:
+    held, threads = {"w": torch.arange(floats, dtype=torch.float32)}, torch.get_num_threads()
+    try:
+        with fastps.Publisher(held, _job()) as publisher, fastps.reader(publisher.job) as reader:
+            for count in (1, 2, 1):
+                torch.set_num_threads(count)
+                held["w"] += 1
+                publisher.publish(held)
+                reader.update()
+                assert torch.equal(torch.from_numpy(reader.weights["w"].copy()), held["w"])
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_mapping_of_models_is_read_by_prefix_and_published_from_a_state_dict() -> None:
     actor, critic = torch.nn.Linear(3, 2), torch.nn.Linear(3, 1)
     mine = torch.nn.Linear(3, 2)

@@ -123,8 +123,11 @@ def test_models_that_do_not_fit_are_refused_by_name_and_left_as_they_are() -> No
         assert wider.get_parameter("0.weight").data_ptr() == before
         with pytest.raises(fastps.LayoutError, match=r"'0.weight': expected float32, found float64; convert the model as job"):
             reader.update(_model().double())
-        with pytest.raises(fastps.UnsupportedError, match="share_memory"):
+        cured = r"'0.weight': expected a tensor of this process on the CPU, found one in {}; give it copies: update\("
+        with pytest.raises(fastps.UnsupportedError, match=cured.format(r"memory that torch shares .*")):
             reader.update(_model().share_memory())
+        with pytest.raises(fastps.UnsupportedError, match=cured.format("memory of meta")):
+            reader.update(_model().to("meta"))
         reader.update()
         reader.update(_model())
 
