@@ -3,6 +3,7 @@
 Limits that a user may change come from the environment and are read at each call. The settings of a job are not here.
 """
 
+import os
 from typing import TYPE_CHECKING
 
 from fastps.job.options import value_of
@@ -38,6 +39,18 @@ def stall_ns(given_ms: float | None = None) -> int:
     The argument, else FASTPS_STALL_MS, else 500 ms. Raises UsageError.
     """
     return int(value_of("FASTPS_STALL_MS", given_ms) * 1_000_000)
+
+
+def fold_threads(layout: "Layout", own: int) -> int:
+    """Threads of an optimizer that runs in Python, in a job whose worker 0 has `own`.
+
+    Worker 0 also uses the cores of those that wait, at most one thread a core: OpenMP's barriers wait for all threads. A server
+    has those of its environment.
+    """
+    if layout.has_server:
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        return int(given) if given.isdecimal() and int(given) else own
+    return max(own, min(own * layout.workers, len(os.sched_getaffinity(0))))
 
 
 def streams(layout: "Layout", helpers: int) -> bool:

@@ -256,7 +256,7 @@ class Store(JobMemory):
     def _answer_joiners(self, server_devices: Callable[[], list[Any]] | None, server_plan: ServerPlan | None) -> None:
         """Start the server, if the job has one, and then the listener: a worker must not attach before the server serves."""
         if environment.is_virtual():
-            virtual_time.offer(self, on_devices=server_devices is not None)
+            virtual_time.offer(self, on_devices=server_devices is not None, more=server_plan and server_plan.order)
         elif self.layout.has_server:
             rendezvous.check_free(self.job, "host")  # a running job of this name also has the server's name, so fail first
             devices = self._device_plan(server_devices) if server_devices is not None else None

@@ -8,6 +8,7 @@ import os
 import pickle
 import socket
 import struct
+from typing import Any
 
 from fastps.errors import UsageError, WorkerDiedError
 from fastps.job import environment
@@ -113,14 +114,14 @@ class Virtual(Combining):
             self._worker.buffers[shard] = buffer
 
 
-def offer(store: JobMemory, *, on_devices: bool) -> None:
-    """Let the driver serve a new store. Raises UsageError if it does not, with the reason."""
+def offer(store: JobMemory, *, on_devices: bool, more: Any = None) -> None:
+    """Let the driver serve a new store; `more`: the order of a ServerPlan. Raises UsageError with the reason if it does not."""
     if not store.layout.has_server:
         raise UsageError("virtual time: the driver folds, expected no server= in the script, found 'workers'")
     if on_devices:
         raise UsageError("virtual time: expected a model on the CPU, found one on a GPU; set CUDA_VISIBLE_DEVICES=")
     layout, rule = picklable(store.layout)
-    message = pickle.dumps(Order(store.job, layout, store.timeout_s, -1, rule, None))
+    message = pickle.dumps(Order(store.job, layout, store.timeout_s, -1, rule, None, more))
     descriptor = os.memfd_create("fastps-order")
     try:
         os.truncate(descriptor, len(message))

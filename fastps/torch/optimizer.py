@@ -274,7 +274,7 @@ class DistributedOptimizer(OptimizerState):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        alone, closure = self._alone, None if closure is None else torch.enable_grad()(closure)
+        alone, closure = self._alone, None if closure is None else self._closure_of_step(closure)
         loss = closure() if closure is not None and alone is None else None
         job, warm_up = self._job, self._warm_up
         worker, gradients = job.worker, job.gradients

@@ -15,7 +15,7 @@ from fastps.job.user_rules import UserRule
 from fastps.torch import state
 from fastps.torch.any_optimizer import saved, service
 from fastps.torch.any_optimizer.fold import TorchFold, inside
-from fastps.torch.any_optimizer.owner import OwnerCombining
+from fastps.torch.any_optimizer.owner import OwnerCombining, state_of
 from fastps.torch.attachment import Attachment
 from fastps.torch.job_state import Entry, JobState
 from fastps.torch.names import of_model
@@ -129,15 +129,26 @@ class OptimizerState(torch.optim.Optimizer):
 
     def _read_own(self) -> saved.Saved:
         """The state of the optimizer in whatever process runs it, at the published version. Raises WorkerDiedError."""
-        part: Any = self._job.worker.combining
-        with self._job.worker.locked():
-            return part.state()  # type: ignore[no-any-return]
+        worker = self._job.worker
+        worker.check_moment("optimizer.state")
+        with worker.locked():
+            return state_of(worker, worker.combining)
 
     def _pin_with_state(self, pin: Callable[..., Pinned]) -> Pinned:
         """Pin a version with the optimizer's state at it."""
-        part: Any = self._job.worker.combining
-        with self._job.worker.locked():
-            return pin(more=saved.for_checkpoint(part.state()))
+        worker = self._job.worker
+        with worker.locked():
+            return pin(more=saved.for_checkpoint(state_of(worker, worker.combining)))
+
+    def _closure_of_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure that step() gets, with gradients on. Raises UnsupportedError if another process would have to call it."""
+        worker = self._job.worker
+        if self._is_own and worker.combining.is_driven and worker.store.layout.lanes == 1:
+            raise UnsupportedError(
+                f"{type(self._inner).__name__} in virtual time: a single worker's optimizer calls the closure of step(closure)"
+                " itself, and here another process runs it: expected backward() before step(), or several workers"
+            )
+        return torch.enable_grad()(closure)
 
     def _load_own(self, state_dict: dict[str, Any]) -> None:
         """Load into the wrapped optimizer, and if another process runs it, worker 0's there."""
@@ -170,6 +181,8 @@ class OptimizerState(torch.optim.Optimizer):
         for new, old in zip(now, self._options_sent, strict=True):
             changed.append({name: value for name, value in new.items() if name not in old or not _is_same(value, old[name])})
         if any(changed):
+            names = ", ".join(sorted({name for each in changed for name in each}))
+            self._job.worker.check_moment(f"another {names} in param_groups")
             service.set_options(self._job.store.job, changed, self._job.store.timeout_s)
         self._options_sent = now
 
@@ -263,12 +276,12 @@ class OptimizerState(torch.optim.Optimizer):
         """Take the state for the time after close. No error leaves this: the training is over."""
         try:
             self._job.worker.store.layout.check_has_state("the optimizer's state")
+            self._job.worker.leave_virtual_time()  # the last state is there once every worker has
             if self._is_own:
                 if not self._runs_here:
                     saved.load(self._inner, self._read_own())
                 self._untaken = None
                 return
-            self._job.worker.leave_virtual_time()  # the last state is there once every worker has
             self._state.detach()
             self._untaken = None
             if MASTER in names_of(self._rule, self.param_groups) and not isinstance(self._rule, UserRule):

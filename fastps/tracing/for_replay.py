@@ -18,6 +18,7 @@ import numpy as np
 
 from fastps.job import environment
 from fastps.job.layout import Layout
+from fastps.job.limits import fold_threads
 from fastps.kernels.protocol.lane import Lane
 from fastps.membership.job_memory import JobMemory
 from fastps.tracing.file import TraceError
@@ -58,7 +59,6 @@ def reason_against(layout: Layout) -> str:
     found = {
         "in virtual time already": environment.is_virtual(),
         "of several nodes": layout.server == "agent",
-        "whose optimizer runs in Python": layout.rule.runs_in_python,
         "whose weights or gradients lie on devices": bool(layout.owner_lanes or layout.slot_owners),
         f"with tables (sparse=True) under {layout.policy.spec}, whose workers may read rows while they change,": bool(
             layout.tables and not (layout.policy.is_level and layout.policy.pull == 1)
@@ -82,6 +82,7 @@ def described(worker: Recorded) -> dict[str, Any]:
         "nonfinite": layout.faults.nonfinite,
         "script": script,
         "threads": threads,
+        "fold_threads": fold_threads(layout, int(threads)) if layout.rule.runs_in_python else 1,
         "gradients": CHECKSUM_OF_GRADIENTS,
         "workers": layout.workers,
         "lanes": layout.lanes,

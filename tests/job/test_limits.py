@@ -1,5 +1,7 @@
 """The choices that fastps makes by a job's size."""
 
+from dataclasses import replace
+
 import pytest
 
 import fastps
@@ -26,3 +28,15 @@ def test_folds_that_the_caches_do_not_hold_store_past_them(
 ) -> None:
     layout = Layout(place([("w", (millions * 1_000_000,), (1,), 0)]), 1, rule, fastps.parse_policy(sync), workers)
     assert config.streams(layout, helpers=workers - 1) is streams
+
+
+def test_an_optimizer_in_python_has_the_cores_of_the_workers_that_wait_and_a_server_those_of_its_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = Layout(place([("w", (4,), (1,), 0)]), 1, MOMENTUM, fastps.parse_policy("bsp"), 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    assert [config.fold_threads(layout, own) for own in (1, 2, 8)] == [4, 6, 8]
+    served = replace(layout, server="process")
+    for given, expected in (("3", 3), ("0", 2), ("many", 2)):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert config.fold_threads(served, 2) == expected

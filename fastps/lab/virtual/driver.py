@@ -12,7 +12,7 @@ import pickle
 import select
 import socket
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastps.errors import ProtocolError, TimeoutExceededError, UsageError, raise_for_outcome
 from fastps.kernels.protocol.lane import BUSY, KIND_NULL, KIND_PUSH, Lane
@@ -54,6 +54,7 @@ class Driver:
 
     Attributes:
         store: the job's store.
+        lane: the server's lane, which makes every commit.
         start: starts the process of a worker that joins, for `play`.
     """
 
@@ -63,8 +64,8 @@ class Driver:
         self.store = store
         self.start: Callable[[int], None] = lambda worker: None
         self._links, self._clock, self._listener = dict(enumerate(links)), clock, listener
-        self._combiner = Lane(store.arena, store.arena.server_lane)
-        self._combiner.set_user_rule(store.layout.rule.address)
+        self.lane = Lane(store.arena, store.arena.server_lane)
+        self.lane.set_user_rule(store.layout.rule.address)
         self._lanes = [Lane(store.arena, rank) for rank in range(store.arena.lanes)]
         policy = store.layout.policy
         self._overlaps = policy.overlap  # pulls go on while a step computes with the weights before
@@ -111,9 +112,11 @@ class Driver:
         for worker in self._computing if self.store.tables else ():
             self.await_any((worker,))
         played = [(_lane_of(event), event.time_ns) for event in events]
-        while (outcome := self._combiner.play(events[0].shard, played)) == BUSY:
+        while (outcome := self.lane.play(events[0].shard, played)) == BUSY:
             self._clock.sleep_ns(_HELD_NS)
-        raise_for_outcome(outcome, self._combiner.bad_lane, self.store.arena.buffers)
+        if (failure := self.lane.fold_failure) is not None:
+            raise failure  # of an optimizer's own step()
+        raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
 
     def _prepare(self, event: Event) -> None:
         """End the process of a worker that dies; start that of one that joins, and wait until it is here."""
@@ -278,8 +281,8 @@ class Listener:
         self._socket.listen(1024)
         self._open: list[socket.socket] = []
 
-    def store(self, clock: Clock = SYSTEM_CLOCK) -> tuple[Store, object]:
-        """Wait for worker 0's store and serve it. Returns it, and what keeps the code of its rule alive.
+    def store(self, clock: Clock = SYSTEM_CLOCK) -> tuple[Store, object, Any]:
+        """Wait for worker 0's store and serve it. Returns it, what keeps its rule's code alive, and what `offer` got as `more`.
 
         Raises UsageError for a store that has no place in virtual time, and WorkerLostError if the listener is closed.
         """
@@ -301,7 +304,7 @@ class Listener:
         except BaseException:
             store.close()
             raise
-        return store, compiled
+        return store, compiled, order.more
 
     def links(self, store: Store) -> list[socket.socket]:
         """Wait until all workers are attached. Returns a connection to each. Raises TimeoutExceededError, WorkerLostError."""

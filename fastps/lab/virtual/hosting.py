@@ -1,5 +1,6 @@
 """A script's worker processes under a driver, which a thread of the calling process has: for simulations and replays."""
 
+import contextlib
 import os
 import secrets
 import tempfile
@@ -8,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -62,6 +64,7 @@ class Hosting:
     Attributes:
         play: plays the job until every worker has left, or until it returns.
         error: what ended it, or None.
+        fold_threads: those of a step() of an optimizer that runs in Python.
     """
 
     command: Sequence[str]
@@ -70,9 +73,11 @@ class Hosting:
     options: JobOptions
     play: Callable[[Driver], None]
     clock: Clock = SYSTEM_CLOCK
+    fold_threads: int = 1
     error: BaseException | None = field(default=None, init=False)
     _joins: "deque[int]" = field(default_factory=deque, init=False)
     _has_played: bool = field(default=False, init=False)
+    _kept: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
 
     def run(self, tick: Callable[[], None], *, silent: bool = True) -> Outcome:
         """Run it; `tick` is called from time to time. Returns the workers' outcome.
@@ -107,6 +112,7 @@ class Hosting:
             listener.close()
             thread.join()
             listener.free()
+            self.free()
         if self.error is not None and not outcome.ended_by:
             raise self.error
         if outcome.exit_code:
@@ -128,8 +134,12 @@ class Hosting:
         """Serve the job until it has been played. An error is kept in `error`."""
         store = None
         try:
-            store, compiled = listener.store(self.clock)
-            self.play(Driver(store, listener.links(store), self.clock, listener))
+            store, compiled, optimizer = listener.store(self.clock)
+            self._kept.callback(store.close)
+            driver = Driver(store, listener.links(store), self.clock, listener)
+            if optimizer is not None:
+                self._fold_by(optimizer, driver)
+            self.play(driver)
             self._has_played = True
             del compiled  # keeps the rule's code alive until now
         except WorkerLostError:
@@ -140,4 +150,16 @@ class Hosting:
         finally:
             if store is not None:
                 store.arena.finish(store.arena.server_lane)
-                store.close()
+
+    def _fold_by(self, order: Any, driver: Driver) -> None:
+        """Fold by an optimizer in Python, which this process makes as a server does. Raises UnsupportedError."""
+        import torch  # takes a second to import
+
+        from fastps.torch.any_optimizer.served import OptimizerFolds
+
+        torch.set_num_threads(self.fold_threads)  # of this thread: sums have other bits with more
+        self._kept.callback(OptimizerFolds(driver.store, driver.lane, order).close)
+
+    def free(self) -> None:
+        """Free the store and the optimizer, whose state workers read until they have closed."""
+        self._kept.close()

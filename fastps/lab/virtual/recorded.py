@@ -30,6 +30,7 @@ from fastps.tracing.for_replay import CHECKSUM_OF_GRADIENTS, digest_of
 
 _FIRST_COMMIT = 2  # as the scheduler counts them
 _NEVER = 1 << 62
+_MOST_THREADS = 4096
 _KINDS = (RECEIVE, RECEIVE, LEAVE, TIMER, DEATH, DEATH, JOIN)
 
 
@@ -132,6 +133,8 @@ def recorded_of(trace: Trace, file: Path) -> Recorded:
         about = header["replay"]
         if not {"script", "model", "nonfinite", "threads"} <= set(about) or not about["threads"].isdecimal():
             raise ValueError(f"a replay of {about}")
+        if not 0 < int(about.get("fold_threads", 1)) <= _MOST_THREADS:
+            raise ValueError(f"{about['fold_threads']} threads")
         return Recorded(header["sync"], about, commits, steps, checksums, versions, weights)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise TraceError(f"the trace {file} is damaged: {error}; record the run again") from None

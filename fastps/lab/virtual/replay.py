@@ -68,7 +68,8 @@ def replay(
     changes = bool(recorded.joined) or any(owner.died for each in recorded.steps for owner in each.owners)
     options = job_options(checkpoint, str(recorded.about["threads"]), recorded.about["nonfinite"], changes, run.pause)
     began_ns = clock.now_ns()
-    hosting = Hosting(command, recorded.workers, recorded.sync, options, player.play, clock)
+    threads = int(recorded.about.get("fold_threads", 1))
+    hosting = Hosting(command, recorded.workers, recorded.sync, options, player.play, clock, threads)
     player.start = hosting.join
     hosting.run(lambda: tick(player.played, player.of), silent=silent)
     return player.row | {"seconds": (clock.now_ns() - began_ns) / 1e9}

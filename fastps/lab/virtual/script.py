@@ -58,7 +58,9 @@ def play(
     """
     run = _Run(policy, simulation, clock)
     options = job_options(checkpoint, changes=bool(simulation.changes))
-    hosting = Hosting(command, simulation.workers, policy.spec, options, run.play, clock)
+    threads = options.variables["OMP_NUM_THREADS"]
+    fold_threads = int(threads) if threads.isdecimal() and int(threads) else 1
+    hosting = Hosting(command, simulation.workers, policy.spec, options, run.play, clock, fold_threads)
     run.start = hosting.join
     outcome = hosting.run(lambda: tick(run.received, 0))
     run.row["last_line"] = outcome.workers[0].last_line.decode(errors="replace").rstrip() if outcome.workers else ""

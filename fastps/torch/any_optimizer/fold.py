@@ -68,7 +68,7 @@ class TorchFold:
         if self._frozen != self._store.frozen:
             self._frozen = set(self._store.frozen)
             self._made.clear()
-        pushes = sorted(call.pushes)  # by lane
+        pushes = call.pushes  # in order: of a sum those of each lane as it posted them, else as they make versions
         if self._has_failed:
             self._has_failed, pushes = False, []
         if self._checks and self.closure is None:  # which makes its gradients later

@@ -6,7 +6,6 @@ version, worker 0 may even wait in another job of the script while the others wa
 """
 
 import logging
-import os
 import platform
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -17,6 +16,7 @@ from fastps.errors import UnsupportedError, WorkerDiedError
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout
+from fastps.job.limits import fold_threads
 from fastps.job.options import value_of
 from fastps.job.policy import Policy
 from fastps.job.update_rules import Rule
@@ -25,6 +25,7 @@ from fastps.kernels.shm.arena import LANE_JOINING, LANE_LEAVING, LANE_LIVE
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.combining import Combining
 from fastps.store.server_process import ServerPlan
+from fastps.store.virtual_time import Virtual
 from fastps.torch.any_optimizer import saved, service
 from fastps.torch.any_optimizer.fold import TorchFold
 from fastps.torch.any_optimizer.rebuilt import OptimizerOrder
@@ -55,7 +56,6 @@ def check(layout: Layout, placement: str) -> None:
         ("a model on the CPU of one node", f"placement {placement!r}"): placement != "host",
         ("a fixed sync", "sync='auto'"): bool(policy.warm_up),
         ("shards=1", f"{policy.shards} shards"): policy.shards > 1,
-        ("real time", "virtual time"): environment.is_virtual(),
         (
             "one worker, without clip= and of one type, because each step evaluates the loss several times",
             f"up to {layout.lanes} under {policy.spec}",
@@ -83,6 +83,9 @@ def combining_of(
     optimizer: torch.optim.Optimizer, tensors: Tensors, after_fold: Callable[[], None], worker: AttachedLane
 ) -> Combining:
     """The part of a worker of such a job that folds. `after_fold` is called after each fold that the worker makes."""
+    if environment.is_virtual():
+        worker.lane.fold_with(_fold_nothing, ())
+        return Virtual(worker)
     if worker.rank or worker.store.layout.has_server:
         return OtherCombining(worker)
     return OwnerCombining(worker, TorchFold(optimizer, tensors.enter(worker.store)), after_fold)
@@ -91,6 +94,19 @@ def combining_of(
 def fold_of(combining: Combining) -> TorchFold | None:
     """The fold of this part, if it runs the optimizer."""
     return combining.fold if isinstance(combining, OwnerCombining) else None
+
+
+def state_of(worker: AttachedLane, combining: Combining) -> Saved:
+    """The optimizer's state at the published version, if this worker holds the shard locks. Raises WorkerDiedError."""
+    if isinstance(combining, OwnerCombining):  # no fold comes between: this thread makes them
+        return saved.saved(combining.fold.optimizer)
+    try:
+        return service.read(worker.store.job, worker.store.timeout_s)
+    except WorkerDiedError:
+        last = combining.last_state() if isinstance(combining, OtherCombining) else None
+        if last is None:
+            raise
+        return last
 
 
 class OwnerCombining(Combining):
@@ -107,14 +123,9 @@ class OwnerCombining(Combining):
         if self._worker.store.layout.lanes > 1:
             self._service = StateService(self._worker.store.job, self.fold)
 
-    def state(self) -> Saved:
-        """The optimizer's state. No fold comes between: this thread makes them."""
-        return saved.saved(self.fold.optimizer)
-
     def _fold_and_tell(self, call: FoldCall) -> list[int] | None:
         threads = torch.get_num_threads()
-        # The others wait meanwhile, so their cores are free, but no more threads than cores: OpenMP's barriers wait for all.
-        most = max(threads, min(threads * self._worker.store.layout.workers, len(os.sched_getaffinity(0))))
+        most = fold_threads(self._worker.store.layout, threads)
         if most != threads:
             torch.set_num_threads(most)
         try:
@@ -164,15 +175,9 @@ class OtherCombining(Combining):
         if not self._worker.store.layout.has_server:
             self._inbox = Inbox(self._worker.store.job, self._worker.rank)
 
-    def state(self) -> Saved:
-        """The optimizer's state at the published version, if this worker holds the shard locks. Raises WorkerDiedError."""
-        try:
-            return service.read(self._worker.store.job, self._worker.store.timeout_s)
-        except WorkerDiedError:
-            last = self._inbox.state() if self._inbox is not None else None
-            if last is None:
-                raise
-            return last
+    def last_state(self) -> Saved | None:
+        """The state that worker 0 left here when it closed, or None."""
+        return self._inbox.state() if self._inbox is not None else None
 
     def after_close(self, failure: str | None) -> None:
         """Take no more."""

@@ -14,14 +14,16 @@ from fastps.errors import UnsupportedError
 from fastps.job.update_rules import Hyper
 
 _LEFT_OUT = {"step", "_zero_grad_profile_name"}  # of this process: a step() that a scheduler has patched, a profiler's name
+_APART = 0x9E3779B9  # from the script's seed, whose numbers are drawn in the workers
 
 
 @dataclass(frozen=True)
 class OptimizerOrder:
-    """What the server is told of the optimizer: its pickle, and where modules of the script are found."""
+    """What the server is told of the optimizer: its pickle, where modules of the script are found, and torch's seed."""
 
     pickled: bytes
     path: tuple[str, ...]
+    seed: int = 0
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> "OptimizerOrder":
@@ -43,7 +45,7 @@ class OptimizerOrder:
             with io.BytesIO() as out:
                 pickler: Any = Pickler(out)  # type: ignore[no-untyped-call]
                 pickler.dump((type(optimizer), kept))
-                return OptimizerOrder(out.getvalue(), tuple(sys.path))
+                return OptimizerOrder(out.getvalue(), tuple(sys.path), (torch.initial_seed() + _APART) % (1 << 63))
         except UnsupportedError:
             raise
         except Exception as error:  # of any kind: the attributes are the script's

@@ -19,6 +19,11 @@ class OptimizerFolds(Folds):
         first = zip(shaped_tensors(store, store.weight_views(0)), types, strict=True)
         tensors = Tensors([torch.nn.Parameter(values.to(kind, copy=True)) for values, kind in first]).enter(store)
         optimizer = order.make(tensors)
+        torch.manual_seed(order.seed)  # of a step() that draws numbers
         fold = TorchFold(optimizer, tensors, PushedRates(optimizer.param_groups))
         lane.fold_with(fold.fold, range(store.arena.shards))
         self._service = StateService(store.job, fold)
+
+    def close(self) -> None:
+        """Answer no more that ask for the state."""
+        self._service.close()
