@@ -66,7 +66,6 @@ TESTED_TOGETHER = {
     "tests/lab/test_stragglers.py": "fastps/lab/plots",
     "tests/lab/virtual/test_driver.py": "fastps/store/virtual_time",
     "tests/lab/virtual/test_replay.py": "fastps/lab/virtual/recorded",
-    "tests/lab/virtual/test_script.py": "fastps/lab/virtual/hosting",
     "tests/lab/worlds/test_device_chaos.py": (
         "fastps/lab/worlds/device_workers fastps/lab/worlds/device_worlds fastps/lab/worlds/served_worlds"
     ),

@@ -110,6 +110,7 @@ def driven(job: str, spec: str, play: Callable[..., Any]) -> Iterator[threading.
         listener.close()
         driver.join(60)
         listener.free()
+        hosting.free()
     if hosting.error is not None:
         raise hosting.error
 
