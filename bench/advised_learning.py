@@ -86,7 +86,8 @@ class Perceptron:
         """Uniform numbers within one over the root of a unit's inputs, as torch's."""
         random = np.random.default_rng(seed)
         bounds = np.repeat([self._features, self._features, HIDDEN, HIDDEN], np.diff(self._ends)) ** -0.5
-        return (random.uniform(-1, 1, self._ends[-1]) * bounds).astype(np.float32)
+        found: Floats = (random.uniform(-1, 1, self._ends[-1]) * bounds).astype(np.float32)
+        return found
 
     def _parts(self, weights: Floats) -> tuple[Floats, Floats, Floats, Floats]:
         a, b, c, d = (weights[first:last] for first, last in zip(self._ends, self._ends[1:], strict=False))
@@ -154,6 +155,12 @@ def updates_of(spec: str, setting: Setting, seed: int) -> Iterator[Update]:
         yield when_ns, pushes
 
 
+@cache
+def drawn(task: str, seed: int, worker: int, step: int, samples: int) -> npt.NDArray[np.int64]:
+    """The images of a push, once for all schemes and rates."""
+    return np.random.default_rng((seed, worker, step)).integers(0, len(perceptron(task).y), samples)
+
+
 class Training:
     """One run: the weights of each version that may still be read, and the momentum, of the fold or of each worker."""
 
@@ -162,10 +169,6 @@ class Training:
         self._seed, self.version = seed, 0
         self._kept = {0: self._task.first_weights(seed)}
         self._momentum: dict[int, Floats] = {}
-
-    def _batch(self, worker: int, step: int, samples: int) -> npt.NDArray[np.int64]:
-        key = np.random.default_rng((self._seed, worker, step))
-        return key.integers(0, len(self._task.y), samples)
 
     def _smoothed(self, owner: int, gradient: Floats, ahead: bool) -> Floats:
         mu = np.float32(self._setting.momentum)
@@ -181,7 +184,9 @@ class Training:
         total: Floats | None = None
         groups: dict[tuple[int, int], list[npt.NDArray[np.int64]]] = {}
         for worker, step, version, samples in pushes:
-            groups.setdefault((version, worker if self._in_worker else -1), []).append(self._batch(worker, step, samples))
+            groups.setdefault((version, worker if self._in_worker else -1), []).append(
+                drawn(self._setting.task, self._seed, worker, step, samples)
+            )
         for (version, worker), batches in groups.items():
             chosen = np.concatenate(batches)
             found = self._task.gradient(self._kept[version], chosen)

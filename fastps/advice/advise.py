@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fastps.advice.progress import UNKNOWN_MOMENTUM, gain_range, progress
+from fastps.advice.progress import UNKNOWN_BATCH, UNKNOWN_MOMENTUM, gain_range, progress
 from fastps.advice.replay import for_policy, policy_of, simulation_of, steady_part
 from fastps.errors import UsageError
 from fastps.job.disciplines import DISCIPLINES
@@ -33,17 +33,17 @@ class Recorded:
     """What is known of the run that advice is about: its discipline, its samples a push, its optimizer, the replay's error."""
 
     own: str = "bsp"
-    batch: int = 1
+    batch: int = UNKNOWN_BATCH
     momentum: float = UNKNOWN_MOMENTUM
     is_sgd: bool = False  # with momentum, which the workers can keep
     error: float = 0.0
 
     @staticmethod
-    def of(trace: Trace, batch: int, error: float) -> "Recorded":
+    def of(trace: Trace, error: float) -> "Recorded":
         """The facts of a trace."""
-        found = trace.header.get("optimizer") or {}
-        momentum, is_sgd = float(found.get("momentum", UNKNOWN_MOMENTUM)), bool(found.get("is_sgd")) and batch > 0
-        return Recorded(policy_of(trace).spec, batch, momentum, is_sgd, error)
+        found, batch = trace.header.get("optimizer") or {}, int(np.median(trace.steps["samples"])) or UNKNOWN_BATCH
+        momentum = float(found.get("momentum", UNKNOWN_MOMENTUM))
+        return Recorded(policy_of(trace).spec, batch, momentum, bool(found.get("is_sgd")), error)
 
 
 def candidates(workers: int, batch: int = 1, recorded: Recorded | None = None, backups: int = 0) -> list[str]:
@@ -97,7 +97,7 @@ def advise(
         raise UsageError("a trace of several nodes has several arenas, and one is played: expected the trace of one node")
     simulation = simulation_of(trace, cores)
     # On other cores than the run's own the replay is about another machine, and its error is not known.
-    recorded = Recorded.of(trace, simulation.batch, 0.0 if cores else self_test(trace)["error"])
+    recorded = Recorded.of(trace, 0.0 if cores else self_test(trace)["error"])
     tried = specs or candidates(trace.workers, simulation.batch, recorded, best_backups(simulation, recorded))
     chosen = {policy.spec: policy for policy in ([] if specs else [policy_of(trace)]) + [parse_policy(spec) for spec in tried]}
     return ranked(list(chosen.values()), lambda policy: predicted(policy, simulation), tick, recorded)
@@ -132,6 +132,7 @@ def ranked(
             "expected": row["progress"] / rows[0]["progress"],
             "recommended": row is recommended,
             "reason": reason if row is recommended else "",
+            "replay_error": recorded.error,
         }
         for rank, row in enumerate(rows, 1)
     ]

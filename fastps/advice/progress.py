@@ -11,7 +11,7 @@ from typing import Any
 
 Row = dict[str, Any]
 NOISE_SAMPLES = 384.0  # B times the samples of a push
-UNKNOWN_MOMENTUM = 0.9  # of a trace that does not say
+UNKNOWN_MOMENTUM, UNKNOWN_BATCH = 0.9, 16  # of a trace that does not say: of its optimizer, and the samples of a push
 _NOISE_RANGE, _STALENESS_RANGE = 4.0, 2.0  # factors within which B and k are taken to lie
 
 

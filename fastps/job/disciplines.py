@@ -399,7 +399,8 @@ DISCIPLINES: dict[str, Discipline] = {
         "auto[:steps]",
         Auto,
         paper="-",
-        does="Trains under bsp for 32 steps, or as many as you say, and then under what fastps advise recommends.",
+        does="Trains under bsp for 32 steps, or as many as you say, and then under what fastps advise recommends of the"
+        " disciplines that keep bsp's learning rate: bsp, or backup:b.",
         staleness="that of the choice",
         use="You do not know which to take.",
         examples=("auto", "auto:100"),

@@ -36,7 +36,7 @@ class Rule:
     initial: tuple[float, ...] = ()  # the value that fills each of them before the first step; () if all begin at 0
     digest: str = ""  # the digest of a user rule's code; "" for a built-in rule
     address: int = field(default=0, compare=False)  # the address of that code in this process, or 0
-    in_workers: bool = field(default=False, compare=False)  # whether the workers keep the momentum (momentum=worker)
+    in_workers: bool = field(default=False, compare=False, kw_only=True)  # whether the workers keep its state, the momentum
     runs_in_python: ClassVar[bool] = False  # whether a torch optimizer's own step() is the rule, and has the state
 
     def initial_value(self, plane: int) -> float:
