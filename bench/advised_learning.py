@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -278,10 +278,11 @@ def picks(setting: Setting) -> tuple[str, str]:
     simulation, n = setting.simulation(ADVICE_SEED, 100), setting.workers
     recorded = Recorded("bsp", BATCH, setting.momentum, is_sgd=setting.momentum > 0)
     specs = candidates(n, BATCH, recorded, best_backups(simulation, recorded))
-    found = []
+    found: list[str] = []
     for may_be in (lambda policy: True, lambda policy: keeps_rate(policy) and policy.pull == 1):
         policies = [policy for policy in map(parse_policy, specs) if may_be(policy)]
-        rows = ranked(policies, lambda policy: compared(policy, simulation), None, recorded)
+        known = replace(recorded, is_auto=bool(found))
+        rows = ranked(policies, lambda policy: compared(policy, simulation), None, known)
         found += [row["sync"] for row in rows if row["recommended"]]
     return found[0], found[1]
 

@@ -26,6 +26,8 @@ ABOUT_AS_GOOD = 0.05  # share of the best one's progress within which the record
 MOST_ERROR = 0.15  # of the replay of the recorded run, beyond which nothing is recommended
 HIGH_MOMENTUM = 0.5  # from which on a momentum of each worker is tried
 _ROUNDS = 400
+_SAME_RATE = 1.25  # by which versions may have fewer pushes at one learning rate
+_SAMPLES_ENOUGH = 128  # of a version, with which half as many pushes bore bsp's rate
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,14 @@ class Recorded:
     momentum: float = UNKNOWN_MOMENTUM
     is_sgd: bool = False  # with momentum, which the workers can keep
     error: float = 0.0
+    is_auto: bool = False  # whether nobody tunes the learning rate
 
     @staticmethod
-    def of(trace: Trace, error: float) -> "Recorded":
+    def of(trace: Trace, error: float, is_auto: bool = False) -> "Recorded":
         """The facts of a trace."""
         found, batch = trace.header.get("optimizer") or {}, int(np.median(trace.steps["samples"])) or UNKNOWN_BATCH
         momentum = float(found.get("momentum", UNKNOWN_MOMENTUM))
-        return Recorded(policy_of(trace).spec, batch, momentum, bool(found.get("is_sgd")), error)
+        return Recorded(policy_of(trace).spec, batch, momentum, bool(found.get("is_sgd")), error, is_auto)
 
 
 def candidates(workers: int, batch: int = 1, recorded: Recorded | None = None, backups: int = 0) -> list[str]:
@@ -84,7 +87,12 @@ def best_backups(simulation: Simulation, recorded: Recorded) -> int:
 
 
 def advise(
-    trace: Trace, specs: Sequence[str] | None = None, *, cores: float = 0.0, tick: Callable[[int, int], None] | None = None
+    trace: Trace,
+    specs: Sequence[str] | None = None,
+    *,
+    cores: float = 0.0,
+    tick: Callable[[int, int], None] | None = None,
+    is_auto: bool = False,
 ) -> list[Row]:
     """Return a row for each discipline, in order of expected progress, one of them recommended. `tick(done, of)`: after each.
 
@@ -97,7 +105,7 @@ def advise(
         raise UsageError("a trace of several nodes has several arenas, and one is played: expected the trace of one node")
     simulation = simulation_of(trace, cores)
     # On other cores than the run's own the replay is about another machine, and its error is not known.
-    recorded = Recorded.of(trace, 0.0 if cores else self_test(trace)["error"])
+    recorded = Recorded.of(trace, 0.0 if cores else self_test(trace)["error"], is_auto)
     tried = specs or candidates(trace.workers, simulation.batch, recorded, best_backups(simulation, recorded))
     chosen = {policy.spec: policy for policy in ([] if specs else [policy_of(trace)]) + [parse_policy(spec) for spec in tried]}
     return ranked(list(chosen.values()), lambda policy: predicted(policy, simulation), tick, recorded)
@@ -169,11 +177,16 @@ def recommend(rows: Sequence[Row], own: Row, recorded: Recorded) -> tuple[Row, s
             f"the replay is off by {recorded.error:+.0%} from the recorded run, and more than {MOST_ERROR:.0%} decides nothing"
         )
         return own, f"nothing else is recommended: {off}"
+    rows = [row for row in rows if row is own or not recorded.is_auto or bears_rate(row, own, recorded.batch)]
     near = [row for row in rows if row["progress"] >= (1 - ABOUT_AS_GOOD) * rows[0]["progress"]]
     if own in near:
         ahead = rows[0]["progress"] / own["progress"] - 1
         text = "no other is expected to get further" if ahead <= 0 else f"{rows[0]['sync']} is expected {ahead:.1%} ahead"
         return own, f"nothing else is recommended: {text}, which is no more than {ABOUT_AS_GOOD:.0%}"
+    near = [row for row in near if row["gain_low"] > 0]
+    if not near:
+        ahead = f"{rows[0]['sync']} is expected {rows[0]['gain']:.0%} ahead, but for some tasks {rows[0]['gain_low']:+.0%}"
+        return own, f"nothing else is recommended: {ahead}"
     kept = {row["sync"]: keeps_rate(parse_policy(row["sync"])) for row in near}
     chosen = min(near, key=lambda row: (not kept[row["sync"]], row["staleness_mean"], row["dropped_share"], -row["progress"]))
     if chosen["progress"] <= own["progress"] / (1 + recorded.error):
@@ -185,9 +198,24 @@ def recommend(rows: Sequence[Row], own: Row, recorded: Recorded) -> tuple[Row, s
 def tuning(row: Row, own: Row) -> str:
     """What a change to this discipline asks for: of its learning rate, and of data that is dropped."""
     kept = keeps_rate(parse_policy(row["sync"])) and keeps_rate(parse_policy(own["sync"]))
-    rate = "the learning rate stays" if kept else f"tune the learning rate: begin with bsp's / {1 + row['staleness_mean']:.2g}"
+    divisor = _in_sum(own) / _in_sum(row) if kept else 1 + row["staleness_mean"]
+    stays = kept and divisor <= _SAME_RATE
+    rate = "the learning rate stays" if stays else f"tune the learning rate: begin with bsp's / {divisor:.2g}"
     dropped = f"; {row['dropped_share']:.0%} of the pushes are dropped, those of the slowest" if row["dropped_share"] else ""
     return rate + dropped
+
+
+def bears_rate(row: Row, own: Row, batch: int) -> bool:
+    """Whether a row may be taken at the recorded run's learning rate, although its versions have fewer pushes, so more noise.
+
+    They have about as many, or samples enough, or the gain is more than the square of the ratio.
+    """
+    ratio = _in_sum(own) / _in_sum(row)
+    return ratio <= _SAME_RATE or _in_sum(row) * batch >= _SAMPLES_ENOUGH or row["gain"] + 1 >= ratio**2
+
+
+def _in_sum(row: Row) -> float:
+    return float(row["useful_steps_per_s"] / max(row["updates_per_s"], 1e-9))
 
 
 def keeps_rate(policy: Policy) -> bool:

@@ -70,7 +70,7 @@ class WarmUp:
             return None
         backups = best_backups(simulation_of(trace), Recorded())
         specs = [spec for spec in candidates(trace.workers, backups=backups) if _may_be_chosen(spec)]
-        (chosen,) = [row for row in advise(trace, specs) if row["recommended"]]
+        (chosen,) = [row for row in advise(trace, specs, is_auto=True) if row["recommended"]]
         logger.info("after %d steps: %s, %s", self.steps, chosen["sync"], chosen["reason"])
         return None if chosen["sync"] == "bsp" else with_modifiers(parse_policy(str(chosen["sync"])), self._store.layout.policy)
 

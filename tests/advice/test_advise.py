@@ -226,7 +226,7 @@ def test_a_straggler_gets_a_discipline_that_does_not_wait_for_it() -> None:
     assert (
         f"expected to get {chosen['gain']:.0%} further in the same time than bsp ({low:+.0%} to {high:+.0%}" in chosen["reason"]
     )
-    assert chosen["reason"].endswith("the learning rate stays; 6% of the pushes are dropped, those of the slowest")
+    assert chosen["reason"].endswith("begin with bsp's / 1.3; 6% of the pushes are dropped, those of the slowest")
 
 
 def test_even_workers_are_told_to_wait_for_each_other() -> None:
@@ -243,9 +243,11 @@ def test_nothing_is_recommended_where_the_replay_is_off_or_no_other_gets_further
     (stays,) = [row for row in advice.advise(traces.bsp([5, 5, 5, 5], 60)) if row["recommended"]]
     assert stays["sync"] == "bsp" and stays["reason"].startswith("nothing else is recommended: ")
     own = {"sync": "bsp", "progress": 100.0, "staleness_mean": 0.0, "dropped_share": 0.0}
-    other = {**own, "sync": "backup:1", "progress": 108.0}
+    other = {**own, "sync": "backup:1", "progress": 108.0, "gain": 0.08, "gain_low": 0.02}
     measured_more = advice.Recorded(error=-0.12)
     assert advice.recommend([other, own], own, measured_more)[1].endswith("backup:1 is expected below what was measured")
+    unsure = {**other, "gain_low": -0.04}
+    assert advice.recommend([unsure, own], own, advice.Recorded())[1].endswith("8% ahead, but for some tasks -4%")
 
 
 def test_high_momentum_of_sgd_brings_each_workers_own_among_the_candidates() -> None:
@@ -253,6 +255,18 @@ def test_high_momentum_of_sgd_brings_each_workers_own_among_the_candidates() -> 
     assert "asp,momentum=worker" in advice.candidates(4, 16, sgd)
     for other in (None, replace(sgd, momentum=0.3), replace(sgd, is_sgd=False)):
         assert not [spec for spec in advice.candidates(4, 16, other) if "momentum" in spec]
+
+
+@pytest.mark.parametrize(("pushes", "batch", "gain", "bears"), [
+    (15, 16, 0.1, True), (8, 16, 0.1, True), (8, 8, 0.1, False), (8, 8, 3.5, True),
+])  # fmt: skip
+def test_auto_takes_smaller_versions_only_where_they_bear_the_rate(pushes: int, batch: int, gain: float, bears: bool) -> None:
+    own = {"useful_steps_per_s": 16.0, "updates_per_s": 1.0}
+    row = {"useful_steps_per_s": 2.0 * pushes, "updates_per_s": 2.0, "gain": gain}
+    assert advice.bears_rate(row, own, batch) == bears
+    of = {"sync": "backup:1", "staleness_mean": 0.0, "dropped_share": 0.0, **row}
+    stays = advice.tuning(of, {"sync": "bsp", **own}) == "the learning rate stays"
+    assert stays == (pushes == 15)
 
 
 @pytest.mark.parametrize(("slow", "expected"), [(0, 0), (1, 1), (2, 2), (4, 4)])

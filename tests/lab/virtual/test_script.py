@@ -117,7 +117,7 @@ own = [torch.zeros_like(each) for each in model.parameters()]""",
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("spec", ["asp", "ssp:3", "dssp:3,15", "softsync:2"])
 def test_the_momentum_of_workers_has_the_bits_of_a_script_that_keeps_it(
     spec: str, written: Callable[[str], str], tmp_path: Path
