@@ -41,7 +41,7 @@ def values() -> str:
 
 def modifiers() -> str:
     """Which modifiers the first example of each row accepts."""
-    tried = ("scale=1/sigma", "pull=0.75", "shards=4", "stagger=0.8", "combine=true", "ema=0.999", "clip=1")
+    tried = ("scale=1/sigma", "pull=0.75", "shards=4", "stagger=0.8", "combine=true", "ema=0.999", "clip=1", "momentum=worker")
     rows = [row for name, row in DISCIPLINES.items() if name != "policy"]
     cells = [(spec_of(row), *(_accepts(f"{row.examples[0]},{modifier}") for modifier in tried)) for row in rows]
     return _markdown(("spec", *(f"`{modifier}`" for modifier in tried)), cells)

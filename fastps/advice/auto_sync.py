@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastps.advice.advise import advise, candidates
+from fastps.advice.advise import Recorded, advise, best_backups, candidates, keeps_rate
+from fastps.advice.replay import simulation_of
 from fastps.errors import AttachError, PolicyError, TimeoutExceededError
 from fastps.job.layout import Layout, place
 from fastps.job.policy import Policy
@@ -67,8 +68,9 @@ class WarmUp:
         if trace is None:
             logger.warning("a worker ended before the warm-up of %d steps was over: bsp stays", self.steps)
             return None
-        specs = [spec for spec in candidates(trace.workers) if _may_be_chosen(spec)]
-        (chosen,) = [row for row in advise(trace, specs) if row["recommended"]]
+        backups = best_backups(simulation_of(trace), Recorded())
+        specs = [spec for spec in candidates(trace.workers, backups=backups) if _may_be_chosen(spec)]
+        (chosen,) = [row for row in advise(trace, specs, is_auto=True) if row["recommended"]]
         logger.info("after %d steps: %s, %s", self.steps, chosen["sync"], chosen["reason"])
         return None if chosen["sync"] == "bsp" else with_modifiers(parse_policy(str(chosen["sync"])), self._store.layout.policy)
 
@@ -92,12 +94,12 @@ class WarmUp:
 
 
 def _may_be_chosen(spec: str) -> bool:
-    """Return whether a discipline works without the training loop's help (for batch sizes) and without its own threads."""
+    """Return whether a discipline keeps the learning rate, which nobody tunes here, and needs no help of the training loop."""
     try:
         policy = parse_policy(spec)
     except PolicyError:
         return False
-    return not policy.needs_samples and not policy.overlap
+    return keeps_rate(policy) and not policy.needs_samples and policy.pull == 1.0
 
 
 def with_modifiers(policy: Policy, before: Policy) -> Policy:

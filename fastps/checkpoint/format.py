@@ -10,7 +10,7 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Checkpoint:
     Attributes:
         folder: the checkpoint's folder.
         description: the contents of the JSON file.
-        tensors: name to array: `weights/NAME`, `state/PLANE/NAME`, `average/NAME`, `buffers/NAME`.
+        tensors: name to array: `weights/NAME`, `state/PLANE/NAME`, `average/NAME`, `buffers/NAME`, `momentum/RANK/NAME`.
     """
 
     folder: Path
@@ -126,6 +126,9 @@ class Checkpoint:
             for parameter, view in zip(layout.parameters, views, strict=True):
                 if has_values(view, parameter):
                     shaped(view, parameter)[...] = self.tensors[prefix + parameter.name]
+        for name, parameter, view in momenta(store):
+            if name in self.tensors:  # else the job had fewer workers
+                shaped(view, parameter)[...] = self.tensors[name]
         for count, described in zip(store.rule_steps(0), self.description["parameters"], strict=True):
             count[0] = described["steps"]
 
@@ -137,6 +140,14 @@ _MOST = 1 << 39  # of versions, steps and samples: an arena counts to 2^40, so a
 def refused(folder: Path, what: str, expected: str, found: str) -> CheckpointError:
     """The error for a checkpoint that cannot be used."""
     return CheckpointError(f"checkpoint {folder}: {what}: expected {expected}, found {found}")
+
+
+def momenta(store: JobMemory) -> Iterator[tuple[str, Parameter, Array]]:
+    """The momentum of each worker that keeps its own: the tensor's name, the parameter, and a flat view in the arena."""
+    for lane in range(store.layout.workers):
+        views = store.momentum_views(lane)
+        for parameter, view in zip(store.layout.parameters if views else (), views, strict=True):
+            yield f"momentum/{lane}/{parameter.name}", parameter, view
 
 
 def planes_of(layout: Layout) -> list[tuple[str, int]]:

@@ -26,6 +26,7 @@ from fastps.checkpoint.format import (
     described_rule,
     has_values,
     header_sum,
+    momenta,
     number_of,
     planes_of,
     sealed,
@@ -188,6 +189,8 @@ class PinnedVersion:
         """The name and the array of each tensor. The arrays are valid until `close`."""
         for name, _, array in self._tensors():
             yield name, self._tables.get(name, array)
+        for name, parameter, view in momenta(self._store):
+            yield name, shaped(view, parameter).copy()  # its worker goes on writing it
         yield from self._more.items()
 
     def _tensors(self) -> Iterator[tuple[str, Parameter, Array]]:

@@ -124,7 +124,7 @@ def PSP(  # noqa: N802
     shards: int = DEFAULT_SHARDS,
     scale: str = "linear",
 ) -> Policy:
-    """PSP-SGD: partial push and partial pull, per shard (Partially Synchronous Parallelism SGD, ICLR 2018, Algorithm 1).
+    """PSP-SGD: partial push and partial pull, per shard (a submission to ICLR 2018, Algorithm 1).
 
     A shard folds `push` gradients (c) of its version and those that arrive within `push_timeout` seconds (tau1) after them. The
     learning rate is multiplied by their number (line 13); later gradients are dropped. A worker computes when a fraction `pull`
@@ -399,7 +399,8 @@ DISCIPLINES: dict[str, Discipline] = {
         "auto[:steps]",
         Auto,
         paper="-",
-        does="Trains under bsp for 32 steps, or as many as you say, and then under what fastps advise recommends.",
+        does="Trains under bsp for 32 steps, or as many as you say, and then under what fastps advise recommends of the"
+        " disciplines that keep bsp's learning rate: bsp, or backup:b.",
         staleness="that of the choice",
         use="You do not know which to take.",
         examples=("auto", "auto:100"),

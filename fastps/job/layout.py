@@ -152,6 +152,11 @@ class Layout:
         return not self.parameters
 
     @property
+    def momentum_begin(self) -> int:
+        """Where a worker's own momentum (momentum=worker) begins in its lane's room, behind the model buffers."""
+        return 4 * aligned(-(-self.extra_bytes // 4)) if self.extra_bytes else 0
+
+    @property
     def slots(self) -> int:
         """Gradient slots of a lane."""
         return 0 if self.is_published else self.policy.slots(self.lanes)

@@ -193,6 +193,7 @@ def check_policy(policy: Policy, nodes: Nodes) -> None:
             spread and (not policy.is_level or policy.shards > 1)
         ),
         "the moving average stays on node 0, where no worker can read it: leave ema out": policy.ema > 0,
+        "a node pushes the sum of its workers: leave momentum=worker out": policy.momentum == "worker",
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
     if reason is not None:

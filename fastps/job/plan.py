@@ -46,7 +46,7 @@ def plan(layout: Layout) -> tuple[bytes, int, list[tuple[int, int]]]:
         buffer_floats=0 if layout.owner_lanes else layout.buffer_floats,
         rule=layout.rule.number,
         state_planes=layout.planes,
-        extra_bytes=layout.extra_bytes,
+        extra_bytes=layout.momentum_begin + 4 * layout.buffer_floats if layout.rule.in_workers else layout.extra_bytes,
         buffers=layout.buffers,
         shards=len(layout.shards),
         ema_decay=layout.policy.ema,

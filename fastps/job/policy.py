@@ -71,6 +71,7 @@ class Policy:
         warm_up: recorded steps after which DistributedOptimizer changes to the advised discipline (`auto`); 0: never.
         ema: decay of the moving average of the weights that the fold keeps; 0: none.
         clip: global norm to which each push is clipped; 0: no clipping.
+        momentum: whose momentum SGD has: the "fold"'s, or each "worker"'s of its own gradients, which then pushes g + mu v.
 
     Raises PolicyError, with the reason, for values that are out of range or make no sense together.
 
@@ -105,6 +106,7 @@ class Policy:
     warm_up: int = 0
     ema: float = 0.0
     clip: float = 0.0
+    momentum: str = "fold"
 
     def __post_init__(self) -> None:
         plain = "one" if self.fold in ("each", "in-order") else "mean"
@@ -162,6 +164,11 @@ class Policy:
             yield f"a partial pull needs parts to choose from: expected shards of 2 to {MAX_SHARDS}, found 1"
         if self.shards > 1 and self.grant == "round-robin":
             yield f"a fixed order of grants needs one coordinator: expected shards=1, found {self.shards}"
+        if self.momentum == "worker" and self.fold not in ("each", "count"):
+            yield (
+                f"fold {self.fold!r} makes one sequence of updates, whose momentum is the fold's: expected fold 'each' or"
+                " 'count' with momentum=worker"
+            )
         if self.overlap and self.waits_for_fold:
             yield (
                 "a worker that waits for its version has nothing to compute meanwhile: overlap needs a grant other than"
@@ -296,6 +303,7 @@ _RANGES: dict[str, tuple[str, Callable[[Policy], bool]]] = {
     ),
     "ema": ("0 (none) to less than 1", lambda of: 0 <= of.ema < 1),
     "clip": ("0 (not at all) or more, and finite", lambda of: 0 <= of.clip < math.inf),
+    "momentum": ("momentum=fold or momentum=worker", lambda of: of.momentum in ("fold", "worker")),
 }
 _READ_WITH = {
     **dict.fromkeys(("low", "high", "hard_bound", "credit"), ("grant", "bounded")),

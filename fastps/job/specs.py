@@ -34,6 +34,7 @@ MODIFIERS = {
     "ema": "d: keep a moving average of the weights",
     "clip": "g: clip each push to a global norm of g",
     "combine": "true: fold pushes that are found together as one sum",
+    "momentum": "worker: each worker keeps the momentum of its own gradients",
 }
 
 

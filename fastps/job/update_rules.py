@@ -1,12 +1,14 @@
 """Update rules as data: the arithmetic that the fold runs, its optimizer state, and the hyper-parameters of a param_group."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from fastps.errors import UnsupportedError
+from fastps.job.policy import Policy
 from fastps.kernels.update import fold
 
 
@@ -34,6 +36,7 @@ class Rule:
     initial: tuple[float, ...] = ()  # the value that fills each of them before the first step; () if all begin at 0
     digest: str = ""  # the digest of a user rule's code; "" for a built-in rule
     address: int = field(default=0, compare=False)  # the address of that code in this process, or 0
+    in_workers: bool = field(default=False, compare=False, kw_only=True)  # whether the workers keep its state, the momentum
     runs_in_python: ClassVar[bool] = False  # whether a torch optimizer's own step() is the rule, and has the state
 
     def initial_value(self, plane: int) -> float:
@@ -50,6 +53,23 @@ class PythonRule(Rule):
 
     runs_in_python: ClassVar[bool] = True
     switches: int = field(default=0, compare=False)
+
+
+def folded(rule: Rule, policy: Policy) -> Rule:
+    """The rule that the fold runs under this policy: SGD without state where the workers keep its momentum.
+
+    Raises UnsupportedError for momentum=worker with another rule than SGD with momentum.
+
+    >>> from fastps.job.specs import parse_policy
+    >>> folded(SGD(0.1, momentum=0.9).rule, parse_policy("asp,momentum=worker")).planes
+    ()
+    """
+    if policy.momentum != "worker":
+        return rule
+    if rule.number != fold.RULE_SGD or rule.runs_in_python or rule.planes != ("momentum_buffer",):
+        found = f"{rule.name} without momentum" if rule.name == "sgd" else rule.name
+        raise UnsupportedError(f"sync {policy.spec!r}: expected SGD with momentum, found {found}")
+    return replace(rule, planes=(), in_workers=True)
 
 
 def write_initial_state(rule: Rule, plane_views: Callable[[int], list[npt.NDArray[np.float32]]]) -> None:

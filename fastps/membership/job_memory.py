@@ -303,6 +303,18 @@ class JobMemory(WeightsMemory):
         """A lane's room for model buffers. The caller must hold the shard lock."""
         return np.frombuffer(self.memory, np.uint8, self.layout.extra_bytes, self.arena.extra_offset(lane))
 
+    def momentum(self, lane: int) -> npt.NDArray[np.float32]:
+        """The momentum of a lane's worker under momentum=worker, as the weights lie in a buffer."""
+        return np.frombuffer(self.memory, np.float32, self.layout.buffer_floats, self._momentum_offset(lane))
+
+    def momentum_views(self, lane: int) -> Views:
+        """A flat view of each parameter's momentum of a lane's worker; none unless the workers keep it."""
+        parameters = self.layout.parameters if self.layout.rule.in_workers else ()
+        return [self.floats_at(self._momentum_offset(lane), parameter) for parameter in parameters]
+
+    def _momentum_offset(self, lane: int) -> int:
+        return int(self.arena.extra_offset(lane)) + self.layout.momentum_begin
+
     def copy_version(self, weights: Sequence[int], state: Sequence[int]) -> VersionCopy:
         """Begin to copy pinned buffers of weights and state, one for each shard, to where this process reads them."""
         return VersionCopy(self, weights, state)

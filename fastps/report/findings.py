@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fastps.advice.advise import MOST_ERROR
 from fastps.advice.replay import limits
 from fastps.errors import Error
 from fastps.report.figure import listed, number_text, seconds_text
@@ -327,14 +328,15 @@ def _bound(facts: Facts) -> Iterator[Finding]:
 def _faster(facts: Facts) -> Iterator[Finding]:
     own = next((row for row in facts.advice if row["sync"] == facts.trace.header["policy"].get("spec")), None)
     chosen = next((row for row in facts.advice if row["recommended"]), None)
-    if own is not None and chosen is not None and chosen is not own:
-        gain = chosen["useful_steps_per_s"] / max(1e-9, own["useful_steps_per_s"]) - 1
-        if gain >= _MUCH_FASTER:
-            title = f"--sync {chosen['sync']} would be {gain:.0%} faster, by a replay of this run's steps."
-            mean, now = chosen["staleness_mean"], own["staleness_mean"]
-            detail = f"Its mean staleness would be {mean:.2f}, against {now:.2f}; what that does to the loss is not predicted."
-            yield Finding("advice", NOTE, title, detail)
-            return
+    if own is not None and chosen is not None and abs(chosen["replay_error"]) > MOST_ERROR:
+        title = f"No other discipline is recommended: a replay of this run's steps is off by {chosen['replay_error']:+.0%}."
+        yield Finding("advice", NOTE, title, "Other programs on the machine may be the reason: record where none run.")
+    elif own is not None and chosen is not None and chosen is not own and chosen["gain"] >= _MUCH_FASTER:
+        title = f"--sync {chosen['sync']} is expected to get {chosen['gain']:.0%} further in the same time."
+        detail = f"It is {chosen['reason']}. Its mean staleness is {chosen['staleness_mean']:.2f}, this run's"
+        detail += f" {own['staleness_mean']:.2f}. A replay of this run's own steps is off by {chosen['replay_error']:+.0%}."
+        yield Finding("advice", NOTE, title, detail)
+        return
     yield from _bounded_by(facts)
 
 

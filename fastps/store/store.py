@@ -26,7 +26,7 @@ from fastps.job.plan import plan, remedy
 from fastps.job.policy import Policy
 from fastps.job.precision import check_double
 from fastps.job.specs import parse_policy
-from fastps.job.update_rules import Hyper, Update, write_initial_state
+from fastps.job.update_rules import Hyper, Update, folded, write_initial_state
 from fastps.kernels.shm import arena
 from fastps.kernels.shm.format import format_memory
 from fastps.membership import discovery, rendezvous
@@ -160,7 +160,8 @@ class Store(JobMemory):
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         placed = place(rows, policy.shards, numbers, types)
         server = value_of("FASTPS_SERVER", server)
-        layout = Layout(placed, 1, update.rule, policy, workers, faults=faults, gradient_type=gradient_type, server=server)
+        rule = folded(update.rule, policy)
+        layout = Layout(placed, 1, rule, policy, workers, faults=faults, gradient_type=gradient_type, server=server)
         layout = replace(layout, max_readers=value_of("FASTPS_MAX_READERS", max_readers))
         check_double(layout)
 

@@ -21,6 +21,7 @@ from fastps.store.attached_lane import AttachedLane
 from fastps.store.combining import Combining, Push
 from fastps.store.freed_readers import FreedReaders
 from fastps.store.row_slots import Presence, RowSlots
+from fastps.store.worker_momentum import WorkerMomentum
 from fastps.system import launch_note
 from fastps.tracing.recorder import recorder_for
 
@@ -75,6 +76,7 @@ class Worker(AttachedLane):
         self._named_gradients: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
         self._presence = Presence(store.layout.parameters)
         self.recorder = None
+        self._momentum = WorkerMomentum(store, rank, generation > 0) if store.layout.rule.in_workers else None
         self._membership = Membership(self, generation)
         self.use(combining(self))
         if generation:
@@ -154,11 +156,14 @@ class Worker(AttachedLane):
         lane = self.lane
         if lane.awaits:
             self.advance()  # the slot still holds the push before
+        present = b"" if null else self._presence.take() if presence is None else presence
+        if self._momentum is not None and not null:
+            hypers, scale = self._momentum.add(lane.slot, hypers, present, scale)
         if not self._is_direct:
             self.combining.before_push(None if null else lane.slot)
         now_ns = self._clock.now_ns()
         if not null:
-            slot, present = lane.slot, self._presence.take() if presence is None else presence
+            slot = lane.slot
             if self._sent_hypers[slot] is not hypers or self._sent_presence[slot] is not present:
                 self._write_slot_header(slot, hypers, present)
         if self._is_direct and self.recorder is None:

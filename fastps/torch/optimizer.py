@@ -140,7 +140,7 @@ class DistributedOptimizer(OptimizerState):
         foreign.check_model(model)
         self._identity = environment.identity(job, rank, workers)
         self._names_job, self._is_told = job is not None, workers is not None
-        self._inner, self._rule = optimizer, rule_of(optimizer)
+        self._inner, self._rule = optimizer, rule_of(optimizer, policy)
         self._left_out, self._tensors = join.tensors_of(optimizer)
         pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors), self._tensors)
         super().__init__(optimizer.param_groups, optimizer.defaults)

@@ -15,7 +15,8 @@ import torch
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.layout import GradientType
-from fastps.job.update_rules import DOUBLE_PRODUCT, UPDATE_RULES, Hyper, PythonRule, Rule, UpdateRule, rule_for
+from fastps.job.policy import Policy
+from fastps.job.update_rules import DOUBLE_PRODUCT, UPDATE_RULES, Hyper, PythonRule, Rule, UpdateRule, folded, rule_for
 from fastps.job.user_rules import UserRule
 from fastps.kernels.update.fold import RULE_SGD
 from fastps.torch.names import UNNAMED, of_groups
@@ -44,17 +45,18 @@ HALVES = (torch.float16, torch.bfloat16)
 _OF_PARAMETERS = ("params", "param_names")  # a param_group's keys that describe parameters, not the rule
 
 
-def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """The rule of a torch optimizer, a PythonRule for one whose arithmetic the fold does not know.
+def rule_of(optimizer: torch.optim.Optimizer, policy: Policy) -> Rule:
+    """The rule that the fold runs for a torch optimizer, a PythonRule for one whose arithmetic the fold does not know.
 
     Raises UnsupportedError naming the optimizer or the option.
     """
     kind = type(optimizer)
     if isinstance(optimizer, RuleOptimizer):
-        return optimizer.rule
+        return folded(optimizer.rule, policy)
     name = kind.__name__
     if kind not in _KNOWN:
-        return PythonRule(f"{kind.__module__}.{kind.__qualname__}", RULE_SGD, (), switches=_digest(optimizer.param_groups))
+        made = PythonRule(f"{kind.__module__}.{kind.__qualname__}", RULE_SGD, (), switches=_digest(optimizer.param_groups))
+        return folded(made, policy)
     for option, level in _WITHOUT_EFFECT.items():
         if any(group.get(option) for group in optimizer.param_groups):
             logger.log(
@@ -63,7 +65,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     rule = rule_for(_KNOWN[kind], optimizer.param_groups, optimizer.defaults)
     groups, state = optimizer.param_groups, optimizer.state
     check_scalars(rule, [(group, state.get(each, {})) for group in groups for each in group["params"]])
-    return rule
+    return folded(rule, policy)
 
 
 def _digest(groups: Sequence[Mapping[str, Any]]) -> int:
@@ -92,7 +94,7 @@ def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
     """A param_group's current hyper-parameters; a learning rate that is a tensor is read."""
     row = _row_of(rule)
     for plane, option in row.only_with.items():
-        if group.get(option) and plane not in rule.planes:
+        if group.get(option) and plane not in rule.planes and not rule.in_workers:
             raise UnsupportedError(
                 f"{option} was off when the optimizer was wrapped and is not now: set it before wrapping; in a running job"
                 " every worker, after the same step, calls inner = optimizer.unwrap(), sets it, and wraps inner again"
@@ -182,7 +184,9 @@ def _cannot_change(value: object) -> bool:
 def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[str], torch.Tensor]) -> dict[str, Any] | None:
     """A parameter's entry in torch's state after `steps` steps; `plane` maps a name to its tensor. None if torch keeps none."""
     row = _row_of(rule)
-    names = row.used_state(group)  # what torch keeps for a parameter of this group; the fold may keep more, for other groups
+    names = (
+        [] if rule.in_workers else row.used_state(group)
+    )  # what torch keeps for a parameter of this group; the fold may keep more, for other groups
     if not names or (not steps and rule.name != "adagrad"):  # torch's Adagrad alone has state before its first step
         return None
     # torch counts in single precision also where the default type is a half, which ends at 256 or 2048.

@@ -346,4 +346,9 @@ def job_note(worker: Recorded) -> dict[str, Any]:
         "model_bytes": 4 * layout.buffer_floats,
         "slots": layout.slots,
         "spins": worker.cores.spins,
+        "optimizer": {
+            "rule": layout.rule.name,
+            "momentum": max((hyper.momentum or hyper.beta1 for hyper in worker.store.hypers), default=0.0),
+            "is_sgd": layout.rule.planes == ("momentum_buffer",) and layout.gradient_type == "float32",
+        },
     }

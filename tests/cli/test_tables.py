@@ -23,7 +23,14 @@ ANY = {
     **dict.fromkeys(("steps_per_s", "samples_per_s", "useful_steps_per_s", "updates_per_s"), 123456.7),
     **dict.fromkeys(("wait_share", "grant_wait_share", "zero_gap_share", "link_share_max", "server_share_max"), 0.777),
     **{"worker": 12, "workers": 128, "steps": 100000, "seconds": 1234.5, "staleness_mean": 12.34, "staleness_max": 1234},
-    **{"sync": "dssp:3,15,release=printed", "dropped": 98765, "test_accuracy": 0.987, "speed": 1.0, "dropped_share": 0.5},
+    **{
+        "sync": "dssp:3,15,release=printed",
+        "dropped": 98765,
+        "test_accuracy": 0.987,
+        "speed": 1.0,
+        "expected": 0.9,
+        "dropped_share": 0.5,
+    },
     "recommended": True,
 }
 BENCH = {

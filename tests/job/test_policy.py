@@ -99,7 +99,7 @@ REFUSED = {
     "dssp:0,0,bound=push": "the first push leads by 1: expected high of at least 1 with bound=push, found 0",
     "ssp:3,bound=push": (
         "'ssp:3,bound=push': expected ssp:s with the options scale, pull, pull_timeout, shards, stagger, ema, clip, combine,"
-        " found the option 'bound'"
+        " momentum, found the option 'bound'"
     ),
     "policy:fold=each,grant=bounded,low=1,high=3,bound=push": (
         "bound=push says what hard_bound limits: expected hard_bound=true, found false"
@@ -128,14 +128,14 @@ REFUSED = {
     "hardsync:8,scale=mean": "reference is read with scale 'square-root' only, found scale 'mean'",
     "asp,scale=batch": "scale 'batch' needs grant 'round-robin', which learns each worker's first batch, found grant 'at-once'",
     "asp,tune=true": (
-        "'asp,tune=true': expected asp with the options scale, pull, pull_timeout, shards, stagger, ema, clip, combine, found"
-        " the option 'tune'"
+        "'asp,tune=true': expected asp with the options scale, pull, pull_timeout, shards, stagger, ema, clip, combine,"
+        " momentum, found the option 'tune'"
     ),
     "adv:1,relay=2": "expected relay of 0 (all) to 1, found 2",
     "adv:1,groups=0,relay=0.5": "a leaf relays in a tree: expected groups of at least 1 with relay, found 0",
     "r2sp,groups=2": (
         "'r2sp,groups=2': expected r2sp[:r][,tune=true] with the options tune, scale, pull, pull_timeout, shards, stagger,"
-        " ema, clip, combine, found the option 'groups'"
+        " ema, clip, combine, momentum, found the option 'groups'"
     ),
     "bsp,combine=true": "combine is read with fold 'each' only, found fold 'all'",
     "r2sp,combine=true": "r2sp:0.8,combine=true: combine is read with fold 'each' only, found fold 'in-order'",
@@ -368,6 +368,7 @@ MODIFIED = {
     "ema": ["bsp,ema=0.999"],
     "clip": ["bsp,clip=1"],
     "combine": ["asp,combine=true", "dssp:3,15,scale=1/sigma,combine=true"],
+    "momentum": ["asp,momentum=worker", "softsync:2,momentum=worker", "ssp:3,momentum=worker"],
 }
 
 

@@ -150,8 +150,15 @@ def test_another_discipline_is_recommended_with_its_gain_and_its_staleness() -> 
     trace = bsp([10, 30, 10, 10], 60)
     assert "advice" not in _findings(trace, advise(trace, ["bsp"])), "the run is as it is recommended"
     found = _findings(trace, advise(trace))["advice"]
-    assert "would be" in found.title and "faster, by a replay of this run's steps." in found.title
-    assert "what that does to the loss is not predicted" in found.detail
+    assert found.title.startswith("--sync backup:1 is expected to get ") and "% further in the same time" in found.title
+    assert "begin with bsp's / 1.3" in found.detail and "A replay of this run's own steps is off by +0%." in found.detail
+
+
+def test_a_replay_that_is_off_is_said_and_nothing_is_recommended() -> None:
+    trace = bsp([10, 30, 10, 10], 60)
+    rows = [{**row, "replay_error": 0.29} for row in advise(trace)]
+    found = _findings(trace, rows)["advice"]
+    assert found.title == "No other discipline is recommended: a replay of this run's steps is off by +29%."
 
 
 @pytest.mark.parametrize(("policy", "bound"), [

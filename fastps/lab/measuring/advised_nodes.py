@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fastps.advice.advise import Row, candidates, compared, ranked
+from fastps.advice.advise import Recorded, Row, candidates, compared, ranked
 from fastps.errors import PolicyError, UsageError
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
@@ -86,7 +86,8 @@ def advise_nodes(
     policies = [parse_policy(spec) for spec in specs or candidates(model.nodes, simulation.batch)]
     if not specs:
         policies = [policy for policy in policies if not _reason_against(policy, model)]
-    return ranked(policies, lambda policy: compared(*on_links(simulation, policy, links, model)), tick)
+    recorded = Recorded(batch=simulation.batch)
+    return ranked(policies, lambda policy: compared(*on_links(simulation, policy, links, model)), tick, recorded)
 
 
 def self_test(traces: Sequence[Trace], links: MeasuredLinks, model: ModelOnNodes) -> Row | None:

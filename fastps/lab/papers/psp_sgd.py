@@ -125,7 +125,11 @@ def _figure_4(effort: Effort) -> dict[str, float]:
 PAPER = "psp-sgd"
 ERRORS = {"c=32, 100%": 0.1479, "c=28, 100%": 0.1609, "c=28, 90%": 0.1565, "c=20, 75%": 0.2914}
 ITEMS = (
-    Item(name="Figure 1", says="The architecture of a parameter server.", left_out="all: a drawing"),
+    Item(
+        name="Figure 1",
+        says="The architecture of a parameter server.",
+        left_out="all: a drawing. Live shards that are served apart stay out: shared memory has no late server",
+    ),
     Item(
         name="Figure 2",
         says="The density of the delay of pulls, without and with the injected delays.",

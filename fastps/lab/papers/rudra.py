@@ -149,7 +149,7 @@ ITEMS = (
         name="Section 3.3",
         says="Servers form a tree; each node answers its children's pulls with the weights that it holds.",
         left_out="trees of more than one level of leaves, and the cache of a leaf: a leaf answers with the root's newest"
-        " weights",
+        " weights; adv* between nodes, and a late leaf: shared memory has no late server",
     ),
     Item(name="Table 1", says="Of their time learners compute 11.52 % in Rudra-base, 56.75 % in adv and 99.56 % in adv*."),
     Item(name="Figure 4", says="<sigma> is n under n-softsync, and sigma exceeds 2 n with a probability below 0.0001."),

@@ -163,7 +163,7 @@ class _Shard:
         self.version = 0
         self._reads = reads
         self._kept: dict[int, Floats] = {0: weights}
-        self._state = np.zeros((1 if training.momentum else 0, len(weights)), np.float32)
+        self._state = np.zeros((1 if training.momentum and policy.momentum == "fold" else 0, len(weights)), np.float32)
         self._steps = np.zeros(1, np.int64)
         self._training = training
         self._policy = policy
@@ -179,7 +179,8 @@ class _Shard:
 
     def fold(self, pushes: list[tuple[_Pushed, int]], part: slice, learning_rate: float) -> None:
         """Fold one update of (push, staleness) pairs, scaled as in the live store."""
-        hyper = Hyper(learning_rate, self._training.momentum, 0.0, self._training.weight_decay)
+        momentum = self._training.momentum if self._policy.momentum == "fold" else 0.0
+        hyper = Hyper(learning_rate, momentum, 0.0, self._training.weight_decay)
         ordered = []
         for pushed, staleness in pushes:
             scale, rate_scale = pushed.scale, 1.0
@@ -232,6 +233,7 @@ class _Replay:
         self._taken = [[0] * policy.shards for _ in range(simulation.workers)]  # by worker and shard: received pushes of `made`
         self._forgotten = [0] * simulation.workers  # by worker: pushes removed from the front of `made`
         self._first_samples = [0] * simulation.workers
+        self._momentum: dict[int, Floats] = {}  # of each worker, under momentum=worker
         self._losses: list[float] = []
         self._loss_of = [float("inf")] * simulation.workers
         self._below_goal = [0] * simulation.workers  # consecutive iterations
@@ -288,6 +290,10 @@ class _Replay:
         scale = 1.0
         if self._policy.clip:
             scale = min(1.0, self._policy.clip / (float(np.linalg.norm(gradient)) + 1e-6))
+        if self._policy.momentum == "worker" and (mu := np.float32(self._training.momentum)):
+            gradient, scale = gradient * np.float32(scale), 1.0
+            self._momentum[worker] = own = mu * self._momentum.get(worker, np.float32(0)) + gradient
+            gradient += mu * own
         self._first_samples[worker] = self._first_samples[worker] or line["detail"]
         self._made[worker].append(_Pushed(gradient, scale, line["detail"], self._first_samples[worker]))
         self._losses.append(loss)

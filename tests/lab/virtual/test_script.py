@@ -102,6 +102,46 @@ def test_the_built_in_task_has_the_weights_of_train(spec: str, written: Callable
     assert row["loss_over_time"][0][1] > row["loss_over_time"][-1][1] and 0 < row["train_loss"] < 2
 
 
+DANA = BUILT_IN.replace(
+    "lr=0.05, momentum=0.5))",
+    """lr=0.02, momentum=0.9 if sys.argv[3] == "worker" else 0.0))
+own = [torch.zeros_like(each) for each in model.parameters()]""",
+).replace(
+    "    optimizer.report_loss",
+    """    if sys.argv[3] == "script":
+        for each, v in zip(model.parameters(), own):
+            v.mul_(0.9).add_(each.grad)
+            each.grad.add_(v, alpha=0.9)
+    optimizer.report_loss""",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("spec", ["asp", "ssp:3", "dssp:3,15", "softsync:2"])
+def test_the_momentum_of_workers_has_the_bits_of_a_script_that_keeps_it(
+    spec: str, written: Callable[[str], str], tmp_path: Path
+) -> None:
+    """DANA-slim in four lines of a script, and momentum=worker, in four workers of unequal speed."""
+    script, found, rows = written(DANA), [], []
+    for how, sync in (("script", spec), ("worker", f"{spec},momentum=worker")):
+        rows += simulated(*UNEVEN, "--sync", sync, "--checkpoint", str(tmp_path / how), script, "4", "25", how)
+        (folder,) = (tmp_path / how).iterdir()
+        found.append(load(folder))
+    for name, weights in found[0].weights().items():
+        np.testing.assert_array_equal(weights, found[1].weights()[name])
+    assert {name.split("/")[1] for name in found[1].tensors if name.startswith("momentum/")} == {"0", "1", "2", "3"}
+    assert rows[0]["last_line"] == rows[1]["last_line"]
+    training = VirtualTraining(data=data.load("digits"), learning_rate=0.02, momentum=0.9)
+    compute = replace(parse_compute("lognormal:10ms,0.4"), factors={0: 3.0})
+    described = Simulation(workers=4, steps=25, leave=True, batch=16, seed=7, compute=compute)
+    policy = parse_policy(f"{spec},momentum=worker")
+    replay = _Replay(policy, described, training, simulate(policy, described, trace=True).trace)
+    replay.run(None)
+    final = np.concatenate([found[1].weights()[each["name"]].reshape(-1) for each in found[1].description["parameters"]])
+    np.testing.assert_allclose(final, replay._shards[0].weights, atol=1e-4)
+
+
 def _burn() -> None:
     while True:
         sum(range(10_000))
