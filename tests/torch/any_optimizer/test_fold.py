@@ -8,10 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import fastps
+from fastps.kernels.combining.fold_call import FoldCall, FoldedPush
+from fastps.kernels.update.fold import FOLD_EACH
+from fastps.torch.any_optimizer.fold import TorchFold
+from fastps.torch.tensors import Tensors
 from tests.support import processes
 from tests.support.said import listen
 
@@ -438,3 +443,17 @@ def test_workers_that_begin_with_other_options_are_told_that_worker_0s_count(opt
 
     zero, _ = processes.results(processes.start_job(work, 2), 60)
     assert len(zero) == 1 and f"({what}): a version takes those of worker 0" in zero[0]
+
+
+def test_pushes_are_steps_in_the_order_of_the_versions_and_not_of_their_slots() -> None:
+    """Two pushes of a worker in one commit: with momentum the order decides."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    with fastps.Store.create({"w": np.ones((1, 1), np.float32)}, fastps.SGD(lr=0.1), sync="asp") as store:
+        for slot in (0, 1):
+            store.gradient_views(0, slot)[0][:] = slot + 1
+            np.frombuffer(store.memory, np.uint8, 8, store.arena.presence_offset(0, slot))[0] = 1
+        pushes = [FoldedPush(0, slot, 1.0, 1.0, 1) for slot in (1, 0)]
+        made = TorchFold(inner, Tensors(list(model.parameters())).enter(store))
+        assert made.fold(FoldCall(0, FOLD_EACH, 1.0, 1.0, 0, 1, 0, 1, pushes)) is None
+        assert store.weight_views([1])[0].item() == pytest.approx(1 - 0.1 * (2 + (1 + 0.5 * 2)))
