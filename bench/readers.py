@@ -2,9 +2,10 @@
 
 The training is a perceptron of the wanted size. Each round is compared with the rounds without readers before and after it.
 Beside it are readers that wait for each version, readers that update without any pause, as many processes that only take
-processor time, readers without a pause of the scheduling class SCHED_IDLE, and stopped readers. A machine with fewer cores than
-processes shares them: readers without a pause take most of its time. Processes that are only busy tell how much of the slowdown
-that alone is, and idle ones what reading costs if the training has precedence.
+processor time, readers without a pause of the scheduling class SCHED_IDLE, evaluators of that class, which make a forward pass
+of each newest version, and stopped readers. A machine with fewer cores than processes shares them: readers without a pause take
+most of its time. Processes that are only busy tell how much of the slowdown that alone is, and idle ones what reading costs if
+the training has precedence.
 """
 
 import contextlib
@@ -27,6 +28,8 @@ from fastps.bench.crew import ForkedCrew
 from fastps.bench.measure import BenchOptions, Row, Spread, check
 from fastps.bench.member import load_torch
 from fastps.errors import TimeoutExceededError
+from fastps.evaluation.loop import Evaluation
+from fastps.evaluation.options import EvaluationOptions
 from fastps.torch.optimizer import DistributedOptimizer
 from fastps.torch.reader import reader
 
@@ -34,7 +37,8 @@ READERS, SMOKE_READERS = 8, 2
 INPUTS, CLASSES, BATCH_SIZE = 256, 10, 16
 LEARNING_RATE, MOMENTUM = 0.01, 0.5
 CALM = "none"  # the rounds without readers, which every other kind is compared with
-KINDS = (CALM, "wait", "no pause", "only busy", "no pause, idle", "stopped")
+KINDS = (CALM, "wait", "no pause", "only busy", "no pause, idle", "evaluate, idle", "stopped")
+_WORK = {"only busy": "_be_busy", "evaluate, idle": "_evaluate"}  # of Reading; the others read
 PAUSE_S = 0.05  # after a change of the readers, before the next round is measured
 _WAIT_S = 0.2  # how often a waiting reader looks whether it is to end
 
@@ -97,8 +101,7 @@ class Reading:
         self._is_over.clear()
         self._has_begun.clear()
         if kind != CALM:
-            work = self._be_busy if kind == "only busy" else self._read
-            self._thread = threading.Thread(target=work, args=(kind,))
+            self._thread = threading.Thread(target=getattr(self, _WORK.get(kind, "_read")), args=(kind,))
             self._thread.start()
             self._has_begun.wait(60)
         return os.getpid(), updates, cpu_ns
@@ -107,6 +110,16 @@ class Reading:
         self._has_begun.set()
         while not self._is_over.is_set():
             pass
+
+    def _evaluate(self, kind: str) -> None:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        inputs = torch.randn(BATCH_SIZE, INPUTS, generator=torch.Generator().manual_seed(0))
+        judge = lambda model: {"mean": model(inputs).mean()}  # noqa: E731 - one expression
+        began_ns = time.thread_time_ns()
+        for _ in Evaluation(lambda: self._model, judge, self._job, EvaluationOptions(), end=self._is_over).rows():
+            self._updates += 1
+            self._has_begun.set()
+        self._cpu_ns = time.thread_time_ns() - began_ns
 
     def _read(self, kind: str) -> None:
         if kind == "no pause, idle":
