@@ -75,6 +75,7 @@ class Driver:
         self._granted: dict[tuple[int, int], tuple[int, int]] = {}
         self._kept: dict[int, tuple[int, int]] = {}  # by worker, the newest weights that a pull in the background has brought
         self._computing: set[int] = set()  # workers that have begun a step, and whose push is not posted
+        self._has_begun: set[int] = set()
         self._news = {
             worker: {shard: self._pin(self._lanes[worker], shard) for shard in self._shards} for worker in self._links
         }
@@ -161,6 +162,9 @@ class Driver:
         for shard, read in self._news[worker].items() if self._overlaps else ():
             self._lanes[worker].take_prefetched(*read, shard)  # before the next weights are kept
         self._computing.add(worker)
+        self._has_begun.add(worker)
+        if 0 not in self._has_begun:  # the others wait to hear whether it writes weights before its first step: that is later
+            self._lanes[0].announce(1)
         self._say(worker)
 
     def _say(self, worker: int) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,8 @@ from fastps.lab.virtual.script import _Run
 from fastps.lab.virtual.training import _updates
 from fastps.processes.options import JobOptions
 from fastps.simulation.simulate import Simulation, simulate
+from fastps.store import jobs_of_process
+from fastps.store.worker import Worker
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.tracing.file import read
 from tests.support import processes
@@ -82,6 +85,7 @@ def hosted(
     def live(rank: int) -> Any:
         os.environ.update(FASTPS_JOB=job, FASTPS_RANK=str(rank), FASTPS_WORKERS=str(workers))
         os.environ.update(FASTPS_VIRTUAL="1", FASTPS_SERVER="process", FASTPS_SYNC=sync)
+        jobs_of_process._next[0] = 0  # as in a new process: the optimizers of earlier tests are not this script's
         return work(rank)
 
     children = processes.start_each(live, workers)
@@ -105,11 +109,14 @@ def played(sync: str, work: Callable[[int], Any], play: Callable[[Driver], None]
     return processes.results(children, 1)
 
 
-def replayed(sync: str, kind: str, file: Path) -> tuple[list[Any], list[Any], Row]:
-    """What the workers of a live job return, then those of its replay; and the replay's row."""
+def replayed(
+    sync: str, kind: str, file: Path, before: Callable[[int], object] = lambda rank: None
+) -> tuple[list[Any], list[Any], Row]:
+    """What the workers of a live job return, which call `before` first, then those of its replay; and the replay's row."""
 
     def recorded(rank: int) -> Any:
         os.environ["FASTPS_TRACE"] = str(file)
+        before(rank)
         return work(kind, sync, rank)
 
     live = processes.results(processes.start_job(recorded, WORKERS), 150)
@@ -125,6 +132,22 @@ def test_a_replay_has_the_weights_and_the_state_of_the_recorded_run(sync: str, k
     live, again, row = replayed(sync, kind, tmp_path / "run.trace")
     assert again == live and len({repr(each) for each in live}) == 1
     assert row["pushes"] == row["gradients"] == STEPS * WORKERS and row["checksums"] >= 2
+
+
+def test_a_run_in_which_worker_0_began_after_others_had_pushed_is_played_again(tmp_path: Path) -> None:
+    """Others wait to hear whether it writes weights before its first step, which here comes after theirs."""
+    attach = Worker.__init__
+
+    def late(worker: Worker, *given: Any, **options: Any) -> None:
+        time.sleep(1)
+        attach(worker, *given, **options)
+
+    def begin_late(rank: int) -> None:
+        if rank == 0:
+            Worker.__init__ = late  # type: ignore[method-assign]
+
+    live, again, row = replayed("asp", "float32", tmp_path / "run.trace", begin_late)
+    assert again == live and row["pushes"] == STEPS * WORKERS
 
 
 # -- the simulator's events ----------------------------------------------------------------------------
