@@ -109,11 +109,14 @@ class Member:
             self.optimizers = [DistributedOptimizer(each, "bsp", model=self.plain) for each in self.optimizers]
 
     def __call__(self, command: int | str) -> Any:
-        """Take steps after one that aligns all workers: the seconds of each. Or "memory" in bytes, or "weights", flat."""
+        """Take steps after one that aligns all workers: the seconds of each. Or "memory" in bytes, or sums of the "weights".
+
+        A copy of all weights would stay in the allocator, and count as memory.
+        """
         if command == "memory":
             return share_of_memory("Pss:")
         if command == "weights":
-            return np.concatenate([each.detach().numpy().ravel() for each in self.plain.parameters()])
+            return np.array([[each.sum().item(), each.norm().item()] for each in self.plain.parameters()])
         self._step()
         return [self._step() for _ in range(int(command))]
 
@@ -160,7 +163,8 @@ def _rows(workers: int, size: tuple[int, int], options: BenchOptions) -> list[Ro
             for name, crew in crews.items():
                 seconds[name] += [max(of_step) for of_step in zip(*crew.call(1 if options.smoke else TURN), strict=True)]
         memory = {name: sum(crew.call("memory")) for name, crew in crews.items()}
-    parameters = weights["fastps"][0].size
+    with torch.device("meta"):
+        parameters = sum(each.numel() for each in Decoder(*size).parameters())
     ours = Spread(tuple(seconds["fastps"])).median
     return [
         {
