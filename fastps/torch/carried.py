@@ -1,7 +1,7 @@
 """Tensors that a version carries for readers, besides the weights: a model's buffers, or all that a publisher publishes.
 
 A worker copies its model's buffers into the slot of a push while anybody reads. The fold's commit carries those of the lowest
-live worker on from version to version.
+live worker on from version to version, or of the lowest whose push it has where pushes may be dropped.
 """
 
 import os
@@ -122,6 +122,7 @@ class CarriedBuffers:
     def use(self, worker: Worker) -> None:
         """Bring buffers with this worker's pushes from now on."""
         self._worker, self._memory, self._carried = worker, worker.store, worker.store.layout.carried
+        self._drops = worker.store.layout.policy.fold == "quorum"
         self.thread = threading.get_ident()  # the only one that may use the worker
         _live.add(self)
         self._views.clear()
@@ -152,10 +153,11 @@ class CarriedBuffers:
     def bring(self, slot: int) -> None:
         """Copy the buffers into a slot, for the next push: while anybody reads, and from the lowest live worker.
 
+        From every worker where a push may be dropped, as each of a slow worker is: a version then has those of its lowest.
         Buffers of another shape or type than when the model was wrapped are not brought.
         """
         arena = self._memory.arena
-        if len(arena.buffers_with_pages()) > arena.buffers and self._is_lowest():
+        if len(arena.buffers_with_pages()) > arena.buffers and (self._drops or self._is_lowest()):
             self._bring(slot)
 
     @torch.no_grad()

@@ -141,7 +141,7 @@ cdef class Commit:
         return outcome
 
     cdef void _carry(self, uint32_t n_pushes) noexcept nogil:
-        """Bring into the spare buffer what its version carries: of the last push that brings some, else the last version's.
+        """Bring into the spare buffer what its version carries: of a push that brings some, else the last version's.
 
         Without readers nothing is copied, and the mark says that it is not there. The last shard has it.
         """
@@ -160,24 +160,26 @@ cdef class Commit:
     cdef const uint64_t *_carried_by(self, uint32_t n_pushes, uint64_t *lane) noexcept nogil:
         """Where a version of these pushes has its carried values from, and the lane that brought them; NULL if from nowhere.
 
-        A push of the lane that brought the last version's, without any, makes those too old: nobody read as it was made.
+        Of the lowest lane whose push brings some, its last. A push of the lane that brought the last version's, without any,
+        makes those too old: nobody read as it was made.
         """
         cdef fps_folded_push push
         cdef const uint64_t *found
         cdef const uint64_t *last = <const uint64_t *> self.arena.carried(fps_commit_buffer(self.seen))
-        cdef uint64_t bringer = last[1]
+        cdef const uint64_t *best = NULL
         cdef bint is_too_old = False
+        lane[0] = last[1]
         while n_pushes:
             n_pushes -= 1
             push = self.fold.item.push(n_pushes)
-            if push.lane < self.arena.header.n_lanes and push.slot < self.arena.header.n_slots:
-                found = <const uint64_t *> self.arena.brought(push.lane, push.slot)
-                if found[0] == push.step + 1:
-                    lane[0] = push.lane
-                    return found
-                is_too_old |= push.lane == bringer
-        lane[0] = bringer
-        return NULL if is_too_old else last
+            if push.lane >= self.arena.header.n_lanes or push.slot >= self.arena.header.n_slots:
+                continue
+            found = <const uint64_t *> self.arena.brought(push.lane, push.slot)
+            if found[0] != push.step + 1:
+                is_too_old |= push.lane == last[1]
+            elif best == NULL or push.lane < lane[0]:
+                best, lane[0] = found, push.lane
+        return best if best != NULL else NULL if is_too_old else last
 
     cdef int _write_record(self, scheduler_t *state, uint32_t state_buffer) noexcept nogil:
         """Write the record that is not in use, and flip."""

@@ -125,23 +125,23 @@ def test_all_choose_the_same_after_the_same_step_and_go_on_from_the_same_weights
     assert check(warm_up) == check(rest) == []
 
 
-@pytest.mark.slow  # it fails in some runs: the reader is not told where the job has moved to
 def test_a_reader_that_follows_goes_on_in_the_arena_that_the_job_moves_to_and_versions_rise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(advice, "recommend", lambda rows, *_: (next(row for row in rows if row["sync"] == "backup:1"), "test"))
     job, twin = f"auto-{os.getpid()}", torch.nn.BatchNorm1d(4)
+    has_read = multiprocessing.get_context("fork").Event()
 
-    def train(rank: int) -> tuple[str, int]:
+    def train(rank: int) -> str:
         model = torch.nn.BatchNorm1d(4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         with fastps.DistributedOptimizer(optimizer, "auto:8", model=model, job=job, rank=rank, workers=2) as wrapped:
-            while wrapped.version < 40 or wrapped.policy.spec == "auto:8":
+            while wrapped.policy.spec == "auto:8" or not has_read.is_set():
                 time.sleep(0.03 if rank == 0 else 0.002)
                 wrapped.zero_grad()
                 model(torch.randn(8, 4) + 100).square().sum().backward()
                 wrapped.step()
-            return wrapped.policy.spec, wrapped.version
+            return str(wrapped.policy.spec)
 
     workers = processes.start_each(train, 2)
     versions = []
@@ -151,9 +151,9 @@ def test_a_reader_that_follows_goes_on_in_the_arena_that_the_job_moves_to_and_ve
             versions.append(reader.update(twin))
         assert reader.job == f"{job}.1" and versions == sorted(versions) and versions[0] < 8
         assert twin.running_mean is not None and bool((twin.running_mean > 1).all()), "with the buffers of the second arena"
+        has_read.set()
         assert not other.wait(30) and other.over and other.job == job, "it was not asked to follow"
-    ((spec, first), (_, second)) = processes.results(workers, 60)
-    assert spec != "auto:8" and min(first, second) >= 40
+    assert set(processes.results(workers, 60)) == {"backup:1"}
 
 
 def test_a_worker_that_ends_early_keeps_the_others_under_bsp() -> None:

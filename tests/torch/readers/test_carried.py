@@ -1,6 +1,7 @@
 """A model's buffers travel with the versions of the training that fastps wraps."""
 
 import json
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -162,6 +163,34 @@ def test_the_buffers_are_those_of_the_lowest_live_worker() -> None:
     assert other.get_buffer("mine").tolist() == [1.0, 599.0]
     readers[0].close()
     processes.results([child], 60)
+
+
+def test_a_lowest_worker_whose_pushes_are_dropped_leaves_the_buffers_to_the_others() -> None:
+    job, has_read = _job(), multiprocessing.get_context("fork").Event()
+
+    def train(rank: int) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+        model.register_buffer("mine", torch.tensor([float(rank), 0.0]))
+        with _wrapped(model, "backup:1", workers=2, rank=rank, job=job) as optimizer:
+            optimizer.wait_for_start()
+            while not has_read.is_set():
+                model.get_buffer("mine")[1] += 1
+                time.sleep(0.001 if rank else 0.05)
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+
+    workers, found = processes.start_each(train, 2), []
+    other = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    other.register_buffer("mine", torch.zeros(2))
+    with fastps.reader(job) as reader:
+        while sum(rank for rank, _ in found) < 10:
+            assert reader.wait(timeout_s=30)
+            reader.update(other)
+            found.append(other.get_buffer("mine").tolist())
+        has_read.set()
+    processes.results(workers, 60)
+    of_worker_1 = [step for rank, step in found if rank]
+    assert of_worker_1 == sorted(set(of_worker_1)), "each version has newer ones"
 
 
 def test_a_buffer_of_another_shape_is_the_readers_own() -> None:
