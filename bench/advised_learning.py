@@ -304,19 +304,7 @@ def measured(setting: Setting, seeds: Sequence[int]) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The result as Markdown, a row for each setting, and a line that counts."""
-    headings = (
-        "task",
-        "workers",
-        "times",
-        "momentum",
-        "bsp, s",
-        "best",
-        "of bsp",
-        "advised",
-        "over the best",
-        "of bsp",
-        "auto",
-    )
+    headings = "task", "workers", "times", "momentum", "bsp, s", "best", "of bsp", "advised", "over the best", "of bsp", "auto"
     lines = [f"| {' | '.join((*headings, 'at its rate, of bsp'))} |", "|---" * 12 + "|"]
     good = worse = 0
     for row in rows:

@@ -63,7 +63,7 @@ class Decoder(nn.Module):
 class Muon(torch.optim.Optimizer):
     """Muon with products in float32, as examples/muon.py has it: torch's own multiplies in bfloat16."""
 
-    def __init__(self, matrices: Any, lr: float = 0.01, momentum: float = 0.95) -> None:
+    def __init__(self, matrices: Any, lr: float = 0.02, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 def _optimizers(model: Decoder) -> list[torch.optim.Optimizer]:
     matrices = [each for each in model.blocks.parameters() if each.ndim == 2]
     others = [each for each in model.parameters() if all(each is not matrix for matrix in matrices)]
-    return [Muon(matrices), torch.optim.AdamW(others, lr=1e-3)]
+    return [Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=1e-3)]
 
 
 class Member:
@@ -100,7 +100,7 @@ class Member:
         self.plain = Decoder(job.width, job.layers)
         self.model: nn.Module = self.plain
         self.optimizers: list[Any] = _optimizers(self.plain)
-        self.generator, self.rank = torch.Generator().manual_seed(rank), rank
+        self.generator = torch.Generator().manual_seed(rank)
         if job.name == "ddp":
             dist.init_process_group("gloo", init_method=f"file://{job.folder}/ddp", rank=rank, world_size=job.workers)
             self.model = nn.parallel.DistributedDataParallel(self.plain, gradient_as_bucket_view=True)

@@ -114,7 +114,10 @@ class Reading:
     def _evaluate(self, kind: str) -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         inputs = torch.randn(BATCH_SIZE, INPUTS, generator=torch.Generator().manual_seed(0))
-        judge = lambda model: {"mean": model(inputs).mean()}  # noqa: E731 - one expression
+
+        def judge(model: Any) -> dict[str, Any]:
+            return {"mean": model(inputs).mean()}
+
         began_ns = time.thread_time_ns()
         for _ in Evaluation(lambda: self._model, judge, self._job, EvaluationOptions(), end=self._is_over).rows():
             self._updates += 1

@@ -128,9 +128,7 @@ class Reader(WeightsReader):
         assert self._identity is not None
         if carried.write_present(self._identity, self.buffers[-1]):
             self._present = self.buffers[-1], self.versions[-1]
-        if (
-            self._is_warned
-        ):  # such as of a model that has other buffers than when it was wrapped: no update waits for them again
+        if self._is_warned:  # of a model with other buffers than when it was wrapped, say: no update waits for them again
             return
         arena, deadline = self._memory.arena, Deadline(self._clock.now_ns(), self._timeout_ns)
         is_own = os.getpid() in [arena.process_id(lane) for lane in range(arena.lanes)]

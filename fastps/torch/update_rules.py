@@ -184,9 +184,8 @@ def _cannot_change(value: object) -> bool:
 def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[str], torch.Tensor]) -> dict[str, Any] | None:
     """A parameter's entry in torch's state after `steps` steps; `plane` maps a name to its tensor. None if torch keeps none."""
     row = _row_of(rule)
-    names = (
-        [] if rule.in_workers else row.used_state(group)
-    )  # what torch keeps for a parameter of this group; the fold may keep more, for other groups
+    # What torch keeps for a parameter of this group; the fold may keep more, for other groups.
+    names = [] if rule.in_workers else row.used_state(group)
     if not names or (not steps and rule.name != "adagrad"):  # torch's Adagrad alone has state before its first step
         return None
     # torch counts in single precision also where the default type is a half, which ends at 256 or 2048.

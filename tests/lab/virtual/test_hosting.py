@@ -15,6 +15,7 @@ import torch
 
 import fastps
 from fastps import parse_policy
+from fastps.bench.optimizer import Muon
 from fastps.kernels.simulation.simulator import KINDS
 from fastps.lab.virtual.compute_texts import parse_compute
 from fastps.lab.virtual.counterfactual import Counterfactual
@@ -31,7 +32,6 @@ from fastps.store.worker import Worker
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.tracing.file import read
 from tests.support import processes
-from tests.support.muon import Muon
 from tests.torch.any_optimizer import test_fold
 from tests.torch.any_optimizer.test_fold import Failing, loss_of, new_model, plain, values_of
 
