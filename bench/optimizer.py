@@ -77,12 +77,14 @@ class Muon(torch.optim.Optimizer):
 
 
 def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    shown = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    wide: torch.Tensor = shown / (shown.norm() + 1e-7)
+    flat = matrix.flatten(1)  # a convolution's filters: a row each
+    is_wide = flat.shape[0] <= flat.shape[1]
+    wide: torch.Tensor = flat if is_wide else flat.T
+    wide = wide / (wide.norm() + 1e-7)
     for _ in range(5):
         gram = wide @ wide.T
         wide = 3.4445 * wide + (2.0315 * gram @ gram - 4.775 * gram) @ wide
-    return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
+    return (wide if is_wide else wide.T).reshape(matrix.shape)
 
 
 def _optimizers(model: Decoder) -> list[torch.optim.Optimizer]:
