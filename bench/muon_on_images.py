@@ -19,7 +19,7 @@ from fastps.bench.optimizer import Muon
 from fastps.lab.demo import data, models
 
 WORKERS, BATCH, EPOCHS = 4, 16, 4
-SYNC = ("bsp", "asp", "ssp:3", "dssp:3,15", "backup:1", "psp:3,1", "hardsync:64", "softsync:1", "softsync:4")
+SYNC: tuple[str, ...] = ("bsp", "asp", "ssp:3", "dssp:3,15", "backup:1", "psp:3,1", "hardsync:64", "softsync:1", "softsync:4")
 SYNC += ("adv:4", "adv*:4", "r2sp")
 RATES = {"muon": (0.005, 0.01, 0.02, 0.04), "adamw": (0.0005, 0.001, 0.002, 0.004)}
 OF_THE_REST = 0.001  # AdamW's rate beside Muon
@@ -46,7 +46,7 @@ def train(rank: int, sync: str, name: str, rate: float, seed: int, epochs: int, 
     optimizers = [fastps.DistributedOptimizer(each, sync=sync, model=model) for each in optimizers_of(model, name, rate)]
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
-        for chosen in torch.randperm(len(labels), generator=generator).split(BATCH):
+        for chosen in torch.randperm(len(labels), generator=generator).split(BATCH):  # type: ignore[no-untyped-call]
             for optimizer in optimizers:
                 optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(inputs[chosen]), labels[chosen]).backward()  # type: ignore[no-untyped-call]
