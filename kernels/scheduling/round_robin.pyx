@@ -1,23 +1,20 @@
-"""Grants in a fixed order with a gap between them, and batches that equalize the workers' times: R2SP.
+"""Grants in a fixed order with a gap between them, and batches that make all as slow as the slowest: R2SP.
 
 Chen, Wang and Li, "Round-Robin Synchronization: Mitigating Communication Bottlenecks in Parameter Servers", sections III to V.
 The gap is r T / N after the last grant, with T the slowest worker's mean iteration time. What the paper leaves open is chosen
-here: the mean is exponential with weight 1/8 for the newest; a worker's time as a function of its batch is the least-squares
-line through its iterations, which are forgotten as in the mean, or the line through the origin while their batches are too
-equal to show its slope; a batch grows to at most 16 times the worker's first. The slowest is the winner of a tournament, so
-that no decision reads all workers.
+here: the mean is exponential with weight 1/8 for the newest, and a batch grows to at most 16 times the worker's first. The
+slowest is the winner of a tournament, so that no decision reads all workers.
 """
 
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
+from fastps.kernels.scheduling.batches cimport NEWEST_WEIGHT, batches_learn, batches_of_time
 from fastps.kernels.scheduling.state cimport *
 from fastps.kernels.scheduling.tournament cimport tournament_set
 
 cdef enum:
-    NEWEST_WEIGHT = 8   # the newest iteration counts one part in so many
     MOST_GROWTH = 16    # largest tuned batch, as a multiple of the worker's first
-    MOST_EQUAL = 1000   # batches whose mean square is so many times their variance or more show no slope
 
 
 cdef void round_robin_measure(scheduler_t *state, int32_t worker, int64_t samples) noexcept nogil:
@@ -40,7 +37,8 @@ cdef void round_robin_measure(scheduler_t *state, int32_t worker, int64_t sample
     tournament_set(state_iterations(state), worker, w.iteration_ns)
     round_robin_space(state)
     if state.policy.tune_batches and samples > 0:
-        _learn(state, worker, <double> samples, <double> took_ns)
+        batches_learn(w, samples, took_ns)
+        _set_equal_time(state, worker)
 
 
 cdef void round_robin_space(scheduler_t *state) noexcept nogil:
@@ -81,49 +79,21 @@ cdef void round_robin_join(scheduler_t *state, int32_t worker, int64_t clock) no
 
 # -- batches ---------------------------------------------------------------------------------------
 
-cdef inline void _fit_line(worker_t *w) noexcept nogil:
-    """time = constant + slope * batch, by weighted least squares; through the origin where that is not a line upwards."""
-    cdef double spread = w.fit_n * w.fit_batch_batch - w.fit_batch * w.fit_batch
-    if MOST_EQUAL * spread > w.fit_n * w.fit_batch_batch:
-        w.line_slope = (w.fit_n * w.fit_batch_ns - w.fit_batch * w.fit_ns) / spread
-        w.line_constant = (w.fit_ns - w.line_slope * w.fit_batch) / w.fit_n
-        if w.line_slope > 0 and w.line_constant >= 0:
-            return
-    w.line_constant = 0
-    w.line_slope = w.fit_ns / w.fit_batch
-
-
-cdef inline double _faded(double total) noexcept nogil:
-    """What is left of a sum of earlier iterations when another comes."""
-    return (<double> (NEWEST_WEIGHT - 1) / NEWEST_WEIGHT) * total
-
-
-cdef void _learn(scheduler_t *state, int32_t worker, double samples, double took_ns) noexcept nogil:
-    """One more iteration on the worker's line, and so another time for its first batch.
+cdef void _set_equal_time(scheduler_t *state, int32_t worker) noexcept nogil:
+    """The worker's time for its first batch, which may be the slowest.
 
     The tournament compares whole numbers: doubles of at least 0 are in the order of their bits.
     """
-    cdef worker_t *w = &state_workers(state)[worker]
-    cdef double equal_ns
+    cdef const worker_t *w = &state_workers(state)[worker]
+    cdef double equal_ns = max(<double> 0, w.line_constant + w.line_slope * <double> w.base_batch)
     cdef int64_t bits
-    w.fit_n = _faded(w.fit_n) + 1
-    w.fit_batch = _faded(w.fit_batch) + samples
-    w.fit_ns = _faded(w.fit_ns) + took_ns
-    w.fit_batch_batch = _faded(w.fit_batch_batch) + samples * samples
-    w.fit_batch_ns = _faded(w.fit_batch_ns) + samples * took_ns
-    if w.fit_batch > 0:
-        _fit_line(w)
-        equal_ns = max(<double> 0, w.line_constant + w.line_slope * <double> w.base_batch)
-        memcpy(&bits, &equal_ns, sizeof(bits))
-        tournament_set(state_equal_times(state), worker, bits)
+    memcpy(&bits, &equal_ns, sizeof(bits))
+    tournament_set(state_equal_times(state), worker, bits)
 
 
 cdef int64_t _tuned_batch(const scheduler_t *state, int32_t worker) noexcept nogil:
     """The batch with which the worker takes as long as the slowest does with its first batch (section IV)."""
     cdef const worker_t *w = &state_workers(state)[worker]
-    cdef double target_ns, batch
-    if w.base_batch == NO_BATCH or w.fit_batch <= 0 or w.line_slope <= 0:
-        return w.base_batch
+    cdef double target_ns
     memcpy(&target_ns, &state_equal_times(state).most, sizeof(target_ns))
-    batch = min((target_ns - w.line_constant) / w.line_slope, <double> (MOST_GROWTH * w.base_batch))
-    return max(w.base_batch, <int64_t> batch)
+    return batches_of_time(w, target_ns, w.base_batch, MOST_GROWTH * w.base_batch)
