@@ -201,8 +201,13 @@ def tuning(row: Row, own: Row) -> str:
     divisor = _in_sum(own) / _in_sum(row) if kept else 1 + row["staleness_mean"]
     stays = kept and divisor <= _SAME_RATE
     rate = "the learning rate stays" if stays else f"tune the learning rate: begin with bsp's / {divisor:.2g}"
+    drawn = (
+        "; draw with fastps.shard or fastps.BatchSampler, whose batches follow the grants"
+        if parse_policy(row["sync"]).tune
+        else ""
+    )
     dropped = f"; {row['dropped_share']:.0%} of the pushes are dropped, those of the slowest" if row["dropped_share"] else ""
-    return rate + dropped
+    return rate + drawn + dropped
 
 
 def bears_rate(row: Row, own: Row, batch: int) -> bool:
@@ -220,7 +225,7 @@ def _in_sum(row: Row) -> float:
 
 def keeps_rate(policy: Policy) -> bool:
     """Whether a learning rate that is right for bsp is right here: a version is the mean of fresh pushes."""
-    return policy.grant == "next-version" and policy.fold in ("all", "quorum") and policy.scale == "mean"
+    return policy.grant == "next-version" and policy.fold in ("all", "quorum") and policy.scale in ("mean", "batch")
 
 
 def self_test(trace: Trace, cores: float = 0.0) -> Row:

@@ -14,13 +14,17 @@ from fastps.job.policy import DEFAULT_SHARDS, LEAST_WARM_UP, MAX_BOUND, MOST_WAR
 __all__ = ["ASP", "BSP", "DSSP", "PSP", "R2SP", "SSP", "BackupWorkers", "HardSync", "RudraAdv", "RudraAdvStar", "SoftSync"]
 
 
-def BSP() -> Policy:  # noqa: N802 - the papers' names
+def BSP(*, tune: bool = False) -> Policy:  # noqa: N802 - the papers' names
     """Bulk synchronous parallel: fold the mean of all workers' pushes of a version, then grant to all (DSSP paper, I.A.1).
 
-    >>> BSP().spec
-    'bsp'
+    With `tune=True` each grant carries a batch size with which all workers take equally long. Their sum stays, and a version is
+    the mean of all its samples (LB-BSP; Chen, Weng, Wang, Li and Li, 2020).
+
+    >>> BSP().spec, BSP(tune=True).spec
+    ('bsp', 'bsp,tune=true')
     """
-    return Policy(spec="bsp", fold="all", grant="next-version")
+    spec = "bsp" if tune is False else f"bsp,tune={str(tune).lower()}"
+    return Policy(spec=spec, fold="all", grant="next-version", scale="batch" if tune else "mean", tune=tune)
 
 
 def ASP() -> Policy:  # noqa: N802
@@ -252,15 +256,16 @@ def _divisors(workers: int) -> list[int]:
 
 DISCIPLINES: dict[str, Discipline] = {
     "bsp": Discipline(
-        "bsp",
+        "bsp[,tune=true]",
         BSP,
         paper="Zhao et al. (DSSP), section I.A.1",
         does="Each version takes one push of every live worker and folds their mean; each worker waits for the slowest.",
         staleness="0",
-        use="Workers are equally fast, or results must repeat to the bit. The default.",
-        examples=("bsp",),
-        advised=lambda workers, batch: ["bsp"],
-        chaos=("bsp",),
+        use="Workers are equally fast, or results must repeat to the bit: the default. tune=true: slow ones draw less.",
+        examples=("bsp", "bsp,tune=true"),
+        options=("tune",),
+        advised=lambda workers, batch: ["bsp", "bsp,tune=true"][: min(2, workers)],
+        chaos=("bsp", "bsp,tune=true"),
     ),
     "asp": Discipline(
         "asp",

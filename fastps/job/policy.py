@@ -62,7 +62,8 @@ class Policy:
         groups: leaves of Rudra's tree; a leaf passes on the pushes of its workers together. 0: no tree.
         relay: share of its live workers whose pushes a leaf of the tree waits for before it passes them on; 0: all.
         relax: r of R2SP, 0 to 1: the fraction of T / N between two grants.
-        tune: R2SP's batch tuning: the grant carries a batch with which the worker takes as long as the slowest.
+        tune: the grant carries a batch. With grant "round-robin" (R2SP) the worker then takes as long as the slowest; with fold
+            "all" all take equally long, and the sum of their batches stays.
         reference: B of hardsync's sqrt(lambda mu / B), in samples.
         pull: fraction of the shards that a step waits for (b% of PSP-SGD); 1: all.
         pull_timeout: seconds that a step waits for more shards after those (tau2 of PSP-SGD).
@@ -148,8 +149,19 @@ class Policy:
         low, high = self._called("low"), self._called("high")
         if self.low > self.high:
             yield f"expected {low} <= {high}, found {low}={self.low} and {high}={self.high}"
-        if self.scale == "batch" and self.grant != "round-robin":
-            yield f"scale 'batch' needs grant 'round-robin', which learns each worker's first batch, found grant {self.grant!r}"
+        if self.grant != "round-robin" and self.fold != "all":
+            if self.scale == "batch":
+                yield (
+                    "scale 'batch' needs grant 'round-robin', which learns each worker's first batch, or fold 'all', a mean of"
+                    f" all samples, found grant {self.grant!r} and fold {self.fold!r}"
+                )
+            if self.tune:
+                yield (
+                    "batches are tuned with grant 'round-robin' or fold 'all': expected tune=false, found grant"
+                    f" {self.grant!r} and fold {self.fold!r}"
+                )
+        if self.tune and self.fold == "all" and self.scale != "batch":
+            yield f"a mean of pushes of other sizes needs scale 'batch', which weights them, found scale {self.scale!r}"
         if self.bound == "push" and not self.hard_bound:
             yield "bound=push says what hard_bound limits: expected hard_bound=true, found false"
         if self.bound == "push" and self.high < 1:
@@ -312,7 +324,7 @@ _READ_WITH = {
     # is late, would lose their bounds by it.
     **dict.fromkeys(("count", "backups", "push_timeout", "pull", "pull_timeout"), ("fold", "quorum")),
     **dict.fromkeys(("divisor", "groups", "relay"), ("fold", "count")),
-    **dict.fromkeys(("relax", "tune"), ("grant", "round-robin")),
+    "relax": ("grant", "round-robin"),
     "reference": ("scale", "square-root"),
     "warm_up": ("fold", "all"),
 }

@@ -117,7 +117,7 @@ class AttachedLane:
 
     @property
     def batch_size(self) -> int:
-        """The batch size that the last grant carried (R2SP's tuning); 0: the worker chooses."""
+        """The batch size that the last grant carried (tune=true); 0: the worker chooses."""
         return self.lane.batch()
 
     @property

@@ -42,6 +42,7 @@ class Worker(AttachedLane):
         recorder: the recorder of this worker's part of a trace, or None.
         rows: the rows of tables in this worker's slots.
         combining: the part that folds what this worker pushes.
+        drawn_samples: the samples of a push that tells none, where batches are tuned; 0: unknown.
     """
 
     combining: Combining
@@ -56,7 +57,7 @@ class Worker(AttachedLane):
     ) -> None:
         super().__init__(store, rank)
         lane = self.lane
-        self.earlier_steps = 0
+        self.earlier_steps = self.drawn_samples = 0
         self.generation = generation
         counted = store.arena.counters(rank)  # by the lane's earlier workers
         self._steps_before, lane.samples = counted["steps"], counted["samples"]
@@ -148,7 +149,7 @@ class Worker(AttachedLane):
             self._refuse()
         if not 0 <= samples < 1 << 32:
             raise UsageError(f"expected 0 to {(1 << 32) - 1:,} samples in a push (batch_size=, report_loss), found {samples}")
-        if self._needs_samples and samples < 1:
+        if self._needs_samples and samples < 1 and (samples := self.drawn_samples) < 1:
             raise UsageError(
                 f"{self._policy.spec} scales by samples: expected the size of the batch with each push, found none;"
                 " tell it by report_loss(loss, samples) or DistributedOptimizer(batch_size=)"

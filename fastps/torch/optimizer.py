@@ -176,7 +176,8 @@ class DistributedOptimizer(OptimizerState):
         self._job.use(worker)
         self._alone = owner.fold_of(worker.combining) if worker.store.layout.steps_alone else None
         self._warm_up = WarmUp(worker.store, worker) if self.policy.warm_up else None
-        self._batch_size = self._samples = batch_size
+        self._batch_size = worker.drawn_samples = batch_size
+        self._samples = self._untold = 0 if self.policy.tune else batch_size  # 0: as many as were drawn
         self._job.hook(refuse_calls(self._inner, owner.fold_of(worker.combining), loads=self._rule.runs_in_python))
         if worker.begun_at:  # torch would warn of a schedule that the script steps to where the job is
             self._opt_called = True
@@ -422,7 +423,7 @@ class DistributedOptimizer(OptimizerState):
 
     def report_loss(self, loss: float, samples: int = 0) -> None:
         """Report this worker's loss and batch size to observers; the next push carries them."""
-        self._job.worker.loss, self._samples = loss, samples or self._batch_size
+        self._job.worker.loss, self._samples = loss, samples or self._untold
 
     def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> Pinned:
         """Pin the whole published version for a checkpoint; see PinnedVersion."""
@@ -436,7 +437,7 @@ class DistributedOptimizer(OptimizerState):
 
     @property
     def batch_size(self) -> int:
-        """The next step's batch size: the grant's if it carries one (R2SP's tuning), else the one given at wrapping."""
+        """The next step's batch size: the grant's if it carries one (tune=true), else the one given at wrapping."""
         return self._job.worker.batch_size or self._batch_size
 
     def wait_for_start(self) -> None:

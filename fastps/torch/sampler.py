@@ -2,6 +2,8 @@
 
 All workers draw the same order, from one seed and the number of the pass, and each takes every N-th sample of it. So no two
 workers draw the same sample within a pass. In a job that is resumed the first pass goes on behind the steps that were made.
+Where the grants of a version carry batches of one sum (bsp,tune=true), each batch is the next part of that order: a version has
+the samples that it would have with equal batches.
 """
 
 import copy
@@ -17,6 +19,7 @@ from fastps.job import environment
 from fastps.store import jobs_of_process
 
 if TYPE_CHECKING:
+    from fastps.store.worker import Worker
     from fastps.torch.optimizer import DistributedOptimizer
 
 Uneven = Literal["drop", "keep"]
@@ -120,9 +123,36 @@ class Share(Sampler[Any]):
     def _begin(self) -> None:
         if self._epoch < 0:
             _, _, steps = _place(self._optimizer)
-            batches, rest = divmod(len(self), self._batch_size)
-            self._epoch, done = divmod(steps, max(1, batches + (rest > 0 and not self._drop_last)))
+            self._epoch, done = divmod(steps, self.steps)
             self._begun = self._epoch, done * self._batch_size
+
+    @property
+    def steps(self) -> int:
+        """The batches of a whole pass. Where they are drawn together, what is left over at its end is dropped."""
+        if self.drawing_worker() is not None:
+            return max(1, len(self._sampler) // (_place(self._optimizer)[1] * self._batch_size))  # type: ignore[arg-type]
+        batches, rest = divmod(len(self), self._batch_size)
+        return max(1, batches + (rest > 0 and not self._drop_last))
+
+    def drawing_worker(self) -> "Worker | None":
+        """The worker whose grants carry its part of a sum of batches; None under a discipline without such."""
+        worker = jobs_of_process.open_worker() if self._optimizer is None else self._optimizer.worker
+        policy = None if worker is None else worker.store.layout.policy
+        return worker if policy is not None and policy.tune and policy.is_level else None
+
+    def drawn(self, worker: "Worker") -> Iterator[list[Any]]:
+        """One pass of batches as large as the grants say: a version's are next to each other in the common order."""
+        behind, of_version = self._begin_pass() // self._batch_size, _place(self._optimizer)[1] * self._batch_size
+        order = self._order(self._epoch - 1)
+        for step in range(behind, self.steps):
+            worker.drawn_samples = size = worker.batch_size or self._batch_size
+            first = step * of_version + worker.lane.samples_before(self._batch_size)
+            yield [order[place % len(order)] for place in range(first, first + size)]
+
+    def _order(self, epoch: int) -> list[Any]:
+        if hasattr(self._sampler, "generator"):
+            self._sampler.generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
+        return list(self._sampler)
 
     def __len__(self) -> int:
         """The samples of a whole pass."""
@@ -131,15 +161,30 @@ class Share(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """One pass, and the next one's order is another."""
-        self._begin()
-        if hasattr(self._sampler, "generator"):
-            self._sampler.generator = torch.Generator().manual_seed(1_000_003 * self._seed + self._epoch)
-        (begun, done), self._begun = self._begun, (-1, 0)
-        behind = done if begun == self._epoch else 0
-        self._epoch += 1
+        behind = self._begin_pass()
         rank, workers, _ = _place(self._optimizer)
-        order = list(self._sampler)
+        order = self._order(self._epoch - 1)
         yield from [order[place] for place in _own(len(order), rank, workers, self._uneven)][behind:]
+
+    def _begin_pass(self) -> int:
+        """Begin the next pass. Returns how many samples of this worker it goes on behind."""
+        self._begin()
+        (begun, done), self._begun = self._begun, (-1, 0)
+        self._epoch += 1
+        return done if begun == self._epoch - 1 else 0
+
+
+class _Batches(torch.utils.data.BatchSampler):
+    """Batches of a share, as large as the loader's, or as the grants say."""
+
+    sampler: Share
+
+    def __len__(self) -> int:
+        return self.sampler.steps if self.sampler.drawing_worker() is not None else super().__len__()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        worker = self.sampler.drawing_worker()
+        yield from super().__iter__() if worker is None else self.sampler.drawn(worker)
 
 
 class _IterableShare(IterableDataset[Any]):
@@ -188,7 +233,7 @@ def _shared_loader(
     own = Share(sampler, optimizer, size, drop_last=drops, uneven=uneven, seed=seed)
     if batches is None:
         return _changed(loader, sampler=own)
-    return _changed(loader, sampler=own, batch_sampler=torch.utils.data.BatchSampler(own, size, drops))
+    return _changed(loader, sampler=own, batch_sampler=_Batches(own, size, drops))
 
 
 def _changed(loader: "DataLoader[Any]", **parts: Any) -> "DataLoader[Any]":
@@ -201,9 +246,10 @@ def _changed(loader: "DataLoader[Any]", **parts: Any) -> "DataLoader[Any]":
 class BatchSampler(Sampler[list[int]]):
     """Lists of indices for `DataLoader(data, batch_sampler=...)`, each as long as `optimizer.batch_size` when it is drawn.
 
-    Batches follow R2SP's batch tuning (section IV). A loader with `num_workers` above 0 draws batches ahead, so a tuned size
-    takes effect that many batches later. Shares are not rebalanced: with tuned batches a fast worker uses its share up sooner
-    than the others, and begins its next epoch.
+    Batches follow the sizes that grants carry. A loader with `num_workers` above 0 draws batches ahead, so a tuned size takes
+    effect that many batches later: tell each push its size then (`report_loss`). Under bsp,tune=true each batch is the next of
+    one order of all workers. Under r2sp (section IV) shares are not rebalanced: a fast worker uses its share up sooner than the
+    others, and begins its next epoch.
 
     In a job that is resumed, and in a lost worker's replacement, the first pass goes on behind the steps that were made: of
     tuned sizes each counts as one of the first size.
@@ -229,8 +275,13 @@ class BatchSampler(Sampler[list[int]]):
         self._share.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
+        worker = self._share.drawing_worker()
+        if worker is not None:
+            yield from self._share.drawn(worker)
+            return
         order = list(self._share)
         while order:
             size = self._optimizer.batch_size
             batch, order = order[:size], order[size:]
+            self._optimizer.worker.drawn_samples = len(batch)
             yield batch

@@ -129,6 +129,8 @@ cdef class Batch:
         if state.policy.scale == SCALE_STALENESS and staleness > 1:
             # Rudra, footnote 3: a learning rate of its own for each gradient.
             scale /= <double> staleness
+        elif state.policy.scale == SCALE_BATCH and state.policy.fold == FOLD_ALL:
+            scale *= <double> descriptor.samples
         elif state.policy.scale == SCALE_BATCH and worker.base_batch > 0:
             # R2SP, Algorithm 1, worker, line 5.
             rate_scale = <double> descriptor.samples / <double> worker.base_batch
@@ -198,9 +200,10 @@ cdef class Batch:
                          uint32_t state_out) noexcept nogil:
         """Write how the pushes are folded (as a sum or one by one, and by what they are multiplied), and into which buffers."""
         cdef bint is_mean = policy.fold not in (FOLD_EACH, FOLD_IN_ORDER)
+        cdef int64_t of = self.samples if is_mean and policy.scale == SCALE_BATCH else <int64_t> self.weight
         self.fold.item.write(
             FPS_FOLD_SUM if is_mean or policy.combine else FPS_FOLD_EACH, self.n_pushes,
-            1.0 / <double> max(self.weight, 1) if is_mean else 1.0, self._rate_scale(policy), weights_in, weights_out,
+            1.0 / <double> max(of, <int64_t> 1) if is_mean else 1.0, self._rate_scale(policy), weights_in, weights_out,
             state_in, state_out)
 
     cdef double _rate_scale(self, const policy_t *policy) noexcept nogil:

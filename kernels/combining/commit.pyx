@@ -313,6 +313,10 @@ cdef class Commit:
         """Write the words that follow from the commit, for every worker that it changed."""
         cdef int32_t i
         cdef int64_t due_ns = scheduler_due(state)
+        if state.policy.tune_batches:  # before the first grant: a worker reads where its part of a version's samples begins
+            for i in range(state.n_dirty_workers):
+                fps_counter_set(&self.arena.lane_shard(state_dirty(state)[i], self.shard).batch,
+                                state_workers(state)[state_dirty(state)[i]].batch)
         for i in range(state.n_dirty_workers):
             self._publish_lane_shard(state, state_dirty(state)[i])
         if due_ns != self.shard_header.due_ns:
@@ -325,7 +329,6 @@ cdef class Commit:
         cdef worker_t *worker = &state_workers(state)[index]
         cdef fps_lane_shard *lane_shard = self.arena.lane_shard(index, self.shard)
         cdef int64_t granted = fps_granted_pack(worker.generation, worker.granted)
-        fps_counter_set(&lane_shard.batch, worker.batch)
         fps_counter_set(&lane_shard.folded, worker.folded)
         fps_counter_set(&lane_shard.dropped, worker.dropped)
         fps_counter_set(&lane_shard.staleness_sum, worker.staleness_sum)

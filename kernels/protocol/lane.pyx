@@ -273,6 +273,15 @@ cdef class Lane(ShardLocks):
         """The batch that the last grant carried; 0: the worker's own choice."""
         return fps_counter_get(&self.arena.lane_shard(self.index, 0).batch)
 
+    def samples_before(self, int64_t first_batch):
+        """The samples of all lanes before this one in a version, `first_batch` for a lane whose batch no grant carries."""
+        cdef int64_t batch, total = 0
+        cdef uint32_t lane
+        for lane in range(self.index):
+            batch = fps_counter_get(&self.arena.lane_shard(lane, 0).batch)
+            total += batch if batch > 0 else first_batch
+        return total
+
     cpdef int64_t due_ns(self) noexcept nogil:
         """The nearest deadline of any shard's timer, or -1. A worker that waits should try to combine then."""
         cdef int64_t due_ns, nearest_ns = -1

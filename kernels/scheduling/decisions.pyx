@@ -13,6 +13,7 @@ from libc.stdlib cimport llabs
 
 from fastps.kernels.base.atomics cimport FPS_ASSERT
 from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
+from fastps.kernels.scheduling.batches cimport batches_level, batches_measure
 from fastps.kernels.scheduling.round_robin cimport *
 from fastps.kernels.scheduling.state cimport *
 
@@ -28,6 +29,8 @@ cdef int _fold_all(scheduler_t *state) noexcept nogil:
     state.quorum_due_ns = NEVER_NS
     state.folded_ns = state.now_ns
     if state.policy.grant == GRANT_NEXT_VERSION:
+        if state.policy.tune_batches:
+            batches_level(state)
         state_grant_waiting(state)
     return ACTION_FOLD_ALL
 
@@ -272,6 +275,8 @@ cdef int scheduler_push(
     _set_time(state, now_ns)
     if state.policy.grant == GRANT_ROUND_ROBIN:
         round_robin_measure(state, worker, samples)
+    elif state.policy.tune_batches:
+        batches_measure(state, worker, samples)
     w.push_ns[1] = w.push_ns[0]
     w.push_ns[0] = state.now_ns
     w.history = min(2, w.history + 1)
@@ -311,7 +316,7 @@ cdef int scheduler_leave(scheduler_t *state, int32_t worker, int64_t now_ns) noe
     _set_time(state, now_ns)
     state_stop_waiting(state, worker)
     state_remove(state, worker)
-    w.credit = 0
+    w.credit = w.batch = 0
     if state.policy.groups:
         _relay(state, w.leader)
     elif state.policy.fold == FOLD_IN_ORDER and w.kept:

@@ -60,7 +60,7 @@ grant 'at-once'"
     if fold in ("each", "in-order") and scale in _SUMS:
         return f"scale {scale!r} cannot go with fold {fold!r}: it is of pushes that are folded together; use 'one', " \
                "'staleness' or 'batch'"
-    if fold not in ("each", "in-order") and scale in ("one", "batch"):
+    if fold not in ("each", "in-order") and (scale == "one" or scale == "batch" and fold != "all"):
         return f"scale {scale!r} cannot go with fold {fold!r}: pushes that are folded together need a mean; use one of " \
                f"{', '.join(_SUMS)} or 'staleness'"
     if scale == "divisor" and fold != "count":

@@ -9,12 +9,9 @@ slowest is the winner of a tournament, so that no decision reads all workers.
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
-from fastps.kernels.scheduling.batches cimport NEWEST_WEIGHT, batches_learn, batches_of_time
+from fastps.kernels.scheduling.batches cimport MOST_GROWTH, NEWEST_WEIGHT, batches_learn, batches_of_time
 from fastps.kernels.scheduling.state cimport *
 from fastps.kernels.scheduling.tournament cimport tournament_set
-
-cdef enum:
-    MOST_GROWTH = 16    # largest tuned batch, as a multiple of the worker's first
 
 
 cdef void round_robin_measure(scheduler_t *state, int32_t worker, int64_t samples) noexcept nogil:

@@ -33,7 +33,7 @@ cdef enum:
     SCALE_SQUARE_ROOT = 3   # mean, with the learning rate times sqrt(samples of all / `reference`)
     SCALE_DIVISOR = 4       # mean, with the learning rate divided by `divisor`
     SCALE_STALENESS = 5     # each push times 1 / its staleness (1 where that is 0)
-    SCALE_BATCH = 6         # each push's learning rate times its batch / its worker's first batch
+    SCALE_BATCH = 6         # each push's learning rate times its batch / its worker's first batch; FOLD_ALL: a mean of samples
 
     OF_CLOCK = 0            # a worker's place among those of its clock, in order of arrival
     OF_WAITING = 1          # its place among those that wait, valid only while it waits
@@ -61,7 +61,7 @@ cdef struct policy_t:
     double relax            # GRANT_ROUND_ROBIN: r, the share of T / N that lies between two grants
     double reference        # SCALE_SQUARE_ROOT: the reference batch
     int32_t scale
-    int32_t tune_batches    # GRANT_ROUND_ROBIN: give fast workers larger batches
+    int32_t tune_batches    # GRANT_ROUND_ROBIN: give fast workers larger batches; FOLD_ALL: and slow ones smaller, in one sum
     int32_t repeats         # a worker may push although it is not granted here: other shards granted it
     int32_t combine         # FOLD_EACH: the pushes that one drain finds are folded together, as one sum
     int32_t credit          # GRANT_BOUNDED: how many steps the controller's answer allows
@@ -84,7 +84,7 @@ cdef struct worker_t:
     int64_t cursor          # descriptors of its lane that are done with
     int64_t kept_version    # FOLD_ALL and FOLD_QUORUM: the version whose sum they are in
     int64_t credit          # extra steps left (r_p of Algorithm 1)
-    int64_t granted_ns      # GRANT_ROUND_ROBIN: when it was last granted
+    int64_t granted_ns      # GRANT_ROUND_ROBIN, or with tune_batches: when it was last granted
     int32_t next_live, previous_live    # the ring of live workers in their fixed order
     int32_t leader          # in a tree: the first worker of its leaf, which holds the leaf's own values
     int32_t next_kept       # the leaf's workers of whom it holds pushes

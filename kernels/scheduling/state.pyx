@@ -303,7 +303,7 @@ cdef inline void _grant(scheduler_t *state, int32_t worker) noexcept nogil:
     cdef worker_t *w = &state_workers(state)[worker]
     w.granted = w.clock + 1
     w.granted_at = state.sequence
-    if state.policy.grant == GRANT_ROUND_ROBIN:
+    if state.policy.grant == GRANT_ROUND_ROBIN or state.policy.tune_batches:
         w.granted_ns = state.now_ns
     state_mark_dirty(state, worker)
 

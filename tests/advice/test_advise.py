@@ -213,8 +213,19 @@ def test_workers_that_mostly_sleep_have_the_cores_that_others_give_up_for_them(t
     assert said in " ".join(shown[0].split()) and "other programs" not in shown[1]
 
 
-def test_a_straggler_gets_a_discipline_that_does_not_wait_for_it() -> None:
+def test_a_straggler_gets_smaller_batches_and_all_else_stays() -> None:
     rows = advice.advise(traces.bsp([25, 5, 5, 5], 60))
+    (chosen,) = [row for row in rows if row["recommended"]]
+    assert chosen["sync"] == "bsp,tune=true" and chosen["dropped_share"] == chosen["staleness_max"] == 0
+    assert chosen["gain"] == pytest.approx((3 + 1 / 5) / (4 / 5) - 1, rel=0.1), "their speeds, over four times the slowest"
+    assert chosen["gain_low"] == pytest.approx(chosen["gain"]) == pytest.approx(chosen["gain_high"])
+    stays = "the learning rate stays; draw with fastps.shard or fastps.BatchSampler, whose batches follow the grants"
+    assert chosen["reason"].endswith(stays)
+
+
+def test_a_straggler_whose_batch_stays_gets_a_discipline_that_does_not_wait_for_it() -> None:
+    trace = traces.bsp([25, 5, 5, 5], 60)
+    rows = advice.advise(trace, [spec for spec in advice.candidates(4, 16, backups=1) if "tune" not in spec])
     by_sync = {row["sync"]: row for row in rows}
     (chosen,) = [row for row in rows if row["recommended"]]
     assert [row["progress"] for row in rows] == sorted((row["progress"] for row in rows), reverse=True)

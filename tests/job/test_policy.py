@@ -36,7 +36,7 @@ def test_specs_are_read(spec: str, policy: fastps.Policy) -> None:
 
 @pytest.mark.parametrize("spec", ["foo", ""])
 def test_an_unknown_discipline_is_refused_with_the_known_ones(spec: str) -> None:
-    with pytest.raises(fastps.PolicyError, match="expected one of bsp, asp, ssp:s"):
+    with pytest.raises(fastps.PolicyError, match=r"expected one of bsp\[,tune=true\], asp, ssp:s"):
         fastps.parse_policy(spec)
 
 
@@ -66,7 +66,7 @@ GRANT_REASONS = {
 REFUSED = {
     "ssp": "'ssp': expected ssp:s, found no numbers",
     "ssp:1,2": "'ssp:1,2': expected ssp:s, found 1, 2",
-    "bsp:1": "'bsp:1': expected bsp, found 1",
+    "bsp:1": "'bsp:1': expected bsp[,tune=true], found 1",
     "ssp:99999999": "expected s of 0 to 1000000, found 99999999",
     "dssp:9,3": "expected lo <= hi, found lo=9 and hi=3",
     "dssp:3,15,release=never": "expected release of release=next-push or release=printed, found never",
@@ -126,7 +126,12 @@ REFUSED = {
     "asp,clip=inf": "expected clip of 0 (not at all) or more, and finite, found inf",
     "bsp,scale=sqrt": "expected reference of 1 to 1000000 samples, found 0",
     "hardsync:8,scale=mean": "reference is read with scale 'square-root' only, found scale 'mean'",
-    "asp,scale=batch": "scale 'batch' needs grant 'round-robin', which learns each worker's first batch, found grant 'at-once'",
+    "asp,scale=batch": (
+        "scale 'batch' needs grant 'round-robin', which learns each worker's first batch, or fold 'all', a mean of all samples,"
+        " found grant 'at-once' and fold 'each'"
+    ),
+    "bsp,tune=true,scale=mean": "a mean of pushes of other sizes needs scale 'batch', which weights them, found scale 'mean'",
+    "bsp,tune=yes": "bsp,tune=yes: expected tune to be true or false, found 'yes'",
     "asp,tune=true": (
         "'asp,tune=true': expected asp with the options scale, pull, pull_timeout, shards, stagger, ema, clip, combine,"
         " momentum, found the option 'tune'"
@@ -154,7 +159,9 @@ REFUSED = {
     "policy:fold=count,grant=next-version,divisor=1,groups=2": (
         "a leaf keeps pushes for a sum: groups need workers that go on meanwhile, found grant 'next-version'"
     ),
-    "policy:fold=each,grant=at-once,tune=true": "tune is read with grant 'round-robin' only, found grant 'at-once'",
+    "policy:fold=each,grant=at-once,tune=true": (
+        "batches are tuned with grant 'round-robin' or fold 'all': expected tune=false, found grant 'at-once' and fold 'each'"
+    ),
     "policy:fold=quorum,grant=next-version,count=2,backups=1": (
         "a quorum is a count or the workers less the backups: expected one of the two"
     ),
@@ -212,12 +219,12 @@ def _reason_against(fold: str, grant: str, scale: str) -> str | None:
         return (
             f"scale '{scale}' cannot go with fold '{fold}': it is of pushes that are folded together; use 'one', 'staleness' or"
         )
-    if fold not in ("each", "in-order") and scale not in SUMS:
+    if fold not in ("each", "in-order") and scale not in (*SUMS, *(["batch"] if fold == "all" else [])):
         return f"scale '{scale}' cannot go with fold '{fold}': pushes that are folded together need a mean; use one of"
     if scale == "divisor" and fold != "count":
         return "scale 'divisor' needs fold 'count', whose divisor it is"
-    if scale == "batch" and grant != "round-robin":
-        return f"scale 'batch' needs grant 'round-robin', which learns each worker's first batch, found grant '{grant}'"
+    if scale == "batch" and grant != "round-robin" and fold != "all":
+        return "scale 'batch' needs grant 'round-robin', which learns each worker's first batch, or fold 'all', a mean of all"
     return None
 
 

@@ -168,6 +168,16 @@ def test_tuned_batches_make_workers_take_equally_long() -> None:
     assert outcome.row["samples_per_s"] > 2 * plain["samples_per_s"]
 
 
+def test_batches_of_one_sum_end_together() -> None:
+    """Three workers as fast as 9 slow ones, and a slow one: 10 parts of 64 samples."""
+    model = replace(parse_compute("constant:10ms"), factors={0: 3.0})
+    outcome = played("bsp,tune=true", workers=4, steps=50, compute=model, batch=16)
+    last = {int(line["worker"]): int(line["detail"]) for line in lines_of(outcome, "begin")}
+    assert last.pop(0) == 6 and sorted(last.values()) == [19, 19, 20]
+    plain = row_of("bsp", workers=4, steps=50, compute=model, batch=16)
+    assert outcome.row["samples_per_s"] > 2.2 * plain["samples_per_s"], "2.4 but for the first two versions"
+
+
 def test_workers_that_leave_have_done_their_own_steps() -> None:
     outcome = played("asp", workers=3, steps=7, leave=True, compute=constant(10, 20, 50))
     assert [len(times(outcome, "receive", worker)) for worker in range(3)] == [7, 7, 7]

@@ -84,9 +84,9 @@ def run(
 
 # Every discipline runs live, and folds or drops each push exactly once: `run` asserts it.
 ROWS = [
-    *("bsp", "asp", "asp,combine=true", "ssp:3", "ssp:3,combine=true", "bsp,shards=4", "hardsync:32", "r2sp", "r2sp:1"),
+    *("bsp", "asp", "asp,combine=true", "ssp:3", "ssp:3,combine=true", "bsp,shards=4", "hardsync:32", "r2sp", "bsp,tune=true"),
     *("dssp:3,15", "dssp:3,15,release=printed", "dssp:3,15,hard_bound=true", "dssp:3,15,bound=push", "dssp:3,15,credit=prose"),
-    *("dssp:1,3,release=printed,bound=push,credit=prose", "dssp:3,15,scale=1/sigma", "r2sp:0.8,tune=true"),
+    *("dssp:1,3,release=printed,bound=push,credit=prose", "dssp:3,15,scale=1/sigma", "r2sp:0.8,tune=true", "r2sp:1"),
     *("backup:1", "backup:1,pull=0.75", "psp:3,0.75", "psp:2,0.5,push_timeout=0.002,pull_timeout=0.002"),
     *("softsync:1", "softsync:2", "softsync:4", "softsync:2,scale=1/sigma", "softsync:2,stagger=0.8"),
     *("adv:1", "adv:2,groups=4", "adv:1,relay=0.5", "adv*:1", "adv*:2"),

@@ -190,7 +190,8 @@ def test_a_resumed_job_goes_on_with_the_batch_behind_its_last(begun: int, drop_l
 def test_shares_go_by_the_number_in_the_whole_job_also_where_a_node_has_its_own(worker: Any) -> None:
     drawn = []
     for node in range(2):
-        attached = SimpleNamespace(rank=0, begun_at=0, store=SimpleNamespace(layout=SimpleNamespace(workers=1)))
+        layout = SimpleNamespace(workers=1, policy=fastps.parse_policy("bsp"))
+        attached = SimpleNamespace(rank=0, begun_at=0, store=SimpleNamespace(layout=layout))
         optimizer: Any = SimpleNamespace(worker=attached, batch_size=4, _identity=environment.Identity("job", node, 2))
         drawn.append(list(itertools.chain.from_iterable(fastps.BatchSampler(8, optimizer))))
         assert fastps.shard(torch.arange(4), optimizer).tolist() == [node, node + 2]

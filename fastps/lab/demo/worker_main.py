@@ -150,7 +150,7 @@ class TrainingRun:
 
     def _batches(self, worker: Worker) -> Batches:
         """Return fixed shares for schemes that keep all workers level, else batches drawn from one order."""
-        if self._policy.is_level:
+        if self._policy.is_level and not self._policy.tune:
             return Batches(self._data, self._options, self._rank, worker.steps * self._options.batch_size)
         return Batches(self._data, self._options, self._rank, draw=worker.store.arena.draw)
 

@@ -186,6 +186,8 @@ class _Shard:
             scale, rate_scale = pushed.scale, 1.0
             if self._policy.scale == "staleness" and staleness > 1:
                 scale /= staleness  # Rudra, footnote 3
+            elif self._policy.scale == "batch" and self._policy.is_mean:
+                scale *= pushed.samples
             elif self._policy.scale == "batch":
                 rate_scale = pushed.samples / pushed.first_samples  # R2SP, Algorithm 1, worker, line 5
             ordered.append((pushed.gradient[part], [hyper], [True], scale, rate_scale))
@@ -197,7 +199,7 @@ class _Shard:
             self.weights,
             self._state,
             self._steps,
-            scale=1.0 / len(ordered) if self._policy.is_mean else 1.0,
+            scale=1.0 / self._divisor([pushed for pushed, _ in pushes]),
             rate_scale=self._rate_scale([pushed for pushed, _ in pushes]),
         )
         if self._reads[self.version] <= 0:
@@ -206,6 +208,11 @@ class _Shard:
         self.weights = self._kept[self.version] = weights
         decay = np.float32(self._policy.ema)
         self.average = decay * self.average + (1 - decay) * weights if decay else weights
+
+    def _divisor(self, pushes: list[_Pushed]) -> int:
+        if not self._policy.is_mean:
+            return 1
+        return sum(pushed.samples for pushed in pushes) if self._policy.scale == "batch" else len(pushes)
 
     def _rate_scale(self, pushes: list[_Pushed]) -> float:
         if self._policy.scale == "linear":

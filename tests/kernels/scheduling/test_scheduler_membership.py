@@ -84,7 +84,7 @@ def test_with_leaves_and_joins_at_any_moment_and_once_there_are_no_more_everyone
 
 
 JOINED = ["bsp", "asp", "ssp:0", "ssp:2", "backup:0", "backup:1", "backup:2", "psp:2,0.5", "softsync:1", "softsync:2"]
-JOINED += ["r2sp:0", "r2sp:0.8", "r2sp:1,tune=true", "softsync:2,stagger=0.8"]
+JOINED += ["r2sp:0", "r2sp:0.8", "r2sp:1,tune=true", "bsp,tune=true", "softsync:2,stagger=0.8"]
 
 
 def _first_difference(played: Play, scheduler: Scheduler, seed: str, events: int) -> str:
@@ -124,7 +124,7 @@ def _first_difference(played: Play, scheduler: Scheduler, seed: str, events: int
 @sample_and_full(20, 200, "seeds")
 def test_leaves_and_joins_are_decided_as_the_oracle_decides_them(spec: str, seeds: int) -> None:
     for seed in range(seeds):
-        played = play(spec, "staggered" if "stagger" in spec else "")
+        played = play(spec, "staggered" if "stagger" in spec else "level" if spec.startswith("bsp,") else "")
         assert _first_difference(played, played.scheduler(4), f"{spec} {seed}", 200) == ""
 
 

@@ -106,7 +106,7 @@ def test_a_gradient_is_of_the_weights_that_its_worker_had_read(digits: Dataset) 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("spec", [
     "ssp:1", "dssp:1,4", "backup:2", "psp:4,0.5", "hardsync:64", "softsync:2", "softsync:5,scale=staleness", "adv:1", "adv*:1",
-    "r2sp:0.8", "r2sp:0.8,tune=true", "ssp:2,clip=1", "asp,scale=1/sigma,combine=true",
+    "r2sp:0.8", "r2sp:0.8,tune=true", "bsp,tune=true", "ssp:2,clip=1", "asp,scale=1/sigma,combine=true",
 ])  # fmt: skip
 def test_every_discipline_learns_and_says_the_same_twice(spec: str, digits: Dataset) -> None:
     simulation = Simulation(workers=6, steps=40, batch=16, compute=VARIED, model_bytes=1000, bandwidth=1e6)

@@ -1,4 +1,4 @@
-"""Worked out by hand: the batches that R2SP tunes. A worker's first iteration is no sample."""
+"""Worked out by hand: the batches that R2SP and bsp tune. A worker's first iteration is no sample."""
 
 from tests.oracles.by_hand.events import Sequence, push
 
@@ -47,6 +47,22 @@ BATCHES = [
         push(0, 8, 0, [0], [0]),
         push(0, 16, 0, [], []),
         push(1, 4000, 0, [1, 0], [0, 1]),
+    ]),
+    Sequence("LB-BSP: a sum of 16 in which both take equally long",
+        "level", 2, "bsp,tune=true", version=2, batch={0: 12, 1: 4}, events=[
+        push(0, 0, 0, [], []),
+        push(1, 0, 0, [0, 1], [0, 1]),
+        push(0, 80, 1, [], []),  # 8 in 80: 12 in 120
+        push(1, 240, 1, [0, 1], [0, 1]),  # 8 in 240: 4 in 120
+    ]),
+    Sequence("LB-BSP: with constants, each sample to the worker that is soonest done with one more",
+        "level", 2, "bsp,tune=true", version=3, batch={0: 13, 1: 4}, events=[
+        push(0, 0, 0, [], []),
+        push(1, 0, 0, [0, 1], [0, 1], batch=9),
+        push(0, 100, 1, [], []),
+        push(1, 250, 1, [0, 1], [0, 1], batch=9),
+        push(0, 390, 2, [], [], batch=12),  # 8 in 100 and 12 in 140: 20 + 10 b, so 150 for 13
+        push(1, 410, 2, [0, 1], [0, 1], batch=5),  # 9 in 250 and 5 in 160: 47.5 + 22.5 b, so 137.5 for 4 and 160 for 5
     ]),
     Sequence("without a sample, or a time in it, the base batch",
         "r2sp", 2, "r2sp:0,tune=true", version=3, batch={0: 3, 1: 7}, events=[
