@@ -1,11 +1,11 @@
-"""What eight readers cost a training, and how soon a reader uses a new version.
+"""What readers and evaluators cost a training, and how soon a reader uses a new version.
 
 The training is a perceptron of the wanted size. Each round is compared with the rounds without readers before and after it.
-Beside it are readers that wait for each version, readers that update without any pause, as many processes that only take
-processor time, readers without a pause of the scheduling class SCHED_IDLE, evaluators of that class, which make a forward pass
-of each newest version, and stopped readers. A machine with fewer cores than processes shares them: readers without a pause take
-most of its time. Processes that are only busy tell how much of the slowdown that alone is, and idle ones what reading costs if
-the training has precedence.
+Beside it are eight readers that wait for each version, that update without any pause, or that do so in the scheduling class
+SCHED_IDLE; eight processes that only take processor time; one evaluator of that class, or four, which make a forward pass of
+each newest version; and eight stopped readers. A machine with fewer cores than processes shares them: readers without a pause
+take most of its time. Processes that are only busy tell how much of the slowdown that alone is, and idle ones what reading
+costs if the training has precedence.
 """
 
 import contextlib
@@ -37,8 +37,9 @@ READERS, SMOKE_READERS = 8, 2
 INPUTS, CLASSES, BATCH_SIZE = 256, 10, 16
 LEARNING_RATE, MOMENTUM = 0.01, 0.5
 CALM = "none"  # the rounds without readers, which every other kind is compared with
-KINDS = (CALM, "wait", "no pause", "only busy", "no pause, idle", "evaluate, idle", "stopped")
-_WORK = {"only busy": "_be_busy", "evaluate, idle": "_evaluate"}  # of Reading; the others read
+_EVALUATORS = {"1 evaluator, idle": 1, "4 evaluators, idle": 4}
+KINDS = (CALM, "wait", "no pause", "only busy", "no pause, idle", *_EVALUATORS, "stopped")
+_WORK = {"only busy": "_be_busy", **dict.fromkeys(_EVALUATORS, "_evaluate")}  # of Reading; the others read
 PAUSE_S = 0.05  # after a change of the readers, before the next round is measured
 _WAIT_S = 0.2  # how often a waiting reader looks whether it is to end
 
@@ -86,9 +87,9 @@ class Trainer:
 class Reading:
     """A process beside the training; a command ends what it does, and begins another of KINDS in a thread."""
 
-    def __init__(self, job: str, parameters: int) -> None:
+    def __init__(self, job: str, rank: int, parameters: int) -> None:
         torch.set_num_threads(1)
-        self._job, self._model = job, network(parameters)
+        self._job, self._rank, self._model = job, rank, network(parameters)
         self._thread: threading.Thread | None = None
         self._is_over, self._has_begun = threading.Event(), threading.Event()
         self._updates = self._cpu_ns = 0
@@ -100,7 +101,7 @@ class Reading:
         self._updates = self._cpu_ns = 0
         self._is_over.clear()
         self._has_begun.clear()
-        if kind != CALM:
+        if kind != CALM and self._rank < _EVALUATORS.get(kind, READERS):
             self._thread = threading.Thread(target=getattr(self, _WORK.get(kind, "_read")), args=(kind,))
             self._thread.start()
             self._has_begun.wait(60)
@@ -194,7 +195,7 @@ def _training(workers: int, parameters: int, options: BenchOptions) -> list[Row]
     with tempfile.TemporaryDirectory(prefix="fastps-bench-") as folder, contextlib.ExitStack() as stack:
         job = Path(folder).name
         crew = stack.enter_context(ForkedCrew(workers, lambda rank: Trainer(job, rank, workers, parameters)))
-        beside = Beside(stack.enter_context(ForkedCrew(readers, lambda rank: Reading(job, parameters))))
+        beside = Beside(stack.enter_context(ForkedCrew(readers, lambda rank: Reading(job, rank, parameters))))
         rounds = Rounds(crew, options.train_repeat_s)
         before = rounds.run()
         for kind in KINDS[1:] * options.repeats:
@@ -256,7 +257,7 @@ def _row(kind: str, rounds: list[Round], ratios: list[Round], updates: int, read
     return {
         "bench": "readers",
         "name": kind,
-        "readers": 0 if kind == CALM else readers,
+        "readers": 0 if kind == CALM else min(readers, _EVALUATORS.get(kind, readers)),
         "updates": updates,
         **Spread(tuple(each.wall for each in rounds)).row(),
         "ratio": statistics.median(walls),

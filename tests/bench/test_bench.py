@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fastps
-from fastps.bench import mpi
+from fastps.bench import mpi, readers
 from fastps.bench.crew import CrewError, ForkedCrew
 from fastps.bench.measure import BenchOptions, Spread, WrongResultError, check, interleaved
 from fastps.bench.peers import Job
@@ -87,7 +87,7 @@ def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> No
     assert names["optimizer"] == {"fastps", "ddp"}
     assert names["memory"] == {"fastps", "ddp", "hogwild", "single"}
     assert all(row["bytes"] > row["workers"] * 10_000_000 for row in rows if row["bench"] == "memory")
-    assert names["readers"] == {"none", "wait", "no pause", "only busy", "no pause, idle", "evaluate, idle", "stopped"}
+    assert names["readers"] == {"none", "wait", "no pause", "only busy", "no pause, idle", "stopped", *readers._EVALUATORS}
     assert names["collectives"] == {"fastps", "limit", "gloo"}
     assert names["weight transport"] == {"fastps", "fastps, wait()", "publisher", "lock, two copies", "in place"}
     assert names["publish"] == {"publish", "copy"}
