@@ -10,8 +10,8 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 # pip is silent for minutes, and verbose with -v. Show the build's own lines only, and the end of the log if it fails.
 SHOW_BUILD := 2>&1 | tee build/install.log | sed -un 's/^ *\(fastps: .*\)/\1/p' || { tail -n 50 build/install.log; exit 1; }
-# Run the tests in three processes, because many wait. Tests that compare times (marked timing) have three chances.
-PARALLEL := -n 3 --dist worksteal
+# Run the tests in four processes, because many wait. Tests that compare times (marked timing) have three chances.
+PARALLEL := -n 4 --dist worksteal
 # Let Python keep what it compiles: without, each of many hundred processes would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 # Folders of which make test runs nothing, or runs it apart. To read them would import the frameworks, if they are installed.

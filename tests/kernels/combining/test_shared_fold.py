@@ -211,7 +211,7 @@ def _fold_while_a_helper_is_stopped(expected: list[bytes], rng: random.Random) -
     return awaited
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("fold_all", [_fold_while_helpers_die, _fold_while_a_helper_is_stopped])
 def test_what_a_helper_that_is_killed_or_stopped_left_undone_is_folded(
     expected: list[bytes], fold_all: Callable[[list[bytes], random.Random], int]

@@ -125,8 +125,9 @@ def replayed(
 
 
 @pytest.mark.parametrize(("sync", "kind"), [
-    *(pytest.param(sync, "float32", marks=pytest.mark.sampled(3)) for sync in DISCIPLINES),
-    ("bsp", "own"), ("asp", "noise"),
+    *(pytest.param(sync, "float32", marks=pytest.mark.sampled(6)) for sync in DISCIPLINES),
+    ("bsp", "own"),
+    pytest.param("asp", "noise", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_replay_has_the_weights_and_the_state_of_the_recorded_run(sync: str, kind: str, tmp_path: Path) -> None:
     live, again, row = replayed(sync, kind, tmp_path / "run.trace")

@@ -30,8 +30,8 @@ def test_a_server_that_runs_the_optimizer_has_the_bits_of_one_process() -> None:
     assert processes.results(children, 90) == [(values_of(plain("own", 2)[0]), True)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["asp", "ssp:2", "dssp:1,3", "softsync:2", "adv*:1"])
-@pytest.mark.sampled(5)
 def test_each_push_is_a_step_of_the_server_whatever_the_pace_of_worker_0(sync: str) -> None:
     """Worker 1 does not wait for worker 0, whose steps take long."""
 

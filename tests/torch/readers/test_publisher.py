@@ -171,6 +171,7 @@ def _check(reader: fastps.Reader) -> None:
     assert reader.tag in ({}, {"version": reader.version})
 
 
+@pytest.mark.timing
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_killed_publisher_leaves_a_whole_version_and_its_heir_is_followed(seed: int) -> None:
@@ -187,7 +188,7 @@ def test_a_killed_publisher_leaves_a_whole_version_and_its_heir_is_followed(seed
         heir = processes.start_ready(lambda ready: _publish_for_ever(job, last + 1000, ready))
         began = time.monotonic()
         assert reader.wait(last + 1001, timeout_s=30)
-        assert time.monotonic() - began < 5, "one second, on a quiet machine"
+        assert time.monotonic() - began < 1
         _check(reader)
         assert reader.version > last + 1000
         processes.kill(heir)
