@@ -279,7 +279,7 @@ def picks(setting: Setting) -> tuple[str, str]:
     recorded = Recorded("bsp", BATCH, setting.momentum, is_sgd=setting.momentum > 0)
     specs = candidates(n, BATCH, recorded, best_backups(simulation, recorded))
     found: list[str] = []
-    for may_be in (lambda policy: True, lambda policy: keeps_rate(policy) and policy.pull == 1):
+    for may_be in (lambda policy: True, lambda policy: keeps_rate(policy) and policy.pull == 1 and not policy.needs_samples):
         policies = [policy for policy in map(parse_policy, specs) if may_be(policy)]
         known = replace(recorded, is_auto=bool(found))
         rows = ranked(policies, lambda policy: compared(policy, simulation), None, known)
@@ -333,15 +333,37 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", text])
 
 
+def beside_bsp(spec: str, rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> str:
+    """Another scheme's time over bsp's in the settings of the rows, at bsp's best rate, as Markdown."""
+    lines = [
+        f"| task | workers | times | momentum | `{spec}` at bsp's rate, of bsp | best of the table, of bsp |",
+        "|---" * 6 + "|",
+    ]
+    for row in rows:
+        setting, bsp = Setting(*(row[name] for name in ("task", "workers", "kind", "momentum"))), row["times"]["bsp"]
+        found = mean_time(spec, setting, row["rates"]["bsp"], seeds) / bsp
+        schedule.cache_clear()
+        cells = *asdict(setting).values(), f"{found:.2f}", f"{min(row['times'].values()) / bsp:.2f}"
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure all settings, or read those that the file has, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", metavar="FILE", help="write each setting's row, and go on from those that are there")
     parser.add_argument("--seeds", default="31,32")
     parser.add_argument("--most", type=int, default=len(SETTINGS), help="of the settings, the first so many")
+    parser.add_argument(
+        "--beside-bsp", metavar="SPEC", help="instead: measure this scheme at bsp's rate in the file's settings"
+    )
     given = parser.parse_args()
     file, seeds = Path(given.json) if given.json else None, [int(seed) for seed in given.seeds.split(",")]
     rows = json.loads(file.read_text()) if file is not None and file.exists() else []
+    if given.beside_bsp:
+        beside_bsp(given.beside_bsp, rows, seeds)
+        return
     for setting in SETTINGS[len(rows) : given.most]:
         rows.append(measured(setting, seeds))
         if file is not None:

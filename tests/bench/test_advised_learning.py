@@ -67,3 +67,10 @@ def test_the_command_goes_on_from_the_rows_that_are_there(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "fastps.bench.advised_learning", "--json", str(tmp_path / "rows.json"), "--most", "1"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert "Within 10 % of the best in 1 of 1 settings" in shown.stdout
+
+
+def test_another_scheme_is_measured_at_bsps_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"task": "digits", "workers": 4, "kind": "half slow", "momentum": 0.9, "times": {"bsp": 30.0, "asp": 15.0}}
+    shown = bench.beside_bsp("bsp,tune=true", [{**row, "rates": {"bsp": 0.04}}], [1])
+    assert "| digits | 4 | half slow | 0.9 | " in shown and shown.endswith(" | 0.50 |")
+    assert capsys.readouterr().out.strip() == shown.splitlines()[-1]
