@@ -113,10 +113,11 @@ class CarriedBuffers:
 
     @torch.no_grad()
     def write_first(self, store: JobMemory) -> None:
-        """Write the buffers of the first version, before others join."""
-        if store.layout.carried:
+        """Write the buffers of the first version, before others join; not where a checkpoint has brought other shapes."""
+        tensors = self._sources.tensors()
+        if store.layout.carried and self._sources.misfit(tensors) < 0:
             offset = store.arena.carried_offset(0)
-            torch._foreach_copy_(views_at(store, store.layout.carried, offset), self._sources.tensors())
+            torch._foreach_copy_(views_at(store, store.layout.carried, offset), tensors)
             mark_at(store, offset)[0] = 1
 
     def use(self, worker: Worker) -> None:

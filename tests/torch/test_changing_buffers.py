@@ -149,7 +149,6 @@ class Observer(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
-@pytest.mark.slow
 def test_observer_takes_the_length_that_was_saved(tmp_path: Path) -> None:
     _train(Observer(), tmp_path)
     with one_worker(Observer(), named=True, resume=tmp_path) as (other, _):
