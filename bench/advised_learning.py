@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastps.advice.advise import Recorded, best_backups, candidates, compared, keeps_rate, ranked
+from fastps.advice.advise import Recorded, best_backups, candidates, compared, ranked
+from fastps.advice.auto_sync import may_be_chosen
 from fastps.job.specs import parse_policy
 from fastps.simulation.simulate import TRACE_KINDS, ComputeModel, Simulation, simulate
 
@@ -279,9 +280,9 @@ def picks(setting: Setting) -> tuple[str, str]:
     recorded = Recorded("bsp", BATCH, setting.momentum, is_sgd=setting.momentum > 0)
     specs = candidates(n, BATCH, recorded, best_backups(simulation, recorded))
     found: list[str] = []
-    for may_be in (lambda policy: True, lambda policy: keeps_rate(policy) and policy.pull == 1 and not policy.needs_samples):
-        policies = [policy for policy in map(parse_policy, specs) if may_be(policy)]
-        known = replace(recorded, is_auto=bool(found))
+    for is_auto in (False, True):
+        policies = [policy for policy in map(parse_policy, specs) if not is_auto or may_be_chosen(policy)]
+        known = replace(recorded, is_auto=is_auto)
         rows = ranked(policies, lambda policy: compared(policy, simulation), None, known)
         found += [row["sync"] for row in rows if row["recommended"]]
     return found[0], found[1]

@@ -56,7 +56,7 @@ def candidates(workers: int, batch: int = 1, recorded: Recorded | None = None, b
     workers to try beside those of the table. Where SGD has a high momentum, each worker's own is tried, too.
 
     >>> candidates(2)[:4], candidates(1)
-    (['bsp', 'asp', 'ssp:1', 'ssp:2'], ['bsp', 'asp'])
+    (['bsp', 'bsp,tune=true', 'asp', 'ssp:1'], ['bsp', 'asp'])
     """
     rows = [row for row in DISCIPLINES.values() if workers > 1 or not row.numbers]
     found = [spec for row in rows for spec in row.advised(workers, batch)]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fastps.advice.advise import Recorded, advise, best_backups, candidates, keeps_rate
 from fastps.advice.replay import simulation_of
-from fastps.errors import AttachError, PolicyError, TimeoutExceededError
+from fastps.errors import AttachError, TimeoutExceededError
 from fastps.job.layout import Layout, place
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
@@ -69,7 +69,7 @@ class WarmUp:
             logger.warning("a worker ended before the warm-up of %d steps was over: bsp stays", self.steps)
             return None
         backups = best_backups(simulation_of(trace), Recorded())
-        specs = [spec for spec in candidates(trace.workers, backups=backups) if _may_be_chosen(spec)]
+        specs = [spec for spec in candidates(trace.workers, backups=backups) if may_be_chosen(parse_policy(spec))]
         (chosen,) = [row for row in advise(trace, specs, is_auto=True) if row["recommended"]]
         logger.info("after %d steps: %s, %s", self.steps, chosen["sync"], chosen["reason"])
         return None if chosen["sync"] == "bsp" else with_modifiers(parse_policy(str(chosen["sync"])), self._store.layout.policy)
@@ -93,12 +93,8 @@ class WarmUp:
         return Trace(header, np.concatenate(records), np.empty(0, PUSH_DTYPE))
 
 
-def _may_be_chosen(spec: str) -> bool:
+def may_be_chosen(policy: Policy) -> bool:
     """Return whether a discipline keeps the learning rate, which nobody tunes here, and needs no help of the training loop."""
-    try:
-        policy = parse_policy(spec)
-    except PolicyError:
-        return False
     return keeps_rate(policy) and not policy.needs_samples and policy.pull == 1.0
 
 

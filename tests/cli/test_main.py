@@ -30,7 +30,7 @@ def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["train", "--sync", "foo"], "unknown synchronization 'foo': expected one of bsp, asp"),
+    (["train", "--sync", "foo"], "unknown synchronization 'foo': expected one of bsp[,tune=true], asp"),
     (["train", "--sync", "ssp:-1"], "expected s of 0"),
     (["train", "--sync", "dssp:9,3"], "expected lo <= hi"),
     (["compare", "--sync", "bsp,foo"], "'bsp,foo': expected bsp, found foo"),
@@ -250,7 +250,7 @@ def test_every_command_that_writes_json_writes_csv() -> None:
     assert [name for name, own in flags.items() if ("--json" in own) != ("--csv" in own)] == []
     ended = commands.done("disciplines", "--csv", "-")
     rows = list(csv.DictReader(ended.stdout.splitlines()))
-    assert "bsp" in [row["spec"] for row in rows] and "bsp" in ended.stderr
+    assert "asp" in [row["spec"] for row in rows] and "asp" in ended.stderr
 
 
 @pytest.mark.slow

@@ -150,8 +150,8 @@ def test_another_discipline_is_recommended_with_its_gain_and_its_staleness() -> 
     trace = bsp([10, 30, 10, 10], 60)
     assert "advice" not in _findings(trace, advise(trace, ["bsp"])), "the run is as it is recommended"
     found = _findings(trace, advise(trace))["advice"]
-    assert found.title.startswith("--sync backup:1 is expected to get ") and "% further in the same time" in found.title
-    assert "begin with bsp's / 1.3" in found.detail and "A replay of this run's own steps is off by +0%." in found.detail
+    assert found.title.startswith("--sync bsp,tune=true is expected to get ") and "% further in the same time" in found.title
+    assert "the learning rate stays" in found.detail and "A replay of this run's own steps is off by +0%." in found.detail
 
 
 def test_a_replay_that_is_off_is_said_and_nothing_is_recommended() -> None:
