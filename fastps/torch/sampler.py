@@ -29,9 +29,10 @@ def shard(data: Any, optimizer: "DistributedOptimizer | None" = None, *, uneven:
     """This worker's share of the data: every N-th sample, another one for each worker.
 
     A DataLoader becomes one with the same options, whose batches are of this worker's samples; the batch size stays that of
-    one worker, or under bsp,tune=true follows the grants. With shuffle=True, or a sampler that has a `generator`, all workers draw one common order, a new one in each
-    pass. In a job that is resumed, and in a lost worker's replacement, the first pass goes on behind the steps that were made,
-    a batch each, and `loader.sampler.epoch` is the number of the next pass. One worker draws everything, in the same order.
+    one worker, or under bsp,tune=true follows the grants. With shuffle=True, or a sampler that has a `generator`, all workers
+    draw one common order, a new one in each pass. In a job that is resumed, and in a lost worker's replacement, the first
+    pass goes on behind the steps that were made, a batch each, and `loader.sampler.epoch` is the number of the next pass. One
+    worker draws everything, in the same order.
 
     Args:
         data: a DataLoader; a data set, map-style or iterable; a tensor, an array, a list, a tuple or a range, cut along its
