@@ -335,19 +335,29 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def beside_bsp(spec: str, rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> str:
-    """Another scheme's time over bsp's in the settings of the rows, at bsp's best rate, as Markdown."""
-    lines = [
-        f"| task | workers | times | momentum | `{spec}` at bsp's rate, of bsp | best of the table, of bsp |",
-        "|---" * 6 + "|",
-    ]
+    """Another scheme at bsp's best rate in the settings of the rows, and what advice takes with it there, as Markdown."""
+    headings = (
+        "task",
+        "workers",
+        "times",
+        "momentum",
+        f"`{spec}`, of bsp",
+        "best of the others, of bsp",
+        "advised",
+        "over the best",
+    )
+    lines, good = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"], 0
     for row in rows:
-        setting, bsp = Setting(*(row[name] for name in ("task", "workers", "kind", "momentum"))), row["times"]["bsp"]
-        found = mean_time(spec, setting, row["rates"]["bsp"], seeds) / bsp
+        setting, times = Setting(*(row[name] for name in ("task", "workers", "kind", "momentum"))), row["times"]
+        times = {**times, spec: mean_time(spec, setting, row["rates"]["bsp"], seeds)}
         schedule.cache_clear()
-        cells = *asdict(setting).values(), f"{found:.2f}", f"{min(row['times'].values()) / bsp:.2f}"
+        advised, _ = picks(setting)
+        over = times[advised] / min(times.values())
+        good += over <= 1.1
+        shares = times[spec] / times["bsp"], min(row["times"].values()) / times["bsp"]
+        cells = *asdict(setting).values(), *(f"{share:.2f}" for share in shares), f"`{advised}`", f"{over:.2f}"
         lines.append(f"| {' | '.join(map(str, cells))} |")
-        print(lines[-1], flush=True)
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"Within 10 % of the best in {good} of {len(rows)} settings."])
 
 
 def main() -> None:
@@ -363,7 +373,7 @@ def main() -> None:
     file, seeds = Path(given.json) if given.json else None, [int(seed) for seed in given.seeds.split(",")]
     rows = json.loads(file.read_text()) if file is not None and file.exists() else []
     if given.beside_bsp:
-        beside_bsp(given.beside_bsp, rows, seeds)
+        print(beside_bsp(given.beside_bsp, rows, seeds))
         return
     for setting in SETTINGS[len(rows) : given.most]:
         rows.append(measured(setting, seeds))

@@ -21,6 +21,7 @@ from fastps.lab.demo import data, models
 WORKERS, BATCH, EPOCHS = 4, 16, 4
 SYNC: tuple[str, ...] = ("bsp", "asp", "ssp:3", "dssp:3,15", "backup:1", "psp:3,1", "hardsync:64", "softsync:1", "softsync:4")
 SYNC += ("adv:4", "adv*:4", "r2sp")
+SEEDS = 11, 12
 RATES = {"muon": (0.005, 0.01, 0.02, 0.04), "adamw": (0.0005, 0.001, 0.002, 0.004)}
 OF_THE_REST = 0.001  # AdamW's rate beside Muon
 
@@ -68,10 +69,10 @@ def accuracy(sync: str, name: str, rate: float, seed: int, epochs: int = EPOCHS)
         return float(file.read_text())
 
 
-def measured(sync: str, seeds: list[int]) -> dict[str, Any]:
+def measured(sync: str) -> dict[str, Any]:
     """Both sides under one discipline: the mean accuracy at each rate."""
     found = {
-        name: {str(rate): fmean(accuracy(sync, name, rate, seed) for seed in seeds) for rate in RATES[name]} for name in RATES
+        name: {str(rate): fmean(accuracy(sync, name, rate, seed) for seed in SEEDS) for rate in RATES[name]} for name in RATES
     }
     return {"sync": sync, **found}
 
@@ -89,17 +90,18 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure all disciplines, or those that the file does not have yet, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", metavar="FILE", help="write each discipline's row, and go on from those that are there")
-    parser.add_argument("--sync", default=";".join(SYNC), help="the disciplines, with ; between them")
-    parser.add_argument("--seeds", default="11,12")
-    given = parser.parse_args()
-    file, seeds = Path(given.json) if given.json else None, [int(seed) for seed in given.seeds.split(",")]
-    rows = json.loads(file.read_text()) if file is not None and file.exists() else []
-    for sync in given.sync.split(";"):
-        if all(row["sync"] != sync for row in rows):
-            rows.append(measured(sync, seeds))
-            if file is not None:
-                file.write_text(json.dumps(rows, indent=1))
+    parser.add_argument(
+        "--json",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="write each discipline's row, and go on from those that are there",
+    )
+    file = parser.parse_args().json
+    rows = json.loads(file.read_text()) if file.exists() else []
+    for sync in SYNC[len(rows) :]:
+        rows.append(measured(sync))
+        file.write_text(json.dumps(rows, indent=1))
     print(table(rows))
 
 

@@ -40,7 +40,7 @@ class Job:
         self.is_level = name not in ASYNCHRONOUS
 
     def gradient(self, rank: int) -> float:
-        """Return the value of every element of a worker's gradient: each worker's own, where updates race nearly 1."""
+        """Return the value of every element of a worker's gradient: another for each, and nearly 1 where updates race."""
         return rank + 1.0 if self.is_level else 1.0 + 1e-6 * rank
 
     def part(self, rank: int, parts: int) -> slice:

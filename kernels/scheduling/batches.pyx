@@ -100,7 +100,7 @@ cdef void batches_level(scheduler_t *state) noexcept nogil:
         if w[worker].live:
             is_known &= w[worker].base_batch != NO_BATCH and w[worker].line_slope > 0
             total += w[worker].base_batch
-            high = max(high, 2 * _time_of(&w[worker], w[worker].base_batch))  # in which each does more than its first batch
+            high = max(high, 2 * _time_of(&w[worker], w[worker].base_batch))  # by then each can do more than its first batch
     for _ in range(MOST_HALVINGS if is_known else 0):
         middle = low + (high - low) / 2
         if middle == low or middle == high:

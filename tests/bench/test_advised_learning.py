@@ -69,8 +69,10 @@ def test_the_command_goes_on_from_the_rows_that_are_there(tmp_path: Path) -> Non
     assert "Within 10 % of the best in 1 of 1 settings" in shown.stdout
 
 
-def test_another_scheme_is_measured_at_bsps_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"task": "digits", "workers": 4, "kind": "half slow", "momentum": 0.9, "times": {"bsp": 30.0, "asp": 15.0}}
-    shown = bench.beside_bsp("bsp,tune=true", [{**row, "rates": {"bsp": 0.04}}], [1])
-    assert "| digits | 4 | half slow | 0.9 | " in shown and shown.endswith(" | 0.50 |")
-    assert capsys.readouterr().out.strip() == shown.splitlines()[-1]
+def test_another_scheme_is_measured_at_bsps_rate_and_advice_knows_of_it() -> None:
+    row = {"task": "digits", "workers": 4, "kind": "half slow", "momentum": 0.0, "times": {"bsp": 30.0, "asp": 15.0}}
+    lines = bench.beside_bsp("bsp,tune=true", [{**row, "rates": {"bsp": 0.4}}], [1]).splitlines()
+    _, *cells, _ = (cell.strip() for cell in lines[2].split("|"))
+    assert cells[:4] == ["digits", "4", "half slow", "0.0"] and cells[5:7] == ["0.50", "`bsp,tune=true`"]
+    assert 0 < float(cells[4]) < 1 and float(cells[7]) == pytest.approx(max(1.0, float(cells[4]) / 0.5), abs=0.02)
+    assert lines[-1].endswith("of 1 settings.")

@@ -9,6 +9,7 @@ import math
 
 from tests.oracles.plays import Plays
 from tests.oracles.server import Server
+from tests.oracles.speed import Speed
 
 
 class RoundRobin(Server):
@@ -125,8 +126,7 @@ class R2sp(RoundRobin):
         self.pushed: set[int] = set()  # workers whose push waits for its turn
         self.batch = dict.fromkeys(range(workers), 0)  # 0 before the first
         self.base_batch: dict[int, int] = {}  # each worker's I_0
-        # For each worker's samples (batch b, time t), each with the weight that it has in the EMA: the sums of 1, b, t, bb, bt.
-        self.sums = {worker: (0.0, 0.0, 0.0, 0.0, 0.0) for worker in range(workers)}
+        self.speed = {worker: Speed() for worker in range(workers)}
 
     def push(self, p: int, now_ns: int, timestamp: int, samples: int = 0) -> tuple[list[int], list[int]]:
         self.clock_event(now_ns)
@@ -136,9 +136,7 @@ class R2sp(RoundRobin):
         self.base_batch.setdefault(p, samples)
         sample_ns = self.profile(p)
         if sample_ns is not None:
-            b, t = float(samples), float(sample_ns)
-            n, sum_b, sum_t, sum_bb, sum_bt = (7 / 8 * total for total in self.sums[p])
-            self.sums[p] = (n + 1, sum_b + b, sum_t + t, sum_bb + b * b, sum_bt + b * t)
+            self.speed[p].add(samples, sample_ns)
         return self.update_in_order(), self.issue_permissions()
 
     def leave(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
@@ -154,12 +152,12 @@ class R2sp(RoundRobin):
     def join(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
         if not self.t or self.may_proceed(self.update_turn):  # no other worker has a permission
             self.update_turn = worker
-        self.batch[worker], self.sums[worker] = 0, (0.0, 0.0, 0.0, 0.0, 0.0)
+        self.batch[worker], self.speed[worker] = 0, Speed()
         return super().join(worker, now_ns)
 
     def remove(self, worker: int) -> None:
         super().remove(worker)
-        del self.batch[worker], self.sums[worker]
+        del self.batch[worker], self.speed[worker]
         self.base_batch.pop(worker, None)
         if self.t and worker == self.update_turn:
             self.update_turn = self.next_in_order(worker)
@@ -182,23 +180,6 @@ class R2sp(RoundRobin):
         if self.tune:
             self.batch[worker] = self.tuned_batch(worker)
 
-    def line(self, worker: int) -> tuple[float, float] | None:
-        """Section IV, "the linear relationship between a worker's batch size and its iteration time": (a, k).
-
-        time = a + k * batch by weighted least squares; k alone if the batches are too equal for a line, or it is impossible
-        (k <= 0, a < 0). None without a sample.
-        """
-        n, sum_b, sum_t, sum_bb, sum_bt = self.sums[worker]
-        if sum_b == 0:
-            return None
-        denominator = n * sum_bb - sum_b * sum_b
-        if 1000 * denominator > n * sum_bb:
-            k = (n * sum_bt - sum_b * sum_t) / denominator
-            a = (sum_t - k * sum_b) / n
-            if k > 0 and a >= 0:
-                return a, k
-        return 0.0, sum_t / sum_b
-
     def tuned_batch(self, worker: int) -> int:
         """Coordinator, line 2: adjust batch sizes of the faster workers (if any) to eliminate their resource wastage.
 
@@ -206,12 +187,12 @@ class R2sp(RoundRobin):
         result is never below I_0 and never above 16 I_0. A worker without a known time keeps I_0.
         """
         base = self.base_batch.get(worker, 0)  # 0: a joiner that has pushed nothing, which chooses by itself
-        own = self.line(worker)
-        if own is None or own[1] == 0:
+        own = self.speed[worker].line()
+        if own is None:
             return base
         target_ns = 0.0
         for other in self.t:
-            line = self.line(other)
+            line = self.speed[other].line()
             if line is not None:
                 a, k = line
                 target_ns = max(target_ns, a + k * self.base_batch[other])
