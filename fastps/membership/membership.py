@@ -8,7 +8,7 @@ halfway. The scheduler decides what a discipline does with fewer or more workers
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Protocol
 
 from fastps.errors import ArenaError, AttachError, ExpelledError, NonFiniteGradientError, WorkerDiedError, damaged
@@ -95,6 +95,28 @@ def lose(
     return None
 
 
+def waiting_for_this(there: Arena, processes: Set[int]) -> tuple[int, int, int] | None:
+    """A worker of these processes that waits in another job, the arena `there`, for a push of this process.
+
+    Returns the worker's process, its step there and the step of this process, which is behind; None without one.
+    """
+    lanes = {there.process_id(lane): lane for lane in range(there.lanes)}
+    if os.getpid() not in lanes:
+        return None
+    steps, _ = _steps(there, lanes[os.getpid()])
+    for process in processes & lanes.keys():
+        made, granted = _steps(there, lanes[process])
+        if made > steps and made >= granted:
+            return process, made, steps
+    return None
+
+
+def _steps(arena: Arena, lane: int) -> tuple[int, int]:
+    """The steps that a lane has made, with pushes that a version still waits for, and those that it may begin."""
+    counters = arena.counters(lane)
+    return arena.clock(lane) + counters["posted"] - counters["done"], counters["granted"]
+
+
 class Participant(Survivor, Protocol):
     """The interface that membership needs of an attached worker."""
 
@@ -174,15 +196,13 @@ class Membership:
                 there = discovery.arena_of(job, _ASK_S, self._store.clock)
             except (AttachError, ArenaError):  # it has ended
                 continue
-            lanes = {there.process_id(lane): lane for lane in range(there.lanes)}
-            steps = there.clock(lanes[os.getpid()]) if job != self._store.job and os.getpid() in lanes else -1
-            for process_id in of_process.keys() & lanes.keys() if steps >= 0 else ():
-                counters = there.counters(lanes[process_id])
-                if counters["posted"] > max(counters["done"], steps):
-                    return (
-                        f"; worker {of_process[process_id]} has made step {counters['posted']} in job {job!r}, where it waits"
-                        f" for this one, at step {steps} there: let all workers make the same number of steps in each job"
-                    )
+            found = waiting_for_this(there, of_process.keys()) if job != self._store.job else None
+            if found is not None:
+                process_id, made, steps = found
+                return (
+                    f"; worker {of_process[process_id]} has made step {made} in job {job!r}, where it waits"
+                    f" for this one, at step {steps} there: let all workers make the same number of steps in each job"
+                )
         return ""
 
     def check(self, now_ns: int) -> None:

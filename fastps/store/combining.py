@@ -5,7 +5,8 @@ devices, on several nodes, in virtual time and with injected delays answer other
 """
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,13 +16,22 @@ from fastps.errors import NodeLostError, ProtocolError, damaged
 from fastps.kernels.combining.fold_call import FoldCall
 from fastps.kernels.protocol.lane import KIND_LEAVE
 from fastps.kernels.protocol.wait import Wait
-from fastps.kernels.shm.arena import LANE_LEFT
+from fastps.kernels.shm.arena import LANE_LEFT, LANE_LIVE
 from fastps.membership.job_memory import by_name
+from fastps.membership.membership import waiting_for_this
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.background import Background
 from fastps.store.drive import drive
 
+_BESIDE_NS = 5_000_000
 _MOST_NAMED = 256  # combinations of buffers whose views are cached
+
+
+class Elsewhere(NamedTuple):
+    """A job that this process is in beside the one that it waits in, and the call by which it leaves that job for good."""
+
+    worker: AttachedLane
+    leave: Callable[[], None]
 
 
 class Push(NamedTuple):
@@ -187,11 +197,26 @@ class Combining:
     def leave_virtual_time(self) -> None:
         """Leave where a driver decides, which lets this worker go on once all have left."""
 
-    def wait_for_others(self) -> None:
-        """Wait until every other worker has left, too."""
+    def wait_for_others(self, elsewhere: Sequence["Elsewhere"] = ()) -> None:
+        """Wait until every other worker has left, too. `elsewhere`: this process's other jobs, which combine meanwhile.
+
+        A job in which a worker waits for this one that has not left here is left: neither would go on.
+        """
         wait = Wait(self._lane)
         wait.begin_last(self._worker.store.layout.workers, self._clock.now_ns())
-        drive(self._worker, wait, self._worker.timeout_text)
+        beside = [(each.worker, Wait(each.worker.lane)) for each in elsewhere]
+        for _, its in beside:
+            its.begin_own(_BESIDE_NS, self._clock.now_ns(), combines=True)
+
+        def leave_where_awaited() -> None:
+            here = self._worker.store.arena
+            states = here.lane_states()[: here.lanes] if elsewhere else ()
+            still_here = {here.process_id(lane) for lane, state in enumerate(states) if state == LANE_LIVE}
+            for each in elsewhere:
+                if waiting_for_this(each.worker.store.arena, still_here - {os.getpid()}) is not None:
+                    each.leave()
+
+        drive(self._worker, wait, self._worker.timeout_text, leave_where_awaited, beside)
 
     @property
     def closes_last(self) -> bool:
@@ -221,11 +246,11 @@ class Combining:
 class AgentCombining(Combining):
     """A node's agent folds, because the home has the weights. No worker of the node can do its work."""
 
-    def wait_for_others(self) -> None:
+    def wait_for_others(self, elsewhere: Sequence[Elsewhere] = ()) -> None:
         """The agent leaves last, once the workers of all nodes have."""
         worker = self._worker
         worker.wait_until(lambda: not worker.store.arena.is_served(), 5_000_000, worker.timeout_text)
-        super().wait_for_others()
+        super().wait_for_others(elsewhere)
 
     def on_server_end(self) -> None:
         """Raises NodeLostError, unless the agent has left as it does at the end."""

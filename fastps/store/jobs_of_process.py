@@ -20,6 +20,7 @@ from fastps.job.environment import Identity
 from fastps.kernels.shm.arena import LANE_FREE
 from fastps.membership import discovery
 from fastps.membership.job_memory import JobMemory
+from fastps.store.combining import Elsewhere
 from fastps.store.observer import observe
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
@@ -38,6 +39,7 @@ class _Open:
 
     worker: "weakref.ref[Worker]"
     parts: "list[weakref.ref[Any]]"
+    leave: "weakref.WeakMethod[Callable[[], None]]"
     close: "weakref.WeakMethod[Callable[[], None]]"
     finish: "weakref.WeakMethod[Callable[[], None]]"
 
@@ -70,11 +72,22 @@ _open: list[_Open] = []
 _left: list[_Left] = []
 
 
-def register(worker: Worker, parts: list[Any], close: Callable[[], None], finish: Callable[[], None]) -> None:
-    """Call `close` before another job begins with any of these parts, on worker 0 after `finish`: methods of one object."""
+def register(
+    worker: Worker, parts: list[Any], leave: Callable[[], None], close: Callable[[], None], finish: Callable[[], None]
+) -> None:
+    """Call `close` before another job begins with any of these parts, on worker 0 after `finish`: methods of one object.
+
+    `leave` ends the worker's pushes, where another job of the process waits for its end.
+    """
     _open[:] = [each for each in _open if (open_worker := each.worker()) is not None and not open_worker.closed]
-    found = [weakref.ref(part) for part in parts]
-    _open.append(_Open(weakref.ref(worker), found, weakref.WeakMethod(close), weakref.WeakMethod(finish)))
+    found, methods = [weakref.ref(part) for part in parts], [weakref.WeakMethod(each) for each in (leave, close, finish)]
+    _open.append(_Open(weakref.ref(worker), found, *methods))
+
+
+def elsewhere(worker: Worker) -> list[Elsewhere]:
+    """This process's open jobs beside a worker's, in which it still pushes."""
+    found = [(each.worker(), each.leave()) for each in _open if each.is_open]
+    return [Elsewhere(its, leave) for its, leave in found if its not in (worker, None) and leave and not its.has_left]
 
 
 def is_any_open() -> bool:

@@ -8,6 +8,7 @@ import os
 import pickle
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from fastps.errors import UsageError, WorkerDiedError
@@ -15,7 +16,7 @@ from fastps.job import environment
 from fastps.membership import rendezvous
 from fastps.membership.job_memory import JobMemory
 from fastps.store.attached_lane import AttachedLane
-from fastps.store.combining import Combining, Push
+from fastps.store.combining import Combining, Elsewhere, Push
 from fastps.store.server_process import Order, picklable
 
 RANK = struct.Struct("=i")
@@ -95,7 +96,7 @@ class Virtual(Combining):
         """Leave: the driver then lets this worker go on once all have left."""
         self.leave()
 
-    def wait_for_others(self) -> None:
+    def wait_for_others(self, elsewhere: Sequence[Elsewhere] = ()) -> None:
         """All have left by then, or this worker has stopped the job."""
 
     def _take_word(self) -> None:

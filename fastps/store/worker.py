@@ -18,7 +18,7 @@ from fastps.membership import rendezvous
 from fastps.membership.job_memory import JobMemory, by_name
 from fastps.membership.membership import Membership
 from fastps.store.attached_lane import AttachedLane
-from fastps.store.combining import Combining, Push
+from fastps.store.combining import Combining, Elsewhere, Push
 from fastps.store.freed_readers import FreedReaders
 from fastps.store.row_slots import Presence, RowSlots
 from fastps.store.worker_momentum import WorkerMomentum
@@ -327,14 +327,15 @@ class Worker(AttachedLane):
         if self.recorder is not None:
             self.recorder.pulled(0)
 
-    def wait_for_others(self) -> None:
+    def wait_for_others(self, elsewhere: Sequence[Elsewhere] = ()) -> None:
         """Leave, wait until every other worker has attached and left too, and pull the final weights.
 
-        Combine and check the peers meanwhile. This worker leaves first, so no other worker waits for its pushes.
+        Combine and check the peers meanwhile. This worker leaves first, so no other worker waits for its pushes; and it leaves
+        its jobs `elsewhere` whose workers wait there for its pushes, and here are waited for.
         """
         self._check_not_forked()
         self.leave()
-        self.combining.wait_for_others()
+        self.combining.wait_for_others(elsewhere)
         self.pull()
 
     def _stay_for_latecomers(self) -> None:

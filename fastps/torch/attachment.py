@@ -90,7 +90,7 @@ class Attachment:
         self.equal_gradients = EqualGradients(worker, reads_slots=self.placement.name != "device")
         self.equal_options = EqualOptions(worker, reads_slots=self.placement.name != "device")
         exit_handlers.register(worker, self.leave, self.wait_for_others)
-        jobs_of_process.register(worker, self.tensors, self._close, self.wait_for_others)
+        jobs_of_process.register(worker, self.tensors, self._end_pushes, self._close, self.wait_for_others)
 
     def hook(self, others: Sequence[Any]) -> None:
         """Copy gradients during backward, and take the job's weights. `others`: handles of hooks to remove at the end."""
@@ -372,10 +372,14 @@ class Attachment:
         """
         self._leave_buffers()
         before = self._pulled_versions()
-        self.worker.wait_for_others()
+        self.worker.wait_for_others(jobs_of_process.elsewhere(self.worker))
         if self.has_begun and self._pulled_versions() != before:
             self.check_writes()
         self.take_weights()
+
+    def _end_pushes(self) -> None:
+        self._leave_buffers()
+        self.worker.leave()
 
     def _leave_buffers(self) -> None:
         """Publish this worker's buffers for averages after it has left. No error stops it leaving: it is logged."""
@@ -392,7 +396,8 @@ class Attachment:
             return
         if failure is None and self.store.layout.rule.runs_in_python and self.worker.combining.closes_last:
             self._leave_buffers()
-            self.worker.wait_for_others()  # whose pushes this worker folds, before the last checkpoint
+            # Fold the others' pushes, before the last checkpoint.
+            self.worker.wait_for_others(jobs_of_process.elsewhere(self.worker))
         if self.checkpointing is not None:
             self.checkpointing.close(failed=failure is not None)
         self.placement.end()

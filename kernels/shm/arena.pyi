@@ -28,6 +28,7 @@ PushOutcome = tuple[int, int, int, int]
 class Counters(TypedDict):
     posted: int
     done: int
+    granted: int
     steps: int
     wait_ns: int
     compute_ns: int

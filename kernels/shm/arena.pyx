@@ -4,7 +4,7 @@ Each counted value is current, but they are not of one moment.
 """
 
 cimport cython
-from libc.stdint cimport UINT64_MAX, int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MAX, UINT64_MAX, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, strncpy
 
 from fastps.kernels.base.atomics cimport *
@@ -434,7 +434,7 @@ cdef class Arena(ArenaView):
     def counters(self, uint32_t lane):
         """The lane's counters by name, over all shards; each is current, but they are not of one moment.
 
-        `done` is the least of the shards, `folded`, `dropped` and `rows` (of tables, in folded pushes) are sums over shards.
+        `done` and `granted` are the least of the shards, `folded`, `dropped` and `rows` (of tables) are sums over shards.
         """
         cdef fps_lane *words = self.lane(lane)
         cdef fps_lane_shard *lane_shard
@@ -442,11 +442,12 @@ cdef class Arena(ArenaView):
         cdef double loss
         cdef uint32_t shard
         cdef uint64_t done = fps_head_acquire(&self.lane_shard(lane, 0).head)
-        cdef int64_t folded = 0, dropped = 0, staleness_sum = 0, staleness_max = 0, rows = 0
+        cdef int64_t folded = 0, dropped = 0, staleness_sum = 0, staleness_max = 0, rows = 0, granted = INT64_MAX
         memcpy(&loss, &loss_bits, sizeof(loss))
         for shard in range(self.header.n_shards):
             lane_shard = self.lane_shard(lane, shard)
             done = min(done, fps_head_acquire(&lane_shard.head))
+            granted = min(granted, fps_granted_steps(fps_grant_acquire(&lane_shard.granted)))
             folded += fps_counter_get(&lane_shard.folded)
             dropped += fps_counter_get(&lane_shard.dropped)
             staleness_sum += fps_counter_get(&lane_shard.staleness_sum)
@@ -455,6 +456,7 @@ cdef class Arena(ArenaView):
         return {
             "posted": fps_tail_acquire(&words.tail),
             "done": done,
+            "granted": granted,
             "steps": fps_counter_get(&words.steps),
             "wait_ns": fps_counter_get(&words.wait_ns),
             "compute_ns": fps_counter_get(&words.compute_ns),

@@ -142,3 +142,52 @@ def test_workers_that_wait_for_each_other_in_two_jobs_are_told_both() -> None:
 
     said = [each for each in _outcomes(work) if "let all workers make the same number of steps in each job" in each]
     assert said and any(f"in job '{name}-" in said[0] for name in ("first", "second")), said
+
+
+@pytest.mark.parametrize("ends", ["wait_for_others", "unwrap", "close"])
+@pytest.mark.parametrize(
+    ("kind", "sync"),  # folded by all, and run by worker 0
+    [(torch.optim.SGD, "bsp"), (torch.optim.SGD, "backup:1"), (torch.optim.SGD, "ssp:1"), (torch.optim.Adafactor, "bsp")],
+)
+def test_two_optimizers_of_uneven_loops_end_one_after_the_other(kind: Any, sync: str, ends: str) -> None:
+    def work(rank: int) -> Any:
+        models, jobs = [_model(), _model()], []
+        for number, model in enumerate(models):
+            inner, job = kind(model.parameters(), lr=0.1), f"{number}-{os.getppid()}"
+            jobs.append(fastps.DistributedOptimizer(inner, sync, timeout_s=20, job=job, rank=rank, workers=3))
+        for _ in range(3 + 4 * rank):
+            for model, job in zip(models, jobs, strict=True):
+                _step(model, job, rank)
+        for job in jobs:
+            getattr(job, ends)()
+        for job in jobs:
+            job.close()
+        return [model.weight.tolist() for model in models]
+
+    found = _outcomes(work, 3)
+    if ends == "wait_for_others":
+        assert found[0] == found[1] == found[2], "all have the job's last weights"
+    assert all(isinstance(weights, list) for weights in found), found
+
+
+def test_a_job_goes_on_where_another_one_of_the_same_workers_ends_after_the_same_step() -> None:
+    def work(rank: int) -> Any:
+        models = [_model(), _model()]
+        jobs: list[Any] = [
+            fastps.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), job=f"{number}-{os.getppid()}", rank=rank, workers=3
+            )
+            for number, model in enumerate(models)
+        ]
+        for step in range(6):
+            if step == 3:
+                jobs[0].wait_for_others()
+            time.sleep(0.05 * rank)
+            for model, job in list(zip(models, jobs, strict=True))[step >= 3 :]:
+                _step(model, job, rank)
+        for job in jobs:
+            job.close()
+        return models[1].weight.tolist()
+
+    found = _outcomes(work, 3)
+    assert found[0] == found[1] == found[2] and isinstance(found[0], list), found
