@@ -8,6 +8,7 @@ A check that cannot run counts as failed and has a row with its reason.
 
 import faulthandler
 import functools
+import itertools
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ from fastps.bench.gpu.worker import GRADIENT, LEARNING_RATE, GpuJob, first_weigh
 from fastps.bench.measure import BenchOptions, Row
 from fastps.device.arena import FiniteCheck
 from fastps.device.cuda import CudaDevice
+from fastps.device.placement import VARIABLE_OF_SAME_GPU
 from fastps.errors import Error
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
@@ -174,6 +176,8 @@ def run_jobs(
 ) -> list[list[dict[str, Any]]]:
     """Run jobs in the same workers, on the first `gpus` GPUs if they use one, and return what each wrote, by job.
 
+    Under FASTPS_SAME_GPU=1 there are `gpus` devices on the first GPU.
+
     A job with a death goes on without that worker, which writes nothing; it is alone. Raises Error if a worker failed.
     """
     names = ("FASTPS_GPUS", "FASTPS_PLACEMENT", "FASTPS_SERVER")
@@ -185,7 +189,8 @@ def run_jobs(
         try:
             os.environ.pop("FASTPS_GPUS", None)
             if device != "cpu":
-                os.environ["FASTPS_GPUS"] = ",".join(map(str, range(gpus)))
+                is_one = os.environ.get(VARIABLE_OF_SAME_GPU) == "1"
+                os.environ["FASTPS_GPUS"] = ",".join("0" if is_one else str(gpu) for gpu in range(gpus))
             os.environ.update(FASTPS_PLACEMENT=placement, FASTPS_SERVER=server)
             options = JobOptions(on_worker_loss="continue") if dies else JobOptions()
             outcome = Launcher([*WORKER, str(path)], workers, options=options).run()
@@ -337,6 +342,7 @@ CHECKS: dict[str, Callable[[Settings], Iterable[Row]]] = {
     "two processes": lambda settings: _in_both(check_processes, check="two processes", quick=settings.quick),
     "peers": lambda settings: between_gpus(settings.gpus, settings.parameters),
     "several GPUs": lambda settings: on_several_gpus("cuda", settings),
+    "several GPUs on one": lambda settings: on_one_gpu("cuda", settings),
     "faults": lambda settings: faults("cuda", settings.gpus),
     "training": lambda settings: _in_both(check_training, "mnist5k"),
     "step": lambda settings: check_step("step", settings, "reject"),
@@ -362,6 +368,16 @@ def on_several_gpus(device: str, settings: Settings) -> Iterator[Row]:
     """The rows of jobs with a worker on each GPU, without a server and with one."""
     for where, server in (("device", "workers"), ("device", "process"), ("host", "workers")):
         yield from check_processes(device, where, gpus=settings.gpus, server=server, check="several GPUs", quick=settings.quick)
+
+
+def on_one_gpu(device: str, settings: Settings, count: int = 2) -> Iterator[Row]:
+    """The rows of several GPUs, where one GPU is `count` devices: copies, folds over peers, jobs, and a death."""
+    os.environ.update({VARIABLE_OF_SAME_GPU: "1", "FASTPS_GPUS": ",".join("0" * count)})
+    parameters = 1_000_000  # so that all memory is there `count` times on any GPU
+    for row in between_gpus(count, parameters):
+        yield {**row, "check": "several GPUs on one", "name": f"{row['check']}: {row['name']}"}
+    for row in itertools.chain(on_several_gpus(device, replace(settings, gpus=count)), check_going_on(device, "device", count)):
+        yield {**row, "check": "several GPUs on one"}
 
 
 def faults(device: str, count: int) -> Iterator[Row]:

@@ -22,6 +22,7 @@ _TITLES = {
     "one process": "one process against the CPU path",
     "two processes": "two processes on one GPU against the CPU path",
     "several GPUs": "a worker on each GPU against the CPU path",
+    "several GPUs on one": "the same on one GPU that processes see as two",
     "faults": "the others go on after a worker's death",
     "training": "training on images, with and without AMP",
 }

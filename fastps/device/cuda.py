@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from fastps.device.cuda_errors import NOT_READY, NamedRuntime, of_status
 from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceFailedError, DeviceLostError, DeviceMemoryError
+from fastps.device.same_gpu import each_entry_apart
 from fastps.kernels.cuda import runtime as cuda
 from fastps.kernels.cuda.launch_args import Launch
 from fastps.system.cache import kept
@@ -121,7 +122,7 @@ class CudaDevice:
     granularity = SHARED_BYTES  # every allocation is a multiple of it
 
     def __init__(self, index: int = 0, api: Any = None) -> None:
-        self._cuda = CupyCuda() if api is None else api
+        self._cuda: CupyCuda = each_entry_apart(CupyCuda()) if api is None else api
         self._runtime = NamedRuntime(self._cuda.runtime, f"GPU {index}")
         self.index = index
         if not 0 <= index < self._runtime.getDeviceCount():
@@ -129,7 +130,7 @@ class CudaDevice:
                 f"expected a GPU of 0 to {self._runtime.getDeviceCount() - 1}, found {index}: check CUDA_VISIBLE_DEVICES"
             )
         self._runtime.setDevice(index)
-        self.identity = self._cuda.identity(index)  # the same in every process
+        self.identity: str = self._cuda.identity(index)  # the same in every process
         self._runtime = NamedRuntime(self._cuda.runtime, f"GPU {index} ({self._runtime.deviceGetPCIBusId(index)})")
         self._launch = self._runtime.checked(self._cuda.launch, "launch")
         self._owned: dict[int, int] = {}  # address to size

@@ -21,6 +21,7 @@ Placement = Literal["host", "device"]
 _DEVICES = Path("/dev")
 PROBE = [sys.executable, "-m", "fastps.device.sharing"]
 _PROBE_S = 120.0
+VARIABLE_OF_SAME_GPU = "FASTPS_SAME_GPU"
 BUCKET_MB = int(OPTIONS["FASTPS_BUCKET_MB"].default)
 
 
@@ -49,11 +50,23 @@ def check_own_gpu(index: int) -> None:
 
 
 def _gpus_in(text: str) -> list[str]:
-    """The GPUs of FASTPS_GPUS. Raises UsageError for what is no list of numbers."""
+    """The GPUs of FASTPS_GPUS; under FASTPS_SAME_GPU=1 each entry is one. Raises UsageError for what is no list of numbers."""
     gpus = [gpu.strip() for gpu in text.split(",") if gpu.strip()]
     if any(whole(gpu) is None for gpu in gpus):
         raise UsageError(f"FASTPS_GPUS: expected numbers of GPUs such as 0,1, found {text!r}")
+    if os.environ.get(VARIABLE_OF_SAME_GPU) == "1":
+        return [f"{gpu}#{number}" for number, gpu in enumerate(gpus)]
     return gpus
+
+
+def gpus_seen_by(rank: int, text: str) -> list[str]:
+    """The GPUs of FASTPS_GPUS in the order in which worker `rank` sees them: its own first.
+
+    >>> gpus_seen_by(1, "2,0,2")
+    ['0', '2']
+    """
+    gpus = _gpus_in(text)
+    return list(dict.fromkeys([gpus[rank % len(gpus)], *gpus])) if gpus else []
 
 
 def parse_gpus(text: str) -> str:
@@ -93,18 +106,23 @@ def gpu_variables(rank: int, base: Mapping[str, str], *, keeps_order: bool = Fal
     >>> gpu_variables(3, {"FASTPS_GPUS": "2,1"}, keeps_order=True)
     {'CUDA_VISIBLE_DEVICES': '2,1', 'CUDA_DEVICE_MAX_CONNECTIONS': '32', 'LOCAL_RANK': '1'}
     """
-    gpus = _gpus_in(base.get("FASTPS_GPUS", ""))
-    if not gpus:
+    text = base.get("FASTPS_GPUS", "")
+    if not (ordered := gpus_seen_by(rank, text)):
         return {}
+    devices, own = len(ordered), _number(ordered[0])
+    gpus = list(dict.fromkeys(map(_number, _gpus_in(text) if keeps_order else ordered)))
     visible = [name.strip() for name in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    if visible and max(map(int, gpus)) >= len(visible):
-        raise UsageError(f"FASTPS_GPUS={','.join(gpus)}: expected numbers within CUDA_VISIBLE_DEVICES={','.join(visible)}")
-    own, seen = gpus[rank % len(gpus)], list(dict.fromkeys(gpus))
-    ordered = seen if keeps_order else [own, *(gpu for gpu in seen if gpu != own)]
-    found = {"CUDA_VISIBLE_DEVICES": ",".join(visible[int(gpu)] if visible else gpu for gpu in ordered)}
-    if len(seen) > 1:
+    if visible and max(gpus) >= len(visible):
+        raise UsageError(f"FASTPS_GPUS={text}: expected numbers within CUDA_VISIBLE_DEVICES={','.join(visible)}")
+    found = {"CUDA_VISIBLE_DEVICES": ",".join(visible[gpu] if visible else str(gpu) for gpu in gpus)}
+    if devices > 1:
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = base.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    return found | ({"LOCAL_RANK": str(seen.index(own))} if keeps_order else {})
+    return found | ({"LOCAL_RANK": str(gpus.index(own))} if keeps_order else {})
+
+
+def _number(gpu: str) -> int:
+    """The number of a GPU, which under FASTPS_SAME_GPU=1 the number of its entry follows."""
+    return int(gpu.partition("#")[0])
 
 
 def placement(workers: int | None = None) -> Placement:

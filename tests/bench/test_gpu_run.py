@@ -2,7 +2,6 @@
 
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -76,20 +75,11 @@ def test_all_that_passed_is_exit_code_0_and_what_cannot_run_is_named(check: Chec
 def test_a_part_that_ends_badly_is_a_row_and_those_after_it_run(
     check: Check, ending: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, wait = tmp_path_factory.mktemp("hang") / "begun", subprocess.Popen.wait
-
-    def wait_until_it_hangs(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if timeout != LIMIT_S:
-            return wait(process, timeout)
-        while process.poll() is None:
-            if begun.exists():
-                begun.unlink()
-                raise subprocess.TimeoutExpired(process.args, timeout)
-            time.sleep(0.01)
-        return process.returncode
-
+    begun, now_s = tmp_path_factory.mktemp("hang") / "begun", time.monotonic
     monkeypatch.setenv("BEGUN", str(begun))
-    monkeypatch.setattr(subprocess.Popen, "wait", wait_until_it_hangs)
+    monkeypatch.setattr(run, "_CHECK_S", 0.01)
+    monkeypatch.setattr(run.time, "monotonic", lambda: now_s() + (1000 if begun.exists() else 0))
+    monkeypatch.setattr(run, "_end", lambda process, end=run._end: (begun.unlink(missing_ok=True), end(process)))
     then, first, last = ENDINGS[ending]
     code, found = check({"kernels": ([True], "pass"), "IPC": ([True, True], then), "faults": ([True], "pass")})
     assert code == 1
@@ -101,6 +91,42 @@ def test_a_part_that_ends_badly_is_a_row_and_those_after_it_run(
     where = "\n".join(row["output"])
     assert ending == "killed" or " in here" in where, "where the part stood"
     assert found["says"][:2] == ["Works: kernels, faults.", "Does not work: IPC."]
+
+
+def test_rows_are_in_the_report_while_their_part_still_runs(
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_CHECK_S", 0.01)
+    monkeypatch.setenv("REPORT", str(tmp_path / "report.json"))
+    waits = "while '1 rows of this part' not in open(os.environ['REPORT']).read(): time.sleep(0.01)"
+    code, found = check({"step": ([True], waits), "IPC": ([True], "pass")})
+    assert code == 0 and [row["ok"] for row in found["rows"]] == [True, True]
+
+
+def test_minutes_are_shared_by_what_has_never_run_first_and_what_is_left_out_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, ran = [0.0], []
+
+    def run_part(name: str, part: Part, settings: Settings, add: object) -> list[dict[str, Any]]:
+        ran.append((name, part.limit_s))
+        now_s[0] += min(part.limit_s, 100)
+        return [{"check": name, "name": "a row", "ok": True}]
+
+    parts = {"old": Part(600, has_run=True), "new": Part(1800), "quick": Part(600), "none": Part(9, gpus=2)}
+    monkeypatch.setattr(run, "PARTS", parts)
+    monkeypatch.setattr(run, "run_part", run_part)
+    monkeypatch.setattr(run.time, "monotonic", lambda: now_s[0])
+
+    def within(minutes: float) -> tuple[list[tuple[str, float]], list[str]]:
+        ran.clear()
+        report = Report(GPU, tmp_path / "report.json")
+        run.check(report, Settings(), lambda _: None, minutes)
+        return list(ran), [row.get("missing", "") for row in report.rows]
+
+    assert within(5) == ([("new", 180.0), ("quick", 100.0), ("old", 100.0)], ["", "", "", "needs 2 GPUs, found 1"])
+    found, missing = within(0.5)
+    assert found == [("new", 20.0)] and missing[0] == "10 s of --minutes 0.5 were left, expected at least 20 s"
 
 
 def test_a_failed_row_or_a_part_without_rows_is_exit_code_1(check: Check) -> None:

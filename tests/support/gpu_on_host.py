@@ -33,6 +33,8 @@ class Placement(SeveralDevicesPlacement):
 
     def make_device(self) -> cuda.CudaDevice:
         gpus = gpus_of_workers()
+        if "#" in "".join(gpus):  # several devices on one GPU
+            return cuda.CudaDevice()
         return HostDevice(f"gpu {gpus[fastps.rank()]}" if gpus else GPUS[0])
 
 

@@ -228,10 +228,16 @@ def _doctor_links(context: typer.Context) -> None:
 
 
 @commands.command(
-    "gpu-check", rich_help_panel=MACHINE, epilog="Examples:  fastps gpu-check   |   fastps gpu-check --quick -o report.html"
+    "gpu-check",
+    rich_help_panel=MACHINE,
+    epilog="Examples:  fastps gpu-check   |   fastps gpu-check --quick -o report.html   |   fastps gpu-check --minutes 8",
 )
 def gpu_check(
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, and neither training nor compute-sanitizer.")] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option(metavar="M", min=1, help="End within M minutes: parts that no GPU has run first, each with a share."),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -257,7 +263,7 @@ def gpu_check(
         say(Console(stderr=True), f"gpu-check: no device: {error}", soft_wrap=True)
         raise typer.Exit(3) from None
     console = options.console_of(json_file)
-    code = run.check(report, settings, lambda line: say(console, line, soft_wrap=True))
+    code = run.check(report, settings, lambda line: say(console, line, soft_wrap=True), minutes)
     say(console, *report.says(), f"{report.file}: the report", soft_wrap=True)
     options.save_rows("gpu-check", report.rows, json_file)
     raise typer.Exit(code)
