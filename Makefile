@@ -28,7 +28,7 @@ HOOKS_PYTEST := cd build/hooks && ../../$(BIN)/python -m pytest -q -p no:cachepr
 TEST_PROGRAMS := spin chromium openssh-client openssh-server iproute2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-slow test-all slow-times test-debug hooks test-hooks test-sanitizers fuzz lint docs wheels \
+.PHONY: help demo test test-fast test-slow test-all slow-times test-debug hooks test-hooks test-torch test-sanitizers fuzz lint docs wheels \
 	system-packages clean
 
 help:  ## show the targets
@@ -107,6 +107,22 @@ test-debug: $(VENV)/.installed  ## tests of the core, built with bounds checks a
 	cp -r tests build/debug/tests
 	cd build/debug && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . \
 		-m "not slow" tests/kernels tests/store/test_store.py
+
+# Another torch, in an environment and a copy of the source of its own: loops over tensors are compiled against it.
+TORCH ?=
+OTHER := build/torch-$(TORCH)
+OTHER_PIP := cd $(OTHER) && venv/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+test-torch:  ## the tests of fastps/torch and of the pages with another torch (several GB): TORCH=2.6.0
+	@[[ -n "$(TORCH)" ]] || { echo "expected a version, as in: make test-torch TORCH=2.6.0"; exit 2; }
+	rm -rf $(OTHER)
+	mkdir -p $(OTHER)/source
+	$(PYTHON) -m venv $(OTHER)/venv
+	git ls-files -z | xargs -0 cp --parents -t $(OTHER)/source
+	grep -v ^torch constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER_PIP) torch==$(TORCH) numpy "setuptools>=77" wheel "Cython>=3.1"
+	$(OTHER_PIP) --no-build-isolation -e './source[demo,test]'
+	cd $(OTHER)/source && ../venv/bin/python -m pytest -q -m "not slow" $(PARALLEL) tests/torch tests/test_docs.py
+	rm -rf $(OTHER)
 
 hooks: build/hooks/.made  ## build/hooks: the core with failpoints, for fastps chaos and tests/crash
 	@$(call LINK_PYTHON,build/hooks)

@@ -8,7 +8,7 @@ halfway. The scheduler decides what a discipline does with fewer or more workers
 import logging
 import os
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Protocol
 
 from fastps.errors import ArenaError, AttachError, ExpelledError, NonFiniteGradientError, WorkerDiedError, damaged
@@ -95,26 +95,15 @@ def lose(
     return None
 
 
-def waiting_for_this(there: Arena, processes: Set[int]) -> tuple[int, int, int] | None:
-    """A worker of these processes that waits in another job, the arena `there`, for a push of this process.
-
-    Returns the worker's process, its step there and the step of this process, which is behind; None without one.
-    """
-    lanes = {there.process_id(lane): lane for lane in range(there.lanes)}
-    if os.getpid() not in lanes:
-        return None
-    steps, _ = _steps(there, lanes[os.getpid()])
-    for process in processes & lanes.keys():
-        made, granted = _steps(there, lanes[process])
-        if made > steps and made >= granted:
-            return process, made, steps
-    return None
-
-
-def _steps(arena: Arena, lane: int) -> tuple[int, int]:
-    """The steps that a lane has made, with pushes that a version still waits for, and those that it may begin."""
-    counters = arena.counters(lane)
-    return arena.clock(lane) + counters["posted"] - counters["done"], counters["granted"]
+def waiting(arena: Arena) -> dict[int, int]:
+    """The processes of an arena's workers that wait for a grant, each with the steps that it has made."""
+    found = {}
+    for lane, state in enumerate(arena.lane_states()[: arena.lanes]):
+        counters = arena.counters(lane)
+        made = arena.clock(lane) + counters["posted"] - counters["done"]  # with what a version still waits for
+        if state == LANE_LIVE and made >= counters["granted"]:
+            found[arena.process_id(lane)] = made
+    return found
 
 
 class Participant(Survivor, Protocol):
@@ -196,13 +185,14 @@ class Membership:
                 there = discovery.arena_of(job, _ASK_S, self._store.clock)
             except (AttachError, ArenaError):  # it has ended
                 continue
-            found = waiting_for_this(there, of_process.keys()) if job != self._store.job else None
-            if found is not None:
-                process_id, made, steps = found
-                return (
-                    f"; worker {of_process[process_id]} has made step {made} in job {job!r}, where it waits"
-                    f" for this one, at step {steps} there: let all workers make the same number of steps in each job"
-                )
+            own = [lane for lane in range(there.lanes) if there.process_id(lane) == os.getpid()]
+            steps = there.clock(own[0]) if own and job != self._store.job else -1
+            for process_id, made in waiting(there).items() if steps >= 0 else ():
+                if process_id in of_process and made > steps:
+                    return (
+                        f"; worker {of_process[process_id]} has made step {made} in job {job!r}, where it waits"
+                        f" for this one, at step {steps} there: let all workers make the same number of steps in each job"
+                    )
         return ""
 
     def check(self, now_ns: int) -> None:

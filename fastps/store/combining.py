@@ -5,7 +5,6 @@ devices, on several nodes, in virtual time and with injected delays answer other
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -18,12 +17,13 @@ from fastps.kernels.protocol.lane import KIND_LEAVE
 from fastps.kernels.protocol.wait import Wait
 from fastps.kernels.shm.arena import LANE_LEFT, LANE_LIVE
 from fastps.membership.job_memory import by_name
-from fastps.membership.membership import waiting_for_this
+from fastps.membership.membership import waiting
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.background import Background
 from fastps.store.drive import drive
 
 _BESIDE_NS = 5_000_000
+_STUCK_NS = 300_000_000
 _MOST_NAMED = 256  # combinations of buffers whose views are cached
 
 
@@ -200,7 +200,7 @@ class Combining:
     def wait_for_others(self, elsewhere: Sequence["Elsewhere"] = ()) -> None:
         """Wait until every other worker has left, too. `elsewhere`: this process's other jobs, which combine meanwhile.
 
-        A job in which a worker waits for this one that has not left here is left: neither would go on.
+        Those are left if all workers that have not left here wait there, for nobody would go on.
         """
         wait = Wait(self._lane)
         wait.begin_last(self._worker.store.layout.workers, self._clock.now_ns())
@@ -208,15 +208,23 @@ class Combining:
         for _, its in beside:
             its.begin_own(_BESIDE_NS, self._clock.now_ns(), combines=True)
 
-        def leave_where_awaited() -> None:
-            here = self._worker.store.arena
-            states = here.lane_states()[: here.lanes] if elsewhere else ()
-            still_here = {here.process_id(lane) for lane, state in enumerate(states) if state == LANE_LIVE}
-            for each in elsewhere:
-                if waiting_for_this(each.worker.store.arena, still_here - {os.getpid()}) is not None:
-                    each.leave()
+        drive(self._worker, wait, self._worker.timeout_text, partial(self._leave_if_stuck, elsewhere, [{}, 0]), beside)
 
-        drive(self._worker, wait, self._worker.timeout_text, leave_where_awaited, beside)
+    def _leave_if_stuck(self, elsewhere: Sequence[Elsewhere], seen: list[Any]) -> None:
+        """Leave the jobs `elsewhere` if all that have not left here wait there, and have not moved for _STUCK_NS.
+
+        `seen`: where they waited at the last call, and since when.
+        """
+        if not elsewhere:
+            return
+        arena, now_ns = self._worker.store.arena, self._clock.now_ns()
+        here = {arena.process_id(lane) for lane, state in enumerate(arena.lane_states()[: arena.lanes]) if state == LANE_LIVE}
+        found = {process: made for each in elsewhere for process, made in waiting(each.worker.store.arena).items()}
+        if found != seen[0] or not here <= found.keys():
+            seen[:] = found, now_ns
+        elif here and now_ns - seen[1] > _STUCK_NS:
+            for each in elsewhere:
+                each.leave()
 
     @property
     def closes_last(self) -> bool:
