@@ -3,36 +3,16 @@
 import re
 import signal
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.network.launched_nodes import PROGRAM, LaunchedNodes, launched
+from tests.support.network.launched_nodes import PROGRAM, LaunchedNodes, alone, launched
 from tests.support.processes import wait_until
-from tests.support.torch_optimizers import steps_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # a job of two nodes needs ten seconds of processor time to begin
 
 STEPS, PAUSE_S = 200, 0.02
-
-
-def _alone(workers: int, steps: int) -> float:
-    """The sum of the weights with which one process ends that trains on the batches of all workers."""
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-
-    torch.manual_seed(0)
-    digits = load_digits()
-    inputs, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
-    adam = torch.optim.Adam(model.parameters(), lr=0.002)
-    for step in range(steps):
-        generators = [torch.Generator().manual_seed(step * workers + rank) for rank in range(workers)]
-        rows = torch.cat([torch.randint(0, 1500, (32,), generator=each) for each in generators])
-        of_rows = partial(torch.nn.functional.cross_entropy, target=labels[rows])
-        steps_on(model, adam, inputs[rows], loss=of_rows)
-    return sum(value.double().abs().sum().item() for value in model.parameters())
 
 
 def _totals(nodes: LaunchedNodes) -> list[float]:
@@ -115,7 +95,7 @@ def test_with_retries_lost_nodes_meet_again_and_end_with_the_weights_of_an_undis
         codes = nodes.wait(200)
     assert codes == [0, 0], nodes.texts()
     assert "go on from checkpoint-" in nodes.said(1) and "retry 1 of 9" in nodes.said(1)
-    assert _totals(nodes) == pytest.approx([_alone(2, STEPS)] * 2, rel=1e-3)
+    assert _totals(nodes) == pytest.approx([alone(2, STEPS)[0]] * 2, rel=1e-3)
 
 
 def test_retries_end_and_ctrl_c_ends_a_pause_at_once(tmp_path: Path) -> None:

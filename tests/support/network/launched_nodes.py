@@ -12,11 +12,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
+import torch
 
 from fastps.system.ports import free_port
+from tests.support.torch_optimizers import steps_on
 
 MARK = "LAUNCHED_NODES_OF_TESTS"
 KINDS = ("worker", "agent", "rendezvous", "launcher", "node")
@@ -34,8 +37,11 @@ inputs, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tens
 model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
 optimizer = fastps.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.002), model=model)
 rank, workers, steps, pause_s = fastps.rank(), fastps.world_size(), int(sys.argv[1]), float(sys.argv[2])
+gate = pathlib.Path(os.environ.get("GATE_OF_TESTS", "/"))  # ten steps before the end all wait for it
 log = pathlib.Path(os.environ["STEPS_OF_TESTS"], f"{rank}.{os.getpid()}").open("w", buffering=1)
 for step in range(optimizer.worker.steps, steps):
+    while step == steps - 10 and not gate.exists():
+        time.sleep(0.05)
     rows = torch.randint(0, 1500, (32,), generator=torch.Generator().manual_seed(step * workers + rank))
     optimizer.zero_grad()
     torch.nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
@@ -56,6 +62,25 @@ def port_below_ephemeral() -> int:
     while (port := free_port() // 2 + 1024) > 30_000:
         pass
     return port
+
+
+def alone(workers: int, steps: int) -> tuple[float, float]:
+    """The sum of weights and the accuracy with which one process ends that trains as PROGRAM does, on the batches of all."""
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
+    torch.manual_seed(0)
+    digits = load_digits()
+    inputs, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    adam = torch.optim.Adam(model.parameters(), lr=0.002)
+    for step in range(steps):
+        generators = [torch.Generator().manual_seed(step * workers + rank) for rank in range(workers)]
+        rows = torch.cat([torch.randint(0, 1500, (32,), generator=each) for each in generators])
+        of_rows = partial(torch.nn.functional.cross_entropy, target=labels[rows])
+        steps_on(model, adam, inputs[rows], loss=of_rows)
+    with torch.no_grad():
+        accuracy = float((model(inputs[1500:]).argmax(1) == labels[1500:]).float().mean())
+    return sum(value.double().abs().sum().item() for value in model.parameters()), accuracy
 
 
 class LaunchedNodes:
