@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -207,6 +208,9 @@ def main() -> int:
 
     A line of standard input says how this node has ended; the answer says how the job has. A line before says a loss.
     """
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # SLURM's scancel sends it to every process: the launcher says when it is over
     limit_name_lookups()
     reserve_all()  # torch's store takes a connection of anybody
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastps.errors import TRY_AGAIN, AttachError, Error, NodeLostError, UsageError
-from fastps.system.processes import start_module
+from fastps.system.processes import name_of_signal, start_module
 
 _KINDS: dict[str, type[Error]] = {kind.__name__: kind for kind in (NodeLostError, UsageError)}
 # Ends of a launcher that starting all nodes again may heal: a node was lost, or its machine is taken away (SIGTERM).
@@ -53,9 +53,11 @@ class Place:
         """Wait for what a process of `Meeting.start` has found. Raises AttachError, NodeLostError, UsageError."""
         assert process.stdout is not None
         line = process.stdout.readline()
-        found: dict[str, Any] = (
-            json.loads(line) if line else {"error": "the process that finds the other nodes has ended: see its own output"}
-        )
+        if not line:
+            kind = NodeLostError if (code := process.wait()) < 0 else AttachError
+            ended = f"was ended by {name_of_signal(-code)}" if code < 0 else "has ended: see its own output"
+            raise kind(f"the process that finds the other nodes {ended}")
+        found: dict[str, Any] = json.loads(line)
         if "error" in found:
             raise _KINDS.get(str(found.get("kind")), AttachError)(found["error"])
         return Place(**found)

@@ -34,7 +34,9 @@ def test_the_end_of_a_job_follows_from_the_ends_of_its_nodes(ends: list[End], go
     ('{"error": "it did not come", "kind": "NodeLostError"}', NodeLostError),
     ('{"error": "a firewall", "kind": "AttachError"}', AttachError),
     ("", AttachError),
+    ("killed", NodeLostError),
 ])  # fmt: skip
 def test_a_launcher_hears_why_the_nodes_did_not_meet(line: str, kind: type[Exception]) -> None:
-    with start_child(["printf", "%s", line], stdout=-1) as process, pytest.raises(kind):
+    command = ["sh", "-c", "kill -9 $$"] if line == "killed" else ["printf", "%s", line]
+    with start_child(command, stdout=-1) as process, pytest.raises(kind):
         Place.told_by(process)

@@ -284,10 +284,10 @@ def run(
                 logs=_logs_of(context),
             )
             outcome = _outcome(launcher, tensorboard)
-            _tell(outcome, log_format)
             rows.extend(_rows(outcome, launcher.job, sync))
             return outcome
 
         outcome = launch(job_options, None) if nodes is None else with_retries(launch, job_options, nodes, _newest)
+        _tell(outcome, log_format)
     options.save_rows("run", rows, json_file)
     raise typer.Exit(outcome.exit_code)

@@ -63,7 +63,7 @@ class _Supervisor:
 def test_a_job_whose_processes_are_killed_at_random_ends_by_itself_with_the_right_weights(tmp_path: Path) -> None:
     draw, faults = random.Random(SEED), Counter[str]()
     gate, saved = tmp_path / "calm", str(tmp_path / "saved")
-    options = ["--retries", str(10 * FAULTS + 20), "--checkpoint", saved, "--resume", saved, "--every", "5"]
+    options = ["--retries", str(10 * FAULTS + 20), "--checkpoint", saved, "--resume", saved, "--every", "5", "--grace", "3"]
     variables = {"GATE_OF_TESTS": str(gate)}
     with launched(tmp_path, 3, PROGRAM, *options, "--", str(STEPS), str(PAUSE_S), variables=variables) as nodes:
         unit, began = _Supervisor(nodes), time.monotonic()
