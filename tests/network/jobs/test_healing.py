@@ -98,6 +98,21 @@ def test_with_retries_lost_nodes_meet_again_and_end_with_the_weights_of_an_undis
     assert _totals(nodes) == pytest.approx([alone(2, STEPS)[0]] * 2, rel=1e-3)
 
 
+def test_a_lost_node_joins_a_job_that_went_on_without_it(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    options = ["--retries", "3", "--on-node-loss", "continue", "--sync", "asp"]
+    with launched(tmp_path, 2, PROGRAM, *options, "--", "100", "0.02", variables={"GATE_OF_TESTS": str(gate)}) as nodes:
+        nodes.await_steps(10)
+        assert nodes.kill(1, "agent") == 1
+        wait_until(lambda: nodes.said(1).count("fastps: node 1: 1 worker") == 2, 90, "it did not meet again")
+        wait_until(lambda: len(nodes.find(1, "worker")) == 1 and nodes.steps()[1] > 10, 60, "it makes no steps")
+        gate.touch()
+        codes = nodes.wait(90)
+    assert codes == [0, 0], nodes.texts()
+    assert nodes.said(0).count("fastps: node 0: 1 worker") == 1, "node 0 went on"
+    assert "the job goes on without it" in nodes.said(0)
+
+
 def test_retries_end_and_ctrl_c_ends_a_pause_at_once(tmp_path: Path) -> None:
     with launched(tmp_path, 2, PROGRAM, "--retries", "1", "--", "100000", "0.01") as nodes:
         nodes.await_steps(10)
