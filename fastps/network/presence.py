@@ -187,15 +187,18 @@ class Presence(threading.Thread):
                 self._on_loss(reason)
 
     def _watch(self, store: Store) -> None:
-        """On node 0 report for each launcher that gives no sign of life any more."""
+        """On node 0 report for each launcher that gives no sign of life any more, until it gives one."""
+        text = f"its launcher has given no sign of life for {self._given.silence_s:g} s"
         for node in range(1, self._given.nodes):
             now_ns, beats = self._clock.now_ns(), int(store.add(beats_key(node), 0))
             before, since_ns = self._beats.setdefault(node, (beats, now_ns))
+            found = reported(store, node)
             if beats != before:
                 self._beats[node] = beats, now_ns
-            silent_s = (now_ns - since_ns) / 1e9 if beats == before else 0.0
-            if 0 < beats < ENDED and silent_s > self._given.silence_s and reported(store, node) is None:
-                report(store, node, TRY_AGAIN, f"its launcher has given no sign of life for {silent_s:.0f} s")
+                if found is not None and found.reason == text:
+                    forget(store, node)
+            elif 0 < beats < ENDED and now_ns - since_ns > self._given.silence_s * 1e9 and found is None:
+                report(store, node, TRY_AGAIN, text)
 
     def _decide(self, store: Store) -> None:
         """On node 0 say how the job ended, once that cannot change any more, or the others have taken too long."""

@@ -87,7 +87,10 @@ def test_a_launcher_that_falls_silent_is_reported_by_node_0_and_may_come_again(m
     launchers.nodes[1]._ends.set()
     wait_until(lambda: reported(launchers.store, 1) is not None, 10, "nothing was reported")
     found = reported(launchers.store, 1)
-    assert found is not None and found.code == 75 and "no sign of life" in found.reason
+    assert found is not None and found.code == 75 and "no sign of life for 1.5 s" in found.reason
+    launchers.store.add(beats_key(1), 1)  # it was only stopped
+    wait_until(lambda: reported(launchers.store, 1) is None, 10, "the report stands")
+    wait_until(lambda: reported(launchers.store, 1) is not None, 10, "nothing was reported again")
     assert launchers.nodes[0].part(GOOD).code == 75
     forget(launchers.store, 1)
     assert reported(launchers.store, 1) is None
