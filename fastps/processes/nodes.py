@@ -68,6 +68,11 @@ class NodeOptions:
                 "a node ends with a lost worker: expected no --restarts and --inject-faults beside --nnodes; --retries lets all"
                 " nodes meet again, or start a lost node by the same command, with --on-node-loss continue on every node"
             )
+        if self.retries and options.overwrite:
+            raise UsageError(
+                "with --retries nodes go on from the newest checkpoint in --checkpoint, which must be their own: expected no"
+                " --overwrite beside it; give an empty folder"
+            )
         if self.policy.local_steps and (options.checkpoint or options.resume):
             raise UsageError(
                 "with --local-steps each node has an optimizer's state of its own, which no checkpoint has: expected no"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastps.errors import AttachError, Error, NodeLostError
+from fastps.errors import AttachError, Error, NodeLostError, UsageError
 from fastps.network.place import End, Place
 from fastps.processes.nodes import NodeOptions
 from fastps.processes.options import JobOptions
@@ -71,6 +71,17 @@ def test_a_job_that_ends_otherwise_is_not_launched_again(end: End) -> None:
     launches = _Launches(end)
     outcome, slept_s = _run(launches, 5)
     assert (outcome.exit_code, slept_s, len(launches.begun)) == (end.code, [], 1)
+
+
+def test_other_runs_checkpoints_are_not_taken_for_those_of_a_lost_attempt() -> None:
+    with pytest.raises(UsageError, match="expected no --overwrite"):
+        NodeOptions(2, "10.0.0.1:29400", retries=1).check_beside(JobOptions(checkpoint="a", overwrite=True))
+
+
+@pytest.mark.parametrize("retries", [-1, 1_000_001])
+def test_a_number_of_retries_out_of_range_is_refused(retries: int) -> None:
+    with pytest.raises(UsageError, match="--retries: expected 0 to 1,000,000"):
+        NodeOptions(2, "10.0.0.1:29400", retries=retries)
 
 
 def test_retries_are_bounded() -> None:
