@@ -8,6 +8,9 @@ import copyreg
 from collections.abc import Iterator
 from typing import Any
 
+TRY_AGAIN = 75
+"""The exit code of a job that ended because a node was lost: to start all nodes again heals that. EX_TEMPFAIL of sysexits.h."""
+
 
 class Error(Exception):
     """Base of all named errors of fastps. The text is meant for people. Pickle and copy keep the attributes.
@@ -65,7 +68,9 @@ class ExpelledError(_OfWorkerError, Error):
 
 
 class NodeLostError(Error):
-    """A node of the job was lost, or failed. The attribute `node` is its number; -1 if this node cannot tell."""
+    """A node of the job was lost, failed, or did not come. The attribute `node` is its number; -1 if this node cannot tell."""
+
+    exit_code = TRY_AGAIN  # of a command that it ends
 
     def __init__(self, message: str, node: int = -1) -> None:
         super().__init__(message)

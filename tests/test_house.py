@@ -78,7 +78,6 @@ TESTED_TOGETHER = {
     ),
     "tests/network/test_edge.py": "fastps/network/link",
     "tests/network/test_local_leaf.py": "fastps/network/leaf",
-    "tests/network/test_meeting.py": "fastps/network/place",
     "tests/processes/test_exit_codes.py": "fastps/processes/outcome",
     "tests/processes/test_hosts.py": "fastps/processes/on_host",
     "tests/processes/test_launcher.py": "fastps/processes/options fastps/processes/program",

@@ -40,6 +40,11 @@ def share_folder(number: int, count: int) -> str:
     return f"share-{number}-of-{count}"
 
 
+def has_checkpoints(directory: Path) -> bool:
+    """Whether a directory has checkpoints, or shares of them, be they damaged or not."""
+    return directory.is_dir() and bool(whole(directory) or _shares(directory))
+
+
 def load(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a checkpoint: a folder that `save` returned, or the newest whole one in a directory of checkpoints.
 

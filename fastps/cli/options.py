@@ -434,12 +434,12 @@ def placed_nodes(context: typer.Context, policy: Callable[[], NodePolicy]) -> "N
     rank = str(place.node) if rank == "auto" and place.node >= 0 else rank
     network = given["interface"], given["trusted_network"]
     rendezvous = rendezvous or os.environ.get("FASTPS_RENDEZVOUS", "") or place.rendezvous
-    return NodeOptions(count, rendezvous, rank, policy(), *network, secret=secret)
+    return NodeOptions(count, rendezvous, rank, policy(), *network, secret=secret, retries=given.get("retries", 0))
 
 
 def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
     """Return a command's options on restarts, losses, checkpoints and injected faults."""
-    from fastps.checkpoint.loading import load
+    from fastps.checkpoint.loading import has_checkpoints, load
     from fastps.checkpoint.runs import check_folder
     from fastps.lab.live_faults import FaultPlan
     from fastps.processes.options import GRACE_S, JobOptions
@@ -448,6 +448,8 @@ def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
     checkpoint, resume, faults = given["checkpoint"], given["resume"], given["inject_faults"]
     if checkpoint is None:
         check_beside(context, "--checkpoint", "every")
+    if None not in (resume, checkpoint) and resume.resolve() == checkpoint.resolve() and not has_checkpoints(resume):
+        resume = None  # the first run of a command that goes on from its own checkpoints
     if resume is not None and not resume.exists():
         raise UsageError(f"--resume {resume}: expected a checkpoint or a directory of them, found nothing there")
     resumed = load(resume) if resume is not None else None

@@ -138,7 +138,8 @@ class Layout:
         if self.has_no_state:
             raise UnsupportedError(
                 f"{what}: not in a job of several nodes yet, because node 0 has the job's state and no worker reaches it; save"
-                " a checkpoint on node 0 (--checkpoint, fastps.save), and load weights before wrapping the optimizer"
+                " a checkpoint on node 0 (--checkpoint, fastps.save), resume it (--resume), or load weights before wrapping the"
+                " optimizer"
             )
 
     @property

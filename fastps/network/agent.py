@@ -8,6 +8,7 @@ weights. It ends when the node's workers have left; with home arenas it ends whe
 import logging
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -229,6 +230,9 @@ def _serve_node(store: Store, given: AgentOrder, upstream: Upstream, report: Rep
 
 def main() -> int:
     """Read the order and serve. Returns the exit code."""
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # SLURM's scancel sends it to every process, and workers need this one to save
     logging.basicConfig(format="fastps: %(message)s", level=logging.WARNING)
     reserve_all()  # the port of a link that waits for its node is open to strangers, too
     return run_from_order(serve, "agent", (Error,))

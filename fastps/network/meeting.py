@@ -17,25 +17,27 @@ import json
 import os
 import platform
 import secrets
+import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from fastps.errors import AttachError, Error, UsageError
+from fastps.errors import TRY_AGAIN, AttachError, Error, NodeLostError, UsageError
 from fastps.job.launchers import Launched
 from fastps.job.nodes import Nodes
 from fastps.network.addresses import is_here, is_loopback, own_address
 from fastps.network.link import reason_of
 from fastps.network.messages import WIRE_VERSION
-from fastps.network.place import Meeting, Place
+from fastps.network.place import End, Meeting, Place, end_line
+from fastps.network.presence import ENDED, Presence, beats_key, forget, holder_key, report, reported
 from fastps.network.tcp_store import await_name, connect_store, host_store, limit_name_lookups
 from fastps.system.clock import SYSTEM_CLOCK
+from fastps.system.deadline import Deadline
 from fastps.system.descriptors import reserve_all
 from fastps.system.ports import free_port
 from fastps.version import __version__
@@ -102,7 +104,7 @@ def _agree(store: Store, key: str, reader: tuple[int, int], reason: str) -> None
 
 
 def await_keys(store: Store, keys: list[str], timeout_s: float, number: int) -> None:
-    """Wait on node `number` for keys that the nodes set, and print now and then how many are missing. Raises AttachError."""
+    """Wait on node `number` for keys that the nodes set, and print now and then how many are missing. Raises NodeLostError."""
     left_s = timeout_s
     while True:
         try:
@@ -113,11 +115,11 @@ def await_keys(store: Store, keys: list[str], timeout_s: float, number: int) -> 
         try:
             missing = sum(not store.check([key]) for key in keys)
         except RuntimeError as error:
-            raise AttachError(
-                f"node {number} lost the rendezvous while it waited for the other nodes: see the output of node 0"
+            raise NodeLostError(
+                f"node {number} lost the rendezvous while it waited for the other nodes: see the output of node 0", 0
             ) from error
         if left_s <= 0:
-            raise AttachError(
+            raise NodeLostError(
                 f"node {number} waited {timeout_s:g} s for {missing} of {len(keys)} nodes: start them, or give a smaller"
                 " --nnodes; raise FASTPS_TIMEOUT if they are only slow"
             )
@@ -156,8 +158,7 @@ def _obstacle(own: Introduction, other: Introduction) -> str:
 
 
 _LOOKS, _LOOK_NS = 25, 200_000_000
-_BEAT_S = 1.0  # several while another launcher looks
-_ENDED = 1 << 40  # more beats than any launcher makes
+_NEXT_NS = 500_000_000  # between two looks for the next meeting
 _known: dict[tuple[int, Nodes], Nodes] = {}  # by process: a forked child meets anew
 _hosts: dict[int, "subprocess.Popen[bytes]"] = {}
 
@@ -172,76 +173,64 @@ class Met:
     store: Store
     place: Place
     nodes: list[Introduction]
-    beats: "_Beats"
+    presence: Presence
 
 
-def meet(given: Meeting) -> Met:
-    """Find the other nodes. Raises AttachError, UsageError."""
+def meet(given: Meeting, on_loss: Callable[[str], None] = lambda reason: None) -> Met:
+    """Find the other nodes. `on_loss` is that of Presence. Raises AttachError, NodeLostError, UsageError."""
     await_name(given.host, given.timeout_s)
     address = own_address(given.host, given.port, given.interface, given.trusts_network)
-    store, number = _connect(given)
+    number = given.number
     try:
-        named = PrefixStore("launch", store)
-        number = _take(named, [number] if number >= 0 else range(1, given.nodes))
-        beats = _Beats(given, number)
-        beats.start()
+        store, number = _connect(given)
+        while (taken := _take(store, given, number)) is None:
+            store = _await_next(given, number, _job_at(store))
+        named, (number, holder) = PrefixStore("launch", store), taken
+        presence = Presence(given, number, holder, on_loss)
+        presence.start()
         try:
             place = _place(named, given, number)
-            is_known = named.check([f"introduced/{number}"])  # a node of this number was here before, and was lost
-            found = [] if is_known else introduce(named, number, given.nodes, address, given.timeout_s)
+            found = [] if place.joins else introduce(named, number, given.nodes, address, given.timeout_s)
         except BaseException:
-            beats.end()
+            presence.end()
             raise
-        return Met(store, place, found, beats)
+        return Met(store, place, found, presence)
     except Error:
         raise
     except RuntimeError as error:
-        raise AttachError(
-            f"node {number} lost the rendezvous at {given.host}:{given.port} ({reason_of(error)}): see the output of node 0"
+        raise NodeLostError(
+            f"node {number} lost the rendezvous at {given.host}:{given.port} ({reason_of(error)}): see the output of node 0", 0
         ) from error
 
 
 def main() -> int:
-    """Meet the other nodes, print the place as a line of JSON, and on node 0 keep the store until standard input ends."""
+    """Meet the other nodes, print the place as a line of JSON, and on node 0 keep the store until standard input ends.
+
+    A line of standard input says how this node has ended; the answer says how the job has. A line before says a loss.
+    """
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # SLURM's scancel sends it to every process: the launcher says when it is over
     limit_name_lookups()
     reserve_all()  # torch's store takes a connection of anybody
     try:
-        found = meet(Meeting(**json.loads(sys.argv[1])))
+        found = meet(Meeting(**json.loads(sys.argv[1])), lambda reason: _say({"lost": reason}))
     except Error as error:
-        print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
+        _say({"error": str(error), "kind": type(error).__name__})
         return 1
-    print(json.dumps(asdict(found.place)), flush=True)
-    sys.stdin.read()
-    found.beats.end()
+    _say(asdict(found.place))
+    if line := sys.stdin.readline():
+        of_job = found.presence.part(End(**json.loads(line)))
+        if found.place.number and not found.presence.loss:
+            found.presence.end()
+        _say(end_line(of_job))
+        sys.stdin.read()
     return 0
 
 
-class _Beats(threading.Thread):
-    """The thread that shows, from when a node has its number, that the node's launcher lives. At its end the number is free.
-
-    A beat may fail, because the network is cut or node 0 has ended: the next one opens another connection.
-    """
-
-    def __init__(self, given: Meeting, number: int) -> None:
-        super().__init__(name="fastps-beats", daemon=True)
-        self._given, self._number = given, number
-        self._ends = threading.Event()
-
-    def run(self) -> None:
-        store: Store | None = None
-        while True:
-            has_ended = self._ends.wait(_BEAT_S)
-            try:
-                store = store or connect_store(self._given.host, self._given.port, _BEAT_S)
-                PrefixStore("launch", store).add(_beats_key(self._number), _ENDED if has_ended else 1)
-            except (AttachError, RuntimeError):
-                store = None
-            if has_ended:
-                return
-
-    def end(self) -> None:
-        self._ends.set()
-        self.join(3 * _BEAT_S)
+def _say(line: Mapping[str, object]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")  # in one call: two threads write
+    sys.stdout.flush()
 
 
 def _connect(given: Meeting) -> tuple[Store, int]:
@@ -252,51 +241,88 @@ def _connect(given: Meeting) -> tuple[Store, int]:
         except UsageError:
             if given.number == 0:
                 raise
-    return connect_store(given.host, given.port, given.timeout_s), given.number
+    try:
+        return connect_store(given.host, given.port, given.timeout_s), given.number
+    except AttachError as error:
+        raise NodeLostError(str(error), 0) from error
 
 
-def _take(store: Store, numbers: Sequence[int]) -> int:
-    """Take the first free number: nobody has it, or its launcher has ended or shows no sign of life. Raises UsageError."""
-    own = secrets.token_hex(8)
+def _take(store: Store, given: Meeting, number: int) -> tuple[int, str] | None:
+    """Take this number, or the first free one for -1: nobody has it, or its launcher has ended or shows no sign of life.
+
+    Returns it and a token that no other launcher has; None if the job of this meeting has begun, and goes on without no node:
+    then this one is let in at the next meeting. Raises UsageError.
+    """
+    named, own = PrefixStore("launch", store), secrets.token_hex(8)
+    if not given.goes_on and given.earlier and _job_at(store) == given.earlier:
+        return None
+    numbers = [number] if number >= 0 else range(1, given.nodes)
     first: dict[int, int] = {}
     for look in range(_LOOKS):
         if look:
             SYSTEM_CLOCK.sleep_ns(_LOOK_NS)
-        for number in numbers:
-            key = f"holder/{number}"
-            holder = store.get(key).decode() if store.check([key]) else ""
-            beats = int(store.add(_beats_key(number), 0))
-            is_silent = beats == first.setdefault(number, beats) and look == _LOOKS - 1
-            if (not holder or beats >= _ENDED or is_silent) and store.compare_set(key, holder, own).decode() == own:
-                store.add(_beats_key(number), -beats)
-                return number
+        for each in numbers:
+            key = holder_key(each)
+            holder = named.get(key).decode() if named.check([key]) else ""
+            beats = int(named.add(beats_key(each), 0))
+            is_silent = beats == first.setdefault(each, beats) and look == _LOOKS - 1
+            if holder and not (beats >= ENDED or is_silent):
+                continue
+            if holder and not given.goes_on and named.check([f"introduced/{each}"]):
+                if reported(named, each) is None:
+                    report(named, each, TRY_AGAIN, "its launcher was started again")
+                return None
+            if named.compare_set(key, holder, own).decode() == own:
+                named.add(beats_key(each), -beats)
+                forget(named, each)
+                return each, own
     if len(numbers) > 1:
         raise UsageError(
             f"expected {len(numbers) + 1} nodes at the rendezvous, found another one: check --nnodes on every node"
         )
     raise UsageError(
         f"two nodes say that they are node {numbers[0]}: give each another --node-rank, or leave it to auto; a lost node can"
-        " start again with --on-node-loss continue"
+        " start again with --on-node-loss continue or --retries"
     )
 
 
-def _beats_key(number: int) -> str:
-    return f"beats/{number}"
+def _job_at(store: Store) -> str:
+    """The name of the job whose nodes meet at a store; "" before node 0 has given one."""
+    named = PrefixStore("launch", store)
+    return str(json.loads(named.get("job"))[0]) if named.check(["job"]) else ""
+
+
+def _await_next(given: Meeting, number: int, job: str) -> Store:
+    """Wait until another job meets at the rendezvous. Raises NodeLostError if none does in time."""
+    print(f"fastps: waiting for the next meeting at {given.host}:{given.port}: the job there ends", file=sys.stderr, flush=True)
+    clock = SYSTEM_CLOCK
+    deadline = Deadline(clock.now_ns(), int(given.timeout_s * 1e9))
+    while not deadline.is_over(clock.now_ns()):
+        with contextlib.suppress(RuntimeError, AttachError):
+            store = connect_store(given.host, given.port, given.timeout_s)
+            if _job_at(store) != job:
+                return store
+        clock.sleep_ns(_NEXT_NS)
+    raise NodeLostError(
+        f"node {number} waited {given.timeout_s:g} s for the next meeting at {given.host}:{given.port}, and the job that it was"
+        " lost from has not ended: end it on the other nodes", 0,
+    )  # fmt: skip
 
 
 def _place(store: Store, given: Meeting, number: int) -> Place:
+    joins = store.check([f"introduced/{number}"])  # a node of this number was here before, and was lost
     if number == 0:
-        store.set("job", json.dumps([secrets.token_hex(8), free_port(""), given.nodes]))
+        store.set("job", json.dumps([secrets.token_hex(8), free_port(""), given.nodes, given.checkpoint]))
     store.set(f"workers/{number}", str(given.workers))
     await_keys(store, ["job"], given.timeout_s, number)
-    job, port, nodes = json.loads(store.get("job"))
+    job, port, nodes, checkpoint = json.loads(store.get("job"))
     if nodes != given.nodes:
         raise UsageError(
             f"node {number} expects {given.nodes} nodes, node 0 expects {nodes}: give the same --nnodes everywhere"
         )
     await_keys(store, [f"workers/{each}" for each in range(given.nodes)], given.timeout_s, number)
     counts = [int(store.get(f"workers/{each}")) for each in range(given.nodes)]
-    return Place(number, sum(counts[:number]), sum(counts), job, port)
+    return Place(number, sum(counts[:number]), sum(counts), job, port, checkpoint, joins)
 
 
 def join_meeting(nodes: Nodes, timeout_s: float) -> Nodes:

@@ -9,10 +9,11 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from fastps.errors import AttachError, LayoutError
+from fastps.errors import AttachError, LayoutError, NodeLostError
 from fastps.job.layout import Layout, first_difference
 from fastps.job.nodes import Nodes
 from fastps.job.secret import secret_of_environment
@@ -21,6 +22,7 @@ from fastps.network.addresses import own_address
 from fastps.network.edge import Edge
 from fastps.network.link import GlooLink, Link, LinkLostError, RefusedError, UnreachableError, reason_of
 from fastps.network.messages import HEADER_BYTES, Header, Kind, hello_fault
+from fastps.network.presence import of_launch, reported
 from fastps.network.secret import EdgeName, prove, refuse
 from fastps.network.tcp_store import OpenPort, check_answers, connect_store, is_refused
 from fastps.system.clock import Clock
@@ -31,6 +33,7 @@ logger = logging.getLogger("fastps.network")
 OPEN_S = 60.0  # the longest time that the first edge of a node takes to open
 _OPEN_SHARE = 0.9  # a home that does not come is told from a network that is cut
 _POLL_NS = 10_000_000
+_LAYOUT_S = 1.0  # between two looks whether node 0 still runs
 _PROBE_S = 0.2
 LARGEST_MESSAGE = 16 << 20  # a chunk, or the terms of a sum, which are longer only for millions of parameters
 
@@ -57,9 +60,12 @@ class Rendezvous:
         return found
 
     def store(self, timeout_s: float | None = None) -> Store:
-        """A new connection, because a wait blocks all other calls on its connection. Raises AttachError."""
+        """A new connection, because a wait blocks all other calls on its connection. Raises NodeLostError."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        return PrefixStore(f"fastps/{self._name}", connect_store(self.nodes.host, self.nodes.port, limit_s))
+        try:
+            return PrefixStore(f"fastps/{self._name}", connect_store(self.nodes.host, self.nodes.port, limit_s))
+        except AttachError as error:
+            raise NodeLostError(str(error), 0) from error
 
     def publish(self, hypers: Sequence[Hyper]) -> None:
         """Publish node 0's description of the job, so that another node can name what differs."""
@@ -76,13 +82,8 @@ class Rendezvous:
         """
         store, layout = self.store(), self.layout
         self._publish_port(store)
-        try:
-            found, policy = store.get("layout").decode("utf-8", "replace"), _table_of(store.get("policy"))
-        except RuntimeError as error:
-            raise AttachError(
-                f"node {self.nodes.number} waited {self._timeout_s:g} s for node 0 to make its optimizer: start the script"
-                " there"
-            ) from error
+        self._await_layout(store)
+        found, policy = store.get("layout").decode("utf-8", "replace"), _table_of(store.get("policy"))
         differences = [
             f"here {key} is {own}, there it is {policy.get(key)}"
             for key, own in asdict(self.nodes.policy).items()
@@ -98,6 +99,25 @@ class Rendezvous:
             store.set(_refused_key(self.nodes.number), reason)  # so that node 0 does not wait
             raise LayoutError(reason)
         self._warn_of_hypers(hypers, _table_of(store.get("hypers")))
+
+    def _await_layout(self, store: Store) -> None:
+        """Wait for node 0's description of the job. Raises NodeLostError if it does not come in time, or node 0 has ended."""
+        number, deadline = self.nodes.number, Deadline(self.clock.now_ns(), int(self._timeout_s * 1e9))
+        while not deadline.is_over(self.clock.now_ns()):
+            try:
+                store.wait(["layout"], timedelta(seconds=_LAYOUT_S))
+                return
+            except RuntimeError:
+                pass
+            try:
+                end = reported(of_launch(store), 0)
+            except RuntimeError as error:
+                raise NodeLostError(f"node {number} lost the rendezvous before node 0 had made its optimizer", 0) from error
+            if end is not None:
+                raise NodeLostError(f"node 0 ended before it had made its optimizer: {end.reason or 'its script has none'}", 0)
+        raise NodeLostError(
+            f"node {number} waited {self._timeout_s:g} s for node 0 to make its optimizer: start the script there", 0
+        )
 
     def _warn_of_hypers(self, hypers: Sequence[Hyper], theirs: dict[str, object]) -> None:
         for group, hyper in enumerate(hypers):
@@ -141,7 +161,7 @@ class Rendezvous:
         try:
             store = self.store(timeout_s)
             epoch = int(store.add(self.epoch_key(node), 1))
-        except (AttachError, RuntimeError) as error:
+        except (NodeLostError, RuntimeError) as error:
             raise UnreachableError(reason_of(error)) from error
         edge = self.open(store, node, epoch, 1, _OPEN_SHARE * timeout_s)
         try:
@@ -194,6 +214,7 @@ class Requests:
         self._store: Store | None = None
         self.epoch = 0  # of the last request
         self.have_ended = False  # whether no request can come any more, because the rendezvous has ended
+        self._is_first = True  # until it is known that the node, or its launcher, has ended before its first request
 
     def next(self, timeout_s: float, is_over: Callable[[], bool]) -> tuple[Edge, Header]:
         """Wait for a request, and open the edge. Returns the node's HELLO.
@@ -233,18 +254,29 @@ class Requests:
         if self._store is None:
             try:
                 self._store = self._rendezvous.store()
-            except (AttachError, RuntimeError) as error:
+            except (NodeLostError, RuntimeError) as error:
                 self.have_ended = True
                 raise LinkLostError(f"the rendezvous has ended: {reason_of(error)}") from error
         store = self._store
         try:
-            if self.epoch == 0 and store.check([_refused_key(self._node)]):
-                raise LinkLostError(store.get(_refused_key(self._node)).decode("utf-8", "replace"))
+            if self.epoch == 0 and self._is_first:
+                self._check_that_it_may_come(store)
             epoch = int(store.add(self._rendezvous.epoch_key(self._node), 0))
         except RuntimeError:  # the connection was reset
             self._store = None
             return None
         return (epoch, store) if epoch > self.epoch else None
+
+    def _check_that_it_may_come(self, store: Store) -> None:
+        """Raise LinkLostError, once, if the node has refused the job or has ended."""
+        reason = ""
+        if store.check([_refused_key(self._node)]):
+            reason = store.get(_refused_key(self._node)).decode("utf-8", "replace")
+        elif end := reported(of_launch(store), self._node):
+            reason = end.reason or "its script ended without an optimizer"
+        if reason:
+            self._is_first = False
+            raise LinkLostError(reason)
 
 
 def _table_of(data: bytes) -> dict[str, object]:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
-from fastps.errors import UsageError
+from fastps.errors import TRY_AGAIN, UsageError
 from fastps.processes.ending import Ending
 from fastps.processes.options import GRACE_S
 from fastps.processes.output_thread import StandardStreams
@@ -217,7 +217,7 @@ class HostsLauncher:
                 host.exit_code = host.process.wait()
                 if host.exit_code and not self.failure:
                     self.failure = self._described(host)
-                    code = host.exit_code if host.exit_code in (1, 2) else 1
+                    code = host.exit_code if host.exit_code in (1, 2, TRY_AGAIN) else 1
                     self._ending.begin()
         self._ending.obey()
         return code

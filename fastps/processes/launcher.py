@@ -24,13 +24,14 @@ from fastps.device.placement import placement
 from fastps.errors import UsageError
 from fastps.kernels.shm.counts import MAX_LANES
 from fastps.membership import discovery
+from fastps.network.place import End
 from fastps.processes.beginning import Beginning
 from fastps.processes.ending import Ending
 from fastps.processes.forkserver import ForkServer
 from fastps.processes.left_behind import LeftBehind
 from fastps.processes.nodes import LaunchRendezvous, NodeOptions
 from fastps.processes.options import JobOptions
-from fastps.processes.outcome import LaunchedWorker, Outcome
+from fastps.processes.outcome import LaunchedWorker, Outcome, end_of_node
 from fastps.processes.output import JobOutput, LogOptions
 from fastps.processes.output_thread import StandardStreams, Stream
 from fastps.processes.program import Program
@@ -156,22 +157,40 @@ class Launcher:
                         self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
                     if self._continues:
                         self._beginning.tick()
+                    self._check_rendezvous()
                     self._left.check(self._own)
                     if on_tick is not None:
                         on_tick()
                 self._end_forkserver()
                 self._drain()
+                first_failure = None if self._ending.number else self._root_cause()
+                end = self._part(first_failure)
             finally:
                 self._finish()
             ended_by = self._ending.number
-            first_failure = None if ended_by else self._root_cause()
             if ended_by or first_failure is not None:
                 self._left.end(self._own)
             elif not note.has_come():
                 self._tell_of_nothing()
         seconds = (self._clock.now_ns() - began_ns) / 1e9
         faults = self._injector.row() if self._injector is not None else None
-        return Outcome(self._workers, first_failure, ended_by, seconds, began_ns, faults, self._hint(first_failure))
+        place = self._rendezvous.place if self._rendezvous is not None else None
+        hint = self._hint(first_failure)
+        return Outcome(self._workers, first_failure, ended_by, seconds, began_ns, faults, hint, end, place)
+
+    def _check_rendezvous(self) -> None:
+        """Name the loss of the rendezvous. With retries the workers end, because the nodes meet again."""
+        if self._rendezvous is not None and self._rendezvous.has_lost():
+            logger.warning("%s: no node can join the job any more", self._rendezvous.loss)
+            if self._rendezvous.options.retries:
+                self._ending.begin(are_on_gpus=self._are_on_gpus)
+
+    def _part(self, first_failure: LaunchedWorker | None) -> End | None:
+        """How the job of several nodes ended, as the launchers agree."""
+        if (met := self._rendezvous) is None:
+            return None
+        own = end_of_node(self._ending.number, first_failure, met.loss)
+        return met.part(own, self._ending, partial(self._handle_events, 0))
 
     def _is_interrupted(self) -> bool:
         return self._ending.interrupts > 0
@@ -262,13 +281,13 @@ class Launcher:
         reserve(3 * self._count + 32, f"the pipes of {self._count} workers")
         self._port = free_port()  # for scripts that start torch.distributed themselves
         if self._nodes is not None:
-            self._rendezvous = LaunchRendezvous(self._nodes, self._count)
+            self._rendezvous = LaunchRendezvous(self._nodes, self._count, self._options.resume)
         else:
             self._greet()
         if self._forks:
             self._start_forkserver()
         if self._rendezvous is not None and self._rendezvous.wait(self._is_interrupted, partial(self._handle_events, 0)):
-            self.job = self._rendezvous.place.job
+            self.job, self._options = self._rendezvous.place.job, self._rendezvous.adopted(self._options)
             self._beginning = Beginning(self.arena, self._clock)
             self._greet()
         for rank in range(self._count):

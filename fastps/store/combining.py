@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy.typing as npt
 
-from fastps.errors import NodeLostError, ProtocolError, damaged
+from fastps.errors import CheckpointError, LayoutError, NodeLostError, ProtocolError, UnsupportedError, UsageError, damaged
 from fastps.kernels.combining.fold_call import FoldCall
 from fastps.kernels.protocol.lane import KIND_LEAVE
 from fastps.kernels.protocol.wait import Wait
@@ -25,6 +25,8 @@ from fastps.store.drive import drive
 _BESIDE_NS = 5_000_000
 _STUCK_NS = 300_000_000
 _MOST_NAMED = 256  # combinations of buffers whose views are cached
+# What an agent ends with that starting it again does not heal.
+_REFUSALS = {kind.__name__: kind for kind in (CheckpointError, LayoutError, UnsupportedError, UsageError)}
 
 
 class Elsewhere(NamedTuple):
@@ -261,11 +263,12 @@ class AgentCombining(Combining):
         super().wait_for_others(elsewhere)
 
     def on_server_end(self) -> None:
-        """Raises NodeLostError, unless the agent has left as it does at the end."""
+        """Raises the agent's refusal, or NodeLostError, unless the agent has left as it does at the end."""
         arena = self._worker.store.arena
         if arena.lane_state(arena.server_lane) != LANE_LEFT:
-            reason = arena.failure(arena.server_lane).partition(": ")[2]
-            raise NodeLostError(reason or f"this node's agent (process {arena.process_id(arena.server_lane)}) was killed")
+            kind, _, reason = arena.failure(arena.server_lane).partition(": ")
+            killed = f"this node's agent (process {arena.process_id(arena.server_lane)}) was killed"
+            raise _REFUSALS.get(kind, NodeLostError)(reason or killed)
         self._lane.fold_with(_fold_nothing, ())
         super().on_server_end()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastps.errors import AttachError
+from fastps.errors import AttachError, NodeLostError
 from fastps.job.layout import Layout
 from fastps.job.update_rules import Rule
 from fastps.membership.job_memory import JobMemory
@@ -65,7 +65,8 @@ class ServerProcess:
     def __init__(self, store: JobMemory, devices: DevicePlan | None = None, plan: ServerPlan | None = None) -> None:
         """Start the server and wait until it serves. Call `begin` once the store answers. Raises AttachError.
 
-        An agent serves once the nodes have met, for which it has the job's timeout; it ends when all nodes have left.
+        An agent serves once the nodes have met, for which it has the job's timeout; it ends when all nodes have left. It may
+        also raise NodeLostError.
         """
         self._parent = os.getpid()
         self._is_agent = store.layout.server == "agent"
@@ -97,7 +98,10 @@ class ServerProcess:
             ended = self._process.poll()
             if ended is not None or store.clock.now_ns() >= deadline_ns:
                 if reason := store.arena.failure(store.arena.server_lane):
-                    raise AttachError(f"job {store.job}: {reason}")
+                    kind, _, text = reason.partition(": ")
+                    raise NodeLostError(text) if kind == NodeLostError.__name__ else AttachError(f"job {store.job}: {reason}")
+                if self._is_agent and ended is not None and ended < 0:
+                    raise NodeLostError(f"this node's agent (process {self._process.pid}) was killed before it served")
                 found = "none" if ended is None else f"that it ended with exit code {ended}"
                 raise AttachError(
                     f"job {store.job}: expected a server process within {start_s:g} s, found {found}: see its own output, or"

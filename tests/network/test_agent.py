@@ -274,7 +274,10 @@ def test_a_node_with_more_steps_does_not_wait_for_one_that_has_left(homes: str, 
 
 @pytest.mark.slow
 def test_a_reader_shows_its_own_node_skipped_steps_hold_up_nobody_and_what_needs_the_jobs_state_is_refused() -> None:
-    """A node whose workers all make null pushes, as a gradient scaler does, still takes part in each version."""
+    """A node whose workers all make null pushes, as a gradient scaler does, still takes part in each version.
+
+    What is refused is refused on every worker, not only on the one whose state would count.
+    """
 
     def work(rank: int) -> Any:
         model, other = torch.nn.Linear(4, 1, bias=False), torch.nn.Linear(4, 1, bias=False)
@@ -284,7 +287,7 @@ def test_a_reader_shows_its_own_node_skipped_steps_hold_up_nobody_and_what_needs
                 for step in range(6):
                     optimizer.zero_grad()
                     model(torch.ones(1, 4)).sum().backward()
-                    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(float(rank == 1 and step % 2))
+                    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(float(rank == 2 and step % 2))
                     optimizer.step()
                 found = job.rpartition(".")[2], reader.update(other), torch.equal(other.weight, model.weight)
             for call in (
@@ -301,7 +304,7 @@ def test_a_reader_shows_its_own_node_skipped_steps_hold_up_nobody_and_what_needs
                 optimizer.step()
             return found
 
-    assert nodes.train((1, 1), work) == [("node0", 6, True), ("node1", 6, True)]
+    assert nodes.train((2, 1), work) == [("node0", 6, True), ("node0", 6, True), ("node1", 6, True)]
 
 
 @pytest.mark.parametrize(("variables", "last"), [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from fastps.errors import AttachError
+from fastps.errors import AttachError, NodeLostError
 from fastps.network.meeting import await_keys, introduce
 from fastps.network.tcp_store import connect_store
 from fastps.system.ports import free_port
@@ -70,5 +70,5 @@ def test_what_is_between_two_nodes_is_named_on_all(connect: Connect, changes: di
 def test_a_node_that_does_not_come_is_counted(connect: Connect) -> None:
     store = connect()
     store.set("x", "")
-    with pytest.raises(AttachError, match=r"node 0 waited 0\.5 s for 1 of 2 nodes: start them"):
+    with pytest.raises(NodeLostError, match=r"node 0 waited 0\.5 s for 1 of 2 nodes: start them"):
         await_keys(store, ["x", "y"], 0.5, 0)

@@ -12,8 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ import fastps
 from tests.network.test_meeting import SCRIPT, srun
 from tests.processes.test_cluster_launchers import EXAMPLES, environment
 from tests.support import commands
+from tests.support.network.launched_nodes import PROGRAM, port_below_ephemeral
 from tests.support.scripts import started
 from tests.support.torch_optimizers import steps_on
 
@@ -107,8 +110,8 @@ def _config_of(words: list[str]) -> dict[str, Any]:
 @needs_the_examples
 def test_the_commands_of_the_unit_and_of_the_image_are_understood() -> None:
     unit = (EXAMPLES / "fastps.service").read_text()
-    (started,) = re.findall(r"exec \.venv/bin/(fastps run [^\n]*?) \"\$\$@\" (train\.py)", unit)
-    found = _config_of(" ".join(started).split())
+    (started,) = re.findall(r"^ExecStart=/srv/train/.venv/bin/(fastps run .*)$", unit, re.MULTILINE)
+    found = _config_of(started.split())
     assert (found["workers"], found["checkpoint"], found["script"]) == (4, "runs", ["train.py"])
     stop_s = int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0])
     assert stop_s > 30 and "KillMode=mixed" in unit
@@ -117,9 +120,58 @@ def test_the_commands_of_the_unit_and_of_the_image_are_understood() -> None:
     assert _config_of([*entry, *command]) == {"workers": 2, "log_format": "json", "script": ["train.py"]}
 
 
+def _of_a_node(folder: Path, node: int) -> tuple[str, list[str], set[int]]:
+    """The unit of a machine, its command on this one, and the exit codes after which systemd does not start it again."""
+    unit = (EXAMPLES / "fastps-node.service").read_text()
+    (command,) = re.findall(r"^ExecStart=/srv/train/.venv/bin/fastps (run (?:.*\\\n)*.*)$", unit, re.MULTILINE)
+    words = command.replace("\\\n", " ").replace("%i", str(node)).split()
+    codes = {int(code) for code in re.findall(r"^RestartPreventExitStatus=(.*)$", unit, re.MULTILINE)[0].split()}
+    return unit, [sys.executable, "-m", "fastps", *words], codes | {0}
+
+
+@needs_the_examples
+def test_the_command_of_a_machines_unit_is_understood(tmp_path: Path) -> None:
+    unit, command, codes = _of_a_node(tmp_path, 2)
+    found = _config_of(["fastps", *command[3:]])
+    assert (found["nnodes"], found["node_rank"], found["retries"]) == (3, "2", 20)
+    assert found["checkpoint"] == found["resume"] == "runs", "the first start begins, and the others go on"
+    assert "Restart=on-failure" in unit and codes == {0, 1, 2}, "75 starts it again"
+
+
+@needs_the_examples
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_machines_that_are_lost_one_after_the_other_come_back_by_their_units(tmp_path: Path) -> None:
+    """A stand-in for systemd starts a launcher again that was killed, node 0's included, until the job ends well."""
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "train.py").write_text("import sys\nsys.argv[1:] = ['200', '0.02']\n" + PROGRAM)
+    place = f"127.0.0.1:{port_below_ephemeral()}"
+    own = environment(STEPS_OF_TESTS=str(tmp_path / "steps"), FASTPS_TIMEOUT="60")
+
+    def start(node: int) -> "subprocess.Popen[str]":
+        command = _of_a_node(tmp_path, node)[1]
+        for name, value in {"--nnodes": "2", "--rendezvous": place, "-n": "1", "--every": "20"}.items():
+            command[command.index(name) + 1] = value
+        return started(command, cwd=tmp_path, env=own, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    running, starts, victims = {node: start(node) for node in range(2)}, 2, [0, 1]
+    while any(process.poll() != 0 for process in running.values()):
+        if victims and len(list((tmp_path / "runs").glob("checkpoint-*"))) >= 2 and starts == 4 - len(victims):
+            running[victims.pop(0)].kill()
+            shutil.rmtree(min((tmp_path / "runs").glob("checkpoint-*")))  # so that two are a sign of steps after the kill
+        for node, process in running.items():
+            if (code := process.poll()) not in (None, 0):
+                assert code not in _of_a_node(tmp_path, node)[2], f"node {node} ended with {code}"
+                running[node], starts = start(node), starts + 1
+        time.sleep(0.2)
+    assert starts >= 4
+
+
+@needs_the_examples
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-def test_systemd_accepts_the_unit() -> None:
-    ended = subprocess.run(
-        ["systemd-analyze", "verify", EXAMPLES / "fastps.service"], capture_output=True, text=True, check=False
-    )
-    assert "fastps.service" not in ended.stderr, ended.stderr
+@pytest.mark.parametrize("name", ["fastps.service", "fastps-node@.service"])
+def test_systemd_accepts_the_units(name: str, tmp_path: Path) -> None:
+    text = (EXAMPLES / name.replace("@", "")).read_text()
+    (tmp_path / name).write_text(text.replace("/srv/train/.venv/bin/fastps", "/bin/echo"))  # a program that is there
+    ended = subprocess.run(["systemd-analyze", "verify", tmp_path / name], capture_output=True, text=True, check=False)
+    assert "service:" not in ended.stderr, ended.stderr

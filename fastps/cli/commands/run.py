@@ -24,6 +24,8 @@ from fastps.processes.script import command_of
 
 if TYPE_CHECKING:
     from fastps.processes.launcher import Launcher
+    from fastps.processes.nodes import NodeOptions
+    from fastps.processes.options import JobOptions
     from fastps.processes.outcome import Outcome
     from fastps.processes.output import LogOptions
 
@@ -47,6 +49,7 @@ PRINT_CONFIG_HELP = "Print the options as such a file, with where each comes fro
 HOSTS_HELP = "Start a node on each of these hosts over ssh; the first is node 0, on port 29400."
 SSH_HELP = "With --hosts: what gets a host and a command line. Default: ssh -o BatchMode=yes."
 SECRET_HELP = "A file with a secret that all nodes prove to know; FASTPS_SECRET is another way."
+RETRIES_HELP = "Meet the other nodes again after a loss (exit code 75), so many times; go on from the newest checkpoint."
 GRACE_HELP = "How long workers may take to save and end after Ctrl-C, SIGTERM or another's failure."
 _NAME_BYTES = 40  # of a script's name in a job's
 
@@ -61,26 +64,28 @@ def _outcome(launcher: "Launcher", tensorboard: Path | None) -> "Outcome":
         return launcher.run() if tick is None else launcher.run(tick, TICK_S)
 
 
-def _report(outcome: "Outcome", launcher: "Launcher", context: typer.Context) -> int:
-    """Say how a job failed, and write the rows: one for each process of a worker."""
+def _tell(outcome: "Outcome", log_format: str) -> None:
+    """Say how a job failed."""
     from fastps.processes.outcome import failure_lines, failure_panel
 
-    given = context.params
-    as_json = given["log_format"] == "json"
     if outcome.faults is not None:
         Console(stderr=True).print(faults_text(outcome.faults))
-    if outcome.first_failure is not None and as_json:
+    if outcome.failed and log_format == "json":
         logging.getLogger("fastps.launch").error("the job failed: %s", "; ".join(failure_lines(outcome)))
-    elif outcome.first_failure is not None:
+    elif outcome.failed:
         Console(stderr=True).print(failure_panel(outcome))
-    rows = [
+
+
+def _rows(outcome: "Outcome", job: str, sync: str | None) -> list[dict[str, Any]]:
+    """A row for each process of a worker."""
+    return [
         {
             "worker": each.rank,
             "restart": each.restart,
             "exit_code": each.exit_code,
             "lost_steps": each.lost_steps,
-            "job": launcher.job,
-            "sync": given["sync"],
+            "job": job,
+            "sync": sync,
             "began_s": (each.began_ns - outcome.began_ns) / 1e9,
             "ended_s": (each.ended_ns - outcome.began_ns) / 1e9 if each.ended_ns else outcome.seconds,
             "reason": each.ending if each.failed else "",
@@ -88,8 +93,13 @@ def _report(outcome: "Outcome", launcher: "Launcher", context: typer.Context) ->
         }
         for each in outcome.workers
     ]
-    options.save_rows("run", rows, given["json_file"])
-    return outcome.exit_code
+
+
+def _newest(folder: Path) -> str:
+    """The newest checkpoint of a folder; "" if it has none. Raises CheckpointError if all are damaged."""
+    from fastps.checkpoint.loading import has_checkpoints, load
+
+    return str(load(folder).folder.resolve()) if has_checkpoints(folder) else ""
 
 
 def _logs_of(context: typer.Context) -> "LogOptions":
@@ -226,6 +236,7 @@ def run(
         typer.Option(metavar="COMMAND", envvar="FASTPS_SSH", help=SSH_HELP, show_default=False, rich_help_panel=NODES_PANEL),
     ] = "",
     secret_file: Annotated[Path | None, typer.Option(metavar="FILE", help=SECRET_HELP, rich_help_panel=NODES_PANEL)] = None,
+    retries: Annotated[int, typer.Option(metavar="N", help=RETRIES_HELP, rich_help_panel=NODES_PANEL)] = 0,
     **given: Any,
 ) -> None:
     """Run a training script in several workers.
@@ -238,6 +249,7 @@ def run(
         raise UsageError("expected a script, found none, as in fastps run -n 4 train.py; fastps run --help lists the options")
     from fastps.device.placement import parse_gpus, place_by_trial
     from fastps.processes.launcher import Launcher
+    from fastps.processes.retries import with_retries
 
     policy = parse_policy(sync) if sync is not None else None
     if hosts:
@@ -245,6 +257,8 @@ def run(
     nodes, job_options = options.nodes_of(context), options.job_options_of(context, seed)
     if policy is not None and workers > 0:
         policy.values(workers if nodes is None else nodes.count)  # raises PolicyError for more than there are
+    if nodes is None:
+        options.check_beside(context, "--nnodes (on one node --restarts replaces lost workers)", "retries")
     command, name = command_of(arguments, module), _job_name(context, nodes is not None)
     if gpus is not None:
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
@@ -253,18 +267,27 @@ def run(
     with contextlib.redirect_stdout(
         sys.stderr if options.owns_stdout(json_file) else sys.stdout
     ):  # what workers say are no rows
-        launcher = Launcher(
-            command,
-            workers,
-            sync=policy.spec if policy is not None else None,
-            job=name,
-            options=job_options,
-            env=env,
-            start_method=start_method,
-            nodes=nodes,
-            trace=None if _is_a_workers(context, "trace") else trace,
-            greets=not quiet,
-            logs=_logs_of(context),
-        )
-        outcome = _outcome(launcher, tensorboard)
-    raise typer.Exit(_report(outcome, launcher, context))
+        rows: list[dict[str, Any]] = []
+
+        def launch(job_options: "JobOptions", nodes: "NodeOptions | None") -> "Outcome":
+            launcher = Launcher(
+                command,
+                workers,
+                sync=policy.spec if policy is not None else None,
+                job=name,
+                options=job_options,
+                env=env,
+                start_method=start_method,
+                nodes=nodes,
+                trace=None if _is_a_workers(context, "trace") else trace,
+                greets=not quiet,
+                logs=_logs_of(context),
+            )
+            outcome = _outcome(launcher, tensorboard)
+            rows.extend(_rows(outcome, launcher.job, sync))
+            return outcome
+
+        outcome = launch(job_options, None) if nodes is None else with_retries(launch, job_options, nodes, _newest)
+        _tell(outcome, log_format)
+    options.save_rows("run", rows, json_file)
+    raise typer.Exit(outcome.exit_code)

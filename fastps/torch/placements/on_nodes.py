@@ -108,7 +108,9 @@ class NodePlacement(HostPlacement):
                 "a job of several nodes begins with a new optimizer: expected one without state, found state that was loaded"
             )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun restarts all workers and keeps the store
-        name = f"{attempt}/{to.identity.job if to.is_named else to.identity.instance}"
+        # An agent of the launchers' last job may live, and ask at the rendezvous of this one.
+        launch = os.environ.get("FASTPS_JOB", "") if "FASTPS_NNODES" in os.environ else ""
+        name = f"{attempt}/{launch}/{to.identity.job if to.is_named else to.identity.instance}"
         local = replace(
             to.identity,
             job=f"{to.identity.job}.node{self._nodes.number}",
