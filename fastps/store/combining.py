@@ -202,7 +202,7 @@ class Combining:
     def wait_for_others(self, elsewhere: Sequence["Elsewhere"] = ()) -> None:
         """Wait until every other worker has left, too. `elsewhere`: this process's other jobs, which combine meanwhile.
 
-        Those are left if all workers that have not left here wait there, for nobody would go on.
+        Those are left if all workers that have not left here wait, and some of them there: nobody would go on.
         """
         wait = Wait(self._lane)
         wait.begin_last(self._worker.store.layout.workers, self._clock.now_ns())
@@ -210,10 +210,10 @@ class Combining:
         for _, its in beside:
             its.begin_own(_BESIDE_NS, self._clock.now_ns(), combines=True)
 
-        drive(self._worker, wait, self._worker.timeout_text, partial(self._leave_if_stuck, elsewhere, [{}, 0]), beside)
+        drive(self._worker, wait, self._worker.timeout_text, partial(self._leave_if_stuck, elsewhere, [None, 0]), beside)
 
     def _leave_if_stuck(self, elsewhere: Sequence[Elsewhere], seen: list[Any]) -> None:
-        """Leave the jobs `elsewhere` if all that have not left here wait there, and have not moved for _STUCK_NS.
+        """Leave the jobs `elsewhere` if all that have not left here wait, some there, and have not moved for _STUCK_NS.
 
         `seen`: where they waited at the last call, and since when.
         """
@@ -221,10 +221,11 @@ class Combining:
             return
         arena, now_ns = self._worker.store.arena, self._clock.now_ns()
         here = {arena.process_id(lane) for lane, state in enumerate(arena.lane_states()[: arena.lanes]) if state == LANE_LIVE}
-        found = {process: made for each in elsewhere for process, made in waiting(each.worker.store.arena).items()}
-        if found != seen[0] or not here <= found.keys():
+        there = {process: made for each in elsewhere for process, made in waiting(each.worker.store.arena).items()}
+        found = there, waiting(arena)
+        if found != seen[0] or not here <= found[0].keys() | found[1].keys() or here.isdisjoint(there):
             seen[:] = found, now_ns
-        elif here and now_ns - seen[1] > _STUCK_NS:
+        elif now_ns - seen[1] > _STUCK_NS:
             for each in elsewhere:
                 each.leave()
 
