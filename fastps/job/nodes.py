@@ -17,6 +17,7 @@ from fastps.job.update_rules import SGD, Rule, Update
 from fastps.kernels.update import fold
 
 _WITHIN = {"bsp": "bsp", "asp": "asp,combine=true"}
+REPLICA_ROOM_BYTES = 64  # the least room of a lane of a replica, for words beside its pushes
 _LEAF_RULE = Rule(LEAF, fold.RULES["sgd"], ())  # without state: the home has it
 
 
@@ -121,27 +122,42 @@ def address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def are_replicas(policy: Policy, nodes: NodePolicy) -> bool:
+    """Whether each node of a job has the whole state, and the nodes exchange sums. Else node 0's home has it.
+
+    A sum over all nodes is a version of all their pushes; it travels as it is, and is not encrypted.
+    """
+    is_plain = policy.is_level and policy.shards == 1 and policy.scale in ("mean", "square-root", "linear")
+    return is_plain and not nodes.local_steps and nodes.link == "gloo" and nodes.link_dtype == "float32"
+
+
 def home_layout(layout: Layout, nodes: Nodes) -> Layout:
-    """The layout of the home arena, whose workers are the nodes. Raises PolicyError, UnsupportedError."""
+    """The layout of the job between nodes, whose workers are the nodes: of the home arena, if there is one.
+
+    Raises PolicyError, UnsupportedError.
+    """
     check_policy(layout.policy, nodes)
+    replicas = are_replicas(layout.policy, nodes.policy)
     if layout.owner_lanes:
         raise UnsupportedError("a job of several nodes keeps its arenas in host memory: set FASTPS_PLACEMENT=host")
-    if layout.gradient_type == "float64":
+    if layout.gradient_type == "float64" and not replicas:
         raise UnsupportedError(
             "a job of several nodes: expected float32, bfloat16 or float16 parameters, found float64; use one node, or"
             " model.float()"
         )
-    if layout.gradient_type != "float32":
+    if layout.gradient_type != "float32" and not replicas:
         raise UnsupportedError(
             f"a job of several nodes sums float32 gradients: expected push_dtype=torch.float32, found {layout.gradient_type}"
         )
-    if layout.rule.number == fold.RULE_SUMMING and not nodes.policy.local_steps:
+    if layout.rule.number == fold.RULE_SUMMING and not (nodes.policy.local_steps or replicas):
         raise UnsupportedError(
             f"rule {layout.rule.name!r} reads sums over whole parameters, and a job of several nodes cuts parameters into"
             " parts: expected a rule without sums, or --local-steps (FASTPS_LOCAL_STEPS), with which each node applies it"
         )
     faults = FaultPolicy(nodes.policy.on_node_loss, layout.faults.nonfinite)
-    masters = tuple(replace(parameter, type="float32") for parameter in layout.parameters)  # no model reads a home's weights
+    masters = layout.parameters
+    if not replicas:  # no model reads a home's weights
+        masters = tuple(replace(parameter, type="float32") for parameter in layout.parameters)
     home = replace(
         layout,
         parameters=masters,
@@ -157,6 +173,11 @@ def home_layout(layout: Layout, nodes: Nodes) -> Layout:
 
 def leaf_layout(layout: Layout, nodes: Nodes) -> Layout:
     """The layout of a leaf arena, whose workers are those of one node, and whose agent is its server."""
+    if are_replicas(layout.policy, nodes.policy):
+        within = layout.policy if nodes.policy.within == "bsp" else parse_policy(_WITHIN["asp"])
+        policy = replace(within, clip=layout.policy.clip, ema=layout.policy.ema)
+        room = max(REPLICA_ROOM_BYTES, layout.extra_bytes)
+        return replace(layout, policy=policy, workers=nodes.local_workers, server="replica", extra_bytes=room)
     policy = replace(parse_policy(_WITHIN[nodes.policy.within]), clip=layout.policy.clip)  # a worker clips its own gradient
     parameters = tuple(replace(parameter, shard=0) for parameter in layout.parameters)
     faults = replace(layout.faults, nonfinite="allow")  # the home checks the sums
@@ -192,7 +213,9 @@ def check_policy(policy: Policy, nodes: Nodes) -> None:
         "homes on several nodes could fold different pushes: choose bsp or hardsync, or leave --homes spread out": (
             spread and (not policy.is_level or policy.shards > 1)
         ),
-        "the moving average stays on node 0, where no worker can read it: leave ema out": policy.ema > 0,
+        "the moving average stays on node 0, where no worker can read it: leave ema out": (
+            policy.ema > 0 and not are_replicas(policy, nodes.policy)
+        ),
         "a node pushes the sum of its workers: leave momentum=worker out": policy.momentum == "worker",
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)

@@ -20,6 +20,7 @@ from fastps.membership.job_memory import by_name
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.background import Background
 from fastps.store.drive import drive
+from fastps.store.replica_words import ReplicaWords
 
 _MOST_NAMED = 256  # combinations of buffers whose views are cached
 
@@ -180,6 +181,9 @@ class Combining:
             self._background.close()
             self._background = None
 
+    def wait_for_start(self) -> None:
+        """Wait for workers that this arena does not have, once all of its own have attached."""
+
     def leave(self) -> None:
         """Make no more pushes, and tell the combiners."""
         self.post(Push(KIND_LEAVE, self._lane.steps, 0, self._lane.version, 1.0, math.nan, 0))
@@ -219,7 +223,24 @@ class Combining:
 
 
 class AgentCombining(Combining):
-    """A node's agent folds, because the home has the weights. No worker of the node can do its work."""
+    """A node's agent folds, because it talks to the other nodes. No worker of the node can do its work.
+
+    The agent of a replica gives the other nodes what a worker publishes.
+    """
+
+    def __init__(self, worker: AttachedLane) -> None:
+        super().__init__(worker)
+        self._words = ReplicaWords(worker.store) if worker.store.layout.server == "replica" else None
+
+    def before_release(self, publish: bool) -> None:
+        if publish and self._words is not None:
+            self._words.count_publication(self._worker.rank)
+
+    def wait_for_start(self) -> None:
+        """Wait until the workers of the other nodes have attached, too."""
+        words = self._words
+        if words is not None:
+            self._worker.wait_until(lambda: words.have_started or None, 1_000_000, self._worker.timeout_text)
 
     def wait_for_others(self) -> None:
         """The agent leaves last, once the workers of all nodes have."""
@@ -238,4 +259,4 @@ class AgentCombining(Combining):
 
 
 def _fold_nothing(_call: FoldCall) -> None:
-    raise ProtocolError("a worker of a leaf folds nothing: the home has the weights")
+    raise ProtocolError("a worker of one node of several folds nothing: its agent has the sums of the others")

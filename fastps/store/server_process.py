@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastps.errors import AttachError
+from fastps.errors import AttachError, NodeLostError
 from fastps.job.layout import Layout
 from fastps.job.update_rules import Rule
 from fastps.membership.job_memory import JobMemory
@@ -24,6 +24,7 @@ from fastps.tracing.recorder import folder_of_next
 
 _POLL_NS = 1_000_000
 _END_S = 5.0  # a server without workers exits within milliseconds; a stopped one would never exit
+_LOST = f"{NodeLostError.__name__}: "
 _START_S = 60.0  # importing numpy takes long on a busy machine; the timeout of waits may be shorter
 
 
@@ -63,12 +64,14 @@ class ServerProcess:
     """A server that this process started. In a forked child the object does nothing."""
 
     def __init__(self, store: JobMemory, devices: DevicePlan | None = None, plan: ServerPlan | None = None) -> None:
-        """Start the server and wait until it serves. Call `begin` once the store answers. Raises AttachError.
+        """Start the server and wait until it serves. Call `begin` once the store answers.
+
+        Raises AttachError, and NodeLostError where a node was lost before the agent served.
 
         An agent serves once the nodes have met, for which it has the job's timeout; it ends when all nodes have left.
         """
         self._parent = os.getpid()
-        self._is_agent = store.layout.server == "agent"
+        self._is_agent = store.layout.has_agent
         layout, rule = picklable(store.layout)
         module, inherited, start_s = "fastps.processes.server", [store.descriptor], _START_S
         if plan is not None:
@@ -97,6 +100,8 @@ class ServerProcess:
             ended = self._process.poll()
             if ended is not None or store.clock.now_ns() >= deadline_ns:
                 if reason := store.arena.failure(store.arena.server_lane):
+                    if reason.startswith(_LOST):
+                        raise NodeLostError(reason.removeprefix(_LOST))
                     raise AttachError(f"job {store.job}: {reason}")
                 found = "none" if ended is None else f"that it ended with exit code {ended}"
                 raise AttachError(

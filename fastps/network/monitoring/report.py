@@ -6,6 +6,7 @@ A thread writes the board four times a second, whatever the agent waits for.
 import platform
 import threading
 from dataclasses import replace
+from typing import Protocol
 
 from fastps.job.nodes import Nodes
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LEFT, Arena
@@ -18,6 +19,14 @@ from fastps.tracing.node_part import NodePart
 _EVERY_S = 0.25
 _STATES = {LANE_FREE: "joining", LANE_JOINING: "joining", LANE_LEFT: "left"}
 _STATES |= dict.fromkeys(WORKER_LOST, "lost")
+
+
+class Groups(Protocol):
+    """What counts the bytes of sums."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this node has sent, and as much came."""
 
 
 class Report(threading.Thread):
@@ -34,6 +43,7 @@ class Report(threading.Thread):
         self._ends = threading.Event()
         self._board = NodeBoard(leaf.job, nodes.count if nodes.is_first else 1)
         self.wait_ns = 0  # in exchanges
+        self.groups: Groups | None = None  # of a replica, over which sums travel
         self._write()  # workers find the node's number here when they join
 
     def of_home(self, home: int) -> EdgeWatch:
@@ -50,12 +60,13 @@ class Report(threading.Thread):
     def figures(self) -> NodeFigures:
         """What this node says of itself."""
         watches = [*self._homes.values(), *self._leaves.values()]
+        in_groups = self.groups.sent_bytes if self.groups is not None else 0
         return NodeFigures(
             workers=self._nodes.local_workers,
             steps=self._leaf.version,
             wait_ns=self.wait_ns,
-            sent_bytes=sum(each.sent_bytes for each in watches),
-            received_bytes=sum(each.received_bytes for each in watches),
+            sent_bytes=sum(each.sent_bytes for each in watches) + in_groups,
+            received_bytes=sum(each.received_bytes for each in watches) + in_groups,
             host=self._host,
         )
 

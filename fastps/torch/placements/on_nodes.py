@@ -12,7 +12,7 @@ from fastps.checkpoint.snapshot import Pinned
 from fastps.errors import UnsupportedError
 from fastps.job.layout import Layout
 from fastps.job.limits import timeout_s
-from fastps.job.nodes import Nodes, home_layout, leaf_layout
+from fastps.job.nodes import Nodes, are_replicas, home_layout, leaf_layout
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.network.agent import plan_of
@@ -47,6 +47,7 @@ class NodePlacement(HostPlacement):
     def layout(self, layout: Layout) -> Layout:
         """The leaf's layout. Node 0 alone has the state, or each node a share; a small model has fewer homes than nodes."""
         self._home = home_layout(layout, self._nodes)
+        self._is_replica = are_replicas(layout.policy, self._nodes.policy)
         is_spread = self._nodes.policy.homes == "spread"
         self.saves_share = is_spread and self._nodes.number < len(shares_of(self._home, self._nodes))
         self.saves = self._nodes.is_home or self.saves_share
@@ -56,18 +57,22 @@ class NodePlacement(HostPlacement):
         return self._home
 
     def start(self, resumed: Checkpoint) -> StartState:
-        """The leaf begins with the weights and the steps; node 0's agent reads the rest from the folder."""
+        """The leaf begins with the weights and the steps; node 0's agent reads the rest from the folder. A replica has all."""
+        if self._is_replica:
+            return resumed
         self._refuse_scattered_state()
         self._resumed = str(resumed.folder)
         return LeafStart(resumed, self._home, self._nodes.number)
 
     def saved_version(self, worker: Worker) -> int:
-        return self._view(worker).version if self.saves else worker.version
+        return self._view(worker).version if self.saves and not self._is_replica else worker.version
 
     def pin(
         self, worker: Worker, groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool, **more: Any
     ) -> Pinned:
-        """Raises UnsupportedError on other nodes than node 0, unless each node has a share."""
+        """Raises UnsupportedError on other nodes than node 0, unless each node has a share or the whole state."""
+        if self._is_replica:
+            return super().pin(worker, groups, extra, waits=waits, **more)
         self._refuse_scattered_state()
         if not self.saves:
             raise UnsupportedError(
@@ -103,7 +108,7 @@ class NodePlacement(HostPlacement):
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """The first worker of a node makes its leaf arena and starts its agent."""
-        if write_state is not None:
+        if write_state is not None and not self._is_replica:
             raise UnsupportedError(
                 "a job of several nodes begins with a new optimizer: expected one without state, found state that was loaded"
             )
@@ -120,4 +125,5 @@ class NodePlacement(HostPlacement):
         trace = recorder.file_of_next(self._nodes.number)
         plan = plan_of(self._nodes, name, self._home, hypers, self._resumed, trace)
         plan = replace(plan, inherited=kept_descriptors())
-        return join.join(layout, self.tensors, hypers, replace(to, identity=local), server_plan=plan)
+        finish = write_state if to.resumed is None else None
+        return join.join(layout, self.tensors, hypers, replace(to, identity=local), finish=finish, server_plan=plan)
