@@ -8,6 +8,7 @@ from fastps.job import environment, launchers
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.launchers import FASTPS, TORCHRUN, Launched, whole
 from fastps.job.layout import LEAF, Layout
+from fastps.job.limits import ROOM_HEADER_BYTES
 from fastps.job.options import NodePolicy, value_of
 from fastps.job.policy import Policy
 from fastps.job.secret import VARIABLE as SECRET
@@ -17,7 +18,6 @@ from fastps.job.update_rules import SGD, Rule, Update
 from fastps.kernels.update import fold
 
 _WITHIN = {"bsp": "bsp", "asp": "asp,combine=true"}
-REPLICA_ROOM_BYTES = 64  # the least room of a lane of a replica, for words beside its pushes
 _LEAF_RULE = Rule(LEAF, fold.RULES["sgd"], ())  # without state: the home has it
 
 
@@ -162,7 +162,7 @@ def home_layout(layout: Layout, nodes: Nodes) -> Layout:
         layout,
         parameters=masters,
         workers=nodes.count,
-        extra_bytes=0,
+        extra_bytes=layout.extra_bytes if replicas else 0,
         faults=faults,
         server="workers",
         lanes_are="nodes",
@@ -176,7 +176,11 @@ def leaf_layout(layout: Layout, nodes: Nodes) -> Layout:
     if are_replicas(layout.policy, nodes.policy):
         within = layout.policy if nodes.policy.within == "bsp" else parse_policy(_WITHIN["asp"])
         policy = replace(within, clip=layout.policy.clip, ema=layout.policy.ema)
-        room = max(REPLICA_ROOM_BYTES, layout.extra_bytes)
+        lanes = layout.faults.lanes(nodes.local_workers)
+        others = (nodes.count - 1) * layout.faults.max_workers or layout.workers - nodes.local_workers
+        room = ROOM_HEADER_BYTES
+        if layout.extra_bytes:  # of the buffers of a model, also for those of the other nodes' workers
+            room = layout.extra_bytes * (1 + -(-others // lanes))
         return replace(layout, policy=policy, workers=nodes.local_workers, server="replica", extra_bytes=room)
     policy = replace(parse_policy(_WITHIN[nodes.policy.within]), clip=layout.policy.clip)  # a worker clips its own gradient
     parameters = tuple(replace(parameter, shard=0) for parameter in layout.parameters)

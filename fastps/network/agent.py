@@ -57,6 +57,7 @@ class AgentOrder:
 
     `rule` is a user rule, pickled by value; empty for a built-in rule. `resume` is the folder of the checkpoint from which the
     home begins; empty to begin with the leaf's weights. `trace` is the file of this node's trace; None without one.
+    `workers`: those of all nodes.
     """
 
     nodes: Nodes
@@ -66,18 +67,19 @@ class AgentOrder:
     hypers: list[Hyper]
     resume: str = ""
     trace: Path | None = None
+    workers: int = 0
 
 
 def plan_of(
-    nodes: Nodes, name: str, layout: Layout, hypers: list[Hyper], resume: str = "", trace: Path | None = None
+    nodes: Nodes, name: str, layout: Layout, hypers: list[Hyper], resume: str = "", trace: Path | None = None, workers: int = 0
 ) -> ServerPlan:
     """The plan by which a leaf's store starts its agent. `layout` is the home's."""
     plain, rule = picklable(layout)
-    return ServerPlan(__name__, AgentOrder(nodes, name, plain, rule, list(hypers), resume, trace))
+    return ServerPlan(__name__, AgentOrder(nodes, name, plain, rule, list(hypers), resume, trace, workers))
 
 
 class LeafFolds(Folds):
-    """A leaf's server makes each version with the other nodes. It ends with an error if one, or a worker of its own, is lost."""
+    """A leaf's server makes versions with the other nodes. It ends with an error if one, or a worker of its own, is lost."""
 
     def __init__(self, store: Store, lane: Lane, leaf: "Leaf | Replica") -> None:
         self._store, self._arena, self._lane = store, store.arena, lane
@@ -93,6 +95,7 @@ class LeafFolds(Folds):
         if not self._has_started and LANE_FREE not in self._arena.lane_states()[: self._store.layout.workers]:
             self._has_started = True
             self._leaf.start(self._spare)
+        self._leaf.attend(self._spare)
         if not self._has_finished and self._is_done():
             self._has_finished = True
             self._finish()
@@ -229,7 +232,7 @@ def serve(order: Order) -> None:
 
 def _run(store: Store, given: AgentOrder, layout: Layout) -> None:
     trace = NodePart(given.trace, store, node_note(given.nodes, platform.node())) if given.trace is not None else None
-    report = Report(store, given.nodes, trace)
+    report = Report(store, given.nodes, given.workers, trace)
     report.start()
     try:
         if store.layout.server == "replica":

@@ -9,9 +9,16 @@ import contextlib
 import logging
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGloo, Store, Work
+from torch.distributed import (  # type: ignore[attr-defined]
+    AllreduceOptions,
+    BroadcastOptions,
+    ProcessGroupGloo,
+    Store,
+    Work,
+)
 
 from fastps.errors import Error
 from fastps.network.link import process_group, reason_of
@@ -74,7 +81,7 @@ class Group:
         self.sent_bytes += tensor.nbytes if self.members[self._rank] == source else 0
         return self._begun(lambda group: group.broadcast([tensor], options))
 
-    def _begun(self, begin: Callable[[ProcessGroupGloo], Work]) -> Work:
+    def _begun(self, begin: Callable[[Any], Work]) -> Work:
         assert self._group is not None
         try:
             work = begin(self._group)

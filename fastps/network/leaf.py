@@ -102,6 +102,9 @@ class Leaf:
     def start(self, spare: Spare) -> None:
         """Begin with the first push: a home waits for no worker that has not attached."""
 
+    def attend(self, spare: Spare) -> None:
+        """Do what the workers wait for besides versions: nothing, because a leaf has no other nodes' buffers."""
+
     def finish(self, spare: Spare) -> None:
         """Wait for the other nodes, and publish the job's final weights."""
         with spare() as places:

@@ -28,7 +28,8 @@ class Kind(enum.IntEnum):
     weights of a new lane. PUSH announces a sum and NULL a step without one; WEIGHTS answers all three. BEAT shows that the
     sender lives, and has its figures. LEAVE says that a node makes no more steps; WEIGHTS answers it when all nodes have left,
     and DONE says that these have come. REOPEN says that the sender has closed the edge and will open another. LOST says that
-    another node was lost, without which the job goes on. FAILED ends an edge for good, with a reason. In a job with a secret, CHALLENGE and PROOF come before HELLO.
+    another node was lost, without which the job goes on. FAILED ends an edge for good, with a reason. In a job with a secret,
+    CHALLENGE and PROOF come before HELLO.
     """
 
     HELLO = 1

@@ -15,21 +15,21 @@ import math
 import secrets
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch.distributed import Work
 
 from fastps.errors import NodeLostError, ProtocolError
 from fastps.job.nodes import Nodes
 from fastps.job.update_rules import Hyper
-from fastps.job.wire import CHUNK_BYTES, part_count
 from fastps.kernels.combining.fold_call import FoldCall
 from fastps.kernels.update import fold
 from fastps.membership.job_memory import JobMemory
+from fastps.network.gathering import buffers_of, buffers_size, counters_of, counters_size, put_buffers, read_counters
 from fastps.network.group import Group, GroupLostError, Groups
+from fastps.network.group_sums import GroupSums, Rows
 from fastps.network.leaf import Upstream
 from fastps.network.messages import MOST_SAMPLES, Header, Kind
 from fastps.network.monitoring.report import Report
@@ -37,14 +37,13 @@ from fastps.network.places import Places, Spare
 from fastps.network.replica_state import LocalPush, ReplicaMemory, State, local_pushes
 from fastps.network.rows import Row, RowKind, Table, common_terms, differing, no_terms
 from fastps.network.sums import Terms
-from fastps.store.replica_words import PublishedState, ReplicaWords
+from fastps.store.lane_room import FINAL, LaneRooms, PublishedState
 
 logger = logging.getLogger("fastps.network")
 _DIGEST_EVERY = 1024  # versions
+_TELL_NS = 1_000_000_000  # between two exchanges of counters
 _MOST_LOSSES = 8  # of groups, in a row
-_PATIENCE = 4.0  # a sum may take so many node timeouts for each chunk, once the rows have come
 _ROW_TERMS = Terms([Hyper(0.0)], np.ones(1, np.bool_))  # of a push of a home of rows
-Rows = Mapping[int, Row]
 
 
 @dataclass
@@ -65,6 +64,7 @@ class Outcome:
 
     rows: Rows
     told: list[int] | None = None
+    has_buffers: bool = False  # whether the buffers of all nodes' workers are in the rooms
 
 
 class Replica:
@@ -75,14 +75,14 @@ class Replica:
         report: Report,
     ) -> None:  # fmt: skip
         self.nodes, self._store, self._table = nodes, store, table
-        self._upstream, self._groups, self._report = upstream, groups, report
-        self._memory, self._published = ReplicaMemory(store), PublishedState(store)
+        self._upstream, self._report = upstream, report
+        self._memory, self._rooms = ReplicaMemory(store), LaneRooms(store, table.model.extra_bytes)
+        self._published = PublishedState(self._rooms)
+        self._sums = GroupSums(store, nodes, groups, self._memory, self._rooms, upstream)
+        self._told_ns = 0  # when this node last asked for all workers' counters
         self._no_terms = no_terms(table.model, hypers)
-        self._parts = parts_of(self._memory.numbers)
         self._version = -1  # of this node's state; -1: it has none
         self._lane = 0  # how many lanes the home had given this node at the last exchange
-        self._losses = 0  # how many nodes were lost when the group was formed
-        self._works: list[Work | None] = []  # the sums under way, of the first parts
         self._before: State | None = None  # what the next version begins from, if not from the published buffers
         self._is_again = False  # whether the version's first result was not finite
         self._dropped = 0  # pushes since the last exchange that were not finite
@@ -107,7 +107,16 @@ class Replica:
         """Wait until the workers of all nodes have attached; those of this node have."""
         while any(row.kind == RowKind.JOIN for row in self._settle(Own(RowKind.START, spare)).rows.values()):
             pass
-        ReplicaWords(self._store).set_started()
+        self._rooms.have_started = True
+
+    def attend(self, spare: Spare) -> None:
+        """Begin the sums of what the workers have marked, and exchange models' buffers if all live workers wait for them."""
+        with contextlib.suppress(GroupLostError):  # the next rows show that
+            self._sums.begin_early()
+        if number := self._rooms.due():
+            while not self._settle(Own(RowKind.BUFFERS, spare)).has_buffers:
+                pass
+            self._rooms.gathered = number
 
     def fold(self, call: FoldCall) -> list[int] | None:
         """Make one version; the function given to Lane.fold_with. Raises NodeLostError."""
@@ -125,8 +134,10 @@ class Replica:
         """Make the versions of the other nodes, until the workers of all have left."""
         kind = RowKind.LEFT
         while True:
-            kinds = {row.kind for row in self._settle(Own(kind, spare)).rows.values()}
+            outcome = self._settle(Own(kind, spare))
+            kinds = {row.kind for row in outcome.rows.values()}
             if kinds == {RowKind.END}:
+                self._rooms.gathered = FINAL
                 break
             if kinds <= {RowKind.LEFT, RowKind.END}:
                 kind = RowKind.END
@@ -147,14 +158,14 @@ class Replica:
         """Exchange rows until this node's own has counted. Raises NodeLostError, ProtocolError."""
         losses = 0
         while True:
-            if own.kind == RowKind.STEP and self._groups.now is not None:
+            if own.kind == RowKind.STEP:
                 with contextlib.suppress(GroupLostError):  # the rows then show that the group is lost
-                    self._begin_sums(own)
+                    self._sums.begin(own.pushes)
             rows = self._exchange(own)
             try:
                 outcome = self._follow(own, rows)
             except GroupLostError as error:
-                self._lose_group()
+                self._sums.lose_group()
                 losses += 1
                 logger.info("node %d: the group is lost (%s)", self.nodes.number, error)
                 if losses >= _MOST_LOSSES:
@@ -175,7 +186,7 @@ class Replica:
                     break
                 # The node was lost meanwhile, and has joined again: the others have gone on without it.
                 self._lane, self._version = self._upstream.lanes_taken, -1
-                self._lose_group()
+                self._sums.lose_group()
         finally:
             self._report.wait_ns += self._store.clock.now_ns() - began_ns
         self._dropped = 0
@@ -189,8 +200,10 @@ class Replica:
     def _row(self, own: Own) -> Row:
         return Row(
             own.kind, own.terms or self._no_terms, self._version, len(own.pushes), own.samples,
-            nonce=secrets.randbits(63) | 1, group=self._groups.nonce, dropped=self._dropped, digest=self._digest,
-            wrote=self._published.is_new(),
+            nonce=secrets.randbits(63) | 1, group=self._sums.group_nonce, stale=self._sums.stale(own.pushes),
+            begun=self._sums.begun, dropped=self._dropped, digest=self._digest,
+            wrote=self._published.is_new(), size=buffers_size(self._rooms), workers=self._store.layout.lanes,
+            tells=self._store.clock.now_ns() - self._told_ns >= _TELL_NS,
         )  # fmt: skip
 
     def _follow(self, own: Own, rows: Rows) -> Outcome | None:
@@ -204,6 +217,10 @@ class Replica:
             is_behind = self._share(own, rows, min(wrote or having), is_written=bool(wrote))
             return Outcome(rows) if own.kind == RowKind.JOIN or (is_behind and own.kind == RowKind.STEP) else None
         kinds = {row.kind for row in rows.values()}
+        if RowKind.BUFFERS in kinds or kinds == {RowKind.END}:
+            return self._exchange_buffers(own, rows, kinds)
+        if kinds == {RowKind.START}:
+            self._exchange_counters(rows)
         if RowKind.STEP not in kinds:
             return Outcome(rows)
         if kinds <= {RowKind.STEP, RowKind.LEFT, RowKind.END}:
@@ -215,15 +232,12 @@ class Replica:
 
         Returns whether this node was behind.
         """
-        group, number = self._form_group(rows), self.nodes.number
+        group, number = self._sums.form_group(rows), self.nodes.number
         is_behind = rows[number].version < rows[source].version
         with own.spare() as places:
             before = self._state_before(places)
             state = before if number == source else before.empty()
-            arrays = [torch.from_numpy(array) for array in state.arrays()]
-            limit_s = sum(map(self._limit_s, arrays))
-            for work in [group.broadcast(array, source) for array in arrays]:
-                group.wait(work, limit_s, self._look)
+            self._sums.broadcast(group, [(torch.from_numpy(array), source) for array in state.arrays()])
             if is_written and number != source and own.kind == RowKind.STEP and not is_behind:
                 self._before = state
             elif is_behind or (is_written and number != source):
@@ -238,17 +252,19 @@ class Replica:
 
     def _make(self, own: Own, rows: Rows) -> Outcome | None:
         """Make a version of the sums. None, or what is told to the core, if it is not finite: then it is made again."""
-        now, members = self._groups.now, tuple(sorted(rows))
-        is_whole = now is not None and now.members == members and all(row.group == now.nonce for row in rows.values())
-        group = now if is_whole and now is not None else self._form_group(rows)
-        self._begin_sums(own)
+        group = self._sums.group_of(rows)
+        self._sums.begin(own.pushes)
         with own.spare() as places:
-            if self._fold(group, rows, places):
+            if self._fold(group, own, rows, places):
                 self._version, self._before, self._is_again = self._version + 1, None, False
                 places.is_made = True
                 if self._version % _DIGEST_EVERY == 0:
                     self._note_digest(places.weights_out, places.state_out)
-                return Outcome(rows)
+            is_made = places.is_made
+        if is_made:
+            if rows[min(rows)].tells:
+                self._exchange_counters(rows)
+            return Outcome(rows)
         told = [self._memory.first_bad(push) for push in own.pushes]
         if self._is_again and not any(row.dropped for row in rows.values()):  # finite gradients, whose result is not
             told = [int(np.flatnonzero(push.present)[0]) for push in own.pushes]
@@ -256,14 +272,14 @@ class Replica:
         self._dropped = sum(index >= 0 for index in told)
         return Outcome(rows, told) if self._dropped else None
 
-    def _fold(self, group: Group, rows: Rows, places: Places) -> bool:
+    def _fold(self, group: Group, own: Own, rows: Rows, places: Places) -> bool:
         """Apply the rule to the sums as they arrive. Returns whether the result may be published."""
         before, policy = self._state_before(places), self._table.model.policy
         pushing = [row for _, row in sorted(rows.items()) if row.weight]
         total = sum(row.weight for row in pushing)
         after = self._memory.state(places.weights_out, places.state_out)
         if not pushing:
-            deque(self._await_sums(group), maxlen=0)
+            deque(self._sums.arrive(group, own.pushes, 0), maxlen=0)
             after.take(before)
             self._memory.write_halves(places.weights_out)
             return True
@@ -274,7 +290,7 @@ class Replica:
         folding = self._memory.folding(common_terms(pushing), total, rate_scale, before, places)
         is_summing = self._table.model.rule.number == fold.RULE_SUMMING
         checks, is_finite = self._store.layout.faults.nonfinite != "allow", True
-        for first, last in self._await_sums(group):
+        for first, last in self._sums.arrive(group, own.pushes, self._sums.stale_of(rows)):
             if not is_summing:
                 folding.run(first, last)
                 is_finite = is_finite and (not checks or self._memory.is_finite(places, first, last))
@@ -289,48 +305,40 @@ class Replica:
     def _note_digest(self, weights: int, state: int) -> None:
         self._digest = self._version, zlib.crc32(self._memory.state(weights, state).weights)
 
-    # -- sums over the group -----------------------------------------------------------------------------
+    # -- what the nodes bring besides ----------------------------------------------------------------------
 
-    def _begin_sums(self, own: Own) -> None:
-        """Begin the sums of the parts whose sums are not under way."""
-        group = self._groups.now
-        assert group is not None
-        for first, last in self._parts[len(self._works) :]:
-            self._works.append(group.all_reduce(self._memory.add(own.pushes, first, last)))
+    def _exchange_buffers(self, own: Own, rows: Rows, kinds: set[RowKind]) -> Outcome | None:
+        """Write the buffers of the other nodes' workers into the rooms, if the workers of all nodes wait for them or have left.
 
-    def _await_sums(self, group: Group) -> Iterator[tuple[int, int]]:
-        """Wait for the sum of each part in turn; its range."""
-        for number, (first, last) in enumerate(self._parts):
-            group.wait(self._works[number], self._limit_s(self._memory.sums[first:last]), self._look)
-            yield first, last
-        self._works = []
+        Raises ProtocolError if those of a node make a step instead.
+        """
+        if not kinds <= {RowKind.BUFFERS, RowKind.LEFT, RowKind.END}:
+            if RowKind.STEP in kinds:
+                waiting, stepping = (
+                    next(node for node, row in rows.items() if row.kind == kind) for kind in (RowKind.BUFFERS, RowKind.STEP)
+                )
+                raise ProtocolError(
+                    f"the workers of node {waiting} average their buffers, and those of node {stepping} make a step: expected"
+                    " average_buffers() equally often, and between the same steps, in all workers"
+                )
+            return None if own.kind == RowKind.BUFFERS else Outcome(rows)
+        sizes = {node: row.size for node, row in rows.items()}
+        if any(sizes.values()):
+            with own.spare():
+                put_buffers(self._rooms, self._sums.gather(rows, sizes, buffers_of(self._rooms)), self.nodes.number)
+        return Outcome(rows, has_buffers=True)
 
-    def _form_group(self, rows: Rows) -> Group:
-        self._lose_group()
-        members, policy = tuple(sorted(rows)), self.nodes.policy
-        self._losses = self._upstream.losses
-        return self._groups.form(members, rows[members[0]].nonce, policy.timeout_s, self._store.timeout_s)
-
-    def _lose_group(self) -> None:
-        if self._works:
-            self._works, self._memory.sums = [], torch.zeros_like(self._memory.sums)  # a sum may still write the other
-        self._groups.lose()
-
-    def _limit_s(self, tensor: torch.Tensor) -> float:
-        return _PATIENCE * self.nodes.policy.timeout_s * max(1.0, tensor.nbytes / CHUNK_BYTES)
-
-    def _look(self) -> None:
-        """Raise what ends the wait for a sum."""
-        self._upstream.check()
-        if self._upstream.losses != self._losses:
-            raise GroupLostError("a node was lost")
-
-
-def parts_of(numbers: int) -> list[tuple[int, int]]:
-    """The ranges in which so many numbers are summed, in the order in which backward makes them: the last first."""
-    count = part_count(numbers)
-    edges = [round(numbers * part / count / 16) * 16 for part in range(count)] + [numbers]
-    return [(edges[part], edges[part + 1]) for part in reversed(range(count))]
+    def _exchange_counters(self, rows: Rows) -> None:
+        """Show the counters of all nodes' workers on the board."""
+        self._told_ns, kinds = self._store.clock.now_ns(), {row.kind for row in rows.values()}
+        sizes = {node: counters_size(row.workers) for node, row in rows.items()}
+        try:
+            blocks = self._sums.gather(rows, sizes, counters_of(self._store.arena), are_over=RowKind.STEP in kinds)
+        except GroupLostError as error:  # the next version shows that; this one is made
+            logger.info("node %d: the counters of the workers did not come: %s", self.nodes.number, error)
+            self._sums.lose_group()
+            return
+        self._report.show_workers([row.pack() for row in read_counters(blocks)])
 
 
 def sent_as(table: torch.Tensor) -> Callable[[Sequence[torch.Tensor], int], tuple[Terms, Iterator[torch.Tensor]]]:

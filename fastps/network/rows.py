@@ -24,14 +24,16 @@ from fastps.job.nodes import Nodes
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper, Rule
 from fastps.kernels.combining.fold_call import FoldCall
+from fastps.kernels.shm.counts import MAX_LANES
 from fastps.kernels.update import fold
 from fastps.network.messages import MOST_GRADIENTS, MOST_SAMPLES
 from fastps.network.sums import Terms, pack, payload_bytes, unpack
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.combining import Combining
 
-_FIXED = struct.Struct("<IiqqqQQQQqI4x")
-MOST_PARTS = 64  # a bit each in `Row.stale`
+_FIXED = struct.Struct("<IiqqqQQQQqII")
+_WROTE, _TELLS = 1, 2
+MOST_PARTS = 56  # a bit each in `Row.stale`
 
 
 class RowKind(enum.IntEnum):
@@ -59,38 +61,51 @@ class Row:
     version: int = -1  # the versions that its state has; -1: it has no state
     weight: int = 0  # gradients in its sum
     samples: int = 0  # in its sum
-    size: int = 0  # BUFFERS, LEFT: bytes that it brings
+    size: int = 0  # the bytes of its workers' buffers
     nonce: int = 0  # a random number of this row; the lowest node's names the next group
     group: int = 0  # the nonce that named the group which it is in; 0: it is in none
-    stale: int = 0  # a bit for each part whose sum it has sent in another form than it counts
+    stale: int = 0  # a bit for each part whose sum it has begun in another form than it counts, and why
+    begun: int = 0  # parts whose sums it has begun
     dropped: int = 0  # pushes that it has dropped since the last exchange, because they were not finite
     digest: tuple[int, int] = (-1, 0)  # a version, and the CRC-32 of its weights; -1: none
     wrote: bool = False  # whether its workers have published weights or state since its last version
+    workers: int = 0  # of the node
+    tells: bool = False  # whether all nodes bring their workers' counters, if it is the first node
 
     def pack(self) -> bytes:
         """The row in `row_bytes` bytes, or fewer."""
         numbers = self.version, self.weight, self.samples, self.size, self.nonce, self.group, self.stale
-        return _FIXED.pack(self.kind | self.wrote << 8, self.dropped, *numbers, *self.digest) + pack(self.terms)
+        flags = _WROTE * self.wrote | _TELLS * self.tells
+        return _FIXED.pack(
+            self.kind | flags << 8 | self.begun << 16, self.dropped, *numbers, *self.digest, self.workers
+        ) + pack(self.terms)
 
     @staticmethod
     def unpack(data: bytes, rule: Rule, groups: int, parameters: int) -> "Row | None":
         """The row of `pack`; None for that of a node that takes no part. Raises ProtocolError for what no node says."""
-        word, dropped, version, weight, samples, size, nonce, group, stale, *digest = _FIXED.unpack_from(data)
+        word, dropped, version, weight, samples, size, nonce, group, stale, *digest, workers = _FIXED.unpack_from(data)
         if not word:
             return None
-        kind, flags = word & 0xFF, word >> 8
-        if kind not in RowKind.__members__.values() or flags > 1:
+        kind, flags, begun = word & 0xFF, word >> 8 & 0xFF, word >> 16
+        if kind not in RowKind.__members__.values() or flags & ~(_WROTE | _TELLS):
             raise ProtocolError(f"expected a row of a known kind, found kind {kind} and flags {flags}")
+        if begun > MOST_PARTS or stale >> 60:
+            raise ProtocolError(
+                f"expected a row of at most {MOST_PARTS} sums, found {begun}, and of them {stale:#x} to be repeated"
+            )
         if not (-1 <= version < 1 << 62 and 0 <= weight <= MOST_GRADIENTS and 0 <= samples <= MOST_SAMPLES):
             raise ProtocolError(
                 f"expected a row of 0 to {MOST_GRADIENTS} gradients, found {weight} of version {version} over {samples} samples"
             )
-        if not (0 <= size < 1 << 40 and 0 <= dropped <= MOST_GRADIENTS):
-            raise ProtocolError(f"expected a row of 0 or more bytes, found {size}, and {dropped} dropped gradients")
+        if not (0 <= size < 1 << 40 and 0 <= dropped <= MOST_GRADIENTS and workers <= MAX_LANES):
+            raise ProtocolError(
+                f"expected a row of at most {MAX_LANES} workers, found {workers} with {size} bytes of buffers and {dropped}"
+                " dropped gradients"
+            )
         end = _FIXED.size + payload_bytes(groups, parameters)
         terms = unpack(data[_FIXED.size : end], rule, groups, parameters)
-        counted = weight, samples, size, nonce, group, stale, dropped, (digest[0], digest[1])
-        return Row(RowKind(kind), terms, version, *counted, bool(flags))
+        counted = weight, samples, size, nonce, group, stale, begun, dropped, (digest[0], digest[1])
+        return Row(RowKind(kind), terms, version, *counted, bool(flags & _WROTE), workers, bool(flags & _TELLS))
 
 
 @dataclass(frozen=True)
@@ -200,6 +215,6 @@ def differing(rows: dict[int, Row]) -> Iterator[str]:
         first = next(other for other, (at, _) in told.items() if at == version)
         if told[first][1] != digest:
             yield (
-                f"node {node} has other weights at version {version} than node {first}: expected equal bits on all nodes; resume"
-                " from a checkpoint, and look at the memory and the processor of that machine"
+                f"node {node} has other weights at version {version} than node {first}: expected equal bits on all nodes;"
+                " resume from a checkpoint, and look at the memory and the processor of that machine"
             )

@@ -20,7 +20,7 @@ from fastps.membership.job_memory import by_name
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.background import Background
 from fastps.store.drive import drive
-from fastps.store.replica_words import ReplicaWords
+from fastps.store.lane_room import LaneRooms
 
 _MOST_NAMED = 256  # combinations of buffers whose views are cached
 
@@ -184,6 +184,9 @@ class Combining:
     def wait_for_start(self) -> None:
         """Wait for workers that this arena does not have, once all of its own have attached."""
 
+    def wait_for_buffers(self, number: int) -> None:
+        """Wait for the model buffers of workers that this arena does not have, of a round; all of its own have published."""
+
     def leave(self) -> None:
         """Make no more pushes, and tell the combiners."""
         self.post(Push(KIND_LEAVE, self._lane.steps, 0, self._lane.version, 1.0, math.nan, 0))
@@ -230,17 +233,29 @@ class AgentCombining(Combining):
 
     def __init__(self, worker: AttachedLane) -> None:
         super().__init__(worker)
-        self._words = ReplicaWords(worker.store) if worker.store.layout.server == "replica" else None
+        self._rooms = LaneRooms(worker.store, 0) if worker.store.layout.server == "replica" else None
 
     def before_release(self, publish: bool) -> None:
-        if publish and self._words is not None:
-            self._words.count_publication(self._worker.rank)
+        """Tell the agent of a replica what this worker publishes."""
+        if publish and self._rooms is not None:
+            self._rooms.count_publication(self._worker.rank)
 
     def wait_for_start(self) -> None:
         """Wait until the workers of the other nodes have attached, too."""
-        words = self._words
-        if words is not None:
-            self._worker.wait_until(lambda: words.have_started or None, 1_000_000, self._worker.timeout_text)
+        rooms = self._rooms
+        if rooms is not None:
+            self._worker.wait_until(lambda: rooms.have_started or None, 1_000_000, self._worker.timeout_text)
+
+    def wait_for_buffers(self, number: int) -> None:
+        """Raises TimeoutExceededError if the workers of another node do not average theirs."""
+        rooms, worker = self._rooms, self._worker
+        if rooms is not None:
+            text = (
+                f"worker {worker.rank} of this node waited {worker.store.timeout_s:g} s in average_buffers(), its call number"
+                f" {number}, for the workers of other nodes: expected every live worker to call it as often as the others;"
+                " raise FASTPS_TIMEOUT if they are only slow"
+            )
+            worker.wait_until(lambda: rooms.gathered >= number or None, 1_000_000, lambda: text, combines=True)
 
     def wait_for_others(self) -> None:
         """The agent leaves last, once the workers of all nodes have."""

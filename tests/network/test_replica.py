@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import fastps
-from fastps.network.replica import parts_of
 from tests.support import nodes
 
 STEPS, BATCH, WORKERS = 6, 4, 3
@@ -18,7 +17,7 @@ STEPS, BATCH, WORKERS = 6, 4, 3
 
 @dataclass(frozen=True)
 class Case:
-    """A job: its optimizer, its discipline, what its model and its steps are like, and how far two sums of floats may differ."""
+    """A job: its optimizer, its discipline, what its model and steps are like, and how far two sums of floats may differ."""
 
     make: Callable[[Any], Any]
     sync: str = "bsp"
@@ -149,7 +148,7 @@ def test_a_push_that_is_not_finite_is_dropped_on_all_nodes(bad: tuple[int, ...])
             for step in range(3):
                 weights.grad = torch.full((4,), float("nan") if step == 1 and rank in bad else 1.0 + rank)
                 optimizer.step()
-            return weights[0].item(), optimizer.statistics()[0].rejected, optimizer.version
+            return weights[0].item(), optimizer.statistics()[rank].rejected, optimizer.version
 
     mean, alone = 1.5, (2.0 if bad == (0,) else 0.0)
     assert nodes.train((1, 1), work) == [(-2 * mean - alone, int(rank in bad), 3) for rank in range(2)]
@@ -184,10 +183,70 @@ def test_a_job_starts_once_the_workers_of_all_nodes_have_attached() -> None:
     assert min(started for _, started in found) >= max(came for came, _ in found)
 
 
-def test_parts_are_ranges_of_the_whole_in_the_order_of_backward() -> None:
-    assert parts_of(100) == [(0, 100)]
-    parts = parts_of(25_000_001)
-    assert len(parts) > 1
-    assert parts[0][1] == 25_000_001
-    assert parts[-1][0] == 0
-    assert all(later[1] == earlier[0] for earlier, later in zip(parts, parts[1:], strict=False))
+def _averaged(rank: int) -> Any:
+    """Running means and variances: each worker's own; averaged in the middle, and once all have left."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, timeout_s=30)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * step + rank)) + rank).sum().backward()
+        optimizer.step()
+        if step == 1:
+            optimizer.average_buffers()
+            found.append([value.double().clone().numpy() for value in model.buffers()])
+    optimizer.wait_for_others()
+    optimizer.average_buffers()
+    found.append([value.double().clone().numpy() for value in model.buffers()])
+    optimizer.close()
+    return found
+
+
+@pytest.mark.slow
+def test_buffers_are_averaged_over_the_workers_of_all_nodes() -> None:
+    """In the middle of training and at its end, to the same bits on all nodes, and as on one node."""
+    alone, found = nodes.train((3,), _averaged)[0], nodes.train((1, 2), _averaged)
+    for each in found:
+        for buffers, expected, first in zip(each, alone, found[0], strict=True):
+            for buffer, other, of_first in zip(buffers, expected, first, strict=True):
+                assert np.abs(buffer - other).max() < 1e-5
+                assert np.array_equal(buffer, of_first)
+
+
+def test_workers_that_do_not_average_when_others_do_end_the_job() -> None:
+    def work(rank: int) -> Any:
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+        try:
+            with fastps.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model=model, timeout_s=30
+            ) as optimizer:
+                for _ in range(3):
+                    model(torch.randn(8, 3)).sum().backward()
+                    optimizer.step()
+                    if rank:
+                        optimizer.average_buffers()
+        except fastps.Error as error:
+            return str(error)
+        return ""
+
+    for text in nodes.train((1, 1), work):
+        assert "the workers of node 1 average their buffers, and those of node 0 make a step" in text
+
+
+def test_statistics_have_a_row_for_each_worker_of_all_nodes() -> None:
+    def work(rank: int) -> Any:
+        weights = torch.nn.Parameter(torch.zeros(4))
+        with fastps.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), timeout_s=30) as optimizer:
+            optimizer.wait_for_start()
+            at_first = [(row.rank, row.state) for row in optimizer.statistics()]
+            for _ in range(8):
+                time.sleep(0.2)
+                weights.grad = torch.ones(4)
+                optimizer.step()
+            return at_first, [row.rank for row in optimizer.statistics()], [row.steps for row in optimizer.statistics()]
+
+    for rank, (at_first, ranks, steps) in enumerate(nodes.train((1, 2), work)):
+        assert at_first == [(0, "live"), (1, "live"), (2, "live")]
+        assert ranks == [0, 1, 2]
+        assert all(count >= 4 for count in steps), "no row is older than a second"
+        assert steps[rank] == 8

@@ -5,6 +5,7 @@ A thread writes the board four times a second, whatever the agent waits for.
 
 import platform
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -34,17 +35,21 @@ class Report(threading.Thread):
 
     home: Arena | None = None  # on node 0 its home's
 
-    def __init__(self, leaf: JobMemory, nodes: Nodes, trace: NodePart | None = None) -> None:
+    def __init__(self, leaf: JobMemory, nodes: Nodes, workers: int = 0, trace: NodePart | None = None) -> None:
         super().__init__(name="fastps-report", daemon=True)
         self._leaf, self._nodes, self._trace = leaf, nodes, trace
         self._host = platform.node()
         self._homes: dict[int, EdgeWatch] = {} if nodes.is_first else {0: self._watch(0)}
         self._leaves: dict[int, EdgeWatch] = {}
         self._ends = threading.Event()
-        self._board = NodeBoard(leaf.job, nodes.count if nodes.is_first else 1)
+        self._board = NodeBoard(leaf.job, nodes.count if nodes.is_first else 1, workers)
         self.wait_ns = 0  # in exchanges
         self.groups: Groups | None = None  # of a replica, over which sums travel
         self._write()  # workers find the node's number here when they join
+
+    def show_workers(self, rows: Sequence[bytes]) -> None:
+        """Show the packed counters of the job's workers, by rank."""
+        self._board.write_workers(rows)
 
     def of_home(self, home: int) -> EdgeWatch:
         """The watch over the edges to the home on another node."""

@@ -15,11 +15,13 @@ from fastps.job.limits import timeout_s
 from fastps.job.nodes import Nodes, are_replicas, home_layout, leaf_layout
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
+from fastps.membership.node_board import BoardView
 from fastps.network.agent import plan_of
 from fastps.network.home_checkpoint import HomeView, LeafStart, Share
 from fastps.network.meeting import kept_descriptors
 from fastps.network.parts import shares_of
 from fastps.network.rendezvous import agree_on_run
+from fastps.store.observer import WorkerStatistics
 from fastps.store.store import StartState
 from fastps.store.worker import Worker
 from fastps.torch import join
@@ -41,6 +43,8 @@ class NodePlacement(HostPlacement):
             raise UnsupportedError(f"a job of several nodes keeps its model in host memory, found parameters on {found[0]}")
         self._nodes = nodes
         self._home_view: HomeView | None = None
+        self._board: BoardView | None = None
+        self._first_rank = 0  # of this node's workers
         self._resumed = ""
         self._run = ""  # with homes on all nodes: a name of this run of the job, which all nodes know
 
@@ -101,6 +105,18 @@ class NodePlacement(HostPlacement):
             self._home_view = HomeView(layout, worker, share)
         return self._home_view
 
+    def statistics(self, worker: Worker) -> list[WorkerStatistics]:
+        """Where this node is a replica, of the workers of all nodes: this node's now, those of others up to a second ago."""
+        own = super().statistics(worker)
+        if not self._is_replica:
+            return own
+        if self._board is None:
+            self._board = BoardView.of(worker.store.job, worker.store.clock)
+        rows = [WorkerStatistics.unpack(data) for data in self._board.workers()] if self._board is not None else []
+        first = self._first_rank
+        fresh = {first + row.rank: replace(row, rank=first + row.rank) for row in own}
+        return [fresh.pop(row.rank, row) for row in rows] + list(fresh.values())
+
     def end(self) -> None:
         if self._home_view is not None:
             self._home_view.close()
@@ -112,6 +128,7 @@ class NodePlacement(HostPlacement):
             raise UnsupportedError(
                 "a job of several nodes begins with a new optimizer: expected one without state, found state that was loaded"
             )
+        self._first_rank = to.identity.rank - self._nodes.local_rank
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun restarts all workers and keeps the store
         name = f"{attempt}/{to.identity.job if to.is_named else to.identity.instance}"
         local = replace(
@@ -123,7 +140,7 @@ class NodePlacement(HostPlacement):
         if self.saves_share and self._nodes.local_rank == 0:
             self._run = agree_on_run(self._nodes, name, timeout_s(to.timeout_s))
         trace = recorder.file_of_next(self._nodes.number)
-        plan = plan_of(self._nodes, name, self._home, hypers, self._resumed, trace)
+        plan = plan_of(self._nodes, name, self._home, hypers, self._resumed, trace, to.identity.workers)
         plan = replace(plan, inherited=kept_descriptors())
         finish = write_state if to.resumed is None else None
         return join.join(layout, self.tensors, hypers, replace(to, identity=local), finish=finish, server_plan=plan)
