@@ -127,8 +127,9 @@ def are_replicas(policy: Policy, nodes: NodePolicy) -> bool:
 
     A sum over all nodes is a version of all their pushes; it travels as it is, and is not encrypted.
     """
+    travels = nodes.link == "gloo" and nodes.link_dtype == "float32" and nodes.homes == "first"
     is_plain = policy.is_level and policy.shards == 1 and policy.scale in ("mean", "square-root", "linear")
-    return is_plain and not nodes.local_steps and nodes.link == "gloo" and nodes.link_dtype == "float32"
+    return is_plain and travels and not nodes.local_steps
 
 
 def home_layout(layout: Layout, nodes: Nodes) -> Layout:

@@ -44,7 +44,7 @@ class NodePlacement(HostPlacement):
         self._nodes = nodes
         self._home_view: HomeView | None = None
         self._board: BoardView | None = None
-        self._first_rank = 0  # of this node's workers
+        self._first_rank = self._workers = 0  # of this node's workers the first, and how many the job has
         self._resumed = ""
         self._run = ""  # with homes on all nodes: a name of this run of the job, which all nodes know
 
@@ -76,7 +76,9 @@ class NodePlacement(HostPlacement):
     ) -> Pinned:
         """Raises UnsupportedError on other nodes than node 0, unless each node has a share or the whole state."""
         if self._is_replica:
-            return super().pin(worker, groups, extra, waits=waits, **more)
+            fields, arrays = more.pop("more", ({}, {}))
+            of_job = {**fields, "workers": self._workers}
+            return super().pin(worker, groups, extra, waits=waits, more=(of_job, arrays), **more)
         self._refuse_scattered_state()
         if not self.saves:
             raise UnsupportedError(
@@ -128,7 +130,7 @@ class NodePlacement(HostPlacement):
             raise UnsupportedError(
                 "a job of several nodes begins with a new optimizer: expected one without state, found state that was loaded"
             )
-        self._first_rank = to.identity.rank - self._nodes.local_rank
+        self._first_rank, self._workers = to.identity.rank - self._nodes.local_rank, to.identity.workers
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun restarts all workers and keeps the store
         name = f"{attempt}/{to.identity.job if to.is_named else to.identity.instance}"
         local = replace(
