@@ -1,5 +1,6 @@
 """Replicas: every node of a job under bsp has the whole state, so a script may do there what it does on one node."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 
 import fastps
 from tests.support import nodes
+from tests.support.rules import lazy_rule
 
 STEPS, BATCH, WORKERS = 6, 4, 3
 
@@ -35,6 +37,19 @@ def _momentum(parameters: Any) -> Any:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def _squares(weight, gradient, learning_rate):  # type: ignore[no-untyped-def]
+    return weight * weight, gradient * gradient
+
+
+@lazy_rule(sums=_squares)
+def _lars(weight, gradient, learning_rate, weights, gradients):  # type: ignore[no-untyped-def]
+    return weight - learning_rate * math.sqrt(weights / (gradients + 1e-12)) * gradient
+
+
+def _summing(parameters: Any) -> Any:
+    return fastps.RuleOptimizer(parameters, _lars(), learning_rate=0.1)
+
+
 def _skip(optimizer: Any, rank: int, step: int) -> None:
     """As a GradScaler does: worker 1 skips every third step, and all scale."""
     optimizer.grad_scale = torch.tensor(4.0)
@@ -49,6 +64,7 @@ CASES = {
     "halves": Case(_momentum, dtype=torch.bfloat16, off=1e-2),
     "hardsync": Case(_momentum, "hardsync:8", options={"batch_size": BATCH}),
     "pushed halves": Case(_momentum, options={"push_dtype": torch.bfloat16}),
+    "rule with sums": Case(_summing, off=1e-5),
     "scaler": Case(_momentum, before_step=_skip),
 }
 
