@@ -162,6 +162,7 @@ class Home:
     failure: str = ""  # why a job that ends with a lost node ends
     # For each node what tells it of a loss.
     to_tell: dict[int, Callable[[], None]] = field(default_factory=dict)
+    table: Table | None = None  # of a home that has rows
     losses: int = 0  # of nodes, without which the job has gone on
 
     def check(self) -> None:
@@ -195,7 +196,7 @@ class Home:
             store_name(leaf.job, 0), part, np.zeros(table.layout.buffer_floats, np.float32), leaf, [Hyper(0.0)], None
         )
         store.combining = RowFolds
-        home = Home(Cut([part]), [store], nodes)
+        home = Home(Cut([part]), [store], nodes, table=table)
         home.has_first.set()
         return home
 

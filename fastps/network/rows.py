@@ -149,6 +149,13 @@ class Table:
         whole.numpy().view(np.uint8)[begin : begin + len(data)] = np.frombuffer(data, np.uint8)
         return whole
 
+    def check(self, node: int, memory: npt.NDArray[np.uint8]) -> None:
+        """Check the table that a node pushes, of which its own row counts. Raises ProtocolError."""
+        begin = 4 * node * self.floats
+        row = memory[begin : begin + 4 * self.floats].tobytes()
+        if Row.unpack(row, self.model.rule, self.model.groups, len(self.model.parameters)) is None:
+            raise ProtocolError(f"expected a row of node {node}, found none")
+
     def read(self, table: torch.Tensor) -> dict[int, Row]:
         """The rows of the nodes that take part, by node. Raises ProtocolError."""
         found = {}

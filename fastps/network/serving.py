@@ -304,6 +304,8 @@ class Serving(threading.Thread):
                     floats = chunks[number].view(np.float32)
                     torch.from_numpy(floats).copy_(self._received.values(number, len(floats)))
                 number += 1
+            if missing and self._home.table is not None:
+                self._home.table.check(self._node, np.concatenate(slot))
             if missing:
                 lanes.push(part, terms, header)
 

@@ -53,6 +53,17 @@ def test_a_row_with_numbers_out_of_range_is_refused(fields: dict[str, int]) -> N
         table.read(table.written(1, _row(**fields)))
 
 
+def test_a_node_that_pushes_no_row_of_its_own_is_refused_before_others_read_it() -> None:
+    table = Table(MODEL)
+    whole = table.written(1, _row()).numpy().view(np.uint8)
+    table.check(1, whole)
+    with pytest.raises(ProtocolError, match="expected a row of node 2, found none"):
+        table.check(2, whole)
+    whole[4 * table.floats] = 99
+    with pytest.raises(ProtocolError, match="expected a row of a known kind"):
+        table.check(1, whole)
+
+
 def test_random_rows_are_refused_or_read() -> None:
     table, generator = Table(MODEL), np.random.default_rng(0)
     refused = 0
