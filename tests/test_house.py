@@ -76,10 +76,10 @@ TESTED_TOGETHER = {
     "tests/network/test_agent.py": (
         "fastps/network/far_home fastps/network/home fastps/network/serving fastps/torch/placements/on_nodes"
     ),
+    "tests/network/test_early.py": "fastps/network/group_sums fastps/torch/early",
     "tests/network/test_edge.py": "fastps/network/link",
     "tests/network/test_local_leaf.py": "fastps/network/leaf",
     "tests/network/test_meeting.py": "fastps/network/place",
-    "tests/torch/test_early.py": "fastps/network/group_sums",
     "tests/processes/test_exit_codes.py": "fastps/processes/outcome",
     "tests/processes/test_hosts.py": "fastps/processes/on_host",
     "tests/processes/test_launcher.py": "fastps/processes/options fastps/processes/program",

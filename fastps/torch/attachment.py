@@ -129,6 +129,13 @@ class Attachment:
             with self.worker.locked():
                 self.store.thaw(indices)
 
+    def before_push(self, slot: int, scale: float, *, is_null: bool) -> None:
+        """Add to a slot what its push has besides gradients, which are complete, and count times `scale`."""
+        if self.carries:
+            self.carried.bring(slot)
+        if self.early is not None:
+            self.early.settle(slot, scale, is_null=is_null)
+
     def after_fold(self) -> None:
         """This worker's own fold has shown other memory as the parameters, and shows this worker's again."""
         if self.has_begun:

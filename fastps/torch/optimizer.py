@@ -296,16 +296,13 @@ class DistributedOptimizer(OptimizerState):
         presence = gradients.collect(slot := worker.lane.slot)
         if job.equal_gradients.is_on:
             job.equal_gradients.compare(slot)
-        if job.carries:
-            job.carried.bring(slot)
         scale, skipped = 1.0, False
         if "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
             scale, skipped = loss_scaling(self.__dict__)  # only a GradScaler's step sets them
         if job.is_late:
             skipped = skipped or job.begins_void()
         clip = gradients.clip_factor(job.clip, scale) if job.clip else 1.0
-        if job.early is not None:
-            job.early.settle(slot, scale, is_null=skipped)
+        job.before_push(slot, scale, is_null=skipped)
         if warm_up is not None and worker.steps + 1 == warm_up.steps:
             warm_up.publish()
         hypers, options = self._hypers_read.of(self.param_groups), job.equal_options
