@@ -76,6 +76,7 @@ TESTED_TOGETHER = {
     "tests/network/test_agent.py": (
         "fastps/network/far_home fastps/network/home fastps/network/serving fastps/torch/placements/on_nodes"
     ),
+    "tests/network/test_early.py": "fastps/network/group_sums fastps/torch/early",
     "tests/network/test_edge.py": "fastps/network/link",
     "tests/network/test_local_leaf.py": "fastps/network/leaf",
     "tests/processes/test_exit_codes.py": "fastps/processes/outcome",

@@ -100,7 +100,8 @@ class Layout:
     owner_lanes: tuple[int, ...] = ()
     # For each lane the owner of its slots on devices; (): the lane itself, or the server's first device.
     slot_owners: tuple[int, ...] = ()
-    # Which processes combine: "workers" that wait, a server "process", or a node's "agent", in whose place none can.
+    # Which processes combine: "workers" that wait, a server "process", or a node's agent, in whose place none can: the "agent"
+    # of a leaf takes the weights from a home, and that of a "replica" makes them.
     server: str = "workers"
     # The most readers at a time. The creator decides alone, so the layouts of others may differ in it.
     max_readers: int = OPTIONS["FASTPS_MAX_READERS"].default
@@ -115,6 +116,11 @@ class Layout:
     def lanes(self) -> int:
         """Lanes of the arena: the most workers at a time."""
         return self.faults.lanes(self.workers)
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether this is the arena of one node of several, whose agent combines."""
+        return self.server in ("agent", "replica")
 
     @property
     def has_server(self) -> bool:

@@ -13,6 +13,7 @@ from fastps.kernels.protocol import wait
 if TYPE_CHECKING:
     from fastps.job.layout import Layout
 
+ROOM_HEADER_BYTES = 128  # the words at the start of each slot of a lane's room
 RING_SIZE = 8  # descriptors in a lane's ring
 SLICE_NS = wait.SLICE  # a wait checks its peers this often (protocol A.8: 50 ms), so a death is reported within 100 ms
 LIVENESS_NS = 50_000_000  # a worker that never waits checks its peers this often

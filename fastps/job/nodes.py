@@ -8,6 +8,7 @@ from fastps.job import environment, launchers
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.launchers import FASTPS, TORCHRUN, Launched, whole
 from fastps.job.layout import LEAF, Layout
+from fastps.job.limits import ROOM_HEADER_BYTES
 from fastps.job.options import NodePolicy, value_of
 from fastps.job.policy import Policy
 from fastps.job.secret import VARIABLE as SECRET
@@ -121,32 +122,48 @@ def address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def are_replicas(policy: Policy, nodes: NodePolicy) -> bool:
+    """Whether each node of a job has the whole state, and the nodes exchange sums. Else node 0's home has it.
+
+    A sum over all nodes is a version of all their pushes; it travels as it is, and is not encrypted.
+    """
+    travels = nodes.link == "gloo" and nodes.link_dtype == "float32" and nodes.homes == "first"
+    is_plain = policy.is_level and policy.shards == 1 and policy.scale in ("mean", "square-root", "linear")
+    return is_plain and travels and not nodes.local_steps
+
+
 def home_layout(layout: Layout, nodes: Nodes) -> Layout:
-    """The layout of the home arena, whose workers are the nodes. Raises PolicyError, UnsupportedError."""
+    """The layout of the job between nodes, whose workers are the nodes: of the home arena, if there is one.
+
+    Raises PolicyError, UnsupportedError.
+    """
     check_policy(layout.policy, nodes)
+    replicas = are_replicas(layout.policy, nodes.policy)
     if layout.owner_lanes:
         raise UnsupportedError("a job of several nodes keeps its arenas in host memory: set FASTPS_PLACEMENT=host")
-    if layout.gradient_type == "float64":
+    if layout.gradient_type == "float64" and not replicas:
         raise UnsupportedError(
             "a job of several nodes: expected float32, bfloat16 or float16 parameters, found float64; use one node, or"
             " model.float()"
         )
-    if layout.gradient_type != "float32":
+    if layout.gradient_type != "float32" and not replicas:
         raise UnsupportedError(
             f"a job of several nodes sums float32 gradients: expected push_dtype=torch.float32, found {layout.gradient_type}"
         )
-    if layout.rule.number == fold.RULE_SUMMING and not nodes.policy.local_steps:
+    if layout.rule.number == fold.RULE_SUMMING and not (nodes.policy.local_steps or replicas):
         raise UnsupportedError(
             f"rule {layout.rule.name!r} reads sums over whole parameters, and a job of several nodes cuts parameters into"
             " parts: expected a rule without sums, or --local-steps (FASTPS_LOCAL_STEPS), with which each node applies it"
         )
     faults = FaultPolicy(nodes.policy.on_node_loss, layout.faults.nonfinite)
-    masters = tuple(replace(parameter, type="float32") for parameter in layout.parameters)  # no model reads a home's weights
+    masters = layout.parameters
+    if not replicas:  # no model reads a home's weights
+        masters = tuple(replace(parameter, type="float32") for parameter in layout.parameters)
     home = replace(
         layout,
         parameters=masters,
         workers=nodes.count,
-        extra_bytes=0,
+        extra_bytes=layout.extra_bytes if replicas else 0,
         faults=faults,
         server="workers",
         lanes_are="nodes",
@@ -157,6 +174,15 @@ def home_layout(layout: Layout, nodes: Nodes) -> Layout:
 
 def leaf_layout(layout: Layout, nodes: Nodes) -> Layout:
     """The layout of a leaf arena, whose workers are those of one node, and whose agent is its server."""
+    if are_replicas(layout.policy, nodes.policy):
+        within = layout.policy if nodes.policy.within == "bsp" else parse_policy(_WITHIN["asp"])
+        policy = replace(within, clip=layout.policy.clip, ema=layout.policy.ema)
+        lanes = layout.faults.lanes(nodes.local_workers)
+        others = (nodes.count - 1) * layout.faults.max_workers or layout.workers - nodes.local_workers
+        room = ROOM_HEADER_BYTES
+        if layout.extra_bytes:  # of the buffers of a model, also for those of the other nodes' workers
+            room = layout.extra_bytes * (1 + -(-others // lanes))
+        return replace(layout, policy=policy, workers=nodes.local_workers, server="replica", extra_bytes=room)
     policy = replace(parse_policy(_WITHIN[nodes.policy.within]), clip=layout.policy.clip)  # a worker clips its own gradient
     parameters = tuple(replace(parameter, shard=0) for parameter in layout.parameters)
     faults = replace(layout.faults, nonfinite="allow")  # the home checks the sums
@@ -192,7 +218,9 @@ def check_policy(policy: Policy, nodes: Nodes) -> None:
         "homes on several nodes could fold different pushes: choose bsp or hardsync, or leave --homes spread out": (
             spread and (not policy.is_level or policy.shards > 1)
         ),
-        "the moving average stays on node 0, where no worker can read it: leave ema out": policy.ema > 0,
+        "the moving average stays on node 0, where no worker can read it: leave ema out": (
+            policy.ema > 0 and not are_replicas(policy, nodes.policy)
+        ),
         "a node pushes the sum of its workers: leave momentum=worker out": policy.momentum == "worker",
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)

@@ -72,7 +72,7 @@ def remedy(layout: Layout, free: int) -> str:
 
     most = bisect_left(range(1, layout.lanes), True, key=lambda lanes: needs(replace(alone, workers=lanes)) > free)
     fewer = [f"at most {most} {layout.lanes_are}"] if most else []
-    is_of_nodes = layout.server == "agent" or layout.lanes_are == "nodes"  # they push float32 alone
+    is_of_nodes = layout.has_agent or layout.lanes_are == "nodes"  # they push float32 alone
     is_wide = layout.gradient_type == "float32" and not (is_of_nodes or layout.tables)
     if is_wide and needs(replace(layout, gradient_type="float16")) <= free:
         fewer.append("gradients in half precision (push_dtype=torch.bfloat16)")

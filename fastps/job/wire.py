@@ -24,3 +24,14 @@ def part_count(floats: int) -> int:
     (1, 32)
     """
     return max(1, min(_MOST_PARTS, -(-4 * floats // CHUNK_BYTES) // _LEAST_CHUNKS))
+
+
+def sum_ranges(numbers: int) -> list[tuple[int, int]]:
+    """The parts in which replicas sum so many numbers, in the order in which backward makes them: the last first.
+
+    >>> sum_ranges(100)
+    [(0, 100)]
+    """
+    count = part_count(numbers)
+    edges = [round(numbers * part / count / 16) * 16 for part in range(count)] + [numbers]
+    return [(edges[part], edges[part + 1]) for part in reversed(range(count))]

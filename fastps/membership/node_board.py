@@ -2,6 +2,7 @@
 
 The node's agent writes it, and any process of the same user reads it: `fastps top`, `fastps.observe`, a script. A row has a
 checksum, so that a reader never takes half of a new row for a row. On node 0 the board has all nodes, elsewhere only its own.
+Where each node is a replica, it has a row for each worker of the job behind those of the nodes.
 """
 
 import os
@@ -21,11 +22,12 @@ from fastps.system.clock import SYSTEM_CLOCK, Clock
 STATES = ("joining", "live", "left", "lost")
 _FIGURES = struct.Struct("<IQQQQ68s")
 FIGURES_BYTES = _FIGURES.size
-_MAGIC = b"fastps-nodes-v2\0"
-_HEAD = struct.Struct("<16sII")
+_MAGIC = b"fastps-nodes-v3\0"
+_HEAD = struct.Struct("<16sIII")
 _HEAD_BYTES = 64
 _ROW = struct.Struct("<iB68s5Q10q")
 _CHECKSUM = struct.Struct("<I")
+_FRAME = struct.Struct("<II")  # of a worker's row: its checksum and its length
 _ROW_BYTES = 256
 _PAGE_BYTES = 4096
 _TRIES = 100
@@ -145,12 +147,13 @@ class NodeBoard:
     >>> board.close()
     """
 
-    def __init__(self, job: str, rows: int) -> None:
-        size = -(-(_HEAD_BYTES + rows * _ROW_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+    def __init__(self, job: str, rows: int, workers: int = 0) -> None:
+        size = -(-(_HEAD_BYTES + (rows + workers) * _ROW_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
         self._memfd = shared_memory.create(size, "the figures of the nodes")
         self._pidfd = os.pidfd_open(os.getpid())
         self._memory = np.frombuffer(shared_memory.map_shared(self._memfd), np.uint8)
-        _put(self._memory, 0, _HEAD.pack(_MAGIC, _ROW_BYTES, rows))
+        self._rows, self._workers = rows, workers
+        _put(self._memory, 0, _HEAD.pack(_MAGIC, _ROW_BYTES, rows, workers))
         name = rendezvous.place_name(job, "board")
         self._listener = rendezvous.Listener(name, self._memfd, self._pidfd, b"", rendezvous.HOST_PLACE)
 
@@ -158,6 +161,12 @@ class NodeBoard:
         """Write these rows, the first into the first place. Only one thread may write."""
         for place, row in enumerate(rows):
             _put(self._memory, _HEAD_BYTES + place * _ROW_BYTES, row._pack())
+
+    def write_workers(self, rows: Sequence[bytes]) -> None:
+        """Write the packed rows of the job's workers, by rank, as far as there is room. Only one thread may write."""
+        for place, data in enumerate(rows[: self._workers]):
+            framed = _FRAME.pack(zlib.crc32(data), len(data)) + data
+            _put(self._memory, _HEAD_BYTES + (self._rows + place) * _ROW_BYTES, framed)
 
     def close(self) -> None:
         """Answer no more. A process that has mapped the board keeps its last rows."""
@@ -170,8 +179,8 @@ class BoardView:
     """The reader's side. Raises ArenaError for memory that is no board."""
 
     def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
-        magic, row_bytes, self._rows = _HEAD.unpack_from(memory)
-        is_whole = _HEAD_BYTES + self._rows * _ROW_BYTES <= len(memory)
+        magic, row_bytes, self._rows, self._workers = _HEAD.unpack_from(memory)
+        is_whole = _HEAD_BYTES + (self._rows + self._workers) * _ROW_BYTES <= len(memory)
         if (magic, row_bytes) != (_MAGIC, _ROW_BYTES) or not is_whole:
             raise ArenaError("expected the figures of the nodes, found other memory; use one version of fastps")
         self._memory = memory
@@ -190,6 +199,20 @@ class BoardView:
         """The rows that were written so far."""
         found = (self._row(_HEAD_BYTES + place * _ROW_BYTES) for place in range(self._rows))
         return [row for row in found if row is not None]
+
+    def workers(self) -> list[bytes]:
+        """The packed rows of the job's workers that were written so far, by rank."""
+        found = (self._worker(_HEAD_BYTES + (self._rows + place) * _ROW_BYTES) for place in range(self._workers))
+        return [data for data in found if data]
+
+    def _worker(self, begin: int) -> bytes:
+        for _ in range(_TRIES):
+            framed = self._memory[begin : begin + _ROW_BYTES].tobytes()
+            checksum, length = _FRAME.unpack_from(framed)
+            data = framed[_FRAME.size : _FRAME.size + length]
+            if not length or zlib.crc32(data) == checksum:
+                return data
+        return b""
 
     def _row(self, begin: int) -> NodeStatistics | None:
         for _ in range(_TRIES):

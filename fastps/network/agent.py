@@ -1,16 +1,17 @@
-"""A node's agent: the server of the node's leaf arena, and the only process of the node that talks to other nodes.
+"""A node's agent: the server of the node's arena, and the only process of the node that talks to other nodes.
 
 On node 0 it also has the home arenas; with homes="spread" the agent of each node has those of its share. Worker 0 of each node
 starts it as `python -m fastps.network.agent`. It serves once the nodes have found each other and this node has the first
 weights. It ends when the node's workers have left; with home arenas it ends when all nodes have left.
 """
 
+import contextlib
 import logging
 import os
 import platform
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,13 +27,17 @@ from fastps.kernels.shm.arena import LANE_EXPELLED, LANE_FREE, LANE_JOINING, LAN
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.peers import WORKER_LOST
 from fastps.network.far_home import FarHome
+from fastps.network.group import Groups
 from fastps.network.home import Home, NearHome
 from fastps.network.home_checkpoint import PartStart
 from fastps.network.leaf import Leaf, LocalLeaf, Upstream
 from fastps.network.link import LinkLostError
 from fastps.network.monitoring.report import Report
 from fastps.network.parts import Part, shares_of
+from fastps.network.places import spare_of
 from fastps.network.rendezvous import Rendezvous, Requests
+from fastps.network.replica import Replica
+from fastps.network.rows import table_of
 from fastps.network.serving import Serving
 from fastps.network.spread import SpreadHomes
 from fastps.network.sums import Sums
@@ -45,7 +50,6 @@ from fastps.system.descriptors import reserve_all
 from fastps.tracing.node_part import NodePart, node_note
 
 logger = logging.getLogger("fastps.network")
-_POLL_NS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class AgentOrder:
 
     `rule` is a user rule, pickled by value; empty for a built-in rule. `resume` is the folder of the checkpoint from which the
     home begins; empty to begin with the leaf's weights. `trace` is the file of this node's trace; None without one.
+    `workers`: those of all nodes.
     """
 
     nodes: Nodes
@@ -63,30 +68,35 @@ class AgentOrder:
     hypers: list[Hyper]
     resume: str = ""
     trace: Path | None = None
+    workers: int = 0
 
 
 def plan_of(
-    nodes: Nodes, name: str, layout: Layout, hypers: list[Hyper], resume: str = "", trace: Path | None = None
+    nodes: Nodes, name: str, layout: Layout, hypers: list[Hyper], resume: str = "", trace: Path | None = None, workers: int = 0
 ) -> ServerPlan:
     """The plan by which a leaf's store starts its agent. `layout` is the home's."""
     plain, rule = picklable(layout)
-    return ServerPlan(__name__, AgentOrder(nodes, name, plain, rule, list(hypers), resume, trace))
+    return ServerPlan(__name__, AgentOrder(nodes, name, plain, rule, list(hypers), resume, trace, workers))
 
 
 class LeafFolds(Folds):
-    """A leaf's server takes each version from the home. It ends with an error when the home or a worker of its node is lost."""
+    """A leaf's server makes versions with the other nodes. It ends with an error if one, or a worker of its own, is lost."""
 
-    def __init__(self, store: Store, lane: Lane, leaf: Leaf) -> None:
-        self._store, self._arena, self._clock, self._lane = store, store.arena, store.clock, lane
-        self._leaf = leaf
+    def __init__(self, store: Store, lane: Lane, leaf: "Leaf | Replica") -> None:
+        self._store, self._arena, self._lane = store, store.arena, lane
+        self._leaf, self._spare = leaf, spare_of(store, lane)
         lane.fold_with(leaf.fold, [0], nothing=True)
-        self._has_finished = False
+        self._has_started = self._has_finished = False
 
     def is_over(self, are_gone: bool) -> bool:
         """Not before the other nodes know that this one makes no more steps, unless a worker of this node never came.
 
         The workers may post and leave between the last fold and this call.
         """
+        if not self._has_started and LANE_FREE not in self._arena.lane_states()[: self._store.layout.workers]:
+            self._has_started = True
+            self._leaf.start(self._spare)
+        self._leaf.attend(self._spare)
         if not self._has_finished and self._is_done():
             self._has_finished = True
             self._finish()
@@ -102,13 +112,7 @@ class LeafFolds(Folds):
 
     def _finish(self) -> None:
         """Wait until the other nodes have left, too, and publish the final weights for workers that wait for them."""
-        while not self._lane.hold(0):
-            self._clock.sleep_ns(_POLL_NS)
-        weights, state = self._lane.spare(0)
-        try:
-            self._leaf.finish(weights, state)
-        finally:
-            self._lane.release(True, 0, self._clock.now_ns())
+        self._leaf.finish(self._spare)
         self._arena.finish(self._lane.index)
 
     def check(self, server: Server) -> None:
@@ -140,20 +144,52 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory, report: Report
     if nodes.is_first:
         rendezvous.publish(order.hypers)
     only = homes[0] if len(homes) == 1 else SpreadHomes(shares, homes, 2 * nodes.policy.timeout_s)
-    try:
+    with _beginning(nodes, only):
         only.begin(Sums(leaf).weights(0))
         leaf.write_halves(0)
+    return only
+
+
+@contextlib.contextmanager
+def _beginning(nodes: Nodes, upstream: Upstream) -> Iterator[None]:
+    """Leave if the block, in which this node takes its first weights, raises."""
+    try:
+        yield
     except BaseException as error:
-        only.leave(str(error))
+        upstream.leave(str(error))
         if not isinstance(error, LinkLostError):
             raise
         raise NodeLostError(f"node {nodes.number} could not join node 0 at {nodes.host}:{nodes.port}: {error}", 0) from error
-    return only
+
+
+def _replica(order: AgentOrder, model: Layout, store: JobMemory, report: Report) -> tuple[Replica, Upstream]:
+    """Find the other nodes. Returns once this node has the state to begin with."""
+    nodes, table = order.nodes, table_of(model, order.nodes)
+    rendezvous = Rendezvous(nodes, order.name, model, store.timeout_s, store.clock)
+    if not nodes.is_first:
+        rendezvous.check(order.hypers)
+    edges = rendezvous.of_home(0, table.layout)
+    home: FarHome | NearHome
+    if nodes.is_first:
+        home = _served(Home.of_rows(table, nodes, store), edges, store, report)
+        rendezvous.publish(order.hypers)
+    else:
+        home = FarHome(store, edges, report.of_home(0))
+    groups = Groups(nodes.number, rendezvous.address, rendezvous.store, rendezvous.group_name, store.clock)
+    replica = Replica(store, nodes, table, order.hypers, home, groups, report)
+    with _beginning(nodes, home):
+        replica.begin()
+    return replica, home
 
 
 def _near(order: AgentOrder, layout: Layout, share: Part, edges: Rendezvous, leaf: JobMemory, report: Report) -> NearHome:
     nodes = order.nodes
-    home = Home.create(share, nodes, leaf, order.hypers, _start(order, layout, share))
+    return _served(Home.create(share, nodes, leaf, order.hypers, _start(order, layout, share)), edges, leaf, report)
+
+
+def _served(home: Home, edges: Rendezvous, leaf: JobMemory, report: Report) -> NearHome:
+    """The home on this node, with a thread for each other node."""
+    nodes = home.nodes
     if nodes.is_first:
         report.home = home.stores[0].arena
     others = [
@@ -197,20 +233,23 @@ def serve(order: Order) -> None:
 
 def _run(store: Store, given: AgentOrder, layout: Layout) -> None:
     trace = NodePart(given.trace, store, node_note(given.nodes, platform.node())) if given.trace is not None else None
-    report = Report(store, given.nodes, trace)
+    report = Report(store, given.nodes, given.workers, trace)
     report.start()
     try:
-        _serve_node(store, given, _upstream(given, layout, store, report), report)
+        if store.layout.server == "replica":
+            _serve_node(store, *_replica(given, layout, store, report))
+        else:
+            upstream = _upstream(given, layout, store, report)
+            kind = LocalLeaf if given.nodes.policy.local_steps else Leaf
+            _serve_node(store, kind(store, given.nodes, upstream, report), upstream)
     finally:
         report.close()
         if trace is not None:
             trace.close()
 
 
-def _serve_node(store: Store, given: AgentOrder, upstream: Upstream, report: Report) -> None:
+def _serve_node(store: Store, leaf: Leaf | Replica, upstream: Upstream) -> None:
     failure: str | None = "its agent was interrupted"
-    kind = LocalLeaf if given.nodes.policy.local_steps else Leaf
-    leaf = kind(store, given.nodes, upstream, report)
     try:
         server = Server(store)
         server.folds = LeafFolds(store, server.lane, leaf)

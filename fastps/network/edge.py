@@ -110,6 +110,9 @@ class Edge:
                 if header.kind == Kind.BEAT:
                     self.watch.hears(header.beat, header.sent_ns, now_ns)
                     continue
+                if header.kind == Kind.LOST:
+                    self.watch.losses += 1
+                    continue
                 if header.kind == Kind.FAILED:
                     self.failure = header.reason
                 if header.kind == Kind.REOPEN:

@@ -52,6 +52,14 @@ class FarHome:
         self._receiver = ThreadPoolExecutor(1, "fastps-receiver") if self._cut.in_step > 1 else None
         self._has_left = self._has_finished = False
 
+    @property
+    def lanes_taken(self) -> int:
+        return self._session.lane
+
+    @property
+    def losses(self) -> int:
+        return self._watch.losses
+
     def begin(self, weights: torch.Tensor) -> None:
         """Open the edge, and take the weights to begin with. Node 0 gives them to the other homes. Raises NodeLostError."""
 

@@ -20,7 +20,8 @@ from fastps.kernels.shm.arena import LANE_FREE
 from fastps.membership.job_memory import Floats, JobMemory, Views
 from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header
-from fastps.network.parts import Cut, Part, cut_of
+from fastps.network.parts import Cut, Part, cut_of, whole
+from fastps.network.rows import RowFolds, Table
 from fastps.network.session import HomeSession
 from fastps.network.sums import Outgoing, Terms
 from fastps.store.store import StartState, Store
@@ -159,6 +160,10 @@ class Home:
     is_closing: threading.Event = field(default_factory=threading.Event)  # node 0 has left: no lost node can join again
     has_first: threading.Event = field(default_factory=threading.Event)  # the arenas have node 0's weights to begin with
     failure: str = ""  # why a job that ends with a lost node ends
+    # For each node what tells it of a loss.
+    to_tell: dict[int, Callable[[], None]] = field(default_factory=dict)
+    table: Table | None = None  # of a home that has rows
+    losses: int = 0  # of nodes, without which the job has gone on
 
     def check(self) -> None:
         """Raise NodeLostError if the job ends. A node that never joined has no lane that others would look at."""
@@ -181,6 +186,18 @@ class Home:
             raise
         if nodes.is_first or resume is not None:
             home.has_first.set()
+        return home
+
+    @staticmethod
+    def of_rows(table: Table, nodes: Nodes, leaf: JobMemory) -> "Home":
+        """Make the arena of a job of replicas, which has their rows, and no weights."""
+        part = whole(table.layout)
+        store = _store(
+            store_name(leaf.job, 0), part, np.zeros(table.layout.buffer_floats, np.float32), leaf, [Hyper(0.0)], None
+        )
+        store.combining = RowFolds
+        home = Home(Cut([part]), [store], nodes, table=table)
+        home.has_first.set()
         return home
 
     def first_weights(self) -> list[Memory]:
@@ -211,6 +228,9 @@ class Home:
             if store.arena.lane_state(node) == LANE_FREE:  # it never came; only an owner can be dead
                 store.arena.claim(node, os.getpid())
             store.arena.mark_dead(node, store.arena.generation(node))
+        self.losses += 1
+        for tell in list(self.to_tell.values()):
+            tell()
 
     def loss_of(self, error: Error) -> NodeLostError:
         """The error that ends the job on this node, by the node that failed first."""
@@ -262,6 +282,14 @@ class NearHome:
         self._lanes = home.attach(home.nodes.number)
         self._lanes.check_with(home.check)
         self._others = others
+
+    @property
+    def lanes_taken(self) -> int:
+        return 1
+
+    @property
+    def losses(self) -> int:
+        return self._home.losses
 
     def begin(self, weights: torch.Tensor) -> None:
         """Write the weights to begin with, once they have come. Raises NodeLostError."""

@@ -22,11 +22,23 @@ from fastps.membership.job_memory import JobMemory
 from fastps.network.edge import chunk_ranges
 from fastps.network.messages import Header, Kind
 from fastps.network.monitoring.report import Report
+from fastps.network.places import Places, Spare
 from fastps.network.sums import Outgoing, Sums, Terms
 
 
 class Upstream(Protocol):
     """The home as a leaf sees it, in this process or on another node. Every method raises NodeLostError."""
+
+    @property
+    def lanes_taken(self) -> int:
+        """How many lanes the home has given this node: one more each time that the node was lost and has joined again."""
+
+    @property
+    def losses(self) -> int:
+        """How many other nodes were lost, as far as this one has heard."""
+
+    def begin(self, weights: torch.Tensor) -> None:
+        """Write the weights to begin with, once they have come."""
 
     def coming(self) -> tuple[int, int]:
         """The range of floats that the next step carries: all of them, or with `local_fragments` the next fragment."""
@@ -87,12 +99,22 @@ class Leaf:
     def end(self, failure: str | None) -> None:
         """End what is under way: nothing, because a step is a part of a fold."""
 
-    def finish(self, weights: int, state: int) -> None:
-        """Write the job's final weights into a weights buffer, and the published step counts into a state buffer."""
-        self._upstream.finish(self._sums.weights(weights))
-        self._store.write_halves(weights)
-        _, states = self._store.committed()
-        self._store.all_steps(state)[:] = self._store.all_steps(states[0])
+    def start(self, spare: Spare) -> None:
+        """Begin with the first push: a home waits for no worker that has not attached."""
+
+    def attend(self, spare: Spare) -> None:
+        """Do what the workers wait for besides versions: nothing, because a leaf has no other nodes' buffers."""
+
+    def finish(self, spare: Spare) -> None:
+        """Wait for the other nodes, and publish the job's final weights."""
+        with spare() as places:
+            self._write_final(places)
+            places.is_made, places.advances = True, False
+
+    def _write_final(self, places: Places) -> None:
+        self._upstream.finish(self._sums.weights(places.weights_out))
+        self._store.write_halves(places.weights_out)
+        self._store.all_steps(places.state_out)[:] = self._store.all_steps(places.state_in)
 
 
 def _difference(before: torch.Tensor, now: torch.Tensor, outs: Sequence[torch.Tensor], begin: int) -> Iterator[torch.Tensor]:
@@ -239,13 +261,12 @@ class LocalLeaf(Leaf):
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 
-    def finish(self, weights: int, state: int) -> None:
-        """Push what has moved since the last exchange, and write the job's final weights and this node's state into buffers."""
-        committed, states = self._store.committed()
-        own = self._sums.weights(committed[0]).clone()
+    def _write_final(self, places: Places) -> None:
+        """Push what has moved since the last exchange, and write the job's final weights and this node's state."""
+        own = self._sums.weights(places.weights_in).clone()
         self._take_arrived(own)
         while self._last_exchange(self._upstream.coming()[0]).versions < self._done.versions:
             self._begin_exchange(own)
             self._take_arrived(own)
-        self._planes(state)[:] = self._planes(states[0])
-        super().finish(weights, state)
+        self._planes(places.state_out)[:] = self._planes(places.state_in)
+        super()._write_final(places)

@@ -82,15 +82,9 @@ class GlooLink:
     """A link whose sides, 0 and 1, meet under a name in a store. Raises LinkLostError if the other one comes too late."""
 
     def __init__(self, store: Store, name: str, side: int, address: str, timeout_s: float) -> None:
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=timeout_s)
         self._peer = 1 - side
         try:
-            device, listener = _device_at(address)
-            options._devices = [device]
-            with listener or contextlib.nullcontext():
-                self._group: ProcessGroupGloo | None = ProcessGroupGloo(PrefixStore(name, store), side, 2, options)
-                _close_port(listener, name)
+            self._group: ProcessGroupGloo | None = process_group(store, name, side, 2, address, timeout_s)
         except RuntimeError as error:
             raise LinkLostError(
                 f"link {name}: expected the other node at {address} within {timeout_s:g} s: {reason_of(error)}"
@@ -125,6 +119,21 @@ class GlooLink:
     def close(self) -> None:
         """See Link. The group ends with its last reference, which a waiting thread keeps until its timeout."""
         self._group = None
+
+
+def process_group(store: Store, name: str, rank: int, size: int, address: str, timeout_s: float) -> ProcessGroupGloo:
+    """A group of Gloo whose members meet under a name in a store, and listen at `address`. Raises RuntimeError.
+
+    The timeout is that of the meeting and of each operation.
+    """
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout_s)
+    device, listener = _device_at(address)
+    options._devices = [device]
+    with listener or contextlib.nullcontext():
+        group = ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+        _close_port(listener, name)
+    return group
 
 
 def _listening() -> dict[bytes, int]:

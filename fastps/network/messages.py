@@ -27,8 +27,9 @@ class Kind(enum.IntEnum):
     if it cannot join. FIRST brings a home on another node than node 0 the weights that the job begins with. FETCH asks for the
     weights of a new lane. PUSH announces a sum and NULL a step without one; WEIGHTS answers all three. BEAT shows that the
     sender lives, and has its figures. LEAVE says that a node makes no more steps; WEIGHTS answers it when all nodes have left,
-    and DONE says that these have come. REOPEN says that the sender has closed the edge and will open another. FAILED ends an
-    edge for good, with a reason. In a job with a secret, CHALLENGE and PROOF come before HELLO.
+    and DONE says that these have come. REOPEN says that the sender has closed the edge and will open another. LOST says that
+    another node was lost, without which the job goes on. FAILED ends an edge for good, with a reason. In a job with a secret,
+    CHALLENGE and PROOF come before HELLO.
     """
 
     HELLO = 1
@@ -47,6 +48,7 @@ class Kind(enum.IntEnum):
     CHALLENGE = 14
     PROOF = 15
     FIRST = 16
+    LOST = 17
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from fastps.network.edge import Edge
 from fastps.network.link import GlooLink, Link, LinkLostError, RefusedError, UnreachableError, reason_of
 from fastps.network.messages import HEADER_BYTES, Header, Kind, hello_fault
 from fastps.network.presence import of_launch, reported
-from fastps.network.secret import EdgeName, prove, refuse
+from fastps.network.secret import EdgeName, mac, prove, refuse
 from fastps.network.tcp_store import OpenPort, check_answers, connect_store, is_refused
 from fastps.system.clock import Clock
 from fastps.system.deadline import Deadline
@@ -129,6 +129,15 @@ class Rendezvous:
                         " give all nodes the same optimizer, unless this node joins a job whose schedule is further",
                         *(self.nodes.number, name, own, group, there.get(name)),
                     )
+
+    @property
+    def address(self) -> str:
+        """The address at which this node's agent listens."""
+        return self._address
+
+    def group_name(self, nonce: int) -> str:
+        """The name of a group of all nodes, which a node without the job's secret cannot know."""
+        return f"group/{nonce if self._secret is None else mac(self._secret, self._name, 'group', nonce)}"
 
     def _publish_port(self, store: Store) -> None:
         store.set(_port_key(self.nodes.number), json.dumps([self._address, self._port.number]))

@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -181,6 +182,7 @@ class Serving(threading.Thread):
                 self._lanes.close(failure)
             self._lanes = None
             self._record.lose()
+            self._home.to_tell.pop(self._node, None)
         else:
             self._home.give_up(self._node, failure)
         if self._continues:
@@ -212,6 +214,7 @@ class Serving(threading.Thread):
         lanes, answer = self._lanes_of_node(), self._record.answer(hello)
         lanes.check_with(edge.check)
         edge.send_header(answer)
+        self._home.to_tell[self._node] = partial(_tell_loss, edge)
 
     def _serve(self, edge: Edge) -> bool:
         """Handle one message, if one comes soon. Returns False after the last."""
@@ -301,6 +304,8 @@ class Serving(threading.Thread):
                     floats = chunks[number].view(np.float32)
                     torch.from_numpy(floats).copy_(self._received.values(number, len(floats)))
                 number += 1
+            if missing and self._home.table is not None:
+                self._home.table.check(self._node, np.concatenate(slot))
             if missing:
                 lanes.push(part, terms, header)
 
@@ -315,3 +320,9 @@ class Serving(threading.Thread):
         chunks = (chunk for memory in memories for chunk in chunks_of(memory))
         edge.send(chunks if sent is None else sent.encoded(torch.from_numpy(chunk.view(np.float32)) for chunk in chunks))
         self._watch.message(WEIGHTS_SENT, step, began_ns, self._clock.now_ns())
+
+
+def _tell_loss(edge: Edge) -> None:
+    """Tell a node that another one was lost. A lost edge tells nothing: its node asks for another one."""
+    with contextlib.suppress(LinkLostError):
+        edge.send_header(Header(Kind.LOST))

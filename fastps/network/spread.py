@@ -44,6 +44,14 @@ class SpreadHomes:
         """Write the weights to begin with. Raises NodeLostError."""
         self._all(lambda share, home: home.begin(weights[share.first : share.last]))
 
+    @property
+    def lanes_taken(self) -> int:
+        return sum(home.lanes_taken for home in self._homes)
+
+    @property
+    def losses(self) -> int:
+        return sum(home.losses for home in self._homes)
+
     def coming(self) -> tuple[int, int]:
         return 0, self._shares[-1].last
 

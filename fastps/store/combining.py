@@ -21,6 +21,7 @@ from fastps.membership.membership import waiting
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.background import Background
 from fastps.store.drive import drive
+from fastps.store.lane_room import LaneRooms
 
 _BESIDE_NS = 5_000_000
 _STUCK_NS = 300_000_000
@@ -192,6 +193,12 @@ class Combining:
             self._background.close()
             self._background = None
 
+    def wait_for_start(self) -> None:
+        """Wait for workers that this arena does not have, once all of its own have attached."""
+
+    def wait_for_buffers(self, number: int) -> None:
+        """Wait for the model buffers of workers that this arena does not have, of a round; all of its own have published."""
+
     def leave(self) -> None:
         """Make no more pushes, and tell the combiners."""
         self.post(Push(KIND_LEAVE, self._lane.steps, 0, self._lane.version, 1.0, math.nan, 0))
@@ -255,7 +262,36 @@ class Combining:
 
 
 class AgentCombining(Combining):
-    """A node's agent folds, because the home has the weights. No worker of the node can do its work."""
+    """A node's agent folds, because it talks to the other nodes. No worker of the node can do its work.
+
+    The agent of a replica gives the other nodes what a worker publishes.
+    """
+
+    def __init__(self, worker: AttachedLane) -> None:
+        super().__init__(worker)
+        self._rooms = LaneRooms(worker.store, 0) if worker.store.layout.server == "replica" else None
+
+    def before_release(self, publish: bool) -> None:
+        """Tell the agent of a replica what this worker publishes."""
+        if publish and self._rooms is not None:
+            self._rooms.count_publication(self._worker.rank)
+
+    def wait_for_start(self) -> None:
+        """Wait until the workers of the other nodes have attached, too."""
+        rooms = self._rooms
+        if rooms is not None:
+            self._worker.wait_until(lambda: rooms.have_started or None, 1_000_000, self._worker.timeout_text)
+
+    def wait_for_buffers(self, number: int) -> None:
+        """Raises TimeoutExceededError if the workers of another node do not average theirs."""
+        rooms, worker = self._rooms, self._worker
+        if rooms is not None:
+            text = (
+                f"worker {worker.rank} of this node waited {worker.store.timeout_s:g} s in average_buffers(), its call number"
+                f" {number}, for the workers of other nodes: expected every live worker to call it as often as the others;"
+                " raise FASTPS_TIMEOUT if they are only slow"
+            )
+            worker.wait_until(lambda: rooms.gathered >= number or None, 1_000_000, lambda: text, combines=True)
 
     def wait_for_others(self, elsewhere: Sequence[Elsewhere] = ()) -> None:
         """The agent leaves last, once the workers of all nodes have."""
@@ -275,4 +311,4 @@ class AgentCombining(Combining):
 
 
 def _fold_nothing(_call: FoldCall) -> None:
-    raise ProtocolError("a worker of a leaf folds nothing: the home has the weights")
+    raise ProtocolError("a worker of one node of several folds nothing: its agent has the sums of the others")

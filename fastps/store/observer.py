@@ -4,11 +4,14 @@ An observer maps the arena read-only, never pins a buffer and never takes a shar
 """
 
 import os
+import struct
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
+from fastps.errors import ProtocolError
 from fastps.kernels.shm import arena as lanes
 from fastps.kernels.shm.arena import Arena
+from fastps.kernels.shm.counts import MAX_LANES
 from fastps.membership import discovery
 from fastps.membership.node_board import BoardView, NodeStatistics
 from fastps.membership.rendezvous import Place
@@ -53,6 +56,22 @@ class WorkerStatistics:
     push_ns: int = 0
     generation: int = 0
 
+    def pack(self) -> bytes:
+        """The row in ROW_BYTES bytes, for another process or another node."""
+        state = list(_STATES.values()).index(self.state) if self.state in _STATES.values() else len(_STATES)
+        return _ROW.pack(state, self.rank, self.loss, *(getattr(self, name) for name in _NUMBERS))
+
+    @staticmethod
+    def unpack(data: bytes, first_rank: int = 0) -> "WorkerStatistics":
+        """The row of `pack`, with `first_rank` added to its rank. Raises ProtocolError for what no row is."""
+        if len(data) != ROW_BYTES:
+            raise ProtocolError(f"expected a row of {ROW_BYTES} bytes, found {len(data)}")
+        state, rank, loss, *numbers = _ROW.unpack(data)
+        states = [*_STATES.values(), "unknown"]
+        if not (0 <= state < len(states) and 0 <= rank <= MAX_LANES):
+            raise ProtocolError(f"expected the counters of a worker, found state {state} of worker {rank}")
+        return WorkerStatistics(first_rank + rank, states[state], loss=loss, **dict(zip(_NUMBERS, numbers, strict=True)))
+
     @property
     def staleness_mean(self) -> float:
         """Mean staleness of the folded pushes; 0 before the first."""
@@ -63,6 +82,11 @@ class WorkerStatistics:
         """Fraction of its time that the worker waited, 0 to 1."""
         total_ns = self.wait_ns + self.compute_ns
         return self.wait_ns / total_ns if total_ns else 0.0
+
+
+_NUMBERS = [each.name for each in fields(WorkerStatistics) if each.name not in ("rank", "state", "loss")]
+_ROW = struct.Struct(f"<iid{len(_NUMBERS)}q")
+ROW_BYTES = _ROW.size
 
 
 @dataclass(frozen=True)

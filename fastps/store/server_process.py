@@ -63,13 +63,14 @@ class ServerProcess:
     """A server that this process started. In a forked child the object does nothing."""
 
     def __init__(self, store: JobMemory, devices: DevicePlan | None = None, plan: ServerPlan | None = None) -> None:
-        """Start the server and wait until it serves. Call `begin` once the store answers. Raises AttachError.
+        """Start the server and wait until it serves. Call `begin` once the store answers.
 
-        An agent serves once the nodes have met, for which it has the job's timeout; it ends when all nodes have left. It may
-        also raise NodeLostError.
+        Raises AttachError, and NodeLostError where a node was lost before the agent served.
+
+        An agent serves once the nodes have met, for which it has the job's timeout; it ends when all nodes have left.
         """
         self._parent = os.getpid()
-        self._is_agent = store.layout.server == "agent"
+        self._is_agent = store.layout.has_agent
         layout, rule = picklable(store.layout)
         module, inherited, start_s = "fastps.processes.server", [store.descriptor], _START_S
         if plan is not None:

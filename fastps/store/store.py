@@ -332,7 +332,7 @@ class Store(JobMemory):
             return self.combining(worker)
         if environment.is_virtual():
             return virtual_time.Virtual(worker)
-        return AgentCombining(worker) if self.layout.server == "agent" else Combining(worker)
+        return AgentCombining(worker) if self.layout.has_agent else Combining(worker)
 
     def _answer_as(self, rank: int) -> rendezvous.Listener:
         """Start a listener at the lane's name. If the last owner has ended or is about to, wait until the name is free."""

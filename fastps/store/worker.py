@@ -323,6 +323,7 @@ class Worker(AttachedLane):
         self._check_not_forked()
         arena, workers = self.store.arena, self.store.layout.workers
         self.wait_until(lambda: LANE_FREE not in arena.lane_states()[:workers], 1_000_000, self.timeout_text)
+        self.combining.wait_for_start()
         self.lane.granted_ns = self._clock.now_ns()
         if self.recorder is not None:
             self.recorder.pulled(0)

@@ -20,6 +20,7 @@ from fastps.store.equal_options import EqualOptions
 from fastps.store.worker import Worker
 from fastps.system import exit_handlers
 from fastps.torch import foreign, state, tables
+from fastps.torch.early import EarlyMarks
 from fastps.torch.gradients import hooked
 from fastps.torch.model_buffers import BufferRounds, ModelBuffers
 from fastps.torch.placements.host import HostPlacement
@@ -84,6 +85,7 @@ class Attachment:
         policy = self.store.layout.policy
         self.clip = policy.clip
         self.gradients = tables.gradients_of(self.placement, worker, policy.waits_for_fold)
+        self.early = EarlyMarks.of(worker, self.gradients)
         self.rounds, self.carried = BufferRounds(self._buffers, worker), self._buffers.carried
         self.carries = bool(self.store.layout.carried)  # whether a push brings the model's buffers while anybody reads
         self.carried.use(worker)
@@ -107,6 +109,13 @@ class Attachment:
         def put(tensor: torch.Tensor) -> None:
             self.gradients.put(index, self.worker.lane.slot, tensor)
 
+        def put_and_mark(tensor: torch.Tensor) -> None:
+            if self.gradients.put(index, self.worker.lane.slot, tensor) and self.early is not None:
+                self.early.put(index, tensor)
+
+        if self.early is not None:
+            return put_and_mark
+
         def thaw_and_put(tensor: torch.Tensor) -> None:
             if not self.store.arena.length_of(index):
                 self._thaw([index])
@@ -119,6 +128,13 @@ class Attachment:
         if self.store.frozen.intersection(indices):
             with self.worker.locked():
                 self.store.thaw(indices)
+
+    def before_push(self, slot: int, scale: float, *, is_null: bool) -> None:
+        """Add to a slot what its push has besides gradients, which are complete, and count times `scale`."""
+        if self.carries:
+            self.carried.bring(slot)
+        if self.early is not None:
+            self.early.settle(slot, scale, is_null=is_null)
 
     def after_fold(self) -> None:
         """This worker's own fold has shown other memory as the parameters, and shows this worker's again."""

@@ -44,7 +44,7 @@ class Gradients:
         self._addresses = [[view.data_ptr() for view in each] for each in self.slots]
         # The parameters that had a gradient at the last `collect`; never shrunk in place: it may be `_everything` itself.
         self.present: set[int] = set()
-        self._keeps = keeps
+        self.keeps_slot = keeps
         self._dropped: set[int] = set()  # of which `release` has taken p.grad, and the script has not cleared it since
         self._is_told = False  # whether a step without a gradient was warned of
         self.is_apart = False  # whether an error ended the last step before its push was folded; see `detach`
@@ -176,7 +176,7 @@ class Gradients:
 
         What the script holds stays p.grad: memory of its own, or the slot's view, which then moves to a copy.
         """
-        if self._keeps:
+        if self.keeps_slot:
             return
         if self._lends and self._loops.other_gradient(self._prepared[slot]) < 0:
             self._loops.drop_gradients()

@@ -1,8 +1,9 @@
 """A model's buffers (BatchNorm's running statistics): published by each worker, averaged for evaluation.
 
-Each lane has one slot for buffers in the arena. The slot holds the round in which its worker published and the last round that
-the worker has read, so every worker computes the same average in a round. The caller holds all shard locks while it reads or
-writes slots. Between evaluations every worker keeps running statistics of its own.
+Each lane has one slot for buffers in the arena, and on one node of several an agent brings those of the other nodes. The slot
+holds the round in which its worker published and the last round that the worker has read, so every worker computes the same
+average in a round. The caller holds all shard locks while it reads or writes slots. Between evaluations every worker keeps
+running statistics of its own.
 
 Buffers are taken from the model each time, because a module may assign, register or resize them: a slot says which it holds.
 """
@@ -12,25 +13,21 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fastps.errors import ProtocolError, UsageError
+from fastps.job.limits import ROOM_HEADER_BYTES
 from fastps.kernels.shm.arena import LANE_JOINING, LANE_LIVE
-from fastps.membership.peers import WORKER_LOST
+from fastps.store.lane_room import LENGTH, ORDER, PUBLISHED, READ, USED, VALID, LaneRooms, Slot, words_of
 from fastps.store.worker import Worker
 from fastps.torch.carried import CarriedBuffers
 from fastps.torch.names import of_model
 
 logger = logging.getLogger("fastps.torch")
 
-_HEADER_BYTES = 64  # a slot's first cache line: int64 words
-# 1 once the worker has published; the round in which it did; the last round that it read; the bytes of what it published
-_VALID, _PUBLISHED, _READ, _LENGTH = 0, 1, 2, 3
 _ROOM_BYTES = 1 << 20  # the least room for a model that has buffers: they may grow
 _PAUSE_NS = 200_000
 _SUMMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)  # types in which averages are made as they are
-Slot = npt.NDArray[np.uint8]
 Named = dict[str, torch.Tensor]
 
 
@@ -56,7 +53,7 @@ class ModelBuffers:
         text = json.dumps([[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in named.items()])
         pieces = [np.frombuffer(text.encode(), np.uint8)]
         pieces += [each.reshape(-1).view(torch.uint8).numpy() for each in named.values() if each.numel()]
-        offset = _HEADER_BYTES
+        offset = ROOM_HEADER_BYTES
         if offset + sum(_aligned(len(piece)) for piece in pieces) > self.nbytes:
             self._say(
                 "the model's buffers have outgrown their room in the arena, and are not averaged: wrap it after its first"
@@ -66,7 +63,7 @@ class ModelBuffers:
         for piece in pieces:
             slot[offset : offset + len(piece)] = piece
             offset += _aligned(len(piece))
-        _header(slot)[[_VALID, _PUBLISHED, _LENGTH]] = 1, number, len(pieces[0])
+        words_of(slot)[[VALID, PUBLISHED, LENGTH, USED]] = 1, number, len(pieces[0]), min(offset, len(slot))
 
     def average(self, slots: Sequence[Slot]) -> None:
         """Set the module's buffers to the average of the published slots.
@@ -75,7 +72,7 @@ class ModelBuffers:
         (any integer buffer) takes the maximum. Any other buffer is averaged elementwise. One that is not of one shape in all
         workers, or cannot be written to, stays each worker's own, and a warning names it.
         """
-        published = [_published(slot[: self.nbytes]) for slot in slots if _header(slot)[_VALID]]
+        published = [_published(slot[: self.nbytes]) for slot in slots if words_of(slot)[VALID]]
         for name, buffer in self._now().items():
             found = [each.get(name) for each in published]
             values = [each for each in found if each is not None and each.shape == buffer.shape and each.dtype == buffer.dtype]
@@ -120,9 +117,9 @@ def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
 def _published(slot: Slot) -> Mapping[str, torch.Tensor]:
     """What a worker has published, by name. Raises ProtocolError for a slot that no worker has written so."""
     try:
-        length = int(_header(slot)[_LENGTH])
-        found, offset = {}, _HEADER_BYTES + _aligned(length)
-        for name, dtype, shape in json.loads(bytes(slot[_HEADER_BYTES : _HEADER_BYTES + length])):
+        length = int(words_of(slot)[LENGTH])
+        found, offset = {}, ROOM_HEADER_BYTES + _aligned(length)
+        for name, dtype, shape in json.loads(bytes(slot[ROOM_HEADER_BYTES : ROOM_HEADER_BYTES + length])):
             empty = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             piece = torch.from_numpy(slot[offset : offset + empty.nbytes].copy())
             found[name] = piece.view(empty.dtype).view(shape) if empty.numel() else torch.empty(shape, dtype=empty.dtype)
@@ -151,12 +148,13 @@ class BufferRounds:
             return
         number = self._last() + 1
         self._publish(number, number - 1)
-        self._wait(lambda lane: self._word(lane, _PUBLISHED) >= number, number)
+        self._wait(lambda lane: self._word(lane, PUBLISHED) >= number, number)
+        self._worker.combining.wait_for_buffers(number)
         with self._worker.locked():
-            states = self._arena.lane_states()
-            # Those of live workers, and of workers that left in good order.
-            self._buffers.average([slot for lane, slot in enumerate(self._slots) if states[lane] not in WORKER_LOST])
-            _header(self._slots[self._worker.rank])[_READ] = number
+            # Those of live workers, and of workers that left in good order; of all nodes, and in the same order on each.
+            slots = [*self._rooms.kept(), *(slot for slot in self._rooms.others if words_of(slot)[VALID])]
+            self._buffers.average(sorted(slots, key=lambda slot: int(words_of(slot)[ORDER])))
+            words_of(self._slots[self._worker.rank])[READ] = number
         self._number = number
 
     def leave(self) -> None:
@@ -166,17 +164,18 @@ class BufferRounds:
 
     def _publish(self, number: int, read: int) -> None:
         """Publish for a round, once the others have read round `read`; those that published in it still need this slot."""
-        self._wait(lambda lane: self._word(lane, _READ) >= min(self._word(lane, _PUBLISHED), read), read)
+        self._wait(lambda lane: self._word(lane, READ) >= min(self._word(lane, PUBLISHED), read), read)
         with self._worker.locked():
             self._buffers.publish(self._slots[self._worker.rank], number)
 
     def _last(self) -> int:
         """This worker's last round; for a worker that has just attached, the last round that the others have finished."""
         if not self._slots:
-            self._slots = [self._worker.store.extra_view(lane) for lane in range(self._worker.store.layout.lanes)]
+            self._rooms = LaneRooms(self._worker.store, self._buffers.nbytes)
+            self._slots = self._rooms.own
         if self._number < 0:
-            self._number = max([0, *(self._word(lane, _READ) for lane in self._others())])
-            _header(self._slots[self._worker.rank])[[_PUBLISHED, _READ]] = self._number
+            self._number = max([0, *(self._word(lane, READ) for lane in self._others())])
+            words_of(self._slots[self._worker.rank])[[PUBLISHED, READ]] = self._number
         return self._number
 
     def _others(self) -> list[int]:
@@ -184,7 +183,7 @@ class BufferRounds:
         return [lane for lane, state in enumerate(states) if state in (LANE_LIVE, LANE_JOINING) and lane != self._worker.rank]
 
     def _word(self, lane: int, word: int) -> int:
-        return int(_header(self._slots[lane])[word])
+        return int(words_of(self._slots[lane])[word])
 
     def _wait(self, is_there: Callable[[int], bool], number: int) -> None:
         def has_come() -> bool:
@@ -199,10 +198,6 @@ class BufferRounds:
             )
 
         self._worker.wait_until(has_come, _PAUSE_NS, text, combines=True)
-
-
-def _header(slot: Slot) -> npt.NDArray[np.int64]:
-    return slot[:_HEADER_BYTES].view(np.int64)
 
 
 def _aligned(size: int) -> int:

@@ -32,7 +32,7 @@ from fastps.job.precision import check_types
 from fastps.job.specs import parse_policy
 from fastps.membership.job_memory import JobMemory
 from fastps.store import jobs_of_process
-from fastps.store.observer import WorkerStatistics, statistics_of
+from fastps.store.observer import WorkerStatistics
 from fastps.store.worker import Worker
 from fastps.system import exit_handlers
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -296,14 +296,13 @@ class DistributedOptimizer(OptimizerState):
         presence = gradients.collect(slot := worker.lane.slot)
         if job.equal_gradients.is_on:
             job.equal_gradients.compare(slot)
-        if job.carries:
-            job.carried.bring(slot)
         scale, skipped = 1.0, False
         if "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
             scale, skipped = loss_scaling(self.__dict__)  # only a GradScaler's step sets them
         if job.is_late:
             skipped = skipped or job.begins_void()
         clip = gradients.clip_factor(job.clip, scale) if job.clip else 1.0
+        job.before_push(slot, scale, is_null=skipped)
         if warm_up is not None and worker.steps + 1 == warm_up.steps:
             warm_up.publish()
         hypers, options = self._hypers_read.of(self.param_groups), job.equal_options
@@ -361,7 +360,7 @@ class DistributedOptimizer(OptimizerState):
 
     def statistics(self) -> list[WorkerStatistics]:
         """Current statistics, one row per worker: steps, waiting, staleness and others."""
-        return statistics_of(self._job.store.arena)
+        return self._placement.statistics(self._job.worker)
 
     def histograms(self) -> "list[Histograms]":
         """Each shard's histograms: gaps between updates, staleness, arrivals within a version."""

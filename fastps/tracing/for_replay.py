@@ -58,7 +58,7 @@ def reason_against(layout: Layout) -> str:
     """What of this job cannot be replayed, as the end of a sentence; "" if all can."""
     found = {
         "in virtual time already": environment.is_virtual(),
-        "of several nodes": layout.server == "agent",
+        "of several nodes": layout.has_agent,
         "whose weights or gradients lie on devices": bool(layout.owner_lanes or layout.slot_owners),
         f"with tables (sparse=True) under {layout.policy.spec}, whose workers may read rows while they change,": bool(
             layout.tables and not (layout.policy.is_level and layout.policy.pull == 1)

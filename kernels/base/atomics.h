@@ -4,6 +4,7 @@
  * acquire that reads it share a label. Label, word, publisher -> reader, and what is published:
  *
  *   [TAIL]     lane.tail      producer -> combiner       the descriptors below it, and the slots that they name
+ *   [EARLY]    lane.early     producer -> agent          the gradients of the parts that it counts are in the slot of the next push
  *   [HEAD]     lane.head      combiner -> producer       that slots below it were read for the last time; never goes back
  *   [LOCK]     lock           combiner -> next combiner  everything that the combiner wrote under the lock
  *   [PENDING]  lock's flag    pusher   -> combiner       the pusher's [TAIL] to a combiner that may already have read it
@@ -106,6 +107,10 @@ _Static_assert(__atomic_always_lock_free(8, 0), "64-bit atomics must be lock-fre
 /* Publishes to the combiner: every descriptor below `tail`, and the gradients and hyper-parameters in the slots they name. */
 FPS_STORE(fps_tail_release, uint64_t, RELEASE)
 FPS_LOAD(fps_tail_acquire, uint64_t, ACQUIRE)
+
+/* [EARLY] */
+FPS_STORE(fps_early_release, uint64_t, RELEASE)
+FPS_LOAD(fps_early_acquire, uint64_t, ACQUIRE)
 
 /* -- [HEAD] ------------------------------------------------------------------------------------------------------------ */
 /* Publishes to the producer: nobody will fold the descriptors below `head`, nor their slots, again. */

@@ -7,6 +7,8 @@ cdef extern from "base/atomics.h" nogil:
 
     void fps_tail_release(uint64_t *tail, uint64_t value)
     uint64_t fps_tail_acquire(const uint64_t *tail)
+    void fps_early_release(uint64_t *early, uint64_t value)
+    uint64_t fps_early_acquire(const uint64_t *early)
     void fps_head_raise(uint64_t *head, uint64_t value)
     uint64_t fps_head_acquire(const uint64_t *head)
 

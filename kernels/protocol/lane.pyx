@@ -168,6 +168,19 @@ cdef class Lane(ShardLocks):
             return word & ((<uint64_t> 1 << FPS_DIGEST_BITS) - 1)
         return 0 if has_pushed else UNDECIDED
 
+    def mark(self, uint64_t parts):
+        """Say that so many parts of the next push are in the slot, and call the server, which may read them before the push."""
+        fps_early_release(&self.words.early, fps_early_pack(self.words.tail, parts))
+        if self.served:
+            (<Combiner> self._combiners[0]).call(self.arena.header.n_lanes)
+
+    def marked(self):
+        """How many parts of the next push the lane's owner has marked; -1 while its last push is not decided."""
+        cdef uint64_t early = fps_early_acquire(&self.words.early), tail = fps_tail_acquire(&self.words.tail)
+        if tail > self._done(self.index):
+            return -1
+        return early & ((<uint64_t> 1 << FPS_EARLY_BITS) - 1) if early >> FPS_EARLY_BITS == tail else 0
+
     def done(self):
         """Descriptors that every shard is done with: their slots are free."""
         return self._done(self.index)

@@ -11,7 +11,7 @@
 #include "rows/rows.h"
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 19
+#define FPS_ABI 20
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the lock word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -72,6 +72,12 @@ static inline int64_t fps_written_pack(uint64_t posts, uint64_t digest) {
     return (int64_t)((posts << FPS_DIGEST_BITS) | (digest & ((1ULL << FPS_DIGEST_BITS) - 1)));
 }
 
+/* (posts : 48 | parts : 16). The posts tell for which push. */
+#define FPS_EARLY_BITS 16
+static inline uint64_t fps_early_pack(uint64_t posts, uint64_t parts) {
+    return (posts << FPS_EARLY_BITS) | (parts & ((1ULL << FPS_EARLY_BITS) - 1));
+}
+
 /* One push as posted: exactly one cache line. */
 typedef struct {
     uint64_t step;         /* which step of its worker this is, from 0 */
@@ -89,8 +95,9 @@ _Static_assert(sizeof(fps_descriptor) == FPS_LINE, "a descriptor is one cache li
 
 /* A lane's control words. Its ring of descriptors follows, then its words in each shard, then a ring of outcomes a shard. */
 typedef struct {
-    uint64_t tail; /* [TAIL] line of the producer: descriptors posted so far */
-    uint8_t pad_tail[56];
+    uint64_t tail;  /* [TAIL] line of the producer: descriptors posted so far */
+    uint64_t early; /* [EARLY] fps_early_pack: on one node of several, the parts of the next push that are in its slot */
+    uint8_t pad_tail[48];
     /* Line of the combiners. */
     uint32_t event; /* [EVENT] futex word: moves whenever one of the lane's heads or grants does */
     uint8_t pad_event[60];

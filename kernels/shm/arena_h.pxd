@@ -25,7 +25,7 @@ cdef extern from "shm/arena.h" nogil:
         uint32_t slot, kind, samples, weight
 
     ctypedef struct fps_lane:
-        uint64_t tail
+        uint64_t tail, early
         uint32_t event, sleeping, helping, state
         int64_t process_id, first_core, cores
         int64_t begins, miscounted, damage
@@ -138,6 +138,8 @@ cdef extern from "shm/arena.h" nogil:
     uint64_t fps_commit_workspace(uint64_t commit)
     const int FPS_DIGEST_BITS
     int64_t fps_written_pack(uint64_t posts, uint64_t digest)
+    const int FPS_EARLY_BITS
+    uint64_t fps_early_pack(uint64_t posts, uint64_t parts)
     int64_t fps_granted_pack(int64_t generation, int64_t steps)
     int64_t fps_granted_steps(int64_t granted)
     int64_t fps_granted_generation(int64_t granted)

@@ -5,6 +5,7 @@ import hashlib
 import math
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,10 +197,11 @@ def _two_nodes(policy: NodePolicy) -> Nodes:
 
 
 def test_a_job_of_several_nodes_refuses_a_rule_with_sums_unless_each_node_has_the_state() -> None:
-    layout = Layout(place([("w", (64,), (1,), 0)], 1), 1, lars(), parse_policy("bsp"), 2)
+    layout = Layout(place([("w", (64,), (1,), 0)], 1), 1, lars(), parse_policy("asp"), 2)
     with pytest.raises(fastps.UnsupportedError, match="rule 'lars' reads sums over whole parameters"):
         home_layout(layout, _two_nodes(NodePolicy()))
     assert home_layout(layout, _two_nodes(NodePolicy(local_steps=4))).rule.name == "sgd"
+    assert home_layout(replace(layout, policy=parse_policy("bsp")), _two_nodes(NodePolicy())).rule.name == "lars", "replicas"
 
 
 # -- what cannot be one --------------------------------------------------------------------------------

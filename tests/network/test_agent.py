@@ -274,14 +274,14 @@ def test_a_node_with_more_steps_does_not_wait_for_one_that_has_left(homes: str, 
 
 @pytest.mark.slow
 def test_a_reader_shows_its_own_node_skipped_steps_hold_up_nobody_and_what_needs_the_jobs_state_is_refused() -> None:
-    """A node whose workers all make null pushes, as a gradient scaler does, still takes part in each version.
+    """A node whose workers all make null pushes, as a gradient scaler does, is waited for by nobody. Node 0 has the state.
 
     What is refused is refused on every worker, not only on the one whose state would count.
     """
 
     def work(rank: int) -> Any:
         model, other = torch.nn.Linear(4, 1, bias=False), torch.nn.Linear(4, 1, bias=False)
-        with fastps.DistributedOptimizer(MOMENTUM(model.parameters()), model=model, timeout_s=20) as optimizer:
+        with fastps.DistributedOptimizer(MOMENTUM(model.parameters()), "asp", model=model, timeout_s=20) as optimizer:
             job = optimizer.worker.store.job
             with fastps.reader(job) as reader:
                 for step in range(6):

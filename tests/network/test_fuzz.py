@@ -17,6 +17,9 @@ import torch
 
 import fastps
 from fastps.job.secret import Secret
+from fastps.network.home import store_name
+from fastps.network.rows import table_of
+from fastps.store.store import Store
 from tests.fuzz.amount import SECONDS, SEED
 from tests.support import nodes, processes
 from tests.support.network.hostile_node import HostileNode
@@ -31,6 +34,15 @@ SETTLE_S = 12.0
 def _pattern(rank: int) -> torch.Tensor:
     """The gradient of every step of a node: small whole numbers, so that sums of all steps are exact in any order."""
     return (torch.arange(FLOATS) % 5 - 2 + rank).float()
+
+
+def _home(optimizer: Any) -> Store:
+    """The home on this node: of the weights, or of the rows of replicas."""
+    store, placement = optimizer.worker.store, optimizer._placement
+    if store.layout.server != "replica":
+        found: Store = placement._view(optimizer.worker)._arenas()[0]
+        return found
+    return Store.connect(store_name(store.job, 0), table_of(placement._home, placement._nodes).layout, [], timeout_s=30)
 
 
 def _train(rank: int, folder: Path, sync: str) -> Any:
@@ -53,7 +65,7 @@ def _train(rank: int, folder: Path, sync: str) -> Any:
         optimizer.wait_for_others()
         counters: list[Any] = []
         if rank == 0:
-            home = optimizer._placement._view(optimizer.worker)._arenas()[0]  # type: ignore[attr-defined]
+            home = _home(optimizer)
             counters = [home.version, *(home.arena.counters(lane) for lane in range(3))]
         return steps, torch.cat(weights).detach().numpy().copy(), longest, counters
 

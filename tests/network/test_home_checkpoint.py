@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 STEPS, SAVED = 8, 4
 SMALL, LARGE = (12, 7), (1500, 2100)  # the large model has several parts under bsp
 SPREAD = {"FASTPS_HOMES": "spread"}
+HOME = {"FASTPS_LINK": "zmq", "FASTPS_SECRET": "a secret of 22 letters"}  # floats that are encrypted go to a home
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 ADAM: Optimizers = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
 AMSGRAD: Optimizers = lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True)  # noqa: E731
@@ -30,11 +31,12 @@ def _model(shape: tuple[int, int]) -> torch.nn.Module:
 
 
 def _save(optimizer: fastps.DistributedOptimizer, folder: Path, rank: int) -> None:
-    """Save on the workers that may. Under bsp the others make no version meanwhile."""
+    """Save on the workers that may. Under bsp the others make no version meanwhile. With replicas, any worker may."""
     is_spread = os.environ.get("FASTPS_HOMES") == "spread"
+    has_home = is_spread or os.environ.get("FASTPS_LINK") == "zmq"
     if rank == 0 or (is_spread and os.environ["FASTPS_LOCAL_RANK"] == "0"):
         fastps.save(optimizer, folder, extra={"note": 5})
-    else:
+    elif has_home:
         place = "the first worker of every node" if is_spread else "a worker of node 0"
         with pytest.raises(fastps.UnsupportedError, match=f"save on {place}"):
             fastps.save(optimizer, folder)
@@ -82,8 +84,10 @@ def _check(checkpoint: fastps.Checkpoint, shape: tuple[int, int], make: Optimize
 
 
 @pytest.mark.parametrize(("counts", "shape", "make", "variables"), [
-    pytest.param((1, 2), SMALL, NADAM, {}, id="1+2, one part"),
-    pytest.param((1, 1), LARGE, AMSGRAD, {}, id="1+1, several parts"),
+    pytest.param((1, 2), SMALL, NADAM, {}, id="1+2, replicas of one part"),
+    pytest.param((1, 1), LARGE, AMSGRAD, {}, id="1+1, replicas of several parts"),
+    pytest.param((1, 2), SMALL, NADAM, HOME, id="1+2, a home of one part"),
+    pytest.param((1, 1), LARGE, AMSGRAD, HOME, id="1+1, a home of several parts"),
     pytest.param((2, 1, 1), LARGE, ADAM, SPREAD, id="2+1+1, several parts of shares"),
 ])  # fmt: skip
 def test_a_resumed_job_ends_with_the_bits_of_one_that_went_on(

@@ -136,8 +136,8 @@ print(json.dumps(seconds))
 @pytest.mark.slow
 @pytest.mark.timing
 @pytest.mark.timeout(300)  # six processes import torch on shared cores
-def test_spread_homes_are_faster_where_the_link_of_node_0_is_the_limit(tmp_path: Path) -> None:
-    """Three nodes at 400 Mbit/s: node 0's link carries two models each way, and with spread homes every link 4/3 of one."""
+def test_replicas_are_as_fast_as_spread_homes_where_a_home_would_be_the_limit(tmp_path: Path) -> None:
+    """Three nodes at 400 Mbit/s: every link carries 4/3 of a model each way. Node 0's would carry two for a home."""
     if reason := missing_reason():
         pytest.skip(reason)
     script = program(tmp_path, SCRIPT)[1]
@@ -149,4 +149,4 @@ def test_spread_homes_are_faster_where_the_link_of_node_0_is_the_limit(tmp_path:
     assert [launcher.returncode for launcher in launchers] == [0, 0, 0], outs
     seconds = json.loads(outs[0][outs[0].index("{") :])
     print(seconds)
-    assert seconds["first"] > 1.2 * seconds["spread"], seconds
+    assert seconds["first"] < 1.25 * seconds["spread"], seconds

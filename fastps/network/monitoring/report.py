@@ -5,7 +5,9 @@ A thread writes the board four times a second, whatever the agent waits for.
 
 import platform
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from fastps.job.nodes import Nodes
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LEFT, Arena
@@ -20,21 +22,34 @@ _STATES = {LANE_FREE: "joining", LANE_JOINING: "joining", LANE_LEFT: "left"}
 _STATES |= dict.fromkeys(WORKER_LOST, "lost")
 
 
+class Groups(Protocol):
+    """What counts the bytes of sums."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this node has sent, and as much came."""
+
+
 class Report(threading.Thread):
     """The report of one agent. Raises ArenaError if there is no memory for the board, and OSError if its name is taken."""
 
     home: Arena | None = None  # on node 0 its home's
 
-    def __init__(self, leaf: JobMemory, nodes: Nodes, trace: NodePart | None = None) -> None:
+    def __init__(self, leaf: JobMemory, nodes: Nodes, workers: int = 0, trace: NodePart | None = None) -> None:
         super().__init__(name="fastps-report", daemon=True)
         self._leaf, self._nodes, self._trace = leaf, nodes, trace
         self._host = platform.node()
         self._homes: dict[int, EdgeWatch] = {} if nodes.is_first else {0: self._watch(0)}
         self._leaves: dict[int, EdgeWatch] = {}
         self._ends = threading.Event()
-        self._board = NodeBoard(leaf.job, nodes.count if nodes.is_first else 1)
+        self._board = NodeBoard(leaf.job, nodes.count if nodes.is_first else 1, workers)
         self.wait_ns = 0  # in exchanges
+        self.groups: Groups | None = None  # of a replica, over which sums travel
         self._write()  # workers find the node's number here when they join
+
+    def show_workers(self, rows: Sequence[bytes]) -> None:
+        """Show the packed counters of the job's workers, by rank."""
+        self._board.write_workers(rows)
 
     def of_home(self, home: int) -> EdgeWatch:
         """The watch over the edges to the home on another node."""
@@ -50,12 +65,13 @@ class Report(threading.Thread):
     def figures(self) -> NodeFigures:
         """What this node says of itself."""
         watches = [*self._homes.values(), *self._leaves.values()]
+        in_groups = self.groups.sent_bytes if self.groups is not None else 0
         return NodeFigures(
             workers=self._nodes.local_workers,
             steps=self._leaf.version,
             wait_ns=self.wait_ns,
-            sent_bytes=sum(each.sent_bytes for each in watches),
-            received_bytes=sum(each.received_bytes for each in watches),
+            sent_bytes=sum(each.sent_bytes for each in watches) + in_groups,
+            received_bytes=sum(each.received_bytes for each in watches) + in_groups,
             host=self._host,
         )
 

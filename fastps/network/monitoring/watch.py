@@ -38,6 +38,7 @@ class EdgeWatch:
         self.clock = OffsetEstimator()  # of the other node's clock to this one
         # Bytes. Each has one writing thread.
         self.headers_sent = self.headers_received = self.floats_sent = self.floats_received = 0
+        self.losses = 0  # of other nodes, as the home on this one has said
         self._stamps: deque[int] = deque(maxlen=_STAMPS)
         self._heard = (0, 0)  # the other side's last stamp, and when it came
 

@@ -13,6 +13,7 @@ from fastps.job.layout import Layout
 from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
+from fastps.store.observer import WorkerStatistics, statistics_of
 from fastps.store.store import StartState
 from fastps.store.worker import Worker
 from fastps.system.shared_memory import map_private
@@ -69,6 +70,10 @@ class HostPlacement:
     ) -> Pinned:
         """Pin the whole published version for a checkpoint."""
         return PinnedVersion(worker, groups, extra, waits=waits, **more)
+
+    def statistics(self, worker: Worker) -> list[WorkerStatistics]:
+        """The counters of the job's workers, by rank."""
+        return statistics_of(worker.store.arena)
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """Create the job's store or connect to it, and attach."""

@@ -12,14 +12,16 @@ from fastps.checkpoint.snapshot import Pinned
 from fastps.errors import UnsupportedError
 from fastps.job.layout import Layout
 from fastps.job.limits import timeout_s
-from fastps.job.nodes import Nodes, home_layout, leaf_layout
+from fastps.job.nodes import Nodes, are_replicas, home_layout, leaf_layout
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
+from fastps.membership.node_board import BoardView
 from fastps.network.agent import plan_of
 from fastps.network.home_checkpoint import HomeView, LeafStart, Share
 from fastps.network.meeting import kept_descriptors
 from fastps.network.parts import shares_of
 from fastps.network.rendezvous import agree_on_run
+from fastps.store.observer import WorkerStatistics
 from fastps.store.store import StartState
 from fastps.store.worker import Worker
 from fastps.torch import join
@@ -41,12 +43,15 @@ class NodePlacement(HostPlacement):
             raise UnsupportedError(f"a job of several nodes keeps its model in host memory, found parameters on {found[0]}")
         self._nodes = nodes
         self._home_view: HomeView | None = None
+        self._board: BoardView | None = None
+        self._first_rank = self._workers = 0  # of this node's workers the first, and how many the job has
         self._resumed = ""
         self._run = ""  # with homes on all nodes: a name of this run of the job, which all nodes know
 
     def layout(self, layout: Layout) -> Layout:
         """The leaf's layout. Node 0 alone has the state, or each node a share; a small model has fewer homes than nodes."""
         self._home = home_layout(layout, self._nodes)
+        self._is_replica = are_replicas(layout.policy, self._nodes.policy)
         is_spread = self._nodes.policy.homes == "spread"
         self.saves_share = is_spread and self._nodes.number < len(shares_of(self._home, self._nodes))
         self.saves = self._nodes.is_home or self.saves_share
@@ -56,18 +61,24 @@ class NodePlacement(HostPlacement):
         return self._home
 
     def start(self, resumed: Checkpoint) -> StartState:
-        """The leaf begins with the weights and the steps; node 0's agent reads the rest from the folder."""
+        """The leaf begins with the weights and the steps; node 0's agent reads the rest from the folder. A replica has all."""
+        if self._is_replica:
+            return resumed
         self._refuse_scattered_state()
         self._resumed = str(resumed.folder)
         return LeafStart(resumed, self._home, self._nodes.number)
 
     def saved_version(self, worker: Worker) -> int:
-        return self._view(worker).version if self.saves else worker.version
+        return self._view(worker).version if self.saves and not self._is_replica else worker.version
 
     def pin(
         self, worker: Worker, groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool, **more: Any
     ) -> Pinned:
-        """Raises UnsupportedError on other nodes than node 0, unless each node has a share."""
+        """Raises UnsupportedError on other nodes than node 0, unless each node has a share or the whole state."""
+        if self._is_replica:
+            fields, arrays = more.pop("more", ({}, {}))
+            of_job = {**fields, "workers": self._workers}
+            return super().pin(worker, groups, extra, waits=waits, more=(of_job, arrays), **more)
         self._refuse_scattered_state()
         if not self.saves:
             raise UnsupportedError(
@@ -96,6 +107,18 @@ class NodePlacement(HostPlacement):
             self._home_view = HomeView(layout, worker, share)
         return self._home_view
 
+    def statistics(self, worker: Worker) -> list[WorkerStatistics]:
+        """Where this node is a replica, of the workers of all nodes: this node's now, those of others up to a second ago."""
+        own = super().statistics(worker)
+        if not self._is_replica:
+            return own
+        if self._board is None:
+            self._board = BoardView.of(worker.store.job, worker.store.clock)
+        rows = [WorkerStatistics.unpack(data) for data in self._board.workers()] if self._board is not None else []
+        first = self._first_rank
+        fresh = {first + row.rank: replace(row, rank=first + row.rank) for row in own}
+        return [fresh.pop(row.rank, row) for row in rows] + list(fresh.values())
+
     def end(self) -> None:
         if self._home_view is not None:
             self._home_view.close()
@@ -103,10 +126,11 @@ class NodePlacement(HostPlacement):
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """The first worker of a node makes its leaf arena and starts its agent."""
-        if write_state is not None:
+        if write_state is not None and not self._is_replica:
             raise UnsupportedError(
                 "a job of several nodes begins with a new optimizer: expected one without state, found state that was loaded"
             )
+        self._first_rank, self._workers = to.identity.rank - self._nodes.local_rank, to.identity.workers
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun restarts all workers and keeps the store
         # An agent of the launchers' last job may live, and ask at the rendezvous of this one.
         launch = os.environ.get("FASTPS_JOB", "") if "FASTPS_NNODES" in os.environ else ""
@@ -120,6 +144,7 @@ class NodePlacement(HostPlacement):
         if self.saves_share and self._nodes.local_rank == 0:
             self._run = agree_on_run(self._nodes, name, timeout_s(to.timeout_s))
         trace = recorder.file_of_next(self._nodes.number)
-        plan = plan_of(self._nodes, name, self._home, hypers, self._resumed, trace)
+        plan = plan_of(self._nodes, name, self._home, hypers, self._resumed, trace, to.identity.workers)
         plan = replace(plan, inherited=kept_descriptors())
-        return join.join(layout, self.tensors, hypers, replace(to, identity=local), server_plan=plan)
+        finish = write_state if to.resumed is None else None
+        return join.join(layout, self.tensors, hypers, replace(to, identity=local), finish=finish, server_plan=plan)

@@ -30,7 +30,7 @@ def _train(rank: int, sync: str, folder: Path) -> Any:
     The first is how many steps were made between the files `sent` and `lost`. Leave a file in the folder after ten steps.
     """
     model = torch.nn.Linear(13, 3)
-    steps, between, after, longest, text = 0, 0, 0, 0.0, ""
+    steps, between, after, longest, text, weights = 0, 0, 0, 0.0, "", b""
     try:
         with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync=sync, timeout_s=30) as optimizer:
             optimizer.wait_for_start()
@@ -44,9 +44,12 @@ def _train(rank: int, sync: str, folder: Path) -> Any:
                 after += (folder / "end").exists()
                 between += (folder / "sent").exists() and not (folder / "lost").exists()
                 time.sleep(0.005)
+            if sync == "bsp":
+                optimizer.wait_for_others()
+            weights = model.weight.detach().numpy().tobytes()
     except fastps.Error as error:
         text = f"{type(error).__name__}: {error}"
-    return between, longest, time.monotonic(), text
+    return between, longest, time.monotonic(), text, weights
 
 
 def _await_said(capfd: pytest.CaptureFixture[str], text: str) -> None:
@@ -85,7 +88,7 @@ def test_others_end_in_time_and_name_the_node_that_is_silent(tmp_path: Path, cap
     with _lost(signal.SIGSTOP, "bsp", tmp_path, capfd, FASTPS_ON_NODE_LOSS="stop") as (_, children):
         said = time.monotonic()
     for child in children[:2]:
-        _, _, ended, text = child.outcome
+        _, _, ended, text, _ = child.outcome
         assert "NodeLostError: node 2 was lost" in text
         assert ended - said < 10
 
@@ -96,21 +99,26 @@ def test_others_go_on_without_a_node_that_was_killed(tmp_path: Path, capfd: pyte
     with _lost(signal.SIGKILL, "bsp", tmp_path, capfd, **variables) as (_, children):
         pass
     for child in children[:2]:
-        _, longest, _, text = child.outcome
+        _, longest, _, text, _ = child.outcome
         assert text == ""
         assert longest < LONG_S / 2
 
 
-@pytest.mark.parametrize("sync", ["asp", "ssp:3", "softsync:1"])
+@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:3", "softsync:1"])
 def test_a_node_that_was_stopped_and_lost_joins_again(sync: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The others go on, under asp at once. The node's last push is dropped, and it goes on with the newest weights."""
+    """The others go on, under asp at once. The node's last push is dropped, and it goes on with the newest weights.
+
+    Under bsp each node is a replica: the node that comes takes all of the state, and ends with the others' bits.
+    """
     with _lost(signal.SIGSTOP, sync, tmp_path, capfd, FASTPS_ON_NODE_LOSS="continue") as (agent, children):
         os.kill(agent, signal.SIGCONT)
         _await_said(capfd, "node 2 was lost and has joined again")
         (tmp_path / "end").touch()
         outcomes = processes.results(children, 60)
     print(outcomes)
-    assert [text for _, _, _, text in outcomes] == ["", "", ""]
+    assert [text for _, _, _, text, _ in outcomes] == ["", "", ""]
     assert outcomes[2][1] > SHORT_S / 2, "it waited for its agent"
+    if sync == "bsp":
+        assert len({weights for *_, weights in outcomes}) == 1
     if sync == "asp":
         assert min(between for between, *_ in outcomes[:2]) > 20, "they waited until the node was lost"

@@ -72,9 +72,9 @@ def test_two_nodes_train_float32_masters_and_show_their_halves(variables: dict[s
         assert torch.allclose(torch.tensor(first), _expected(2), atol=1e-5)
 
 
-def test_halves_are_not_pushed_between_nodes() -> None:
+def test_halves_are_not_pushed_to_a_home() -> None:
     with nodes.rendezvous() as port:
-        children = nodes.start((1, 1), port, _work("bsp", None))
+        children = nodes.start((1, 1), port, _work("asp", None))
         processes.finish(children, 60)
     for child in children:
         assert child.outcome[0] == "UnsupportedError"
