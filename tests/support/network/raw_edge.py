@@ -15,12 +15,13 @@ from torch.distributed import PrefixStore, TCPStore
 from fastps.job.secret import Secret
 from fastps.job.update_rules import Hyper
 from fastps.job.wire import CHUNK_BYTES
+from fastps.network import rows
 from fastps.network.edge import chunk_ranges
 from fastps.network.link import GlooLink, Link, LinkLostError, Memory
 from fastps.network.messages import HEADER_BYTES, Header, Kind
 from fastps.network.rendezvous import LARGEST_MESSAGE
 from fastps.network.secret import EdgeName, mac
-from fastps.network.sums import Terms, pack
+from fastps.network.sums import Terms, pack, payload_bytes
 from fastps.network.zeromq_link import ZeromqLink
 from tests.support.processes import wait_until
 
@@ -51,7 +52,20 @@ class Job:
 
     @property
     def digest(self) -> bytes:
-        return hashlib.sha256(self.layout.encode()).digest()
+        """Of what the home holds: the model, or rows of the nodes, which are replicas."""
+        found = json.loads(self.layout)
+        text = self.layout if found["sync"] != "bsp" else self._rows_text(found)
+        return hashlib.sha256(text.encode()).digest()
+
+    def _rows_text(self, model: dict[str, Any]) -> str:
+        floats = -(-(rows._FIXED.size + payload_bytes(self.groups, self.parameters)) // 64) * 16
+        name = f"rows of {hashlib.sha256(self.layout.encode()).hexdigest()}"
+        parameter = {"name": name, "shape": [model["workers"] * floats], "stride": [1], "offset": 0, "shard": 0, "group": 0}
+        parameter |= {"is_carried": False, "is_table": False, "type": "float32"}
+        rule = {"name": "rows", "planes": [], "initial": [], "code": ""}
+        found = model | {"parameters": [parameter], "carried": [], "groups": 1, "extra_bytes": 0, "rule": rule}
+        found["faults"] = {"max_workers": 0, "nonfinite": "allow", "on_worker_loss": model["faults"]["on_worker_loss"]}
+        return json.dumps(found, sort_keys=True, separators=(",", ":"))
 
     @property
     def groups(self) -> int:
