@@ -137,8 +137,9 @@ def test_a_worker_that_waits_for_its_gpu_deaf_to_signals_is_killed_by_name_withi
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in cudaStreamSynchronize: the process is in C code, and Python's handler of SIGTERM does not run."""
-    monkeypatch.setenv("FASTPS_GPUS", "0,1")
-    monkeypatch.setenv("FASTPS_PLACEMENT", "device")
+    for name, value in (("GPUS", "0,1"), ("PLACEMENT", "device")):
+        monkeypatch.setenv(f"FASTPS_{name}", value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # as many as are asked for; no worker uses one
     deaf = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\nready()\nwait_for('never')"
     job = start(f"if rank == '0': ready(); wait_for('ready1'); sys.exit(3)\n{deaf}")
     began = time.monotonic()
