@@ -28,8 +28,8 @@ HOOKS_PYTEST := cd build/hooks && ../../$(BIN)/python -m pytest -q -p no:cachepr
 TEST_PROGRAMS := spin chromium openssh-client openssh-server iproute2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-slow test-all slow-times test-debug hooks test-hooks test-torch test-sanitizers fuzz lint docs wheels \
-	system-packages clean
+.PHONY: help demo test test-fast test-slow test-all slow-times test-debug hooks test-hooks test-torch test-sanitizers fuzz lint \
+	docs wheels system-packages clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile

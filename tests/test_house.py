@@ -107,6 +107,7 @@ TESTED_TOGETHER = {
     "tests/torch/readers/test_carried.py": "fastps/torch/carried",
     "tests/torch/readers/test_publisher.py": "fastps/torch/publisher",
     "tests/torch/readers/test_reader.py": "fastps/torch/reader",
+    "tests/torch/test_workers_that_differ.py": "fastps/store/elsewhere",
     "tests/torch/test_written_weights.py": "fastps/store/agreed_writes",
     "tests/torch/test_optimizer_options.py": "fastps/torch/optimizer_state",
     "tests/torch/test_row_wise_adagrad.py": "fastps/torch/own_optimizers",

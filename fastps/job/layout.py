@@ -118,6 +118,11 @@ class Layout:
         return self.faults.lanes(self.workers)
 
     @property
+    def floats_each(self) -> int:
+        """The floats of a buffer that hold one number: two in double precision."""
+        return 2 if self.gradient_type == "float64" else 1
+
+    @property
     def has_agent(self) -> bool:
         """Whether this is the arena of one node of several, whose agent combines."""
         return self.server in ("agent", "replica")

@@ -34,11 +34,11 @@ from fastps.network.leaf import Leaf, LocalLeaf, Upstream
 from fastps.network.link import LinkLostError
 from fastps.network.monitoring.report import Report
 from fastps.network.parts import Part, shares_of
-from fastps.network.places import spare_of
 from fastps.network.rendezvous import Rendezvous, Requests
 from fastps.network.replica import Replica
-from fastps.network.rows import table_of
+from fastps.network.rows import Table
 from fastps.network.serving import Serving
+from fastps.network.spare import spare_of
 from fastps.network.spread import SpreadHomes
 from fastps.network.sums import Sums
 from fastps.store.server_loop import Folds, Server, answer_as_server, run_from_order, with_rule
@@ -164,7 +164,7 @@ def _beginning(nodes: Nodes, upstream: Upstream) -> Iterator[None]:
 
 def _replica(order: AgentOrder, model: Layout, store: JobMemory, report: Report) -> tuple[Replica, Upstream]:
     """Find the other nodes. Returns once this node has the state to begin with."""
-    nodes, table = order.nodes, table_of(model, order.nodes)
+    nodes, table = order.nodes, Table(model)
     rendezvous = Rendezvous(nodes, order.name, model, store.timeout_s, store.clock)
     if not nodes.is_first:
         rendezvous.check(order.hypers)
@@ -269,9 +269,8 @@ def _serve_node(store: Store, leaf: Leaf | Replica, upstream: Upstream) -> None:
 
 def main() -> int:
     """Read the order and serve. Returns the exit code."""
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # SLURM's scancel sends it to every process, and workers need this one to save
+    # SLURM's scancel sends SIGTERM to every process, and the workers need this one to save.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(format="fastps: %(message)s", level=logging.WARNING)
     reserve_all()  # the port of a link that waits for its node is open to strangers, too
     return run_from_order(serve, "agent", (Error,))

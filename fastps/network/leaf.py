@@ -22,7 +22,7 @@ from fastps.membership.job_memory import JobMemory
 from fastps.network.edge import chunk_ranges
 from fastps.network.messages import Header, Kind
 from fastps.network.monitoring.report import Report
-from fastps.network.places import Places, Spare
+from fastps.network.spare import Spare, VersionBuffers
 from fastps.network.sums import Outgoing, Sums, Terms
 
 
@@ -107,14 +107,14 @@ class Leaf:
 
     def finish(self, spare: Spare) -> None:
         """Wait for the other nodes, and publish the job's final weights."""
-        with spare() as places:
-            self._write_final(places)
-            places.is_made, places.advances = True, False
+        with spare() as buffers:
+            self._write_final(buffers)
+            buffers.is_made, buffers.advances = True, False
 
-    def _write_final(self, places: Places) -> None:
-        self._upstream.finish(self._sums.weights(places.weights_out))
-        self._store.write_halves(places.weights_out)
-        self._store.all_steps(places.state_out)[:] = self._store.all_steps(places.state_in)
+    def _write_final(self, buffers: VersionBuffers) -> None:
+        self._upstream.finish(self._sums.weights(buffers.weights_out))
+        self._store.write_halves(buffers.weights_out)
+        self._store.all_steps(buffers.state_out)[:] = self._store.all_steps(buffers.state_in)
 
 
 def _difference(before: torch.Tensor, now: torch.Tensor, outs: Sequence[torch.Tensor], begin: int) -> Iterator[torch.Tensor]:
@@ -261,12 +261,12 @@ class LocalLeaf(Leaf):
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 
-    def _write_final(self, places: Places) -> None:
+    def _write_final(self, buffers: VersionBuffers) -> None:
         """Push what has moved since the last exchange, and write the job's final weights and this node's state."""
-        own = self._sums.weights(places.weights_in).clone()
+        own = self._sums.weights(buffers.weights_in).clone()
         self._take_arrived(own)
         while self._last_exchange(self._upstream.coming()[0]).versions < self._done.versions:
             self._begin_exchange(own)
             self._take_arrived(own)
-        self._planes(places.state_out)[:] = self._planes(places.state_in)
-        super()._write_final(places)
+        self._planes(buffers.state_out)[:] = self._planes(buffers.state_in)
+        super()._write_final(buffers)

@@ -33,9 +33,9 @@ from fastps.network.group_sums import GroupSums, Rows
 from fastps.network.leaf import Upstream
 from fastps.network.messages import MOST_SAMPLES, Header, Kind
 from fastps.network.monitoring.report import Report
-from fastps.network.places import Places, Spare
 from fastps.network.replica_state import LocalPush, ReplicaMemory, State, local_pushes
 from fastps.network.rows import Row, RowKind, Table, common_terms, differing, no_terms
+from fastps.network.spare import Spare, VersionBuffers
 from fastps.network.sums import Terms
 from fastps.store.lane_room import FINAL, LaneRooms, PublishedState
 
@@ -98,8 +98,8 @@ class Replica:
             self._version = self._store.version
 
         @contextlib.contextmanager
-        def first() -> Iterator[Places]:
-            yield Places(0, 0, 0, 0)
+        def first() -> Iterator[VersionBuffers]:
+            yield VersionBuffers(0, 0, 0, 0)
 
         self._settle(Own(RowKind.JOIN, first))
 
@@ -123,11 +123,11 @@ class Replica:
         pushes, terms = local_pushes(self._store, call.pushes)
         if terms is not None:
             self._no_terms = no_terms(self._table.model, terms.hypers)
-        places = Places(call.weights_in, call.weights_out, call.state_in, call.state_out)
+        buffers = VersionBuffers(call.weights_in, call.weights_out, call.state_in, call.state_out)
         samples = sum(push.samples for push in call.pushes)
         losses = [float(self._store.arena.counters(push.lane)["loss"]) for push in pushes]
         loss = sum(losses) / len(losses) if losses else math.nan
-        own = Own(RowKind.STEP, lambda: contextlib.nullcontext(places), pushes, terms, samples, loss)
+        own = Own(RowKind.STEP, lambda: contextlib.nullcontext(buffers), pushes, terms, samples, loss)
         return self._settle(own).told
 
     def finish(self, spare: Spare) -> None:
@@ -141,8 +141,8 @@ class Replica:
                 break
             if kinds <= {RowKind.LEFT, RowKind.END}:
                 kind = RowKind.END
-                with spare() as places:
-                    self._note_digest(places.weights_in, places.state_in)
+                with spare() as buffers:
+                    self._note_digest(buffers.weights_in, buffers.state_in)
         self._upstream.finish(self._rows)
 
     def check(self) -> None:
@@ -234,16 +234,16 @@ class Replica:
         """
         group, number = self._sums.form_group(rows), self.nodes.number
         is_behind = rows[number].version < rows[source].version
-        with own.spare() as places:
-            before = self._state_before(places)
+        with own.spare() as buffers:
+            before = self._state_before(buffers)
             state = before if number == source else before.empty()
             self._sums.broadcast(group, [(torch.from_numpy(array), source) for array in state.arrays()])
             if is_written and number != source and own.kind == RowKind.STEP and not is_behind:
                 self._before = state
             elif is_behind or (is_written and number != source):
-                self._memory.state(places.weights_out, places.state_out).take(state)
-                self._memory.write_halves(places.weights_out)
-                places.is_made, places.advances = True, is_behind
+                self._memory.state(buffers.weights_out, buffers.state_out).take(state)
+                self._memory.write_halves(buffers.weights_out)
+                buffers.is_made, buffers.advances = True, is_behind
                 self._before = None
         if is_behind:
             self._version = rows[source].version
@@ -254,13 +254,13 @@ class Replica:
         """Make a version of the sums. None, or what is told to the core, if it is not finite: then it is made again."""
         group = self._sums.group_of(rows)
         self._sums.begin(own.pushes)
-        with own.spare() as places:
-            if self._fold(group, own, rows, places):
+        with own.spare() as buffers:
+            if self._fold(group, own, rows, buffers):
                 self._version, self._before, self._is_again = self._version + 1, None, False
-                places.is_made = True
+                buffers.is_made = True
                 if self._version % _DIGEST_EVERY == 0:
-                    self._note_digest(places.weights_out, places.state_out)
-            is_made = places.is_made
+                    self._note_digest(buffers.weights_out, buffers.state_out)
+            is_made = buffers.is_made
         if is_made:
             if rows[min(rows)].tells:
                 self._exchange_counters(rows)
@@ -272,35 +272,35 @@ class Replica:
         self._dropped = sum(index >= 0 for index in told)
         return Outcome(rows, told) if self._dropped else None
 
-    def _fold(self, group: Group, own: Own, rows: Rows, places: Places) -> bool:
+    def _fold(self, group: Group, own: Own, rows: Rows, buffers: VersionBuffers) -> bool:
         """Apply the rule to the sums as they arrive. Returns whether the result may be published."""
-        before, policy = self._state_before(places), self._table.model.policy
+        before, policy = self._state_before(buffers), self._table.model.policy
         pushing = [row for _, row in sorted(rows.items()) if row.weight]
         total = sum(row.weight for row in pushing)
-        after = self._memory.state(places.weights_out, places.state_out)
+        after = self._memory.state(buffers.weights_out, buffers.state_out)
         if not pushing:
             deque(self._sums.arrive(group, own.pushes, 0), maxlen=0)
             after.take(before)
-            self._memory.write_halves(places.weights_out)
+            self._memory.write_halves(buffers.weights_out)
             return True
         rate_scale = {
             "square-root": math.sqrt(sum(row.samples for row in pushing) / max(1, policy.reference)),
             "linear": float(total),
         }.get(policy.scale, 1.0)
-        folding = self._memory.folding(common_terms(pushing), total, rate_scale, before, places)
+        folding = self._memory.folding(common_terms(pushing), total, rate_scale, before, buffers)
         is_summing = self._table.model.rule.number == fold.RULE_SUMMING
         checks, is_finite = self._store.layout.faults.nonfinite != "allow", True
         for first, last in self._sums.arrive(group, own.pushes, self._sums.stale_of(rows)):
             if not is_summing:
                 folding.run(first, last)
-                is_finite = is_finite and (not checks or self._memory.is_finite(places, first, last))
+                is_finite = is_finite and (not checks or self._memory.is_finite(buffers, first, last))
         if is_summing:
             folding.run(0, self._memory.numbers)
-            is_finite = not checks or self._memory.is_finite(places, 0, self._memory.numbers)
+            is_finite = not checks or self._memory.is_finite(buffers, 0, self._memory.numbers)
         return is_finite
 
-    def _state_before(self, places: Places) -> State:
-        return self._before or self._memory.state(places.weights_in, places.state_in)
+    def _state_before(self, buffers: VersionBuffers) -> State:
+        return self._before or self._memory.state(buffers.weights_in, buffers.state_in)
 
     def _note_digest(self, weights: int, state: int) -> None:
         self._digest = self._version, zlib.crc32(self._memory.state(weights, state).weights)

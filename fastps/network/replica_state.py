@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastps.job.layout import GRADIENT_NUMBERS, Layout
+from fastps.job.layout import GRADIENT_NUMBERS
 from fastps.kernels.combining.fold_call import FoldedPush
 from fastps.kernels.update import fold
 from fastps.kernels.update.fold import Folding
 from fastps.membership.job_memory import JobMemory
-from fastps.network.places import Places
+from fastps.network.spare import VersionBuffers
 from fastps.network.sums import Terms
 
 Numbers = npt.NDArray[Any]
@@ -53,7 +53,7 @@ class ReplicaMemory:
 
     def __init__(self, store: JobMemory) -> None:
         self._store, self.layout = store, store.layout
-        self._width = width_of(store.layout)
+        self._width = store.layout.floats_each
         self.numbers = store.layout.buffer_floats // self._width
         self._type = np.float64 if self._width == 2 else np.float32
         self.segments = [
@@ -101,9 +101,9 @@ class ReplicaMemory:
                 _add(terms, out[begin - first : end - first])
         return out
 
-    def folding(self, terms: Terms, total: int, rate_scale: float, before: State, places: Places) -> Folding:
+    def folding(self, terms: Terms, total: int, rate_scale: float, before: State, buffers: VersionBuffers) -> Folding:
         """The fold of `sums`, the sum of `total` gradients, from `before` into the buffers that are written."""
-        layout, after = self.layout, self.state(places.weights_out, places.state_out)
+        layout, after = self.layout, self.state(buffers.weights_out, buffers.state_out)
         ema = layout.policy.ema
         hypers = [tuple(hyper) for hyper in terms.hypers]
         push = self.sums.numpy(), hypers, terms.present.tolist(), 1.0
@@ -112,12 +112,12 @@ class ReplicaMemory:
             before.weights, before.planes, before.steps, after.weights, after.planes, after.steps,
             scale=1.0 / total, rate_scale=rate_scale, ema_plane=layout.planes - 1 if ema else -1, ema_decay=ema,
             user_rule=layout.rule.address, gradient_type=fold.FLOAT64 if self._width == 2 else fold.FLOAT32,
-            shown_type=GRADIENT_NUMBERS[layout.shown_type], halves_out=self.halves(places.weights_out),
+            shown_type=GRADIENT_NUMBERS[layout.shown_type], halves_out=self.halves(buffers.weights_out),
         )  # fmt: skip
 
-    def is_finite(self, places: Places, first: int, last: int) -> bool:
+    def is_finite(self, buffers: VersionBuffers, first: int, last: int) -> bool:
         """Whether the numbers [first, last) of a version's weights and state are finite."""
-        made = self.state(places.weights_out, places.state_out)
+        made = self.state(buffers.weights_out, buffers.state_out)
         return all(_is_finite(row[first:last]) for row in (made.weights, *made.planes))
 
     def first_bad(self, push: "LocalPush") -> int:
@@ -162,11 +162,6 @@ def local_pushes(store: JobMemory, pushes: Sequence[FoldedPush]) -> tuple[list[L
         for of_group in zip(*(groups for groups, _ in words), strict=True)
     ]
     return found, Terms(hypers, np.logical_or.reduce([bits for _, bits in words]))
-
-
-def width_of(layout: Layout) -> int:
-    """The floats of a number."""
-    return 2 if layout.gradient_type == "float64" else 1
 
 
 def _add(terms: list[tuple[torch.Tensor, float]], out: torch.Tensor) -> None:

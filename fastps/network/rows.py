@@ -20,7 +20,6 @@ import torch
 from fastps.errors import ProtocolError
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, Parameter, aligned
-from fastps.job.nodes import Nodes
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper, Rule
 from fastps.kernels.combining.fold_call import FoldCall
@@ -164,12 +163,6 @@ class Table:
             if row is not None:
                 found[node] = row
         return found
-
-
-def table_of(model: Layout, nodes: Nodes) -> Table:
-    """The form of the rows of a job whose layout, with the nodes as workers, is `model`."""
-    assert model.workers == nodes.count
-    return Table(model)
 
 
 class RowFolds(Combining):

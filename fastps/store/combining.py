@@ -5,7 +5,7 @@ devices, on several nodes, in virtual time and with injected delays answer other
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,26 +15,17 @@ from fastps.errors import CheckpointError, LayoutError, NodeLostError, ProtocolE
 from fastps.kernels.combining.fold_call import FoldCall
 from fastps.kernels.protocol.lane import KIND_LEAVE
 from fastps.kernels.protocol.wait import Wait
-from fastps.kernels.shm.arena import LANE_LEFT, LANE_LIVE
+from fastps.kernels.shm.arena import LANE_LEFT
 from fastps.membership.job_memory import by_name
-from fastps.membership.membership import waiting
 from fastps.store.attached_lane import AttachedLane
 from fastps.store.background import Background
 from fastps.store.drive import drive
+from fastps.store.elsewhere import Elsewhere, Standstill
 from fastps.store.lane_room import LaneRooms
 
-_BESIDE_NS = 5_000_000
-_STUCK_NS = 300_000_000
 _MOST_NAMED = 256  # combinations of buffers whose views are cached
 # What an agent ends with that starting it again does not heal.
 _REFUSALS = {kind.__name__: kind for kind in (CheckpointError, LayoutError, UnsupportedError, UsageError)}
-
-
-class Elsewhere(NamedTuple):
-    """A job that this process is in beside the one that it waits in, and the call by which it leaves that job for good."""
-
-    worker: AttachedLane
-    leave: Callable[[], None]
 
 
 class Push(NamedTuple):
@@ -206,35 +197,15 @@ class Combining:
     def leave_virtual_time(self) -> None:
         """Leave where a driver decides, which lets this worker go on once all have left."""
 
-    def wait_for_others(self, elsewhere: Sequence["Elsewhere"] = ()) -> None:
+    def wait_for_others(self, elsewhere: Sequence[Elsewhere] = ()) -> None:
         """Wait until every other worker has left, too. `elsewhere`: this process's other jobs, which combine meanwhile.
 
         Those are left if all workers that have not left here wait, and some of them there: nobody would go on.
         """
         wait = Wait(self._lane)
         wait.begin_last(self._worker.store.layout.workers, self._clock.now_ns())
-        beside = [(each.worker, Wait(each.worker.lane)) for each in elsewhere]
-        for _, its in beside:
-            its.begin_own(_BESIDE_NS, self._clock.now_ns(), combines=True)
-
-        drive(self._worker, wait, self._worker.timeout_text, partial(self._leave_if_stuck, elsewhere, [None, 0]), beside)
-
-    def _leave_if_stuck(self, elsewhere: Sequence[Elsewhere], seen: list[Any]) -> None:
-        """Leave the jobs `elsewhere` if all that have not left here wait, some there, and have not moved for _STUCK_NS.
-
-        `seen`: where they waited at the last call, and since when.
-        """
-        if not elsewhere:
-            return
-        arena, now_ns = self._worker.store.arena, self._clock.now_ns()
-        here = {arena.process_id(lane) for lane, state in enumerate(arena.lane_states()[: arena.lanes]) if state == LANE_LIVE}
-        there = {process: made for each in elsewhere for process, made in waiting(each.worker.store.arena).items()}
-        found = there, waiting(arena)
-        if found != seen[0] or not here <= found[0].keys() | found[1].keys() or here.isdisjoint(there):
-            seen[:] = found, now_ns
-        elif now_ns - seen[1] > _STUCK_NS:
-            for each in elsewhere:
-                each.leave()
+        standstill = Standstill(self._worker, elsewhere)
+        drive(self._worker, wait, self._worker.timeout_text, standstill.leave_if_stuck, standstill.beside())
 
     @property
     def closes_last(self) -> bool:

@@ -20,7 +20,7 @@ from fastps.job.environment import Identity
 from fastps.kernels.shm.arena import LANE_FREE
 from fastps.membership import discovery
 from fastps.membership.job_memory import JobMemory
-from fastps.store.combining import Elsewhere
+from fastps.store.elsewhere import Elsewhere
 from fastps.store.observer import observe
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock

@@ -16,7 +16,8 @@ from fastps.job import environment
 from fastps.membership import rendezvous
 from fastps.membership.job_memory import JobMemory
 from fastps.store.attached_lane import AttachedLane
-from fastps.store.combining import Combining, Elsewhere, Push
+from fastps.store.combining import Combining, Push
+from fastps.store.elsewhere import Elsewhere
 from fastps.store.server_process import Order, picklable
 
 RANK = struct.Struct("=i")

@@ -18,7 +18,8 @@ from fastps.membership import rendezvous
 from fastps.membership.job_memory import JobMemory, by_name
 from fastps.membership.membership import Membership
 from fastps.store.attached_lane import AttachedLane
-from fastps.store.combining import Combining, Elsewhere, Push
+from fastps.store.combining import Combining, Push
+from fastps.store.elsewhere import Elsewhere
 from fastps.store.freed_readers import FreedReaders
 from fastps.store.row_slots import Presence, RowSlots
 from fastps.store.worker_momentum import WorkerMomentum

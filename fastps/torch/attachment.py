@@ -107,14 +107,8 @@ class Attachment:
         """The function that autograd calls after it has accumulated into a parameter's `p.grad`."""
 
         def put(tensor: torch.Tensor) -> None:
-            self.gradients.put(index, self.worker.lane.slot, tensor)
-
-        def put_and_mark(tensor: torch.Tensor) -> None:
             if self.gradients.put(index, self.worker.lane.slot, tensor) and self.early is not None:
                 self.early.put(index, tensor)
-
-        if self.early is not None:
-            return put_and_mark
 
         def thaw_and_put(tensor: torch.Tensor) -> None:
             if not self.store.arena.length_of(index):

@@ -22,7 +22,7 @@ class EarlyMarks:
         self._lane, self._gradients, self._rank = worker.lane, gradients, worker.rank
         self._rooms = LaneRooms(worker.store, 0)
         layout = worker.store.layout
-        width = 2 if layout.gradient_type == "float64" else 1
+        width = layout.floats_each
         ranges = sum_ranges(layout.buffer_floats // width)
         places = [(each.offset // width, (each.offset + each.length) // width) for each in layout.parameters]
         self._parts = [

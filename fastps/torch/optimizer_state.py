@@ -295,8 +295,8 @@ class OptimizerState(torch.optim.Optimizer):
         Worker 0's state becomes the job's, under all shard locks: each fold sees the old state or the new one. The options (lr
         and others) are each worker's own, and travel with its next push. Weights, version and the number of updates stay.
 
-        Raises ValueError for another model's state, UnsupportedError for state that the fold would compute differently and in a
-        job of several nodes, and ParameterChangedError as step() does.
+        Raises ValueError for another model's state, UnsupportedError for state that the fold would compute differently, or if
+        node 0 of several alone has the job's state, and ParameterChangedError as step() does.
         """
         self._job.worker.check_usable()
         self._job.worker.check_moment("load_state_dict()")

@@ -137,3 +137,37 @@ def test_marks_are_of_parts_from_the_last_on_and_settle_says_what_was_written(mo
         return found
 
     assert nodes.train((1, 1), work) == [[0, 2, 1, [-1.0, -2.0]]] * 2
+
+
+@pytest.mark.parametrize("thaws", [{0, 1, 2}, {0}], ids=["on all nodes", "on one node"])
+def test_a_layer_that_thaws_trains_as_in_one_process(thaws: set[int]) -> None:
+    """Where one worker thaws it, the others' sums lack it, and their nodes have its weights all the same."""
+
+    def work(rank: int) -> Any:
+        model = Model()
+        model.layers[1].requires_grad_(False)
+        with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), timeout_s=30) as optimizer:
+            for step in range(STEPS):
+                if step == 3 and rank in thaws:
+                    model.layers[1].requires_grad_(True)
+                optimizer.zero_grad()
+                _backward(model, rank, step)
+                optimizer.step()
+            optimizer.wait_for_others()
+            return [tensor.detach().clone() for tensor in model.parameters()]
+
+    plain = Model()
+    plain.layers[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(3):
+            plain.layers[1].requires_grad_(step >= 3 and rank in thaws)
+            _backward(plain, rank, step)
+        for tensor in plain.parameters():
+            if tensor.grad is not None:
+                tensor.grad /= 3
+        optimizer.step()
+    for found in nodes.train((1, 2), work):
+        for tensor, expected in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(tensor, expected.detach(), rtol=0, atol=1e-5)

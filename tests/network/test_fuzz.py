@@ -18,7 +18,7 @@ import torch
 import fastps
 from fastps.job.secret import Secret
 from fastps.network.home import store_name
-from fastps.network.rows import table_of
+from fastps.network.rows import Table
 from fastps.store.store import Store
 from tests.fuzz.amount import SECONDS, SEED
 from tests.support import nodes, processes
@@ -42,7 +42,7 @@ def _home(optimizer: Any) -> Store:
     if store.layout.server != "replica":
         found: Store = placement._view(optimizer.worker)._arenas()[0]
         return found
-    return Store.connect(store_name(store.job, 0), table_of(placement._home, placement._nodes).layout, [], timeout_s=30)
+    return Store.connect(store_name(store.job, 0), Table(placement._home).layout, [], timeout_s=30)
 
 
 def _train(rank: int, folder: Path, sync: str) -> Any:

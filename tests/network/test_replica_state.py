@@ -6,8 +6,8 @@ import pytest
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD, Hyper
-from fastps.network.places import Places
 from fastps.network.replica_state import LocalPush, ReplicaMemory
+from fastps.network.spare import VersionBuffers
 from fastps.network.sums import Terms
 from fastps.store.store import Store
 
@@ -46,13 +46,13 @@ def test_a_sum_has_each_push_times_its_factor_without_what_it_lacks(kind: str) -
 
 def test_a_fold_by_parts_applies_the_rule_to_the_mean() -> None:
     with _store("float32") as store:
-        memory, places = ReplicaMemory(store), Places(0, 1, 0, 1)
+        memory, buffers = ReplicaMemory(store), VersionBuffers(0, 1, 0, 1)
         memory.sums[:] = 4.0
         terms = Terms([Hyper(0.5, 0.9)], np.array([True, False]))
-        folding = memory.folding(terms, 2, 1.0, memory.state(0, 0), places)
+        folding = memory.folding(terms, 2, 1.0, memory.state(0, 0), buffers)
         for first, last in ((16, memory.numbers), (0, 16)):
             folding.run(first, last)
-            assert memory.is_finite(places, first, last)
+            assert memory.is_finite(buffers, first, last)
         made = memory.state(1, 1)
         assert made.weights[:3].tolist() == [0.0] * 3
         assert made.weights[16:21].tolist() == [1.0] * 5
@@ -62,7 +62,7 @@ def test_a_fold_by_parts_applies_the_rule_to_the_mean() -> None:
         copied.take(made)
         assert copied.weights.tolist() == made.weights.tolist()
         made.planes[0][1] = np.inf
-        assert not memory.is_finite(places, 0, 16)
+        assert not memory.is_finite(buffers, 0, 16)
 
 
 def test_the_first_parameter_that_is_not_finite_is_found() -> None:

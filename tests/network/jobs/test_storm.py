@@ -22,6 +22,7 @@ import pytest
 
 from fastps.bench.two_nodes.namespaces import missing_reason
 from tests.support.network.bridge import Bridge, bridge
+from tests.support.network.launched_nodes import DIGITS
 from tests.support.nodes import await_files
 
 REASON = missing_reason()
@@ -32,17 +33,9 @@ SEED = int(os.environ.get("FASTPS_STORM_SEED", "1"))
 QUIET_S = 5.0  # at the end, all nodes train for so long without a pause
 MARK = "STORM_OF_TESTS"
 
-SCRIPT = """
-import json, os, pathlib, time, zlib
-import torch
-import fastps
-from sklearn.datasets import load_digits
-
-torch.set_num_threads(1)
-torch.manual_seed(0)
-digits = load_digits()
-inputs, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+SCRIPT = (
+    DIGITS
+    + """model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), timeout_s=60)
 draw = torch.Generator().manual_seed(os.getpid())
 last, steps, longest, before = 0, 0, 0.0, time.monotonic()
@@ -72,6 +65,7 @@ if fastps.rank() == 0:
 print("found", json.dumps(found), flush=True)
 optimizer.close()
 """
+)
 
 
 class Storm:

@@ -24,8 +24,8 @@ from tests.support.torch_optimizers import steps_on
 MARK = "LAUNCHED_NODES_OF_TESTS"
 KINDS = ("worker", "agent", "rendezvous", "launcher", "node")
 _MODULES = {"agent": "fastps.network.agent", "rendezvous": "fastps.network.meeting"}
-PROGRAM = """
-import json, os, pathlib, sys, time
+DIGITS = """
+import json, os, pathlib, sys, time, zlib
 import torch
 import fastps
 from sklearn.datasets import load_digits
@@ -34,6 +34,10 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 digits = load_digits()
 inputs, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+"""
+PROGRAM = (
+    DIGITS
+    + """
 model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
 optimizer = fastps.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.002), model=model)
 rank, workers, steps, pause_s = fastps.rank(), fastps.world_size(), int(sys.argv[1]), float(sys.argv[2])
@@ -55,6 +59,7 @@ total = sum(value.double().abs().sum().item() for value in model.parameters())
 print("found", json.dumps({"rank": rank, "version": optimizer.version, "accuracy": accuracy, "total": total}), flush=True)
 optimizer.close()
 """
+)
 
 
 def port_below_ephemeral() -> int:

@@ -11,7 +11,7 @@ _POLL_NS = 1_000_000
 
 
 @dataclass
-class Places:
+class VersionBuffers:
     """The buffers of one version: those that are read, and those that are written.
 
     Attributes:
@@ -27,7 +27,7 @@ class Places:
     advances: bool = True
 
 
-Spare = Callable[[], AbstractContextManager[Places]]
+Spare = Callable[[], AbstractContextManager[VersionBuffers]]
 """Gives the buffers of one version, which nobody reads, and publishes them after a block that has set `is_made`."""
 
 
@@ -35,20 +35,20 @@ def spare_of(store: JobMemory, lane: Lane) -> Spare:
     """A function that gives buffers outside a fold: it takes the shard lock, and holds it until its block ends."""
 
     @contextmanager
-    def spare() -> Iterator[Places]:
+    def spare() -> Iterator[VersionBuffers]:
         while not lane.hold(0):
             store.clock.sleep_ns(_POLL_NS)
-        places: Places | None = None
+        buffers: VersionBuffers | None = None
         is_over = False
         try:
             weights, state = store.committed()
             free = lane.spare(0)
-            places = Places(weights[0], free[0], state[0], free[1])
-            yield places
+            buffers = VersionBuffers(weights[0], free[0], state[0], free[1])
+            yield buffers
             is_over = True
         finally:
-            publish = places is not None and places.is_made and is_over
-            advances = places is not None and places.advances
+            publish = buffers is not None and buffers.is_made and is_over
+            advances = buffers is not None and buffers.advances
             lane.release(publish, 0, store.clock.now_ns(), publish and advances)
 
     return spare
